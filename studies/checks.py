@@ -19,7 +19,7 @@ from mpicomp.arrays import Describer
 from mpicomp.cli import run_program
 from mpicomp.cli.options import add_task, check_writable
 from mpicomp.collectives import allgather, is_finite, packed_allgather, parameter_server
-from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.pace import Pace
 from mpicomp.settings import check_least
@@ -61,7 +61,7 @@ def _without(reducer: Any) -> Iterator[None]:
     with instead(
         (Describer, "describe", lambda self, gradients: layout.members),
         (Layout, "knows", lambda self, members: True),
-        (Accumulated, "finite", True),
+        (GradientWithResidual, "finite", True),
         (Pace, "note", lambda *words: None),
         (Pace, "tell", _nothing),
     ):
@@ -76,8 +76,8 @@ def _without(reducer: Any) -> Iterator[None]:
 def _counted(reducer: Any, inside: Inside) -> Iterator[None]:
     """Count the seconds inside of the same checks, and of the check of the mean."""
 
-    def finite(accumulated: Accumulated) -> bool:
-        accumulated.untold  # noqa: B018, the sum is made whether or not it is checked
+    def finite(accumulated: GradientWithResidual) -> bool:
+        accumulated.device_moments  # noqa: B018, the sum is made whether or not it is checked
         with inside.counted():
             return accumulated.moments.finite
 
@@ -85,7 +85,7 @@ def _counted(reducer: Any, inside: Inside) -> Iterator[None]:
     with instead(
         (Describer, "describe", inside.of(Describer.describe)),
         (Layout, "knows", inside.of(Layout.knows)),
-        (Accumulated, "finite", property(finite)),
+        (GradientWithResidual, "finite", property(finite)),
         *((module, "is_finite", inside.of(is_finite)) for module in _CHECKED),
         (Pace, "note", inside.of(Pace.note)),
         (Pace, "tell", inside.of_rounds(Pace.tell)),

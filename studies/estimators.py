@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_writable, read_list, read_ratios
 from mpicomp.compressors import Sparsifier, compressor_class, get_compressor, list_compressors
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.settings import check_least
@@ -213,7 +213,7 @@ def measure(
 
 
 def _row(entry: _Estimator, data: str, numel: int) -> dict[str, Any]:
-    shares = np.array(entry.counts) / kept(entry.ratio, numel)
+    shares = np.array(entry.counts) / num_kept(entry.ratio, numel)
     return {
         "name": entry.name,
         "data": data,

@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 
 from mpicomp import Context
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 
 AWKWARD = {
     "zeros": np.zeros(3000),
@@ -34,7 +34,7 @@ def accumulated(gradient, residual=None, cuts=()):
     parts = np.split(gradient, cuts)
     offsets = np.concatenate(([0], cuts)).astype(int)
     pieces = [Piece(int(offset), part) for offset, part in zip(offsets, parts, strict=True)]
-    return Accumulated(np.full(gradient.size + TAIL, np.nan, gradient.dtype), residual, pieces)
+    return GradientWithResidual(np.full(gradient.size + TRAILER, np.nan, gradient.dtype), residual, pieces)
 
 
 def select(compressor, array, context):

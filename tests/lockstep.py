@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpicomp.collectives import Context, Scheme, bind
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.compressors.kinds import Selection
 from mpicomp.rounds import Round, observe
 from mpicomp.transport import LocalWorld
@@ -35,9 +35,9 @@ def run(
     scheme = bind(compressor, collective)
     exchanges, accumulated = [], []
     for rank, array in enumerate(arrays):
-        buffer = np.full(array.size + TAIL, np.nan, array.dtype)
+        buffer = np.full(array.size + TRAILER, np.nan, array.dtype)
         residual = None if residuals is None else residuals[rank]
-        accumulated.append(Accumulated(buffer, residual, [Piece(0, array)], stale=rank in stale))
+        accumulated.append(GradientWithResidual(buffer, residual, [Piece(0, array)], stale=rank in stale))
         memory = {} if memories is None else memories[rank]
         context = Context(group=world.transports[rank].group, step=step, memory=memory)
         exchange = scheme.exchange(accumulated[-1], context)

@@ -8,7 +8,15 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.arrays import Described
-from mpicomp.compressors import Accumulated, Compressor, Context, Quantiser, Selection, SharedSparsifier, Sparsifier
+from mpicomp.compressors import (
+    Compressor,
+    Context,
+    GradientWithResidual,
+    Quantiser,
+    Selection,
+    SharedSparsifier,
+    Sparsifier,
+)
 from mpicomp.compressors.message import STALE, message_bytes, write_message
 from mpicomp.compressors.wire import Wire
 from mpicomp.places import HOST, Place
@@ -52,13 +60,15 @@ class Selecting:
         self.context.step += 1
         return count
 
-    def _pack(self, compressor: Quantiser, accumulated: Accumulated) -> NDArray[np.floating]:
+    def _pack(self, compressor: Quantiser, accumulated: GradientWithResidual) -> NDArray[np.floating]:
         message = self.context.workspace.array("packed", compressor.packed_bytes(self.numel), np.uint8)
         sent = self.context.workspace.array("sent", self.numel, accumulated.dtype)
         compressor.pack(accumulated.array(), message, sent, self.context.key(shared=False))
         return sent
 
-    def _select(self, compressor: Sparsifier | SharedSparsifier, accumulated: Accumulated, message: bool) -> Selection:
+    def _select(
+        self, compressor: Sparsifier | SharedSparsifier, accumulated: GradientWithResidual, message: bool
+    ) -> Selection:
         context = self.context
         if isinstance(compressor, SharedSparsifier):
             count = compressor.count(self.numel)
@@ -76,12 +86,12 @@ class Selecting:
 
 
 def write_plain(
-    selection: Selection, accumulated: Accumulated, context: Context, wire: Wire = _PLAIN
+    selection: Selection, accumulated: GradientWithResidual, context: Context, wire: Wire = _PLAIN
 ) -> NDArray[np.uint8]:
     """Write the message of a selection into the workspace, as plain 32-bit pairs if not said otherwise."""
     numel, dtype = accumulated.numel, accumulated.dtype
     out = context.workspace.array("message", message_bytes(selection.indices.size, numel, dtype, wire), np.uint8)
-    flags, moments = STALE * accumulated.stale, accumulated.untold
+    flags, moments = STALE * accumulated.stale, accumulated.device_moments
     kept = selection.values if wire.values is None else kernels.energy(selection.values)
     write_message(out, selection, numel, wire, flags, moments.energy, kept, moments.finite)
     return out

@@ -9,7 +9,7 @@ import numpy as np
 from mpicomp.bench.simulate.topology import Topology
 
 from mpicomp.collectives import Context, Scheme, bind
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.cost import CostModel
 from mpicomp.cost.kernels import Alone, measure_alone
 from mpicomp.cost.model import scheme_key
@@ -128,7 +128,7 @@ class _Ranks:
         for rank in range(ranks):
             random = np.random.default_rng(rank)
             draw = [random.laplace(size=_SIDE**2).astype(np.float32) for _ in range(2)]
-            self._arrays.append((*draw, np.empty(_SIDE**2 + TAIL, np.float32)))
+            self._arrays.append((*draw, np.empty(_SIDE**2 + TRAILER, np.float32)))
 
     def step(self) -> float:
         """Exchange, and return the seconds that a rank takes between rounds."""
@@ -142,7 +142,7 @@ class _Ranks:
                 workspace=self._spaces[rank],
             )
             gradient, residual, buffer = self._arrays[rank]
-            accumulated = Accumulated(
+            accumulated = GradientWithResidual(
                 buffer, residual if self._scheme.compressor.feedback else None, [Piece(0, gradient)]
             )
             exchanges.append(watch.over(self._scheme.exchange(accumulated, context)))

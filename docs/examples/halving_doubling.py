@@ -6,8 +6,8 @@ import numpy as np
 
 import mpicomp
 from mpicomp.collectives import Context, Exchange, Result, Scheme, gain_of, is_finite
-from mpicomp.compressors import Accumulated
-from mpicomp.compressors.accumulated import TAIL
+from mpicomp.compressors import GradientWithResidual
+from mpicomp.compressors.gradient_with_residual import TRAILER
 from mpicomp.rounds import Group, Round
 
 Move = tuple[tuple[int | None, int | None], slice, slice]  # to whom and from whom, and which part of the array
@@ -33,18 +33,18 @@ class HalvingDoubling(Scheme[mpicomp.Dense]):
         """Return the shapes of what `exchange` yields, which follow from the number of elements and of ranks."""
         return [
             Round("sendrecv", (out.stop - out.start, into.stop - into.start), dtype, peers=peers)
-            for peers, out, into in _moves(numel + TAIL, group)
+            for peers, out, into in _moves(numel + TRAILER, group)
         ]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Sum parts, divide the own one, and pass means on."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
-        total = context.workspace.array("total", numel + TAIL, dtype)
+        total = context.workspace.array("total", numel + TRAILER, dtype)
         # Four numbers travel behind the array, in the same sum: what all ranks have to know of each other's.
-        total[:] = accumulated.with_tail(
+        total[:] = accumulated.with_trailer(
             not accumulated.finite, accumulated.stale, accumulated.energy, accumulated.lost
         )
-        moves, tasks = _moves(numel + TAIL, group), self.rounds(numel, dtype, group)
+        moves, tasks = _moves(numel + TRAILER, group), self.rounds(numel, dtype, group)
         for place, ((_, out, into), task) in enumerate(zip(moves, tasks, strict=True)):
             task.send = total[out]
             task.recv = context.workspace.array("part", task.counts[1], dtype)

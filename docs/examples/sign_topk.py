@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import mpicomp
-from mpicomp.compressors import Accumulated, Context
-from mpicomp.compressors.base import kept
+from mpicomp.compressors import Context, GradientWithResidual
+from mpicomp.compressors.base import num_kept
 from mpicomp.settings import check_ratio
 
 
@@ -32,8 +32,8 @@ class SignTopK(mpicomp.Sparsifier):
 
     def count(self, numel: int) -> int:
         """Return k, which depends on the length alone, so that ranks exchange no lengths."""
-        return kept(self.ratio, numel)
+        return num_kept(self.ratio, numel)
 
-    def select(self, accumulated: Accumulated, context: Context) -> mpicomp.Selection:
+    def select(self, accumulated: GradientWithResidual, context: Context) -> mpicomp.Selection:
         """Select what top-k does. The message makes signs of the values; what that takes stays in the residual."""
         return mpicomp.TopK(self.ratio).select(accumulated, context)

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Entry, kept
+from mpicomp.compressors.base import Compressor, Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.places import here
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
@@ -103,7 +103,7 @@ class CountSketch(Sketch):
 
     def count(self, numel: int) -> int:
         """Return the number of positions at which values are summed."""
-        return min(numel, self.candidates * kept(self.ratio, numel))
+        return min(numel, self.candidates * num_kept(self.ratio, numel))
 
     def weights(self, context: Context) -> NDArray[np.floating] | None:
         """Return factors of the elements in the sketch, and so before the largest are taken; None for no factors.
@@ -159,7 +159,7 @@ class Sketched(Scheme[CountSketch]):
         lengths = rows * columns, self.compressor.count(numel)
         return [task for length in lengths for task in self._sum.rounds(length, dtype, group, step)]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Sketch, sum, look for the largest, sum there; see `Scheme.exchange`."""
         # 1. Add every element to one cell in each row of a table, with a random sign; ranks share the hash functions.
         key, array, weights = context.key(shared=True), accumulated.array(), self.compressor.weights(context)

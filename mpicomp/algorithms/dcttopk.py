@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, is_finite
-from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.chunktopk import ChunkTopK
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.kinds import Selection
 from mpicomp.places import here, numbers
 from mpicomp.registry import register
@@ -66,7 +66,7 @@ class DCTTopK(Compressor):
     id: ClassVar[str] = "dcttopk"
     family: ClassVar[str] = "transform"
     message: ClassVar[str] = "coefficients"
-    own_algebra: ClassVar[bool] = True
+    needs_identical_blas: ClassVar[bool] = True
     paper: ClassVar[str] = "DeMo, Peng et al. 2024, arXiv 2411.19870; chunks of flat buckets, sums in rank order"
 
     ratio: float = 32 / 4096
@@ -89,7 +89,7 @@ class DCTTopK(Compressor):
         return True
 
     @property
-    def replaceable(self) -> bool:
+    def can_fall_back_to_dense(self) -> bool:
         """No: what DeMo keeps in the residual is its momentum, which a dense step would empty."""
         return False
 
@@ -142,17 +142,17 @@ class Transformed(Scheme[DCTTopK]):
         """Return the rounds of the inner collective; see `Scheme.rounds`."""
         return self._inner.rounds(numel, dtype, group, step)
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Transform, exchange coefficients, transform back; see `Scheme.exchange`."""
         numel, dtype, workspace, side = accumulated.numel, accumulated.dtype, context.workspace, self.compressor.side
         array = accumulated.array()
-        buffer = workspace.array("coefficients", numel + TAIL, dtype)
+        buffer = workspace.array("coefficients", numel + TRAILER, dtype)
         coefficients = buffer[:numel]
         with np.errstate(over="ignore", invalid="ignore"):
             _transform(array, side, False, coefficients, workspace)
         [energy] = numbers(kernels.energy(coefficients))
         finite = accumulated.finite and (far_from_largest(energy, dtype) or _comes_back_finite(array, side))
-        part = Accumulated.ready(buffer, energy, 0.0, finite, accumulated.stale)
+        part = GradientWithResidual.ready(buffer, energy, 0.0, finite, accumulated.stale)
         result: Result = yield from self._inner.exchange(part, context)
         if result.problem is not None:
             return result

@@ -10,10 +10,10 @@ from mpicomp import kernels
 from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, kept
+from mpicomp.compressors.base import Compressor, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection
 from mpicomp.places import here, numbers
 from mpicomp.registry import register
@@ -96,7 +96,7 @@ class FetchSGD(Sketch):
         return False
 
     @property
-    def replaceable(self) -> bool:
+    def can_fall_back_to_dense(self) -> bool:
         """Not with momentum: it is delivered with that in it, and a dense step would be without."""
         return not self.momentum
 
@@ -108,7 +108,7 @@ class FetchSGD(Sketch):
 
     def count(self, numel: int) -> int:
         """Return the number of elements delivered out of ``numel``."""
-        return kept(self.ratio, numel)
+        return num_kept(self.ratio, numel)
 
 
 _KINDS = "velocity", "error"
@@ -155,7 +155,7 @@ class SketchedMemory(Scheme[FetchSGD]):
         rows, columns = self.compressor.table(numel)
         return self._sum.rounds(rows * columns, dtype, group, step)
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Sketch, sum, remember, deliver the largest; see `Scheme.exchange`."""
         # 1. Sketch the gradient, and sum the tables of all ranks.
         numel, workspace = accumulated.numel, context.workspace

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, Stack, multiply, orthonormal, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
-from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, bound, own_setting
+from mpicomp.compressors.base import Compressor, bound, match_layer_setting
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.places import here, numbers
@@ -83,7 +83,7 @@ class PowerSGD(Compressor):
     id: ClassVar[str] = "powersgd"
     family: ClassVar[str] = "low rank"
     message: ClassVar[str] = "factors"
-    own_algebra: ClassVar[bool] = True
+    needs_identical_blas: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Vogels et al. 2019, arXiv 1905.13727; residuals are of each rank's own projection, QR in float64"
     )
@@ -161,7 +161,7 @@ class PowerSGD(Compressor):
 
     def rank_of(self, name: str) -> int:
         """Return the rank that a parameter of this name is asked for, however small it is."""
-        return int(own_setting(self.layers, name, self.rank))
+        return int(match_layer_setting(self.layers, name, self.rank))
 
 
 @register
@@ -208,7 +208,7 @@ class LowRank(Scheme[PowerSGD]):
         sizes[0] += numel - self._held
         return [task for size in sizes for task in self._sum.rounds(size, dtype, group, step)]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Project, sum, project, sum; see `Scheme.exchange`."""
         if not self._compresses(context.step):
             return (yield from self._sum.exchange(accumulated, context))
@@ -217,9 +217,9 @@ class LowRank(Scheme[PowerSGD]):
         if numel != self._numel:
             self._numel, self._stacks = numel, stacked(self._matrices, numel)
         left_size, right_size, rest_size = self._left_size, self._right_size, numel - self._held
-        array, moments = accumulated.array(), accumulated.untold
-        left = workspace.array("left", left_size + rest_size + TAIL, dtype)
-        right = workspace.array("right", right_size + TAIL, dtype)
+        array, moments = accumulated.array(), accumulated.device_moments
+        left = workspace.array("left", left_size + rest_size + TRAILER, dtype)
+        right = workspace.array("right", right_size + TRAILER, dtype)
         kept_rest = workspace.array("rest", 2 * rest_size, dtype).reshape(2, rest_size)
         lefts, rights = self._lefts(left), self._rights(right)
         matrices = [stack.of(array) for stack in self._stacks]
@@ -234,7 +234,7 @@ class LowRank(Scheme[PowerSGD]):
             size = left_size + (rest_size if iteration == 0 else 0)
             energy = kernels.energy(left[:size])
             ask = accumulated.stale or problem is not None
-            part = Accumulated.ready(left[: size + TAIL], energy, 0.0, moments.finite, ask)
+            part = GradientWithResidual.ready(left[: size + TRAILER], energy, 0.0, moments.finite, ask)
             first = yield from self._sum.exchange(part, context)
             assert not isinstance(first.sent, Selection)
             problem = problem or first.problem
@@ -257,7 +257,7 @@ class LowRank(Scheme[PowerSGD]):
             )
             lost = max(0.0, energy - projected + (rounded - rest_energy))
             finite = finite and _projects_finitely(array, energy)
-            part = Accumulated.ready(right, energy, lost, finite, ask)
+            part = GradientWithResidual.ready(right, energy, lost, finite, ask)
             second = yield from self._sum.exchange(part, context)
             problem = problem or second.problem
             nonfinite = nonfinite or first.nonfinite or second.nonfinite

@@ -10,9 +10,9 @@ from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
@@ -70,7 +70,7 @@ class SignSGD(Compressor):
         return False
 
     @property
-    def replaceable(self) -> bool:
+    def can_fall_back_to_dense(self) -> bool:
         """No: it delivers signs of one size, whatever that of gradients."""
         return False
 
@@ -109,7 +109,7 @@ class MajorityVote(Scheme[SignSGD]):
         counts = [HEADER_BYTES + count * _WORD.itemsize for count in parts]
         return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Pack, scatter, count, gather; see `Scheme.exchange`."""
         # 1. Pack the signs, a bit each, and send every rank its part of them.
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
@@ -121,7 +121,7 @@ class MajorityVote(Scheme[SignSGD]):
 
         signs = workspace.array("signs", bounds[-1], _WORD)
         kernels.pack_votes(accumulated.array(), signs)
-        moments = accumulated.untold
+        moments = accumulated.device_moments
         outgoing = workspace.array("outgoing", places[-1], _BYTE)
         for rank in range(group.size):
             message = outgoing[places[rank] : places[rank + 1]]

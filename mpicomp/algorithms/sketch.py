@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
-from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, kept
+from mpicomp.compressors.base import Compressor, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.errors import ConfigurationError
 from mpicomp.settings import check_choice, check_range, check_ratio
 from mpicomp.workspace import Workspace
@@ -57,14 +57,14 @@ class Sketch(Compressor):
 
     def table(self, numel: int) -> tuple[int, int]:
         """Return rows and columns of the table for ``numel`` elements."""
-        return self.rows, kept(self.columns, numel)
+        return self.rows, num_kept(self.columns, numel)
 
 
 def sum_of_tables(
     compressor: Sketch,
     array: NDArray[np.floating],
     key: int,
-    accumulated: Accumulated,
+    accumulated: GradientWithResidual,
     context: Context,
     inner: Scheme[Dense],
 ) -> Exchange:
@@ -84,12 +84,12 @@ def sum_of_tables(
         The dense collective.
     """
     rows, columns = compressor.table(array.size)
-    buffer = context.workspace.array("table", rows * columns + TAIL, accumulated.dtype)
-    table = buffer[:-TAIL].reshape(rows, columns)
+    buffer = context.workspace.array("table", rows * columns + TRAILER, accumulated.dtype)
+    table = buffer[:-TRAILER].reshape(rows, columns)
     table[:] = 0
     kernels.sketch_add(array, key, table)
-    moments = accumulated.untold
-    part = Accumulated.ready(buffer, moments.energy, 0.0, moments.finite, accumulated.stale)
+    moments = accumulated.device_moments
+    part = GradientWithResidual.ready(buffer, moments.energy, 0.0, moments.finite, accumulated.stale)
     result: Result = yield from inner.exchange(part, context)
     return result
 

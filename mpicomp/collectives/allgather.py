@@ -18,8 +18,8 @@ from mpicomp.collectives.scheme import (
     undelivered,
 )
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import (
     DAMAGED,
@@ -60,12 +60,12 @@ class Allgather(Scheme[Sparsifier]):
         gather = Round("allgatherv", [self._bytes(self.compressor.expected(numel), numel, dtype)] * group.size, _BYTE)
         return [gather] if self.compressor.count(numel) is not None else [self._ask(group), gather]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Select, gather, decode; see `Scheme.exchange`."""
         group, workspace = context.group, context.workspace
         numel, dtype = accumulated.numel, accumulated.dtype
         selection = self.compressor.select(accumulated, context)
-        moments = accumulated.untold
+        moments = accumulated.device_moments
         counts = [selection.indices.size] * group.size
         if self.compressor.count(numel) is None:
             ask = self._ask(group)

@@ -7,9 +7,9 @@ import numpy as np
 from mpicomp import kernels
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of
-from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.places import numbers, received
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
@@ -32,16 +32,16 @@ class Allreduce(Scheme[Dense]):
         """One allreduce; see `Scheme.rounds`."""
         if not self._summable(group):
             return ScatterReduce(self.compressor).rounds(numel, dtype, group, step)
-        return [Round("allreduce", (numel + TAIL,), dtype)]
+        return [Round("allreduce", (numel + TRAILER,), dtype)]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Sum and divide; see `Scheme.exchange`."""
         group, numel = context.group, accumulated.numel
         if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
         [shape] = self.rounds(numel, accumulated.dtype, group)
-        shape.send = accumulated.with_tail()
-        shape.recv = context.workspace.array("mean", numel + TAIL, accumulated.dtype)
+        shape.send = accumulated.with_trailer()
+        shape.recv = context.workspace.array("mean", numel + TRAILER, accumulated.dtype)
         whole = yield shape
         mean = whole[:numel]
         nonfinite, stale, energy, lost = received(whole[numel:]).tolist()

@@ -19,8 +19,8 @@ from mpicomp.collectives.scheme import (
 )
 from mpicomp.collectives.selection_ops import added, less, parted
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import (
     DAMAGED,
@@ -72,7 +72,7 @@ class Gtopk(Scheme[Sparsifier]):
         room = self._room(self.compressor.expected(numel), numel, dtype)
         return [*asked, *_hops(group, room), Round("bcast", (room,), _BYTE)]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Select, merge, hand out; see `Scheme.exchange`."""
         group, workspace, numel, dtype = context.group, context.workspace, accumulated.numel, accumulated.dtype
         selection = self.compressor.select(accumulated, context)
@@ -143,7 +143,7 @@ class _Node:
         The error in the last message that it received; None where it could be read.
     """
 
-    def __init__(self, selection: Selection, count: int, accumulated: Accumulated, context: Context) -> None:
+    def __init__(self, selection: Selection, count: int, accumulated: GradientWithResidual, context: Context) -> None:
         self.sent = selection
         self.problem: MessageError | None = None
         self._held = selection

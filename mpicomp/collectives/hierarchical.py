@@ -19,10 +19,10 @@ from mpicomp.collectives.scheme import (
     gain_of,
     undelivered,
 )
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import DAMAGED
 from mpicomp.errors import MessageError
@@ -111,13 +111,13 @@ class Hierarchical(Scheme[Compressor]):
             return inner
         none = [0] * (host.size - len(slices))
         return [
-            Round("alltoallv", [*slices[:-1], slices[-1] + TAIL, *none], dtype, group=HOST),
+            Round("alltoallv", [*slices[:-1], slices[-1] + TRAILER, *none], dtype, group=HOST),
             *inner,
             Round("allgatherv", [_REPORT] * len(slices) + none, _NUMBER, group=HOST),
             Round("allgatherv", slices + none, dtype, group=HOST),
         ]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Sum in the host, exchange between hosts, share in the host; see `Scheme.exchange`."""
         group = context.group
         if group.hosts == 1:
@@ -129,7 +129,9 @@ class Hierarchical(Scheme[Compressor]):
             return _put_together(self._report(result, damaged, True), result.mean, result.sent, result.problem)
         return (yield from self._exchange(accumulated, context, host, across))
 
-    def _exchange(self, accumulated: Accumulated, context: Context, host: Group, across: Group | None) -> Exchange:
+    def _exchange(
+        self, accumulated: GradientWithResidual, context: Context, host: Group, across: Group | None
+    ) -> Exchange:
         group, workspace = context.group, context.workspace
         numel, dtype = accumulated.numel, accumulated.dtype
         slices = _slices(numel, group)
@@ -141,8 +143,8 @@ class Hierarchical(Scheme[Compressor]):
         owned = own.stop - own.start
 
         scatter, *_, tell, gather = self.rounds(numel, dtype, group, context.step)
-        scatter.send = accumulated.with_tail()
-        width = owned + TAIL * last
+        scatter.send = accumulated.with_trailer()
+        width = owned + TRAILER * last
         scatter.recv = workspace.array("incoming", width * host.size, dtype)
         incoming = (yield scatter).reshape(host.size, width)
 
@@ -191,15 +193,20 @@ class Hierarchical(Scheme[Compressor]):
         return owned > 0 or not self._sparse
 
     def _part(
-        self, accumulated: Accumulated, incoming: NDArray[np.floating], own: slice, hosts: int, workspace: Workspace
-    ) -> Accumulated:
+        self,
+        accumulated: GradientWithResidual,
+        incoming: NDArray[np.floating],
+        own: slice,
+        hosts: int,
+        workspace: Workspace,
+    ) -> GradientWithResidual:
         """Sum an owned slice over the host, in rank order.
 
         Parameters
         ----------
-        accumulated : Accumulated
+        accumulated : GradientWithResidual
             This rank's; with sparse messages the sum is made in its place, by whoever sweeps over it first.
-        incoming : array, shape (ranks of the host, elements of the slice, and `TAIL` more for the last one)
+        incoming : array, shape (ranks of the host, elements of the slice, and `TRAILER` more for the last one)
             What the ranks sent; overwritten.
         own : slice
             The slice's place.
@@ -217,10 +224,10 @@ class Hierarchical(Scheme[Compressor]):
             if total.size > owned:
                 nonfinite, stale, energy, lost = here().to_host(total[owned:] + incoming[-1, owned:]).tolist()
             if self._sparse:
-                buffer = accumulated.with_tail(*[0.0] * TAIL)[own.start : own.stop + TAIL]
+                buffer = accumulated.with_trailer(*[0.0] * TRAILER)[own.start : own.stop + TRAILER]
                 pieces = [Piece(0, incoming[-1, :owned])]
-                return Accumulated(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
-        buffer = workspace.array("slice", owned + TAIL, accumulated.dtype)
+                return GradientWithResidual(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
+        buffer = workspace.array("slice", owned + TRAILER, accumulated.dtype)
         moments = kernels.accumulate(incoming[-1, :owned], total[:owned], buffer[:owned], accumulated.threads)
         energy_there, finite_there = numbers(moments.energy, moments.finite)
         if total.size == owned:
@@ -229,9 +236,11 @@ class Hierarchical(Scheme[Compressor]):
         if finite and self.compressor != Dense():
             # What is kept back of the host's sum is taken from what the owner has sent of its own array.
             finite = _differ_finitely(buffer[:owned], accumulated.array()[own], energy_there, hosts)
-        return Accumulated.ready(buffer, energy, lost, finite, stale > 0)
+        return GradientWithResidual.ready(buffer, energy, lost, finite, stale > 0)
 
-    def _between_hosts(self, part: Accumulated, context: Context, across: Group) -> Rounds[tuple[Result, bool]]:
+    def _between_hosts(
+        self, part: GradientWithResidual, context: Context, across: Group
+    ) -> Rounds[tuple[Result, bool]]:
         """Run the inner collective among the owners of a slice, and divide its mean by ranks in place of hosts.
 
         Tell also whether one of them was sent a damaged message, where all of them know.

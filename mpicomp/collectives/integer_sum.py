@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_header, write_header
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, gain_of
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import ConfigurationError, MessageError
@@ -70,7 +70,7 @@ class IntegerSum(Scheme[SharedQuantiser]):
         add = Round("allreduce", (sizes.words_of(numel, largest) + 1,), _WORD)
         return [tell, ask, add] if finer else [tell, add]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Agree on the grid, round, add; see `Scheme.exchange`."""
         group, workspace = context.group, context.workspace
         array, numel, dtype = accumulated.array(), accumulated.numel, accumulated.dtype
@@ -78,7 +78,7 @@ class IntegerSum(Scheme[SharedQuantiser]):
         limit = self.compressor.scales[0]
         largest = 2 * limit * group.size
         tell, *asked, add = self.rounds(numel, dtype, group)
-        moments = accumulated.untold
+        moments = accumulated.device_moments
 
         tell.send = workspace.host_array("header", HEADER_BYTES, _BYTE)
         reach, energy, finite = numbers(self.compressor.reach(array), moments.energy, moments.finite)

@@ -22,8 +22,8 @@ from mpicomp.collectives.scheme import (
 )
 from mpicomp.collectives.selection_ops import added, common, less, parted, room
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import (
     DAMAGED,
@@ -105,7 +105,7 @@ class Oktopk(Scheme[Sparsifier]):
             *([] if self.compressor.wire is None else [Round("allgatherv", [1] * size, _ENERGY)]),
         ]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Select, scatter, sum, share out, gather; see `Scheme.exchange`."""
         return (yield from _Step(self, accumulated, context).run())
 
@@ -117,7 +117,7 @@ class Oktopk(Scheme[Sparsifier]):
 class _Step:
     """One exchange on one rank."""
 
-    def __init__(self, scheme: Oktopk, accumulated: Accumulated, context: Context) -> None:
+    def __init__(self, scheme: Oktopk, accumulated: GradientWithResidual, context: Context) -> None:
         self.scheme = scheme
         self.accumulated = accumulated
         self.context = context

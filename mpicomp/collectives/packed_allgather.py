@@ -6,8 +6,8 @@ import numpy as np
 
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_header
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite, plus, undelivered
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.compressors.packing import packers
@@ -36,7 +36,7 @@ class PackedAllgather(Scheme[Quantiser]):
         [packer] = packers(self.compressor, [numel])
         return [Round("allgatherv", [HEADER_BYTES + packer.packed_bytes] * group.size, _BYTE)]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Pack, gather, decode; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
@@ -46,7 +46,7 @@ class PackedAllgather(Scheme[Quantiser]):
         sent = workspace.array("sent", numel, dtype)
         message = workspace.array("message", size, _BYTE)
         lost = packer.pack(accumulated.array(), message[HEADER_BYTES:], sent, context.key(False))
-        moments, lost = accumulated.untold, plus(lost, accumulated.lost)
+        moments, lost = accumulated.device_moments, plus(lost, accumulated.lost)
         write_header(message, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
         gather.send = message
         gather.recv = workspace.array("messages", size * group.size, _BYTE)

@@ -20,9 +20,9 @@ from mpicomp.collectives.scheme import (
     undelivered,
 )
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
 from mpicomp.compressors.wire import Wire, compact
@@ -73,7 +73,7 @@ class ParameterServer(Scheme[Compressor]):
         replies = [Round("bcast", (1,), _COUNT, root=_SERVER), _reply(union, numel, dtype)]
         return [*([] if self.compressor.count(numel) is not None else [_ask(group)]), gather, *replies]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Gather, average, send back; see `Scheme.exchange`."""
         if isinstance(self.compressor, Sparsifier):
             return (yield from self._exchange_sparse(self.compressor, accumulated, context))
@@ -88,7 +88,7 @@ class ParameterServer(Scheme[Compressor]):
         assert isinstance(self.compressor, Sparsifier)
         return message_bytes(count, numel, dtype, self.compressor.wire_for(count, numel))
 
-    def _exchange_dense(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def _exchange_dense(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, workspace, wire = context.group, context.workspace, self._wire
         numel, dtype = accumulated.numel, accumulated.dtype
         gather, reply = self.rounds(numel, dtype, group)
@@ -96,7 +96,7 @@ class ParameterServer(Scheme[Compressor]):
         array = accumulated.array()
         sent = array if wire is None else workspace.array("sent", numel, dtype)
         gather.send = workspace.array("message", size, _BYTE)
-        moments, lost = accumulated.untold, plus(pack(array, wire, gather.send, sent), accumulated.lost)
+        moments, lost = accumulated.device_moments, plus(pack(array, wire, gather.send, sent), accumulated.lost)
         write_header(gather.send, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
         reply.recv = workspace.array("reply", size, _BYTE)
         mean = workspace.array("mean", numel, dtype)
@@ -124,7 +124,7 @@ class ParameterServer(Scheme[Compressor]):
         unpack(answer, wire, mean)
         return _result(mean, sent, float(numel), flags, energy, lost)
 
-    def _exchange_sparse(self, compressor: Sparsifier, accumulated: Accumulated, context: Context) -> Exchange:
+    def _exchange_sparse(self, compressor: Sparsifier, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, workspace = context.group, context.workspace
         numel, dtype = accumulated.numel, accumulated.dtype
         selection = compressor.select(accumulated, context)
@@ -141,7 +141,7 @@ class ParameterServer(Scheme[Compressor]):
         if wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
         kept = selection.values if wire.values is None else kernels.energy(selection.values)
-        flags, moments = STALE * accumulated.stale, accumulated.untold
+        flags, moments = STALE * accumulated.stale, accumulated.device_moments
         write_message(gather.send, selection, numel, wire, flags, moments.energy, kept, moments.finite)
         if group.rank == _SERVER:
             gather.recv = workspace.array("messages", sum(sizes), _BYTE)

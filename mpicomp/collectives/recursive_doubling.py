@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.segmented_mean import SegmentedMean
-from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -43,21 +43,21 @@ class RecursiveDoubling(Scheme[Dense]):
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Return ``log2(ranks)`` exchanges of the array, and two more where that is no whole number."""
-        whole = numel + TAIL
+        whole = numel + TRAILER
         return [
             Round("sendrecv", tuple(0 if peer is None else whole for peer in peers), dtype, peers=peers)
             for peers in _peers(group)
         ]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Sum with every partner in turn; see `Scheme.exchange`."""
-        group, whole, dtype = context.group, accumulated.numel + TAIL, accumulated.dtype
+        group, whole, dtype = context.group, accumulated.numel + TRAILER, accumulated.dtype
         workspace = context.workspace
         segments = SegmentedMean(accumulated, group.size)
         tasks = self.rounds(accumulated.numel, dtype, group)
         mean = workspace.array("mean", whole, dtype)
         spare = workspace.array("spare", whole if len(tasks) > 1 else 0, dtype)
-        own = accumulated.with_tail()  # only read: the part that was sent is subtracted later
+        own = accumulated.with_trailer()  # only read: the part that was sent is subtracted later
         beyond = group.rank >= _power_of_two(group.size)
         last = len(tasks) - 1 - (group.size > _power_of_two(group.size))
         total = own

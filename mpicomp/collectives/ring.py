@@ -9,10 +9,10 @@ import numpy as np
 
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.segmented_mean import SegmentedMean
-from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Pending, Round, parts_of
 
@@ -68,21 +68,21 @@ class Ring(Scheme[Dense]):
             tasks += known[turn]
         if halved:
             # The last sum is made by then, and there is something left behind which it can travel unnoticed.
-            tasks.insert(len(tasks) // 2 + 1, Round("allgatherv", [TAIL] * size, dtype, background=True))
+            tasks.insert(len(tasks) // 2 + 1, Round("allgatherv", [TRAILER] * size, dtype, background=True))
         return tasks
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Sum on the way round, divide, pass round; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         size, workspace = group.size, context.workspace
         segments = SegmentedMean(accumulated, size)
-        mean = workspace.array("mean", numel + TAIL, dtype)
+        mean = workspace.array("mean", numel + TRAILER, dtype)
         halved = _halved(numel, dtype, size)
-        tails = workspace.array("tails", size * TAIL if halved else 0, dtype)
+        tails = workspace.array("tails", size * TRAILER if halved else 0, dtype)
         if not halved:
-            accumulated.with_tail()
+            accumulated.with_trailer()
         if size == 1:
-            mean[:] = accumulated.with_tail()
+            mean[:] = accumulated.with_trailer()
             segments.divide(mean, 0, numel)
         turns = 1 + halved  # exchanges of a step
         spans = iter(_spans(numel, halved, group))
@@ -93,7 +93,7 @@ class Ring(Scheme[Dense]):
             if len(under_way) == 2:
                 yield under_way.popleft()
             if task.operation == "allgatherv":
-                task.send, task.recv = accumulated.with_tail()[numel:], tails
+                task.send, task.recv = accumulated.with_trailer()[numel:], tails
                 told = yield task
                 continue
             out, into = next(spans)
@@ -112,7 +112,7 @@ class Ring(Scheme[Dense]):
                 yield under_way.popleft()
             yield told
             with np.errstate(over="ignore", invalid="ignore"):
-                mean[numel:] = tails.reshape(size, TAIL).sum(axis=0)
+                mean[numel:] = tails.reshape(size, TRAILER).sum(axis=0)
         return segments.result(mean)
 
 
@@ -123,7 +123,7 @@ def _halved(numel: int, dtype: np.dtype[Any], size: int) -> bool:
 
 def _lengths(numel: int, halved: bool, size: int) -> list[tuple[int, ...]]:
     """Return the elements of each part, or of both halves of each."""
-    parts = parts_of(numel if halved else numel + TAIL, size)
+    parts = parts_of(numel if halved else numel + TRAILER, size)
     known = {part: tuple(parts_of(part, 2)) if halved else (part,) for part in set(parts)}
     return [known[part] for part in parts]
 

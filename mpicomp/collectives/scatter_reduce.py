@@ -8,9 +8,9 @@ from mpicomp import kernels
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, plus, undelivered
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
@@ -38,7 +38,7 @@ class ScatterReduce(Scheme[Dense]):
         counts = [known[part] for part in parts]
         return [Round(operation, counts, np.dtype(np.uint8)) for operation in ("alltoallv", "allgatherv")]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Scatter, sum, gather; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         wire = self.compressor.wire
@@ -51,7 +51,7 @@ class ScatterReduce(Scheme[Dense]):
         sent = array if wire is None else workspace.array("sent", numel, dtype)
 
         outgoing = workspace.array("outgoing", places[-1], np.uint8)
-        left_out, moments = accumulated.lost, accumulated.untold
+        left_out, moments = accumulated.lost, accumulated.device_moments
         for rank in range(group.size):
             part = slice(bounds[rank], bounds[rank + 1])
             message = outgoing[places[rank] : places[rank + 1]]

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.compressors.wire import SHARING
@@ -129,7 +129,7 @@ class Scheme(ABC, Generic[CompressorType]):
         """
 
     @abstractmethod
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Average over the ranks; see `Result`. ``accumulated`` is not empty.
 
         Raises
@@ -140,7 +140,7 @@ class Scheme(ABC, Generic[CompressorType]):
         """
 
 
-def flags_of(accumulated: Accumulated) -> int:
+def flags_of(accumulated: GradientWithResidual) -> int:
     """Return the flags that this rank puts into a header."""
     return NONFINITE * (not accumulated.finite) | STALE * accumulated.stale
 
@@ -150,12 +150,12 @@ def plus(number: float, more: float) -> float:
     return number + more if more != 0 else number
 
 
-def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) -> Result:
+def undelivered(accumulated: GradientWithResidual, problem: MessageError, stale: bool) -> Result:
     """Return the result of an exchange in which this rank could not read a message.
 
     Parameters
     ----------
-    accumulated : Accumulated
+    accumulated : GradientWithResidual
         Of the exchange.
     problem : MessageError
         The error in the message.

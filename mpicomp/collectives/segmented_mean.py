@@ -8,25 +8,25 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Result, gain_of
-from mpicomp.compressors.accumulated import TAIL, Accumulated
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.places import numbers, received
 
 
 class SegmentedMean:
     """Adds and divides segments while others are under way, and notes whether all of them are finite.
 
-    Arrays have ``numel + TAIL`` elements: behind the values stand the numbers of non-finite and of stale ranks, the
+    Arrays have ``numel + TRAILER`` elements: behind the values stand the numbers of non-finite and of stale ranks, the
     energy and the lost energy, which are summed and never divided.
 
     Parameters
     ----------
-    accumulated : Accumulated
+    accumulated : GradientWithResidual
         This rank's own.
     ranks : int
         Number of ranks, by which sums are divided.
     """
 
-    def __init__(self, accumulated: Accumulated, ranks: int) -> None:
+    def __init__(self, accumulated: GradientWithResidual, ranks: int) -> None:
         self._accumulated = accumulated
         self._ranks = ranks
         self._finite: Any = True
@@ -42,7 +42,7 @@ class SegmentedMean:
 
         Parameters
         ----------
-        array : array, shape (numel + TAIL,)
+        array : array, shape (numel + TRAILER,)
             Where segments arrive.
         offset : int
             Where the part that they are segments of begins.
@@ -81,7 +81,7 @@ class SegmentedMean:
     def result(self, array: NDArray[np.floating]) -> Result:
         """Return the result, once all segments of ``array`` were divided or seen."""
         numel = self._accumulated.numel
-        nonfinite, stale, energy, lost = received(array[numel : numel + TAIL]).tolist()
+        nonfinite, stale, energy, lost = received(array[numel : numel + TRAILER]).tolist()
         [finite] = numbers(self._finite)
         return Result(
             mean=array[:numel],

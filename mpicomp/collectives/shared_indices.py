@@ -7,10 +7,10 @@ import numpy as np
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
@@ -51,7 +51,7 @@ class Leading(Scheme[Sparsifier]):
         return [self._share(leader, count, numel), *self._sum.rounds(count, dtype, group, step)]
 
     def _exchange_led(
-        self, leader: int, count: int, chosen: Selection | None, accumulated: Accumulated, context: Context
+        self, leader: int, count: int, chosen: Selection | None, accumulated: GradientWithResidual, context: Context
     ) -> Exchange:
         """Average the values at the leader's indices.
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.rounds import Group, Round
 
@@ -35,7 +35,7 @@ class SharedPositions(Scheme[SharedSparsifier]):
         """Return the inner collective's rounds for the values; see `Scheme.rounds`."""
         return self._inner.rounds(self.compressor.count(numel), dtype, group, step)
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Gather, sum, scatter; see `Scheme.exchange`."""
         numel = accumulated.numel
         indices = context.workspace.array("indices", self.compressor.count(numel), np.uint32)

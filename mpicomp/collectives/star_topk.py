@@ -6,8 +6,8 @@ import numpy as np
 
 from mpicomp.collectives.scheme import Exchange, check_counts
 from mpicomp.collectives.shared_indices import Leading
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -33,7 +33,7 @@ class StarTopk(Leading):
         asked = [] if self.compressor.count(numel) is not None else [self._ask(leader)]
         return [*asked, *self._rounds_led(leader, self.compressor.expected(numel), numel, dtype, group, step)]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Select on one rank, sum on all; see `Scheme.exchange`."""
         leader = context.step % context.group.size
         leads = context.group.rank == leader

@@ -9,8 +9,8 @@ from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, plus, undelivered
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.compressors.packing import packers
@@ -43,7 +43,7 @@ class TwoPhase(Scheme[Quantiser]):
         counts = [HEADER_BYTES + own.packed_bytes for own in packers(self.compressor, parts_of(numel, group.size))]
         return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Pack, scatter, average, pack, gather; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
@@ -57,7 +57,7 @@ class TwoPhase(Scheme[Quantiser]):
         sent = workspace.array("sent", numel, dtype)
 
         outgoing = workspace.array("outgoing", places[-1], _BYTE)
-        left_out, moments = accumulated.lost, accumulated.untold
+        left_out, moments = accumulated.lost, accumulated.device_moments
         for rank in range(group.size):
             part = slice(bounds[rank], bounds[rank + 1])
             message = outgoing[places[rank] : places[rank + 1]]

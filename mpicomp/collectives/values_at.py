@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import MessageError
 from mpicomp.places import here, numbers
@@ -18,7 +18,7 @@ from mpicomp.places import here, numbers
 def exchange_at(
     indices: NDArray[np.uint32],
     weights: NDArray[np.floating] | float,
-    accumulated: Accumulated,
+    accumulated: GradientWithResidual,
     context: Context,
     inner: Scheme[Any],
     problem: MessageError | None = None,
@@ -41,13 +41,13 @@ def exchange_at(
         What is wrong with the indices, of which then only the number counts.
     """
     array, dtype = accumulated.array(), accumulated.dtype
-    buffer = context.workspace.array("positions", indices.size + TAIL, dtype)
+    buffer = context.workspace.array("positions", indices.size + TRAILER, dtype)
     values = buffer[: indices.size]
     weighted = isinstance(weights, np.ndarray) or weights != 1
     right, kept, lost = False, 0.0, 0.0
     if problem is None:
         gathered = kernels.gather(array, indices, values)
-        right, kept = accumulated.read(gathered, 0.0 if weighted else kernels.energy(values))
+        right, kept = accumulated.to_host(gathered, 0.0 if weighted else kernels.energy(values))
         if not right:
             wrong = f"an index of the ranks' common positions is not below {accumulated.numel}"
             problem = MessageError(f"{inner.id}: {wrong}")
@@ -61,7 +61,7 @@ def exchange_at(
     else:
         lost = max(0.0, accumulated.energy - kept)
     stale = accumulated.stale or problem is not None
-    part = Accumulated.ready(buffer, accumulated.energy, lost, accumulated.finite, stale)
+    part = GradientWithResidual.ready(buffer, accumulated.energy, lost, accumulated.finite, stale)
     result = yield from inner.exchange(part, context)
     problem = problem or result.problem
     if problem is not None:

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, check_counts
 from mpicomp.collectives.shared_indices import Leading
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
@@ -41,7 +41,7 @@ class VarTopk(Leading):
             *self._rounds_led(0, self.compressor.expected(numel), numel, dtype, group, step),
         ]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Select on all ranks, sum at one rank's indices; see `Scheme.exchange`."""
         group = context.group
         chosen = self.compressor.select(accumulated, context)

@@ -1,6 +1,5 @@
 """Compressors: one file each. They turn arrays into messages and know no MPI."""
 
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import COMPRESSORS, Compressor, Entry
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.chunktopk import ChunkTopK
@@ -10,6 +9,7 @@ from mpicomp.compressors.dgc import DGC
 from mpicomp.compressors.efsign import EFSign
 from mpicomp.compressors.gaussiank import GaussianK
 from mpicomp.compressors.globalrandk_maxnorm import GlobalRandKMaxNorm
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Learner, Quantiser, Selection, SharedQuantiser, SharedSparsifier, Sparsifier
 from mpicomp.compressors.maxnorm import MaxNorm
 from mpicomp.compressors.mstopk import MSTopK
@@ -28,7 +28,6 @@ __all__ = [
     "COMPRESSORS",
     "DGC",
     "QSGD",
-    "Accumulated",
     "BlockRandomK",
     "Candidates",
     "ChunkTopK",
@@ -39,6 +38,7 @@ __all__ = [
     "Entry",
     "GaussianK",
     "GlobalRandKMaxNorm",
+    "GradientWithResidual",
     "Learner",
     "MSTopK",
     "MaxNorm",

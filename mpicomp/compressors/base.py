@@ -61,7 +61,7 @@ class Compressor(ABC):
     """Which parameter its ``layers`` has values of for parts of a model, by the names of their parameters: ``"ratio"``
     of a selection, ``"rank"`` of factors, ``"bits"`` of elements; None where it has none.
     """
-    own_algebra: ClassVar[bool] = False
+    needs_identical_blas: ClassVar[bool] = False
     """Whether the mean goes through matrix products or decompositions of a library, whose bits are others on a GPU than
     on the host: then all ranks' gradients have to be on the one or on the other.
     """
@@ -85,7 +85,7 @@ class Compressor(ABC):
         return True
 
     @property
-    def contracting(self) -> "Compressor | None":
+    def contractive_variant(self) -> "Compressor | None":
         """Itself where it contracts; otherwise a form of it that does, None where there is none."""
         return self if self.contractive else None
 
@@ -95,7 +95,7 @@ class Compressor(ABC):
         return False
 
     @property
-    def replaceable(self) -> bool:
+    def can_fall_back_to_dense(self) -> bool:
         """Whether a dense step may take its place now and then.
 
         Not where it delivers something else than a mean of gradients, where it learns from what it exchanges, or where
@@ -198,23 +198,23 @@ def bound(default: Any) -> Any:
     return field(default=default, kw_only=True, metadata={_BOUND: True})
 
 
-def own_setting(layers: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+def match_layer_setting(layers: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     """Return what the first pattern that matches a parameter's name gives it, or the default.
 
     Examples
     --------
-    >>> own_setting({"embedding.*": 8, "*": 4}, "embedding.weight", 2), own_setting(None, "fc.weight", 2)
-    (8, 2)
+    >>> match_layer_setting({"embedding.*": 8, "*": 4}, "embedding.weight", 2)
+    8
     """
     return next((own for pattern, own in (layers or {}).items() if fnmatchcase(name, pattern)), default)
 
 
-def kept(ratio: float, numel: int) -> int:
+def num_kept(ratio: float, numel: int) -> int:
     """Return the number of elements that a ratio keeps: the nearest integer, at least 1 where there are any.
 
     Examples
     --------
-    >>> kept(0.01, 1000), kept(0.01, 3), kept(1.0, 7), kept(0.5, 0)
+    >>> num_kept(0.01, 1000), num_kept(0.01, 3), num_kept(1.0, 7), num_kept(0.5, 0)
     (10, 1, 7, 0)
     """
     return min(numel, max(1, int(ratio * numel + 0.5)))

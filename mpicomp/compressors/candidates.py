@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.accumulated import Accumulated, Region
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual, Region
 from mpicomp.compressors.kinds import Selection
 from mpicomp.kernels import cpu
 from mpicomp.places import numbers
@@ -19,7 +19,7 @@ class Candidates:
 
     Parameters
     ----------
-    accumulated : Accumulated
+    accumulated : GradientWithResidual
         What the sum is made of.
     scope : Context
         Where arrays come from.
@@ -35,7 +35,7 @@ class Candidates:
 
     def __init__(
         self,
-        accumulated: Accumulated,
+        accumulated: GradientWithResidual,
         scope: Context,
         bound: float,
         room: int,

@@ -6,9 +6,9 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.registry import register
 from mpicomp.settings import check_least, check_ratio
@@ -56,14 +56,14 @@ class ChunkTopK(Sparsifier):
     def count(self, numel: int) -> int:
         """Return the number of elements of all chunks."""
         whole, rest = divmod(numel, self.chunk)
-        return whole * kept(self.ratio, self.chunk) + kept(self.ratio, rest)
+        return whole * num_kept(self.ratio, self.chunk) + num_kept(self.ratio, rest)
 
-    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         """Select the largest of each chunk; see `Sparsifier.select`."""
         array = accumulated.array()
         count = self.count(array.size)
         indices = context.workspace.array("chunktopk.indices", count, np.uint32)
         values = context.workspace.array("chunktopk.values", count, accumulated.dtype)
-        of_rest = kept(self.ratio, array.size % self.chunk)
-        kernels.select_in_chunks(array, self.chunk, kept(self.ratio, self.chunk), of_rest, indices, values)
+        of_rest = num_kept(self.ratio, array.size % self.chunk)
+        kernels.select_in_chunks(array, self.chunk, num_kept(self.ratio, self.chunk), of_rest, indices, values)
         return Selection(indices, values)

@@ -10,10 +10,10 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Entry, kept
+from mpicomp.compressors.base import Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
@@ -124,10 +124,10 @@ class DGC(Sparsifier):
         """Leave the warm-up out where asked to; see `Compressor.bind`."""
         return self if warm_up else replace(self, warmup_steps=0)
 
-    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         """Select the elements above the sample's threshold; see `Sparsifier.select`."""
         ratio = self.ratio_at(context.step)
-        search = Search("dgc", accumulated, context, kept(ratio, accumulated.numel))
+        search = Search("dgc", accumulated, context, num_kept(ratio, accumulated.numel))
         size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / ratio)))
         stride = max(1, search.numel // size - 1) | 1
         if stride == 1 or search.k == search.numel:
@@ -144,11 +144,11 @@ class DGC(Sparsifier):
             count = search.count(threshold, search.k + 1)
         return search.largest() if count > search.k else search.above(threshold)
 
-    def _estimate(self, accumulated: Accumulated, stride: int, ratio: float, context: Context) -> float:
+    def _estimate(self, accumulated: GradientWithResidual, stride: int, ratio: float, context: Context) -> float:
         """Return the smallest of a sample's largest magnitudes."""
         start = int(context.random(shared=False).integers(stride))
         sample = accumulated.array()[start::stride]
         magnitudes = context.workspace.array("dgc.sample", sample.size, sample.dtype)
         np.abs(sample, out=magnitudes)
-        [bits] = accumulated.read(kernels.kth_magnitude(magnitudes, kept(ratio, sample.size)))
+        [bits] = accumulated.to_host(kernels.kth_magnitude(magnitudes, num_kept(ratio, sample.size)))
         return cpu.magnitude_of(bits, sample.dtype)

@@ -10,10 +10,10 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
 from mpicomp.places import here
@@ -46,7 +46,7 @@ class Search:
     ----------
     name : str
         Key under which the bound is remembered.
-    accumulated : Accumulated
+    accumulated : GradientWithResidual
         The array that is selected from.
     context : Context
         Holds the memory of the bucket.
@@ -57,7 +57,7 @@ class Search:
     """
 
     def __init__(
-        self, name: str, accumulated: Accumulated, context: Context, k: int, ranks: Sequence[int] = ()
+        self, name: str, accumulated: GradientWithResidual, context: Context, k: int, ranks: Sequence[int] = ()
     ) -> None:
         self.accumulated = accumulated
         self.k = k
@@ -70,14 +70,14 @@ class Search:
         """Whether the host waits for every number."""
         self._bound = 0.0 if self.waits else context.memory.get(f"{name}.bound", 0.0)
         self.candidates = Candidates(accumulated, context, self._bound, self.room)
-        if not accumulated.done:
+        if not accumulated.is_computed:
             accumulated.sweep([self.candidates.region] if self._bound > 0 else [])
         self._found = self.candidates.region.found
         self._counts: dict[float, int] = {}  # by threshold
         self._magnitudes: dict[int, float] = {}  # by rank
         if self.waits and ranks:
             array, dtype = accumulated.array(), accumulated.dtype
-            bits = accumulated.read(*(kernels.kth_magnitude(array, rank) for rank in ranks))
+            bits = accumulated.to_host(*(kernels.kth_magnitude(array, rank) for rank in ranks))
             self._magnitudes = {rank: cpu.magnitude_of(own, dtype) for rank, own in zip(ranks, bits, strict=True)}
 
     @property
@@ -102,7 +102,7 @@ class Search:
         """Count above the first eight thresholds that may be asked about, where numbers are waited for."""
         if self.waits:
             fitted = [self._fitted(threshold) for threshold in islice(thresholds, _FORESEEN)]
-            counts = self.accumulated.read(*kernels.counts_above(self.accumulated.array(), fitted))
+            counts = self.accumulated.to_host(*kernels.counts_above(self.accumulated.array(), fitted))
             self._counts.update(zip(fitted, map(int, counts), strict=True))
 
     def count(self, threshold: float, enough: int) -> int:
@@ -191,9 +191,9 @@ class Estimator(Sparsifier):
         super().__post_init__()
         object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
 
-    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         """Select the elements above the estimated threshold; see `Sparsifier.select`."""
-        search = Search(self.id, accumulated, context, kept(self.ratio, accumulated.numel), self.ranks)
+        search = Search(self.id, accumulated, context, num_kept(self.ratio, accumulated.numel), self.ranks)
         if not accumulated.finite:
             return search.largest()
         return search.above(self.threshold(search), self.bounded)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Compressor, kept
+from mpicomp.compressors.base import Compressor, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.maxnorm import MaxNorm, check_bits
@@ -89,8 +89,8 @@ class GlobalRandKMaxNorm(SharedSparsifier):
         return self.values.contractive
 
     @property
-    def contracting(self) -> Compressor:
-        """The form that rounds to the nearest; see `Compressor.contracting`."""
+    def contractive_variant(self) -> Compressor:
+        """The form that rounds to the nearest; see `Compressor.contractive_variant`."""
         return replace(self, rounding="nearest")
 
     @property
@@ -104,7 +104,7 @@ class GlobalRandKMaxNorm(SharedSparsifier):
 
     def count(self, numel: int) -> int:
         """Return k."""
-        return kept(self.ratio, numel)
+        return num_kept(self.ratio, numel)
 
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         """Write the position of each part's next element; see `SharedSparsifier.positions`."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.base import own_setting
+from mpicomp.compressors.base import match_layer_setting
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
 from mpicomp.settings import check_choice, is_integer
@@ -91,7 +91,7 @@ class Grid(Quantiser):
 
     def bits_of(self, name: str) -> int:
         """Return the bits of an element of a parameter."""
-        return int(own_setting(self.layers, name, self.bits))
+        return int(match_layer_setting(self.layers, name, self.bits))
 
     def at_bits(self, bits: int) -> Self:
         """Return one that has these bits for all elements."""

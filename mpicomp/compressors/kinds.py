@@ -7,9 +7,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, bound, kept
+from mpicomp.compressors.base import Compressor, bound, num_kept
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
@@ -71,7 +71,7 @@ class Sparsifier(Compressor):
 
     def expected(self, numel: int) -> int:
         """See `Compressor.expected`."""
-        return self.count(numel) or kept(getattr(self, "ratio", 0.01), numel)
+        return self.count(numel) or num_kept(getattr(self, "ratio", 0.01), numel)
 
     def wire_for(self, count: int, numel: int) -> Wire:
         """Return the storage format for ``count`` elements of ``numel``; the same on all ranks: only shapes decide."""
@@ -86,12 +86,12 @@ class Sparsifier(Compressor):
         return (indices + value_bytes(count, np.dtype(f"f{itemsize}"), self.wire)) / numel
 
     @abstractmethod
-    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         """Choose the elements that are sent.
 
         Parameters
         ----------
-        accumulated : Accumulated
+        accumulated : GradientWithResidual
             Gradient plus residual; ``accumulated.array()`` is the plain array. Not empty.
         context : Context
             Step, seed, this bucket's memory, and a workspace for arrays that are needed at every step.

@@ -93,8 +93,8 @@ class MaxNorm(SharedQuantiser):
         return self.rounding == "stochastic"
 
     @property
-    def contracting(self) -> Compressor:
-        """The same bits, rounded to the nearest; see `Compressor.contracting`."""
+    def contractive_variant(self) -> Compressor:
+        """The same bits, rounded to the nearest; see `Compressor.contractive_variant`."""
         return replace(self, norm="max", rounding="nearest")
 
     def reach(self, array: NDArray[np.floating]) -> float:

@@ -7,10 +7,10 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.places import numbers
 from mpicomp.registry import register
@@ -60,9 +60,9 @@ class MSTopK(Sparsifier):
 
     def count(self, numel: int) -> int:
         """Return k."""
-        return kept(self.ratio, numel)
+        return num_kept(self.ratio, numel)
 
-    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         """Bisect, and select k; see `Sparsifier.select`."""
         k, numel = self.count(accumulated.numel), accumulated.numel
         search = Search("mstopk", accumulated, context, k, (1, k, min(k + 1, numel)))

@@ -85,7 +85,7 @@ class QSGD(Grid):
         return (self.rounding == "nearest" and self.norm == "max") or self.bucket < 4 * points**2
 
     @property
-    def contracting(self) -> "QSGD":
+    def contractive_variant(self) -> "QSGD":
         """Itself, or rounded to the nearest with the largest magnitude as norm."""
         return self if self.contractive else replace(self, rounding="nearest", norm="max")
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.places import here
@@ -41,7 +41,7 @@ class _Random(SharedSparsifier):
         return not self.scaled
 
     @property
-    def contracting(self) -> Self:
+    def contractive_variant(self) -> Self:
         """Itself, or with values as they are."""
         return replace(self, scaled=False)
 
@@ -52,7 +52,7 @@ class _Random(SharedSparsifier):
 
     def count(self, numel: int) -> int:
         """Return k."""
-        return kept(self.ratio, numel)
+        return num_kept(self.ratio, numel)
 
 
 @register

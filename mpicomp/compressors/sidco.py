@@ -6,11 +6,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Estimator, Search, most_of
 from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolated, whole_threshold
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.topk import bounds_for, scratch_for
 from mpicomp.errors import ConfigurationError
@@ -101,16 +101,16 @@ class SIDCo(Estimator):
         """See `Estimator.bounded`."""
         return self.corrections or not self.published
 
-    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         """Select the elements above the estimated threshold; see `Sparsifier.select`."""
-        if self.corrections and not accumulated.done and hasattr(accumulated.kernels, "sidco"):
+        if self.corrections and not accumulated.is_computed and hasattr(accumulated.kernels, "sidco"):
             return self._fused(accumulated, context)
         return super().select(accumulated, context)
 
-    def _fused(self, accumulated: Accumulated, context: Context) -> Selection:
+    def _fused(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         """Let one kernel make the sum, estimate and select; what it tells is read at once."""
         memory, workspace = context.memory, context.workspace
-        k = kept(self.ratio, accumulated.numel)
+        k = num_kept(self.ratio, accumulated.numel)
         stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
         room = min(accumulated.numel, most_of(k))
         indices = workspace.array("sidco.indices", room, np.uint32)
@@ -122,7 +122,7 @@ class SIDCo(Estimator):
                 *arrays, k, self.distribution, stages, bound, indices, values, count, scratch, False, following
             )
         )
-        selected, reached = accumulated.read(count[0], made.reached)
+        selected, reached = accumulated.to_host(count[0], made.reached)
         if self.stages is None and not math.isnan(reached):
             _adapt(memory, reached, self.ratio)
         return Selection(indices[:selected], values[:selected])

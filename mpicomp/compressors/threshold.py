@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
@@ -60,14 +60,14 @@ class Threshold(Sparsifier):
 
     def expected(self, numel: int) -> int:
         """Return 1 %: the fraction that the limit keeps is known only from the data."""
-        return kept(_SHARE, numel)
+        return num_kept(_SHARE, numel)
 
-    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         """Select the elements that reach the limit; see `Sparsifier.select`."""
         below = _predecessor(self.limit, accumulated.dtype)
         room = context.memory.get("threshold.room", self.expected(accumulated.numel))
         candidates = Candidates(accumulated, context, below, 2 * room + _SLACK)
-        if not accumulated.done:
+        if not accumulated.is_computed:
             accumulated.sweep([candidates.region] if below > 0 else [])
         selection = candidates.above(below, room)
         context.memory["threshold.room"] = selection.indices.size

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import bound, kept, own_setting
+from mpicomp.compressors.base import bound, match_layer_setting, num_kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
@@ -90,18 +90,18 @@ class TopK(Sparsifier):
             return self
         parts: list[tuple[int, float, bool]] = []  # elements, ratio, whether a pattern gave it
         for name, size in zip(names, sizes, strict=True):
-            own = own_setting(self.layers, name, None)
+            own = match_layer_setting(self.layers, name, None)
             if own is None and parts and not parts[-1][2]:
                 parts[-1] = (parts[-1][0] + size, self.ratio, False)
             else:
                 parts.append((size, self.ratio if own is None else own, own is not None))
-        return replace(self, parts=tuple((size, kept(ratio, size)) for size, ratio, _ in parts))
+        return replace(self, parts=tuple((size, num_kept(ratio, size)) for size, ratio, _ in parts))
 
     def count(self, numel: int) -> int:
         """Return k."""
         return sum(k for _, k in self._parts(numel))
 
-    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         """Select the k largest; see `Sparsifier.select`."""
         parts = []
         start = 0
@@ -113,10 +113,12 @@ class TopK(Sparsifier):
     def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
         """Return elements and k of every selection in its bucket, or in any array of another length."""
         own = bool(self.parts) and sum(size for size, _ in self.parts) == numel
-        return self.parts if own else [(numel, kept(self.ratio, numel))]
+        return self.parts if own else [(numel, num_kept(self.ratio, numel))]
 
 
-def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence[tuple[int, int, int]]) -> Selection:
+def largest_of_parts(
+    accumulated: GradientWithResidual, context: Context, parts: Sequence[tuple[int, int, int]]
+) -> Selection:
     """Select the k largest elements of each part of a bucket, exactly.
 
     Parameters
@@ -132,7 +134,7 @@ def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence
         Valid until the next call for the same bucket.
     """
     whole = [part[:2] for part in parts] == [(0, accumulated.numel)]
-    if whole and not accumulated.done and hasattr(accumulated.kernels, "topk"):
+    if whole and not accumulated.is_computed and hasattr(accumulated.kernels, "topk"):
         return _fused(accumulated, context, parts[0][2])
     bounds = _remembered(context, "bounds", 0.0, len(parts))
     before = _remembered(context, "thresholds", 0.0, len(parts))
@@ -140,14 +142,14 @@ def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence
         Candidates(accumulated, context, bound, _ROOM * k, slice(start, stop), place)
         for place, ((start, stop, k), bound) in enumerate(zip(parts, bounds, strict=True))
     ]
-    if not accumulated.done:
+    if not accumulated.is_computed:
         accumulated.sweep([entry.region for entry in candidates if entry.region.bound > 0])
     outcomes, bits = [], []
     for entry, (_, _, k) in zip(candidates, parts, strict=True):
         selection, threshold = entry.select(k)
         outcomes.append(selection)
         bits += [threshold, entry.spare(k)]
-    bits = accumulated.read(*bits)
+    bits = accumulated.to_host(*bits)
     # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
     magnitudes = [cpu.magnitude_of(own, accumulated.dtype) for own in bits[::2]]
     thresholds = [threshold if math.isfinite(threshold) else 0.0 for threshold in magnitudes]
@@ -167,7 +169,7 @@ def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence
     return Selection(indices, values)
 
 
-def scratch_for(accumulated: Accumulated, context: Context, k: int) -> Any:
+def scratch_for(accumulated: GradientWithResidual, context: Context, k: int) -> Any:
     """Return what fused kernels need at every step, made for candidates of about k elements.
 
     Room comes in powers of two, so that a k that varies needs few of them.
@@ -189,7 +191,7 @@ def bounds_for(context: Context, name: str) -> tuple[Any, Any]:
     return bound, following
 
 
-def _fused(accumulated: Accumulated, context: Context, k: int) -> Selection:
+def _fused(accumulated: GradientWithResidual, context: Context, k: int) -> Selection:
     """Let one kernel make the sum and select; no number of it has to be read."""
     topk = accumulated.kernels.topk
     scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(context, "topk.bound")

@@ -67,7 +67,7 @@ class Uniform(Grid):
         return self.bucket < 2 * steps * steps
 
     @property
-    def contracting(self) -> "Uniform":
+    def contractive_variant(self) -> "Uniform":
         """Itself, or with the shortest buckets and at least the 3 bits that they take."""
         layers = self.layers and {name: max(3, bits) for name, bits in self.layers.items()}
         return self if self.contractive else replace(self, bits=max(3, self.bits), bucket=64, layers=layers)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import Context, Scheme, bind
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.places import HOST, Place
 from mpicomp.rounds import Group
 from mpicomp.transport.local import LocalWorld
@@ -96,7 +96,7 @@ def _bound(scheme: Scheme[Any], numel: int) -> Scheme[Any]:
 def _median(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float], place: Place) -> float:
     transport = LocalWorld(1).transports[0]
     gradient, residual = (place.bring(own) for own in _arrays(numel))
-    buffer = place.empty(numel + TAIL, np.float32)
+    buffer = place.empty(numel + TRAILER, np.float32)
     memory: dict[str, Any] = {}
     workspace = Workspace(place)
     seconds = []
@@ -104,7 +104,7 @@ def _median(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[],
         context = Context(group=Group(0, 1), step=step, memory=memory, workspace=workspace)
         place.wait()  # a step begins when the one before is over
         start = clock()
-        accumulated = Accumulated(buffer, residual if feedback else None, [Piece(0, gradient)])
+        accumulated = GradientWithResidual(buffer, residual if feedback else None, [Piece(0, gradient)])
         transport.run(at(place, scheme.exchange(accumulated, context)))
         place.wait()
         seconds.append(clock() - start)

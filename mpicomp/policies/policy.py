@@ -257,7 +257,7 @@ def feedback_of(compressor: Compressor, feedback: bool | None) -> bool:
     """Return whether there are residuals, and refuse what a compressor cannot do with or without them."""
     chosen = compressor.feedback if feedback is None else feedback
     if chosen and not compressor.contractive:
-        form = compressor.contracting
+        form = compressor.contractive_variant
         raise ConfigurationError(
             f"{compressor.id}: {compressor!r} is not contractive, so what it keeps back would grow from step to step; "
             "leave feedback out" + (f", or use {form!r}" if form is not None else "")

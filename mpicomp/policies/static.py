@@ -63,7 +63,7 @@ class Static(Policy):
             own = self.compressor.bind(shape.names, shape.sizes, shape.shapes, model=model)
             names_of_own = [self._pinned] if self._pinned else names_for(own, transport.group, whole=True)
             levels: list[tuple[Compressor, list[str]]] = [(own, names_of_own)]
-            if self._pinned is None and own != Dense() and own.replaceable:
+            if self._pinned is None and own != Dense() and own.can_fall_back_to_dense:
                 levels.append((Dense(), names_for(Dense(), transport.group)))
             ladders.append(levels)
         yield from self._selector.start(ladders, shapes, transport)

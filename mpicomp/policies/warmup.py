@@ -81,7 +81,7 @@ def choose_warmup(
         return f"{_RAMP}{steps}" if ramps else steps
     if compressor is None or collective != "auto" or policy is not None or feedback is not None:
         return 0
-    plain = compressor.message != "dense" and compressor.replaceable and not _begins_otherwise(compressor)
+    plain = compressor.message != "dense" and compressor.can_fall_back_to_dense and not _begins_otherwise(compressor)
     return DENSE_STEPS if plain and not getattr(compressor, "published", False) else 0
 
 
@@ -134,7 +134,7 @@ class WarmUp(Policy):
             raise ConfigurationError(
                 f"warmup: {compressor!r} begins with a warm-up of its own; leave one of the two out"
             )
-        if not compressor.replaceable:
+        if not compressor.can_fall_back_to_dense:
             raise ConfigurationError(
                 f"warmup: dense steps cannot take the place of those of {compressor.id}, which delivers something else "
                 "than a mean of gradients or has its momentum in the residual; leave warmup out"

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.arrays import Described
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece, Velocity
 from mpicomp.compressors.base import Entry
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
 from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import HOST, Place
@@ -46,7 +46,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self.workspace = Workspace(self.place)
-        self._tables: dict[str, Any] = {}  # see `Accumulated`
+        self._tables: dict[str, Any] = {}  # see `GradientWithResidual`
         self.names = tuple(member.name for member in self.members)
         self.sizes = sizes = tuple(member.numel for member in self.members)
         self.numel = sum(sizes)
@@ -58,8 +58,8 @@ class Bucket:
             raise ConfigurationError(
                 f"reduce: '{self.members[0].name}' must have fewer than 2**32 elements, got {self.numel}; split it"
             )
-        self._accumulated = self.place.zeros(self.numel + TAIL, self.dtype)
-        self._residual = self.place.zeros(self.numel + TAIL if self.feedback else 0, self.dtype)
+        self._accumulated = self.place.zeros(self.numel + TRAILER, self.dtype)
+        self._residual = self.place.zeros(self.numel + TRAILER if self.feedback else 0, self.dtype)
         self._decayed = self.place.zeros(self._residual.size if self.decay != 1 else 0, self.dtype)
         self._velocity = self.place.zeros(self.numel if self.entry.momentum else 0, self.dtype)
         self._next_velocity = self.place.zeros(self._velocity.size, self.dtype)
@@ -69,7 +69,7 @@ class Bucket:
         """Names, sizes, shapes, dtype and place of the bucket, which policies choose by."""
         return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype, self.place)
 
-    def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
+    def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> GradientWithResidual:
         """Return gradient plus residual.
 
         Parameters
@@ -80,7 +80,7 @@ class Bucket:
             Factor that gradients are multiplied by first.
         """
         if gradients is None:
-            return Accumulated(self._accumulated, None, [], stale=True)
+            return GradientWithResidual(self._accumulated, None, [], stale=True)
         pieces = self._pieces(gradients)
         residual = self._residual[: self.numel] if self.feedback else None
         if residual is not None and self.decay != 1:
@@ -90,12 +90,12 @@ class Bucket:
         if self.entry.momentum:
             velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
         tables = self._tables
-        return Accumulated(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
+        return GradientWithResidual(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
         """Return the squared L2 norm of gradients; overwrites where `accumulate` puts its sum."""
         with self.place.current():
-            return Accumulated(self._accumulated, None, self._pieces(gradients), threads=self.threads).energy
+            return GradientWithResidual(self._accumulated, None, self._pieces(gradients), threads=self.threads).energy
 
     def _pieces(self, gradients: Sequence[Any]) -> list[Piece]:
         arrays = (self.place.bring(array) for array in gradients)

@@ -262,7 +262,7 @@ class Step:
         settings["whether the last step was applied"] = not core.suspect
         settings["plugins"] = ", ".join(plugins.loaded()) or "none"
         named = core.policy.compressor
-        if named.own_algebra:
+        if named.needs_identical_blas:
             where = "a GPU" if on_device(self._gradients.values()) else "the host"
             settings[f"where gradients are, with compressor '{named.id}',"] = where
         signature = None if self._members is None else Signature(settings, self._members)

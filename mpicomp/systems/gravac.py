@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.compressors import Compressor, Context, SharedSparsifier, Sparsifier
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import Place, here, numbers
@@ -59,7 +59,7 @@ class LevelsSurvey:
     ) -> NDArray[np.float32]:
         """See `Survey.measure`."""
         first = self._selected(accumulated, self._ratio, step, "first")
-        most = kept(self._less, accumulated.size)
+        most = num_kept(self._less, accumulated.size)
         second = first if first.size <= most else self._selected(first, most / first.size, step, "second")
         with np.errstate(over="ignore"):
             return np.array(numbers(*(kernels.energy(own) for own in (accumulated, first, second))), np.float32)
@@ -76,8 +76,8 @@ class LevelsSurvey:
             kernels.gather(array, places, values)
             return values
         assert isinstance(compressor, Sparsifier)
-        buffer = workspace.array("copy", array.size + TAIL, array.dtype)
-        return compressor.select(Accumulated(buffer, None, [Piece(0, array)]), context).values
+        buffer = workspace.array("copy", array.size + TRAILER, array.dtype)
+        return compressor.select(GradientWithResidual(buffer, None, [Piece(0, array)]), context).values
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
         """See `Survey.energies`: those of layers are not known."""

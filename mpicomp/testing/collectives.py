@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomp.collectives import Context, Result, Scheme, bind, collective_class, fitting
 from mpicomp.compressors import Compressor, Selection, Sparsifier
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.testing.examples import representatives
 from mpicomp.testing.ranks import DTYPES, Array, norm2
 from mpicomp.transport import LocalWorld
@@ -148,8 +148,8 @@ def _exchange(
     scheme = bind(compressor, collective)
     accumulated, exchanges = [], []
     for rank, (array, end) in enumerate(zip(arrays, world.transports, strict=True)):
-        buffer = np.full(array.size + TAIL, np.nan, array.dtype)
-        accumulated.append(Accumulated(buffer, None, [Piece(0, array)], stale=rank == stale))
+        buffer = np.full(array.size + TRAILER, np.nan, array.dtype)
+        accumulated.append(GradientWithResidual(buffer, None, [Piece(0, array)], stale=rank == stale))
         memory = {} if memories is None else memories[rank]
         exchanges.append(scheme.exchange(accumulated[-1], Context(group=end.group, step=step, memory=memory)))
     before = [array.copy() for array in arrays]

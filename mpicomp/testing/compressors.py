@@ -20,7 +20,7 @@ from mpicomp.compressors import (
     compressor_class,
     get_compressor,
 )
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.compressors.message import message_bytes, read_message, write_message
 from mpicomp.rounds import Group
 from mpicomp.testing.ranks import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
@@ -69,7 +69,7 @@ def check_selection(compressor: Sparsifier) -> None:
     whole, half, strided = rng.normal(size=500).astype("f4"), rng.normal(size=50).astype("f2"), rng.normal(size=(9, 20))
     pieces = [Piece(0, whole), Piece(500, half), Piece(550, strided.astype("f4")[:, ::2])]
     residual = rng.normal(size=640).astype("f4")
-    state = Accumulated(np.empty(640 + TAIL, "f4"), residual, pieces)
+    state = GradientWithResidual(np.empty(640 + TRAILER, "f4"), residual, pieces)
     selection = compressor.select(state, Context())
     expected = np.concatenate([whole, half.astype("f4"), strided.astype("f4")[:, ::2].ravel()]) + residual
     _check_selection(compressor, expected, selection)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.reducer import Reducer
 from mpicomp.transport import LocalWorld
 
@@ -18,7 +18,7 @@ DTYPES: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float64))
 PRECISION: dict[np.dtype[Any], float] = {np.dtype(np.float32): 2e-5, np.dtype(np.float64): 1e-12}
 
 
-def accumulated(array: Array, residual: Array | None = None) -> Accumulated:
+def accumulated(array: Array, residual: Array | None = None) -> GradientWithResidual:
     """Wrap an array as the input of `Sparsifier.select`.
 
     Parameters
@@ -28,7 +28,7 @@ def accumulated(array: Array, residual: Array | None = None) -> Accumulated:
     residual : array, shape (n,), optional
         The residual.
     """
-    return Accumulated(np.full(array.size + TAIL, np.nan, array.dtype), residual, [Piece(0, array)])
+    return GradientWithResidual(np.full(array.size + TRAILER, np.nan, array.dtype), residual, [Piece(0, array)])
 
 
 def awkward() -> dict[str, Array]:

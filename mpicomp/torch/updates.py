@@ -237,7 +237,7 @@ def _never_dense(chosen: Compressor | None, collective: str, policy: Any) -> str
     What was named stays: a collective, and a policy that chooses compressors.
     """
     named = collective != "auto" or getattr(policy, "id", policy) not in (None, "static")
-    if named or chosen is None or chosen.message == "dense" or not chosen.replaceable:
+    if named or chosen is None or chosen.message == "dense" or not chosen.can_fall_back_to_dense:
         return collective
     return fitting(chosen)[0]
 

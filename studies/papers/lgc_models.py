@@ -10,7 +10,7 @@ import numpy as np
 from mpicomp.arrays import Described
 from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
 from mpicomp.reducer.bucket import cut
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.rounds import Group
@@ -64,8 +64,8 @@ def parts(model: str, ratio: float) -> dict[str, int]:
     {'first': 37632, 'last': 8196, 'code': 23559}
     """
     (_, first), *others = parameters(model)
-    last = sum(kept(ratio, size) for name, size in others if name.startswith("fc."))
-    inner = sum(kept(ratio, size) for name, size in others if not name.startswith("fc."))
+    last = sum(num_kept(ratio, size) for name, size in others if name.startswith("fc."))
+    inner = sum(num_kept(ratio, size) for name, size in others if not name.startswith("fc."))
     return {"first": 4 * first, "last": 4 * last, "code": inner}  # a code has a number for four values
 
 
@@ -97,7 +97,7 @@ def index_bits(numel: int, ratio: float) -> dict[str, float]:
     >>> {name: round(bits) for name, bits in index_bits(100_000, 0.01).items()}
     {'deflate': 16, 'differences': 13, 'here': 9, 'entropy': 8}
     """
-    count = kept(ratio, numel)
+    count = num_kept(ratio, numel)
     indices = np.sort(np.random.default_rng(0).choice(numel, count, replace=False)).astype(np.uint32)
     entropy = -math.log2(ratio) - (1 - ratio) / ratio * math.log2(1 - ratio)
     nbytes = {

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from mpicomp import SIDCo
 from mpicomp.cli import run_program
 from mpicomp.compressors import Context, sidco
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.settings import check_least
 
 _STUDY = "sidco_parts"
@@ -31,7 +31,7 @@ _SHAPE = 0.6  # of the gamma distribution
 
 
 def select(compressor: SIDCo, array: NDArray[np.float32], context: Context) -> tuple[int, float]:
-    accumulated = Accumulated(np.empty(array.size + TAIL, array.dtype), None, [Piece(0, array)])
+    accumulated = GradientWithResidual(np.empty(array.size + TRAILER, array.dtype), None, [Piece(0, array)])
     start = time.thread_time()
     count = compressor.select(accumulated, context).indices.size
     return count, time.thread_time() - start
@@ -52,7 +52,7 @@ def with_zeros(turns: int) -> list[dict[str, Any]]:
             random, context = np.random.default_rng(0), Context()
             make = SIDCo.as_published if published else SIDCo
             compressor = make(ratio=0.001, distribution=distribution)
-            shares = [select(compressor, laplace(random, _NUMEL, 0.9), context)[0] / kept(0.001, _NUMEL)
+            shares = [select(compressor, laplace(random, _NUMEL, 0.9), context)[0] / num_kept(0.001, _NUMEL)
                       for _ in range(2 * turns)]  # fmt: skip
             rows.append({"distribution": distribution, "published": published, "share": fmean(shares[turns:])})
     return rows
@@ -65,7 +65,7 @@ def of_few(turns: int) -> list[dict[str, Any]]:
         random, context = np.random.default_rng(1), Context()
         compressor = (SIDCo.as_published if published else SIDCo)(ratio=0.01)
         found = [select(compressor, laplace(random, _FEW), context) for _ in range(20 * turns)][turns:]
-        shares = [count / kept(0.01, _FEW) for count, _ in found]
+        shares = [count / num_kept(0.01, _FEW) for count, _ in found]
         rows.append({"published": published, "share": fmean(shares), "deviation": stdev(shares),
                      "us": 1e6 * median(seconds for _, seconds in found)})  # fmt: skip
     return rows
@@ -85,7 +85,7 @@ def of_many(turns: int) -> list[dict[str, Any]]:
                     found[sample].append(select(compressor, array, context))
         for sample, selected in found.items():
             rows.append({"distribution": distribution, "sample": sample < _LARGE,
-                         "share": fmean(count for count, _ in selected) / kept(0.001, _LARGE),
+                         "share": fmean(count for count, _ in selected) / num_kept(0.001, _LARGE),
                          "ms": 1e3 * median(seconds for _, seconds in selected[1:])})  # fmt: skip
     return rows
 
@@ -102,7 +102,7 @@ def adapting(turns: int) -> list[dict[str, Any]]:
         for _ in range(4 * turns):
             for kind, draw in kinds.items():
                 array = draw(random, _NUMEL).astype(np.float32)
-                found[kind].append(select(compressor, array, contexts[kind])[0] / kept(0.001, _NUMEL))
+                found[kind].append(select(compressor, array, contexts[kind])[0] / num_kept(0.001, _NUMEL))
         rows.append({"together": shared} | {kind: fmean(shares[2 * turns :]) for kind, shares in found.items()})
     return rows
 

@@ -8,7 +8,7 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import Context, bind
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.errors import MessageError
 from mpicomp.rounds import observe
 from mpicomp.transport import LocalWorld
@@ -90,7 +90,7 @@ def test_a_damaged_message_is_an_error_on_all_ranks(culprit):
 
     exchanges = []
     for rank, array in enumerate(gradients(3, 50, np.float32)):
-        accumulated = Accumulated(np.empty(50 + TAIL, np.float32), None, [Piece(0, array)])
+        accumulated = GradientWithResidual(np.empty(50 + TRAILER, np.float32), None, [Piece(0, array)])
         context = Context(group=world.transports[rank].group)
         scheme = bind(mpicomp.TopK(ratio=0.1), "parameter-server")
         exchanges.append(damaged(scheme.exchange(accumulated, context), rank))

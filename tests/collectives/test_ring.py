@@ -5,7 +5,7 @@ from lockstep import run
 
 import mpicomp
 from mpicomp.collectives import Context, bind, ring
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.rounds import Pending, Round, observe
 from mpicomp.transport import LocalWorld
 
@@ -109,7 +109,7 @@ def test_rounds_of_halves_are_what_is_asked_for_and_two_are_under_way(ranks, hal
     exchanges = []
     for end, own in zip(world.transports, asked, strict=True):
         array = np.ones(NUMEL, np.float32)
-        accumulated = Accumulated(np.full(NUMEL + TAIL, np.nan, np.float32), None, [Piece(0, array)])
+        accumulated = GradientWithResidual(np.full(NUMEL + TRAILER, np.nan, np.float32), None, [Piece(0, array)])
         exchanges.append(observe(scheme.exchange(accumulated, Context(group=end.group)), before=own.append))
     world.run(exchanges)
     for end, own in zip(world.transports, asked, strict=True):
@@ -134,11 +134,11 @@ def test_rounds_of_halves_are_what_is_asked_for_and_two_are_under_way(ranks, hal
 def test_only_the_first_half_is_accumulated_before_something_is_sent(halved):
     size = 4
     group = LocalWorld(size).transports[1].group
-    buffer = np.full(NUMEL + TAIL, np.nan, np.float32)
-    accumulated = Accumulated(buffer, None, [Piece(0, np.ones(NUMEL, np.float32))])
+    buffer = np.full(NUMEL + TRAILER, np.nan, np.float32)
+    accumulated = GradientWithResidual(buffer, None, [Piece(0, np.ones(NUMEL, np.float32))])
     first = next(bind(mpicomp.Dense(), "ring").exchange(accumulated, Context(group=group)))
     assert first.send.size == np.count_nonzero(~np.isnan(buffer)) == 8
-    assert not accumulated.done
+    assert not accumulated.is_computed
 
 
 def test_short_parts_travel_whole():

@@ -8,7 +8,7 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.algorithms.matrix_batches import Matrix, orthonormal, stacked
 from mpicomp.collectives import Context, bind
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.testing import checks
 from mpicomp.transport import LocalWorld
@@ -210,7 +210,7 @@ def test_a_matrix_whose_rank_changes_goes_on_where_it_was(before, after):
     for step, rank in enumerate([before] * 30 + [after]):
         compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=0.1).bind(["w"], [36], [(6, 6)])
         scheme = bind(compressor, "low-rank")
-        accumulated = Accumulated(np.empty(36 + TAIL, np.float32), None, [Piece(0, matrix)])
+        accumulated = GradientWithResidual(np.empty(36 + TRAILER, np.float32), None, [Piece(0, matrix)])
         world = LocalWorld(1)
         (result,) = world.run([scheme.exchange(accumulated, Context(step=step, memory=memory))])
     found = result.mean.reshape(6, 6)

@@ -87,8 +87,8 @@ def test_what_contracts(bits):
                 assert compressor.contractive == (always or bucket < 4 * points**2)
                 assert compressor.unbiased == (rounding == "stochastic")
                 assert compressor.feedback == (rounding == "nearest" and compressor.contractive)
-                assert compressor.contracting.contractive
-                assert (compressor.contracting is compressor) == compressor.contractive
+                assert compressor.contractive_variant.contractive
+                assert (compressor.contractive_variant is compressor) == compressor.contractive
 
 
 def test_equal_elements_below_half_a_step_would_never_be_sent():

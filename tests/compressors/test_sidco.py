@@ -11,8 +11,8 @@ from worlds import Ranks
 
 from mpicomp import SIDCo, get_compressor
 from mpicomp.compressors import sidco
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.warmup import choose_warmup
 
@@ -20,7 +20,7 @@ DISTRIBUTIONS = ["exponential", "gamma", "pareto"]
 
 
 def accumulated(array, residual=None):
-    return Accumulated(np.empty(array.size + TAIL, array.dtype), residual, [Piece(0, array)])
+    return GradientWithResidual(np.empty(array.size + TRAILER, array.dtype), residual, [Piece(0, array)])
 
 
 def pareto(excess, share):

@@ -4,8 +4,8 @@ import pytest
 from worlds import Ranks
 
 from mpicomp import TopK, get_compressor
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.errors import ConfigurationError
 
 
@@ -14,7 +14,7 @@ def accumulated(gradient, residual=None, cuts=()):
     parts = np.split(gradient, cuts)
     offsets = np.concatenate(([0], cuts)).astype(int)
     pieces = [Piece(int(offset), part) for offset, part in zip(offsets, parts, strict=True)]
-    return Accumulated(np.full(gradient.size + TAIL, np.nan, gradient.dtype), residual, pieces)
+    return GradientWithResidual(np.full(gradient.size + TRAILER, np.nan, gradient.dtype), residual, pieces)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -64,9 +64,9 @@ def test_strided_and_narrow_pieces():
     half = np.arange(5, dtype=np.float16)
     brain = (np.arange(3, dtype=np.float32) * 100).view(np.uint32) >> 16
     swapped = np.array([7.0, -900.0], ">f4")
-    buffer = np.empty(20 + TAIL, np.float32)
+    buffer = np.empty(20 + TRAILER, np.float32)
     pieces = [Piece(0, wide), Piece(10, half), Piece(15, brain.astype(np.uint16)), Piece(18, swapped)]
-    state = Accumulated(buffer, np.ones(20, np.float32), pieces)
+    state = GradientWithResidual(buffer, np.ones(20, np.float32), pieces)
     expected = np.concatenate((wide, half, [0, 100, 200], [7, -900])) + 1
     selection = TopK(ratio=0.1).select(state, Context())
     np.testing.assert_array_equal(state.array(), expected)

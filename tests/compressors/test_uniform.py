@@ -49,8 +49,8 @@ def test_what_contracts(bits):
             compressor = Uniform(bits=bits, bucket=bucket, rounding=rounding)
             assert compressor.contractive == (bucket < 2 * (2**bits - 1) ** 2)
             assert compressor.feedback == (rounding == "nearest" and compressor.contractive)
-            assert compressor.contracting.contractive
-            assert (compressor.contracting is compressor) == compressor.contractive
+            assert compressor.contractive_variant.contractive
+            assert (compressor.contractive_variant is compressor) == compressor.contractive
 
 
 @pytest.mark.parametrize(("bits", "bucket"), [(3, 64), (4, 256), (8, 4096)])

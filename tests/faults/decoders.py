@@ -24,7 +24,7 @@ from mpicomp.checkpoint.file import Header, RankFile, encode, write_file
 from mpicomp.collectives import Context, bind, dense_message, fitting, variants
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors import COMPRESSORS, Quantiser, Selection, compressor_class
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.compressors.message import DAMAGED, look_at, message_bytes, read_message, read_padded, write_message
 from mpicomp.compressors.wire import INDICES, VALUES, Wire
 from mpicomp.cost.kernels import Alone
@@ -519,7 +519,7 @@ def _accumulated(fence, array):
     """Return a maker of the same input: it is made anew for each exchange."""
 
     def make():
-        return Accumulated(fence.empty(array.size + TAIL, array.dtype), None, [Piece(0, array)])
+        return GradientWithResidual(fence.empty(array.size + TRAILER, array.dtype), None, [Piece(0, array)])
 
     return make
 

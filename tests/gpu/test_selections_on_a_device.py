@@ -12,8 +12,8 @@ from mpicomp.kernels import gpu
 
 import mpicomp
 from mpicomp import kernels
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece, Velocity
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
 from mpicomp.places.cuda import CudaPlace
 from mpicomp.places.place import Place, entered
 from mpicomp.workspace import Workspace
@@ -72,11 +72,13 @@ def test_steps_select_what_the_host_does(opaque, compressor, reads, dtype):
     for step in range(STEPS):
         gradient = rng.laplace(size=size).astype(dtype)
         own.step = there.step = step
-        host = Accumulated(np.empty(size + TAIL, dtype), residual, [Piece(0, gradient)])
+        host = GradientWithResidual(np.empty(size + TRAILER, dtype), residual, [Piece(0, gradient)])
         with entered(Place()):
             expected = compressor.select(host, own)
         pieces = [Piece(start, opaque.cupy.asarray(gradient[start:stop])) for start, stop in ((0, cut), (cut, size))]
-        accumulated = Accumulated(opaque.cupy.empty(size + TAIL, dtype), opaque.cupy.asarray(residual), pieces)
+        accumulated = GradientWithResidual(
+            opaque.cupy.empty(size + TRAILER, dtype), opaque.cupy.asarray(residual), pieces
+        )
         before, implicit = opaque.place.reads, opaque.cupy.reads
         found = compressor.select(accumulated, there)
         taken.append(opaque.place.reads - before)
@@ -101,10 +103,12 @@ def test_what_is_not_smooth_is_selected_as_on_the_host(opaque, compressor, kind)
     }[kind]().astype(np.float32)
     own, there = Context(), Context(workspace=Workspace(opaque.place))
     for _ in range(2):
-        host = Accumulated(np.empty(3000 + TAIL, np.float32), None, [Piece(0, array)])
+        host = GradientWithResidual(np.empty(3000 + TRAILER, np.float32), None, [Piece(0, array)])
         with entered(Place()):
             expected = compressor.select(host, own)
-        made = Accumulated(opaque.cupy.empty(3000 + TAIL, np.float32), None, [Piece(0, opaque.cupy.asarray(array))])
+        made = GradientWithResidual(
+            opaque.cupy.empty(3000 + TRAILER, np.float32), None, [Piece(0, opaque.cupy.asarray(array))]
+        )
         found = compressor.select(made, there)
         np.testing.assert_array_equal(found.indices.get(), expected.indices)
         alike(found.values.get(), expected.values)
@@ -181,7 +185,7 @@ def put(there, gradient, residual=None, pieces=1, **settings):
     bounds = np.linspace(0, gradient.size, pieces + 1).astype(int)
     parts = [Piece(int(a), there.own.put(gradient[a:b])) for a, b in pairwise(bounds)]
     behind = None if residual is None else there.own.put(residual)
-    return Accumulated(there.empty(gradient.size + TAIL, dtype), behind, parts, **settings)
+    return GradientWithResidual(there.empty(gradient.size + TRAILER, dtype), behind, parts, **settings)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
@@ -262,8 +266,8 @@ def test_pieces_of_all_kinds_are_gathered_first(there, dtype, scale, factor):
     def velocity(bring):
         return None if factor is None else Velocity(bring(before), bring(np.zeros(size, np.float32)), factor, False)
 
-    host = Accumulated(
-        np.empty(size + TAIL, np.float32), residual, [Piece(0, wide)], scale=scale, velocity=velocity(np.copy)
+    host = GradientWithResidual(
+        np.empty(size + TRAILER, np.float32), residual, [Piece(0, wide)], scale=scale, velocity=velocity(np.copy)
     )
     with entered(Place()):
         expected = mpicomp.TopK(ratio=0.01).select(host, Context())
@@ -286,7 +290,7 @@ def test_pieces_of_all_kinds_are_gathered_first(there, dtype, scale, factor):
 def test_a_rank_that_has_nothing_to_give_selects_zeros(there):
     context = Context(workspace=Workspace(there))
     for compressor in (mpicomp.TopK(ratio=0.01), mpicomp.SIDCo(ratio=0.01)):
-        accumulated = Accumulated(there.empty(3000 + TAIL, np.float32), None, [], stale=True)
+        accumulated = GradientWithResidual(there.empty(3000 + TRAILER, np.float32), None, [], stale=True)
         selection = compressor.select(accumulated, context)
         assert not selection.values.get().any()
         assert not accumulated.array().get().any()
@@ -301,7 +305,7 @@ def test_an_estimate_takes_one_read(there, distribution, size):
     rng, residual = np.random.default_rng(0), np.zeros(size, np.float32)
     for step in range(7):
         gradient = rng.laplace(size=size).astype(np.float32)
-        host = Accumulated(np.empty(size + TAIL, np.float32), residual, [Piece(0, gradient)])
+        host = GradientWithResidual(np.empty(size + TRAILER, np.float32), residual, [Piece(0, gradient)])
         with entered(Place()):
             expected = compressor.select(host, own)
         accumulated = put(there, gradient, residual, 2)

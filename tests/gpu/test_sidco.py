@@ -14,10 +14,10 @@ from scipy import special
 
 import mpicomp
 from mpicomp.compressors import sidco as rule
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 
 DTYPES = [np.float32, slow(np.float64)]
 DISTRIBUTIONS = ["exponential", "gamma", "pareto"]
@@ -34,12 +34,12 @@ SAMPLES = {
 
 
 def summed(gradient, residual=None):
-    return Accumulated(np.empty(gradient.size + TAIL, gradient.dtype), residual, [Piece(0, gradient)])
+    return GradientWithResidual(np.empty(gradient.size + TRAILER, gradient.dtype), residual, [Piece(0, gradient)])
 
 
 def on_the_cpu(gradient, compressor):
     """Give the threshold, what the stages have reached, and the selected indices."""
-    search = Search("sidco", summed(gradient), Context(), kept(compressor.ratio, gradient.size))
+    search = Search("sidco", summed(gradient), Context(), num_kept(compressor.ratio, gradient.size))
     estimate = compressor._estimate(search, compressor.stages)
     return *estimate, compressor.select(summed(gradient), Context()).indices
 
@@ -61,7 +61,7 @@ def step(place, gradient, residual, ratio, distribution, stages, bound, workspac
 
     Gives what it tells, the selected indices, and the new residual.
     """
-    dtype, k = gradient.dtype.type, kept(ratio, gradient.size)
+    dtype, k = gradient.dtype.type, num_kept(ratio, gradient.size)
     room = min(gradient.size, 4 * k + 1024)
     out = place.empty(gradient.size, dtype, shift)
     indices, values = place.zeros(room, np.uint32), place.zeros(room, dtype)

@@ -10,8 +10,8 @@ from marks import slow
 from mpicomp.kernels import cpu, gpu
 
 import mpicomp
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 
 DTYPES = [np.float32, slow(np.float64)]
 LAUNCHES = {np.float32: 6, np.float64: 9}
@@ -159,7 +159,7 @@ def test_steps_of_error_feedback_select_what_the_cpu_does(place, dtype, sample, 
     for _ in range(5):
         gradient = rng.standard_t(3, size) if sample == "student" else rng.laplace(size=size, scale=2)
         gradient = (np.round(gradient) if sample == "tied" else gradient).astype(dtype)
-        accumulated = Accumulated(np.empty(size + TAIL, dtype), own, [Piece(0, gradient)])
+        accumulated = GradientWithResidual(np.empty(size + TRAILER, dtype), own, [Piece(0, gradient)])
         expected = compressor.select(accumulated, context)
         indices, values = place.empty(k, np.uint32), place.empty(k, dtype)
         gpu.topk(place.put(gradient), residual, residual, bound, indices, values, workspace)

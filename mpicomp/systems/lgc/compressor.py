@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from itertools import groupby, product
 from typing import Any, ClassVar, Self
 
-from mpicomp.compressors.base import bound, kept
+from mpicomp.compressors.base import bound, num_kept
 from mpicomp.compressors.kinds import Learner
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import ConfigurationError
@@ -188,7 +188,7 @@ class LGC(Learner):
     id: ClassVar[str] = "lgc"
     family: ClassVar[str] = "learned"
     selects_as: ClassVar[str] = "star-topk"
-    own_algebra: ClassVar[bool] = True
+    needs_identical_blas: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Abrahamyan et al. 2021, arXiv 2103.08870; the code's own error stays in residuals, values relative to the "
         "selecting rank's signs and sizes, no server, Adam"
@@ -267,7 +267,7 @@ class LGC(Learner):
         return True
 
     @property
-    def replaceable(self) -> bool:
+    def can_fall_back_to_dense(self) -> bool:
         """No: it learns from every step of its first phases."""
         return False
 
@@ -306,7 +306,7 @@ class LGC(Learner):
         selected = self.selected(numel)
         coded = selected.count
         code = self.make_code(Workspace()).length(coded) * (itemsize if self.wire is None else 2)
-        innovation = kept(self.innovation, coded) * (itemsize + 1) if self.instance == "server" else 0
+        innovation = num_kept(self.innovation, coded) * (itemsize + 1) if self.instance == "server" else 0
         signs = coded / 8 if self.signs else 0
         return (code + innovation + signs + index_bytes(selected.indices, numel)) / numel
 
@@ -336,7 +336,7 @@ class LGC(Learner):
             # What is coded is in one piece, even if parameters of these layers stand in between.
             between = bool(coded) and coded[0] <= place <= coded[-1]
             travels = "coded" if between else "dense" if name == exceptions[0] else "sparse"
-            parts.append(Part(start, start + size, size if travels == "dense" else kept(self.ratio, size), travels))
+            parts.append(Part(start, start + size, size if travels == "dense" else num_kept(self.ratio, size), travels))
             start += size
         parts = [part for part in parts if part.stop > part.start]
         return replace(made, exceptions=exceptions, parts=tuple(parts))
@@ -355,7 +355,7 @@ class LGC(Learner):
     def selected(self, numel: int) -> Selected:
         """Return the elements that are sent of its bucket, or of any array of another length."""
         own = bool(self.parts) and self.parts[-1].stop == numel
-        return Selected(self.parts if own else (Part(0, numel, kept(self.ratio, numel), "coded"),))
+        return Selected(self.parts if own else (Part(0, numel, num_kept(self.ratio, numel), "coded"),))
 
     def make_code(self, workspace: Workspace, seed: int = 0) -> LearnedCode:
         """Make a code that has learned nothing yet."""

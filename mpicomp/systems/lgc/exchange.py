@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
 from mpicomp.collectives.values_at import exchange_at
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import MpicompError
 from mpicomp.places import here
@@ -134,7 +134,7 @@ class Learned(Scheme[LGC]):
             tasks = [Lead(selected, numel).round(leader), *self._sum.rounds(selected.count, dtype, group, step)]
         return [*tasks, _collect(selected, dtype, group)] if able else tasks
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Exchange by the current phase; see `Scheme.exchange`."""
         compressor = self.compressor
         selected = compressor.selected(accumulated.numel)
@@ -188,7 +188,7 @@ class Learned(Scheme[LGC]):
         return CodeRing(self.compressor, code, self._sum)
 
     def _exchange_values(
-        self, selected: Selected, accumulated: Accumulated, context: Context
+        self, selected: Selected, accumulated: GradientWithResidual, context: Context
     ) -> Rounds[tuple[Result, NDArray[np.floating]]]:
         """Average the values at one rank's indices as they are, or all ranks' own; return this rank's, too."""
         if self.compressor.published:

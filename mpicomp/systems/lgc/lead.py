@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.topk import largest_of_parts
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import MessageError
@@ -111,7 +111,9 @@ def leader_of(context: Context) -> int:
     return int(context.random(shared=True).integers(context.group.size))
 
 
-def follow(lead: Lead, accumulated: Accumulated, context: Context, code: LearnedCode | None = None) -> Rounds[Led]:
+def follow(
+    lead: Lead, accumulated: GradientWithResidual, context: Context, code: LearnedCode | None = None
+) -> Rounds[Led]:
     """Select on the leading rank and broadcast its message; as rounds.
 
     Parameters
@@ -150,7 +152,7 @@ def follow(lead: Lead, accumulated: Accumulated, context: Context, code: Learned
 
 
 def own_values(
-    selected: Selected, accumulated: Accumulated, context: Context
+    selected: Selected, accumulated: GradientWithResidual, context: Context
 ) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
     """Return the indices of this rank's largest values and of all that travels dense, ascending, and the values."""
     workspace, lead = context.workspace, Lead(selected, accumulated.numel)
@@ -173,7 +175,11 @@ def relative(values: NDArray[np.floating], frame: NDArray[np.floating], out: NDA
 
 
 def _write(
-    lead: Lead, accumulated: Accumulated, context: Context, code: LearnedCode | None, message: NDArray[np.uint8]
+    lead: Lead,
+    accumulated: GradientWithResidual,
+    context: Context,
+    code: LearnedCode | None,
+    message: NDArray[np.uint8],
 ) -> None:
     """Fill the leader's message."""
     workspace = context.workspace
@@ -244,7 +250,7 @@ def _all_between(start: int, stop: int) -> NDArray[np.uint32]:
 
 
 def _gathered(
-    listed: NDArray[np.uint32], accumulated: Accumulated, workspace: Workspace
+    listed: NDArray[np.uint32], accumulated: GradientWithResidual, workspace: Workspace
 ) -> tuple[NDArray[np.floating], bool]:
     """Return the values at some indices, and whether there are such values, which nobody waits for."""
     values: NDArray[np.floating] = workspace.array("listed.values", listed.size, accumulated.dtype)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mpicomp.collectives.allgather import Allgather
-from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.systems.lgc.compressor import LGC, Selected
 from mpicomp.systems.lgc.lead import own_values
@@ -32,7 +32,7 @@ class OwnLargest(Sparsifier):
         """See `Sparsifier.count`."""
         return self.selected.count
 
-    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         """See `Sparsifier.select`."""
         return Selection(*own_values(self.selected, accumulated, context))
 

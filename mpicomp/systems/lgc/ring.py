@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, far_from_largest, gain_of
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.message import DAMAGED
 from mpicomp.places import numbers
@@ -61,7 +61,7 @@ class CodeRing:
             _tell(group),
         ]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Encode, sum, decode, scale; see `Scheme.exchange`."""
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel)
@@ -75,13 +75,13 @@ class CodeRing:
         shares = workspace.array("relative", count, dtype)
         relative(own, led.frame, shares)
         rest = led.values.size - count
-        travels = workspace.array("code", length + rest + TAIL, dtype)
+        travels = workspace.array("code", length + rest + TRAILER, dtype)
         code.turn(context.step)
         code.encode(shares, travels[:length])
         travels[length : length + coded.start] = led.values[: coded.start]
         travels[length + coded.start : length + rest] = led.values[coded.stop :]
-        moments = accumulated.untold
-        part = Accumulated.ready(travels, moments.energy, 0.0, moments.finite, accumulated.stale)
+        moments = accumulated.device_moments
+        part = GradientWithResidual.ready(travels, moments.energy, 0.0, moments.finite, accumulated.stale)
         summed = yield from self._sum.exchange(part, context)
         assert not isinstance(summed.sent, Selection)
 

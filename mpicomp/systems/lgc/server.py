@@ -15,9 +15,9 @@ from mpicomp.collectives.scheme import (
     undelivered,
 )
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.message import (
     DAMAGED,
@@ -66,7 +66,7 @@ class CodeServer:
         lead = self._lead(numel, dtype)
         return [lead.round(leader_of(Context(group=group, step=step))), self._gather(lead, dtype, group)]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         """Decode one rank's code on all ranks, add innovations, average; see `Scheme.exchange`."""
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel, dtype)
@@ -145,7 +145,7 @@ class CodeServer:
         lead: Lead,
         led: Led,
         decoded: NDArray[np.floating],
-        accumulated: Accumulated,
+        accumulated: GradientWithResidual,
         context: Context,
         message: NDArray[np.uint8],
     ) -> tuple[float, float]:
@@ -177,7 +177,7 @@ class CodeServer:
         stored[0] = factor
         rest[: coded.start] = led.values[: coded.start]
         rest[coded.start :] = led.values[coded.stop :]
-        selection, moments = Selection(places, innovation), accumulated.untold
+        selection, moments = Selection(places, innovation), accumulated.device_moments
         flags = STALE * accumulated.stale
         write_message(sparse, selection, own.size, self._wire(lead), flags, moments.energy, left, moments.finite)
         return left_out, coded_energy
@@ -189,7 +189,7 @@ class CodeServer:
 
     def _innovations(self, lead: Lead) -> int:
         """Return the number of values that travel as they are."""
-        return kept(self._compressor.innovation, lead.selected.coded_count)
+        return num_kept(self._compressor.innovation, lead.selected.coded_count)
 
     def _wire(self, lead: Lead) -> Wire:
         return Wire(None, compact(self._innovations(lead), lead.selected.coded_count))

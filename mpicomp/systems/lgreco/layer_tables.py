@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, get_compressor
-from mpicomp.compressors.base import kept, own_setting
+from mpicomp.compressors.base import match_layer_setting, num_kept
 from mpicomp.compressors.grid import MOST_BITS
 from mpicomp.compressors.message import message_bytes
 from mpicomp.compressors.packing import packers
@@ -143,7 +143,7 @@ class _Selections(Table):
             self._known, self._mean, self._count = self._mean, None, 0
 
     def own(self, base: Any) -> dict[str, Any]:
-        return {name: own_setting(base.layers, name, base.ratio) for name in self._shape.names}
+        return {name: match_layer_setting(base.layers, name, base.ratio) for name in self._shape.names}
 
     def settings(self, base: Any) -> list[Column]:
         return [np.sort(np.append(self._ratios, ratio)) for ratio in self.own(base).values()]
@@ -160,7 +160,7 @@ class _Selections(Table):
         return list(counts * (self._message(count, base) / count))
 
     def nbytes(self, chosen: Sequence[Any], base: Any) -> float:
-        count = sum(kept(ratio, size) for ratio, size in zip(chosen, self._shape.sizes, strict=True))
+        count = sum(num_kept(ratio, size) for ratio, size in zip(chosen, self._shape.sizes, strict=True))
         return self._message(count, base)
 
     def compressor(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
@@ -169,7 +169,7 @@ class _Selections(Table):
     def _counts(self, settings: Sequence[Column]) -> NDArray[np.int64]:
         """Return the elements that layers keep, shape (layers, settings)."""
         return np.array(
-            [[kept(ratio, size) for ratio in own] for own, size in zip(settings, self._shape.sizes, strict=True)]
+            [[num_kept(ratio, size) for ratio in own] for own, size in zip(settings, self._shape.sizes, strict=True)]
         )
 
     def _message(self, count: int, base: Any) -> float:
@@ -183,7 +183,7 @@ class _WholeSelections(_Selections):
     def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
         super().__init__(compressor, shape, span)
         ratios = sorted({*self._ratios.tolist(), compressor.ratio})
-        self._kept = [np.unique([kept(ratio, size) for ratio in ratios]) for size in shape.sizes]
+        self._kept = [np.unique([num_kept(ratio, size) for ratio in ratios]) for size in shape.sizes]
         self._tails = TailSurvey(self._kept)
         self.survey = self._tails
         self._taken: list[list[NDArray[np.float64]]] = []

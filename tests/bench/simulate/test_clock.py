@@ -11,7 +11,7 @@ from mpicomp.bench.simulate.topology import Links, Topology
 
 import mpicomp
 from mpicomp.collectives import Context, bind, variants
-from mpicomp.compressors.accumulated import Accumulated, Piece
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual, Piece
 from mpicomp.cost import Network
 from mpicomp.cost.formulas import terms
 from mpicomp.errors import ConfigurationError
@@ -20,7 +20,7 @@ from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 
 FLOAT = np.dtype(np.float32)
-TAIL = 4  # numbers that travel behind an array
+TRAILER = 4  # numbers that travel behind an array
 BETWEEN, INSIDE = (1e-3, 1e-8), (1e-5, 1e-10)
 N = 60_000
 
@@ -39,7 +39,7 @@ def seconds(compressor, name, ranks, per_host=1, numel=N):
 @pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 4, 16, 1000])
 def test_a_ring_of_neighbours(ranks):
-    numel = 1000 * ranks - TAIL  # so that all parts are as long
+    numel = 1000 * ranks - TRAILER  # so that all parts are as long
     alpha, beta = BETWEEN
     expected = 2 * (ranks - 1) * (alpha + 4 * 1000 * beta)
     assert seconds(mpicomp.Dense(), "ring", ranks, numel=numel) == pytest.approx(expected)
@@ -70,14 +70,14 @@ def test_a_ring_of_halves_waits_for_latencies_that_are_longer():
 @pytest.mark.parametrize("ranks", [2, 8, 4096])
 def test_recursive_doubling(ranks):
     alpha, beta = BETWEEN
-    expected = math.log2(ranks) * (alpha + 4 * (N + TAIL) * beta)
+    expected = math.log2(ranks) * (alpha + 4 * (N + TRAILER) * beta)
     assert seconds(mpicomp.Dense(), "recursive-doubling", ranks) == pytest.approx(expected)
 
 
 @pytest.mark.quick
 def test_recursive_doubling_shares_the_links_of_hosts():
     alpha, beta = BETWEEN
-    nbytes = 4 * (N + TAIL)
+    nbytes = 4 * (N + TRAILER)
     inside = 2 * (INSIDE[0] + nbytes * INSIDE[1])  # at distances 1 and 2
     between = 2 * (alpha + 4 * nbytes * beta)  # at 4 and 8, all four ranks of a host at once
     assert seconds(mpicomp.Dense(), "recursive-doubling", 16, 4) == pytest.approx(inside + between)
@@ -141,7 +141,7 @@ def test_exchanges_take_as_long_as_their_shapes_say(compressor, name):
         exchanges = []
         for rank, end in enumerate(world.transports):
             gradient = np.random.default_rng([rank, step]).laplace(size=N).astype(FLOAT)
-            accumulated = Accumulated(np.empty(N + TAIL, FLOAT), None, [Piece(0, gradient)])
+            accumulated = GradientWithResidual(np.empty(N + TRAILER, FLOAT), None, [Piece(0, gradient)])
             context = Context(group=end.group, step=step, memory=memories[rank], workspace=spaces[rank])
             exchanges.append(scheme.exchange(accumulated, context))
         world.run(exchanges)

@@ -11,7 +11,7 @@ from mpicomp import kernels
 from mpicomp.kernels import cpu
 from mpicomp.places import numbers
 
-TAIL = 4
+TRAILER = 4
 """Elements behind the array in its buffer: room for flags and energies that travel with it through a sum."""
 
 
@@ -52,7 +52,7 @@ class Velocity:
     nesterov: bool
 
 
-class Accumulated:
+class GradientWithResidual:
     """The input of a compressor under error feedback: gradients, the residual, and room for their sum.
 
     The sum is made once, by `array` or by `sweep`, whichever is asked for first: a compressor that knows what
@@ -61,7 +61,7 @@ class Accumulated:
 
     Parameters
     ----------
-    buffer : array, shape (numel + TAIL,)
+    buffer : array, shape (numel + TRAILER,)
         float32 or float64; receives the sum.
     residual : array, shape (numel,), or None
         Of the dtype of ``buffer``; None where there is no error feedback.
@@ -96,7 +96,7 @@ class Accumulated:
         self._scale = scale
         self._velocity = velocity
         self._tables = {} if tables is None else tables
-        self._untold: cpu.Moments | None = None  # as the kernels give them: on a device, numbers to be read
+        self._device_moments: cpu.Moments | None = None  # as the kernels give them: on a device, numbers to be read
         self._moments: cpu.Moments | None = None
         self._made = 0  # elements of the sum that were made part by part
         self._made_moments: cpu.Moments | None = None
@@ -113,12 +113,12 @@ class Accumulated:
         lost: float,
         finite: bool,
         stale: bool,
-    ) -> "Accumulated":
+    ) -> "GradientWithResidual":
         """Wrap values that were taken out of a larger array, to be exchanged in its place.
 
         Parameters
         ----------
-        buffer : array, shape (numel + TAIL,)
+        buffer : array, shape (numel + TRAILER,)
             The values.
         energy, lost : float
             Squared L2 norms of the larger array, and of what was left out of it.
@@ -127,7 +127,7 @@ class Accumulated:
         """
         made = cls(buffer, None, [], stale)
         made.lost = lost
-        made._untold = cpu.Moments(0, 0.0, energy, finite)
+        made._device_moments = cpu.Moments(0, 0.0, energy, finite)
         return made
 
     @property
@@ -138,7 +138,7 @@ class Accumulated:
     @property
     def numel(self) -> int:
         """Number of elements, the tail left out."""
-        return self._buffer.size - TAIL
+        return self._buffer.size - TRAILER
 
     @property
     def dtype(self) -> np.dtype:
@@ -151,26 +151,26 @@ class Accumulated:
         return kernels.of(self._buffer)
 
     @property
-    def done(self) -> bool:
+    def is_computed(self) -> bool:
         """Whether the sum was made."""
-        return self._untold is not None
+        return self._device_moments is not None
 
     @property
-    def untold(self) -> cpu.Moments:
+    def device_moments(self) -> cpu.Moments:
         """Moments of the sum, computed in the sweep that makes it; on a device as 0-d arrays, which nobody waits for.
 
         Kernels take them as they are.
         """
-        if self._untold is None:
+        if self._device_moments is None:
             self.sweep()
-        assert self._untold is not None
-        return self._untold
+        assert self._device_moments is not None
+        return self._device_moments
 
     @property
     def moments(self) -> cpu.Moments:
         """The same as Python numbers; on a device they are read, all at once, when they are asked for first."""
         if self._moments is None:
-            self.read()
+            self.to_host()
         assert self._moments is not None
         return self._moments
 
@@ -186,7 +186,7 @@ class Accumulated:
 
     def array(self) -> NDArray[np.floating]:
         """Return the sum, a contiguous array of shape (numel,)."""
-        if not self.done:
+        if not self.is_computed:
             self.sweep()
         return self._buffer[: self.numel]
 
@@ -196,14 +196,14 @@ class Accumulated:
         Whoever asks for a part asks for all of them, once each, before anything else: a collective that sends the first
         part before it needs the others lets the network wait for that one alone.
         """
-        if not self.done and not self._divisible:
+        if not self.is_computed and not self._divisible:
             self.sweep()
-        if not self.done:
+        if not self.is_computed:
             moments = self._sum(start, stop)
             self._made += stop - start
             self._made_moments = moments if self._made_moments is None else self._made_moments + moments
             if self._made == self.numel:
-                self._untold = self._made_moments
+                self._device_moments = self._made_moments
         return self._buffer[start:stop]
 
     def sweep(self, regions: Sequence[Region] = ()) -> None:
@@ -214,11 +214,11 @@ class Accumulated:
         regions : sequence of Region
             Where elements are listed: ascending, apart from each other. They receive what is found.
         """
-        assert not self.done, "the sum was made before"
+        assert not self.is_computed, "the sum was made before"
         assert self._made == 0, "parts of the sum were made before"
-        self._untold = self._sum(0, self.numel, regions)
+        self._device_moments = self._sum(0, self.numel, regions)
         if regions:
-            for region, found in zip(regions, self.read(*(region.found for region in regions)), strict=True):
+            for region, found in zip(regions, self.to_host(*(region.found for region in regions)), strict=True):
                 region.found = found
 
     def fused(self, kernel: Callable[[Any, Any, Any], Any]) -> Any:
@@ -235,31 +235,31 @@ class Accumulated:
         object
             What the kernel returns.
         """
-        assert not self.done, "the sum was made before"
+        assert not self.is_computed, "the sum was made before"
         out = self._buffer[: self.numel]
         if self._pieces:
             made = kernel(self._gathered(out), self._residual, out)
         else:
             out.fill(0)
             made = kernel(out, None, out)
-        self._untold = cpu.Moments(made.nonzero, made.total, made.energy, made.finite)
+        self._device_moments = cpu.Moments(made.nonzero, made.total, made.energy, made.finite)
         return made
 
-    def read(self, *more: Any) -> list[Any]:
+    def to_host(self, *more: Any) -> list[Any]:
         """Return Python numbers for what kernels have returned; moments that nobody has read are read with them."""
         if self._moments is not None:
             return list(numbers(*more))
-        nonzero, total, energy, finite, *told = numbers(*self.untold, *more)
+        nonzero, total, energy, finite, *told = numbers(*self.device_moments, *more)
         self._moments = cpu.Moments(nonzero, total, energy, finite)
         return told
 
-    def with_tail(self, *own: float) -> NDArray[np.floating]:
-        """Return the sum with four numbers behind it, a contiguous array of shape (numel + TAIL,).
+    def with_trailer(self, *own: float) -> NDArray[np.floating]:
+        """Return the sum with four numbers behind it, a contiguous array of shape (numel + TRAILER,).
 
         Where the caller has none of its ``own`` they are what ranks sum along: whether the sum is not finite, whether
         this rank is stale, the energy, and the energy that is missing.
         """
-        moments, tail = self.untold, self._buffer[self.numel :]
+        moments, tail = self.device_moments, self._buffer[self.numel :]
         if own:
             for place, number in enumerate(own):
                 with np.errstate(over="ignore"):  # of an energy in float32
