@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors import Quantiser
-from mpicomp.compressors.message import look_at, read_message
+from mpicomp.compressors.wire_format import parse_header, parse_message
 from mpicomp.places import Place, numbers
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.workspace import Workspace
@@ -137,7 +137,7 @@ class Decode(Kernel):
     def run(self) -> None:
         mean = SparseMean.cleared(self._workspace, self.numel, DTYPE)
         for message in self.messages:
-            selection = read_message(message, self.numel, DTYPE, self._workspace).selection
+            selection = parse_message(message, self.numel, DTYPE, self._workspace).selection
             mean.add(selection.indices, selection.values, 1 / len(self.messages))
 
 
@@ -155,7 +155,7 @@ class DecodeOnGpu(Kernel):
         self._all = self.place.empty(bounds[-1][1], np.uint8)
         for (start, stop), message in zip(bounds, self.messages, strict=True):
             self._all[start:stop] = message
-        self._headers = [look_at(self._all[start:stop], self.numel, DTYPE, start=start) for start, stop in bounds]
+        self._headers = [parse_header(self._all[start:stop], self.numel, DTYPE, start=start) for start, stop in bounds]
 
     def run(self) -> None:
         mean = SparseMean.cleared(self._workspace, self.numel, DTYPE)

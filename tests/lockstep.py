@@ -6,7 +6,7 @@ import numpy as np
 
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
-from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.rounds import Round, observe
 from mpicomp.transport import LocalWorld
 

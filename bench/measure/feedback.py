@@ -17,8 +17,7 @@ from mpicomp.compressors import (
     SharedSparsifier,
     Sparsifier,
 )
-from mpicomp.compressors.message import STALE, message_bytes, write_message
-from mpicomp.compressors.wire import Wire
+from mpicomp.compressors.wire_format import STALE, Wire, message_bytes, write_message
 from mpicomp.places import HOST, Place
 from mpicomp.reducer.bucket import Bucket
 

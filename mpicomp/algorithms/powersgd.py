@@ -16,7 +16,7 @@ from mpicomp.compressors.base import Compressor, bound, match_layer_setting
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
-from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.places import here, numbers
 from mpicomp.registry import register

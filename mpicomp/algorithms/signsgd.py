@@ -13,7 +13,7 @@ from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.message import NONFINITE, STALE
+from mpicomp.compressors.wire_format import NONFINITE, STALE
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of

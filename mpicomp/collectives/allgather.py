@@ -20,15 +20,16 @@ from mpicomp.collectives.scheme import (
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection, Sparsifier
-from mpicomp.compressors.message import (
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import (
     DAMAGED,
     NONFINITE,
     STALE,
-    Told,
-    look_at,
+    MessageHeader,
+    Selection,
     message_bytes,
-    read_message,
+    parse_header,
+    parse_message,
     write_message,
 )
 from mpicomp.errors import MessageError
@@ -86,10 +87,10 @@ class Allgather(Scheme[Sparsifier]):
 
         mean = SparseMean.cleared(workspace, numel, dtype)
         bounds = list(pairwise([0, *accumulate(sizes)]))
-        told: list[Told] = []
+        told: list[MessageHeader] = []
         try:
             for (start, stop), count in zip(bounds, counts, strict=True):
-                told.append(look_at(received[start:stop], numel, dtype, count, start))
+                told.append(parse_header(received[start:stop], numel, dtype, count, start))
             readable = [own for own in told if not own.flags & DAMAGED]
             [right] = numbers(mean.add_messages(received, readable, 1 / group.size))
             if not right:
@@ -114,7 +115,7 @@ class Allgather(Scheme[Sparsifier]):
         """Return what is wrong with the first message whose indices are."""
         for rank, (start, stop) in enumerate(bounds):
             try:
-                read_message(received[start:stop], numel, dtype, workspace)
+                parse_message(received[start:stop], numel, dtype, workspace)
             except MessageError as error:
                 return MessageError(f"allgather: from rank {rank}: {error}")
         raise AssertionError("all messages can be read one by one")

@@ -9,7 +9,7 @@ from mpicomp.collectives.two_phase import TwoPhase
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import SharedSparsifier
-from mpicomp.compressors.wire import SHARING
+from mpicomp.compressors.wire_format import SHARING
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 
 list_collectives = COLLECTIVES.names

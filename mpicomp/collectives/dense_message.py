@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
+from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import MessageError
 from mpicomp.places import received
 

@@ -21,19 +21,20 @@ from mpicomp.collectives.selection_ops import added, less, parted
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection, Sparsifier
-from mpicomp.compressors.message import (
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import (
     DAMAGED,
     NONFINITE,
     STALE,
+    Selection,
     Sparse,
+    Wire,
     capacity_bytes,
     message_bytes,
-    read_padded,
+    parse_padded_message,
     write_damaged,
     write_message,
 )
-from mpicomp.compressors.wire import Wire
 from mpicomp.errors import MessageError
 from mpicomp.places import numbers
 from mpicomp.registry import register
@@ -225,6 +226,6 @@ def _hops(group: Group, room: int) -> list[Round]:
 
 def _read(message: NDArray[np.uint8], rank: int, numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
     try:
-        return read_padded(message, numel, dtype, workspace)
+        return parse_padded_message(message, numel, dtype, workspace)
     except MessageError as error:
         raise MessageError(f"gtopk: from rank {rank}: {error}") from error

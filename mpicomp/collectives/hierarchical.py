@@ -23,8 +23,8 @@ from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
-from mpicomp.compressors.kinds import Selection, Sparsifier
-from mpicomp.compressors.message import DAMAGED
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import DAMAGED, Selection
 from mpicomp.errors import MessageError
 from mpicomp.places import here, numbers
 from mpicomp.registry import register

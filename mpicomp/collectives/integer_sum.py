@@ -12,7 +12,7 @@ from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import SharedQuantiser
-from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
+from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import sizes
 from mpicomp.places import here, numbers, received

@@ -24,14 +24,15 @@ from mpicomp.collectives.selection_ops import added, common, less, parted, room
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection, Sparsifier
-from mpicomp.compressors.message import (
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import (
     DAMAGED,
     NONFINITE,
     STALE,
+    Selection,
     Sparse,
     message_bytes,
-    read_message,
+    parse_message,
     write_damaged,
     write_message,
 )
@@ -362,7 +363,7 @@ class _Step:
         bounds = pairwise([0, *accumulate(counts)])
         for rank, (message, span, (start, stop)) in enumerate(zip(_cut(received, sizes), spans, bounds, strict=True)):
             try:
-                sparse = read_message(message, span[1] - span[0], self.dtype, self.workspace, stop - start)
+                sparse = parse_message(message, span[1] - span[0], self.dtype, self.workspace, stop - start)
             except MessageError as error:
                 self.problem = self.problem or MessageError(f"oktopk: from rank {rank}: {error}")
                 sparse = Sparse(room(self.workspace, name, 0, self.dtype), 0, 0.0, 0.0)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.dense_message import read_header, read_headers
 from mpicomp.collectives.scheme import check_undamaged
-from mpicomp.compressors.message import DAMAGED
+from mpicomp.compressors.wire_format import DAMAGED
 from mpicomp.errors import MessageError
 
 

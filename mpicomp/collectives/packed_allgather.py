@@ -9,8 +9,8 @@ from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_fin
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser
-from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.compressors.packing import packers
+from mpicomp.compressors.wire_format import NONFINITE, STALE
 from mpicomp.errors import MessageError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round

@@ -23,9 +23,17 @@ from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection, Sparsifier
-from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
-from mpicomp.compressors.wire import Wire, compact
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import (
+    NONFINITE,
+    STALE,
+    Selection,
+    Wire,
+    compact,
+    message_bytes,
+    parse_message,
+    write_message,
+)
 from mpicomp.errors import MessageError
 from mpicomp.places import numbers
 from mpicomp.registry import register
@@ -173,7 +181,7 @@ class ParameterServer(Scheme[Compressor]):
             unpack(received, None, mean)
         else:
             try:
-                union = read_message(received, numel, dtype, workspace, told)
+                union = parse_message(received, numel, dtype, workspace, told)
             except MessageError as error:
                 problem = MessageError(f"parameter-server: from rank {_SERVER}: {error}")
                 return undelivered(accumulated, problem, stale=False)
@@ -198,7 +206,7 @@ def _average(
     start, room = 0, 0
     for rank, (size, expected) in enumerate(zip(sizes, counts, strict=True)):
         try:
-            sparse = read_message(messages[start : start + size], numel, dtype, workspace, expected)
+            sparse = parse_message(messages[start : start + size], numel, dtype, workspace, expected)
         except MessageError as error:
             raise MessageError(f"parameter-server: from rank {rank}: {error}") from error
         start += size

@@ -11,7 +11,7 @@ from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, plus, 
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.message import NONFINITE, STALE
+from mpicomp.compressors.wire_format import NONFINITE, STALE
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 

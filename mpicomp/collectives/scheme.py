@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection
-from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
-from mpicomp.compressors.wire import SHARING
+from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, SHARING, STALE, Selection
 from mpicomp.errors import MessageError
 from mpicomp.places import here
 from mpicomp.registry import Registry
@@ -182,7 +180,7 @@ def check_undamaged(collective: str, flags: int, problem: MessageError | None) -
     collective : str
         Its name.
     flags : int
-        Of all ranks; see `mpicomp.compressors.message`.
+        Of all ranks; see `mpicomp.compressors.wire_format`.
     problem : MessageError or None
         The error of the message that this rank could not read.
     """

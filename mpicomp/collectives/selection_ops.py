@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.places import numbers
 from mpicomp.workspace import Workspace
 

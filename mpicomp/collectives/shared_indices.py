@@ -11,7 +11,8 @@ from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection, Sparsifier
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
 from mpicomp.places import numbers

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.message import Told, unpack_sharing
-from mpicomp.compressors.wire import SHARING
+from mpicomp.compressors.wire_format import SHARING, MessageHeader, unpack_sharing
 from mpicomp.places import here
 from mpicomp.workspace import Workspace
 
@@ -54,14 +53,14 @@ class SparseMean:
             self._touched.pop()
         return added
 
-    def add_messages(self, messages: NDArray[np.uint8], told: Sequence[Told], factor: float) -> bool:
+    def add_messages(self, messages: NDArray[np.uint8], told: Sequence[MessageHeader], factor: float) -> bool:
         """Add ``factor`` times the selections of several messages, in their order.
 
         Parameters
         ----------
         messages : array of uint8
             Holds all of them.
-        told : sequence of Told
+        told : sequence of MessageHeader
             Of each, with its places in ``messages``; none is damaged.
         factor : float
             Factor of all values.

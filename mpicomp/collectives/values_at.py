@@ -10,7 +10,7 @@ from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
-from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import MessageError
 from mpicomp.places import here, numbers
 

@@ -10,7 +10,7 @@ from mpicomp.compressors.efsign import EFSign
 from mpicomp.compressors.gaussiank import GaussianK
 from mpicomp.compressors.globalrandk_maxnorm import GlobalRandKMaxNorm
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Learner, Quantiser, Selection, SharedQuantiser, SharedSparsifier, Sparsifier
+from mpicomp.compressors.kinds import Learner, Quantiser, SharedQuantiser, SharedSparsifier, Sparsifier
 from mpicomp.compressors.maxnorm import MaxNorm
 from mpicomp.compressors.mstopk import MSTopK
 from mpicomp.compressors.natural import Natural
@@ -23,6 +23,7 @@ from mpicomp.compressors.terngrad import TernGrad
 from mpicomp.compressors.threshold import Threshold
 from mpicomp.compressors.topk import TopK
 from mpicomp.compressors.uniform import Uniform
+from mpicomp.compressors.wire_format import Selection
 
 __all__ = [
     "COMPRESSORS",

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual, Region
-from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.kernels import cpu
 from mpicomp.places import numbers
 

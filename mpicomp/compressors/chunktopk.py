@@ -9,7 +9,8 @@ from mpicomp import kernels
 from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection, Sparsifier
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.registry import register
 from mpicomp.settings import check_least, check_ratio
 

@@ -14,7 +14,8 @@ from mpicomp.compressors.base import Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection, Sparsifier
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register

@@ -10,18 +10,10 @@ from numpy.typing import NDArray
 from mpicomp.compressors.base import Compressor, bound, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact, value_bytes
+from mpicomp.compressors.wire_format import INDICES, VALUES, Selection, Wire, compact, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
 from mpicomp.settings import check_choice
-
-
-@dataclass
-class Selection:
-    """Elements of an array: ``indices`` ascending without repetition, and the array's ``values`` there."""
-
-    indices: NDArray[np.uint32]
-    values: NDArray[np.floating]
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,8 +31,7 @@ class Sparsifier(Compressor):
         for every 256; and that of ``"signs"``: a bit a value and one mean magnitude for a whole message. Only those
         collectives carry these that deliver messages as they are.
     indices : {"auto", "plain", "elias-fano"}
-        How indices travel: as 32-bit integers, in a code near their entropy, or in what `mpicomp.compressors.message`
-        finds worth it for their number.
+        How indices travel: as 32-bit integers, in a code near their entropy, or as `wire_format.compact` chooses.
 
     Notes
     -----

@@ -11,8 +11,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Estimator, Search, most_of
 from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolated, whole_threshold
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.topk import bounds_for, scratch_for
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 from mpicomp.settings import check_choice, check_flag

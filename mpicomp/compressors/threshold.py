@@ -10,7 +10,8 @@ from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection, Sparsifier
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.settings import check_range

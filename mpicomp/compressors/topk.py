@@ -11,7 +11,8 @@ from mpicomp.compressors.base import bound, match_layer_setting, num_kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection, Sparsifier
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.places import here

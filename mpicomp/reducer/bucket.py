@@ -11,7 +11,7 @@ from mpicomp import kernels
 from mpicomp.arrays import Described
 from mpicomp.compressors.base import Entry
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
-from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import HOST, Place
 from mpicomp.policies import Shape

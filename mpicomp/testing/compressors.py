@@ -21,7 +21,7 @@ from mpicomp.compressors import (
     get_compressor,
 )
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
-from mpicomp.compressors.message import message_bytes, read_message, write_message
+from mpicomp.compressors.wire_format import message_bytes, parse_message, write_message
 from mpicomp.rounds import Group
 from mpicomp.testing.ranks import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
 from mpicomp.transport import LocalWorld
@@ -108,7 +108,7 @@ def check_message(compressor: Sparsifier) -> None:
         message = np.zeros(message_bytes(indices.size, array.size, array.dtype, wire), np.uint8)
         energy, kept = norm2(array), norm2(selection.values)
         write_message(message, chosen, array.size, wire, 0, energy, kept)
-        received = read_message(message, array.size, array.dtype, Workspace())
+        received = parse_message(message, array.size, array.dtype, Workspace())
         sent = np.zeros(array.size)
         sent[received.selection.indices] = received.selection.values
         assert np.array_equal(received.selection.indices, indices), "indices change on the way"

@@ -345,8 +345,8 @@ def test_over_mpi(comm, monkeypatch, collective, bucket, overlap):
     if comm.size == 1:
         return  # nobody is sent anything
     module, reader, reads = {
-        "gtopk": (gtopk, "read_padded", (comm.size - 1).bit_length() + 1),
-        "oktopk": (oktopk, "read_message", 2 * comm.size),
+        "gtopk": (gtopk, "parse_padded_message", (comm.size - 1).bit_length() + 1),
+        "oktopk": (oktopk, "parse_message", 2 * comm.size),
     }[collective]
     twin = Damaged([0] * comm.size, mpicomp.TopK(ratio=0.05), collective)
     reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.05), collective, bucket_bytes=300, comm=comm)

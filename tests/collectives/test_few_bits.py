@@ -9,8 +9,7 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import bind, fitting
-from mpicomp.compressors.message import message_bytes
-from mpicomp.compressors.wire import BITS, Wire
+from mpicomp.compressors.wire_format import BITS, Wire, message_bytes
 from mpicomp.errors import IncompatiblePairError, MessageError
 from mpicomp.rounds import observe
 

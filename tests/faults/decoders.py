@@ -25,8 +25,17 @@ from mpicomp.collectives import Context, bind, dense_message, fitting, variants
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors import COMPRESSORS, Quantiser, Selection, compressor_class
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
-from mpicomp.compressors.message import DAMAGED, look_at, message_bytes, read_message, read_padded, write_message
-from mpicomp.compressors.wire import INDICES, VALUES, Wire
+from mpicomp.compressors.wire_format import (
+    DAMAGED,
+    INDICES,
+    VALUES,
+    Wire,
+    message_bytes,
+    parse_header,
+    parse_message,
+    parse_padded_message,
+    write_message,
+)
 from mpicomp.cost.kernels import Alone
 from mpicomp.cost.model import CostModel
 from mpicomp.cost.network import Network
@@ -193,8 +202,8 @@ def _sparse(wire):
 
         def decode(message):
             with entered(fence):
-                told = look_at(message, numel, dtype, expected)
-                read = read_message(message, numel, dtype, workspace, expected)
+                told = parse_header(message, numel, dtype, expected)
+                read = parse_message(message, numel, dtype, workspace, expected)
                 chosen = read.selection
                 assert chosen.indices.size == chosen.values.size <= numel
                 assert chosen.values.dtype == dtype
@@ -202,7 +211,7 @@ def _sparse(wire):
                 mean = SparseMean.cleared(workspace, numel, dtype)
                 if not told.flags & DAMAGED:
                     assert mean.add_messages(message, [told], 0.5), "one way to read it finds an error and one does not"
-                read_padded(message, numel, dtype, workspace)
+                parse_padded_message(message, numel, dtype, workspace)
 
         return Case(message.tobytes(), decode)
 

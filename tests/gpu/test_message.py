@@ -9,8 +9,7 @@ from marks import slow
 from mpicomp.kernels import cpu, gpu
 
 from mpicomp.compressors import Selection
-from mpicomp.compressors.message import message_bytes, write_message
-from mpicomp.compressors.wire import Wire
+from mpicomp.compressors.wire_format import Wire, message_bytes, write_message
 
 DTYPES = [np.float32, slow(np.float64)]
 COUNTS = [(), (0,), (1,), (31, 31), (33, 33, 33), (1000, 0, 7), (5000, 5000), (9, 8, 7, 3000, 1), (600,) * 5]

@@ -10,7 +10,7 @@ from networks import Link
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.compressors.message import message_bytes
+from mpicomp.compressors.wire_format import message_bytes
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.registry import REGISTRIES
 from mpicomp.testing import checks

@@ -7,7 +7,7 @@ import pytest
 
 import mpicomp
 from mpicomp.collectives import bind
-from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.policies import Named, Plan, Policy
 from mpicomp.policies.surveys import SpectrumSurvey
 from mpicomp.reducer.layers import layers_of

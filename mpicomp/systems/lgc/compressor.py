@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from mpicomp.compressors.base import bound, num_kept
 from mpicomp.compressors.kinds import Learner
-from mpicomp.compressors.wire import compact
+from mpicomp.compressors.wire_format import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import sizes
 from mpicomp.registry import register
@@ -166,7 +166,7 @@ class LGC(Learner):
     - In the server instance the rank that encodes is another one at each step, and everyone decodes for everyone. An
       innovation is an exact value in place of a decoded one, where that is most wrong.
     - There is no momentum correction, which the paper's text mentions and its algorithms do not have, and indices
-      travel in the code of `mpicomp.compressors.message`, not in DEFLATE.
+      travel in the code of `mpicomp.compressors.wire_format`, not in DEFLATE.
     - The network is trained by Adam; see `mpicomp.systems.lgc.autoencoder.Autoencoder` for what else is different.
 
     With ``published`` every rank sends its own largest values in the second phase, and the code is learnt from these,

@@ -12,7 +12,7 @@ from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import MpicompError
 from mpicomp.places import here
 from mpicomp.registry import register

@@ -11,7 +11,7 @@ from mpicomp import kernels
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.topk import largest_of_parts
-from mpicomp.compressors.wire import compact
+from mpicomp.compressors.wire_format import compact
 from mpicomp.errors import MessageError
 from mpicomp.places import here, numbers, received
 from mpicomp.rounds import Round, Rounds

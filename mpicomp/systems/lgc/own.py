@@ -6,7 +6,8 @@ from typing import ClassVar
 from mpicomp.collectives.allgather import Allgather
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection, Sparsifier
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.systems.lgc.compressor import LGC, Selected
 from mpicomp.systems.lgc.lead import own_values
 

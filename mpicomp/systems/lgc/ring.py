@@ -11,8 +11,7 @@ from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
-from mpicomp.compressors.kinds import Selection
-from mpicomp.compressors.message import DAMAGED
+from mpicomp.compressors.wire_format import DAMAGED, Selection
 from mpicomp.places import numbers
 from mpicomp.rounds import Group, Round
 from mpicomp.systems.lgc.compressor import LGC

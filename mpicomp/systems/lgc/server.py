@@ -18,17 +18,18 @@ from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Selection
-from mpicomp.compressors.message import (
+from mpicomp.compressors.wire_format import (
     DAMAGED,
     NONFINITE,
     STALE,
+    Selection,
+    Wire,
+    compact,
     message_bytes,
-    read_message,
+    parse_message,
     write_damaged,
     write_message,
 )
-from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import MessageError
 from mpicomp.places import numbers, received
 from mpicomp.rounds import Group, Round
@@ -100,7 +101,7 @@ class CodeServer:
             stored, rest, sparse = self._parts(lead, message, dtype)
             self._decode(common, rank, led, values[coded])
             try:
-                told = read_message(sparse, count, dtype, workspace, self._innovations(lead))
+                told = parse_message(sparse, count, dtype, workspace, self._innovations(lead))
             except MessageError as error:
                 unread = unread or MessageError(f"learned: from rank {rank}: {error}")
                 continue

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.compressors.base import match_layer_setting, num_kept
 from mpicomp.compressors.grid import MOST_BITS
-from mpicomp.compressors.message import message_bytes
 from mpicomp.compressors.packing import packers
+from mpicomp.compressors.wire_format import message_bytes
 from mpicomp.policies.policy import Shape
 from mpicomp.policies.ratio_levels import ladder
 from mpicomp.policies.surveys import BitsSurvey, Both, RankSurvey, Spectra, SpectrumSurvey, Survey, TailSurvey

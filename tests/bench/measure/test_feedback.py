@@ -5,7 +5,7 @@ from marks import slow
 from mpicomp.bench.measure.feedback import Selecting, make_bucket
 
 import mpicomp
-from mpicomp.compressors.wire import BITS
+from mpicomp.compressors.wire_format import BITS
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpicomp.kernels import cpu
 
-from mpicomp.compressors.kinds import Selection
-from mpicomp.compressors.message import capacity_bytes, message_bytes, read_message, read_padded, write_message
-from mpicomp.compressors.wire import BITS, SHARING, VALUES, Wire, compact
+from mpicomp.compressors.wire_format import (
+    BITS,
+    SHARING,
+    VALUES,
+    Selection,
+    Wire,
+    capacity_bytes,
+    compact,
+    message_bytes,
+    parse_message,
+    parse_padded_message,
+    write_message,
+)
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.workspace import Workspace
 
@@ -45,7 +55,7 @@ def message(count=3, dtype=np.float32, wire=PLAIN):
 
 
 def read(out, dtype=np.float32, numel=NUMEL):
-    return read_message(out, numel, np.dtype(dtype), Workspace())
+    return parse_message(out, numel, np.dtype(dtype), Workspace())
 
 
 def rounded(values, wire):
@@ -98,11 +108,11 @@ def test_a_message_is_found_in_longer_memory(count, dtype, wire):
     room = capacity_bytes(500, NUMEL, np.dtype(dtype), wire)
     memory = np.full(room, 0xA5, np.uint8)
     memory[: out.size] = out
-    sparse = read_padded(memory, NUMEL, np.dtype(dtype), Workspace())
+    sparse = parse_padded_message(memory, NUMEL, np.dtype(dtype), Workspace())
     np.testing.assert_array_equal(sparse.selection.indices, selection.indices)
     np.testing.assert_array_equal(sparse.selection.values, selection.values)
     with pytest.raises(MessageError):
-        read_padded(memory[: out.size - 8], NUMEL, np.dtype(dtype), Workspace())
+        parse_padded_message(memory[: out.size - 8], NUMEL, np.dtype(dtype), Workspace())
 
 
 @pytest.mark.parametrize("numel", [1, 2, 63, 64, 65, 300, 1000])
@@ -157,7 +167,7 @@ def test_what_is_stored_as_it_is_is_not_copied():
 def test_what_is_decoded_uses_the_same_memory_again():
     workspace = Workspace()
     out, _, _ = message(100, np.float32, Wire("fp16", "elias-fano"))
-    first, second = (read_message(out, NUMEL, np.dtype(np.float32), workspace).selection for _ in range(2))
+    first, second = (parse_message(out, NUMEL, np.dtype(np.float32), workspace).selection for _ in range(2))
     assert np.shares_memory(first.indices, second.indices)
     assert np.shares_memory(first.values, second.values)
 
@@ -285,7 +295,7 @@ def test_a_corrupted_message_is_refused_or_gives_a_selection(wire, dtype, count,
     for buffer in buffers:
         buffer.view(np.uint8)[:] = 0xA5
     try:
-        sparse = read_message(memory[GUARD : GUARD + len(data)], numel, np.dtype(dtype), workspace)
+        sparse = parse_message(memory[GUARD : GUARD + len(data)], numel, np.dtype(dtype), workspace)
     except MessageError:
         used = room - 2**10
     else:

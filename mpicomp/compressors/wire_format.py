@@ -1,4 +1,4 @@
-"""The sparse message: a header, the values, the indices.
+"""The sparse message on the wire: a header, the values, the indices; each `write_...` stands beside its `parse_...`.
 
 ==========  =====  =======================================================================================
 offset      bytes  what
@@ -31,20 +31,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.kinds import Selection
-from mpicomp.compressors.wire import BITS, SHARING, SIGNS, Wire, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
 from mpicomp.places import numbers, received
+from mpicomp.settings import check_choice
 from mpicomp.workspace import Workspace
 
-VERSION = 2  # version of the message format
+VERSION = 2
+HEADER_BYTES = 24
 NONFINITE = 1  # flag: some element was NaN or infinite
-STALE = 2  # flag: this rank asks all ranks to agree anew
+STALE = 2  # flag: this rank asks all ranks to agree again
 DAMAGED = 4  # flag: this rank could not read a message
 
-HEADER_BYTES = 24  # bytes of the header of a message
-_PACKED = struct.Struct("<BBBBIdd")
+BITS = {"q8": 8, "q4": 4, "q2": 2}
+"""Bits of a value; see `mpicomp.kernels.cpu.squares`."""
+SHARING = ("signs", *BITS)
+"""Formats whose values share a scale: they can neither be cut out of a message nor added in it."""
+VALUES = (None, "fp16", "bf16", *SHARING)
+INDICES = ("plain", "elias-fano")
+SIGNS = 64
+"""Signs in a word."""
+
+_MIN_CODED = 64  # indices; see `compact`
+_KNOWN_FLAGS = NONFINITE | STALE | DAMAGED
+_FULL = {np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"}
+_VALUE_CODES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4, "signs": 5, "q8": 6, "q4": 7, "q2": 8}
+_INDEX_CODES = {"plain": 1, "elias-fano": 2}
+_HEADER = struct.Struct("<BBBBIdd")
 
 
 class _Header(NamedTuple):
@@ -57,15 +70,67 @@ class _Header(NamedTuple):
     lost: float
 
 
-_FULL = {np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"}
-_KNOWN = NONFINITE | STALE | DAMAGED
-_VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4, "signs": 5, "q8": 6, "q4": 7, "q2": 8}
-_INDICES = {"plain": 1, "elias-fano": 2}
+@dataclass(frozen=True)
+class Wire:
+    """Storage format of the values and indices of a sparse message.
+
+    Parameters
+    ----------
+    values : {None, "fp16", "bf16", "signs", "q8", "q4", "q2"}
+        None is the dtype of the array; ``"signs"`` a bit a value with one magnitude for all; ``"q8"``, ``"q4"`` and
+        ``"q2"`` as many bits a value, with two scales for every 256.
+    indices : {"plain", "elias-fano"}
+        32-bit integers, or a code; `compact` chooses.
+    """
+
+    values: str | None = None
+    indices: str = "plain"
+
+    def __post_init__(self) -> None:
+        check_choice("message", "values", self.values, VALUES)
+        check_choice("message", "indices", self.indices, INDICES)
+
+
+def compact(count: int, numel: int) -> str:
+    """Return the storage format for ``count`` indices below ``numel``, from shapes alone, so the same on all ranks.
+
+    At least 64 indices are coded, if the code takes at most three quarters of plain integers: coding and decoding take
+    1.5 ns an index each, and together at least 3 us. Fewer save less than that at 1 Gbit/s.
+
+    Examples
+    --------
+    >>> compact(63, 100_000), compact(64, 100_000), compact(64, 2**32 - 1)
+    ('plain', 'elias-fano', 'plain')
+    """
+    return "elias-fano" if count >= _MIN_CODED and sizes.index_bytes(count, numel) <= 3 * count else "plain"
+
+
+def value_bytes(count: int, dtype: np.dtype[Any], stored: str | None) -> int:
+    """Return the bytes of ``count`` values in a format of `Wire`, without padding.
+
+    Examples
+    --------
+    >>> [value_bytes(100, np.dtype(np.float32), stored) for stored in (None, "fp16", "q8", "q4", "q2", "signs")]
+    [400, 200, 112, 64, 40, 20]
+    """
+    if stored in BITS:
+        return sizes.squares_bytes(count, BITS[stored])
+    if stored == "signs":
+        return 8 * -(-count // SIGNS) + 4 * (count > 0)
+    return count * (2 if stored in ("fp16", "bf16") else dtype.itemsize)
+
+
+@dataclass
+class Selection:
+    """Elements of an array: ``indices`` ascending without repetition, and the array's ``values`` there."""
+
+    indices: NDArray[np.uint32]
+    values: NDArray[np.floating]
 
 
 @dataclass
 class Sparse:
-    """A message that was read."""
+    """A parsed message."""
 
     selection: Selection
     flags: int
@@ -74,8 +139,8 @@ class Sparse:
 
 
 @dataclass
-class Told:
-    """What the header of a message says, and where in the memory of several messages its parts are.
+class MessageHeader:
+    """The header of a message, and the places of its parts in the memory of several messages.
 
     Attributes
     ----------
@@ -84,7 +149,7 @@ class Told:
     energy, lost : float
         Squared L2 norms.
     stored, coding : str
-        How values and indices are stored; empty where it is damaged.
+        Formats of values and indices; empty if damaged.
     count : int
         Number of values.
     values_at, indices_at : int
@@ -119,15 +184,7 @@ def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> i
 def capacity_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
     """Return a length that holds any message with at most ``count`` elements of an array of ``numel``.
 
-    Codes of fewer indices are at most two words longer than that of ``count``: their bits never are more, but low parts
-    and bitmap are padded each.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> single = np.dtype(np.float32)
-    >>> capacity_bytes(100, 10_000, single, Wire()), capacity_bytes(100, 10_000, single, Wire("fp16", "elias-fano"))
-    (824, 360)
+    A code of fewer indices is at most two words longer: it never has more bits, but its two parts are padded.
     """
     return message_bytes(count, numel, dtype, wire) + (0 if wire.indices == "plain" else 16)
 
@@ -146,46 +203,33 @@ def write_message(
 
     Parameters
     ----------
-    out : array of uint8
-        As long as `message_bytes` says; aligned to 8 bytes.
+    out : array of uint8, shape (message_bytes(...),)
+        Aligned to 8 bytes.
     selection : Selection
-        What is sent. Where values are stored in fewer bits, ``selection.values`` is overwritten by what receivers will
-        see, so that the rounding error stays in the residual: it must not be memory of the accumulated array.
+        If values are stored in fewer bits, ``selection.values`` is overwritten by what receivers decode, so that the
+        rounding error stays in the residual: it must not share memory with the accumulated array.
     numel : int
         Length of the array that was selected from.
     wire : Wire
-        How to store it: of ``"signs"``, the signs and the mean magnitude, which of all magnitudes loses least; of
-        ``"q8"``, ``"q4"`` and ``"q2"`` see `mpicomp.kernels.cpu.pack_squares`.
+        Storage format. ``"signs"`` sends the mean magnitude, which loses least.
     flags : int
         `NONFINITE` and `STALE`.
     energy, kept : float
-        Squared L2 norms of the accumulated array, and of the selected values as they are before the call. On a device
-        they, and ``finite``, may be known there only. Where values are stored as they are, ``kept`` may be
-        ``selection.values``: their norm is then made in the launch that writes the header.
+        Squared L2 norms of the accumulated array, and of the selected values before the call. Both, and ``finite``, may
+        be 0-d arrays of a device. If values are stored as they are, ``kept`` may be ``selection.values``: the launch
+        that writes the header then computes their norm.
     finite : bool
         False sets `NONFINITE`.
 
     Returns
     -------
     float
-        Energy that rounding took away from the values: the squared L2 norm of the error. The message says that
-        ``energy - kept`` and this are lost.
+        Energy lost by rounding. The message says that this and ``energy - kept`` are lost.
 
     Notes
     -----
-    Nothing is raised for indices that do not ascend or are not below ``numel``, since that would be on one rank only:
-    such a message is refused by `read_message`, on all.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> array, wire = np.array([1, 2049, 0], np.float32), Wire("fp16")
-    >>> selection = Selection(np.array([1], np.uint32), array[1:2].copy())
-    >>> out = np.empty(message_bytes(1, array.size, array.dtype, wire), np.uint8)
-    >>> write_message(out, selection, array.size, wire, 0, energy=1 + 2049**2, kept=2049**2)
-    1.0
-    >>> selection.values.tolist(), read_message(out, array.size, array.dtype, Workspace()).lost
-    ([2048.0], 2.0)
+    Indices that do not ascend or exceed ``numel`` raise nothing here, on one rank: `parse_message` refuses the message
+    on all ranks.
     """
     indices, values = selection.indices, selection.values
     if values.size != indices.size:
@@ -193,14 +237,15 @@ def write_message(
     middle, end = _parts(indices.size, numel, value_bytes(values.size, values.dtype, wire.values), wire.indices)
     if out.size != end:
         raise ValueError(f"write_message: the message has {end} bytes, out has {out.size}")
-    stored, coding = _VALUES[wire.values or _FULL[values.dtype]], _INDICES[wire.indices]
-    lead = VERSION | flags << 8 | stored << 16 | coding << 24 | indices.size << 32
-    at_once = getattr(kernels.of(out), "write_pairs", None)
-    if at_once is not None and kept is values and wire.values is None and wire.indices == "plain":
-        at_once(out, lead, finite, energy, values, indices, middle)
+    stored, coding = _VALUE_CODES[wire.values or _FULL[values.dtype]], _INDEX_CODES[wire.indices]
+    header = VERSION | flags << 8 | stored << 16 | coding << 24 | indices.size << 32
+    write_pairs = getattr(kernels.of(out), "write_pairs", None)
+    if write_pairs is not None and kept is values and wire.values is None and wire.indices == "plain":
+        write_pairs(out, header, finite, energy, values, indices, middle)
         return 0.0
     filled = HEADER_BYTES + value_bytes(values.size, values.dtype, wire.values)
-    _clear(out, filled, middle)
+    if filled < middle:
+        out[filled:middle] = 0
 
     rounding = 0.0
     if wire.values is None:
@@ -216,28 +261,23 @@ def write_message(
         kernels.widen(halves, wire.values, values)
     if wire.indices == "plain":
         _payload(out, middle, indices.size, np.uint32)[:] = indices
-        _clear(out, middle + 4 * indices.size, end)
+        if middle + 4 * indices.size < end:
+            out[middle + 4 * indices.size : end] = 0
     else:
         kernels.encode_indices(indices, numel, out[middle:])
-    kernels.write_header(out, lead, finite, energy, kept, rounding)
+    kernels.write_header(out, header, finite, energy, kept, rounding)
     return rounding
 
 
-def _clear(out: NDArray[np.uint8], start: int, stop: int) -> None:
-    """Set padding to zero."""
-    if start < stop:
-        out[start:stop] = 0
-
-
 def write_damaged(out: NDArray[np.uint8]) -> None:
-    """Mark a message of any length as damaged: this rank could not read a message that it received."""
+    """Mark a message of any length as `DAMAGED`."""
     kernels.write_header(out, VERSION | DAMAGED << 8, True, 0.0, None, 0.0)
 
 
-def read_message(
+def parse_message(
     message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace, expected: int | None = None
 ) -> Sparse:
-    """Read a message, without copying what is stored as it is.
+    """Return a parsed message; values and indices that are stored as they are stay views of it.
 
     Parameters
     ----------
@@ -246,92 +286,89 @@ def read_message(
     numel : int
         Length of the array that was selected from.
     dtype : numpy.dtype
-        The array's dtype: float32 or float64.
+        float32 or float64, that of the array.
     workspace : Workspace
-        Where what has to be decoded goes, as ``decoded.indices`` and ``decoded.values``.
+        Holds decoded parts, as ``decoded.indices`` and ``decoded.values``.
     expected : int, optional
-        How many values there have to be, where that is known.
+        The number of values, if known.
 
     Returns
     -------
     Sparse
-        Its indices ascend and are below ``numel``; it has none where the message is `DAMAGED`. Valid while the message
-        is there and until the next one is read with the same workspace.
+        Its indices ascend below ``numel``; it has none if the message is `DAMAGED`. Valid as long as the message, and
+        until the next one is parsed with the same workspace.
 
     Raises
     ------
     MessageError
-        Where a field, the length, an index or a scale is not what it has to be.
+        For a wrong field, length, index or scale.
     """
-    told = look_at(message, numel, dtype, expected)
-    stored, coding, count, middle = told.stored, told.coding, told.count, told.indices_at
-    if told.flags & DAMAGED:
+    header = parse_header(message, numel, dtype, expected)
+    count, place = header.count, header.indices_at
+    if header.flags & DAMAGED:
         nothing = Selection(workspace.array("none", 0, np.uint32), workspace.array("none", 0, dtype))
-        return Sparse(nothing, told.flags, 0.0, 0.0)
-    if coding == "plain":
-        indices = _payload(message, middle, count, np.uint32)
-        right = kernels.ascending_below(indices, numel)
+        return Sparse(nothing, header.flags, 0.0, 0.0)
+    if header.coding == "plain":
+        indices = _payload(message, place, count, np.uint32)
+        ascending = kernels.ascending_below(indices, numel)
     else:
         indices = workspace.array("decoded.indices", count, np.uint32)
-        right = kernels.decode_indices(message[middle:], count, numel, indices)
+        ascending = kernels.decode_indices(message[place:], count, numel, indices)
     sound: bool = True
-    if stored in ("float32", "float64"):
+    if header.stored in ("float32", "float64"):
         values = _payload(message, HEADER_BYTES, count, dtype)
     else:
         values = workspace.array("decoded.values", count, dtype)
-        if stored in SHARING:
-            sound = unpack_sharing(message, [told], values)
+        if header.stored in SHARING:
+            sound = unpack_sharing(message, [header], values)
         else:
-            kernels.widen(_payload(message, HEADER_BYTES, count, np.uint16), stored, values)
-    ascend, sound = numbers(right, sound)
-    if not ascend:
+            kernels.widen(_payload(message, HEADER_BYTES, count, np.uint16), header.stored, values)
+    ascending, sound = numbers(ascending, sound)
+    if not ascending:
         raise MessageError(f"message: indices do not ascend below {numel}")
     if not sound:
         raise MessageError("message: scales of values are negative, or no finite numbers")
-    return Sparse(Selection(indices, values), told.flags, told.energy, told.lost)
+    return Sparse(Selection(indices, values), header.flags, header.energy, header.lost)
 
 
-def unpack_sharing(memory: NDArray[np.uint8], told: Sequence[Told], out: NDArray[np.floating]) -> bool:
-    """Write the values of messages that store them in one of the forms `mpicomp.compressors.wire.SHARING`.
+def unpack_sharing(memory: NDArray[np.uint8], headers: Sequence[MessageHeader], out: NDArray[np.floating]) -> bool:
+    """Write the values of messages in one of the formats `SHARING`.
 
     Parameters
     ----------
     memory : array of uint8
         Holds the messages.
-    told : sequence of Told
-        Of each, with its places in ``memory``; all are stored in the same form.
+    headers : sequence of MessageHeader
+        One for each message, all with the same format of values.
     out : array
-        Receives one message's values after the other's.
+        Receives the values, message after message.
 
     Returns
     -------
     bool
-        False where a scale of two to eight bits is negative or no finite number, though nobody said that elements are
-        not finite. On a device a 0-d array, or True.
+        False if a scale of two to eight bits is negative or not finite although no header says `NONFINITE`. On a device
+        a 0-d array, or True.
     """
-    stored = told[0].stored
+    stored = headers[0].stored
     if stored in BITS:
-        places, counts = [each.values_at for each in told], [each.count for each in told]
+        places, counts = [header.values_at for header in headers], [header.count for header in headers]
         sound: bool = kernels.unpack_squares(memory, places, counts, BITS[stored], out)
-        return True if any(each.flags & NONFINITE for each in told) else sound
+        return True if any(header.flags & NONFINITE for header in headers) else sound
     start = 0
-    for each in told:
-        signs, magnitude = _signs_at(memory, each.values_at, each.count)
-        kernels.unpack_signs(magnitude, signs, SIGNS * signs.size, out[start : start + each.count])
-        start += each.count
+    for header in headers:
+        signs, magnitude = _signs_at(memory, header.values_at, header.count)
+        kernels.unpack_signs(magnitude, signs, SIGNS * signs.size, out[start : start + header.count])
+        start += header.count
     return True
 
 
-def look_at(
+def parse_header(
     message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], expected: int | None = None, start: int = 0
-) -> Told:
-    """Read a message's header; see `read_message` for its arguments and for what is refused, but wrong indices.
-
-    ``start`` is where the message begins in the memory that the result's places are counted in.
-    """
+) -> MessageHeader:
+    """Return the header of a message that begins at byte ``start`` of its memory; see `parse_message`."""
     header = _header_of(message)
     if header.flags & DAMAGED:
-        return Told(header.flags, 0.0, 0.0)
+        return MessageHeader(header.flags, 0.0, 0.0)
     stored, coding = _layout_of(header, numel, dtype)
     count = header.elements
     if expected is not None and count != expected:
@@ -340,44 +377,44 @@ def look_at(
     if message.size != end:
         raise MessageError(f"message: {count} values make {end} bytes, got {message.size}")
     values_at, indices_at = start + HEADER_BYTES, start + middle
-    return Told(header.flags, header.energy, header.lost, stored, coding, count, values_at, indices_at)
+    return MessageHeader(header.flags, header.energy, header.lost, stored, coding, count, values_at, indices_at)
 
 
-def read_padded(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
-    """Read the message that a longer piece of memory begins with; see `read_message` and `capacity_bytes`.
+def parse_padded_message(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
+    """Return the parsed message at the start of ``room``, whose length is that of `capacity_bytes`.
 
-    How many values there have to be is not known here, so that padding is looked at: it has to be zero.
+    The number of values is unknown here, so padding is checked to be zero.
     """
     header = _header_of(room)
     if header.flags & DAMAGED:
-        return read_message(room, numel, dtype, workspace)
+        return parse_message(room, numel, dtype, workspace)
     stored, coding = _layout_of(header, numel, dtype)
     count = header.elements
     filled = value_bytes(count, dtype, stored)
     middle, end = _parts(count, numel, filled, coding)
-    sparse = read_message(room[:end], numel, dtype, workspace)
-    behind = middle + 4 * count if coding == "plain" else end
-    if room[HEADER_BYTES + filled : middle].any() or room[behind:end].any():
+    sparse = parse_message(room[:end], numel, dtype, workspace)
+    padding = middle + 4 * count if coding == "plain" else end
+    if room[HEADER_BYTES + filled : middle].any() or room[padding:end].any():
         raise MessageError(f"message: it has more than {count} values")
     return sparse
 
 
 def _header_of(message: NDArray[np.uint8]) -> _Header:
-    """Return a message's header; see `read_message` for the messages that are refused."""
+    """Return the raw header of a message; see `parse_message` for errors."""
     if message.size < HEADER_BYTES:
         raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
-    header = _Header(*_PACKED.unpack_from(received(message[:HEADER_BYTES]).data))
+    header = _Header(*_HEADER.unpack_from(received(message[:HEADER_BYTES]).data))
     if header.version != VERSION:
         raise MessageError(f"message: version must be {VERSION}, got {header.version}; run one mpicomp on all ranks")
-    if header.flags > _KNOWN:
-        raise MessageError(f"message: flags must be below {_KNOWN + 1}, got {header.flags}")
+    if header.flags > _KNOWN_FLAGS:
+        raise MessageError(f"message: flags must be below {_KNOWN_FLAGS + 1}, got {header.flags}")
     return header
 
 
 def _layout_of(header: _Header, numel: int, dtype: np.dtype[Any]) -> tuple[str, str]:
-    """Return the storage format of a message's values and indices; see `read_message` for refused messages."""
-    stored = _name_of(header.values, _VALUES, "values")
-    coding = _name_of(header.indices, _INDICES, "indices")
+    """Return the formats of values and indices; see `parse_message` for errors."""
+    stored = _name_of(header.values, _VALUE_CODES, "values")
+    coding = _name_of(header.indices, _INDEX_CODES, "indices")
     if stored in ("float32", "float64") and stored != _FULL[dtype]:
         raise MessageError(f"message: values must be {dtype.name} or have at most 16 bits, got {stored}")
     if header.elements > numel:
@@ -386,13 +423,13 @@ def _layout_of(header: _Header, numel: int, dtype: np.dtype[Any]) -> tuple[str, 
 
 
 def _parts(count: int, numel: int, values: int, coding: str) -> tuple[int, int]:
-    """Return the bytes at which the indices begin and the message ends, of so many bytes of values."""
+    """Return the bytes at which the indices begin and at which the message ends."""
     middle = HEADER_BYTES + _padded(values)
     return middle, middle + (_padded(4 * count) if coding == "plain" else sizes.index_bytes(count, numel))
 
 
 def _signs_at(memory: NDArray[np.uint8], start: int, count: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    """Return the words of ``count`` signs that begin at a byte, and the magnitude behind them; none for no values."""
+    """Return the words of ``count`` signs, and the magnitude after them."""
     words = -(-count // SIGNS)
     return _payload(memory, start, words, np.uint64), _payload(memory, start + 8 * words, min(count, 1), np.float32)
 
