@@ -5,30 +5,12 @@ import json
 import numpy as np
 import pytest
 from marks import slow
+from mpicomp.bench.measure.run_fields import RunObject
+
+from mpicomp.cli import main
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
-
-KEYS = {
-    "task",
-    "compressor",
-    "ratio",
-    "collective",
-    "policy",
-    "ranks",
-    "hosts",
-    "steps",
-    "seed",
-    "quality",
-    "median_step_s",
-    "phases_s",
-    "sent_bytes",
-    "wire_bytes",
-    "dense_wire_bytes",
-    "dense_bytes",
-    "once_bytes",
-    "verdict",
-}
 
 
 def train(mpiexec, tmp_path, ranks, *arguments, timeout=90):
@@ -57,19 +39,14 @@ def train(mpiexec, tmp_path, ranks, *arguments, timeout=90):
         ),
     ],
 )
-def test_digits_learns_and_the_outcome_is_told(mpiexec, tmp_path, ranks, arguments, collective, numel_sent):
+def test_train_writes_what_its_lines_add_up_to(mpiexec, tmp_path, ranks, arguments, collective, numel_sent):
     done, result, lines = train(
         mpiexec, tmp_path, ranks, "--task", "digits", "--steps", "60", "--seed", "3", *arguments
     )
     assert done.returncode == 0, done.stderr
-    assert set(result) >= KEYS
-    assert (result["task"], result["ranks"], result["hosts"], result["steps"], result["seed"]) == (
-        "digits",
-        ranks,
-        1,
-        60,
-        3,
-    )
+    assert set(result) == set(RunObject.__annotations__)
+    ran_as = [result[name] for name in ("task", "ranks", "hosts", "steps", "seed")]
+    assert ran_as == ["digits", ranks, 1, 60, 3]
     if collective == "auto":
         ran = {bucket["collective"] for line in lines[20:] for bucket in line["buckets"]}
         if arguments:
@@ -136,7 +113,7 @@ def check_choices(result, lines):
 @pytest.mark.parametrize(
     ("policy", "adapts"), [slow('{"id": "auto", "fidelity": 0.5}', True), ("auto", True), slow("static", False)]
 )
-def test_a_policy_chooses_among_settings_of_the_compressor_and_dense(mpiexec, tmp_path, policy, adapts):
+def test_policy_with_a_compressor_runs_it_or_dense(mpiexec, tmp_path, policy, adapts):
     arguments = ["--task", "digits", "--steps", "40", "--compressor", "topk", "--policy", policy]
     done, result, lines = train(mpiexec, tmp_path, 2, *arguments)
     assert done.returncode == 0, done.stderr
@@ -159,7 +136,7 @@ def test_a_policy_chooses_among_settings_of_the_compressor_and_dense(mpiexec, tm
 
 
 @pytest.mark.slow
-def test_what_is_run_is_shown_in_every_line_and_in_the_end(mpiexec, tmp_path):
+def test_progress_shows_what_each_step_ran(mpiexec, tmp_path):
     arguments = ["--task", "digits", "--steps", "20", "--compressor", "topk", "--ratio", "0.05"]
     done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--collective", "allgather")
     shown = [line for line in done.stdout.splitlines() if line.startswith("step ")]
@@ -175,7 +152,7 @@ def test_what_is_run_is_shown_in_every_line_and_in_the_end(mpiexec, tmp_path):
 
 
 @pytest.mark.slow
-def test_held_out_data_are_looked_at_beside_the_timed_steps(mpiexec, tmp_path):
+def test_evaluate_every_leaves_losses_as_they_are(mpiexec, tmp_path):
     arguments = ["--task", "digits", "--steps", "20", "--compressor", "topk", "--collective", "allgather"]
     done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--evaluate-every", "5")
     assert done.returncode == 0, done.stderr
@@ -187,7 +164,7 @@ def test_held_out_data_are_looked_at_beside_the_timed_steps(mpiexec, tmp_path):
 
 
 @pytest.mark.slow
-def test_recorded_plans_are_run_again(mpiexec, tmp_path):
+def test_replay_runs_recorded_plans(mpiexec, tmp_path):
     arguments = ["--task", "digits", "--steps", "30"]
     first = tmp_path / "first"
     first.mkdir()
@@ -206,7 +183,7 @@ def test_recorded_plans_are_run_again(mpiexec, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
+def test_train_twice_has_the_same_losses(mpiexec, tmp_path):
     # Which collective is fastest is measured, so a run that is to be repeated names one.
     arguments = ["--task", "digits", "--steps", "12", "--compressor", "topk", "--collective", "allgather"]
     losses = []
@@ -230,7 +207,7 @@ def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
     ],
     ids=str,
 )
-def test_the_warm_up(mpiexec, tmp_path, arguments, warmup, dense, ratios):
+def test_warmup_runs_dense_steps_first(mpiexec, tmp_path, arguments, warmup, dense, ratios):
     done, result, lines = train(mpiexec, tmp_path, 1, "--task", "digits", "--steps", "8", *arguments)
     assert done.returncode == 0, done.stderr
     assert result["warmup"] == warmup
@@ -244,20 +221,7 @@ def test_the_warm_up(mpiexec, tmp_path, arguments, warmup, dense, ratios):
     assert f"warmup {warmup}" in done.stdout if warmup else "warmup" not in done.stdout
 
 
-def test_the_learning_rate_is_scaled(mpiexec, tmp_path):
-    from mpicomp.bench.tasks import get_task
-
-    task = get_task("digits", 0)
-    told = {}
-    for scale in ("1e-12", "1"):
-        done, result, _ = train(mpiexec, tmp_path, 1, "--task", "digits", "--steps", "5", "--lr-scale", scale)
-        assert done.returncode == 0, done.stderr
-        told[result["lr_scale"]] = result["quality"]["value"]
-    assert told[1e-12] == task.evaluate(task.model())
-    assert told[1.0] > told[1e-12]
-
-
-def test_ranks_step_by_plain_gradient_descent(mpiexec, tmp_path):
+def test_inner_sgd_steps_by_plain_gradients_at_the_scaled_rate(mpiexec, tmp_path):
     import torch
     from mpicomp.bench.tasks import get_task
 
@@ -277,7 +241,7 @@ def test_ranks_step_by_plain_gradient_descent(mpiexec, tmp_path):
     assert result["quality"]["value"] > before + 0.05
 
 
-def test_demo_is_short_for_a_compressor_and_settings(mpiexec, tmp_path):
+def test_demo_sets_compressor_and_updates(mpiexec, tmp_path):
     done, result, lines = train(mpiexec, tmp_path, 2, "--task", "digits", "--steps", "12", "--exchange", "demo")
     assert done.returncode == 0, done.stderr
     of_demo = {"sync_every": 1, "inner": "sgd", "outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
@@ -287,7 +251,8 @@ def test_demo_is_short_for_a_compressor_and_settings(mpiexec, tmp_path):
     assert {bucket["compressor"]["id"] for line in lines for bucket in line["buckets"]} == {"dcttopk"}
 
 
-def test_no_step_is_dense_where_signs_are_taken(mpiexec, tmp_path):
+@pytest.mark.slow
+def test_outer_signs_have_no_dense_warm_up(mpiexec, tmp_path):
     signs = '{"id": "updates", "outer": {"sign": true, "lr": 0.1}}'
     words = ["--task", "digits", "--steps", "6", "--compressor", "topk", "--exchange", signs]
     done, result, lines = train(mpiexec, tmp_path, 2, *words)
@@ -314,7 +279,7 @@ def test_no_step_is_dense_where_signs_are_taken(mpiexec, tmp_path):
     ],
     ids=str,
 )
-def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, arguments, updates, exchanges):
+def test_updates_are_exchanged_at_their_interval(mpiexec, tmp_path, arguments, updates, exchanges):
     words = ["--task", "digits", "--steps", "8", "--compressor", "topk", "--collective", "allgather", *arguments]
     done, result, lines = train(mpiexec, tmp_path, 2, *words)
     assert done.returncode == 0, done.stderr
@@ -332,93 +297,80 @@ def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, argument
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        slow(["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
-        slow(["--task", "digits", "--compressor", "topkk"], "unknown name 'topkk'; did you mean 'topk'"),
-        slow(["--task", "digits", "--compressor", '{"id": '], "--compressor must be a name or JSON"),
-        slow(["--task", "digits", "--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),
-        slow(["--task", "digits", "--compressor", "topk", "--ratio", "0"], "ratio is the kept fraction"),
-        slow(["--task", "digits", "--compressor", "topk", "--ratio", "1.5"], "must be in (0, 1], got 1.5"),
-        slow(["--task", "digits", "--compressor", "topk", "--collective", "allreduce"], "use allgather, star-topk"),
-        slow(["--task", "digits", "--collective", "alreduce"], "unknown name 'alreduce'; did you mean 'allreduce'"),
-        slow(["--task", "digits", "--policy", "statc"], "unknown name 'statc'; did you mean 'static'"),
-        slow(["--task", "digits", "--policy", '{"id": '], "--policy must be a name or JSON"),
-        slow(["--task", "digits", "--policy", '{"fidelity": 0.9}'], "names its policy under 'id'"),
-        slow(["--task", "digits", "--policy", '{"id": "auto", "fidelity": 2}'], "must be in (0, 1], got 2"),
-        slow(["--task", "digits", "--policy", '{"id": "auto", "fidel": 1}'], "name 'fidel'; did you mean 'fidelity'"),
-        slow(["--task", "digits", "--policy", "auto", "--compressor", "onebit"], "which onebit cannot give"),
-        slow(
-            ["--task", "digits", "--evaluate-every", "-1"], "--evaluate-every must be an integer of at least 0, got -1"
+        (["--compressor", "topkk"], "unknown name 'topkk'; did you mean 'topk'"),
+        (["--compressor", '{"id": '], "--compressor must be a name or JSON"),
+        (["--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),
+        (["--compressor", "topk", "--ratio", "0"], "ratio is the kept fraction"),
+        (["--compressor", "topk", "--ratio", "1.5"], "must be in (0, 1], got 1.5"),
+        (["--compressor", "topk", "--collective", "allreduce"], "use allgather, star-topk"),
+        (["--collective", "alreduce"], "unknown name 'alreduce'; did you mean 'allreduce'"),
+        (["--policy", "statc"], "unknown name 'statc'; did you mean 'static'"),
+        (["--policy", '{"id": '], "--policy must be a name or JSON"),
+        (["--policy", '{"fidelity": 0.9}'], "names its policy under 'id'"),
+        (["--policy", '{"id": "auto", "fidelity": 2}'], "must be in (0, 1], got 2"),
+        (["--policy", '{"id": "auto", "fidel": 1}'], "name 'fidel'; did you mean 'fidelity'"),
+        (["--policy", "auto", "--compressor", "onebit"], "which onebit cannot give"),
+        (["--evaluate-every", "-1"], "--evaluate-every must be an integer of at least 0, got -1"),
+        (["--replay", "nowhere"], "replay: 'nowhere' cannot be read"),
+        (["--replay", "m.jsonl", "--policy", "auto"], "--policy says nothing; leave one out"),
+        (["--replay", "m.jsonl", "--warmup", "1"], "--warmup says nothing; leave one out"),
+        (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
+        (["--compressor", "topk", "--warmup", "-3"], "warmup: must be a number of dense steps"),
+        (["--compressor", "onebit", "--warmup", "ramp:1"], "which onebit does not have"),
+        (["--compressor", "lgc", "--warmup", "1"], "begins with a warm-up of its own"),
+        (["--lr-scale", "0"], "train: --lr-scale must be a number above 0, got 0.0"),
+        (["--every", "2"], "--every says nothing; name --exchange updates"),
+        (["--second-moments", "shared"], "--second-moments says nothing; name --exchange updates"),
+        (["--exchange", "update"], "unknown name 'update'; did you mean 'updates'"),
+        (["--exchange", "updates", "--every", "0"], "--every must be an integer of at least 1"),
+        (["--exchange", "updates", "--every", "often"], "a number of steps or 'auto', got 'often'"),
+        (["--exchange", '{"id": "updates", "outr": 1}'], "updates have no setting 'outr'"),
+        (
+            ["--exchange", '{"id": "updates", "inner": "sg"}'],
+            "--exchange: inner: unknown name 'sg'; did you mean 'sgd'",
         ),
-        (["--task", "digits", "--replay", "nowhere"], "replay: 'nowhere' cannot be read"),
-        slow(["--task", "digits", "--replay", "m.jsonl", "--policy", "auto"], "--policy says nothing; leave one out"),
-        slow(["--task", "digits", "--steps", "0"], "--steps must be an integer of at least 1, got 0"),
-        (["--task", "digits", "--compressor", "topk", "--warmup", "-3"], "warmup: must be a number of dense steps"),
-        slow(["--task", "digits", "--compressor", "onebit", "--warmup", "ramp:1"], "which onebit does not have"),
-        slow(["--task", "digits", "--compressor", "lgc", "--warmup", "1"], "begins with a warm-up of its own"),
-        slow(["--task", "digits", "--compressor", "topk", "--warmup", "2"], "leaves none of 2 steps to what comes"),
-        slow(["--task", "digits", "--replay", "m.jsonl", "--warmup", "1"], "--warmup says nothing; leave one out"),
-        (["--task", "digits", "--lr-scale", "0"], "train: --lr-scale must be a number above 0, got 0.0"),
-        (["--task", "digits", "--every", "2"], "--every says nothing; name --exchange updates"),
-        slow(
-            ["--task", "digits", "--second-moments", "shared"], "--second-moments says nothing; name --exchange updates"
-        ),
-        slow(["--task", "digits", "--exchange", "update"], "unknown name 'update'; did you mean 'updates'"),
-        slow(
-            ["--task", "digits", "--exchange", "updates", "--every", "0"],
-            "--every must be an integer of at least 1",
-        ),
-        slow(
-            ["--task", "digits", "--exchange", "updates", "--every", "often"],
-            "a number of steps or 'auto', got 'often'",
-        ),
-        slow(["--task", "digits", "--exchange", '{"id": "updates", "outr": 1}'], "updates have no setting 'outr'"),
-        slow(["--task", "digits", "--exchange", '{"id": "updates", "sync_delay": 2}'], "sync_delay must be at most"),
-        slow(
-            ["--task", "digits", "--exchange", '{"id": "updates", "inner": "sg"}'],
-            "train: --exchange: inner: unknown name 'sg'; did you mean 'sgd'",
-        ),
-        slow(["--task", "digits", "--exchange", "updates", "--replay", "m.jsonl"], "leave --exchange updates out"),
-        slow(["--task", "digits", "--seed", "-1"], "seed"),
-        slow(["--task", "digits", "--data", "/nonexistent.npz"], "/nonexistent.npz"),
+        (["--exchange", "updates", "--replay", "m.jsonl"], "leave --exchange updates out"),
+        (["--json", "/nonexistent/o.json"], "'/nonexistent/o.json' cannot be written"),
     ],
 )
-def test_bad_arguments_give_one_line_and_status_2(mpiexec, tmp_path, arguments, text):
-    done, _, _ = (
-        train(mpiexec, tmp_path, 2, "--steps", "2", *arguments)
-        if "--steps" not in arguments
-        else train(mpiexec, tmp_path, 2, *arguments)
-    )
+def test_bad_options_are_refused_before_mpi_starts(arguments, text, capsys):
+    assert main(["train", "--task", "digits", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert text in shown.err
+    assert (shown.err.count("\n"), shown.out) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
+        slow(["--compressor", "topk", "--warmup", "2"], "leaves none of 2 steps to what comes"),
+        slow(["--exchange", '{"id": "updates", "sync_delay": 2}'], "sync_delay must be at most"),
+        slow(["--seed", "-1"], "seed"),
+        slow(["--data", "/nonexistent.npz"], "/nonexistent.npz"),
+    ],
+)
+def test_bad_options_of_several_ranks_are_told_once(mpiexec, tmp_path, arguments, text):
+    done, _, _ = train(mpiexec, tmp_path, 2, "--task", "digits", "--steps", "2", *arguments)
     assert done.returncode == 2
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
     assert done.stderr.count(text) == 1
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_own_data(mpiexec, tmp_path):
+def test_data_of_the_user_is_learned(mpiexec, tmp_path):
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, 600)
     images = rng.normal(size=(600, 8, 8)) + 2 * labels[:, None, None]
     np.savez(tmp_path / "mine.npz", x=images, y=labels)
-    done, result, _ = train(
-        mpiexec,
-        tmp_path,
-        2,
-        "--task",
-        "digits",
-        "--data",
-        tmp_path / "mine.npz",
-        "--steps",
-        "40",
-        "--compressor",
-        "topk",
-    )
+    words = ["--task", "digits", "--data", tmp_path / "mine.npz", "--steps", "40", "--compressor", "topk"]
+    done, result, _ = train(mpiexec, tmp_path, 2, *words)
     assert done.returncode == 0, done.stderr
     assert result["quality"]["value"] > 0.5
 
 
 @pytest.mark.slow
-def test_shards_are_told_and_are_other_samples(mpiexec, tmp_path):
+def test_shards_are_other_samples(mpiexec, tmp_path):
     arguments = ["--task", "digits", "--steps", "4", "--compressor", "topk", "--collective", "allgather"]
     done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--shards")
     assert done.returncode == 0, done.stderr
@@ -426,22 +378,3 @@ def test_shards_are_told_and_are_other_samples(mpiexec, tmp_path):
     _, result, without = train(mpiexec, tmp_path, 2, *arguments)
     assert result["shards"] is False
     assert lines[0]["loss"] != without[0]["loss"]
-
-
-def test_a_file_that_cannot_be_written_is_said_before_the_training(mpiexec, tmp_path):
-    done = mpiexec(
-        2,
-        "-m",
-        "mpicomp",
-        "train",
-        "--task",
-        "digits",
-        "--steps",
-        "5",
-        "--json",
-        tmp_path / "no" / "o.json",
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert "no/o.json" in done.stderr
-    assert "step 1/" not in done.stdout
