@@ -90,14 +90,14 @@ def scripted(monkeypatch):
     return start
 
 
-def test_a_steady_plan_is_timed_until_its_interval_is_narrow(scripted):
+def test_steady_plan_is_timed_to_a_narrow_interval(scripted):
     row = scripted({"ring": [5.0, 1e-3]})["ring"]
     assert (row["stopped"], row["samples"]) == ("interval", 30)
     assert (row["median_s"], row["low_s"], row["high_s"]) == (1e-3, 1e-3, 1e-3)
     assert len(Scripted.ran_in_order) == 39  # nine to warm up
 
 
-def test_an_unsteady_plan_is_timed_until_the_limit(scripted):
+def test_unsteady_plan_is_timed_to_the_limit(scripted):
     row = scripted({"ring": [0.01] * 9 + [0.05, 0.15] * 100}, limit_s=4)["ring"]
     assert row["stopped"] == "limit"
     assert 39 <= row["samples"] <= 40
@@ -105,21 +105,21 @@ def test_an_unsteady_plan_is_timed_until_the_limit(scripted):
     assert row["high_s"] == 0.15
 
 
-def test_what_takes_far_longer_than_the_limit_is_timed_by_its_first_call(scripted):
+def test_plan_far_over_the_limit_runs_once(scripted):
     row = scripted({"ring": [41.0, 1.0]})["ring"]
     assert (row["stopped"], row["samples"], row["median_s"]) == ("once", 1, 41.0)
     assert (row["low_s"], row["high_s"]) == (None, None)
     assert row["correct"] is True
 
 
-def test_a_slow_plan_warms_up_twice(scripted):
+def test_slow_plan_warms_up_twice(scripted):
     row = scripted({"ring": [3.0, 3.0, 2.0]})["ring"]
     assert (row["stopped"], row["median_s"]) == ("limit", 2.0)
     assert row["samples"] == 5  # the third call and four more
     assert len(Scripted.ran_in_order) == 7
 
 
-def test_what_takes_longer_than_the_limit_is_timed_three_times(scripted):
+def test_plan_over_the_limit_is_timed_three_times(scripted):
     row = scripted({"ring": [12.0, 12.0, 11.0]})["ring"]
     assert (row["stopped"], row["samples"], row["median_s"]) == ("limit", 3, 11.0)
 
@@ -132,13 +132,13 @@ def test_three_times_slower_than_the_best_is_hardly_timed(scripted):
     assert rows["allreduce"]["speedup"] == pytest.approx(0.005)
 
 
-def test_an_accident_does_not_make_a_plan_slow(scripted):
+def test_accident_does_not_make_a_plan_slow(scripted):
     rows = scripted({"ring": [0.1, 0.01], "allreduce": [0.1, 0.5, 0.01]})
     assert rows["allreduce"]["stopped"] == "interval"
     assert rows["allreduce"]["median_s"] == 0.01
 
 
-def test_what_is_predicted_to_be_hopeless_is_not_run(scripted):
+def test_hopeless_plan_is_not_run(scripted):
     dense = {"ring": [0.1, 0.01], "allreduce": [0.1, 0.01], "parameter-server": [90.0]}
     expected = {"ring": 2.0, "allreduce": 1.0, "parameter-server": 21.0, "allgather": 0.9}
     rows = scripted(dense, topk={"allgather": [0.1]}, expected=expected)
@@ -149,7 +149,7 @@ def test_what_is_predicted_to_be_hopeless_is_not_run(scripted):
     assert "dense parameter-server" not in Scripted.ran_in_order
 
 
-def test_the_best_dense_plan_is_run_however_slow_it_is(scripted):
+def test_best_dense_plan_is_run_however_slow(scripted):
     expected = {"ring": 50.0, "allreduce": 60.0, "allgather": 0.1}
     rows = scripted({"ring": [40.0], "allreduce": [40.0]}, topk={"allgather": [0.1]}, expected=expected)
     assert rows["ring"]["median_s"] == 40
@@ -157,7 +157,7 @@ def test_the_best_dense_plan_is_run_however_slow_it_is(scripted):
     assert rows["allgather"]["speedup"] == pytest.approx(400)
 
 
-def test_auto_takes_turns_with_the_best_plan_and_the_best_dense_one(scripted):
+def test_auto_takes_turns_with_the_best_plans(scripted):
     rows = scripted(
         {"ring": [0.1, 0.02], "allreduce": [0.1, 0.03]},
         topk={"allgather": [0.1, 0.01], "star-topk:ring": [0.1, 0.015]},
@@ -185,7 +185,7 @@ def test_auto_is_compared_with_what_it_may_choose(scripted):
     assert (rows["auto"]["best"], rows["auto"]["regret"]) == ("topk allgather", 0.0)
 
 
-def test_a_dense_plan_that_is_far_behind_takes_no_turns(scripted):
+def test_dense_plan_far_behind_takes_no_turns(scripted):
     rows = scripted({"ring": [0.1, 0.04]}, topk={"allgather": [0.1, 0.01]}, auto=[0.01])
     assert rows["auto"]["best_dense_s"] == 0.04
     assert set(Scripted.ran_in_order[-60:]) == {"topk auto", "topk allgather"}
@@ -235,14 +235,14 @@ def test_speed_ups_are_over_the_best_dense_plan(rows):
 
 
 @pytest.mark.slow
-def test_what_is_kept_in_the_steady_state_is_small(rows):
+def test_steady_residual_is_small(rows):
     for row in rows:
         if row["ratio"] == 0.01 and row["numel"] == 3000:
             assert row["gain"] < 0.2  # 2 % of fresh gradients' energy would be 0.1 of it and more
 
 
 @pytest.mark.slow
-def test_a_wrong_mean_is_told(monkeypatch):
+def test_wrong_mean_is_not_correct(monkeypatch):
     from mpicomp.collectives.allgather import Allgather
 
     original = Allgather.exchange

@@ -24,7 +24,7 @@ with process_group(transport):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [slow(2), 3])
-def test_a_rank_that_fails_waits_for_no_exchange_that_it_has_begun(mpiexec, ranks):
+def test_failed_rank_waits_for_no_exchange(mpiexec, ranks):
     done = mpiexec(ranks, "-c", SCRIPT, timeout=120)
     assert done.returncode != 0
     assert "RuntimeError: only this rank fails" in done.stderr

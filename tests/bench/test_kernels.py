@@ -70,7 +70,7 @@ def test_copies_are_medians_over_the_copy_of_the_run(rows):
         assert row["threads"] == 1
 
 
-def test_every_call_follows_a_copy(rows):
+def test_calls_follow_a_copy_each(rows):
     assert rows[0]["repeats"] == sum(row["repeats"] for row in rows[1:])
     assert {row["repeats"] for row in rows[1:]} <= {3, 4}
 

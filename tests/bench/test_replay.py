@@ -66,7 +66,7 @@ def make(ranks, path, steps=None):
 
 @pytest.mark.parametrize("ranks", [slow(1), slow(2), 3, slow(4)])
 @pytest.mark.parametrize("steps", [None, 3, 5, 12])
-def test_every_part_of_the_recorded_run_has_its_share(recorded, ranks, steps):
+def test_parts_of_the_recorded_run_have_their_share(recorded, ranks, steps):
     world = make(ranks, recorded, steps)
     total = steps or len(PLANS)
     for step in range(total + 2):
@@ -133,7 +133,7 @@ def test_ranks_that_have_read_different_plans_do_not_start(recorded, tmp_path):
         world.reduce(gradients(2, 0))
 
 
-def test_a_restart_goes_on_where_it_was(recorded):
+def test_restart_continues_the_plans(recorded):
     world, again = make(2, recorded), make(2, recorded)
     for step in range(2):
         world.reduce(gradients(2, step))
@@ -145,14 +145,14 @@ def test_a_restart_goes_on_where_it_was(recorded):
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"step": 0}', '{"buckets": []}', "[1]", '{"buckets": [{}]}', "text"])
-def test_a_file_that_holds_no_plans(tmp_path, content):
+def test_file_without_plans_is_refused(tmp_path, content):
     path = tmp_path / "m.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigurationError, match=r"^replay: '.*m\.jsonl' must hold "):
         Replay(str(path))
 
 
-def test_what_cannot_be(recorded, tmp_path):
+def test_mismatched_settings_are_refused(recorded, tmp_path):
     with pytest.raises(ConfigurationError, match="cannot be read"):
         Replay(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigurationError, match="steps must be at least 1, got 0"):

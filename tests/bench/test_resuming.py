@@ -73,7 +73,7 @@ def run(comm, folder, name, updates=None, at=None, every=100, steps=STEPS, seed=
     [(None, (6,)), slow(UPDATES, (6,)), slow(LATE, (8, 9))],  # where a thread exchanges, a step later
     ids=["gradients", "updates", "late updates"],
 )
-def test_it_stops_and_goes_on(comm, shared_folder, updates, stopped):
+def test_stopped_training_resumes_with_the_same_bits(comm, shared_folder, updates, stopped):
     straight, expected = run(comm, shared_folder, "straight", updates, checkpoints=False)
     first, _ = run(comm, shared_folder, "stopped", updates, at=4 if updates else 5)
     assert isinstance(first, Stopped)
@@ -95,7 +95,7 @@ def test_it_stops_and_goes_on(comm, shared_folder, updates, stopped):
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.timeout(120)
-def test_checkpoints_come_so_often_and_belong_to_one_run(comm, shared_folder):
+def test_checkpoints_have_an_interval_and_one_run(comm, shared_folder):
     run(comm, shared_folder, "often", UPDATES, every=4)
     # After 6 and 9 steps: the first exchanges behind 4 and 8. None after the last step, which has its outcome.
     assert mpicomp.load_checkpoint(shared_folder / "often", comm)["step"] == 9
@@ -142,7 +142,7 @@ class Signalled(Digits):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_command_ends_with_its_status_and_goes_on_on_fewer_ranks(mpiexec, tmp_path, number):
+def test_command_resumes_on_fewer_ranks(mpiexec, tmp_path, number):
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     words = "--plugin signalled.py --task signalled --compressor topk --ratio 0.05 --steps 40 --no-verdict"
     command = ["-m", "mpicomp", "train", *words.split(), "--checkpoints", "here", "--json", "out.json"]

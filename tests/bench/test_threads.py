@@ -33,14 +33,14 @@ def nothing_said(monkeypatch):
         (64, 16, "0", 1),
     ],
 )
-def test_the_threads_of_a_rank(monkeypatch, affinity, cores, slurm, threads):
+def test_threads_are_the_ranks_share_of_cores(monkeypatch, affinity, cores, slurm, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(affinity)))
     if slurm is not None:
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", slurm)
     assert threads_of_rank(cores) == threads
 
 
-def test_what_the_user_says_is_left_alone(monkeypatch):
+def test_threads_of_the_user_count(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "2")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)  # PyTorch reads the variable when it is loaded

@@ -178,7 +178,7 @@ def train_digits(transport):
 
 
 @pytest.mark.timeout(120)
-def test_one_rank_trains_the_same_with_each_exchange():
+def test_exchanges_of_one_rank_train_the_same():
     threads = torch.get_num_threads()
     trained, numel = train_digits(LocalWorld(1).transports[0])
     torch.set_num_threads(threads)

@@ -35,7 +35,7 @@ def outcome(**changed):
     return Outcome(**(settings | changed))
 
 
-def test_a_step_with_dense_exchange_is_what_is_besides_and_the_dense_exchange():
+def test_dense_step_is_the_rest_and_the_dense_exchange():
     run = outcome()
     assert run.exchange_s == pytest.approx(0.02)
     assert run.dense_step_s == pytest.approx(0.1 + 0.2)
@@ -46,7 +46,7 @@ def test_a_step_with_dense_exchange_is_what_is_besides_and_the_dense_exchange():
     )
 
 
-def test_with_a_dense_run_beside_it_quality_counts():
+def test_dense_run_adds_quality_to_the_verdict():
     dense = outcome(compressor=DENSE, quality=0.95, median_step_s=0.31)
     told = judge(outcome(), dense, "held-out accuracy")
     assert told.startswith("compression paid in seconds")
@@ -56,7 +56,7 @@ def test_with_a_dense_run_beside_it_quality_counts():
     )
 
 
-def test_where_plans_changed_the_later_steps_count_which_ran_what_was_probed():
+def test_changed_plans_are_judged_by_later_steps():
     # Dense at first: the median of all steps is that of dense ones, and says nothing of what was found in the end.
     slow = phases(compute=0.1, exchange=0.2)
     run = outcome(adapts=True, median_step_s=0.3, phases_s=slow)
@@ -65,14 +65,14 @@ def test_where_plans_changed_the_later_steps_count_which_ran_what_was_probed():
     assert "seconds a step: 0.3000" in table(run, "held-out accuracy", 100)
 
 
-def test_compression_that_did_not_pay():
+def test_slower_compression_did_not_pay():
     run = outcome(dense_probe=Probe("ring", 0.001, 0.001, 5))
     assert judge(run).startswith("compression did not pay in seconds: a step took 0.120 s")
     assert "; use --compressor dense on this network; delay 4.9 steps" in judge(run)
     assert judge(run).endswith("; quality was not compared with dense exchange")
 
 
-def test_dense_that_was_named_and_dense_that_was_chosen():
+def test_named_and_chosen_dense_are_told_apart():
     plans = [Ran(DENSE, 1.0, "ring", 0.97, 1.0), Ran(TOPK, 0.01, "allgather", 0.03, 0.01)]
     run = outcome(compressor=DENSE, collective="ring", plans=plans, late_plans=plans)
     assert judge(run) == "dense exchange: nothing was compressed; a step took 0.120 s"
@@ -88,7 +88,7 @@ def test_dense_that_was_named_and_dense_that_was_chosen():
     assert "chose dense exchange for 70 % of the later steps:" in judge(dataclasses.replace(run, late_plans=plans))
 
 
-def test_sixteen_bits_on_the_wire_are_compared_as_every_other_choice():
+def test_dense_of_16_bits_is_judged_as_compression():
     plan = Ran(HALF, 1.0, "scatter-reduce", 1.0, 1.0)
     run = outcome(adapts=True, compressor=HALF, collective="scatter-reduce", plans=[plan], late_plans=[plan])
     assert judge(run).startswith("compression paid in seconds: ")
@@ -105,13 +105,13 @@ def test_sixteen_bits_on_the_wire_are_compared_as_every_other_choice():
         (None, "no delay to measure, since there is no error feedback"),
     ],
 )
-def test_the_delay_in_words(delay, words):
+def test_delay_is_told_in_words(delay, words):
     run = outcome(delay=delay)
     assert f"; {words}" in judge(run)
     assert ("delay (" in table(run, "accuracy", 100)) == (delay is not None)
 
 
-def test_quality_is_not_spoken_of_where_nothing_is_late():
+def test_quality_is_left_out_without_delay():
     plans = [Ran(DENSE, 1.0, "ring", 1.0, 1.0)]
     for adapts in (False, True):
         assert "quality" not in judge(outcome(adapts=adapts, compressor=DENSE, plans=plans, late_plans=plans, delay=0))
@@ -122,12 +122,12 @@ def test_quality_is_not_spoken_of_where_nothing_is_late():
     )
 
 
-def test_one_rank_and_nothing_to_gain():
+def test_equal_times_make_no_difference():
     assert judge(outcome(ranks=1)).startswith("one rank: nothing was exchanged")
     assert judge(outcome(dense_probe=Probe("ring", 0.02, 0.02, 5))).startswith("compression made no difference to")
 
 
-def test_without_a_dense_exchange_there_is_no_verdict():
+def test_missing_dense_exchange_gives_no_verdict():
     run = outcome(own_probe=None, dense_probe=None)
     assert run.exchange_s is run.dense_step_s is None
     assert judge(run).startswith(
@@ -137,7 +137,7 @@ def test_without_a_dense_exchange_there_is_no_verdict():
     assert "without waiting" not in table(run, "accuracy", 100)
 
 
-def test_a_slow_rank_is_named_where_that_is_no_chance():
+def test_slow_rank_is_named_unless_by_chance():
     rng = np.random.default_rng(0)
     own_s = 0.1 + 0.01 * rng.random((4, 40))
     assert not Slowest.of(own_s).matters(0.12, 0.03)

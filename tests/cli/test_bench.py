@@ -22,7 +22,7 @@ def table(text):
     return lines[header], lines[header + 1 :]
 
 
-def test_kernels_print_a_table_and_write_the_same_rows(tmp_path, capsys):
+def test_kernels_print_the_rows_that_they_write(tmp_path, capsys):
     path = tmp_path / "out.json"
     assert main([*KERNELS, "--compressor", "topk", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
@@ -99,7 +99,7 @@ def test_compressors_are_named_or_configured(tmp_path):
         ([*TRAINING, "--json", "/nonexistent/out.json"], "bench training: '/nonexistent/out.json' cannot be written"),
     ],
 )
-def test_bad_words_are_told_before_anything_is_measured(arguments, text, capsys):
+def test_bad_options_are_refused_before_measuring(arguments, text, capsys):
     assert main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("mpicomp: ")
@@ -109,13 +109,13 @@ def test_bad_words_are_told_before_anything_is_measured(arguments, text, capsys)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
-def test_a_gpu_needs_cupy(capsys):
+def test_gpu_without_cupy_is_refused(capsys):
     assert main([*KERNELS, "--device", "gpu"]) == 2
     assert "bench kernels: --device gpu needs CuPy" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
-def test_of_several_ranks_one_says_what_a_gpu_needs(mpiexec):
+def test_missing_cupy_is_told_by_one_rank(mpiexec):
     done = mpiexec(2, "-m", "mpicomp", *COLLECTIVES, "--device", "gpu")
     assert (done.returncode, done.stdout) == (2, "")
     [line] = [line for line in done.stderr.splitlines() if line.startswith("mpicomp: ")]
@@ -126,7 +126,7 @@ def test_of_several_ranks_one_says_what_a_gpu_needs(mpiexec):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(gpus.installed()), reason="there is a GPU")
 @pytest.mark.parametrize("words", [slow(TRAINING), ["train", "--task", "digits", "--steps", "1"]], ids=str)
-def test_of_several_ranks_one_says_that_there_is_no_gpu(words, mpiexec):
+def test_missing_gpu_is_told_by_one_rank(words, mpiexec):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     done = mpiexec(2, "-m", "mpicomp", *words, "--device", "gpu", timeout=100)
@@ -138,26 +138,26 @@ def test_of_several_ranks_one_says_that_there_is_no_gpu(words, mpiexec):
 
 
 @pytest.mark.parametrize("arguments", [["bench"], ["bench", "kernel"], ["bench", "kernels", "--numel", "many"]])
-def test_what_argparse_refuses(arguments, capsys):
+def test_unknown_words_show_the_usage(arguments, capsys):
     assert main(arguments) == 2
     assert "usage: mpicomp bench" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["kernels", "collectives", "training"])
-def test_the_help_of_each(name, capsys):
+def test_help_names_the_benchmark(name, capsys):
     assert main(["bench", name, "--help"]) == 0
     assert f"usage: mpicomp bench {name}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_of_several_ranks_one_measures_and_prints(mpiexec, tmp_path):
+def test_kernels_are_measured_by_one_rank(mpiexec, tmp_path):
     done = mpiexec(3, "-m", "mpicomp", *KERNELS, "--compressor", "topk", "--json", tmp_path / "out.json", timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("topk.compress") == 1
     assert (tmp_path / "out.json").exists()
 
 
-def test_of_several_ranks_one_tells_what_is_wrong_and_nobody_waits(mpiexec):
+def test_wrong_ratio_is_told_by_one_rank(mpiexec):
     done = mpiexec(3, "-m", "mpicomp", *KERNELS, "--ratio", "0")
     assert done.returncode == 2
     assert done.stderr.count("ratio is the kept fraction") == 1
@@ -166,7 +166,7 @@ def test_of_several_ranks_one_tells_what_is_wrong_and_nobody_waits(mpiexec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [slow(1), slow(2), 3])
-def test_ranks_time_exchanges_together_and_one_prints(mpiexec, tmp_path, ranks):
+def test_collectives_are_timed_and_printed_once(mpiexec, tmp_path, ranks):
     json_path, csv_path = tmp_path / "out.json", tmp_path / "out.csv"
     words = [*COLLECTIVES, "--collective", "allgather,allreduce,auto", "--json", json_path, "--csv", csv_path]
     done = mpiexec(ranks, "-m", "mpicomp", *words, timeout=100)
@@ -187,7 +187,7 @@ def test_ranks_time_exchanges_together_and_one_prints(mpiexec, tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_a_wrong_mean_ends_with_status_1(mpiexec):
+def test_wrong_mean_ends_with_status_1(mpiexec):
     code = """if True:
         import sys
         from mpicomp.collectives.allgather import Allgather
@@ -208,7 +208,7 @@ def test_a_wrong_mean_ends_with_status_1(mpiexec):
 
 
 @pytest.mark.slow
-def test_a_cost_model_is_written_and_read(mpiexec, tmp_path):
+def test_cost_model_is_written_and_read(mpiexec, tmp_path):
     path = tmp_path / "cost.json"
     done = mpiexec(2, "-m", "mpicomp", "bench", "collectives", "--calibrate", path, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -221,7 +221,7 @@ def test_a_cost_model_is_written_and_read(mpiexec, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cost_model_that_is_none_is_told_once(mpiexec, tmp_path):
+def test_file_without_a_cost_model_is_told_once(mpiexec, tmp_path):
     path = tmp_path / "cost.json"
     path.write_text("{}")
     done = mpiexec(2, "-m", "mpicomp", *COLLECTIVES, "--from", path, timeout=60)
@@ -232,7 +232,7 @@ def test_a_cost_model_that_is_none_is_told_once(mpiexec, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [slow(1), 2])
-def test_trainings_take_turns_and_one_rank_prints(mpiexec, tmp_path, ranks):
+def test_trainings_take_turns_and_print_once(mpiexec, tmp_path, ranks):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     path = tmp_path / "out.json"
@@ -253,7 +253,7 @@ def test_trainings_take_turns_and_one_rank_prints(mpiexec, tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_too_many_ranks_for_the_data_are_told_once(mpiexec):
+def test_ranks_beyond_the_data_are_told_once(mpiexec):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     code = """if True:

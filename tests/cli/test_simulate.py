@@ -42,7 +42,7 @@ def test_rows_are_as_documented(source, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_picture(source, tmp_path):
+def test_output_draws_every_cell(source, tmp_path):
     pytest.importorskip("matplotlib")
     path, rows = tmp_path / "p.svg", tmp_path / "rows.json"
     assert run(source, "--compressor", "qsgd", "--json", rows, "-o", path) == 0
@@ -69,14 +69,14 @@ def test_a_picture(source, tmp_path):
         (["--compressor", "topk", "--collective", "allreduce"], "does not fit collective 'allreduce'"),
     ],
 )
-def test_what_is_wrong_is_said(source, capsys, words, message):
+def test_wrong_options_are_refused(source, capsys, words, message):
     assert run(source, *words) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_from_a_training_to_a_row(mpiexec, tmp_path):
+def test_measured_training_gives_rows(mpiexec, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     path = tmp_path / "measured.json"

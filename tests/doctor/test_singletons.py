@@ -20,12 +20,12 @@ MPIRUN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK":
         (MPIRUN, "mpich", "(PMIx is offered, and MPICH wants PMI)"),
     ],
 )
-def test_the_reason_stands_at_the_end(environ, mpi, why):
+def test_singletons_end_with_the_reason(environ, mpi, why):
     assert singletons(environ, 1, mpi).what.endswith(why)
 
 
 @pytest.mark.parametrize(
     ("environ", "spoken"), [({}, None), (STEP, None), (PMI2, "PMI"), (HYDRA, "PMI"), (MPIRUN, "PMIx")]
 )
-def test_what_is_spoken(environ, spoken):
+def test_protocol_is_that_of_the_environment(environ, spoken):
     assert protocol(environ) == spoken

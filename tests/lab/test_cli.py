@@ -35,19 +35,19 @@ def test_bad_value_is_one_line_and_status_2(options, message):
     assert done.stderr.count("\n") == 1
 
 
-def test_without_root():
+def test_user_without_root_is_refused():
     done = call("--hosts", "2", "--", "true", prelude="import os; os.geteuid = lambda: 1000")
     assert done.returncode == 2
     assert done.stderr == "lab: needs root to make network namespaces, and this is another user; run it with sudo\n"
 
 
-def test_not_linux():
+def test_other_systems_are_refused():
     done = call("--hosts", "2", "--", "true", prelude="import sys, mpicomp.bench.lab.run; sys.platform = 'darwin'")
     assert done.returncode == 2
     assert "lab: needs Linux" in done.stderr
 
 
-def test_without_ip():
+def test_missing_ip_is_refused():
     prelude = "import os; os.geteuid = lambda: 0"
     done = call("--hosts", "2", "--", "true", prelude=prelude, environment={"PATH": "/nowhere"})
     assert done.returncode == 2

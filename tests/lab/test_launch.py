@@ -21,7 +21,7 @@ def test_command_line_ends_with_the_command(mpi, monkeypatch):
     assert "/agent" in line
 
 
-def test_a_niceness_keeps_the_command_as_it_is(monkeypatch):
+def test_niceness_keeps_the_command_as_it_is(monkeypatch):
     monkeypatch.setattr(os, "nice", lambda increment: 3)
     monkeypatch.setattr(os.path, "exists", lambda path: True)
     line = launch.command_line("mpich", Path("/bin/mpiexec"), "/agent", SETTINGS)
@@ -30,7 +30,7 @@ def test_a_niceness_keeps_the_command_as_it_is(monkeypatch):
     assert done.stdout == "a  b|c|"
 
 
-def test_environment_holds_mpi_to_eth0_and_leaves_the_rest_to_the_caller():
+def test_environment_holds_mpi_to_eth0():
     caller = {"PATH": "/bin", "UCX_NET_DEVICES": "all", "UCX_TLS": "tcp", "OMPI_MCA_btl": "tcp,self"}
     mpich = launch.environment("mpich", 2, 1, caller)
     assert mpich["UCX_NET_DEVICES"] == "eth0"

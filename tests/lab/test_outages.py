@@ -32,7 +32,7 @@ DOWN_S = 3  # from the 20th second on: by then ranks have started, also on a mac
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("collective", "down"), [("allgather", "100mbit,0,100mbit"), ("star-topk:ring", "0")])
-def test_a_link_that_is_down_for_a_while(lab, tmp_path, collective, down):
+def test_link_outage_leaves_the_bits_as_they_are(lab, tmp_path, collective, down):
     def bits(*options, steps):
         done = lab(
             *["--hosts", "3", *options],

@@ -75,7 +75,7 @@ def test_pingpong_takes_two_latencies(program, hosts):
 
 @pytest.mark.parametrize(("bandwidth", "bits"), [("50mbit", 50e6), slow("1gbit", 1e9)])
 @pytest.mark.parametrize("pause", [0, slow(0.02)])
-def test_one_way_of_64_kib(program, bandwidth, bits, pause):
+def test_message_of_64_kib_takes_its_time(program, bandwidth, bits, pause):
     one_way = 65536 * 8 / bits
     options = ("--hosts", "2", "--bandwidth", bandwidth)
     best_rounds(program, options, (65536, 40, pause), 2 * 0.8 * one_way, 2 * 1.5 * one_way)
@@ -115,7 +115,7 @@ def test_schedule_changes_the_rate_in_mid_run(program, tmp_path, latency):
 
 
 @pytest.mark.slow
-def test_a_link_that_is_down_and_comes_back(program, tmp_path):
+def test_link_that_was_down_delivers(program, tmp_path):
     schedule = tmp_path / "schedule"
     schedule.write_text("2 0,1gbit 0us\n4 100mbit 0us\n")
     options = ("--hosts", "2", "--bandwidth", "100mbit", "--schedule", str(schedule))
@@ -149,18 +149,18 @@ def test_exit_status_of_the_job(lab, status):
     assert "err" in done.stderr
 
 
-def test_a_killed_rank_ends_the_lab(lab):
+def test_killed_rank_ends_the_lab(lab):
     begin = time.monotonic()
     done = lab("--hosts", "2", command=["python", PROGRAMS, "die"])
     assert done.returncode != 0
     assert time.monotonic() - begin < 30
 
 
-def test_a_missing_program(lab):
+def test_missing_program_fails(lab):
     assert lab("--hosts", "2", command=["/nowhere/program"]).returncode not in (0, 2)
 
 
-def test_the_other_mpi_is_refused(lab):
+def test_other_mpi_is_refused(lab):
     found = launch.find_mpi(launch.find_launcher())
     other = "openmpi" if found == "mpich" else "mpich"
     done = lab("--hosts", "2", "--mpi", other, command=["true"])
@@ -216,7 +216,7 @@ def start_waiting(marker):
 
 
 @pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM, slow(signal.SIGKILL)])
-def test_a_signal_leaves_nothing_behind(lab, number):
+def test_signal_leaves_nothing_behind(lab, number):
     marker = uuid.uuid4().hex
     interfaces = os.listdir("/sys/class/net")
     process = start_waiting(marker)
@@ -237,7 +237,7 @@ def test_a_signal_leaves_nothing_behind(lab, number):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs the command unshare")
 @pytest.mark.parametrize("number", ["TERM", "KILL"])
-def test_no_temporary_file_stays(lab, number):
+def test_temporary_files_are_removed(lab, number):
     # In a /tmp of its own, for on a busy machine nobody could tell whose files come and go there. Compiled functions
     # are there to stay.
     command = shlex.join([*lab_command("--hosts", "2", "--ppn", "2"), "--", "python", PROGRAMS, "wait", "x"])
@@ -268,7 +268,7 @@ print("compiled" if sum(select._kth_magnitude.stats.cache_misses.values()) else 
 
 
 @pytest.mark.slow
-def test_two_labs_side_by_side(lab):
+def test_labs_run_side_by_side(lab):
     marker = uuid.uuid4().hex
     first = start_waiting(marker)
     try:

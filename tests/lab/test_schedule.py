@@ -11,7 +11,7 @@ def test_comments_blank_lines_and_lists():
     )
 
 
-def test_a_link_may_be_down():
+def test_schedule_may_take_a_link_down():
     assert parse_schedule("1 0,1gbit 1ms", hosts=2) == (Change(1.0, (Link(0, 10**6), Link(10**9, 10**6))),)
 
 

@@ -8,7 +8,7 @@ def make(**changes):
     return make_settings(**values)
 
 
-def test_one_value_for_all_and_one_a_host():
+def test_links_have_one_value_or_one_a_host():
     assert make(bandwidth="1gbit,100mbit").links == (Link(10**9, 0), Link(10**8, 0))
     assert make(hosts=1, latency="1ms").links == (Link(10**9, 10**6),)
 

@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
 
 
 @pytest.mark.slow
-def test_what_is_exchanged_crosses_the_links(lab, tmp_path):
+def test_exchanges_cross_the_links(lab, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     words = ["--task", "digits", "--exchange", "none,dense:ring,ddp,ddp-fp16", "--steps", "12", "--blocks", "3"]

@@ -47,7 +47,7 @@ def test_bad_loss(text):
 
 
 @pytest.mark.parametrize("text", ["0", "0mbit", "0.0gbit"])
-def test_a_link_that_is_down(text):
+def test_bandwidth_zero_is_a_link_that_is_down(text):
     assert parse_bandwidth(text, may_be_down=True) == 0
 
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
     ],
     ids=["allreduce", "scatter-reduce", "bf16", "allgather", "star-topk"],
 )
-def test_the_links_counted_what_was_recorded(lab, tmp_path, hosts, config, collective, steps):
+def test_links_count_the_recorded_bytes(lab, tmp_path, hosts, config, collective, steps):
     counters = tmp_path / "counters.json"
     done = lab(
         *("--hosts", str(hosts), "--bandwidth", "1gbit", "--latency", "0us", "--counters", str(counters)),

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.slow
-def test_it_times_exchanges_and_kernels(slurm, mpich, tmp_path):
+def test_template_times_exchanges_and_kernels(slurm, mpich, tmp_path):
     knobs = {
         "NUMEL": "1024 4096",
         "COMPRESSORS": "topk",

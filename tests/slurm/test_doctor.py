@@ -62,7 +62,7 @@ def test_wrong_pmi(slurm, open_mpi):
     assert problem["fix"].startswith("srun --mpi=pmix -n 2 ")
 
 
-def test_a_job_of_several_nodes(slurm, mpich):
+def test_job_of_several_nodes_is_reported(slurm, mpich):
     done = slurm.run("srun", "-N2", "-n2", "--mpi=pmi2", *DOCTOR, OMP_NUM_THREADS="1")
     report = report_of(done)
     assert done.returncode == 0, report
@@ -75,7 +75,7 @@ def test_a_job_of_several_nodes(slurm, mpich):
     assert report["launcher"] == {"name": "slurm", "size": 2}
 
 
-def test_more_threads_than_a_task_has_cpus(slurm, mpich):
+def test_threads_beyond_the_task_are_noted(slurm, mpich):
     command = ("srun", "-N1", "-n1", "--cpus-per-task=1", "--mpi=pmi2", *DOCTOR)
     done = slurm.run(*command, OMP_NUM_THREADS="64")
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ def test_more_threads_than_a_task_has_cpus(slurm, mpich):
     assert note["fix"] == "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK"
 
 
-def test_a_batch_script_is_no_job_of_several_ranks(slurm, mpich, tmp_path):
+def test_batch_script_is_one_rank(slurm, mpich, tmp_path):
     wrapped = f"--wrap={shlex.join(DOCTOR)}"
     done = slurm.run("sbatch", "--wait", "-N2", "-n2", f"--output={tmp_path / 'out'}", wrapped, cwd=tmp_path)
     assert done.returncode == 0, (tmp_path / "out").read_text()

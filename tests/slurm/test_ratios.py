@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.slow
-def test_the_tasks_come_together_in_a_table(slurm, mpich, tmp_path):
+def test_tasks_are_joined_in_a_table(slurm, mpich, tmp_path):
     knobs = {"TASK": "digits", "COMPRESSORS": "topk", "RATIOS": "0.05 0.01", "COLLECTIVE": "allgather", "STEPS": "5"}
     options = ("--array=0-2", "--nodes=2", "--cpus-per-task=1")
     job = submit(slurm, tmp_path, "ratios.sbatch", *options, **knobs)
@@ -31,7 +31,7 @@ def test_the_tasks_come_together_in_a_table(slurm, mpich, tmp_path):
 
 
 @pytest.mark.parametrize("options", [["--array=7"], slow(["--array=7-8"])])
-def test_a_task_without_a_case_says_which_there_are(slurm, mpich, stand_in, tmp_path, options):
+def test_task_without_a_case_names_the_cases(slurm, mpich, stand_in, tmp_path, options):
     knobs = {"VENV": stand_in, "LAUNCH": "none"}
     job = submit(slurm, tmp_path, "ratios.sbatch", *options, **knobs)
     assert set(job.states) == {"FAILED"}

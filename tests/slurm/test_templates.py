@@ -19,12 +19,12 @@ def preamble(template):
 
 
 @every_template
-def test_the_preamble_is_the_same_everywhere(template):
+def test_preamble_is_the_same_everywhere(template):
     assert preamble(template) == preamble(TEMPLATES[0])
 
 
 @every_template
-def test_the_knobs_of_the_preamble_are_the_same_everywhere(template):
+def test_knobs_of_the_preamble_are_the_same(template):
     lines = template.read_text().splitlines()
     for knob in ("MODULES", "VENV", "LAUNCH"):
         [line] = [line for line in lines if line.startswith(f"{knob}=")]
@@ -43,7 +43,7 @@ def test_outside_slurm_it_says_in_one_line_what_to_do(template, clean_environ, t
 
 
 @every_template
-def test_it_is_submitted_by_a_test_of_its_own(template):
+def test_template_is_submitted_by_a_test(template):
     assert Path(__file__).with_name(f"test_{template.stem}.py").exists()
 
 

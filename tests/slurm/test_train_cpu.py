@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.slow
-def test_it_trains_on_four_nodes(slurm, mpich, tmp_path):
+def test_template_trains_on_four_nodes(slurm, mpich, tmp_path):
     # One processor a rank: sixteen threads would wait for each other on a small machine.
     knobs = {"TASK": "digits", "RATIO": "0.05", "STEPS": "20"}
     job = submit(slurm, tmp_path, "train_cpu.sbatch", "--cpus-per-task=1", **knobs)
@@ -37,13 +37,13 @@ def test_srun_with_pmi2_starts_one_job(slurm, mpich):
     assert json.loads(done.stdout)["ranks"] == 4
 
 
-def test_a_rank_gets_the_threads_of_its_task(slurm, stand_in, tmp_path):
+def test_ranks_get_the_threads_of_their_task(slurm, stand_in, tmp_path):
     job = submit(slurm, tmp_path, "train_cpu.sbatch", VENV=stand_in, LAUNCH="none")
     assert job.states == ["COMPLETED"], job.printed
     assert job.printed.count("mpicomp train with 4 threads") == 4
 
 
-def test_it_stops_with_the_doctors_message(slurm, mpich, tmp_path):
+def test_template_stops_with_the_doctors_message(slurm, mpich, tmp_path):
     job = submit(slurm, tmp_path, "train_cpu.sbatch", LAUNCH="none")
     assert (job.states, job.statuses) == (["FAILED"], [1])
     assert not list(tmp_path.glob("*.json"))
@@ -52,14 +52,14 @@ def test_it_stops_with_the_doctors_message(slurm, mpich, tmp_path):
     assert "train_cpu: mpicomp doctor failed, so nothing else was started; what it says is above" in job.printed
 
 
-def test_it_says_when_there_is_no_mpicomp(slurm, tmp_path):
+def test_template_reports_missing_mpicomp(slurm, tmp_path):
     # Whoever runs the tests may have an environment with it on the PATH.
     job = submit(slurm, tmp_path, "train_cpu.sbatch", VENV=tmp_path, PATH=os.defpath)
     assert (job.states, job.statuses) == (["FAILED"], [1])
     assert "train_cpu: mpicomp is not on the PATH of n1; set VENV or MODULES" in job.printed
 
 
-def test_a_wrong_launcher_is_named(slurm, mpich):
+def test_wrong_launcher_is_named(slurm, mpich):
     command = (BIN / "mpicomp", "train", "--task=digits", "--steps=1")
     done = slurm.run("srun", "-N4", "-n4", "--mpi=none", *command, timeout=280)
     assert done.returncode != 0

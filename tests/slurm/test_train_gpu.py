@@ -19,7 +19,7 @@ print(f"{os.environ['SLURMD_NODENAME']} local {local} sees {os.environ.get('CUDA
 
 
 @pytest.mark.slow
-def test_it_trains_and_says_that_there_is_no_gpu(slurm, mpich, tmp_path):
+def test_template_trains_and_reports_no_gpu(slurm, mpich, tmp_path):
     knobs = {"SCRIPT": SLURM / "train.py", "ARGS": "--steps 20"}
     job = submit(slurm, tmp_path, "train_gpu.sbatch", *NODES, **knobs)
     assert job.states == ["COMPLETED"], job.printed
@@ -29,7 +29,7 @@ def test_it_trains_and_says_that_there_is_no_gpu(slurm, mpich, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_script_it_trains_on_gpus_or_says_that_there_is_none(slurm, mpich, tmp_path):
+def test_template_without_a_script_needs_a_gpu(slurm, mpich, tmp_path):
     job = submit(slurm, tmp_path, "train_gpu.sbatch", *NODES, ARGS="--task digits --steps 5")
     assert (job.states, job.statuses) == (["FAILED"], [2])
     assert job.printed.count("train: --device gpu: gpu: a process that works on a GPU needs one") == 1
@@ -43,7 +43,7 @@ def test_without_a_script_it_trains_on_gpus_or_says_that_there_is_none(slurm, mp
         ("mpiexec", "single:1", {"0": "0,1", "1": "0,1"}),  # there mpicomp.local_device takes one for each rank
     ],
 )
-def test_what_each_rank_of_a_node_sees(slurm, mpich, stand_in, tmp_path, launch, bind, seen):
+def test_ranks_of_a_node_see_their_gpus(slurm, mpich, stand_in, tmp_path, launch, bind, seen):
     (tmp_path / "show.py").write_text(SHOW)
     knobs = {"SCRIPT": "show.py", "LAUNCH": launch, "GPU_BIND": bind, "VENV": stand_in}
     job = submit(slurm, tmp_path, "train_gpu.sbatch", *NODES, **knobs, PATH=f"{BIN}:{os.environ['PATH']}")

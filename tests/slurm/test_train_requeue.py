@@ -38,7 +38,7 @@ def states(folder):
 
 
 @pytest.mark.slow
-def test_it_meets_its_limit_and_resumes(slurm, mpich, mpiexec, tmp_path):
+def test_job_at_its_limit_resumes(slurm, mpich, mpiexec, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     # Slurm looks at limits every half minute, and sends the signal when no more than --signal and that is left: here 15
     # to 45 seconds after the start. What remains is for machines on which it takes long to start.
@@ -125,7 +125,7 @@ def check_goes_on(mpiexec, tmp_path, job, stopped, ranks):
 
 
 @pytest.mark.slow
-def test_a_node_that_is_set_down_is_left_behind(slurm, mpich, mpiexec, all_nodes, tmp_path):
+def test_node_that_is_down_is_left_out(slurm, mpich, mpiexec, all_nodes, tmp_path):
     (tmp_path / "held.py").write_text(HELD)
     (tmp_path / "hold").touch()  # for good: the ranks that are left wait until they are killed, as for a dead one
 
@@ -143,7 +143,7 @@ def test_a_node_that_is_set_down_is_left_behind(slurm, mpich, mpiexec, all_nodes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ask", [("--batch", "--signal=USR1"), ("--signal=USR1",), ("--signal=TERM",)], ids=" ".join)
-def test_it_stops_on_a_signal_and_goes_on_on_more_nodes(slurm, mpich, mpiexec, all_nodes, tmp_path, ask):
+def test_signaled_job_resumes_on_more_nodes(slurm, mpich, mpiexec, all_nodes, tmp_path, ask):
     (tmp_path / "held.py").write_text(HELD)
     (tmp_path / "hold").touch()
     set_state(slurm, "n[3-4]", "DRAIN")
@@ -182,7 +182,7 @@ def started(folder):
     return any("started" in file.read_text() for file in folder.glob("*.out"))
 
 
-def test_a_job_that_may_not_be_requeued_says_how_to_go_on(slurm, stand_in, tmp_path):
+def test_job_without_requeue_names_the_command(slurm, stand_in, tmp_path):
     (tmp_path / "stops.py").write_text(STOPS)
 
     def signal_it(number):
@@ -197,7 +197,7 @@ def test_a_job_that_may_not_be_requeued_says_how_to_go_on(slurm, stand_in, tmp_p
     assert "train_requeue: to go on, submit again with CHECKPOINTS=mine\n" in job.printed
 
 
-def test_a_job_that_is_cancelled_does_not_come_back(slurm, stand_in, tmp_path):
+def test_canceled_job_does_not_come_back(slurm, stand_in, tmp_path):
     (tmp_path / "stops.py").write_text(STOPS)
 
     def cancel(number):
@@ -214,7 +214,7 @@ def test_a_job_that_is_cancelled_does_not_come_back(slurm, stand_in, tmp_path):
     assert "Restarts=0 " in slurm.run("scontrol", "--oneliner", "show", "job", job.number).stdout
 
 
-def test_a_script_that_fails_is_not_requeued(slurm, stand_in, tmp_path):
+def test_failed_script_is_not_requeued(slurm, stand_in, tmp_path):
     (tmp_path / "fails.py").write_text("import sys; sys.exit(3)")
     knobs = {"SCRIPT": "fails.py", "VENV": stand_in, "LAUNCH": "none"}
     job = submit(slurm, tmp_path, "train_requeue.sbatch", **knobs)

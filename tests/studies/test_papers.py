@@ -130,7 +130,7 @@ def test_lgc_parts_are_all_but_indices(monkeypatch):
     assert 0 < rest < indices  # coded in less than 32 bits, and sent by one of two
 
 
-def test_both_ways_of_an_allgather_send_the_same_bytes():
+def test_ways_of_allgather_send_the_same_bytes():
     world = LocalWorld(3)
     for name in ("allgather of MPI", "by neighbours, in segments"):
         tasks = [flexible_messages.ways(1000, end.group)[name] for end in world.transports]

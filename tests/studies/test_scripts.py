@@ -36,7 +36,7 @@ def test_change_among_ranks_runs_auto(mpiexec, tmp_path, ranks):
     assert all(" s  step" in line for line in done.stdout.splitlines())
 
 
-def test_one_of_several_ranks_runs_what_needs_no_ranks(mpiexec):
+def test_study_without_ranks_runs_on_one(mpiexec):
     words = ["--numel", "1000", "--ratio", "0.1", "--steps", "1", "--data", "normal"]
     done = mpiexec(2, STUDIES / "estimators.py", *words, timeout=60)
     assert done.returncode == 0, done.stderr

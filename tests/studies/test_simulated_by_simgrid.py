@@ -89,7 +89,7 @@ def test_other_numbers_of_ranks_are_refused():
         messages.steps(operation("bcast", 3), 0, 3, "tree")
 
 
-def test_every_way_of_every_operation_is_tried():
+def test_ways_of_operations_are_all_tried():
     tried = messages.ways_of(iter(["sendrecv", "bcast", "allreduce", "bcast"]))
     assert len(tried) == 4
     assert {"sendrecv": "pair", "bcast": "scatter", "allreduce": "ring"} in tried
@@ -99,7 +99,7 @@ def test_every_way_of_every_operation_is_tried():
     ("title", "config", "collective"), study.PLANS, ids=lambda value: value if isinstance(value, str) else ""
 )
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_a_case_has_the_bytes_of_its_rounds(title, config, collective, per_host):
+def test_case_has_the_bytes_of_its_rounds(title, config, collective, per_host):
     ranks = 8
     scheme = bind(get_compressor(config), collective)
     cases = json.loads(json.dumps(study.cases_of(scheme, ranks, per_host, WIRES)))
@@ -139,12 +139,12 @@ def test_results_are_read():
             study.read_seconds(text, 2)
 
 
-def test_a_python_without_simgrid_is_told_how_to_get_it():
+def test_python_without_simgrid_is_refused():
     with pytest.raises(ConfigurationError, match="'/nowhere' has no SimGrid; install Debian's python3-simgrid"):
         study.check_simgrid("/nowhere")
 
 
-def test_a_table_has_the_median_and_the_worst():
+def test_table_has_the_median_and_the_worst():
     row = {"plan": "x", "ranks": 2, "per_host": 1, "wires": "w", "predicted_s": 1.0, "simgrid_s": 1.0, "way": "a b"}
     lines = study.table([row | {"ratio": ratio} for ratio in (0.9, 1.0, 1.5)])
     assert lines[2] == "| x | 2 | 1 | w | 1.000000 | 1.000000 | 0.900 | a b |"
@@ -162,7 +162,7 @@ def simgrid_seconds(tmp_path, cases):
 
 
 @pytest.mark.slow
-def test_the_clock_tells_what_simgrid_takes(tmp_path):
+def test_clock_predicts_what_simgrid_takes(tmp_path):
     simgrid_seconds(tmp_path, [])
     rows = study.compare([2, 4, 8], tmp_path / "rounds.json", PYTHON)
     assert len(rows) == len(study.PLANS) * 16
@@ -173,7 +173,7 @@ def test_the_clock_tells_what_simgrid_takes(tmp_path):
 
 
 @pytest.mark.slow
-def test_in_simgrid_links_are_shared_as_in_a_topology(tmp_path):
+def test_simgrid_shares_links_as_a_topology_does(tmp_path):
     def case(messages, layout, switch=None):
         """Ranks that all begin at once, each with messages to others."""
         tasks = []

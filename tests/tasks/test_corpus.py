@@ -25,7 +25,7 @@ def test_nothing_is_held_out_and_trained_on(library):
     assert 0.04 < sum(map(len, test)) / sum(map(len, library)) < 0.07
 
 
-def test_a_twin_file_does_not_leak():
+def test_twin_file_does_not_leak():
     documents = [f"text number {number}" for number in range(40)]
     train, test = corpus.split(documents * 3)
     assert not set(train) & set(test)
@@ -83,7 +83,7 @@ def test_large_text_is_cut_and_said_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n \n"])
-def test_no_text(tmp_path, content):
+def test_path_without_text_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(ValueError, match="text-lstm: data: no text in"):

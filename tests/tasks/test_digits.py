@@ -35,7 +35,7 @@ def test_same_seed_same_bits(task):
         assert not torch.equal(mine, different)
 
 
-def test_the_split_does_not_follow_the_seed(task):
+def test_split_does_not_follow_the_seed(task):
     other = get_task("digits", seed=2)
     assert torch.equal(task._test[0], other._test[0])
     held_out = {image.numpy().tobytes() for image in task._test[0]}
@@ -59,7 +59,7 @@ def test_learns(task):
     assert model.training
 
 
-def test_a_share_is_the_accuracy_on_images_taken_evenly(task):
+def test_share_is_evaluated_on_even_images(task):
     model = train(task, 20)
     images, labels = (held_out[::64] for held_out in task._test)
     assert len(labels) == 8  # of 449, 64 apart
@@ -80,7 +80,7 @@ def test_users_arrays(tmp_path, shape, dtype):
     assert task.evaluate(train(task, 20)) > 0.6
 
 
-def test_a_constant_feature_is_no_trouble(tmp_path):
+def test_constant_feature_is_finite(tmp_path):
     x = np.random.default_rng(0).normal(size=(100, 4))
     x[:, 2] = 5
     np.savez(tmp_path / "data.npz", x=x, y=(x[:, 0] > 0).astype(int))
@@ -132,13 +132,13 @@ def test_bad_files(tmp_path, content):
     assert "\n" not in str(error.value)
 
 
-def test_too_many_ranks(task):
+def test_ranks_beyond_the_samples_are_refused(task):
     with pytest.raises(ValueError, match="digits: 1348 training samples are too few for 43 ranks"):
         task.batch(0, 0, 43)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_with_shards_every_rank_sees_digits_of_its_own(task, ranks):
+def test_shards_are_of_different_digits(task, ranks):
     sharded = get_task("digits", seed=1, shards=True)
     assert sharded.shards
     assert not task.shards

@@ -75,7 +75,7 @@ def test_same_seed_same_bits(tiny, text):
     assert not torch.equal(tiny.batch(5, 1, 4), Tiny(2, text).batch(5, 1, 4))
 
 
-def test_the_callers_random_state_is_left_alone(tiny):
+def test_model_keeps_the_callers_random_state(tiny):
     state = torch.get_rng_state()
     tiny.model()
     assert torch.equal(state, torch.get_rng_state())
@@ -92,7 +92,7 @@ def test_size_of_the_model(task, least, most):
     assert task.vocabulary * width < 0.15 * sum(numels)
 
 
-def test_there_are_buckets_to_choose_for():
+def test_model_of_10m_has_several_buckets():
     model = GPT(TextGPT.vocabulary, TextGPT.length, TextGPT.width, TextGPT.layers)
     gradients = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     reducer = mpicomp.Reducer("dense", comm=LocalWorld(1).transports[0], bucket_bytes=2 << 20)
@@ -149,7 +149,7 @@ def test_logits_are_those_of_plain_arithmetic():
     np.testing.assert_allclose(model(tokens).detach().numpy(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_later_token_changes_no_earlier_logits(tiny):
+def test_later_token_changes_no_earlier_logits(tiny):
     model = tiny.model()
     tokens = tiny.batch(0, 0, 1)[:, :-1]
     changed = tokens.clone()
@@ -179,7 +179,7 @@ def test_loss_falls(tiny):
     assert tiny.evaluate(model) < before - 1
 
 
-def test_the_rate_of_a_training_is_the_schedule_and_its_gradient_is_clipped(tiny):
+def test_training_clips_and_follows_the_schedule(tiny):
     model = tiny.model()
     optimizer = tiny.optimizer(model)
     updater = Updater(tiny, optimizer, 20)
@@ -207,7 +207,7 @@ def threads():
 
 
 @pytest.mark.usefixtures("threads")
-def test_the_rate_of_the_command_follows_its_steps(tiny, tmp_path):
+def test_rate_of_the_command_follows_its_steps(tiny, tmp_path):
     settings = train_command.Settings(mpicomp.Dense(), "auto", get_policy("static"), 10, 0, probes=False)
     with MetricsWriter(str(tmp_path / "m.jsonl")) as metrics:
         train_command.train(tiny, settings, LocalWorld(1).transports[0], Progress(False), metrics)
@@ -217,7 +217,7 @@ def test_the_rate_of_the_command_follows_its_steps(tiny, tmp_path):
 
 
 @pytest.mark.usefixtures("threads")
-def test_every_exchange_has_the_same_rates(tiny):
+def test_exchanges_have_the_same_rates(tiny):
     exchanges = [Exchange("none"), Exchange("dense", mpicomp.Dense())]
     given = tiny, Settings(steps=2, blocks=3, warm_up=4), 0, LocalWorld(1).transports[0]
     trained, _, _ = train_all(exchanges, *given, lambda _: None)
@@ -227,7 +227,7 @@ def test_every_exchange_has_the_same_rates(tiny):
     assert [training.quality for training in trained] == [tiny.evaluate(model)] * 2
 
 
-def test_a_training_that_resumes_ends_with_the_bits_of_one_that_did_not(tiny, tmp_path):
+def test_resumed_training_has_the_same_bits(tiny, tmp_path):
     """As a script does it, with mpicomp's optimizer and checkpoint."""
     transport = LocalWorld(1).transports[0]
 

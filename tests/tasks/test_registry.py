@@ -30,7 +30,7 @@ def test_tasks_keep_the_protocol():
     assert task.schedule(task.optimizer(task.model()), 10) is None
 
 
-def test_a_task_without_shards_says_so():
+def test_task_without_shards_is_refused():
     class Plain(Task):
         name = "plain"
 

@@ -6,7 +6,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_an_epoch_gives_every_sample_at_most_once(ranks):
+def test_epoch_has_each_sample_at_most_once(ranks):
     sampler = Sampler("t", samples=100, batch=4, seed=3)
     steps = 100 // (4 * ranks)
     for epoch in range(3):
@@ -32,7 +32,7 @@ def test_asking_again_gives_the_same():
     assert (sampler.indices(0, 0, 2) == early).all()
 
 
-def test_too_many_ranks():
+def test_ranks_beyond_the_samples_are_refused():
     with pytest.raises(ValueError, match=r"t: 20 training samples are too few for 5 ranks .* at most 4 ranks"):
         Sampler("t", samples=20, batch=5, seed=0).indices(0, 0, 5)
 
@@ -47,7 +47,7 @@ LABELS = np.random.default_rng(5).choice(10, 2000, p=np.arange(1, 11) / 55)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 10])
-def test_with_shards_every_rank_has_classes_of_its_own(ranks):
+def test_shards_are_of_different_classes(ranks):
     shards = Shards("t", LABELS, batch=4, seed=3)
     for rank in range(ranks):
         assert set(LABELS[shards.part(rank, ranks)]) == set(range(rank, 10, ranks))
@@ -55,7 +55,7 @@ def test_with_shards_every_rank_has_classes_of_its_own(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 10, 13, 40])
 @pytest.mark.parametrize("groups", [LABELS, LABELS * 7 - 3, np.zeros(2000, int)])
-def test_every_sample_is_in_one_shard(ranks, groups):
+def test_samples_are_in_one_shard_each(ranks, groups):
     shards = Shards("t", groups, batch=1, seed=3)
     parts = [shards.part(rank, ranks) for rank in range(ranks)]
     assert sorted(np.concatenate(parts)) == list(range(2000))
@@ -64,7 +64,7 @@ def test_every_sample_is_in_one_shard(ranks, groups):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_of_one_group_every_rank_has_a_block(ranks):
+def test_shards_of_one_group_are_blocks(ranks):
     shards = Shards("t", np.zeros(101, int), batch=1, seed=3)
     parts = [shards.part(rank, ranks) for rank in range(ranks)]
     assert np.concatenate(parts).tolist() == list(range(101))
@@ -72,7 +72,7 @@ def test_of_one_group_every_rank_has_a_block(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_an_epoch_of_a_shard_gives_each_of_its_samples_at_most_once(ranks):
+def test_epoch_of_a_shard_has_samples_at_most_once(ranks):
     shards = Shards("t", LABELS, batch=4, seed=3)
     for rank in range(ranks):
         part = shards.part(rank, ranks)
@@ -97,7 +97,7 @@ def test_shards_are_the_same_whoever_asks_and_in_whatever_order():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_shard_that_is_too_small_is_told_to_all_ranks(rank):
+def test_small_shard_is_refused_on_all_ranks(rank):
     shards = Shards("t", np.array([0] * 9 + [1] * 9 + [2] * 4), batch=5, seed=0)
     text = r"t: with shards some rank of 3 has 4 training samples, too few for a batch of 5: fewer ranks, or more data"
     with pytest.raises(ValueError, match=text):

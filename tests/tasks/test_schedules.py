@@ -16,5 +16,5 @@ def test_rates_are_those_of_the_formula(steps):
     assert rates[-1] == pytest.approx(1 if steps == 1 else 0.1)
 
 
-def test_what_comes_after_the_last_step_has_its_rate():
+def test_rate_after_the_last_step_is_its_rate():
     assert warm_up_and_cosine(500, 300) == warm_up_and_cosine(299, 300)

@@ -25,7 +25,7 @@ def test_same_seed_same_bits(task):
     assert not torch.equal(task.batch(5, 1, 4), other.batch(5, 1, 4))
 
 
-def test_the_callers_random_state_is_left_alone(task):
+def test_model_keeps_the_callers_random_state(task):
     state = torch.get_rng_state()
     task.model()
     assert torch.equal(state, torch.get_rng_state())
@@ -73,7 +73,7 @@ def test_evaluate_is_repeatable_and_leaves_no_trace(task):
     assert not model.training
 
 
-def test_a_share_is_the_mean_loss_of_samples_taken_evenly(task):
+def test_share_is_evaluated_on_even_samples(task):
     model = task.model()
     with torch.no_grad():
         losses = [float(task.loss(model, torch.from_numpy(row[None].astype(np.int64)))) for row in task._test[::93]]
@@ -82,7 +82,7 @@ def test_a_share_is_the_mean_loss_of_samples_taken_evenly(task):
     assert task.evaluate(model, task.glance) == pytest.approx(task.evaluate(model), rel=0.02)
 
 
-def test_every_held_out_file_is_evaluated(task):
+def test_held_out_files_are_all_evaluated(task):
     # The part that is evaluated spans the held-out text from end to end.
     assert len(task._test) == 1024
 
@@ -105,13 +105,13 @@ def test_missing_path(tmp_path):
         get_task("text-lstm", data=tmp_path / "nowhere")
 
 
-def test_too_short(tmp_path):
+def test_short_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("too short\n")
     with pytest.raises(ValueError, match=r"text-lstm: too short a text: .* at least 161 and 21 are needed"):
         get_task("text-lstm", data=tmp_path)
 
 
-def test_too_short_for_the_ranks(tmp_path):
+def test_text_too_short_for_the_ranks_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a few lines\n" * 4000)
     task = get_task("text-lstm", data=tmp_path)
     with pytest.raises(ValueError, match=r"are too few for 1000 ranks with batches of 8: at most .* ranks"):
@@ -119,7 +119,7 @@ def test_too_short_for_the_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_with_shards_every_rank_reads_a_stretch_of_its_own(tmp_path, ranks):
+def test_shards_are_different_stretches(tmp_path, ranks):
     (tmp_path / "a.txt").write_text("".join(f"line {number} of the text\n" for number in range(4000)))
     task = get_task("text-lstm", data=tmp_path, shards=True)
     samples, last = len(task._train), -1

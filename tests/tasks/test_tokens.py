@@ -31,7 +31,7 @@ def test_documents_in_another_order_give_the_same_vocabulary():
     assert Vocabulary(TEXTS, 270)._token == Vocabulary(TEXTS[::-1], 270)._token
 
 
-def test_no_text():
+def test_empty_text_is_refused():
     assert len(Vocabulary([], 300)) == 256
     assert Vocabulary([], 300).encode([]).tolist() == []
     assert Vocabulary(["abc"], 300).encode(["", ""]).dtype == np.int32

@@ -69,7 +69,7 @@ def test_images_of_ones_own(tmp_path):
         (np.full((200, 8, 8), np.nan), "vgg: data: x must be finite"),
     ],
 )
-def test_what_is_no_image(x, text, tmp_path):
+def test_data_without_images_is_refused(x, text, tmp_path):
     np.savez(tmp_path / "data.npz", x=x, y=np.arange(200) % 2)
     with pytest.raises(ValueError, match=text):
         get_task("vgg", data=tmp_path / "data.npz")

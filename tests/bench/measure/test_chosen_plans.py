@@ -28,7 +28,7 @@ def record(*buckets, skipped=False):
 TOPK, LESS, DENSE = mpicomp.TopK(ratio=0.1), mpicomp.TopK(ratio=0.05), mpicomp.Dense()
 
 
-def test_a_step_in_short():
+def test_step_is_told_in_short():
     step = record(
         bucket(["a"], 1000, 100, TOPK, "star-topk:ring", 0.2),
         bucket(["b"], 9000, 9000, DENSE, "ring", None),
@@ -39,7 +39,7 @@ def test_a_step_in_short():
     assert in_short(record(bucket(["b"], 9, 9, DENSE, "ring", None))) == "ratio 1  ring"
 
 
-def test_the_delay_is_what_waits_over_what_was_sent():
+def test_delay_is_waiting_over_sent_energy():
     def step(*pairs, skipped=False):
         buckets = [bucket(["a"], 10, 1, TOPK, gain=gain) for gain, _ in pairs]
         energies = [energy for _, energy in pairs]
@@ -64,7 +64,7 @@ def test_the_delay_is_what_waits_over_what_was_sent():
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.03])
-def test_the_delay_tells_of_energy_and_not_of_time(ratio):
+def test_delay_is_of_energy_and_not_of_time(ratio):
     """So many steps' worth of a gradient's energy wait, each part of it for longer: births are counted one by one."""
     numel, steps, random = 4000, 600, np.random.default_rng(0)
     [end] = LocalWorld(1).transports
@@ -106,7 +106,7 @@ def test_plans_by_the_elements_that_they_have_carried():
     assert [plan.compressor for plan in choices.plans(6)] == [LESS, DENSE]
 
 
-def test_the_leading_plan_is_of_the_kind_that_carried_most():
+def test_leading_plan_is_of_the_leading_compressor():
     choices = Choices()
     for step in range(10):
         compressor = DENSE if step < 4 else mpicomp.TopK(ratio=0.1 / step)  # 4 dense, and no ratio twice but one
@@ -132,7 +132,7 @@ def test_layers_are_means_over_ranks_and_steps():
     assert told.layers(told.sums()[None])[0].gain is None
 
 
-def test_a_table_of_many_shows_what_counts():
+def test_table_of_many_plans_is_short():
     choices = Choices()
     for step in range(12):
         names = [f"layer{number}" for number in range(40)]
@@ -145,7 +145,7 @@ def test_a_table_of_many_shows_what_counts():
 
 
 @pytest.mark.slow
-def test_what_a_reducer_has_run():
+def test_choices_are_what_a_reducer_ran():
     reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.1, layers={"b": 1.0}), "allgather", comm=LocalWorld(1).transports[0])
     choices = Choices()
     for seed in range(2):

@@ -62,7 +62,7 @@ def test_normal_numbers_share_what_theory_says(rho):
 
 
 @pytest.mark.parametrize("size", [500, 2000, 50_000])
-def test_the_control_is_what_an_estimate_from_few_elements_is_too_high_by(size):
+def test_control_is_the_bias_of_the_estimate(size):
     """Twice the elements times the information of independent numbers is chi-squared with (bins - 1)**2 degrees."""
     degrees = (BINS - 1) ** 2
     rounds = [compare(*gaussians(0.0, size, seed), seed) for seed in range(20)]
@@ -73,7 +73,7 @@ def test_the_control_is_what_an_estimate_from_few_elements_is_too_high_by(size):
         assert getattr(rounds[0], f"{name}") > 0
 
 
-def test_what_is_above_the_control_is_shared():
+def test_information_above_the_control_is_shared():
     one, other = gaussians(0.6, 3000)
     found = compare(one, other)
     exact = -0.5 * math.log(1 - 0.36)
@@ -150,7 +150,7 @@ def all_of(ranks, every, steps, sizes, spoil=None):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_rank_is_compared_with_the_next(ranks):
+def test_ranks_are_compared_with_the_next(ranks):
     sizes = {"small": LEAST - 4, "middle": 400, "large": 2000}
     outcomes, seen = all_of(ranks, 3, 8, sizes)
     assert all(outcome == outcomes[0] for outcome in outcomes)
@@ -170,7 +170,7 @@ def test_every_rank_is_compared_with_the_next(ranks):
     assert [line.split()[0] for line in text.splitlines()[1:]] == ["middle", "large", "all"]
 
 
-def test_a_look_at_what_is_not_finite_does_not_count():
+def test_gradients_with_nan_do_not_count():
     sizes = {"small": 300, "large": 2000}
     outcomes, seen = all_of(3, 2, 6, sizes, spoil=2)
     assert (outcomes[0].looks, len(seen)) == (2, 2)

@@ -11,7 +11,7 @@ from mpicomp.compressors.wire_format import BITS
 @pytest.mark.parametrize(
     "compressor", [mpicomp.TopK(ratio=0.1, wire="q4"), slow(mpicomp.TopK(ratio=1.0, wire="q2"))], ids=str
 )
-def test_messages_are_rounded_as_the_wire_says(compressor):
+def test_messages_are_rounded_to_the_wire(compressor):
     gradient = np.random.default_rng(0).laplace(size=2000).astype(np.float32)
     bucket, given = make_bucket(gradient.size, compressor, True), gradient.copy()
     count = Selecting(compressor, gradient.size).step(bucket, given, message=True)

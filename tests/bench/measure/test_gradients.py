@@ -12,7 +12,7 @@ NUMEL = 20_000
 
 
 @pytest.mark.parametrize("name", ["topk", "sidco", "dgc", "mstopk", "randomk", "blockrandomk"])
-def test_a_settled_residual_stays_as_large_as_it_is(name):
+def test_settled_residual_keeps_its_energy(name):
     """Twice as many steps later its energy is the same. These are those that reach the ratio asked for."""
     entry = get_compressor({"id": name, "ratio": 0.01})
     energies = []
@@ -29,7 +29,7 @@ def test_a_settled_residual_stays_as_large_as_it_is(name):
         assert energies[1] == pytest.approx(energies[0], rel=0.1)
 
 
-def test_a_long_residual_repeats_the_short_one():
+def test_long_residual_repeats_the_short_one():
     short = Gradients(1000)
     settled = Settled(TopK(ratio=0.1), short)
     bucket = make_bucket(2500, TopK(), True)

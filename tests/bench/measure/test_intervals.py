@@ -7,7 +7,7 @@ from scipy.stats import binom
 
 
 @pytest.mark.parametrize("number", [*range(6, 40), 100, 999, 2000])
-def test_the_interval_is_the_narrowest_of_95_per_cent(number):
+def test_interval_is_the_narrowest_of_95_percent(number):
     samples = np.random.default_rng(number).permutation(number).astype(float)
     low, high = median_interval(samples)
     below = int(low)  # samples that are smaller
@@ -15,7 +15,7 @@ def test_the_interval_is_the_narrowest_of_95_per_cent(number):
     assert 2 * binom.cdf(below, number, 0.5) <= 0.05 < 2 * binom.cdf(below + 1, number, 0.5)
 
 
-def test_it_holds_the_median_as_often_as_it_says():
+def test_interval_covers_the_median():
     random = np.random.default_rng(0)
     intervals = [median_interval(random.exponential(size=31)) for _ in range(2000)]
     held = np.mean([low <= np.log(2) <= high for low, high in intervals])
@@ -28,13 +28,13 @@ def test_few_samples_have_none(number):
     assert not is_narrow([1.0] * number)
 
 
-def test_both_ends_have_to_be_near():
+def test_narrow_needs_both_ends_near():
     assert is_narrow([1.0] * 20 + [1.04] * 11)
     assert not is_narrow([0.9] * 14 + [1.0] * 17)
     assert not is_narrow([1.0] * 17 + [1.1] * 14)
 
 
-def test_the_interval_of_a_ratio_holds_it_and_gains_by_pairs():
+def test_ratio_interval_gains_by_pairs():
     random = np.random.default_rng(0)
     held, widths, widths_unpaired = [], [], []
     for _ in range(100):

@@ -41,12 +41,12 @@ def check(sides):
     ids=str,
 )
 class TestExchanges:
-    def test_what_is_right_is_right(self, compressor, collective):
+    def test_right_mean_is_correct(self, compressor, collective):
         found = check(exchange(compressor, collective))
         assert found.correct
         assert 0 < found.error < 1e-6
 
-    def test_one_lost_element_is_seen(self, compressor, collective):
+    def test_lost_element_is_an_error(self, compressor, collective):
         sides = exchange(compressor, collective)
         place = int(np.abs(sides[0][3]).argmax())
         for side in sides:
@@ -56,7 +56,7 @@ class TestExchanges:
         assert not found.correct
         assert found.error > 10 * found.tolerance
 
-    def test_a_rank_with_other_bits_is_seen(self, compressor, collective):
+    def test_other_bits_of_a_rank_are_an_error(self, compressor, collective):
         sides = exchange(compressor, collective)
         sides[2][3][7] = np.nextafter(sides[2][3][7], np.float32(9))
         found = check(sides)
@@ -64,7 +64,7 @@ class TestExchanges:
         assert not found.correct
 
 
-def test_a_residual_that_forgets_is_seen():
+def test_forgotten_residual_is_an_error():
     sides = exchange(TopK(ratio=0.01), "allgather")
     sides[1][2][:100] = 0
     assert not check(sides).correct
@@ -77,7 +77,7 @@ def test_elements_that_change_places_are_seen():
     assert not check(sides).correct
 
 
-def test_what_is_lost_on_purpose_is_no_mistake():
+def test_lossy_exchange_has_no_tolerance():
     sides = exchange(TopK(ratio=0.01), "allgather")
     lossy = np.array([statement(side[0], None, None, side[3]) for side in sides])
     assert not judge(lossy, lossless=True).correct
@@ -87,7 +87,7 @@ def test_what_is_lost_on_purpose_is_no_mistake():
 
 
 @pytest.mark.parametrize("size", [1, 5, BLOCKS - 1, BLOCKS, 70_000])
-def test_every_element_counts_once(size):
+def test_signed_sums_count_elements_once(size):
     for place in {0, size // 2, size - 1}:
         array = np.zeros(size, np.float32)
         array[place] = 2

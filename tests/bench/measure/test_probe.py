@@ -42,24 +42,24 @@ def measured(monkeypatch):
     return start
 
 
-def test_the_fastest_is_given(measured):
+def test_probe_dense_returns_the_fastest(measured):
     found, calls = measured(one=[9.0, 0.2], two=[0.1], three=[0.25])
     assert (found.collective, found.seconds, found.repeats) == ("two", pytest.approx(0.1), 5)
     assert calls == {"one": 6, "two": 8, "three": 8}
 
 
-def test_a_first_call_that_compiles_does_not_count(measured):
+def test_first_call_does_not_count(measured):
     found, _ = measured(one=[0.2], two=[2.0, 0.1])
     assert (found.collective, found.seconds) == ("two", pytest.approx(0.1))
 
 
-def test_what_is_three_times_slower_is_dropped_when_it_is_warm(measured):
+def test_slow_collective_is_dropped_when_warm(measured):
     found, calls = measured(one=[0.1], two=[0.5], three=[0.29])
     assert found.collective == "one"
     assert calls == {"one": 8, "two": 2, "three": 8}
 
 
-def test_a_slow_network_is_measured_fewer_times(measured):
+def test_slow_network_is_measured_fewer_times(measured):
     found, calls = measured(one=[4.0])
     assert (found.seconds, found.repeats) == (4.0, 2)
     assert calls == {"one": 3}

@@ -16,13 +16,13 @@ def shown(monkeypatch, capsys, columns, width):
     return screen.getvalue(), capsys.readouterr().out
 
 
-def test_a_table_that_fits_is_framed(monkeypatch, capsys):
+def test_table_that_fits_is_framed(monkeypatch, capsys):
     screen, printed = shown(monkeypatch, capsys, columns=3, width=80)
     assert "│ a long word │ a long word │ a long word │" in screen
     assert not printed
 
 
-def test_no_column_is_broken_into_letters(monkeypatch, capsys):
+def test_wide_table_is_plain_text(monkeypatch, capsys):
     """As under Open MPI, whose mpiexec gives ranks a terminal of 80 letters."""
     screen, printed = shown(monkeypatch, capsys, columns=12, width=80)
     assert not screen

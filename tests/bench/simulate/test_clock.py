@@ -38,7 +38,7 @@ def seconds(compressor, name, ranks, per_host=1, numel=N):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 4, 16, 1000])
-def test_a_ring_of_neighbours(ranks):
+def test_ring_takes_its_closed_form(ranks):
     numel = 1000 * ranks - TRAILER  # so that all parts are as long
     alpha, beta = BETWEEN
     expected = 2 * (ranks - 1) * (alpha + 4 * 1000 * beta)
@@ -46,7 +46,7 @@ def test_a_ring_of_neighbours(ranks):
 
 
 @pytest.mark.quick
-def test_a_ring_of_halves_hides_latencies_that_are_shorter_than_a_half():
+def test_ring_of_halves_hides_short_latencies():
     ranks = 4
     numel = ranks * (1 << 20)  # parts of 4 MiB, each of which travels in two halves
     alpha, beta = BETWEEN
@@ -56,7 +56,7 @@ def test_a_ring_of_halves_hides_latencies_that_are_shorter_than_a_half():
 
 
 @pytest.mark.quick
-def test_a_ring_of_halves_waits_for_latencies_that_are_longer():
+def test_ring_of_halves_waits_for_long_latencies():
     ranks, alpha, beta = 4, 0.5, 1e-8
     half = 2 * (1 << 20) * beta
     clock = Clock(topology(ranks, links=Links(beta, alpha)))
@@ -68,7 +68,7 @@ def test_a_ring_of_halves_waits_for_latencies_that_are_longer():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 8, 4096])
-def test_recursive_doubling(ranks):
+def test_recursive_doubling_takes_its_closed_form(ranks):
     alpha, beta = BETWEEN
     expected = math.log2(ranks) * (alpha + 4 * (N + TRAILER) * beta)
     assert seconds(mpicomp.Dense(), "recursive-doubling", ranks) == pytest.approx(expected)
@@ -84,7 +84,7 @@ def test_recursive_doubling_shares_the_links_of_hosts():
 
 
 @pytest.mark.quick
-def test_an_allgatherv_of_equal_messages():
+def test_allgatherv_takes_its_closed_form():
     alpha, beta = BETWEEN
     topk = mpicomp.TopK(ratio=0.01)
     [task] = bind(topk, "allgather").rounds(N, FLOAT, topology(8).group(0))
@@ -93,7 +93,7 @@ def test_an_allgatherv_of_equal_messages():
 
 
 @pytest.mark.quick
-def test_an_alltoallv_shares_the_links_of_hosts():
+def test_alltoallv_shares_the_links_of_hosts():
     alpha, beta = BETWEEN
     ranks, per_host = 16, 4
     numel = 1600
@@ -154,7 +154,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("ranks", "per_host"), LAYOUTS)
-def test_ranks_taken_together_are_as_fast_as_each_by_itself(ranks, per_host):
+def test_clock_of_all_ranks_is_that_of_each_rank(ranks, per_host):
     there = topology(ranks, per_host)
     clock = Clock(there)
     layout = [rank // per_host for rank in range(ranks)]
@@ -176,7 +176,7 @@ def test_ranks_taken_together_are_as_fast_as_each_by_itself(ranks, per_host):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("ranks", "per_host"), LAYOUTS)
-def test_a_topology_groups_ranks_as_transports_do(ranks, per_host):
+def test_topology_groups_ranks_as_transports_do(ranks, per_host):
     layout = [rank // per_host for rank in range(ranks)]
     there = topology(ranks, per_host)
     for rank in range(ranks):
@@ -184,7 +184,7 @@ def test_a_topology_groups_ranks_as_transports_do(ranks, per_host):
 
 
 @pytest.mark.quick
-def test_a_switch_gives_every_host_an_even_share():
+def test_switch_gives_every_host_an_even_share():
     clocks = [Clock(topology(8, links=Links(1e-9, 1e-6, switch))) for switch in (None, 1e-9 / 16, 1e-9)]
     free, wide, narrow = (clock.seconds(bind(mpicomp.Dense(), "allreduce"), 10**7, FLOAT) for clock in clocks)
     assert wide == free
@@ -192,7 +192,7 @@ def test_a_switch_gives_every_host_an_even_share():
 
 
 @pytest.mark.quick
-def test_a_switch_is_shared_by_those_that_send_at_a_time():
+def test_switch_is_shared_by_those_that_send():
     latency, per_byte, hosts = 1e-6, 1e-9, 8
     clocks = [Clock(topology(hosts, links=Links(per_byte, latency, switch))) for switch in (None, per_byte / 4)]
     free, shared = (clock.seconds(bind(mpicomp.Dense(), "parameter-server"), 10**7, FLOAT) for clock in clocks)
@@ -201,7 +201,7 @@ def test_a_switch_is_shared_by_those_that_send_at_a_time():
 
 
 @pytest.mark.quick
-def test_no_exchange_is_slower_on_a_faster_link():
+def test_exchange_is_no_slower_on_a_faster_link():
     for compressor in COMPRESSORS:
         bound = compressor.bind(["w"], [N], [(200, 300)], warm_up=False)
         for name in variants(bound):
@@ -213,7 +213,7 @@ def test_no_exchange_is_slower_on_a_faster_link():
 
 
 @pytest.mark.quick
-def test_an_allreduce_that_folds_does_so_where_ranks_are_no_power_of_two():
+def test_allreduce_folds_only_without_a_power_of_two():
     def volume(measured_ranks, factor, ranks, per_host=1):
         network = Network(measured_ranks // per_host)
         for group in (WORLD, "across"):
@@ -230,14 +230,14 @@ def test_an_allreduce_that_folds_does_so_where_ranks_are_no_power_of_two():
 
 
 @pytest.mark.quick
-def test_links_that_nobody_measured_are_asked_for():
+def test_unmeasured_links_are_an_error():
     with pytest.raises(ConfigurationError, match=r"measured on one host, and 8 ranks are on 2.*--bandwidth"):
         Topology(8, 4, Network(1), 4)
     assert Topology(8, 4, Network(1), 4, Links(1e-9, 1e-5)).network.seconds_per_byte == pytest.approx(1e-9)
 
 
 @pytest.mark.quick
-def test_what_takes_longer_than_asked_for_is_not_followed():
+def test_clock_stops_at_the_limit():
     clock = Clock(topology(64))
     ring = bind(mpicomp.Dense(), "ring")
     whole = clock.seconds(ring, N, FLOAT)

@@ -39,12 +39,12 @@ def exchange_s(steps, ranks=4, links=None, collective="ring", compressor=DENSE):
     return row["exchange_s"]
 
 
-def test_where_it_was_timed_it_takes_what_it_took():
+def test_timed_exchange_takes_what_it_took():
     steps = measured([Timed("ring", 4, N, 0.02, 0.5)])
     assert exchange_s(steps) == pytest.approx(0.52)
 
 
-def test_what_was_not_timed_is_told_by_the_cost_model_alone():
+def test_untimed_exchange_is_the_cost_models():
     timed, untimed = measured([Timed("ring", 4, N, 0.02, 0.5)]), measured([])
     topology = Topology(4, 1, untimed.cost.network, 4)
     rounds = Clock(topology).seconds(bind(DENSE, "scatter-reduce"), N, np.dtype(np.float32))
@@ -55,7 +55,7 @@ def test_what_was_not_timed_is_told_by_the_cost_model_alone():
     assert told[0] == pytest.approx(told[1], rel=0.5)  # own work is measured each time
 
 
-def test_among_other_ranks_and_links_rounds_take_as_many_times_longer():
+def test_correction_carries_over_to_other_links():
     untimed = measured([])
     scheme, links = bind(DENSE, "ring"), Links(1 / 1e7, 1e-3)
     here, there = (
@@ -66,7 +66,7 @@ def test_among_other_ranks_and_links_rounds_take_as_many_times_longer():
     assert exchange_s(steps, 16, links) == pytest.approx(0.02 + 1.3 * there)
 
 
-def test_between_two_lengths_it_is_between():
+def test_correction_between_lengths_is_between():
     timed = [Timed("ring", 4, N // 4, 0.01, 0.2), Timed("ring", 4, 4 * N, 0.04, 0.2)]
     corrections = measured(timed).corrections(4)
     ring = bind(DENSE, "ring")
@@ -79,7 +79,7 @@ def test_between_two_lengths_it_is_between():
     assert not corrections.knows(bind(mpicomp.Dense(wire="bf16"), "scatter-reduce"))
 
 
-def test_it_is_read_again(tmp_path):
+def test_timed_exchanges_are_read_again(tmp_path):
     steps = measured([Timed("ring", 4, N, 0.02, 0.5)])
     path = tmp_path / "m.json"
     path.write_text(json.dumps(steps.to_json()))
@@ -90,14 +90,14 @@ def test_it_is_read_again(tmp_path):
     assert read(str(path)).to_json() == replace(steps, dense=[]).to_json()
 
 
-def test_one_rank_times_no_exchange():
+def test_time_dense_of_one_rank_is_empty():
     [alone] = LocalWorld(1).transports
     assert time_dense(N, alone) == []
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("per_host", [1, 2, 8])
-def test_every_dense_exchange_that_makes_sense_is_timed_at_two_lengths(comm, per_host):
+def test_time_dense_has_every_exchange_at_two_lengths(comm, per_host):
     from mpicomp.transport.mpi import MPITransport
 
     transport = MPITransport(comm, layout=[rank // per_host for rank in range(comm.size)])
@@ -111,14 +111,14 @@ def test_every_dense_exchange_that_makes_sense_is_timed_at_two_lengths(comm, per
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(2, 2), (3, 3), (4, 4), (5, 5), (8, 4), (1024, 4), (6, 5), (1000, 5)])
-def test_it_is_taken_from_ranks_that_are_alike(ranks, expected):
+def test_correction_is_of_ranks_that_are_alike(ranks, expected):
     steps = measured([Timed("ring", ranks, N, 0.01 * ranks, 0.5) for ranks in (2, 3, 4, 5)])
     assert steps.corrections(ranks).own_s(bind(DENSE, "ring"), N) == pytest.approx(0.01 * expected)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("apart", [False, True])
-def test_fewer_ranks_are_timed_as_well_where_each_has_a_host(comm, apart):
+def test_time_dense_of_hosts_has_fewer_ranks_too(comm, apart):
     from mpicomp.transport.mpi import MPITransport
 
     transport = MPITransport(comm, layout=range(comm.size) if apart else [0] * comm.size)

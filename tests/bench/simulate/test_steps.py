@@ -34,7 +34,7 @@ def measured(ready, sizes=None, forward=0.1, backward=1.0, update=0.05, auto=Non
 
 
 @pytest.mark.quick
-def test_a_bucket_waits_for_backward_and_for_those_before_it():
+def test_bucket_waits_for_backward_and_for_others():
     steps = measured([0.2, 0.3, 0.9])
     ready, end = ends(steps, [0.5, 0.1, 0.2], overlap=True)
     assert ready == pytest.approx([0.3, 0.4, 1.1])  # the last one is ready when backward is over
@@ -54,7 +54,7 @@ def test_overlap_is_never_slower_than_none(parts):
 
 
 @pytest.mark.quick
-def test_what_was_measured_is_read_again(tmp_path):
+def test_measured_is_read_again(tmp_path):
     before = measured([0.2, 0.9], [600, 4000])
     path = tmp_path / "m.json"
     path.write_text(json.dumps(before.to_json()))
@@ -67,7 +67,7 @@ def test_what_was_measured_is_read_again(tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"schema": 7}', '{"schema": 1, "task": "x", "ranks": "many"}'])
-def test_a_file_that_is_something_else_is_refused(tmp_path, content):
+def test_read_refuses_other_files(tmp_path, content):
     path = tmp_path / "m.json"
     path.write_text(content)
     with pytest.raises(ConfigurationError, match=r"is none of `mpicomp train --measured FILE`"):
@@ -77,7 +77,7 @@ def test_a_file_that_is_something_else_is_refused(tmp_path, content):
 
 
 @pytest.mark.quick
-def test_bytes_that_come_to_a_rank():
+def test_received_bytes_are_those_of_others():
     byte = np.dtype(np.uint8)
     first, last = Group(0, 3), Group(2, 3)
     assert received_bytes(Round("allgatherv", [5, 7, 9], byte), last) == 12
@@ -95,7 +95,7 @@ def simulation(steps, ranks=8, rate=1e9, latency=1e-5, per_host=1):
     return Simulation(steps, Topology(ranks, per_host, steps.cost.network, 4, links), OwnWork(steps.cost))
 
 
-def test_a_row_is_the_sum_of_its_parts_and_dense_has_a_speed_up_of_one():
+def test_row_is_the_sum_of_its_parts():
     steps = measured([0.2, 0.9], [1_000_000, 2_000_000])
     told = simulation(steps, rate=1e7)
     dense = told.row(Plan(mpicomp.Dense()), overlap=False)
@@ -144,7 +144,7 @@ def trained():
     )
 
 
-def test_auto_compresses_where_links_are_slow_and_not_where_they_are_fast(trained):
+def test_auto_compresses_on_slow_links_only(trained):
     slow = simulation(trained, 4, rate=1e6).row(Plan(None), overlap=False)
     fast = simulation(trained, 4, rate=1e11, latency=1e-7).row(Plan(None), overlap=False)
     assert slow["speedup"] > 2
@@ -153,14 +153,14 @@ def test_auto_compresses_where_links_are_slow_and_not_where_they_are_fast(traine
 
 
 @pytest.mark.slow
-def test_auto_among_thousands_is_told(trained):
+def test_auto_among_thousands_has_a_row(trained):
     row = simulation(trained, 2048, rate=1e9, per_host=8).row(Plan(None), overlap=True)
     assert row["hosts"] == 256
     assert row["speedup"] > 0.9
 
 
 @pytest.mark.quick
-def test_auto_needs_a_run_in_which_it_has_learnt():
+def test_auto_needs_a_run_with_auto():
     with pytest.raises(ConfigurationError, match="record one with"):
         simulation(measured([0.5])).row(Plan(None), overlap=True)
 
@@ -198,7 +198,7 @@ def by_the_millisecond(steps, ranks, bandwidth, compression, add_s):
 @pytest.mark.parametrize(
     ("ranks", "bandwidth", "compression"), [(16, 1e9, 1), (64, 1e10, 5), (32, 1e8, 100), (2, 1e11, 1)]
 )
-def test_what_if_is_the_published_formula(ranks, bandwidth, compression):
+def test_scaling_is_the_published_formula(ranks, bandwidth, compression):
     steps = measured([0.001, 0.004, 0.0061, 0.02, 0.021], [40_000, 200_000, 100, 800_000, 60_000], backward=0.022)
     sums = [(1e3, 1e-6), (1e6, 5e-5)]
     expected = by_the_millisecond(
@@ -208,6 +208,6 @@ def test_what_if_is_the_published_formula(ranks, bandwidth, compression):
 
 
 @pytest.mark.quick
-def test_a_buffer_goes_when_it_is_full_or_old_and_once_at_the_end():
+def test_buffer_is_sent_when_full_old_or_last():
     steps = measured([0.001, 0.004, 0.0061, 0.0062, 0.0065], [100, 100, 100, 20_000_000, 100], backward=0.007)
     assert buffers(steps) == [(0.0061, 1200), (0.0062, 80_000_000), (0.007, 400)]
