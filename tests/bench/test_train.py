@@ -225,7 +225,7 @@ def test_inner_sgd_steps_by_plain_gradients_at_the_scaled_rate(mpiexec, tmp_path
     import torch
     from mpicomp.bench.tasks import get_task
 
-    words = ["--task", "digits", "--compressor", "dense", "--steps", "5", "--lr-scale", "20"]
+    words = ["--task", "digits", "--compressor", "dense", "--steps", "5", "--lr-scale", "20", "--no-verdict"]
     done, result, _ = train(mpiexec, tmp_path, 1, *words, "--exchange", '{"id": "updates", "inner": "sgd"}')
     assert done.returncode == 0, done.stderr
     assert result["updates"] == {"sync_every": 1, "inner": "sgd"}
@@ -242,7 +242,9 @@ def test_inner_sgd_steps_by_plain_gradients_at_the_scaled_rate(mpiexec, tmp_path
 
 
 def test_demo_sets_compressor_and_updates(mpiexec, tmp_path):
-    done, result, lines = train(mpiexec, tmp_path, 2, "--task", "digits", "--steps", "12", "--exchange", "demo")
+    done, result, lines = train(
+        mpiexec, tmp_path, 2, "--task", "digits", "--steps", "12", "--exchange", "demo", "--no-verdict"
+    )
     assert done.returncode == 0, done.stderr
     of_demo = {"sync_every": 1, "inner": "sgd", "outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
     assert (result["exchange"], result["updates"], result["warmup"]) == ("updates", of_demo, 0)
@@ -254,7 +256,7 @@ def test_demo_sets_compressor_and_updates(mpiexec, tmp_path):
 @pytest.mark.slow
 def test_outer_signs_have_no_dense_warm_up(mpiexec, tmp_path):
     signs = '{"id": "updates", "outer": {"sign": true, "lr": 0.1}}'
-    words = ["--task", "digits", "--steps", "6", "--compressor", "topk", "--exchange", signs]
+    words = ["--task", "digits", "--steps", "6", "--compressor", "topk", "--exchange", signs, "--no-verdict"]
     done, result, lines = train(mpiexec, tmp_path, 2, *words)
     assert done.returncode == 0, done.stderr
     assert result["warmup"] == 0
