@@ -24,7 +24,7 @@ from penalties import exchange_of, predict, steps_behind
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind, variants
-from mpicomp.cost import Network, seen_by_some
+from mpicomp.cost import Network, sample_views
 from mpicomp.policies import behind, joint, tradeoff
 from mpicomp.policies.elements import Elements
 from mpicomp.policies.tradeoff import Balance
@@ -105,7 +105,7 @@ def seconds_of(exchange: str, numel: int, network: Network) -> float:
     """Return the seconds of an exchange's rounds on a network, by the collective that takes least."""
     compressor, collective = exchange_of(exchange)
     group = Group(0, _RANKS)
-    views = seen_by_some(group)
+    views = sample_views(group)
     names = [name for name in variants(compressor) if "hierarchical" not in name]
     schemes = [bind(compressor, name) for name in ([collective] if collective != "auto" else names)]
     schemes = [scheme for scheme in schemes if not scheme.leaves_out] or schemes

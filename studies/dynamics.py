@@ -15,7 +15,7 @@ import mpicomp
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.collectives import variants
-from mpicomp.cost import contention, network, plans
+from mpicomp.cost import network_model, plans
 from mpicomp.cost.formulas import terms
 from mpicomp.policies import plan_selector
 from mpicomp.rounds import Group, Round
@@ -29,9 +29,14 @@ _FACTORS = {"allgatherv": 2.0, "bcast": 3.0, "allreduce": 1.5}  # times what for
 _NOISE = 0.5  # mean of what is added to a round, exponential, as a share of it
 _SCALES = 0.25, 4.0
 _CONSTANTS: dict[ModuleType, tuple[str, ...]] = {
-    plans: ("_ROUNDS_SD", "_AGEING", "_MOST_SD", "_NOISE", "_LEAST_SHARE", "_CHANGED_SD"),
-    network: ("_LINK_SD", "_FACTOR_SD", "_LINK_DRIFT", "_FACTOR_DRIFT", "_LINK_MOST", "_STRANGE", "LEAST_STRANGE"),
-    contention: ("_RECENT", "_FEW", "_ENOUGH", "_ALIKE", "_USUAL"),
+    plans: (
+        "_ROUNDS_SD", "_AGEING_VARIANCE", "_MAX_SD", "_NOISE_VARIANCE", "_MIN_ROUNDS_FRACTION", "_CHANGED_SD",
+        "_RECENT_PAIRS", "_MIN_PAIRS", "_MIN_PAIRS_OF_PLAN", "_MAX_SPREAD_RATIO", "_NORMAL_VARIATION",
+    ),
+    network_model: (
+        "_LINK_SD", "_FACTOR_SD", "_LINK_DRIFT_VARIANCE", "_FACTOR_DRIFT_VARIANCE", "_LINK_MAX_VARIANCE", "_OUTLIER_SD",
+        "MIN_CHANGE_LOG",
+    ),
     plan_selector: ("WORTH", "_SETTLED", "_SELDOM", "_PAUSE_S", "_STEPS", "_TOO_SLOW"),
 }  # fmt: skip
 

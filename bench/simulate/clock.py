@@ -18,7 +18,7 @@ from mpicomp.bench.simulate.topology import Topology
 from mpicomp.collectives import Scheme
 from mpicomp.cost import Terms
 from mpicomp.cost.formulas import slowest, terms
-from mpicomp.cost.network import GROUPS, OPERATIONS, add_terms
+from mpicomp.cost.network_model import GROUPS, OPERATIONS, add_terms
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Round
 
 _LATER = 1 << 30  # number of a step in the long run: first steps may have other rounds

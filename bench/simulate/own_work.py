@@ -11,7 +11,7 @@ from mpicomp.bench.simulate.topology import Topology
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.cost import CostModel
-from mpicomp.cost.kernels import Alone, measure_alone
+from mpicomp.cost.kernel_costs import KernelCost, measure_kernel
 from mpicomp.cost.model import scheme_key
 from mpicomp.rounds import Group, Request, Round, Rounds, observe
 from mpicomp.transport.local import LocalWorld
@@ -35,7 +35,7 @@ class OwnWork:
     def __init__(self, cost: CostModel, slower: float | None = None) -> None:
         self._cost = cost
         self._slower = cost.slowdown() if slower is None else slower
-        self._alone: dict[str, Alone] = {}
+        self._alone: dict[str, KernelCost] = {}
         self._per_byte: dict[tuple[str, str], float] = {}
         self.measured_here: set[str] = set()
 
@@ -52,7 +52,7 @@ class OwnWork:
         )
         return self._slower * (alone + coming * self._of_a_byte(scheme))
 
-    def _of(self, scheme: Scheme[Any]) -> Alone:
+    def _of(self, scheme: Scheme[Any]) -> KernelCost:
         for ladder in (False, True):
             key = scheme_key(scheme, ladder)
             if key in self._cost.kernels:
@@ -65,7 +65,7 @@ class OwnWork:
                     bind(replace(scheme.compressor, ratio=more), scheme.id) if more > scheme.compressor.ratio else None
                 )
             feedback = scheme.compressor.feedback
-            self._alone[key] = Alone(*measure_alone(scheme, other, feedback, time.thread_time))
+            self._alone[key] = KernelCost(*measure_kernel(scheme, other, feedback, time.thread_time))
             self.measured_here.add(scheme.compressor.id)
         return self._alone[key]
 

@@ -10,7 +10,7 @@ from mpicomp.bench.simulate.dense import time_dense
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 from numpy.typing import NDArray
 
-from mpicomp.cost import calibrate_for_elsewhere
+from mpicomp.cost import recalibrate_links
 from mpicomp.transport import Transport
 
 
@@ -67,7 +67,7 @@ def record_training(task: str, backward: Backward, skipped: int, reducer: Any, t
             "state": reducer.policy.state_dict(),
             "normalises": state["settings"]["normalises"],
         }
-    cost = calibrate_for_elsewhere(reducer.cost, transport)
+    cost = recalibrate_links(reducer.cost, transport)
     dense = time_dense(max(bucket.numel for bucket in buckets), transport)
     group = transport.group
     return Measured(task, group.size, group.hosts, cost, forward_s, backward_s, update_s, buckets, auto, dense)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mpicomp.cost import Network
-from mpicomp.cost.network import OPERATIONS
+from mpicomp.cost.network_model import OPERATIONS
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group
 

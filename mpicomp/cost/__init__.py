@@ -1,18 +1,18 @@
 """The cost model: predict the seconds of a plan from measured links, operations and kernels; learn at every step."""
 
 from mpicomp.cost.calibrate import (
+    broadcast_flag,
+    broadcast_flags,
     calibrate,
-    calibrate_for_elsewhere,
-    first_says,
-    flags_of_first,
     measure_kernels,
+    recalibrate_links,
     share_model,
 )
 from mpicomp.cost.formulas import Terms
+from mpicomp.cost.link_probe import probe_link
 from mpicomp.cost.model import CostModel
-from mpicomp.cost.network import Network, seen_by_some
+from mpicomp.cost.network_model import Network, sample_views
 from mpicomp.cost.plans import Candidates, Prediction
-from mpicomp.cost.probe import probe_link
 
 __all__ = [
     "Candidates",
@@ -20,12 +20,12 @@ __all__ = [
     "Network",
     "Prediction",
     "Terms",
+    "broadcast_flag",
+    "broadcast_flags",
     "calibrate",
-    "calibrate_for_elsewhere",
-    "first_says",
-    "flags_of_first",
     "measure_kernels",
     "probe_link",
-    "seen_by_some",
+    "recalibrate_links",
+    "sample_views",
     "share_model",
 ]

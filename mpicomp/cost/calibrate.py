@@ -1,4 +1,4 @@
-"""One cost model for all ranks: given, remembered, or measured."""
+"""One cost model for all ranks: passed by the user, cached, or measured."""
 
 import os
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from mpicomp.collectives import Scheme
-from mpicomp.cost.kernels import Alone, measure_alone
+from mpicomp.cost.kernel_costs import KernelCost, measure_kernel
+from mpicomp.cost.link_probe import QUICK, THOROUGH, Effort, probe
 from mpicomp.cost.model import CostModel, scheme_key
-from mpicomp.cost.network import Network
-from mpicomp.cost.probe import QUICK, THOROUGH, Effort, probe
+from mpicomp.cost.network_model import Network
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import HOST, Place
 from mpicomp.rounds import Round, Rounds, gather_rows
@@ -18,7 +18,7 @@ from mpicomp.rounds.reports import from_one
 from mpicomp.transport.base import Transport
 from mpicomp.transport.clocks import compare_clocks
 
-_remembered: dict[tuple[str, tuple[int, ...], int], CostModel] = {}
+_cached: dict[tuple[str, tuple[int, ...], int], CostModel] = {}
 
 _BYTE = np.dtype(np.uint8)
 
@@ -30,46 +30,43 @@ def calibrate(transport: Transport) -> CostModel:
     return model
 
 
-def calibrate_for_elsewhere(known: CostModel | None, transport: Transport) -> CostModel:
-    """Return what is known of schemes, with links and operations measured anew, for predictions of other ranks.
+def recalibrate_links(known: CostModel | None, transport: Transport) -> CostModel:
+    """Return a cost model with measured links and operations and the known kernels, to predict other sizes of a job.
 
-    What a training has learnt of its network predicts the plans that it runs: where a link was estimated wrongly,
-    their factors make up for it, and those of all others do not. Here each is measured by itself, with messages as
-    long as gradients are. Corrections of plans' rounds, which were made to the network before, are left out.
-    Collective; up to half a minute on a slow link.
+    What a training learns of its network predicts the plans that it runs: a wrong estimate of a link is made up for by
+    their factors alone. Here each link and operation is measured by itself, with messages as long as gradients, and
+    corrections of rounds are dropped. Collective; up to half a minute on a slow link.
 
     Parameters
     ----------
     known : CostModel or None
-        Is left as it is.
+        The model that kernels come from; not written to.
     transport : Transport
-        Among the ranks.
+        Connects the ranks.
     """
     model = CostModel(Network(transport.group.hosts)) if known is None else CostModel.from_json(known.to_json())
     model.network = Network(transport.group.hosts)
-    model.rounds_learnt.clear()
+    model.round_corrections.clear()
     transport.run(_measure(model, transport, THOROUGH))
     return model
 
 
-def share_model(given: CostModel | str | None, transport: Transport) -> Rounds[CostModel]:
+def share_model(source: CostModel | str | None, transport: Transport) -> Rounds[CostModel]:
     """Return a cost model with the state of rank 0 on all ranks. Collective over all ranks, as rounds.
 
-    It is a copy of the one that was given, or read from a file; or what an earlier reducer of this process measured
-    among ranks of the same layout; or it is measured now, unless ``MPICOMP_PROBE=0`` says that the first steps
-    shall do.
+    It is a copy of rank 0's ``source``, a model or the name of a file; else of the one that an earlier reducer of this
+    process shared among ranks of the same layout; else measured, or with ``MPICOMP_PROBE=0`` left to the first steps.
 
     Raises
     ------
     ConfigurationError
-        On all ranks, where rank 0 was given something else or cannot read the file, or where the model is of another
-        number of hosts.
+        On all ranks, if the source of rank 0 is something else, cannot be read, or is of another number of hosts.
     """
     group = transport.group
     content: dict[str, Any] = {}
     if group.rank == 0:
         try:
-            content = _first_rank_knows(given, transport)
+            content = _model_of_rank_0(source, transport)
         except ConfigurationError as error:
             content = {"error": str(error)}
     content = yield from from_one(content, transport.group, "cost")
@@ -83,21 +80,21 @@ def share_model(given: CostModel | str | None, transport: Transport) -> Rounds[C
         if content.get("probe"):
             yield from _measure(model, transport)
     if transport.family is not None:
-        _remembered[_layout(transport)] = model
+        _cached[_layout(transport)] = model
     return model
 
 
-def first_says(flag: bool, transport: Transport) -> Rounds[bool]:
+def broadcast_flag(flag: bool, transport: Transport) -> Rounds[bool]:
     """Return rank 0's flag on all ranks. Collective over all ranks, as a round of a byte."""
-    [said] = yield from flags_of_first([flag], transport)
-    return said
+    [flag] = yield from broadcast_flags([flag], transport)
+    return flag
 
 
-def flags_of_first(flags: Sequence[bool], transport: Transport) -> Rounds[list[bool]]:
-    """Return rank 0's flags, as many as all ranks have, on all ranks. Collective over all ranks, as a round."""
+def broadcast_flags(flags: Sequence[bool], transport: Transport) -> Rounds[list[bool]]:
+    """Return rank 0's flags on all ranks, as many as each has. Collective over all ranks, as a round."""
     send = np.array(flags, _BYTE) if transport.group.rank == 0 else None
-    said = yield Round("bcast", (len(flags),), _BYTE, send=send, recv=np.empty(len(flags), _BYTE))
-    return [bool(own) for own in said]
+    received = yield Round("bcast", (len(flags),), _BYTE, send=send, recv=np.empty(len(flags), _BYTE))
+    return [bool(flag) for flag in received]
 
 
 def measure_kernels(
@@ -109,26 +106,24 @@ def measure_kernels(
     place: Place = HOST,
     on_device: bool = False,
 ) -> Rounds[None]:
-    """Measure the own work of schemes that the model does not know; the slowest rank's counts.
-
-    Collective, as rounds.
+    """Measure the kernels of schemes that the model does not know; the slowest rank counts. Collective, as rounds.
 
     Parameters
     ----------
     model : CostModel
-        The model that learns.
+        The model to add them to.
     schemes : sequence of Scheme
         The schemes to measure.
     feedback : bool
-        Whether there is a residual to be added.
+        Whether a residual is added.
     transport : Transport
-        Among the ranks.
+        Connects the ranks.
     ladder : bool
-        Whether what is measured at two ratios of a compressor shall do for all of them.
+        Whether measurements at two ratios of a compressor count for all of them.
     place : Place
         Where this rank measures.
     on_device : bool
-        Whether the seconds are kept as those of a device, the same on all ranks: some may measure on the host.
+        Whether they count as kernels of a device, the same on all ranks: some ranks may measure on the host.
     """
     unknown: dict[str, list[Scheme[Any]]] = {}
     for scheme in schemes:
@@ -137,20 +132,20 @@ def measure_kernels(
             unknown.setdefault(key, []).append(scheme)
     if not unknown:
         return
-    alone = []
-    for alike in unknown.values():
-        ends = sorted(alike, key=lambda scheme: float(getattr(scheme.compressor, "ratio", 1.0)))
-        apart = getattr(ends[0].compressor, "ratio", 1.0) < getattr(ends[-1].compressor, "ratio", 1.0)
-        alone.append(measure_alone(ends[0], ends[-1] if apart else None, feedback, transport.clock, place))
-    slowest = (yield from gather_rows(np.array(alone), transport.group)).max(axis=0)
+    measured = []
+    for same in unknown.values():
+        ends = sorted(same, key=lambda scheme: float(getattr(scheme.compressor, "ratio", 1.0)))
+        differ = getattr(ends[0].compressor, "ratio", 1.0) < getattr(ends[-1].compressor, "ratio", 1.0)
+        measured.append(measure_kernel(ends[0], ends[-1] if differ else None, feedback, transport.clock, place))
+    slowest = (yield from gather_rows(np.array(measured), transport.group)).max(axis=0)
     for key, numbers in zip(unknown, slowest, strict=True):
-        model.kernels[key] = Alone(*map(float, numbers))
+        model.kernels[key] = KernelCost(*map(float, numbers))
 
 
-def _first_rank_knows(given: CostModel | str | None, transport: Transport) -> dict[str, Any]:
-    model = CostModel.load(given) if isinstance(given, str | os.PathLike) else given
+def _model_of_rank_0(source: CostModel | str | None, transport: Transport) -> dict[str, Any]:
+    model = CostModel.load(source) if isinstance(source, str | os.PathLike) else source
     if not isinstance(model, CostModel | None):
-        raise ConfigurationError(f"cost: must be a CostModel or the name of a file, got {given!r}")
+        raise ConfigurationError(f"cost: must be a CostModel or the name of a file, got {source!r}")
     hosts = transport.group.hosts
     if model is not None and model.network.hosts != hosts:
         raise ConfigurationError(
@@ -158,13 +153,13 @@ def _first_rank_knows(given: CostModel | str | None, transport: Transport) -> di
             "with `mpicomp bench collectives --calibrate FILE`"
         )
     if model is None and transport.family is not None:
-        model = _remembered.get(_layout(transport))
+        model = _cached.get(_layout(transport))
     if model is not None:
         return {"model": model.to_json()}
-    wanted = os.environ.get("MPICOMP_PROBE", "1")
-    if wanted not in ("0", "1"):
-        raise ConfigurationError(f"cost: MPICOMP_PROBE must be 0 or 1, got {wanted!r}")
-    return {"probe": wanted == "1" and transport.probes}
+    setting = os.environ.get("MPICOMP_PROBE", "1")
+    if setting not in ("0", "1"):
+        raise ConfigurationError(f"cost: MPICOMP_PROBE must be 0 or 1, got {setting!r}")
+    return {"probe": setting == "1" and transport.probes}
 
 
 def _measure(model: CostModel, transport: Transport, effort: Effort = QUICK) -> Rounds[None]:

@@ -1,7 +1,6 @@
-"""Cost of operations: number of times the link's latency is paid, and bytes that pass the link one after the other.
+"""Alpha-beta costs of operations: latencies that are paid, and bytes that pass a link one after the other.
 
-The textbook's formulas, as Table I of Flexible Communication (Tyagi and Swany 2023, arXiv 2312.02493) gives them.
-Logarithms are to the base 2.
+Formulas of Table I of Flexible Communication (Tyagi and Swany 2023, arXiv 2312.02493); logarithms are to the base 2.
 """
 
 import math
@@ -18,7 +17,7 @@ class Terms:
     Parameters
     ----------
     latency : float
-        Number of times that the latency is paid.
+        Number of latencies.
     volume : float
         Bytes that pass the link one after the other.
 
@@ -41,32 +40,32 @@ class Terms:
 
 
 def parameter_server(ranks: int, nbytes: float) -> Terms:
-    """Every rank's array to one rank and the sum back, one after the other."""
+    """Return the cost of a sum at one rank: all arrays to it and the sum back, one after the other."""
     return Terms(2, 2 * (ranks - 1) * nbytes)
 
 
 def ring(ranks: int, nbytes: float) -> Terms:
-    """Sum by a ring: a reduce-scatter and an allgather of neighbours."""
+    """Return the cost of a sum by a ring: reduce-scatter and allgather between neighbors."""
     return Terms(2 * (ranks - 1), 2 * (ranks - 1) / ranks * nbytes)
 
 
 def tree(ranks: int, nbytes: float) -> Terms:
-    """Sum by a tree: a reduction and a broadcast of the whole array."""
+    """Return the cost of a sum by a tree: reduction and broadcast of the whole array."""
     return Terms(2 * math.log2(ranks), 2 * math.log2(ranks) * nbytes)
 
 
 def broadcast(ranks: int, nbytes: float) -> Terms:
-    """Broadcast by a binomial tree."""
+    """Return the cost of a broadcast by a binomial tree."""
     return Terms(math.log2(ranks), math.log2(ranks) * nbytes)
 
 
 def allgather(ranks: int, nbytes: float) -> Terms:
-    """Every rank's ``nbytes`` to every rank."""
+    """Return the cost of an allgather of ``nbytes`` of every rank."""
     return Terms(math.log2(ranks), (ranks - 1) * nbytes)
 
 
 def sparse_sum(kind: str, ranks: int, nbytes: float) -> Terms:
-    """Return the cost of averaging a selection, by one of `SPARSE_SUMS`, as Flexible Communication's paper counts it.
+    """Return the cost of averaging a selection by one of `SPARSE_SUMS`, as Flexible Communication counts it.
 
     Parameters
     ----------
@@ -76,7 +75,7 @@ def sparse_sum(kind: str, ranks: int, nbytes: float) -> Terms:
     ranks : int
         Number of ranks.
     nbytes : float
-        Bytes of the values that a rank keeps; indices take as many.
+        Bytes of the values that a rank keeps; its indices take the same.
     """
     if kind == "allgather":
         return allgather(ranks, 2 * nbytes)
@@ -84,20 +83,20 @@ def sparse_sum(kind: str, ranks: int, nbytes: float) -> Terms:
 
 
 SPARSE_SUMS = ("allgather", "ring", "tree")
-"""Ways of averaging a selection among which `published_choice` chooses."""
+"""Algorithms among which `published_choice` chooses."""
 
 
 def published_choice(ranks: int, nbytes: float, latency: float, seconds_per_byte: float) -> str:
     """Return the one of `SPARSE_SUMS` that Flexible Communication's inequalities (5a to 5c) name.
 
-    Both sides of each are multiplied so that none divides by zero. With two ranks the allgather is never slower.
+    Both sides are multiplied so that none divides by zero. With two ranks the allgather is never slower.
 
     Parameters
     ----------
     ranks, nbytes
         See `sparse_sum`.
     latency, seconds_per_byte : float
-        Of the link.
+        Speed of the link.
 
     Examples
     --------
@@ -109,10 +108,10 @@ def published_choice(ranks: int, nbytes: float, latency: float, seconds_per_byte
     """
     if ranks == 1:
         return "allgather"
-    depth, worth = math.log2(ranks), latency / seconds_per_byte  # the bytes that pass in a latency
+    depth, latency_bytes = math.log2(ranks), latency / seconds_per_byte
     if ring_beats_tree(ranks, nbytes, latency, seconds_per_byte):
-        return "ring" if worth < (1 - 1 / ranks - depth / (2 * (ranks - 1))) * nbytes else "allgather"
-    return "tree" if worth < ((ranks - 1) / depth - 1.5) * nbytes else "allgather"
+        return "ring" if latency_bytes < (1 - 1 / ranks - depth / (2 * (ranks - 1))) * nbytes else "allgather"
+    return "tree" if latency_bytes < ((ranks - 1) / depth - 1.5) * nbytes else "allgather"
 
 
 def ring_beats_tree(ranks: int, nbytes: float, latency: float, seconds_per_byte: float) -> bool:
@@ -122,39 +121,38 @@ def ring_beats_tree(ranks: int, nbytes: float, latency: float, seconds_per_byte:
 
 
 def terms(task: Round, group: Group) -> Terms:
-    """Return the cost of a round of one of its ranks; the slowest rank's is the round's.
+    """Return the cost of a round on one of its ranks; the round costs what its slowest rank does.
 
-    A library chooses by itself how it sums and broadcasts: here it is taken to know the best way for large arrays.
-    What is not so is in the factor that is measured for each operation. In the background latencies pass while others
-    are under way. Where hosts have several ranks the bytes are those on a host's link: libraries sum and broadcast in
-    a host first, and what ranks of one host have for each other is left out.
+    A library is assumed to use the best algorithm for large arrays; the measured factor of each operation corrects
+    that. Latencies of background rounds are hidden. With several ranks on a host the bytes are those on the host's
+    link: libraries sum and broadcast inside a host first, and messages inside a host are left out.
 
     Parameters
     ----------
     task : Round
-        Its shape.
+        The shape of the round.
     group : Group
-        The round's own.
+        The group of the round.
     """
     size, rank = group.size, group.rank
     if size == 1:
         return Terms(0, 0)
     itemsize = task.dtype.itemsize
     depth = math.log2(size)
-    apart = group.hosts if group.hosts > 1 else size
+    ends = group.hosts if group.hosts > 1 else size  # of a ring: one rank a host talks to the next host
     match task.operation:
         case "allreduce":
-            cost = Terms(2 * depth, 2 * (apart - 1) / apart * task.counts[0])
+            cost = Terms(2 * depth, 2 * (ends - 1) / ends * task.counts[0])
         case "allgatherv":
             cost = Terms(depth, sum(task.counts) - min(task.counts))
         case "gatherv":
-            cost = Terms(depth, (sum(task.counts) - task.counts[task.root]) * _elsewhere(group))
+            cost = Terms(depth, (sum(task.counts) - task.counts[task.root]) * _remote_share(group))
         case "bcast":
-            cost = Terms(depth, min(math.log2(apart), 2 * (apart - 1) / apart) * task.counts[0])
+            cost = Terms(depth, min(math.log2(ends), 2 * (ends - 1) / ends) * task.counts[0])
         case "alltoallv":
-            own = task.counts[rank]
-            coming = own * size if task.received is None else sum(task.received)
-            cost = Terms(size - 1, (max(sum(task.counts), coming) - own) * _elsewhere(group))
+            kept = task.counts[rank]
+            received = kept * size if task.received is None else sum(task.received)
+            cost = Terms(size - 1, (max(sum(task.counts), received) - kept) * _remote_share(group))
         case "neighbor_alltoall":
             assert task.graph is not None
             neighbours = len(task.graph.neighbours(rank))
@@ -162,27 +160,27 @@ def terms(task: Round, group: Group) -> Terms:
         case _:
             cost = Terms(float(task.peers != (None, None)), max(task.counts))
     latency = 0.0 if task.background else cost.latency
-    return Terms(latency, cost.volume * itemsize * _through_one_link(task, group))
+    return Terms(latency, cost.volume * itemsize * _senders_per_link(task, group))
 
 
 def slowest(costs: Iterable[Terms]) -> Terms:
-    """Return the cost of ranks that work at the same time."""
+    """Return the cost of ranks that run at the same time."""
     costs = list(costs)
     return Terms(max(cost.latency for cost in costs), max(cost.volume for cost in costs))
 
 
-def _elsewhere(group: Group) -> float:
-    """Return which share of a rank's partners are on other hosts, or on its own where there is no other."""
+def _remote_share(group: Group) -> float:
+    """Return the share of a rank's peers that are on other hosts; 1 on a single host."""
     if group.hosts in (1, group.size):
         return 1.0
     return (group.size - group.sharing) / (group.size - 1)
 
 
-def _through_one_link(task: Round, group: Group) -> int:
-    """Return the number of ranks of a host that send as much as this one through its link at the same time.
+def _senders_per_link(task: Round, group: Group) -> int:
+    """Return the number of ranks of a host that send through its link at the same time; 1 on a single host.
 
-    In a ring, and in what libraries do, one rank of a host talks to the next host. Where all talk to all, or with
-    partners that are far away, all of a host's do. Where there is one host no link is shared.
+    In a ring, and in operations of libraries, one rank of a host talks to the next host; with peers that are further
+    away all of them do.
     """
     if group.hosts == 1:
         return 1
@@ -194,5 +192,5 @@ def _through_one_link(task: Round, group: Group) -> int:
 
 
 def _distance(peer: int, group: Group) -> int:
-    apart = abs(peer - group.rank)
-    return min(apart, group.size - apart)
+    difference = abs(peer - group.rank)
+    return min(difference, group.size - difference)

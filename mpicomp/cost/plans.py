@@ -1,6 +1,9 @@
 """Predicted seconds of the candidate plans of one bucket, with their uncertainty."""
 
+import itertools
 import math
+import statistics
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,33 +11,71 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.cost import arithmetic
-from mpicomp.cost.contention import Contention
-from mpicomp.cost.network import Network
+from mpicomp.cost.network_model import Network
 
-_SPEED_SD = 0.5  # standard deviation of the logarithm of a compressor's seconds over those alone, before it was run
-_SPEED_DRIFT = 0.02**2  # variance that a step adds to the logarithm of a speed
-_SPEED_MOST = 0.1**2  # largest variance of a speed by drift
-_KERNELS_SD = 0.25  # standard deviation of the logarithm of a scheme's own work over its prediction, speed apart
+_SPEED_SD = 0.5  # standard deviation of the logarithm of a compressor's kernel seconds over those measured by itself
+_SPEED_DRIFT_VARIANCE = 0.02**2  # that a step adds to the logarithm of a speed
+_SPEED_MAX_VARIANCE = 0.1**2  # of a speed, by drift
+_KERNELS_SD = 0.25  # standard deviation of the logarithm of a scheme's kernel seconds, corrected by its speed
 _ROUNDS_SD = 0.2  # standard deviation of the logarithm of a plan's seconds in rounds over the network's prediction
-_AGEING = 0.3**2 / 5000  # variance that a step without the plan adds: a deviation of 0.3 after 5000 steps
-_MOST_SD = 0.7  # largest standard deviation by ageing
-_NOISE = 0.1**2  # variance of the logarithm of a measurement
-_LEAST_SHARE = 0.02  # smallest share of a plan's seconds that counts as time in rounds
-_ACCIDENT = 0.5  # of the logarithm: own work that differs by more counts as this much, except the first time
-_LEAST_S = 1e-6  # what takes less is not told from what takes nothing
+_AGEING_VARIANCE = 0.3**2 / 5000  # that a step without the plan adds: a deviation of 0.3 after 5000 steps
+_MAX_SD = 0.7  # largest standard deviation by ageing
+_NOISE_VARIANCE = 0.1**2  # of the logarithm of a measurement
+_MIN_ROUNDS_FRACTION = 0.02  # smallest share of a plan's seconds that counts as time in rounds
+_MAX_SURPRISE_LOG = 0.5  # kernel seconds that differ by more count as this much, except the first time
+_MIN_S = 1e-6  # shorter times are not resolved
+_MIN_KERNELS_S = 1e-7
 _CHANGED_SD = 0.1  # standard deviation that a change of the network adds
+
+_RECENT_PAIRS = 32  # pairs of measurements that count
+_MIN_PAIRS = 3  # from which on contention is estimated
+_MIN_PAIRS_OF_PLAN = 8  # from which on a plan is compared with others
+_MAX_SPREAD_RATIO = 2.0  # times the median difference of the steadiest plan: beyond it a plan's noise is its property
+_NORMAL_VARIATION = 0.3  # fraction of a plan's seconds by which two measurements differ without contention
+_MEAN_OVER_MEDIAN = 1.44  # of an exponential distribution: 1 / ln 2
+
+
+class Contention:
+    """Estimates the seconds that contention adds to each of a bucket's exchanges, whatever the plan.
+
+    A rank waits for a core, or other traffic uses the link. That only adds seconds, different ones at each step, so two
+    successive steps of one plan show how many: the mean difference of two exponential variables is their mean. A plan
+    whose steps differ by far more than those of another plan is left out: contention would slow both.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] | None = None
+        self._differences: deque[tuple[int, float]] = deque(maxlen=_RECENT_PAIRS)
+        self.seconds = 0.0
+        """Mean added seconds."""
+
+    def observe(self, plan: int, seconds: float) -> None:
+        """Learn from the measured seconds of a plan, in the order of steps."""
+        last, self._last = self._last, (plan, seconds)
+        if last is None or last[0] != plan:
+            return
+        normal = _NORMAL_VARIATION * min(last[1], seconds)
+        self._differences.append((plan, max(0.0, (last[1] - seconds) ** 2 - normal**2) ** 0.5))
+        by_plan: defaultdict[int, list[float]] = defaultdict(list)
+        for of_plan, difference in self._differences:
+            by_plan[of_plan].append(difference)
+        medians = [(statistics.median(some), some) for some in by_plan.values() if len(some) >= _MIN_PAIRS_OF_PLAN]
+        least, _ = min(medians, default=(math.inf, []))
+        steady = [some for median, some in medians if median <= _MAX_SPREAD_RATIO * least] or list(by_plan.values())
+        pairs = list(itertools.chain.from_iterable(steady))
+        self.seconds = _MEAN_OVER_MEDIAN * statistics.median(pairs) if len(pairs) >= _MIN_PAIRS else 0.0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds that a plan is expected to take.
+    """Predicted seconds of a plan.
 
     Attributes
     ----------
     kernels_s : float
-        Of the slowest rank's own work.
+        Kernel seconds of the slowest rank.
     rounds_s : float
-        Of the rest: in rounds, from when the last rank is there, contention included.
+        Seconds in rounds, from the start of the last rank on, contention included.
     """
 
     kernels_s: float
@@ -46,22 +87,22 @@ class Prediction:
         return self.kernels_s + self.rounds_s
 
     def phases(self) -> dict[str, float]:
-        """Return both by name, as records have them."""
+        """Return both by their names in records."""
         return {"kernels": self.kernels_s, "exchange": self.rounds_s}
 
 
 @dataclass(slots=True)  # there may be hundreds for each of hundreds of plans
-class Learnt:
-    """A correction learnt from measured steps for arrays of like lengths: its logarithm and variance.
+class Correction:
+    """A correction learned from measured steps for arrays of similar lengths.
 
     Attributes
     ----------
     error : float
         Logarithm of the measured seconds over those predicted without this correction.
     variance : float
-        Of the error.
+        Variance of the error.
     runs : int
-        Number of steps that it was learnt from.
+        Number of steps that it was learned from.
     """
 
     error: float
@@ -69,19 +110,29 @@ class Learnt:
     runs: int = 0
 
     @classmethod
-    def speed(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Return a first correction for a compressor's own work over its time alone, from other lengths."""
-        return cls(_mean(others), _SPEED_SD**2)
+    def speed(cls, others: Sequence["Correction"]) -> "Correction":
+        """Return a first correction of a compressor's kernel seconds, from other lengths."""
+        return cls(_mean_error(others), _SPEED_SD**2)
 
     @classmethod
-    def kernels(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Return a first correction for a scheme's own work at a length where it never ran, from other lengths."""
-        return cls(_mean(others), _KERNELS_SD**2)
+    def kernels(cls, others: Sequence["Correction"]) -> "Correction":
+        """Return a first correction of a scheme's kernel seconds, from other lengths."""
+        return cls(_mean_error(others), _KERNELS_SD**2)
 
     @classmethod
-    def rounds(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Return a first correction for a plan's rounds at a length where it never ran, from other lengths."""
-        return cls(_mean(others), _ROUNDS_SD**2)
+    def rounds(cls, others: Sequence["Correction"]) -> "Correction":
+        """Return a first correction of a plan's rounds, from other lengths."""
+        return cls(_mean_error(others), _ROUNDS_SD**2)
+
+    def update(self, variance: float, innovation: float, expected: float, drift: float, slope: float = 1.0) -> None:
+        """Update with an innovation of ``expected`` variance; ``variance`` is the prior one, ``drift`` follows.
+
+        ``slope`` is the derivative of the measurement by the error.
+        """
+        gain = slope * variance / expected
+        self.error += gain * innovation
+        self.variance = (1 - gain * slope) * variance + drift
+        self.runs += 1
 
 
 class Candidates:
@@ -93,75 +144,80 @@ class Candidates:
         Shared by all buckets.
     coefficients : array, shape (plans, terms)
         See `Network.coefficients`.
-    alone : sequence of float
-        Seconds that each plan's own work takes alone.
-    speeds : sequence of Learnt
-        How much longer own work takes than alone: plans with the same compressor share one, since other ranks and what
-        a residual looks like slow all of them down. Written to.
-    kernels : sequence of Learnt
-        Of each plan's own work, that apart; plans that do the same work share one. Written to.
-    rounds : sequence of Learnt
-        Of each plan's rounds; one collective with one compressor at several ratios shares one. Written to.
+    kernel_seconds : sequence of float
+        Kernel seconds of each plan without other ranks.
+    speeds : sequence of Correction
+        Correction of each plan's kernel seconds, shared by plans of one compressor: other ranks, and the shape of a
+        residual, slow all of them down. Updated in place.
+    kernels : sequence of Correction
+        Further correction of each plan's kernel seconds, shared by plans with the same kernels. Updated in place.
+    rounds : sequence of Correction
+        Correction of each plan's rounds, shared by the ratios of one compressor and collective. Updated in place.
     """
 
     def __init__(
         self,
         network: Network,
         coefficients: NDArray[np.float64],
-        alone: Sequence[float],
-        speeds: Sequence[Learnt],
-        kernels: Sequence[Learnt],
-        rounds: Sequence[Learnt],
+        kernel_seconds: Sequence[float],
+        speeds: Sequence[Correction],
+        kernels: Sequence[Correction],
+        rounds: Sequence[Correction],
     ) -> None:
         self._network = network
         self._coefficients = coefficients
-        self._alone = np.log(np.maximum(alone, 1e-7))
+        self._log_kernel_s = np.log(np.maximum(kernel_seconds, _MIN_KERNELS_S))
         self._speeds, self._speed_of = _distinct(speeds)
         self._kernels, self._kernel_of = _distinct(kernels)
         self._rounds, self._round_of = _distinct(rounds)
         self._step = 0
         self._contention = Contention()
-        # Of each that was learnt: error, variance, and the step at which it was; see `arithmetic.outlook`.
         self._tables = [
-            np.array([_row(own, 0) for own in part]) for part in (self._speeds, self._kernels, self._rounds)
+            np.array([_row(correction, 0) for correction in part])
+            for part in (self._speeds, self._kernels, self._rounds)
         ]
-        self._outlook = np.empty((3, len(rounds)))
-        self._last = np.full(len(rounds), -1)  # step of each plan that was last learnt from
+        self._predicted = np.empty((3, len(rounds)))
+        self._last_step = np.full(len(rounds), -1)  # step at which each plan was last measured
         self._refresh()
 
     def __len__(self) -> int:
-        return self._last.size
+        return self._last_step.size
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that were learned from."""
+        return self._step
 
     def prediction(self, plan: int) -> Prediction:
         """Return the predicted seconds of a plan at the next step."""
-        return Prediction(float(self._outlook[0, plan]), float(self._outlook[1, plan]))
+        return Prediction(float(self._predicted[0, plan]), float(self._predicted[1, plan]))
 
     def seconds(self) -> NDArray[np.float64]:
         """Return the predicted seconds of each plan at the next step."""
-        whole: NDArray[np.float64] = self._outlook[0] + self._outlook[1]
-        return whole
+        total: NDArray[np.float64] = self._predicted[0] + self._predicted[1]
+        return total
 
     def choose(self, too_slow: float, among: NDArray[np.int64]) -> tuple[int, int]:
-        """Return the plan that is predicted to be the fastest, and the one that may be for all that is known.
+        """Return the plan of least predicted seconds, and the one that may be the fastest within its uncertainty.
 
         Parameters
         ----------
         too_slow : float
-            What is predicted to take this many times the least is not the second one.
+            A plan of so many times the least predicted seconds is not the second one.
         among : array of int64
-            The plans that are looked at, at least one.
+            The plans to choose from, at least one.
         """
-        return arithmetic.choose(self._outlook, too_slow, among)
+        return arithmetic.choose(self._predicted, too_slow, among)
 
-    def compare(self, plan: int, seconds: float) -> None:
-        """Compare a plan's measured seconds with its prediction, and have the network suspected where they are far."""
-        seconds, expected_s = max(seconds, _LEAST_S), max(self.prediction(plan).seconds, _LEAST_S)
-        noise = math.hypot(_NOISE**0.5, self._contention.seconds / seconds)
-        self._network.compare(math.log(seconds / expected_s), noise)
+    def check_outlier(self, plan: int, seconds: float) -> None:
+        """Compare a plan's measured seconds with its prediction; an outlier lets the network suspect a change."""
+        seconds, expected_s = max(seconds, _MIN_S), max(self.prediction(plan).seconds, _MIN_S)
+        sd = math.hypot(_NOISE_VARIANCE**0.5, self._contention.seconds / seconds)
+        self._network.check_outlier(math.log(seconds / expected_s), sd)
 
     def age(self, plan: int) -> int | None:
-        """Return the number of steps since a plan's seconds were learnt from; None where they never were."""
-        return self._step - int(self._last[plan]) if self._last[plan] >= 0 else None
+        """Return the number of steps since a plan was last measured; None if it never was."""
+        return self._step - int(self._last_step[plan]) if self._last_step[plan] >= 0 else None
 
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
         """Learn from a plan's measured seconds, the same on all ranks; return whether the network has changed.
@@ -171,102 +227,92 @@ class Candidates:
         plan : int
             Number of the plan.
         kernels_s : float
-            Seconds of the slowest rank's own work.
+            Kernel seconds of the slowest rank.
         seconds : float
-            From the last rank's start to the last rank's end.
+            Seconds from the last rank's start to the last rank's end.
         """
-        speed_place, kernels_place = int(self._speed_of[plan]), int(self._kernel_of[plan])
-        rounds_place = int(self._round_of[plan])
-        speed, kernels, rounds = self._speeds[speed_place], self._kernels[kernels_place], self._rounds[rounds_place]
+        rows = int(self._speed_of[plan]), int(self._kernel_of[plan]), int(self._round_of[plan])
+        speed, kernels, rounds = self._speeds[rows[0]], self._kernels[rows[1]], self._rounds[rows[2]]
         _, kernels_table, rounds_table = self._tables
         expected = self.prediction(plan)
-        surprise = math.log(max(kernels_s, 1e-7)) - float(self._alone[plan]) - speed.error - kernels.error
+        log_kernels_s = math.log(max(kernels_s, _MIN_KERNELS_S))
+        surprise = log_kernels_s - float(self._log_kernel_s[plan]) - speed.error - kernels.error
         if speed.runs:
-            surprise = max(-_ACCIDENT, min(_ACCIDENT, surprise))
-        before = kernels.variance + _AGEING * (self._step - kernels_table[kernels_place, 2])
-        variance = speed.variance + before + _NOISE
-        _update(speed, speed.variance, surprise, variance, max(0.0, min(_SPEED_DRIFT, _SPEED_MOST - speed.variance)))
-        _update(kernels, before, surprise, variance, _AGEING)
+            surprise = max(-_MAX_SURPRISE_LOG, min(_MAX_SURPRISE_LOG, surprise))
+        prior = kernels.variance + _AGEING_VARIANCE * (self._step - kernels_table[rows[1], 2])
+        variance = speed.variance + prior + _NOISE_VARIANCE
+        speed_drift = max(0.0, min(_SPEED_DRIFT_VARIANCE, _SPEED_MAX_VARIANCE - speed.variance))
+        speed.update(speed.variance, surprise, variance, speed_drift)
+        kernels.update(prior, surprise, variance, _AGEING_VARIANCE)
 
-        # What is left beside the own work is as uncertain as the whole, however little it is.
+        # The rest beside kernels is as uncertain as the total, however short it is.
         rounds_s, added_s = seconds - kernels_s, self._contention.seconds
-        most_s = max(rounds_s, expected.rounds_s, _LEAST_SHARE * seconds)
-        noise = (_NOISE * expected.seconds**2 + added_s**2) / expected.rounds_s**2
-        rough = (_NOISE * seconds**2 + added_s**2) / most_s**2
-        before = rounds.variance + _AGEING * (self._step - rounds_table[rounds_place, 2])
+        longest_s = max(rounds_s, expected.rounds_s, _MIN_ROUNDS_FRACTION * seconds)
+        noise = (_NOISE_VARIANCE * expected.seconds**2 + added_s**2) / expected.rounds_s**2
+        relative_noise = (_NOISE_VARIANCE * seconds**2 + added_s**2) / longest_s**2
+        prior = rounds.variance + _AGEING_VARIANCE * (self._step - rounds_table[rows[2], 2])
         innovation, slope, variance, changed = self._network.observe(
-            self._coefficients[plan], rounds_s, noise, rough, rounds.error, before, added_s
+            self._coefficients[plan], rounds_s, noise, relative_noise, rounds.error, prior, added_s
         )
-        _update(rounds, before, innovation, variance, _AGEING, slope)
+        rounds.update(prior, innovation, variance, _AGEING_VARIANCE, slope)
         self._contention.observe(plan, seconds)
-        places = (speed_place, kernels_place, rounds_place)
-        for table, place, own in zip(self._tables, places, (speed, kernels, rounds), strict=True):
-            table[place] = _row(own, self._step)
-        self._last[plan] = self._step
+        for table, row, correction in zip(self._tables, rows, (speed, kernels, rounds), strict=True):
+            table[row] = _row(correction, self._step)
+        self._last_step[plan] = self._step
         return changed
 
-    def unsettle(self, already: set[int] | None = None) -> None:
-        """Predict with links that were measured anew, and trust corrections learnt for plans less.
+    def inflate_variance(self, inflated: set[int] | None = None) -> None:
+        """Predict with links that were measured again, and inflate the variance of corrections of rounds.
 
         Parameters
         ----------
-        already : set of int, optional
-            Identities of corrections that other buckets' candidates have, and trust less by now; added to.
+        inflated : set of int, optional
+            Ids of corrections that other buckets share and that were inflated before; added to.
         """
-        already = set() if already is None else already
-        for own in self._rounds:
-            if id(own) not in already:
-                already.add(id(own))
-                own.variance += _CHANGED_SD**2
-        self.reread()
+        inflated = set() if inflated is None else inflated
+        for correction in self._rounds:
+            if id(correction) not in inflated:
+                inflated.add(id(correction))
+                correction.variance += _CHANGED_SD**2
+        self.refresh_corrections()
 
-    def reread(self) -> None:
-        """Take over corrections that other buckets' candidates have changed."""
+    def refresh_corrections(self) -> None:
+        """Read corrections that other buckets' candidates share and have updated."""
         for table, part in zip(self._tables, (self._speeds, self._kernels, self._rounds), strict=True):
-            table[:, :2] = [(own.error, own.variance) for own in part]
+            table[:, :2] = [(correction.error, correction.variance) for correction in part]
         self._refresh()
 
-    def step(self) -> None:
-        """Advance by a step, after all buckets' measurements were learnt from."""
+    def time_update(self) -> None:
+        """Advance by a step, after the measurements of all buckets."""
         self._step += 1
         self._refresh()
 
     def _refresh(self) -> None:
-        """Predict anew with the current state."""
+        """Predict all plans with the current state."""
         speeds, kernels, rounds = self._tables
-        arithmetic.outlook(
-            self._coefficients, self._network.units, self._network.factor_variance, self._alone, speeds, kernels,
-            rounds, self._speed_of, self._kernel_of, self._round_of, self._step, _AGEING, _MOST_SD,
-            self._contention.seconds, self._outlook,
+        arithmetic.predict(
+            self._coefficients, self._network.unit_seconds, self._network.factor_variance, self._log_kernel_s, speeds,
+            kernels, rounds, self._speed_of, self._kernel_of, self._round_of, self._step, _AGEING_VARIANCE, _MAX_SD,
+            self._contention.seconds, self._predicted,
         )  # fmt: skip
 
 
-def _update(own: Learnt, before: float, innovation: float, variance: float, drift: float, slope: float = 1.0) -> None:
-    """Take an innovation of some variance into account; ``before`` is the own variance, and it drifts afterwards.
-
-    ``slope`` is how far what was measured follows the own error.
-    """
-    gain = slope * before / variance
-    own.error += gain * innovation
-    own.variance = (1 - gain * slope) * before + drift
-    own.runs += 1
+def _row(correction: Correction, step: int) -> tuple[float, float, float]:
+    """Return a row of a table for `arithmetic.predict`."""
+    return correction.error, correction.variance, step
 
 
-def _row(own: Learnt, step: int) -> tuple[float, float, float]:
-    return own.error, own.variance, step
+def _distinct(corrections: Sequence[Correction]) -> tuple[list[Correction], NDArray[np.int64]]:
+    """Return the distinct objects, and the index of each plan's among them."""
+    rows: dict[int, int] = {}
+    objects: list[Correction] = []
+    for correction in corrections:
+        if id(correction) not in rows:
+            rows[id(correction)] = len(objects)
+            objects.append(correction)
+    return objects, np.array([rows[id(correction)] for correction in corrections])
 
 
-def _distinct(learnt: Sequence[Learnt]) -> tuple[list[Learnt], NDArray[np.int64]]:
-    """Return objects without repetition, and the place of each plan's among them."""
-    places: dict[int, int] = {}
-    objects: list[Learnt] = []
-    for own in learnt:
-        if id(own) not in places:
-            places[id(own)] = len(objects)
-            objects.append(own)
-    return objects, np.array([places[id(own)] for own in learnt])
-
-
-def _mean(others: Sequence[Learnt]) -> float:
-    known = [own.error for own in others if own.runs]
+def _mean_error(others: Sequence[Correction]) -> float:
+    known = [correction.error for correction in others if correction.runs]
     return sum(known) / len(known) if known else 0.0

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomp.collectives import bind
 from mpicomp.compressors import Learner, get_compressor
-from mpicomp.cost import CostModel, measure_kernels, seen_by_some
+from mpicomp.cost import CostModel, measure_kernels, sample_views
 from mpicomp.places import HOST
 from mpicomp.policies.policy import Shape, model_of
 from mpicomp.policies.tradeoff import Balance
@@ -215,7 +215,7 @@ class Codes:
         placed = self._placed(code, shape)
         if not placed.has_enough(shape.numel):
             return math.inf
-        views = seen_by_some(group)
+        views = sample_views(group)
         seconds = math.inf
         for name in names(code):
             scheme, learning = bind(placed, name), bind(placed.learning, name)
@@ -224,9 +224,9 @@ class Codes:
                 of_ranks = [scheme.rounds(shape.numel, shape.dtype, view, step) for view in views]
                 return cost.network.seconds(cost.network.coefficients(of_ranks, views))
 
-            learning_s = rounds_s(0) + cost.own_work(learning, shape.numel, self._on_device)
+            learning_s = rounds_s(0) + cost.kernel_seconds(learning, shape.numel, self._on_device)
             giving_s = rounds_s(taught) - rounds_s(taught + 1)
-            coded_s = rounds_s(taught + 1) + cost.own_work(scheme, shape.numel, self._on_device)
+            coded_s = rounds_s(taught + 1) + cost.kernel_seconds(scheme, shape.numel, self._on_device)
             mean_s = (taught * learning_s + giving_s + (self._steps - taught) * coded_s) / self._steps
             seconds = min(seconds, mean_s)
         return seconds

@@ -16,14 +16,14 @@ from mpicomp.cost import (
     Candidates,
     CostModel,
     Network,
-    first_says,
-    flags_of_first,
+    broadcast_flag,
+    broadcast_flags,
     measure_kernels,
     probe_link,
-    seen_by_some,
+    sample_views,
     share_model,
 )
-from mpicomp.cost.network import LEAST_STRANGE
+from mpicomp.cost.network_model import MIN_CHANGE_LOG
 from mpicomp.places import HOST
 from mpicomp.policies.policy import Plan, Shape, StepReport
 from mpicomp.rounds import Group, Rounds
@@ -166,7 +166,9 @@ class PlanSelector:
 
     def _has_news(self) -> bool:
         assert self.cost is not None
-        return self.cost.network.suspects or any(not turn.known and turn.steps >= _SETTLED for turn in self._turns)
+        if self.cost.network.change_suspected:
+            return True
+        return any(not turn.known and turn.steps >= _SETTLED for turn in self._turns)
 
     def know(self, transport: Transport) -> Rounds[CostModel | None]:
         """Return what is known of links and operations, measured where it is not; None where nothing can be.
@@ -175,7 +177,7 @@ class PlanSelector:
         """
         predicts = transport.group.size > 1 and transport.probes
         if predicts and self._pinned:  # ranks may have been given different things: rank 0 decides for all
-            predicts = yield from first_says(self._is_given, transport)
+            predicts = yield from broadcast_flag(self._is_given, transport)
         if predicts:
             self.cost = yield from share_model(self.cost or self._given, transport)
         return self.cost if predicts else None
@@ -207,7 +209,7 @@ class PlanSelector:
             return
         ladder = any(table.kept.size > 2 for table in self.tables)
         # Ranks may have the same bucket in different places, and all must know its seconds by one name: rank 0's.
-        there = yield from flags_of_first([shape.place is not HOST for shape in shapes], transport)
+        there = yield from broadcast_flags([shape.place is not HOST for shape in shapes], transport)
         for on_device in sorted(set(there)):
             alike = [bucket for bucket, own in enumerate(there) if own == on_device]
             schemes = [scheme for bucket in alike for scheme in self.tables[bucket].schemes]
@@ -229,12 +231,12 @@ class PlanSelector:
         assert self.cost is not None
         network = self.cost.network
         yield from probe_link(network, transport)
-        another = bool(np.abs(network.link - self._before).max() > LEAST_STRANGE)
-        network.find(changed=another)
+        another = bool(np.abs(network.log_link - self._before).max() > MIN_CHANGE_LOG)
+        network.resolve_suspicion(changed=another)
         already: set[int] = set()
         for table in self.tables:
             if table.candidates is not None:
-                table.candidates.unsettle(already)
+                table.candidates.inflate_variance(already)
         for turn in self._turns:
             turn.known = turn.fresh = True
         self._curious = _CURIOUS[0]
@@ -298,9 +300,9 @@ class PlanSelector:
         if told.step < self._learns_at and not self._has_news():
             self._compare(told)
             return False
-        self.cost.network.drift()
-        if not self.cost.network.suspects:
-            self._before = self.cost.network.link
+        self.cost.network.time_update()
+        if not self.cost.network.change_suspected:
+            self._before = self.cost.network.log_link
         latest = told.latest.tolist()
         for bucket, plan in enumerate(told.plans):
             candidates, turn = self.tables[bucket].candidates, self._turns[bucket]
@@ -313,12 +315,12 @@ class PlanSelector:
             turn.fresh = True
         for table in self.tables:
             assert table.candidates is not None
-            table.candidates.step()
+            table.candidates.time_update()
         if len(self.tables) > 1:  # those of like length learn for each other: one catches up at a time
             self._catching_up = (self._catching_up + 1) % len(self.tables)
             catching_up = self.tables[self._catching_up].candidates
             assert catching_up is not None
-            catching_up.reread()
+            catching_up.refresh_corrections()
         self._curious = min(self._curious + _CURIOUS[1], _CURIOUS[0])
         began = latest[0][0]
         if self._began is not None and told.step > self._began[0]:
@@ -334,7 +336,7 @@ class PlanSelector:
         for table, plan, (start, end, *_) in zip(self.tables, told.plans, told.latest.tolist(), strict=True):
             assert table.candidates is not None
             if plan.settled:
-                table.candidates.compare(plan.row, end - start)
+                table.candidates.check_outlier(plan.row, end - start)
 
     def give(self, cost: CostModel | None) -> None:
         """Take up a cost model, which counts where none is known yet: that of rank 0."""
@@ -358,7 +360,7 @@ def _table(ladder: Sequence[tuple[Compressor, Sequence[str]]], numel: int) -> Pl
 def _guess(table: PlanTable, shape: Shape, group: Group) -> NDArray[np.float64]:
     """Return the seconds of rows on a network of 1 Gbit/s, without their own work."""
     network = Network(max(2, group.hosts))
-    views = seen_by_some(group)
+    views = sample_views(group)
     seconds = []
     for scheme in table.schemes:
         of_ranks = [scheme.rounds(shape.numel, shape.dtype, view) for view in views]

@@ -51,7 +51,7 @@ TRAINING = ["bench", "training", "--task", "digits", "--steps", "4", "--blocks",
     ("place", "call", "words"),
     [
         slow("mpicomp.bench.measure.exchanges:Runner.step", 5, COLLECTIVES),
-        slow("mpicomp.cost.probe:_task", 3, ["doctor"]),
+        slow("mpicomp.cost.link_probe:_task", 3, ["doctor"]),
         ("mpicomp.doctor.job:by_host", 1, ["doctor"]),
         slow("mpicomp.bench.tasks.digits:Digits.loss", 5, TRAIN),
         slow("mpicomp.bench.train:probe", 1, TRAIN),

@@ -5,7 +5,7 @@ import pytest
 from networks import Link
 
 import mpicomp
-from mpicomp.cost.contention import Contention
+from mpicomp.cost.plans import Contention
 from mpicomp.transport import LocalWorld
 
 ADDED_S = 12e-3

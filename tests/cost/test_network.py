@@ -8,7 +8,7 @@ import pytest
 import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.cost.formulas import slowest, terms
-from mpicomp.cost.network import Network, seen_by_some
+from mpicomp.cost.network_model import Network, sample_views
 from mpicomp.rounds import layout_groups
 
 pytestmark = pytest.mark.quick
@@ -18,7 +18,7 @@ NOISE = 0.05
 
 
 def coefficients(network, compressor, collective, numel, ranks=4):
-    views = seen_by_some(layout_groups(range(ranks), 0)[0])
+    views = sample_views(layout_groups(range(ranks), 0)[0])
     return network.coefficients(
         [bind(compressor, collective).rounds(numel, np.dtype(np.float32), v) for v in views], views
     )
@@ -63,7 +63,7 @@ def test_it_predicts_the_sum_of_rounds(plan):
 def feed(network, plans, steps, random, **true):
     for step in range(steps):
         plan = plans[step % len(plans)]
-        network.drift()
+        network.time_update()
         measured = truth(*plan, **true) * random.lognormal(0, NOISE)
         network.observe(coefficients(network, *plan), measured, NOISE**2, NOISE**2, 0.0, 0.0)
 

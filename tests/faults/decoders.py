@@ -36,9 +36,9 @@ from mpicomp.compressors.wire_format import (
     parse_padded_message,
     write_message,
 )
-from mpicomp.cost.kernels import Alone
+from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import CostModel
-from mpicomp.cost.network import Network
+from mpicomp.cost.network_model import Network
 from mpicomp.errors import DisagreementError, MpicompError
 from mpicomp.places.place import entered
 from mpicomp.policies import POLICIES
@@ -469,7 +469,7 @@ def _checkpoint(rng, fence):
 def _written_cost(rng, path):
     model = CostModel(Network(2))
     for name in ("topk", "dense"):
-        model.kernels[name] = Alone(*rng.random(3))
+        model.kernels[name] = KernelCost(*rng.random(3))
     model.save(path)
 
 

@@ -18,8 +18,7 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.cli import main
 from mpicomp.collectives import bind
-from mpicomp.cost import CostModel, Network
-from mpicomp.cost import kernels as alone
+from mpicomp.cost import CostModel, Network, kernel_costs
 from mpicomp.errors import ConfigurationError, LaunchError
 from mpicomp.places import HOST
 from mpicomp.places.cuda import CudaPlace
@@ -43,7 +42,7 @@ def eager(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(alone, "_ON_DEVICE", (1 << 8, 1 << 10))
+    monkeypatch.setattr(kernel_costs, "_DEVICE_NUMELS", (1 << 8, 1 << 10))
 
 
 def silent(*_):
@@ -66,16 +65,16 @@ def counting(place):
 def test_own_work_is_measured_on_the_device(compressor, collective, eager):
     place = CudaPlace(0)
     clock, readings = counting(place)
-    numbers = alone.measure_alone(bind(compressor, collective), None, compressor.contractive, clock, place)
+    numbers = kernel_costs.measure_kernel(bind(compressor, collective), None, compressor.contractive, clock, place)
     assert all(number >= 0 and np.isfinite(number) for number in numbers)
-    assert len(readings) == 2 * 2 * (alone._WARM + alone._TIMED)
+    assert len(readings) == 2 * 2 * (kernel_costs._WARMUP_STEPS + kernel_costs._TIMED_STEPS)
 
 
 def test_a_step_is_measured_to_its_end(cupy):
     place = CudaPlace(0)
     clock, _ = counting(place)
     other = bind(mpicomp.TopK(ratio=0.5), "allgather")
-    assert alone.measure_alone(bind(TOPK, "allgather"), other, True, clock, place)
+    assert kernel_costs.measure_kernel(bind(TOPK, "allgather"), other, True, clock, place)
 
 
 def test_where_a_bucket_lives_is_no_part_of_what_is_compared(eager):
@@ -100,9 +99,9 @@ def costs(brought, compressor=TOPK, given=None):
 def test_figures_of_a_device_have_names_of_their_own(eager):
     for model in costs([eager.asarray] * 2):
         assert model.kernels
-        assert all(key.endswith(SUFFIX) for known in (model.kernels, model.kernels_learnt) for key in known)
-        assert all(key.endswith(SUFFIX) for key in model.speeds_learnt)
-        assert not any(key.endswith(SUFFIX) for key in model.rounds_learnt)
+        assert all(key.endswith(SUFFIX) for known in (model.kernels, model.kernel_corrections) for key in known)
+        assert all(key.endswith(SUFFIX) for key in model.speed_corrections)
+        assert not any(key.endswith(SUFFIX) for key in model.round_corrections)
         assert CostModel.from_json(model.to_json()).to_json() == model.to_json()
 
 

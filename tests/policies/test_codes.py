@@ -10,7 +10,7 @@ from worlds import Ranks
 
 from mpicomp.collectives import bind
 from mpicomp.cost import CostModel, Network
-from mpicomp.cost.kernels import Alone
+from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import scheme_key
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import codes as module
@@ -64,7 +64,7 @@ def known(own_work):
     code = LGC(**{name: value for name, value in LINEAR.items() if name != "id"} | {"dense_steps": 0})
     for form, seconds in own_work.items():
         scheme = bind(getattr(code, form) if form == "learning" else code, "learned:allreduce")
-        model.kernels[scheme_key(scheme, ladder=True)] = Alone(seconds, 0.0)
+        model.kernels[scheme_key(scheme, ladder=True)] = KernelCost(seconds, 0.0)
     return model
 
 

@@ -137,8 +137,8 @@ def trained():
     cost = CostModel.from_json(json.loads(json.dumps(reducer.cost.to_json())))
     # Own work took no time on that network's clock; here it takes what it takes.
     cost.kernels.clear()
-    cost.speeds_learnt.clear()
-    cost.kernels_learnt.clear()
+    cost.speed_corrections.clear()
+    cost.kernel_corrections.clear()
     return replace(
         measured([0.02]), cost=cost, buckets=[steps], auto=auto, backward_s=0.02, forward_s=0.01, update_s=0.0
     )

@@ -8,8 +8,8 @@ from networks import INSIDE, Link
 import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.cost import Network
-from mpicomp.cost.network import seen_by_some
-from mpicomp.cost.probe import QUICK, THOROUGH, probe, probe_link
+from mpicomp.cost.link_probe import QUICK, THOROUGH, probe, probe_link
+from mpicomp.cost.network_model import sample_views
 from mpicomp.rounds import Round
 from mpicomp.transport import LocalWorld
 
@@ -86,7 +86,7 @@ def test_long_messages_tell_what_an_operation_takes_that_short_ones_hide():
 def predicted_and_taken(compressor, collective, name, ranks, numel, hosts=None):
     world, network = probed(ranks, Link(*NETWORKS[name]), hosts)
     scheme = bind(compressor, collective)
-    views = seen_by_some(world.transports[0].group)
+    views = sample_views(world.transports[0].group)
     predicted = network.seconds(network.coefficients([scheme.rounds(numel, F4, view) for view in views], views))
     return predicted, seconds_of(world, scheme, numel)
 
@@ -121,7 +121,7 @@ def test_messages_for_which_libraries_have_another_algorithm_are_expected_to_tak
 
 def test_links_inside_hosts_are_told_from_those_between():
     world, network = probed(8, Link(5e-5, 1e9), hosts=[0, 0, 0, 0, 1, 1, 1, 1])
-    views = seen_by_some(world.transports[0].group)
+    views = sample_views(world.transports[0].group)
 
     def seconds(group, peers):
         task = Round("sendrecv", (1_000_000, 1_000_000), F4, group=group, peers=peers)

@@ -1,0 +1,110 @@
+"""Kernel seconds of a scheme between its rounds, measured without other ranks on short arrays and extrapolated.
+
+On a device they include the copies of messages on their way to MPI, as in a step.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import Context, Scheme, bind
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.places import HOST, Place
+from mpicomp.rounds import Group
+from mpicomp.transport.local import LocalWorld
+from mpicomp.transport.routes import at
+from mpicomp.workspace import Workspace
+
+# Elements of the two measured arrays: squares, since compressors of matrices are measured on square ones.
+_HOST_NUMELS = (1 << 14, 1 << 18)
+_DEVICE_NUMELS = (1 << 18, 1 << 22)  # shorter ones take as long as their launches
+_WARMUP_STEPS = 3  # in which thresholds settle
+_TIMED_STEPS = 3  # whose median counts
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """Kernel seconds of a scheme without other ranks, affine in the elements and in the kept ones.
+
+    Attributes
+    ----------
+    fixed, per_element, per_kept : float
+        Seconds; ``per_kept`` is 0 for a scheme of one ratio.
+    """
+
+    fixed: float
+    per_element: float
+    per_kept: float = 0.0
+
+    def seconds(self, numel: int, count: int) -> float:
+        """Return the seconds for an array of ``numel`` elements of which ``count`` are kept."""
+        return self.fixed + numel * self.per_element + count * self.per_kept
+
+
+def measure_kernel(
+    scheme: Scheme[Any], other: Scheme[Any] | None, feedback: bool, clock: Callable[[], float], place: Place = HOST
+) -> tuple[float, float, float]:
+    """Measure a scheme in a world of one rank; return the numbers of `KernelCost`.
+
+    Parameters
+    ----------
+    scheme, other : Scheme
+        The scheme, and the same at a higher ratio, if there is one, for the seconds per kept element.
+    feedback : bool
+        Whether a residual is added.
+    clock : callable
+        Returns seconds; on the clock of a simulated network kernels take none.
+    place : Place
+        Where to measure.
+    """
+    few, many = _HOST_NUMELS if place is HOST else _DEVICE_NUMELS
+    scheme_few, scheme_many = _bound(scheme, few), _bound(scheme, many)
+    short_s = _median_s(scheme_few, few, feedback, clock, place)
+    long_s = _median_s(scheme_many, many, feedback, clock, place)
+    per_kept = 0.0
+    if other is not None:
+        other_many = _bound(other, many)
+        counts = [bound.compressor.expected(many) for bound in (scheme_many, other_many)]
+        other_s = _median_s(other_many, many, feedback, clock, place)
+        per_kept = max(0.0, (other_s - long_s) / (counts[1] - counts[0]))
+        per_kept = min(per_kept, 0.9 * long_s / counts[0])  # the elements take some of the seconds, too
+        short_s -= per_kept * scheme_few.compressor.expected(few)
+        long_s -= per_kept * counts[0]
+    per_element = max(long_s - short_s, 0.1 * long_s) / (many - few)
+    return max(short_s - few * per_element, 0.0), per_element, per_kept
+
+
+@functools.lru_cache(maxsize=len(_HOST_NUMELS + _DEVICE_NUMELS))
+def _arrays(numel: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return a gradient and a residual, cached and read-only: drawing them takes as long as a measurement."""
+    random = np.random.default_rng(0)
+    return random.laplace(size=numel).astype(np.float32), random.laplace(size=numel).astype(np.float32)
+
+
+def _bound(scheme: Scheme[Any], numel: int) -> Scheme[Any]:
+    """Return a scheme for one square matrix, without its compressor's warm-up."""
+    side = math.isqrt(numel)
+    return bind(scheme.compressor.bind(["gradient"], [numel], [(side, side)], warm_up=False), scheme.id)
+
+
+def _median_s(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float], place: Place) -> float:
+    transport = LocalWorld(1).transports[0]
+    gradient, residual = (place.bring(array) for array in _arrays(numel))
+    buffer = place.empty(numel + TRAILER, np.float32)
+    memory: dict[str, Any] = {}
+    workspace = Workspace(place)
+    seconds = []
+    for step in range(_WARMUP_STEPS + _TIMED_STEPS):
+        context = Context(group=Group(0, 1), step=step, memory=memory, workspace=workspace)
+        place.wait()  # a step begins after the end of the one before
+        start = clock()
+        accumulated = GradientWithResidual(buffer, residual if feedback else None, [Piece(0, gradient)])
+        transport.run(at(place, scheme.exchange(accumulated, context)))
+        place.wait()
+        seconds.append(clock() - start)
+    return float(np.median(seconds[_WARMUP_STEPS:]))
