@@ -252,9 +252,8 @@ def sample_views(group: Group) -> tuple[Group, ...]:
     """Return the group of all ranks as some of them see it, the same ones on every rank."""
     half = (_SAMPLED_RANKS if group.size <= _LARGE_GROUP else _FEW_SAMPLED_RANKS) // 2
     ranks = range(group.size)
-    if group.size > _SAMPLED_RANKS:
-        ranks = {*range(half), *range(group.size - half, group.size)}
-    return tuple(group.seen_by(rank) for rank in sorted(ranks))
+    sampled = ranks if group.size <= _SAMPLED_RANKS else (*ranks[:half], *ranks[-half:])
+    return tuple(group.seen_by(rank) for rank in sampled)
 
 
 def _first_term(group: str, operation: str) -> int:
