@@ -59,7 +59,7 @@ def measure(
     """Measure everything, cell by cell. Collective."""
     bench = _Bench(settings, transport, model, say, place)
     found: list[dict[str, Any]] = []
-    with _unwatched():
+    with _without_warnings():
         for numel in settings.numels:
             found += bench.array(numel, lambda rows: done([*found, *rows]))  # noqa: B023, called before it changes
     return found
@@ -112,9 +112,9 @@ class _Bench:
         named = plans_of(Dense(), settings.collectives, flat) if Dense() in settings.compressors else []
         dense_plans += [plan for plan in named if plan not in dense_plans]
         dense = self._expect(dense_plans, numel)
-        apart = differing_settings([compressor.get_config() for compressor in settings.compressors])
+        differences = differing_settings([compressor.get_config() for compressor in settings.compressors])
         others = []
-        for compressor, words in zip(settings.compressors, apart, strict=True):
+        for compressor, words in zip(settings.compressors, differences, strict=True):
             late = compressor.bind([], [], warm_up=False)
             plans = plans_of(late, settings.collectives, flat) if compressor != Dense() else []
             others.append(self._expect(plans, numel, words))
@@ -122,7 +122,7 @@ class _Bench:
         self._time_all(dense, everything, [], gradients)
         rows = rows_of(dense, dense)
         done(rows)
-        for compressor, words, timings in zip(settings.compressors, apart, others, strict=True):
+        for compressor, words, timings in zip(settings.compressors, differences, others, strict=True):
             self._time_all(timings, [*dense, *timings], dense, gradients)
             if settings.auto:
                 timings.append(self._auto(Plan(compressor, AUTO), words, [*dense, *timings], dense, gradients))
@@ -300,8 +300,8 @@ def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float
 
 
 @contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
-    """Keep back warnings that a training falls behind: these gradients train nothing."""
+def _without_warnings() -> Iterator[None]:
+    """Silence warnings of a training that loses progress: these gradients train nothing."""
     log = logging.getLogger("mpicomp.watch")
     before = log.level
     log.setLevel(logging.ERROR)

@@ -123,8 +123,8 @@ def measure(settings: Settings, place: Place = HOST) -> list[dict[str, Any]]:
 
         copy.reset()
         take_turns(measured, copy, settings.repeats, busy_clock)
-        for row, behind in zip(rows, rows_of(measured, copy, settings.numel), strict=True):
-            row |= {"behind_s": behind["median_s"], "behind_copies": behind["copies"]}
+        for row, queued in zip(rows, rows_of(measured, copy, settings.numel), strict=True):
+            row |= {"behind_s": queued["median_s"], "behind_copies": queued["copies"]}
         return rows
 
 
@@ -222,7 +222,7 @@ def _rank_messages(
     bucket = make_bucket(numel, compressor, True)
     messages = []
     for rank in range(_RANKS):
-        settled.give(bucket, shift=rank * short.numel // _RANKS)
+        settled.fill(bucket, shift=rank * short.numel // _RANKS)
         accumulated, context = bucket.accumulate([gradients.fresh()]), Context(group=Group(rank, rank + 1))
         selection = compressor.select(accumulated, context)
         messages.append(write_plain(selection, accumulated, context))

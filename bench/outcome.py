@@ -34,10 +34,9 @@ class Outcome:
     collective: str
     median_step_s: float  # medians over all steps that are timed
     phases_s: dict[str, float]
-    # Mean own seconds over them of choosing plans and learning from their times. Mostly a part of ``other``
+    # Mean seconds a step of choosing plans and learning from their times; mostly a part of ``other``
     choosing_s: float
-    # Over those of the second half where what is run might change: they are compared with ``own_probe``, which is of
-    # that half
+    # Of the second half where plans might change, since ``exchange_probe`` is of that half
     late_step_s: float
     late_phases_s: dict[str, float]
     sent_bytes: int
@@ -46,7 +45,7 @@ class Outcome:
     once_bytes: int
     gain: float | None
     # The run's exchange and the fastest dense one by themselves; None where they were not asked for
-    own_probe: Probe | None
+    exchange_probe: Probe | None
     dense_probe: Probe | None
     steps_timed: int
     ratios: list[float]  # kept fraction of the whole in every step
@@ -69,10 +68,10 @@ class Outcome:
     @property
     def exchange_s(self) -> float | None:
         """Seconds of the exchange a step: kernels as they ran in steps, and rounds as the probe measured them."""
-        if self.own_probe is None:
+        if self.exchange_probe is None:
             return None
         phases = self.late_phases_s
-        return phases["compress"] + self.own_probe.rounds_s / self.every + phases["decode"]
+        return phases["compress"] + self.exchange_probe.rounds_s / self.every + phases["decode"]
 
     @property
     def dense_step_s(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Replay of another run's plans, to time them on this network without choosing them anew."""
+"""Replay of the plans of another run, to time them on this network without choosing them again."""
 
 import hashlib
 import json
@@ -134,7 +134,7 @@ class Replay(Policy):
         self._step = int(state.get("step", 0))
 
     def get_config(self) -> dict[str, Any]:
-        """See `Policy.get_config`, with a digest of the plans: ranks that have read different ones are told so."""
+        """See `Policy.get_config`, with a digest of the plans: ranks that have read different ones raise an error."""
         plans = [[(bucket["compressor"], bucket["collective"]) for bucket in buckets] for buckets in self._recorded]
         digest = hashlib.blake2b(json.dumps(plans).encode(), digest_size=8).hexdigest()
         return super().get_config() | {"plans": digest}

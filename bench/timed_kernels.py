@@ -68,7 +68,7 @@ class Compress(Kernel):
     def prepare(self) -> None:
         if self.settled is not None:
             self.settled.advance()
-            self.settled.give(self.bucket)
+            self.settled.fill(self.bucket)
         self.gradient = self.gradients.fresh()
 
     def run(self) -> None:

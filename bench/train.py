@@ -194,13 +194,13 @@ def train(
         collective = ran[0] if len(ran) == 1 else settings.collective
         probed, named, cost = compressor, settings.collective, reducer.cost
     steady = probed.bind([], [], warm_up=False)
-    own_probe = dense_probe = None
+    exchange_probe = dense_probe = None
     if settings.probes:
         there: dict[str, Any] = {
             "bring": (lambda array: torch.from_numpy(array).to(device)) if device.type == "cuda" else np.asarray,
             "wait": replica.finish,
         }
-        own_probe = probe(steady, named, numel, transport, cost=cost, **there)
+        exchange_probe = probe(steady, named, numel, transport, cost=cost, **there)
         dense_probe = probe_dense(numel, transport, **there)
     totals = gather(np.array([sent, wire, dense_wire], np.float64), transport).mean(axis=0)
     layers = choices.layers(gather(choices.sums(), transport))
@@ -229,7 +229,7 @@ def train(
         dense_wire_bytes=round(totals[2]),
         once_bytes=once_bytes,
         gain=float(np.mean(gains)) if gains else None,
-        own_probe=own_probe,
+        exchange_probe=exchange_probe,
         dense_probe=dense_probe,
         steps_timed=made - skipped,
         ratios=choices.ratios,

@@ -13,27 +13,26 @@ _ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as
 def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "quality") -> str:
     """Return whether compression paid in seconds, and the delay of gradients; where plans changed, of the second half.
 
-    What a delay costs in quality only a dense run beside this one tells: it is told where there is one, and else that
-    it was not compared.
+    With a dense run of the same seed the verdict has both qualities; without one it says that they were not compared.
     """
     if outcome.ranks == 1:
         return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
     compressed = [plan.share for plan in outcome.late_plans if not _is_exact(plan.compressor)]
-    said = [_judge_seconds(outcome)]
+    parts = [_judge_seconds(outcome)]
     if sum(compressed) >= 1 - _ALWAYS:
-        said.append(_late(outcome.delay, dense is not None))
+        parts.append(_late(outcome.delay, dense is not None))
     if dense is not None:
-        said.append(
+        parts.append(
             f"{quality_name} {outcome.quality:.4f}, and {dense.quality:.4f} with dense exchange from the same seed, "
             f"whose steps took {dense.median_step_s:.3f} s"
         )
     slowest = outcome.slowest
     if slowest is not None and slowest.matters(outcome.median_step_s, _NOISE):
-        said.append(
+        parts.append(
             f"rank {slowest.rank} is slow: a step takes it {slowest.costs_s:.3f} s more work than the middle rank, and "
             "the others wait for it"
         )
-    return "; ".join(said)
+    return "; ".join(parts)
 
 
 def _is_exact(compressor: Compressor) -> bool:
@@ -105,10 +104,10 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
         f"dense ring {outcome.dense_wire_bytes / made:,.0f}",
         f"bytes at the start, once: {outcome.once_bytes:,}",
     ]
-    if outcome.own_probe is not None and outcome.dense_probe is not None:
+    if outcome.exchange_probe is not None and outcome.dense_probe is not None:
         lines.append(
             f"an exchange without waiting: {outcome.exchange_s:.4f} s; dense {outcome.dense_probe.seconds:.4f} s "
-            f"by {outcome.dense_probe.collective}, the fastest (medians of {outcome.own_probe.repeats} and "
+            f"by {outcome.dense_probe.collective}, the fastest (medians of {outcome.exchange_probe.repeats} and "
             f"{outcome.dense_probe.repeats})"
         )
     if outcome.gain is not None:

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from lab_jobs import Network, check_lab, run_in_lab
 from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
+from mpicomp.bench.simulate.compute_time import ComputeTime
 from mpicomp.bench.simulate.measured import Measured, read
-from mpicomp.bench.simulate.own_work import OwnWork
 from mpicomp.bench.simulate.rows import Plan, Simulation
 from mpicomp.bench.simulate.topology import Links, Topology
 
@@ -143,10 +143,10 @@ def predict(measured: Measured, hosts: int, network: Network) -> list[dict[str, 
     share = 8 / parse_bandwidth(fitted.bandwidth) / measured.cost.network.seconds_per_byte
     links = Links(8 / parse_bandwidth(network.bandwidth) / share, parse_latency(network.latency) * 1e-9 + added)
     topology = Topology(hosts, 1, measured.cost.network, measured.ranks, links)
-    # Ranks of a lab share the cores of one machine, which is this one, and sleep where a training computes: own work
+    # Ranks of a lab share the cores of one machine, which is this one, and sleep where a training computes: computation
     # takes what it takes here, as many times longer as there are ranks for a core.
     crowd = max(1.0, hosts / len(os.sched_getaffinity(0)))
-    simulation = Simulation(measured, topology, OwnWork(CostModel(measured.cost.network), crowd))
+    simulation = Simulation(measured, topology, ComputeTime(CostModel(measured.cost.network), crowd))
     rows = []
     for config, collective in PLANS:
         plan = Plan(get_compressor(config), collective)

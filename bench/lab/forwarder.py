@@ -1,7 +1,7 @@
 """Cables in user space: a rate without bursts, and a delay, which the kernel's shapers cannot do.
 
 Every host's eth0 is a TUN device. A process of its own reads what hosts send, holds each packet for the time that
-it takes on two cables and in between, and gives it to its host.
+it takes on two cables and in between, and delivers it to its host.
 """
 
 import fcntl
@@ -70,10 +70,10 @@ class Forwarder:
         half_latencies = [link.latency_ns // 2 for link in links]
         self._shared[:] = struct.pack(f"{2 * len(links)}q", *picoseconds, *half_latencies)
 
-    def _forward(self, told: int) -> None:
+    def _forward(self, ready: int) -> None:
         hosts = len(self._pids)
         descriptors = [_open_device(pid) for pid in self._pids]
-        os.write(told, b"made")
+        os.write(ready, b"made")
         # Only here: it takes half a second, and no other process of the lab needs it.
         os.environ.pop("NUMBA_DISABLE_JIT", None)
         import numpy as np
@@ -87,7 +87,7 @@ class Forwarder:
         arguments = (np.array(descriptors, np.int32), shared[0], shared[1], prefix, slots, lost)
         switch.prepare(arguments)
         namespaces.run_realtime(_PRIORITY)
-        os.write(told, b"runs")
+        os.write(ready, b"runs")
         switch.forward(*arguments)
 
 

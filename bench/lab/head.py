@@ -158,18 +158,18 @@ def main(settings: Settings, mpi: str, launcher: Path, life: int, report: int) -
     `report` is the write end of one to the caller, for a JSON object: `error`, or `hosts` and `wall_s`.
     """
 
-    def tell(values: dict[str, object]) -> None:
+    def report_to_caller(values: dict[str, object]) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(report, json.dumps(values).encode())
 
-    # The caller hears of signals and passes them on by `life`.
+    # The caller receives signals and forwards them by `life`.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     head = Head(settings, mpi, launcher)
     try:
         head.make()
     except OSError as error:
-        tell({"error": str(error)})
+        report_to_caller({"error": str(error)})
         return 2
     before = head.counters()
     status, wall_s = head.run(life)
@@ -179,5 +179,5 @@ def main(settings: Settings, mpi: str, launcher: Path, life: int, report: int) -
         for index, (first, last) in enumerate(zip(before, head.counters(), strict=True)):
             passed: dict[str, object] = {key: value - first[key] for key, value in last.items()}
             hosts.append({"host": network.host_name(index), **passed})
-    tell({"hosts": hosts, "wall_s": wall_s})
+    report_to_caller({"hosts": hosts, "wall_s": wall_s})
     return status

@@ -55,7 +55,7 @@ def environment(mpi: str, hosts: int, ppn: int, caller: Mapping[str, str]) -> di
     """Return the environment of the job: the caller's, with MPI held to eth0.
 
     What chooses the interface is set in any case, for a job that goes around the shaped links would not be
-    measured at all; the rest only where the caller has said nothing.
+    measured at all; the rest only where the caller has not set it.
     """
     result = dict(caller)
     result["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), caller.get("PATH", os.defpath)])

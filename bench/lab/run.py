@@ -1,4 +1,4 @@
-"""Runs a command on an emulated cluster, and leaves nothing behind."""
+"""Runs a command on an emulated cluster, and removes all of it afterwards."""
 
 import contextlib
 import json

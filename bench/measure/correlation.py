@@ -10,7 +10,7 @@ comes out depends on them:
   the other rank's elements in random order, between which nothing is shared: this is the control.
 
 Information also counts what two gradients share without pointing in the same direction: it is above its control where
-large elements of one lie where those of the other are large, whatever their signs. The correlation tells of directions.
+large elements of one lie where those of the other are large, whatever their signs. The correlation is about directions.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class Common:
 
     @property
     def share(self) -> float:
-        """The information's share of the entropy, which the paper gives; 0 where there is no entropy."""
+        """The information's share of the entropy, as in the paper; 0 where there is no entropy."""
         return self.information / self.entropy if self.entropy > 0 else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Timed steps of one plan, which all ranks begin together, with the seconds of each on every rank."""
+"""Timed steps of one plan, which all ranks begin at once, with the seconds of each on every rank."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -61,7 +61,7 @@ class Residuals:
         if key not in self._settled:
             self._settled[key] = Settled(compressor, Gradients(size, seed=self._rank))
         bucket = make_bucket(numel, compressor, True)
-        self._settled[key].give(bucket)
+        self._settled[key].fill(bucket)
         ((_, residual),) = bucket.residuals()
         return {"schema": _STATE, "step": 0, "residuals": {NAME: residual}}
 
@@ -69,7 +69,7 @@ class Residuals:
 class Runner:
     """A plan with a reducer of its own, whose residual is in its steady state.
 
-    Collective: all ranks make one, step it, and drop it together.
+    Collective: all ranks make one, step it, and drop it.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class Runner:
         if check:
             self.catch_up()
             after = None if before is None else reducer.residual(NAME)
-            told = gather(statement(to_host(gradient), before, after, to_host(mean)), self._transport)
-            self.checks.append(judge(told, self._lossless))
+            statements = gather(statement(to_host(gradient), before, after, to_host(mean)), self._transport)
+            self.checks.append(judge(statements, self._lossless))
 
     def catch_up(self) -> None:
         """Meet the other ranks, and receive the seconds of their last steps. Collective."""

@@ -39,7 +39,7 @@ class Selecting:
     numel: int  # length of the array
     # Its workspace is where the array is; that place is current while a step is done
     context: Context = field(default_factory=Context)
-    finite: bool = False  # whether gradients are known to be finite: then nobody waits to be told
+    finite: bool = False  # whether gradients are known to be finite: then nobody waits for the check
 
     def __post_init__(self) -> None:
         compressor = self.compressor.bind(["gradient"], [self.numel])
@@ -87,7 +87,7 @@ class Selecting:
 def write_plain(
     selection: Selection, accumulated: GradientWithResidual, context: Context, wire: Wire = _PLAIN
 ) -> NDArray[np.uint8]:
-    """Write the message of a selection into the workspace, as plain 32-bit pairs if not said otherwise."""
+    """Write the message of a selection into the workspace, as plain 32-bit pairs by default."""
     numel, dtype = accumulated.numel, accumulated.dtype
     out = context.workspace.array("message", message_bytes(selection.indices.size, numel, dtype, wire), np.uint8)
     flags, moments = STALE * accumulated.stale, accumulated.device_moments
@@ -152,7 +152,7 @@ class Settled:
         """Do one more step: some compressors swing between too much and too little."""
         self._selecting.step(self._bucket, self._gradients.fresh(), message=False)
 
-    def give(self, bucket: Bucket, shift: int = 0) -> None:
+    def fill(self, bucket: Bucket, shift: int = 0) -> None:
         """Make the residual of a long array like this one's, which may begin elsewhere."""
         for (_, settled), (_, residual) in zip(self._bucket.residuals(), bucket.residuals(), strict=True):
             if settled.size:

@@ -67,7 +67,7 @@ def is_narrow(samples: Sequence[float]) -> bool:
 def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % interval of a median over another one's, of samples that were taken in turn.
 
-    By bootstrap: pairs are drawn anew, with repetition, so that what fell on both of a pair alike falls out.
+    By bootstrap: pairs are drawn with repetition, so that what fell on both of a pair alike falls out.
 
     Examples
     --------
@@ -90,7 +90,7 @@ def block_interval(
 ) -> tuple[float, float] | None:
     """Return the 95 % interval of a statistic of samples that were taken block by block, in turn.
 
-    By bootstrap: whole blocks are drawn anew, with repetition and of all samples alike. Steps of a block are like each
+    By bootstrap: whole blocks are drawn with repetition, the same ones of all samples. Steps of a block are like each
     other, and what fell on all blocks of a round alike falls out.
 
     Examples

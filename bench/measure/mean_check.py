@@ -1,4 +1,4 @@
-"""Whether a mean is right, told from a few sums, so that no array of a rank has to travel.
+"""Check of a mean by a few sums, so that no array of a rank has to travel.
 
 Each rank adds up, with random signs that all ranks share, what it put in and what it kept: gradient, plus residual
 before, minus residual after. Over all ranks these sums are the ranks times the same sums of the mean, or something was

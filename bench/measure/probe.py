@@ -46,7 +46,7 @@ def probe(
     bring: Callable[[NDArray[np.float32]], Any] = np.asarray,
     wait: Callable[[], None] = _nothing,
 ) -> Probe:
-    """Exchange ``numel`` float32 some times, the ranks starting together. Collective.
+    """Exchange ``numel`` float32 some times, all ranks starting at once. Collective.
 
     A slow network is measured fewer times: what has taken several seconds is not repeated. Nor is what takes three
     times as long as ``best_s``, the same on all ranks, when it is warm. ``cost`` is what a collective that is to be

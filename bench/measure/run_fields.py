@@ -4,7 +4,7 @@ from typing import Annotated, Any, TypedDict
 
 
 class Line(TypedDict):
-    """What a line of ``--metrics`` has beside the fields of `mpicomp.StepRecord`, or in their place."""
+    """Fields of a line of ``--metrics`` that `mpicomp.StepRecord` does not have, or has in another form."""
 
     schema: Annotated[int, "version of this table, 1; it changes when a field changes its meaning or goes"]
     seconds: Annotated[float, "the whole step: gradient to update"]

@@ -98,7 +98,7 @@ class TimedPlan:
     numel: int
     ranks: int  # that took part
     hosts: int
-    # What tells its compressor from others of the same name; see `differing_settings` of `config_diff`
+    # What tells its compressor from others of the same name; see `differing_settings`
     settings: str = ""
     device: str = "cpu"  # where gradients are, ``"cpu"`` or ``"gpu"``
     expected_s: float | None = None  # seconds that a cost model predicted before it was run

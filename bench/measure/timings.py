@@ -1,4 +1,4 @@
-"""Seconds that ranks have taken for each step, brought together and put into medians."""
+"""Seconds of each step on every rank: gathered, and their medians."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class Timings:
     def everyones(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:
         """Return every rank's rows, as means over the steps between ends; shape (ranks, ends, columns). Collective.
 
-        Steps behind the last end are left out.
+        Steps after the last end are left out.
         """
         everyones = gather(np.array(self.rows, np.float64), transport)
         sums = np.cumsum(everyones, axis=1)[:, np.array(ends) - 1]

@@ -1,4 +1,4 @@
-"""What ``auto`` runs among ranks that are not here: the policy itself, which hears of simulated steps."""
+"""Plans that ``auto`` runs among simulated ranks: the policy itself, which receives reports of simulated steps."""
 
 import time
 from typing import Any
@@ -36,32 +36,32 @@ def choose(
     group = topology.group(0)
     transport = _Transport(group, {}, lambda task, group: 0.0)
 
-    def take(scheme: Scheme[Any], shape: Shape) -> Seconds:
-        told = exchanges.seconds(scheme, shape.numel, shape.dtype)
-        assert told is not None, "there is no limit"
-        return told
+    def seconds_of(scheme: Scheme[Any], shape: Shape) -> Seconds:
+        seconds = exchanges.seconds(scheme, shape.numel, shape.dtype)
+        assert seconds is not None, "there is no limit"
+        return seconds
 
-    drive(policy.start(shapes, transport), _alike)
+    drive(policy.start(shapes, transport), _echo)
     now, done = 0.0, []
     for step in range(_STEPS):
-        drive(policy.refresh(transport), _alike)
+        drive(policy.refresh(transport), _echo)
         plans = [policy.plan(bucket) for bucket in range(len(shapes))]
-        told = [take(plan.scheme, shape) for plan, shape in zip(plans, shapes, strict=True)]
-        ready, end = ends(measured, [seconds.whole for seconds in told], overlap)
+        exchanged = [seconds_of(plan.scheme, shape) for plan, shape in zip(plans, shapes, strict=True)]
+        ready, end = ends(measured, [seconds.whole for seconds in exchanged], overlap)
         times = np.array(
             [
                 (now + finish - seconds.whole, now + finish, seconds.compute, now + start)
-                for start, finish, seconds in zip(ready, end, told, strict=True)
+                for start, finish, seconds in zip(ready, end, exchanged, strict=True)
             ]
         )[None]
         delivered = [Delivered(1.0, 1.0, float(shape.numel)) for shape in shapes]
         policy.deliver(step, delivered)
         policy.learn(StepReport(step, None, plans, delivered, times, {}))
         now += end[-1] + measured.update_s
-        done.append((end[-1], step, plans, told))
+        done.append((end[-1], step, plans, exchanged))
     steady = sorted(done[-_STEADY:], key=lambda step: step[:2])
-    _, _, plans, told = steady[len(steady) // 2]
-    return plans, told
+    _, _, plans, exchanged = steady[len(steady) // 2]
+    return plans, exchanged
 
 
 class _Transport(LocalTransport):
@@ -74,13 +74,13 @@ class _Transport(LocalTransport):
         return time.thread_time()
 
 
-def _alike(asked: Request) -> object:
+def _echo(request: Request) -> object:
     """Answer a round as if all ranks had sent what this one sends."""
-    assert isinstance(asked, Round)
-    recv = asked.recv
+    assert isinstance(request, Round)
+    recv = request.recv
     if recv is None:
-        return np.empty(0, asked.dtype)
-    send = asked.send
+        return np.empty(0, request.dtype)
+    send = request.send
     if send is not None and send.size:
         recv[:] = np.resize(send, recv.size)
     return recv

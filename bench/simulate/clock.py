@@ -1,9 +1,9 @@
 """Rounds under a clock: the seconds that a scheme's rounds take some ranks.
 
-Ranks that do the same are taken together. All are at the same place of their rounds, and the slowest one's seconds are
-those of all: a rank that is ahead waits for the others, as in every exchange that has to deliver the same mean to all.
-So of an operation of a library some ranks stand for all, and of rounds with partners all ranks of some hosts, which
-share the hosts' links.
+One of the ranks that do the same stands for all of them. All are at the same round, and the seconds of the slowest one
+are those of all: a rank that is ahead waits for the others, as in every exchange that delivers the same mean to all. Of
+a library's operation a few ranks stand for all, and of rounds with partners all ranks of a few hosts, which share the
+hosts' links.
 """
 
 import math
@@ -54,7 +54,7 @@ class Clock:
         self._units: dict[tuple[str, str], tuple[float, float]] = {}
 
     def seconds(self, scheme: Scheme[Any], numel: int, dtype: np.dtype[Any], most: float = math.inf) -> float:
-        """Return the seconds of a scheme's rounds for an array, its own work left out.
+        """Return the seconds of a scheme's rounds for an array, without computation.
 
         Where they are found to be more than ``most`` before all is known, infinity.
         """

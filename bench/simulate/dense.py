@@ -36,7 +36,7 @@ class Timed:
     collective: str
     ranks: int  # that took part
     numel: int  # elements of the array
-    own_s: float  # median over exchanges of the slowest rank's own work
+    own_s: float  # median over exchanges of the slowest rank's computation
     rounds_s: float  # median of the rest, from the last rank's start to the last rank's end
 
     def to_json(self) -> dict[str, Any]:
@@ -99,12 +99,12 @@ def _meet(transport: Transport) -> None:
 
 def _of_first(found: list[Timed], transport: Transport) -> list[Timed]:
     """Return what rank 0 has found, on all ranks. Collective."""
-    told = transport.run(from_one({"timed": [timed.to_json() for timed in found]}, transport.group, "simulate"))
-    return [Timed.from_json(content) for content in told["timed"]]
+    shared = transport.run(from_one({"timed": [timed.to_json() for timed in found]}, transport.group, "simulate"))
+    return [Timed.from_json(content) for content in shared["timed"]]
 
 
 def _exchange(reducer: Reducer, gradient: dict[str, Any], transport: Transport) -> tuple[float, float]:
-    """Return the seconds of the slowest rank's own work and those of the rest."""
+    """Return the seconds of the slowest rank's computation and those of the rest."""
     gather(np.zeros(1), transport)  # nobody starts before the others are there
     began = time.perf_counter()
     reducer.reduce(gradient)
@@ -117,7 +117,7 @@ def _exchange(reducer: Reducer, gradient: dict[str, Any], transport: Transport) 
 
 
 class Corrections:
-    """What dense exchanges took over what is told of them, for some number of ranks.
+    """Ratios of the measured seconds of dense exchanges to the predicted ones, for a number of ranks.
 
     Libraries have other algorithms where ranks are a power of two, so it is taken from the nearest number of ranks that
     is one as well, or is none as well, where there is one.
@@ -143,7 +143,7 @@ class Corrections:
         return scheme.compressor == Dense() and scheme.id in self._timed
 
     def own_s(self, scheme: Scheme[Any], numel: int) -> float:
-        """Return the seconds of own work, for each element as many as at the nearest length."""
+        """Return the seconds of computation, with as many an element as at the nearest length."""
         return numel * self._at(numel, scheme, (timing.own_s / timing.numel for timing in self._timed[scheme.id]))
 
     def factor(self, scheme: Scheme[Any], numel: int) -> float:

@@ -70,7 +70,7 @@ class Measured:
     task: str  # what was trained
     ranks: int  # of the run
     hosts: int
-    cost: CostModel  # links, operations and own work of schemes
+    cost: CostModel  # links, operations and computation of schemes
     forward_s: float  # medians over steps of the slowest rank
     backward_s: float
     update_s: float

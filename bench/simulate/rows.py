@@ -1,4 +1,4 @@
-"""Rows of a simulation: what plans take among ranks, beside dense exchange and beside none."""
+"""Rows of a simulation: seconds of plans among ranks, compared with dense exchange and with none."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.simulate.automatic import choose
+from mpicomp.bench.simulate.compute_time import ComputeTime
 from mpicomp.bench.simulate.measured import Bucket, Measured
-from mpicomp.bench.simulate.own_work import OwnWork
 from mpicomp.bench.simulate.steps import Exchanges, Seconds, step_seconds
 from mpicomp.bench.simulate.topology import Topology
 
@@ -42,18 +42,19 @@ class Plan:
 class Simulation:
     """Simulates plans among the ranks of one topology."""
 
-    def __init__(self, measured: Measured, topology: Topology, own_work: OwnWork) -> None:
+    def __init__(self, measured: Measured, topology: Topology, compute_time: ComputeTime) -> None:
         self._measured = measured
         self._topology = topology
-        self._exchanges = Exchanges(topology, own_work, measured.corrections(topology.ranks))
+        self._exchanges = Exchanges(topology, compute_time, measured.corrections(topology.ranks))
         self._dense: list[tuple[str, Seconds]] | None = None
 
     def row(self, plan: Plan, overlap: bool) -> dict[str, Any]:
         """Return a row; docs/simulate.md says what is in it."""
         if plan.compressor is None:
-            plans, told = choose(self._measured, self._topology, overlap, self._exchanges)
+            plans, exchanged = choose(self._measured, self._topology, overlap, self._exchanges)
             ran = [
-                (f"{plan.scheme.compressor!r} {plan.scheme.id}", own_s) for plan, own_s in zip(plans, told, strict=True)
+                (f"{plan.scheme.compressor!r} {plan.scheme.id}", seconds)
+                for plan, seconds in zip(plans, exchanged, strict=True)
             ]
         elif plan == Plan(Dense()):
             ran = self._fastest_dense()
@@ -93,9 +94,9 @@ class Simulation:
         best: tuple[str, Seconds] | None = None
         for name in names:
             most = math.inf if best is None else best[1].whole
-            told = self._exchanges.seconds(bind(bound, name), bucket.numel, _DTYPE, most)
-            if told is not None and (best is None or told.whole < best[1].whole):
-                best = f"{compressor!r} {name}", told
+            found = self._exchanges.seconds(bind(bound, name), bucket.numel, _DTYPE, most)
+            if found is not None and (best is None or found.whole < best[1].whole):
+                best = f"{compressor!r} {name}", found
         assert best is not None
         return best
 
@@ -104,9 +105,9 @@ def simulate(
     measured: Measured, topologies: Sequence[Topology], plans: Sequence[Plan], overlaps: Sequence[bool]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each topology, plan and kind of overlap, as soon as it is known."""
-    own_work = OwnWork(measured.cost)
+    compute_time = ComputeTime(measured.cost)
     for topology in topologies:
-        simulation = Simulation(measured, topology, own_work)
+        simulation = Simulation(measured, topology, compute_time)
         for plan in plans:
             for overlap in overlaps:
                 yield simulation.row(plan, overlap)

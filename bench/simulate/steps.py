@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.simulate.clock import Clock
+from mpicomp.bench.simulate.compute_time import ComputeTime
 from mpicomp.bench.simulate.dense import Corrections
 from mpicomp.bench.simulate.measured import Measured
-from mpicomp.bench.simulate.own_work import OwnWork
 from mpicomp.bench.simulate.topology import Topology
 
 from mpicomp.collectives import Scheme
@@ -52,9 +52,9 @@ def step_seconds(measured: Measured, exchanges: Sequence[float], overlap: bool) 
 class Exchanges:
     """Predicts the seconds of exchanges."""
 
-    def __init__(self, topology: Topology, own_work: OwnWork, corrections: Corrections) -> None:
+    def __init__(self, topology: Topology, compute_time: ComputeTime, corrections: Corrections) -> None:
         self._topology = topology
-        self._own_work = own_work
+        self._compute_time = compute_time
         self._corrections = corrections
         self._clock = Clock(topology)
         self._known: dict[tuple[Scheme[Any], int, np.dtype[Any]], Seconds] = {}
@@ -71,6 +71,6 @@ class Exchanges:
             if timed:
                 compute = self._corrections.own_s(scheme, numel)
             else:
-                compute = self._own_work.seconds(scheme, numel, dtype, self._topology)
+                compute = self._compute_time.seconds(scheme, numel, dtype, self._topology)
             self._known[key] = Seconds(compute, rounds)
         return self._known[key]

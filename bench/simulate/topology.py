@@ -66,7 +66,7 @@ class Topology:
             for group in (WORLD, ACROSS):
                 for operation in OPERATIONS:
                     self.network.set_factors(group, operation, 1.0, 1.0, 0.1)
-        elif measured.hosts == measured_ranks:  # a rank a host: groups across hosts were never apart
+        elif measured.hosts == measured_ranks:  # a rank a host: all groups were groups across hosts
             for operation in OPERATIONS:
                 self.network.set_factors(ACROSS, operation, *measured.factors(WORLD, operation), 0.1)
         latency = self.network.latency if links.latency is None else links.latency
@@ -116,7 +116,7 @@ def folding(ranks: int) -> float:
     """Return how many times more bytes an Allreduce takes where ranks are no power of two.
 
     In Rabenseifner's algorithm (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521), ranks beyond the
-    largest power of two give their arrays to partners first, and get the sum at the end.
+    largest power of two send their arrays to partners first, and get the sum at the end.
 
     Examples
     --------

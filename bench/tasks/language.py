@@ -26,7 +26,7 @@ class LanguageTask(Task):
     most four letters, with bytes for what is rare. Whole files are held out. The text differs a little between versions
     of Python, hence so does the loss: compare runs of one installation.
 
-    A task derives from it and gives ``name``, ``length``, ``vocabulary``, ``model`` and ``optimizer``. Its model takes
+    A task derives from it, with ``name``, ``length``, ``vocabulary``, ``model`` and ``optimizer``. Its model takes
     token numbers of shape (samples, length) and returns the logits of each one's next token.
 
     Parameters
@@ -69,8 +69,8 @@ class LanguageTask(Task):
     def shard(self) -> None:
         """Give every rank a stretch of the text of its own, as long as those of the others."""
         self.shards = True
-        together = np.zeros(len(self._train), np.int64)
-        self._sampler = Shards(self.name, together, self.batch_size, self.seed)
+        one_group = np.zeros(len(self._train), np.int64)
+        self._sampler = Shards(self.name, one_group, self.batch_size, self.seed)
 
     def batch(self, step: int, rank: int, ranks: int) -> torch.Tensor:
         """Return token numbers of shape (samples, length + 1): each token is the target of the last."""

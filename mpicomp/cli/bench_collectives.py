@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--collective",
         metavar="X[,..]",
-        help="names from `mpicomp list`, with those that they are built upon as in star-topk:ring; "
+        help="names from `mpicomp list`, with those that they are built on as in star-topk:ring; "
         "all for all that fit; auto for the one that mpicomp chooses at every step (all,auto)",
     )
     parser.add_argument(
@@ -216,7 +216,7 @@ class _Printer:
             self.say("more ranks than cores: seconds of computation, and what waits for it, are not a cluster's")
         resolution, overhead = clock()
         self.say(f"clock: resolution {1e9 * resolution:.0f} ns, timing nothing takes {1e9 * overhead:.0f} ns")
-        self.say("a sample is the slowest rank's time of one exchange, which all ranks begin together")
+        self.say("a sample is the slowest rank's time of one exchange, which all ranks begin at once")
         for compressor in settings.compressors:
             for name in settings.collectives or ():
                 try:

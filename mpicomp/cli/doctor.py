@@ -21,11 +21,11 @@ def run(arguments: argparse.Namespace) -> int:
     launch = launcher.detect()
     report = doctor.examine()
     mpi = abort.running()
-    together = mpi is not None and mpi.COMM_WORLD.Get_size() > 1
+    connected = mpi is not None and mpi.COMM_WORLD.Get_size() > 1
     # Processes that do not find each other are all rank 0; then the launcher's rank decides who prints.
     alone = 0 if launch is None else launch.rank
-    if (mpi.COMM_WORLD.Get_rank() if together else alone) == 0:
+    if (mpi.COMM_WORLD.Get_rank() if connected else alone) == 0:
         print(json.dumps(report, indent=2) if arguments.json else doctor.render(report))
-    elif not together:
+    elif not connected:
         return 0  # a launcher that sees one process fail may end the others, before the first one has printed
     return 1 if report["problems"] else 0

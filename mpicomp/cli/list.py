@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {entry['name']}")
         print(f"    carries {entry['message']} messages of {', '.join(entry['compressors'])}")
         if entry["inner"]:
-            print(f"    built upon another, which may follow a colon: {', '.join(entry['inner'])}")
+            print(f"    built on another, which may follow a colon: {', '.join(entry['inner'])}")
         _print_origin(entry)
     print("policies (defaults in brackets)")
     for entry in policies:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpicomp.bench.simulate.rows import Plan
     from mpicomp.bench.simulate.topology import Links
 
-HELP = "tell the seconds of a step at ranks and networks that are not here, from what one run has measured"
+HELP = "predict the seconds of a step at other ranks and networks, from what one run has measured"
 
 _COMMAND = "simulate"
 _AUTO = "auto"
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--latency", metavar="L", help="of a message between hosts, such as 50us (default: as measured)"
     )
-    parser.add_argument("--switch", metavar="B", help="of all hosts together (default: as much as their links)")
+    parser.add_argument(
+        "--switch", metavar="B", help="of the switch between all hosts (default: as much as their links)"
+    )
     parser.add_argument(
         "--compressor",
         metavar="A[,..]",
@@ -61,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap", choices=("on", "off", "both"), default="on", help="exchange while backward goes on (%(default)s)"
     )
     parser.add_argument(
-        "--bucket-bytes", type=int, metavar="N", help="cut gradients anew for named compressors (default: as recorded)"
+        "--bucket-bytes",
+        type=int,
+        metavar="N",
+        help="cut gradients into other buckets for named compressors (default: as recorded)",
     )
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")
     parser.add_argument("-o", "--output", metavar="F.svg", help="draw speed-ups against ranks and bandwidth")
@@ -116,11 +121,11 @@ def _draw(
     """Draw the picture, and return the rows that it shows."""
     from dataclasses import replace
 
-    from mpicomp.bench.simulate.own_work import OwnWork
+    from mpicomp.bench.simulate.compute_time import ComputeTime
     from mpicomp.bench.simulate.picture import draw
     from mpicomp.bench.simulate.rows import Simulation
 
-    own_work = OwnWork(measured.cost)
+    compute_time = ComputeTime(measured.cost)
     per_byte = links.seconds_per_byte or measured.cost.network.seconds_per_byte
     shown = [plan for plan in plans if plan.title != "dense"]
     grid: list[dict[str, Any]] = []
@@ -128,7 +133,7 @@ def _draw(
         rate = _AROUND ** (2 * place / (_GRID - 1) - 1) / per_byte
         there = replace(links, seconds_per_byte=1 / rate)
         for rank in ranks:
-            simulation = Simulation(measured, _topology(arguments, measured, rank, there), own_work)
+            simulation = Simulation(measured, _topology(arguments, measured, rank, there), compute_time)
             for plan in shown:
                 row = simulation.row(plan, arguments.overlap != "off")
                 names = ("ranks", "plan", "step_s", "dense_step_s", "speedup")

@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "put together what the ranks of a job that died have left of its trace"
+HELP = "merge the parts of a trace that the ranks of a job that died have written"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

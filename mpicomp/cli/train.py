@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="compare ranks' gradients every N steps, and tell how much they have in common (0)",
+        help="compare ranks' gradients every N steps, and report how much they have in common (0)",
     )
     parser.add_argument(
         "--checkpoints",
@@ -264,7 +264,7 @@ def run(arguments: argparse.Namespace) -> int:
                         flush=True,
                     )
                 else:
-                    _tell(outcome, task, settings, arguments, lines if first else None, dense)
+                    _report(outcome, task, settings, arguments, lines if first else None, dense)
             except FileWriteError as error:
                 problem = problem or error
         transport.run(agree(None, problem, transport.group, "train"))
@@ -307,7 +307,7 @@ def _dense(settings: "Settings") -> "Settings":
     return replace(settings, **words, probes=False, compare_every=0, records=False, trace=None)
 
 
-def _tell(
+def _report(
     outcome: "Outcome",
     task: "Task",
     settings: "Settings",
@@ -331,11 +331,11 @@ def _tell(
     if arguments.report is not None:
         from mpicomp.bench.report.write import report_of_run
 
-        beside = None
+        dense_files = None
         if dense is not None:
             dense_object = run_object(task, dense.settings, dense.outcome, judge(dense.outcome))
-            beside = dense_object, dense.lines
-        report_of_run(result, lines, arguments.report, beside)
+            dense_files = dense_object, dense.lines
+        report_of_run(result, lines, arguments.report, dense_files)
 
 
 def _write(path: str, content: Any) -> None:

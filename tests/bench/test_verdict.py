@@ -29,7 +29,8 @@ def outcome(**changed):
         "late_step_s": 0.12,
         "late_phases_s": parts,
         "sent_bytes": 100, "wire_bytes": 100, "dense_wire_bytes": 1000, "once_bytes": 0, "gain": 0.5,
-        "own_probe": Probe("allgather", 0.02, 0.011, 5), "dense_probe": Probe("ring", 0.2, 0.2, 5), "steps_timed": 95,
+        "exchange_probe": Probe("allgather", 0.02, 0.011, 5), "dense_probe": Probe("ring", 0.2, 0.2, 5),
+        "steps_timed": 95,
         "ratios": [0.01] * 100, "plans": [plan], "late_plans": [plan], "layers": [], "delay": 4.9,
     }  # fmt: skip
     return Outcome(**(settings | changed))
@@ -128,7 +129,7 @@ def test_equal_times_make_no_difference():
 
 
 def test_missing_dense_exchange_gives_no_verdict():
-    run = outcome(own_probe=None, dense_probe=None)
+    run = outcome(exchange_probe=None, dense_probe=None)
     assert run.exchange_s is run.dense_step_s is None
     assert judge(run).startswith(
         "none, since no dense exchange was measured: a step took 0.120 s, and 10.0 times fewer"

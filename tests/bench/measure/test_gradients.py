@@ -19,7 +19,7 @@ def test_settled_residual_keeps_its_energy(name):
     settled = Settled(entry, Gradients(NUMEL))
     bucket = make_bucket(NUMEL, entry, True)
     for _ in range(2):
-        settled.give(bucket)
+        settled.fill(bucket)
         energies += [float(np.square(residual).sum()) for _, residual in bucket.residuals()]
         for _ in range(200):
             settled.advance()
@@ -33,13 +33,13 @@ def test_long_residual_repeats_the_short_one():
     short = Gradients(1000)
     settled = Settled(TopK(ratio=0.1), short)
     bucket = make_bucket(2500, TopK(), True)
-    settled.give(bucket)
+    settled.fill(bucket)
     ((_, residual),) = bucket.residuals()
     first = residual[:1000].copy()
     assert np.count_nonzero(first) > 800
     np.testing.assert_array_equal(residual[1000:2000], first)
     np.testing.assert_array_equal(residual[2000:], first[:500])
-    settled.give(bucket, shift=10)
+    settled.fill(bucket, shift=10)
     np.testing.assert_array_equal(residual[10:1010], first)
 
 

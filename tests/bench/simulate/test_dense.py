@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 from mpicomp.bench.simulate.clock import Clock
+from mpicomp.bench.simulate.compute_time import ComputeTime
 from mpicomp.bench.simulate.dense import Timed, time_dense
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured, read
-from mpicomp.bench.simulate.own_work import OwnWork
 from mpicomp.bench.simulate.rows import Plan, Simulation
 from mpicomp.bench.simulate.topology import Links, Topology
 
@@ -35,7 +35,7 @@ def measured(timed):
 
 def exchange_s(steps, ranks=4, links=None, collective="ring", compressor=DENSE):
     topology = Topology(ranks, 1, steps.cost.network, 4, links or Links())
-    row = Simulation(steps, topology, OwnWork(steps.cost)).row(Plan(compressor, collective), overlap=False)
+    row = Simulation(steps, topology, ComputeTime(steps.cost)).row(Plan(compressor, collective), overlap=False)
     return row["exchange_s"]
 
 
@@ -52,7 +52,7 @@ def test_untimed_exchange_is_the_cost_models():
         assert exchange_s(steps, collective="scatter-reduce") >= rounds
     topk = mpicomp.TopK(ratio=0.01)
     told = [exchange_s(steps, collective="star-topk:ring", compressor=topk) for steps in (timed, untimed)]
-    assert told[0] == pytest.approx(told[1], rel=0.5)  # own work is measured each time
+    assert told[0] == pytest.approx(told[1], rel=0.5)  # computation is measured each time
 
 
 def test_correction_carries_over_to_other_links():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mpicomp.bench.simulate.compute_time import ComputeTime, received_bytes
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured, read
-from mpicomp.bench.simulate.own_work import OwnWork, received_bytes
 from mpicomp.bench.simulate.rows import Plan, Simulation
 from mpicomp.bench.simulate.steps import ends, step_seconds
 from mpicomp.bench.simulate.topology import Links, Topology
@@ -92,7 +92,7 @@ def test_received_bytes_are_those_of_others():
 
 def simulation(steps, ranks=8, rate=1e9, latency=1e-5, per_host=1):
     links = Links(1 / rate, latency)
-    return Simulation(steps, Topology(ranks, per_host, steps.cost.network, 4, links), OwnWork(steps.cost))
+    return Simulation(steps, Topology(ranks, per_host, steps.cost.network, 4, links), ComputeTime(steps.cost))
 
 
 def test_row_is_the_sum_of_its_parts():
@@ -109,7 +109,7 @@ def test_row_is_the_sum_of_its_parts():
 
 
 def test_messages_of_more_ranks_take_longer_to_decode():
-    work = OwnWork(CostModel(Network(4)))
+    work = ComputeTime(CostModel(Network(4)))
     network = Network(4)
     scheme = mpicomp.collectives.bind(mpicomp.TopK(ratio=0.05), "allgather")
     told = [

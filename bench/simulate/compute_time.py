@@ -25,8 +25,8 @@ _RATIO = 0.1  # at least, so that what is decoded is no small part of it
 _LATER = 1 << 30  # number of a step in the long run
 
 
-class OwnWork:
-    """Seconds of schemes' own work among the ranks of a topology.
+class ComputeTime:
+    """Seconds that schemes compute among the ranks of a topology.
 
     What one rank takes alone is in the cost model. What others have sent has to be decoded as well: the seconds of a
     byte of it are measured here, among ranks in one process, as is all of what the cost model does not know.
@@ -40,7 +40,7 @@ class OwnWork:
         self.measured_here: set[str] = set()
 
     def seconds(self, scheme: Scheme[Any], numel: int, dtype: np.dtype[Any], topology: Topology) -> float:
-        """Return the seconds of a rank's own work in one exchange."""
+        """Return the seconds that a rank computes in one exchange."""
         alone = self._of(scheme).seconds(numel, scheme.compressor.expected(numel))
         if topology.ranks == 1:
             return self._slower * alone
@@ -101,7 +101,7 @@ def received_bytes(task: Round, group: Group) -> int:
 
 
 def _measure_a_byte(scheme: Scheme[Any]) -> float:
-    """Return the seconds that a byte from another rank adds to own work."""
+    """Return the seconds of computation that a byte from another rank adds."""
     compressor = scheme.compressor
     if hasattr(compressor, "ratio"):
         compressor = replace(compressor, ratio=max(_RATIO, compressor.ratio))
@@ -132,9 +132,9 @@ class _Ranks:
 
     def step(self) -> float:
         """Exchange, and return the seconds that a rank takes between rounds."""
-        watches = [_Watch(end.group) for end in self._world.transports]
+        clocks = [_ComputeClock(end.group) for end in self._world.transports]
         exchanges = []
-        for rank, watch in enumerate(watches):
+        for rank, clock in enumerate(clocks):
             context = Context(
                 group=self._world.transports[rank].group,
                 step=self._step,
@@ -145,15 +145,15 @@ class _Ranks:
             accumulated = GradientWithResidual(
                 buffer, residual if self._scheme.compressor.feedback else None, [Piece(0, gradient)]
             )
-            exchanges.append(watch.over(self._scheme.exchange(accumulated, context)))
+            exchanges.append(clock.over(self._scheme.exchange(accumulated, context)))
         self._world.run(exchanges)
         self._step += 1
-        self.nbytes = sum(watch.nbytes for watch in watches) / len(watches)
-        return sum(watch.seconds for watch in watches) / len(watches)
+        self.nbytes = sum(clock.nbytes for clock in clocks) / len(clocks)
+        return sum(clock.seconds for clock in clocks) / len(clocks)
 
 
-class _Watch:
-    """Counts the seconds of one rank's own work, those in which it looks at what arrives among them."""
+class _ComputeClock:
+    """Counts the seconds that one rank computes, callbacks on arrival included."""
 
     def __init__(self, group: Group) -> None:
         self.seconds = 0.0
@@ -175,15 +175,15 @@ class _Watch:
             assert part is not None
             self.nbytes += received_bytes(asked, part)
             if asked.arrived is not None:
-                asked.arrived = self._watched(asked.arrived)
+                asked.arrived = self._timed(asked.arrived)
 
     def _go_on(self, asked: Request) -> None:
         self._since = time.thread_time()
 
-    def _watched(self, arrived: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        def look(start: int, stop: int) -> None:
+    def _timed(self, arrived: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        def timed(start: int, stop: int) -> None:
             begin = time.thread_time()
             arrived(start, stop)
             self.seconds += time.thread_time() - begin
 
-        return look
+        return timed
