@@ -50,7 +50,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import together
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
-from mpicomp.torch.comparing import COMPARE_EVERY
+from mpicomp.torch.replica_checks import COMPARE_EVERY
 from mpicomp.transport import Transport
 
 

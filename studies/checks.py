@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from mpicomp.torch import DistributedOptimizer, broadcast_parameters
-    from mpicomp.torch.comparing import COMPARE_EVERY, Fingerprint
+    from mpicomp.torch.replica_checks import COMPARE_EVERY, Fingerprint
     from mpicomp.transport.mpi import MPITransport
 
     transport = MPITransport()
@@ -140,11 +140,11 @@ def run(arguments: argparse.Namespace) -> int:
                 if kind == "counted":
                     checked.append(inside.seconds - before)
     fingerprint, named = Fingerprint(1, _STUDY, same_batches=True), dict(model.named_parameters())
-    transport.run(fingerprint.look(named, group))  # before the first step nothing is compared
+    transport.run(fingerprint.compare(named, group))  # before the first step nothing is compared
     comparisons = []
     for _ in range(_COMPARISONS):
         begin = time.perf_counter()
-        transport.run(fingerprint.look(named, group))
+        transport.run(fingerprint.compare(named, group))
         comparisons.append(time.perf_counter() - begin)
     rows = np.array([*seconds["on"], *seconds["off"], *seconds["counted"], *checked, *comparisons])
     rows = of_all_ranks(rows, transport)

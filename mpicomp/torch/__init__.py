@@ -1,12 +1,16 @@
 """For PyTorch scripts: an optimizer that averages gradients over MPI ranks before it steps."""
 
-from mpicomp.torch.broadcast import broadcast_parameters
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpicomp.reducer.ranges import UNDER_NSIGHT, markers
+from mpicomp.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpicomp.torch.ddp import DDPState, ddp_comm_hook
 from mpicomp.torch.onebit_adam import OneBitAdam
 from mpicomp.torch.optimizer import DistributedOptimizer
-from mpicomp.torch.optimizer_state import broadcast_optimizer_state
-from mpicomp.torch.profiling import show_ranges
-from mpicomp.torch.updates import UpdateOptimizer
+from mpicomp.torch.update_optimizer import UpdateOptimizer
 
 __all__ = [
     "DDPState",
@@ -18,4 +22,23 @@ __all__ = [
     "ddp_comm_hook",
 ]
 
-show_ranges()
+
+def _mark_in_profiler(name: str) -> Callable[[], object] | None:
+    """Begin a range in torch's profiler, where it runs."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return None
+    record: Any = torch.profiler.record_function(name)
+    record.__enter__()
+    return lambda: record.__exit__(None, None, None)
+
+
+def _mark_in_nvtx(name: str) -> Callable[[], object]:
+    nvtx: Any = torch.cuda.nvtx
+    nvtx.range_push(name)
+    return lambda: nvtx.range_pop()
+
+
+# Without the package nvtx ranges reach Nsight through torch.
+if UNDER_NSIGHT and not markers and torch.cuda.is_available():
+    markers.append(_mark_in_nvtx)
+markers.append(_mark_in_profiler)

@@ -1,7 +1,7 @@
-"""Broadcast of the root's parameters to every rank."""
+"""Broadcast of the root's parameters, buffers and optimizer state to every rank."""
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,13 @@ from mpicomp.arrays import Described
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.torch.named import is_sharded, pairs_of
+from mpicomp.torch.arguments import array_specs, dtype_name, is_sharded, to_pairs
+from mpicomp.torch.sparse_tensors import dense_parts
 from mpicomp.transport.connect import connect
 
-_BYTE = np.dtype(np.uint8)
-_SIZE = np.dtype(np.int64)
-_WHO = "broadcast_parameters"
-_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_BYTE, _SIZE = np.dtype(np.uint8), np.dtype(np.int64)
+_PARAMETERS, _STATE = "broadcast_parameters", "broadcast_optimizer_state"
+_NOT_SENT = ("params", "param_names")
 
 
 def broadcast_parameters(
@@ -36,7 +36,7 @@ def broadcast_parameters(
         A module stands for its parameters and persistent buffers (``model.state_dict()``), and for the extra state of
         its modules (``get_extra_state``), which may consist of tensors, numbers, strings, dicts and lists.
     root : int
-        The rank whose values are taken.
+        The rank whose values are sent.
     comm : mpi4py.MPI.Comm, Transport or None
         None stands for MPI.COMM_WORLD.
 
@@ -45,85 +45,165 @@ def broadcast_parameters(
     DisagreementError
         Where names, dtypes, layouts or shapes differ between ranks, on all ranks before any data moves.
     ArrayTypeError, ConfigurationError
-        For what is no tensor or has no values, such as parameters of lazy modules and on the device ``meta``; where
-        there is nothing to send; for a root that is no rank. On all ranks.
+        On all ranks: for an object that is no tensor or has no values, such as parameters of lazy modules and on the
+        device ``meta``; where nothing is to be sent; for a root that is no rank.
 
     See Also
     --------
     mpicomp.torch.broadcast_optimizer_state
     """
+    _run(lambda group: _send_parameters(model, root, group), comm)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, comm: Any = None) -> None:
+    """Make every rank's optimizer state the root's, bit for bit.
+
+    Collective over ``comm``. A script that resumes loads its checkpoint on one rank, then calls this and
+    `broadcast_parameters` on all of them: moments, step counters and settings of groups, such as the learning rate, are
+    the root's then, also on ranks that have no state yet. Tensors of the same shape and dtype are overwritten in place.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        A plain one, or one that mpicomp has wrapped or made. Residuals and the state of reducers stay as they are on
+        each rank: on the root load a plain optimizer's state (``del state["mpicomp"]``), or load each rank's file.
+        `OneBitAdam`, `SketchedAMSGrad` and `UpdateOptimizer` also receive the number of steps.
+    root : int
+        The rank whose state is sent.
+    comm : mpi4py.MPI.Comm, Transport or None
+        None stands for MPI.COMM_WORLD.
+
+    Raises
+    ------
+    DisagreementError
+        Where the class of the optimizer, the number of groups, or parameters differ between ranks, before any data
+        moves.
+    ConfigurationError
+        On all ranks: for an object that is no optimizer, or has a state that cannot be sent.
+    """
+    _run(lambda group: _send_state(optimizer, root, group), comm)
+
+
+def _run(rounds: Callable[[Group], Rounds[None]], comm: Any) -> None:
     transport = connect(comm)
     try:
-        transport.run(_rounds(model, root, transport.group))
+        transport.run(rounds(transport.group))
     finally:
         if transport is not comm:
             transport.close()
 
 
-def _rounds(model: Any, root: int, group: Group) -> Rounds[None]:
+def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:
     problem: MpicompError | None = None
-    members: list[Described] | None = None
+    specs: list[Described] | None = None
     try:
         modules = dict(_modules_with_state(model))
         tensors = _tensors_of(model, modules)
-        states = {name: _packed(name, module) for name, module in modules.items()} if group.rank == root else {}
-        members = [Described(name, _kind(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
-        members += [Described(name, "extra state", ()) for name in modules]
+        states = {name: _packed_state(name, module) for name, module in modules.items()} if group.rank == root else {}
+        specs = [Described(name, _kind(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
+        specs += [Described(name, "extra state", ()) for name in modules]
     except MpicompError as error:
         problem = error
-    problem = check_root(root, group, _WHO) or problem
-    signature = None if members is None else Signature({"root": root}, members)
-    yield from agree(signature, problem, group, _WHO)
+    problem = _check_root(root, group, _PARAMETERS) or problem
+    yield from agree(None if specs is None else Signature({"root": root}, specs), problem, group, _PARAMETERS)
     for tensor in tensors.values():
         if tensor.layout == torch.strided:
             yield from from_root(tensor, root, group)
         else:
             yield from _sparse_from_root(tensor, root, group)
     for name, module in modules.items():
-        content = yield from bytes_from_root(states.get(name), root, group)
+        content = yield from _bytes_from_root(states.get(name), root, group)
         if group.rank != root:
-            module.set_extra_state(unpacked(content))
+            module.set_extra_state(_unpacked(content))
 
 
-def check_root(root: int, group: Group, subsystem: str) -> ConfigurationError | None:
-    """Return the error of a root that is no rank."""
+def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
+    problem: MpicompError | None = None
+    signature, content = None, None
+    state: dict[str, Any] = {}
+    try:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(f"{_STATE}: a torch optimizer is needed, got {type(optimizer).__name__}")
+        settings = {"root": root, "class of the optimizer": type(optimizer).__name__}
+        settings |= {"len(param_groups)": len(optimizer.param_groups)}
+        signature = Signature(settings, array_specs(dict(_members(optimizer))))
+        state = _state_of(optimizer)
+        if group.rank == root:
+            tensors = list(_leaves(state))
+            for tensor in tensors:
+                if tensor.layout != torch.strided or is_sharded(tensor):
+                    raise ConfigurationError(f"{_STATE}: state tensors must be dense and whole, got {tensor.layout}")
+            on_host = [tensor.device.type == "cpu" for tensor in tensors]
+            what = f"the state of {type(optimizer).__name__}"
+            content = _packed([on_host, _skeleton(state)], _STATE, what, "load the checkpoint on every rank")
+    except MpicompError as error:
+        problem = error
+    yield from agree(signature, _check_root(root, group, _STATE) or problem, group, _STATE)
+    on_host, like = _unpacked((yield from _bytes_from_root(content, root, group)))
+    host_flags = iter(on_host)
+    groups = []
+    for root_settings, settings in zip(like["groups"], state["groups"], strict=True):
+        groups.append((yield from _filled(root_settings, settings, torch.device("cpu"), host_flags, root, group)))
+    states = []
+    for (_, parameter), root_state, present in zip(_members(optimizer), like["states"], state["states"], strict=True):
+        states.append((yield from _filled(root_state, present, parameter.device, host_flags, root, group)))
+    if group.rank == root:
+        return
+    for member, settings in zip(optimizer.param_groups, groups, strict=True):
+        member.update(settings)
+    for (_, parameter), filled in zip(_members(optimizer), states, strict=True):
+        if filled is None:
+            optimizer.state.pop(parameter, None)
+        else:
+            optimizer.state[parameter] = filled
+    if like["progress"]:
+        optimizer._mpicomp_load_progress(like["progress"])
+
+
+def from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[None]:
+    """Overwrite a strided tensor with the root's."""
+    if tensor.numel() == 0:
+        return
+    # One element stands for all along a dimension that was expanded.
+    tensor = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    host = tensor.cpu().contiguous()
+    received = torch.empty_like(host)
+    send, recv = as_bytes(host), as_bytes(received)
+    yield Round("bcast", (send.size,), _BYTE, root=root, send=send, recv=recv)
+    if group.rank != root:
+        with torch.no_grad():
+            tensor.copy_(received)
+
+
+def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a contiguous tensor in host memory, not copied unless it is conjugated or negated lazily."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element is contiguous whatever its strides
+    view: NDArray[np.uint8] = flat.resolve_conj().resolve_neg().view(torch.uint8).numpy()
+    return view
+
+
+def _check_root(root: int, group: Group, subsystem: str) -> ConfigurationError | None:
     if 0 <= root < group.size:
         return None
     return ConfigurationError(f"{subsystem}: root must be a rank from 0 to {group.size - 1}, got {root}")
 
 
-def from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[None]:
-    """Overwrite a strided tensor with the root's. As rounds."""
-    if tensor.numel() == 0:
-        return
-    # One element stands for all along a dimension that was expanded.
-    tensor = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    mine = tensor.cpu().contiguous()
-    roots = torch.empty_like(mine)
-    send, recv = (as_bytes(side) for side in (mine, roots))
-    yield Round("bcast", (send.size,), _BYTE, root=root, send=send, recv=recv)
-    if group.rank != root:
-        with torch.no_grad():
-            tensor.copy_(roots)
-
-
-def bytes_from_root(content: bytes | None, root: int, group: Group) -> Rounds[bytes]:
-    """Return the root's bytes, of which others need not know how many there are. As rounds."""
-    leads = group.rank == root
-    send = np.frombuffer(content or b"", _BYTE) if leads else None
+def _bytes_from_root(content: bytes | None, root: int, group: Group) -> Rounds[bytes]:
+    """Return the root's bytes, whose number other ranks need not know."""
+    send = np.frombuffer(content or b"", _BYTE) if group.rank == root else None
     length = None if send is None else np.array([send.size], _SIZE)
-    arrived = yield Round("bcast", (1,), _SIZE, root=root, send=length, recv=np.empty(1, _SIZE))
-    size = int(arrived[0])
-    content_of_root = yield Round("bcast", (size,), _BYTE, root=root, send=send, recv=np.empty(size, _BYTE))
-    return bytes(content_of_root)
+    lengths = yield Round("bcast", (1,), _SIZE, root=root, send=length, recv=np.empty(1, _SIZE))
+    size = int(lengths[0])
+    received = yield Round("bcast", (size,), _BYTE, root=root, send=send, recv=np.empty(size, _BYTE))
+    return bytes(received)
 
 
-def packed(value: Any, subsystem: str, what: str, advice: str) -> bytes:
+def _packed(value: Any, subsystem: str, what: str, advice: str) -> bytes:
     """Return a value of tensors, numbers, strings, dicts and lists as bytes, which run no code when they are read."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
-        unpacked(file.getvalue())
+        _unpacked(file.getvalue())
     except Exception as error:
         text = str(error).partition("\n")[0]
         raise ConfigurationError(
@@ -133,16 +213,8 @@ def packed(value: Any, subsystem: str, what: str, advice: str) -> bytes:
     return file.getvalue()
 
 
-def unpacked(content: bytes) -> Any:
-    """Return what `packed` was given."""
+def _unpacked(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), weights_only=True)
-
-
-def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a contiguous tensor in host memory, not copied unless it is conjugated or negated lazily."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # what has one element is contiguous whatever its strides
-    seen: NDArray[np.uint8] = flat.resolve_conj().resolve_neg().view(torch.uint8).numpy()
-    return seen
 
 
 def _modules_with_state(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -153,41 +225,40 @@ def _modules_with_state(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
                 yield f"{name}{'.' if name else ''}_extra_state", module
 
 
-def _packed(name: str, module: torch.nn.Module) -> bytes:
-    return packed(
-        module.get_extra_state(), _WHO, f"'{name}'", "pass the model's tensors alone: model.named_parameters()"
-    )
+def _packed_state(name: str, module: torch.nn.Module) -> bytes:
+    advice = "pass the model's tensors alone: model.named_parameters()"
+    return _packed(module.get_extra_state(), _PARAMETERS, f"'{name}'", advice)
 
 
 def _tensors_of(model: Any, modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the tensors to send, or raise the error of what cannot be sent."""
+    """Return the tensors to send, or raise the error of a model that cannot be sent."""
     is_state = isinstance(model, Mapping) and {"state", "param_groups"} <= set(model)
     if isinstance(model, torch.optim.Optimizer) or is_state:
         raise ConfigurationError(
-            f"{_WHO}: a model is needed, got {'the state of an optimizer' if is_state else type(model).__name__}; call "
-            "mpicomp.torch.broadcast_optimizer_state(optimizer)"
+            f"{_PARAMETERS}: a model is needed, got {'the state of an optimizer' if is_state else type(model).__name__}"
+            "; call mpicomp.torch.broadcast_optimizer_state(optimizer)"
         )
     if isinstance(model, torch.nn.Module):
         tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in modules}
         advice = "models in a plain list or dict are not registered: use torch.nn.ModuleList or ModuleDict"
     else:
-        pairs = pairs_of(model, _WHO, "pass the model, or model.named_parameters()")
+        pairs = to_pairs(model, _PARAMETERS, "pass the model, or model.named_parameters()")
         tensors = dict(pairs)
         if len(tensors) < len(pairs):
-            raise ConfigurationError(f"{_WHO}: two tensors have the same name; names must differ")
+            raise ConfigurationError(f"{_PARAMETERS}: two tensors have the same name; names must differ")
         advice = (
-            "an iterator such as model.named_parameters() is used up after its first use: pass it anew, or the model"
+            "an iterator such as model.named_parameters() is used up after its first use: pass a new one, or the model"
         )
     if not tensors and not modules:
-        raise ConfigurationError(f"{_WHO}: there is no tensor to send; {advice}")
+        raise ConfigurationError(f"{_PARAMETERS}: there is no tensor to send; {advice}")
     return tensors
 
 
 def _kind(name: str, tensor: Any) -> str:
-    """Return the dtype and all else that has to be the same on all ranks but the shape."""
+    """Return the dtype and all else but the shape that has to be the same on all ranks."""
     if not isinstance(tensor, torch.Tensor):
         raise ArrayTypeError(
-            f"{_WHO}: '{name}' must be a tensor, got {type(tensor).__name__}; pass the model's tensors alone: "
+            f"{_PARAMETERS}: '{name}' must be a tensor, got {type(tensor).__name__}; pass the model's tensors alone: "
             "model.named_parameters()"
         )
     problem = None
@@ -200,27 +271,27 @@ def _kind(name: str, tensor: Any) -> str:
     elif tensor.is_quantized:
         problem = "is quantised; pass tensor.int_repr() and set scales on all ranks alike"
     if problem is not None:
-        raise ConfigurationError(f"{_WHO}: '{name}' {problem}")
-    kind = str(tensor.dtype).removeprefix("torch.")
+        raise ConfigurationError(f"{_PARAMETERS}: '{name}' {problem}")
+    kind = dtype_name(tensor)
     if tensor.layout != torch.strided:
         return f"{kind}, {str(tensor.layout).removeprefix('torch.')}"
-    once = [axis for axis, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[axis] > 1]
-    return f"{kind} expanded along {once}" if once else kind
+    expanded = [axis for axis, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[axis] > 1]
+    return f"{kind} expanded along {expanded}" if expanded else kind
 
 
 @torch.no_grad()
 def _sparse_from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[None]:
-    """Overwrite a sparse tensor with the root's, which may have another number of elements. As rounds."""
-    leads = group.rank == root
-    parts = _parts(tensor) if leads else []
-    said = [tensor.layout == torch.sparse_coo and tensor.is_coalesced(), [part.to("meta") for part in parts]]
-    content = packed(said, _WHO, "a sparse tensor", "make it dense") if leads else None
-    coalesced, like = unpacked((yield from bytes_from_root(content, root, group)))
-    if not leads:
+    """Overwrite a sparse tensor with the root's, which may have another number of elements."""
+    is_root = group.rank == root
+    parts = dense_parts(tensor) if is_root else []
+    form = [tensor.layout == torch.sparse_coo and tensor.is_coalesced(), [part.to("meta") for part in parts]]
+    content = _packed(form, _PARAMETERS, "a sparse tensor", "make it dense") if is_root else None
+    coalesced, like = _unpacked((yield from _bytes_from_root(content, root, group)))
+    if not is_root:
         parts = [torch.empty_like(part, device="cpu") for part in like]
     for part in parts:
         yield from from_root(part, root, group)
-    if leads:
+    if is_root:
         return
     if tensor.layout == torch.sparse_coo:
         new = torch.sparse_coo_tensor(parts[0], parts[1], tensor.shape, is_coalesced=coalesced, check_invariants=True)
@@ -232,12 +303,68 @@ def _sparse_from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[N
     tensor.copy_(new)  # of a detached one it would reach neither indices nor values
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that a sparse one consists of."""
-    if tensor.layout == torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout in _ROWS:
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    else:
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [part.detach().cpu().contiguous() for part in parts]
+def _members(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (f"param_groups[{index}]['params'][{place}]", parameter)
+        for index, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    ]
+
+
+def _state_of(optimizer: Any) -> dict[str, Any]:
+    """Return all that is sent, as the optimizer holds it."""
+    progress = getattr(optimizer, "_mpicomp_progress", dict)
+    return {
+        "groups": [
+            {key: value for key, value in group.items() if key not in _NOT_SENT} for group in optimizer.param_groups
+        ],
+        "states": [optimizer.state.get(parameter) for _, parameter in _members(optimizer)],
+        "progress": progress(),
+    }
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples, in one order on all ranks."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+
+
+def _skeleton(value: Any) -> Any:
+    """Return a copy whose tensors have no values."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, dict):
+        return {key: _skeleton(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_skeleton(inner) for inner in value] if isinstance(value, list) else tuple(map(_skeleton, value))
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _filled(
+    like: Any, present: Any, device: torch.device, on_host: Iterator[bool], root: int, group: Group
+) -> Rounds[Any]:
+    """Return the root's value, in the tensors that this rank has already where they fit."""
+    if isinstance(like, torch.Tensor):
+        is_on_host = next(on_host)
+        fits = isinstance(present, torch.Tensor) and (present.dtype, present.shape) == (like.dtype, like.shape)
+        fits = fits and present.layout == torch.strided and 0 not in present.stride()
+        if not fits and group.rank != root:
+            present = torch.empty_like(like, device="cpu" if is_on_host else device)
+        yield from from_root(present, root, group)
+        return present
+    if isinstance(like, dict):
+        known = present if isinstance(present, dict) else {}
+        members: dict[Any, Any] = {}
+        for key, inner in like.items():
+            members[key] = yield from _filled(inner, known.get(key), device, on_host, root, group)
+        return members
+    if isinstance(like, list | tuple):
+        matches = isinstance(present, list | tuple) and len(present) == len(like)
+        items = []
+        for inner, item in zip(like, present if matches else [None] * len(like), strict=True):
+            items.append((yield from _filled(inner, item, device, on_host, root, group)))
+        return items if isinstance(like, list) else tuple(items)
+    return like

@@ -14,11 +14,13 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.reducer import check_settings
 from mpicomp.reducer.stream import Stream
-from mpicomp.torch.named import as_real, check_forward, check_kind
-from mpicomp.torch.overlap import overlap_thread
+from mpicomp.torch.arguments import as_real, check_forward, check_kind
+from mpicomp.torch.overlap import start_overlap_thread
 from mpicomp.torch.replica_checks import ReplicaChecks
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.transport.connect import connect
+
+_WHO = "ddp_comm_hook"
 
 
 class DDPState:
@@ -34,10 +36,10 @@ class DDPState:
         See `mpicomp.Reducer`.
     overlap : bool, optional
         Whether buckets are exchanged while backward goes on; False exchanges all of them with the last one, and so does
-        None where all ranks are on one host and torch's threads take all of its cores.
+        None where all ranks are on one host and torch's threads use all of its cores.
     allow_nccl : bool
         Whether the process group may be on NCCL. Its kernels and an MPI call that waits for the same device can wait
-        for each other forever; it has to be known that the two never meet.
+        for each other forever; pass True only where the two never run at the same time.
     same_batches : bool
         Whether ranks are meant to draw the same batches: else there is a warning.
     **settings
@@ -46,8 +48,8 @@ class DDPState:
     Attributes
     ----------
     reducer : Reducer
-        With ``last_step``. Residuals are kept by parameter name, so that they survive DistributedDataParallel's making
-        its buckets anew.
+        With ``last_step``. Residuals are kept by parameter name, so that they survive when DistributedDataParallel
+        builds new buckets.
 
     Raises
     ------
@@ -77,43 +79,18 @@ class DDPState:
         transport = connect(comm)
         self._transport = None if transport is comm else transport
 
-        def check() -> None:
-            if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-                raise ConfigurationError(
-                    f"ddp_comm_hook: a model in DistributedDataParallel is needed, got {type(model).__name__}"
-                )
-            check_settings(settings, compressor, "ddp_comm_hook")
-            if transport.group.size > 1:
-                check_forward(model.module, "ddp_comm_hook")
-            for name, parameter in model.module.named_parameters():
-                if parameter.requires_grad:
-                    check_kind(name, parameter, "ddp_comm_hook")
-            for name, module in model.module.named_modules():
-                if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-                    raise ConfigurationError(f"ddp_comm_hook: {_no_sparse(name)}")
-            if "nccl" in distributed.get_backend(model.process_group) and not allow_nccl:
-                raise ConfigurationError(
-                    "ddp_comm_hook: the process group is on NCCL, which can wait for MPI, and MPI for it, forever; use "
-                    "backend='gloo', or pass allow_nccl=True where no NCCL operation is under way during backward"
-                )
-            ranks = distributed.get_world_size(model.process_group)
-            if ranks != transport.group.size:
-                raise ConfigurationError(
-                    f"ddp_comm_hook: the process group has {ranks} ranks and MPI has {transport.group.size}; start "
-                    "both with the same ones"
-                )
-
         try:
-            together(check, transport, "ddp_comm_hook")
+            together(lambda: _check(model, compressor, settings, allow_nccl, transport.group.size), transport, _WHO)
             self.reducer = Reducer(compressor, collective, policy, comm=transport, **settings)
         except BaseException:
             if self._transport is not None:
                 self._transport.close()
             raise
-        self._names = {id(parameter): name_of(name) for name, parameter in model.module.named_parameters()}
-        self._thread, _ = overlap_thread(self.reducer, overlap)
-        trained = {name_of(name): p for name, p in model.module.named_parameters() if p.requires_grad}
-        self._checks = ReplicaChecks("ddp_comm_hook", lambda: trained, transport.group, same_batches=same_batches)
+        named = [(name_of(name), parameter) for name, parameter in model.module.named_parameters()]
+        self._names = {id(parameter): name for name, parameter in named}
+        self._thread, _ = start_overlap_thread(self.reducer, overlap)
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._checks = ReplicaChecks(_WHO, lambda: trained, transport.group, same_batches=same_batches)
         self._stream: Stream | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
@@ -121,13 +98,13 @@ class DDPState:
     def put(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; with the last one all of them are averaged. Collective with the last one."""
         buffer = bucket.buffer()
-        pieces = self._pieces(bucket, buffer)
+        gradients = self._gradients_in(bucket, buffer)
         if not self._gradients and self._thread is not None:
             self._stream = self.reducer.stream(self._thread, beside=self._checks)
         # A future whose value is on a device has to know which one, so that torch's streams wait for it.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         self._waiting.append((future, buffer))
-        for name, gradient in pieces.items():
+        for name, gradient in gradients.items():
             self._gradients[name] = gradient
             if self._stream is not None:
                 self._stream.put(name, gradient)
@@ -141,11 +118,11 @@ class DDPState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or ``reducer.state_dict()``. Each rank loads its own; not collective."""
+        """Load what `state_dict` returned, or ``reducer.state_dict()``. Each rank loads its state; not collective."""
         self.reducer.load_state_dict(to_arrays(state_dict))
 
     def close(self) -> None:
-        """Release its MPI resources. It waits for nobody; a second call does nothing."""
+        """Release its MPI resources without waiting for other ranks; a second call does nothing."""
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
@@ -153,26 +130,26 @@ class DDPState:
         if self._transport is not None:
             self._transport.close()
 
-    def _pieces(self, bucket: GradBucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _gradients_in(self, bucket: GradBucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the gradients in a bucket's buffer by name: views of it, which the means are written to.
 
         Those of complex parameters are pairs of reals, which ``bucket.gradients()`` has at other places.
         """
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         if buffer.layout != torch.strided:
-            raise ConfigurationError(f"ddp_comm_hook: {_no_sparse(names[0])}")
+            raise ConfigurationError(_no_sparse(names[0]))
         flat = as_real(buffer).reshape(-1)
-        pieces, place = {}, 0
+        gradients, start = {}, 0
         for name, parameter in zip(names, bucket.parameters(), strict=True):
             shape = as_real(parameter.detach()).shape
-            pieces[name] = flat[place : place + shape.numel()].view(shape)
-            place += shape.numel()
-        if place != flat.numel():
+            gradients[name] = flat[start : start + shape.numel()].view(shape)
+            start += shape.numel()
+        if start != flat.numel():
             raise ConfigurationError(
-                f"ddp_comm_hook: a bucket of {flat.numel()} elements holds parameters of {place}, so that it is not "
-                "known which are whose; use DistributedOptimizer without DistributedDataParallel"
+                f"{_WHO}: a bucket of {flat.numel()} elements holds parameters of {start}, so that their places in it "
+                "are unknown; use DistributedOptimizer without DistributedDataParallel"
             )
-        return pieces
+        return gradients
 
     def _finish(self) -> None:
         gradients, stream, waiting = self._gradients, self._stream, self._waiting
@@ -185,10 +162,41 @@ class DDPState:
             future.set_result(buffer)
 
 
+def _check(
+    model: Any,
+    compressor: Compressor | str | Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+    allow_nccl: bool,
+    ranks: int,
+) -> None:
+    """Refuse a model, settings or a process group that cannot be served."""
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise ConfigurationError(f"{_WHO}: a model in DistributedDataParallel is needed, got {type(model).__name__}")
+    check_settings(settings, compressor, _WHO)
+    if ranks > 1:
+        check_forward(model.module, _WHO)
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad:
+            check_kind(name, parameter, _WHO)
+    for name, module in model.module.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise ConfigurationError(_no_sparse(name))
+    if "nccl" in distributed.get_backend(model.process_group) and not allow_nccl:
+        raise ConfigurationError(
+            f"{_WHO}: the process group is on NCCL, which can wait for MPI, and MPI for it, forever; use "
+            "backend='gloo', or pass allow_nccl=True where no NCCL operation is under way during backward"
+        )
+    group_ranks = distributed.get_world_size(model.process_group)
+    if group_ranks != ranks:
+        raise ConfigurationError(
+            f"{_WHO}: the process group has {group_ranks} ranks and MPI has {ranks}; start both with the same ones"
+        )
+
+
 def _no_sparse(name: str) -> str:
     return (
-        f"'{name or 'the model'}' has sparse gradients, which DistributedDataParallel's hooks cannot exchange; make it "
-        "with sparse=False, or use DistributedOptimizer in place of DistributedDataParallel, which serves them"
+        f"{_WHO}: '{name or 'the model'}' has sparse gradients, which DistributedDataParallel's hooks cannot exchange; "
+        "make it with sparse=False, or use DistributedOptimizer in place of DistributedDataParallel, which serves them"
     )
 
 

@@ -3,31 +3,19 @@
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from mpicomp.rounds import Round, Rounds
+from mpicomp.rounds import Rounds
 from mpicomp.rounds.reports import from_one
-from mpicomp.torch.broadcast import as_bytes
+from mpicomp.torch.arguments import members_of
+from mpicomp.torch.broadcast import from_root
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.replica_checks import settings_of
-
-_BYTE = np.dtype(np.uint8)
+from mpicomp.torch.sparse_tensors import dense_parts
 
 
 class Join:
-    """The context of ``with optimizer.join():``.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        From `mpicomp.torch.DistributedOptimizer`.
-    gradients : Gradients
-        Its.
-    scaler : torch.amp.GradScaler or None
-        Its.
-    """
+    """The context of ``with optimizer.join():``."""
 
     def __init__(self, optimizer: Any, gradients: Gradients, scaler: torch.amp.GradScaler | None) -> None:
         self._optimizer = optimizer
@@ -42,16 +30,16 @@ class Join:
     ) -> None:
         try:
             if kind is None:  # an error must not wait for other ranks
-                self._go_along()
+                self._run_empty_steps()
         finally:
-            self._gradients.leave()
+            self._gradients.leave_join()
 
-    def _go_along(self) -> None:
-        """Make the steps of those that have batches left, until none has."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+    def _run_empty_steps(self) -> None:
+        """Take part in the steps of ranks that have batches left, until none has."""
+        parameters = list(members_of(self._optimizer))
         before = [parameter.grad for parameter in parameters]
         try:
-            while self._gradients.goes_on():
+            while self._gradients.step_without_batch():
                 for parameter in parameters:
                     parameter.grad = None
                 if self._scaler is None:
@@ -65,52 +53,40 @@ class Join:
                 parameter.grad = gradient
 
 
-def follow(optimizer: Any, gradients: Gradients) -> Rounds[None]:
-    """Have ranks without batches step as the first one that has some is about to. As rounds.
+def copy_active_step(optimizer: Any, gradients: Gradients) -> Rounds[None]:
+    """Have ranks without batches step as the first one that has some is about to.
 
-    Loops change settings, such as learning rates, and what was averaged, such as by clipping; ranks that are done with
-    theirs take over both.
+    Loops change settings, such as learning rates, and means, such as by clipping; both are copied to idle ranks.
     """
     root = gradients.first_active
-    leads = gradients.group.rank == root
-    changed = gradients.changed() if leads else {}
-    parts = {name: _parts(gradient) for name, gradient in changed.items()}
-    shapes = {name: [list(part.shape) for part in own] for name, own in parts.items()}
-    said = {"groups": settings_of(optimizer), "shapes": shapes}
-    told = yield from from_one(said, gradients.group, "join", root)
+    is_root = gradients.group.rank == root
+    parts = {name: _parts(gradient) for name, gradient in gradients.changed_gradients().items()} if is_root else {}
+    shapes = {name: [list(part.shape) for part in tensors] for name, tensors in parts.items()}
+    content = {"groups": settings_of(optimizer), "shapes": shapes}
+    received = yield from from_one(content, gradients.group, "join", root)
     if gradients.idle:
-        for group, settings in zip(optimizer.param_groups, told["groups"], strict=True):
-            _put(group, settings)
-    for name, own in told["shapes"].items():
+        for group, settings in zip(optimizer.param_groups, received["groups"], strict=True):
+            _set_settings(group, settings)
+    for name, part_shapes in received["shapes"].items():
         parameter = gradients.parameter(name)
-        dtypes = [torch.int64, parameter.dtype] if len(own) == 2 else [parameter.dtype]
-        empty = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(own, dtypes, strict=False)]
-        arrived = parts[name] if leads else empty
-        for part in arrived:
-            if part.numel():
-                yield from _from_root(root, leads, as_bytes(part))
+        dtypes = [torch.int64, parameter.dtype] if len(part_shapes) == 2 else [parameter.dtype]
+        empty = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(part_shapes, dtypes, strict=False)]
+        tensors = parts[name] if is_root else empty
+        for tensor in tensors:
+            yield from from_root(tensor, root, gradients.group)
         if gradients.idle:
-            parameter.grad = _whole(arrived, parameter)
-
-
-def _from_root(root: int, leads: bool, own: NDArray[np.uint8]) -> Rounds[None]:
-    """Make these bytes those of one rank."""
-    recv = np.empty_like(own) if leads else own
-    yield Round("bcast", (own.size,), _BYTE, root=root, send=own if leads else None, recv=recv)
+            parameter.grad = _gradient_of(tensors, parameter)
 
 
 def _parts(gradient: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the tensors of a gradient: none, itself, or the indices and values of a sparse one."""
     if gradient is None:
         return []
-    if not gradient.is_sparse:
-        return [gradient.detach().cpu().contiguous()]
-    whole = gradient.detach().coalesce()
-    return [whole.indices().cpu().contiguous(), whole.values().cpu().contiguous()]
+    return dense_parts(gradient.detach().coalesce() if gradient.is_sparse else gradient)
 
 
-def _whole(parts: list[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient that consists of these parts."""
+def _gradient_of(parts: list[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
+    """Undo `_parts`."""
     if not parts:
         return None
     moved = [part.to(parameter.device) for part in parts]
@@ -119,19 +95,19 @@ def _whole(parts: list[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor |
     return torch.sparse_coo_tensor(moved[0], moved[1], parameter.shape, is_coalesced=True, check_invariants=True)
 
 
-def _put(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Replace a group's settings by these, and keep the types of its values."""
+def _set_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Replace a group's settings, and keep the types of its values."""
     for key, value in settings.items():
-        own = group.get(key)
-        if isinstance(own, list | tuple):
-            group[key] = type(own)(_like(old, new) for old, new in zip(own, value, strict=True))
+        present = group.get(key)
+        if isinstance(present, list | tuple):
+            group[key] = type(present)(_like(old, new) for old, new in zip(present, value, strict=True))
         else:
-            group[key] = _like(own, value)
+            group[key] = _like(present, value)
 
 
-def _like(own: Any, value: Any) -> Any:
-    """Return a setting as the kind that another one is; a tensor stays the same one."""
-    if isinstance(own, torch.Tensor):
+def _like(present: Any, value: Any) -> Any:
+    """Return a setting as the kind that the present one is; a tensor stays the same one."""
+    if isinstance(present, torch.Tensor):
         with torch.no_grad():
-            return own.copy_(torch.tensor(value, dtype=own.dtype))
+            return present.copy_(torch.tensor(value, dtype=present.dtype))
     return value

@@ -8,22 +8,22 @@ from mpicomp.compressors import Dense, OneBit
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Rounds
-from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
-from mpicomp.torch.named import as_real
+from mpicomp.torch.arguments import as_real
+from mpicomp.torch.collective_optimizer import CollectiveOptimizer, Params, check_adam_settings, gradient_of
 
-_LEAST = 0.01  # smallest variance, as a share of the median: so one bit cannot move an element far
+_LEAST_VARIANCE = 0.01  # as a share of the median: so one bit cannot move an element far
 
 
-class OneBitAdam(Exchanging):
+class OneBitAdam(CollectiveOptimizer):
     """1-bit Adam: momenta are exchanged in place of gradients, as signs.
 
-    For ``warmup_steps`` steps it is Adam on gradients averaged in full. Then the variance stays as it is: each rank
-    adds its own gradient to the momentum, the momenta are averaged by the collective ``two-phase`` with the compressor
+    For ``warmup_steps`` steps it is Adam on gradients averaged in full. Then the variance is frozen: each rank adds its
+    local gradient to the momentum, the momenta are averaged by the collective ``two-phase`` with the compressor
     `mpicomp.OneBit` and error feedback, and their mean is the momentum of all ranks. About two bits an element leave
     a rank. Parameters are the same bits on every rank, if they were at the start.
 
-    Creating one and ``step`` are collective: all ranks step together. A parameter without a gradient takes
-    part with zeros. ``.grad`` is left as it is: to clip, clip it on each rank before the step.
+    Creating one and ``step`` are collective: all ranks step at the same time. A parameter without a gradient takes part
+    with zeros. ``.grad`` is left unchanged: to clip, clip it on each rank before the step.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class OneBitAdam(Exchanging):
         ``model.named_parameters()``, the model, parameters, or parameter groups. Complex parameters count as pairs of
         reals.
     lr, betas, eps, weight_decay
-        As those of `torch.optim.Adam`: the weight decay is added to the gradient.
+        See `torch.optim.Adam`: the weight decay is added to the gradient.
     warmup_steps : int
         At least 1. The paper takes 15 to 25 % of all steps: until gradients do not change in size any more.
     comm : mpi4py.MPI.Comm, Transport or None
@@ -42,12 +42,12 @@ class OneBitAdam(Exchanging):
     Attributes
     ----------
     reducer : Reducer
-        The one in use: it has ``last_step``, and ``residual(name)`` of a momentum after the warm-up.
+        The one of the last step: it has ``last_step``, and ``residual(name)`` of a momentum after the warm-up.
 
     Raises
     ------
     ConfigurationError
-        For a setting that cannot be.
+        For an impossible setting.
     DisagreementError
         From ``step``, on all ranks, where settings or parameters differ.
     NonFiniteError
@@ -64,10 +64,10 @@ class OneBitAdam(Exchanging):
     hundredth of its parameter's median, and the median itself where the element has had no gradient yet. A parameter
     without any gradient in the warm-up stays where it is.
 
-    Residuals are in units of the momentum: a learning rate that changes does so for what is kept back, too.
+    Residuals are in units of the momentum: a learning rate that changes applies to them, too.
 
-    Each rank has a state of its own: ``state_dict()`` has the residuals under ``"mpicomp"``. With it training goes on
-    as if it had never stopped, bit for bit; the warm-up is averaged in rank order for that.
+    Each rank has its state: ``state_dict()`` has the residuals under ``"mpicomp"``. With it training continues as if
+    it had never stopped, bit for bit; the warm-up is averaged in rank order for that.
 
     References
     ----------
@@ -104,11 +104,7 @@ class OneBitAdam(Exchanging):
                     f"OneBitAdam: warmup_steps must be at least 1, got {warmup_steps!r}; without a warm-up there is no "
                     "variance to divide by"
                 )
-            for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-                if not value >= 0:
-                    raise ConfigurationError(f"OneBitAdam: {name} must be at least 0, got {value!r}")
-            if not all(0 <= beta < 1 for beta in betas):
-                raise ConfigurationError(f"OneBitAdam: betas must be at least 0 and below 1, got {betas!r}")
+            check_adam_settings("OneBitAdam", betas, lr=lr, eps=eps, weight_decay=weight_decay)
 
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, check, comm, same_batches)
@@ -124,15 +120,15 @@ class OneBitAdam(Exchanging):
         return self.reducers["warmup" if self.steps <= self._warmup_steps else "compressed"]
 
     def rounds(self) -> Rounds[None]:
-        """See `Exchanging.rounds`."""
+        """Make a step as a generator of rounds."""
         if self.steps < self._warmup_steps:
-            yield from self._step_in_full()
+            yield from self._warmup_step()
             if self.steps == self._warmup_steps:
                 self._freeze()
         else:
             yield from self._step_compressed()
 
-    def _step_in_full(self) -> Rounds[None]:
+    def _warmup_step(self) -> Rounds[None]:
         members = list(self._members())
         gradients = {name: gradient_of(parameter) for name, parameter, _ in members}
         means = yield from self._exchange(self.reducers["warmup"], gradients, self._lr)
@@ -148,46 +144,45 @@ class OneBitAdam(Exchanging):
             state["exp_avg"].lerp_(gradient, 1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             deviation = state["exp_avg_sq"].sqrt().div_((1 - beta2**self.steps) ** 0.5).add_(group["eps"])
-            values.addcdiv_(state["exp_avg"], deviation, value=-self._length(group))
+            values.addcdiv_(state["exp_avg"], deviation, value=-self._corrected_lr(group))
 
     def _freeze(self) -> None:
         """Replace variances by the divisors of momenta from now on."""
         for _, parameter, group in self._members():
             state = self.state[parameter]
             variance = state.pop("exp_avg_sq").div_(1 - group["betas"][1] ** self.steps)
-            seen = variance[variance > 0]
-            if seen.numel() == 0:
+            positive = variance[variance > 0]
+            if positive.numel() == 0:
                 state["deviation"] = torch.full_like(variance, torch.inf)
                 continue
-            median = seen.median()  # one of the numbers: no rank rounds it in its own way
-            variance = torch.where(variance > 0, variance.clamp_(min=_LEAST * median), median)
+            median = positive.median()  # one of the numbers: no rank rounds it differently
+            variance = torch.where(variance > 0, variance.clamp_(min=_LEAST_VARIANCE * median), median)
             state["deviation"] = variance.sqrt_().add_(group["eps"])
 
     def _step_compressed(self) -> Rounds[None]:
         members = list(self._members())
         momenta = {}
         for name, parameter, group in members:
-            state, gradient = self.state[parameter], gradient_of(parameter)
+            state = self.state[parameter]
             if "deviation" not in state:
                 raise ConfigurationError(
                     f"OneBitAdam: '{name}' was not trained in the warm-up and has no variance; parameters that come "
                     "later need a new optimizer"
                 )
-            if group["weight_decay"]:
-                gradient = gradient.add(as_real(parameter), alpha=group["weight_decay"])
+            gradient = gradient_of(parameter, group["weight_decay"])
             momenta[name] = torch.lerp(state["exp_avg"], gradient, 1 - group["betas"][0])
         means = yield from self._exchange(self.reducers["compressed"], momenta, self._lr)
         self.steps += 1
         for name, parameter, group in members:
             state = self.state[parameter]
             state["exp_avg"].copy_(means[name])
-            as_real(parameter).addcdiv_(state["exp_avg"], state["deviation"], value=-self._length(group))
+            as_real(parameter).addcdiv_(state["exp_avg"], state["deviation"], value=-self._corrected_lr(group))
 
     @property
     def _lr(self) -> float:
         return float(self.param_groups[0]["lr"])
 
-    def _length(self, group: dict[str, Any]) -> float:
+    def _corrected_lr(self, group: dict[str, Any]) -> float:
         """Return the learning rate with Adam's bias correction: the momentum began at zero."""
-        length: float = float(group["lr"]) / (1 - group["betas"][0] ** self.steps)
-        return length
+        lr: float = float(group["lr"]) / (1 - group["betas"][0] ** self.steps)
+        return lr

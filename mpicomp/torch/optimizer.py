@@ -15,23 +15,39 @@ from mpicomp.reducer.agreement import together
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.reducer import check_settings
 from mpicomp.settings import check_least
-from mpicomp.torch.comparing import COMPARE_EVERY
-from mpicomp.torch.exchanging import Exchanging
+from mpicomp.torch.arguments import (
+    NamedParameters,
+    as_real,
+    check_no_ddp,
+    dtype_name,
+    learning_rate,
+    members_of,
+    named_pairs,
+    parameters_by_name,
+)
+from mpicomp.torch.collective_optimizer import CollectiveOptimizer
 from mpicomp.torch.gradients import Gradients
-from mpicomp.torch.join import Join, follow
-from mpicomp.torch.named import Named, as_real, named_group, named_of, parameters_of
-from mpicomp.torch.replica_checks import SettingsCheck
+from mpicomp.torch.join import Join, copy_active_step
+from mpicomp.torch.optimizer_proxy import (
+    Arguments,
+    OptimizerProxy,
+    check_not_nested,
+    closure_of,
+    with_closure,
+    wrap,
+)
+from mpicomp.torch.replica_checks import COMPARE_EVERY, SettingsCheck
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
-from mpicomp.torch.wrapped import Arguments, Wrapped, check_no_ddp, unwrap, warn_of_nested, wrap
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
 
+_WHO = "DistributedOptimizer"
 _SMALL_BUCKET = 8 << 20  # bytes of a bucket whose elements all travel
 
 
 def DistributedOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
     optimizer: torch.optim.Optimizer,
-    named_parameters: Named,
+    named_parameters: NamedParameters,
     compressor: Compressor | str | Mapping[str, Any] | None = None,
     collective: str = "auto",
     policy: Policy | str | Mapping[str, Any] | None = None,
@@ -49,19 +65,19 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
 ) -> Any:
     """Make an optimizer average its gradients over the ranks, compressed, before every step.
 
-    Collective over ``comm``, as are the steps of what it returns: all ranks step together. A parameter without a
-    gradient takes part with zeros, so that all ranks exchange the same arrays whatever their batches touched; one that
-    has none on any rank is left without, as it would be in a single process. Sparse gradients are averaged row by
-    row, uncompressed.
+    Collective over ``comm``, as are the steps of the returned optimizer: all ranks step at the same time. A parameter
+    without a gradient takes part with zeros, so that all ranks exchange the same arrays whatever their batches touched;
+    a parameter without a gradient on all ranks is left without, as it would be in a single process. Sparse gradients
+    are averaged row by row, uncompressed.
 
-    Gradients are exchanged while backward goes on: a bucket as soon as backward has come to all that is in it. For
-    that they must not be written to before ``step()`` or ``synchronize()``, and backward comes to each once a step,
+    Gradients are exchanged while backward goes on: a bucket as soon as backward has reached all gradients in it. For
+    that they must not be written to before ``step()`` or ``synchronize()``, and backward must reach each once a step,
     unless it runs inside `accumulate`.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Any optimizer that reads gradients once a step. LBFGS calls for them many times: see `UpdateOptimizer`.
+        Any optimizer that reads gradients once a step. LBFGS reads them many times: see `UpdateOptimizer`.
     named_parameters : iterable of (str, torch.Tensor), mapping or torch.nn.Module
         ``model.named_parameters()`` or the model: every parameter of the optimizer that requires a gradient has to be
         among them. Parameters that are in no group of the optimizer are left out. Complex ones are exchanged as pairs
@@ -70,38 +86,38 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         See `mpicomp.Reducer`.
     overlap : bool, optional
         False exchanges everything in ``step()``. True exchanges while backward goes on, and refuses a script that does
-        not allow it. None does it where it can: the first two steps are exchanged in ``step()`` and watched, and once
-        the script writes to gradients before ``step()``, clears them or runs backward twice, all are, with a warning.
-        So they are where all ranks are on one host and torch's threads take all of its cores: there nothing is waited
-        for, and the exchange would only take turns with backward. So it is in any case, with a warning, where MPI was
+        not allow it. None tries: the first two steps are exchanged in ``step()`` and watched, and once the script
+        writes to gradients before ``step()``, clears them or runs backward twice, all steps are, with a warning. With
+        None all are exchanged in ``step()`` also where all ranks are on one host and torch's threads use all of its
+        cores: the exchange would take turns with backward. So are they in any case, with a warning, where MPI was
         started with less than MPI_THREAD_MULTIPLE.
     scaler : torch.amp.GradScaler, optional
-        What the loss is scaled with. ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` then average
-        gradients first, and a step in which some rank's overflowed is left out on all of them, residuals as they were.
+        The scaler of the loss. ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` then average gradients
+        first, and a step in which some rank's gradients overflowed is skipped on all of them, residuals as they were.
     bucket_bytes : int, optional
-        See `mpicomp.Reducer`. None leaves it to mpicomp where that chooses the exchange too. Else it takes 32 MiB where
-        elements are selected, since such an exchange is mostly cost that does not grow with a bucket, and 8 MiB
-        elsewhere, so that the exchange begins early in backward.
+        See `mpicomp.Reducer`. None lets mpicomp choose where it also chooses the exchange. Otherwise it means 32 MiB
+        for a compressor that selects elements, since the cost of such an exchange hardly grows with a bucket, and 8 MiB
+        for others, so that the exchange begins early in backward.
     compare_every : int
         Most steps from one comparison of the ranks' parameters to the next, bit for bit; the first ones are after steps
         1, 2, 4, 8 and so on. 0 compares before the first step alone.
     same_batches : bool
-        True says that ranks are meant to draw the same batches. Else there is a warning where the gradients of the
-        first steps were the same on all of them.
+        Whether ranks are meant to draw the same batches: else there is a warning where the gradients of the first steps
+        were the same on all of them.
     **settings
         Further settings of `mpicomp.Reducer`.
 
     Returns
     -------
     torch.optim.Optimizer
-        The same optimizer, which from now on is of a class derived from its own: schedulers, hooks and steps that were
-        put into it, before or later, work as before. It has ``reducer``, a `mpicomp.Reducer`;
+        The same optimizer, which from now on is of a class derived from its present one: schedulers, hooks and steps
+        that were put into it, before or later, work as before. It has ``reducer``, a `mpicomp.Reducer`;
         ``synchronize()``, which averages the gradients now, so that they can be clipped before ``step()``;
         ``accumulate()``, a context in which backward adds to gradients and nothing is exchanged; ``join()``, a context
-        for ranks with different numbers of batches; ``overlaps``, whether
-        gradients are exchanged while backward goes on; and ``close()``, which ``with`` calls at its end. Its
-        ``state_dict()`` has what the reducer keeps on this rank under ``"mpicomp"``. It can be neither copied nor
-        pickled, since it holds a communicator; after ``close()`` it can be wrapped anew.
+        for ranks with different numbers of batches; ``overlaps``, whether gradients are exchanged while backward goes
+        on; and ``close()``, which ``with`` calls at its end. Its ``state_dict()`` has this rank's state of the reducer
+        under ``"mpicomp"``. It can be neither copied nor pickled, since it holds a communicator; after ``close()`` it
+        can be wrapped again.
 
     Raises
     ------
@@ -130,18 +146,25 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     """
     transport = connect(comm)
     try:
-        named, parameters, chosen = together(
-            lambda: _check(
-                optimizer, named_parameters, compressor, compare_every, settings, scaler, transport.group.size
-            ),
-            transport,
-            "DistributedOptimizer",
-        )
+
+        def check() -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
+            _check_optimizer(optimizer)
+            check_least(_WHO, "compare_every", compare_every, 0)
+            chosen = _chosen_compressor(optimizer, compressor)
+            check_settings(settings, compressor, _WHO)
+            pairs = named_pairs(named_parameters, _WHO, transport.group.size)
+            parameters = parameters_by_name(optimizer, pairs, _WHO)
+            if scaler is not None:
+                _check_not_complex(parameters)
+            check_no_ddp(parameters, transport.group.size, _WHO)
+            check_not_nested(optimizer, _WHO)
+            return pairs, parameters, chosen
+
+        pairs, parameters, chosen = together(check, transport, _WHO)
         if scaler is not None:
             nonfinite = "skip"
         if bucket_bytes is None and chosen is not None:
-            selects = chosen.message in ("sparse", "shared")
-            bucket_bytes = LARGE_BUCKET if selects else _SMALL_BUCKET
+            bucket_bytes = LARGE_BUCKET if chosen.message in ("sparse", "shared") else _SMALL_BUCKET
         settings |= {"bucket_bytes": bucket_bytes, "warmup": warmup}
         reducer = Reducer(chosen, collective, policy, feedback, nonfinite, transport, **settings)
     except BaseException:
@@ -149,37 +172,34 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             transport.close()
         raise
     loss_scale = None if scaler is None else scaler.get_scale
-    check = SettingsCheck(optimizer, "DistributedOptimizer")
-    gradients = Gradients(reducer, parameters, check, overlap, loss_scale, compare_every, same_batches)
-    if isinstance(optimizer, Wrapped):
-        unwrap(optimizer)
+    settings_check = SettingsCheck(optimizer, _WHO)
+    gradients = Gradients(reducer, parameters, settings_check, overlap, loss_scale, compare_every, same_batches)
     wrapped = wrap(optimizer, _Distributed, "Distributed")
     wrapped.reducer = reducer
-    wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in named}
+    wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in pairs}
     wrapped._mpicomp_scaler = scaler
     wrapped._mpicomp_gradients = gradients
-    owner: Callable[[], Any] = weakref.ref(wrapped)
-    gradients.optimizer_state = lambda: owner()._mpicomp_state()
     wrapped._mpicomp_transport = None if transport is comm else transport
+    weak_optimizer: Callable[[], Any] = weakref.ref(wrapped)
+    gradients.loaded_state.optimizer_state = lambda: weak_optimizer()._mpicomp_state()
     if scaler is not None:
-        _follow(scaler, wrapped)
+        _attach_scaler(scaler, wrapped)
     return wrapped
 
 
-class _Distributed(Wrapped):
+class _Distributed(OptimizerProxy):
     """Mixin that `DistributedOptimizer` puts in front of an optimizer's class: it averages gradients before a step."""
 
     reducer: Reducer
-    param_groups: list[dict[str, Any]]
     state: dict[torch.Tensor, Any]
-    _mpicomp_names: dict[int, str]
+    _mpicomp_who = _WHO
     _mpicomp_scaler: torch.amp.GradScaler | None
     _mpicomp_gradients: Gradients
     _mpicomp_transport: Transport | None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Have a GradScaler that was not named call step() on all ranks, with ``found_inf`` set.
+        """Have a GradScaler that was not passed call step() on all ranks, with ``found_inf`` set.
 
         It would leave step() out where this rank's gradients overflowed, and the others would wait for it.
         """
@@ -192,10 +212,8 @@ class _Distributed(Wrapped):
 
     def synchronize(self) -> None:
         """Average the gradients over the ranks now; the next ``step()`` does not do it again. Collective."""
-        lr = self.param_groups[0].get("lr")
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        problem = self._mpicomp_gradients.check_known(parameters)
-        self._mpicomp_gradients.average(lr.detach() if isinstance(lr, torch.Tensor) else lr, problem)
+        problem = self._mpicomp_gradients.check_known(members_of(self))
+        self._mpicomp_gradients.average(learning_rate(self), problem)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context in which backward adds to gradients without exchanging them."""
@@ -205,8 +223,8 @@ class _Distributed(Wrapped):
         """Return a context for a loop that has more batches on some ranks than on others, on all ranks.
 
         Where the loop of a rank is over, the end of the context takes part in the steps of the others, with zeros and
-        what its residuals hold, until all are done. Means are those of the ranks that have batches. While some rank has
-        none, policies leave plans as they are. If an error leaves the loop, the context communicates nothing.
+        its residuals, until all are done. Means are those of the ranks that have batches. While some rank has none,
+        policies leave plans as they are. If an error leaves the loop, the context communicates nothing.
 
         Raises
         ------
@@ -214,20 +232,20 @@ class _Distributed(Wrapped):
             Inside of another one, or where another optimizer is exchanged inside of it.
         DisagreementError
             At the first step, on all ranks, where some rank makes it without ``join()``, or with other settings of its
-            parameter groups; at the end, where parameters were changed beside the steps.
+            parameter groups; at the end, where parameters were changed outside of steps.
         """
         return Join(self, self._mpicomp_gradients, self._mpicomp_scaler)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients over the ranks, then step. Collective.
 
-        A closure is called once, before the gradients are averaged, and its value is given back.
+        A closure is called once, before the gradients are averaged, and its value is returned.
         """
-        own_step = super(Wrapped, self).step  # type: ignore[misc]
+        plain_step = super(OptimizerProxy, self).step  # type: ignore[misc]
 
-        def step(called: Callable[[], Any] | None = None) -> Any:
-            value = own_step()  # it gets no closure: one that calls it for other gradients would not notice
-            return value if called is None else called()
+        def step(cached: Callable[[], Any] | None = None) -> Any:
+            value = plain_step()  # without a closure: one that calls it for other gradients would not notice
+            return value if cached is None else cached()
 
         return self._mpicomp_step(step, *(() if closure is None else (closure,)))
 
@@ -238,46 +256,29 @@ class _Distributed(Wrapped):
         gradients = self._mpicomp_gradients
         if hasattr(self, "found_inf") and self._mpicomp_scaler is None:
             raise ConfigurationError(
-                "DistributedOptimizer: this rank alone cannot tell whether gradients that a GradScaler has scaled "
-                "overflowed; pass scaler= to DistributedOptimizer, or use torch.autocast with bfloat16, which needs "
-                "no scaler"
+                f"{_WHO}: this rank alone cannot tell whether gradients that a GradScaler has scaled overflowed; pass "
+                f"scaler= to {_WHO}, or use torch.autocast with bfloat16, which needs no scaler"
             )
-        closure = args[0] if args else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is not None:
             gradients.averaged = False
             with torch.enable_grad():
                 loss = closure()  # it may synchronize and clip by itself, as Lightning's does
-            called = _Called(loss)
-            args, kwargs = ((called, *args[1:]), kwargs) if args else (args, kwargs | {"closure": called})
+            args, kwargs = with_closure(args, kwargs, _CachedClosure(loss))
         if not gradients.averaged:
             self.synchronize()
         gradients.averaged = False
         if gradients.frozen:
-            gradients.run(follow(self, gradients))
+            gradients.run(copy_active_step(self, gradients))
         return args, kwargs
+
+    def _mpicomp_add(self, parameters: dict[str, torch.Tensor]) -> None:
+        self._mpicomp_gradients.add(parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; see `torch.optim.Optimizer.zero_grad`."""
-        self._mpicomp_gradients.cleared()
+        self._mpicomp_gradients.clear()
         super().zero_grad(set_to_none)  # type: ignore[misc]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; see `torch.optim.Optimizer.add_param_group`. On all ranks, between two steps.
-
-        Those that were not among ``named_parameters`` are given with their names, as ``{"params":
-        head.named_parameters(prefix="head")}``. After ``close()`` no name is needed.
-
-        Raises
-        ------
-        ConfigurationError
-            Where one has no name.
-        """
-        closed = self._mpicomp_gradients.closed
-        plain, new = named_group(self, param_group, self._mpicomp_names, "DistributedOptimizer", closed)
-        super().add_param_group(plain)  # type: ignore[misc]
-        if not closed:
-            self._mpicomp_names |= {id(parameter): name for name, parameter in new.items()}
-            self._mpicomp_gradients.add(new)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with this rank's state of the reducer under ``"mpicomp"``."""
@@ -292,66 +293,64 @@ class _Distributed(Wrapped):
         ConfigurationError
             Where the reducer's part does not fit.
         """
-        kept = to_arrays(state_dict.get("mpicomp"))
-        if kept is not None:
-            self._check_fits(kept)
+        of_reducer = to_arrays(state_dict.get("mpicomp"))
+        if of_reducer is not None:
+            self._mpicomp_check_residuals(of_reducer.get("residuals", {}))
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
-        if kept is not None:
-            self.reducer.load_state_dict(kept)
-        self._mpicomp_gradients.loaded([] if kept is None else kept["residuals"].values())
-
-    def _mpicomp_state(self) -> dict[str, torch.Tensor]:
-        """Return tensors and numbers in the optimizer's state by parameter and key."""
-        found = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                for key, value in self.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor | bool | int | float):
-                        found[f"{self._mpicomp_names[id(parameter)]}, {key}"] = torch.as_tensor(value)
-        return found
+        if of_reducer is not None:
+            self.reducer.load_state_dict(of_reducer)
+        self._mpicomp_gradients.loaded_state.note_load([] if of_reducer is None else of_reducer["residuals"].values())
 
     def close(self) -> None:
-        """Release the reducer's MPI resources. It waits for nobody; a second call does nothing."""
+        """Release the reducer's MPI resources without waiting for other ranks; a second call does nothing."""
+        self._mpicomp_closed = True
         self._mpicomp_gradients.close()
         self.reducer.close()
         if self._mpicomp_transport is not None:
             self._mpicomp_transport.close()
 
-    def _check_fits(self, kept: Mapping[str, Any]) -> None:
-        """Refuse residuals of another model: nothing was loaded yet."""
+    def _mpicomp_state(self) -> dict[str, torch.Tensor]:
+        """Return tensors and numbers in the optimizer's state by parameter and key."""
+        return {
+            f"{self._mpicomp_names[id(parameter)]}, {key}": torch.as_tensor(value)
+            for parameter in members_of(self)
+            for key, value in self.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor | bool | int | float)
+        }
+
+    def _mpicomp_check_residuals(self, residuals: Mapping[str, Any]) -> None:
+        """Refuse residuals of another model before anything is loaded."""
         shapes = {
             self._mpicomp_names[id(parameter)]: tuple(as_real(parameter.detach()).shape)
-            for group in self.param_groups
-            for parameter in group["params"]
+            for parameter in members_of(self)
         }
-        for name, residual in kept.get("residuals", {}).items():
+        for name, residual in residuals.items():
             if shapes.get(name) != tuple(residual.shape):
-                has = f"shape {shapes[name]}" if name in shapes else "no such parameter"
+                present = f"shape {shapes[name]}" if name in shapes else "no such parameter"
                 raise ConfigurationError(
-                    f"DistributedOptimizer: the state is of another model: it has a residual of shape "
-                    f"{tuple(residual.shape)} for '{name}', and this model has {has}; delete state['mpicomp'] to start "
-                    "residuals at zero"
+                    f"{_WHO}: the state is of another model: it has a residual of shape {tuple(residual.shape)} for "
+                    f"'{name}', and this model has {present}; delete state['mpicomp'] to start residuals at zero"
                 )
 
 
-class _Called:
-    """A closure that was called: it gives its value, once."""
+class _CachedClosure:
+    """A closure that was called already: it returns its value, once."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self._asked = False
+        self._was_called = False
 
     def __call__(self) -> Any:
-        if self._asked:
+        if self._was_called:
             raise ConfigurationError(
-                "DistributedOptimizer: the optimizer calls its closure several times in a step; use "
-                "mpicomp.torch.UpdateOptimizer, which serves it and exchanges what its steps have changed"
+                f"{_WHO}: the optimizer calls its closure several times in a step; use mpicomp.torch.UpdateOptimizer, "
+                "which serves it and exchanges what its steps have changed"
             )
-        self._asked = True
+        self._was_called = True
         return self._value
 
 
-class _AveragesFirst:
+class _ScalerProxy:
     """Mixin of a GradScaler: it averages gradients before it checks them, so that it finds the same on all ranks."""
 
     _mpicomp_optimizer: Callable[[], Any]
@@ -361,7 +360,7 @@ class _AveragesFirst:
         self._mpicomp_average(optimizer)
         super().unscale_(optimizer)  # type: ignore[misc]
         if optimizer is self._mpicomp_optimizer():
-            optimizer._mpicomp_gradients.note()
+            optimizer._mpicomp_gradients.snapshot()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Average gradients of the distributed optimizer, then step, or not."""
@@ -369,7 +368,7 @@ class _AveragesFirst:
         return super().step(optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def update(self, new_scale: Any = None) -> None:
-        """Update the scale: gradients of a step that was left out are averages no longer."""
+        """Update the scale: gradients of a step that was skipped are averages no longer."""
         optimizer = self._mpicomp_optimizer()
         if optimizer is not None:
             optimizer._mpicomp_gradients.averaged = False
@@ -385,58 +384,49 @@ class _AveragesFirst:
             optimizer.synchronize()
 
 
-def _follow(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+def _attach_scaler(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
     """Have a GradScaler average gradients of an optimizer before it checks them."""
     changed: Any = scaler
     kind = type(scaler)
-    if not isinstance(scaler, _AveragesFirst):
-        changed.__class__ = type(f"Distributed{kind.__name__}", (_AveragesFirst, kind), {})
+    if not isinstance(scaler, _ScalerProxy):
+        changed.__class__ = type(f"Distributed{kind.__name__}", (_ScalerProxy, kind), {})
     changed._mpicomp_optimizer = weakref.ref(optimizer)
 
 
-def _check(
-    optimizer: Any,
-    named_parameters: Named,
-    compressor: Compressor | str | Mapping[str, Any] | None,
-    compare_every: int,
-    settings: Mapping[str, Any],
-    scaler: torch.amp.GradScaler | None,
-    ranks: int,
-) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
-    """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
+def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"DistributedOptimizer: a torch optimizer is needed, got {type(optimizer).__name__}")
+        raise ConfigurationError(f"{_WHO}: a torch optimizer is needed, got {type(optimizer).__name__}")
     if isinstance(optimizer, _Distributed):
-        if not optimizer._mpicomp_gradients.closed:
-            raise ConfigurationError("DistributedOptimizer: this optimizer is distributed already; close() it first")
-    elif isinstance(optimizer, Exchanging | Wrapped):
-        raise ConfigurationError(
-            f"DistributedOptimizer: {type(optimizer).__name__} exchanges by itself; use it as it is"
-        )
+        if not optimizer._mpicomp_closed:
+            raise ConfigurationError(f"{_WHO}: this optimizer is distributed already; close() it first")
+    elif isinstance(optimizer, CollectiveOptimizer | OptimizerProxy):
+        raise ConfigurationError(f"{_WHO}: {type(optimizer).__name__} exchanges by itself; use it as it is")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
-            "DistributedOptimizer: LBFGS asks for gradients many times in a step; use mpicomp.torch.UpdateOptimizer, "
-            "which serves it and exchanges what its steps have changed"
+            f"{_WHO}: LBFGS calls for gradients many times in a step; use mpicomp.torch.UpdateOptimizer, which serves "
+            "it and exchanges what its steps have changed"
         )
-    check_least("DistributedOptimizer", "compare_every", compare_every, 0)
-    chosen = None if compressor is None else get_compressor(compressor)
-    own = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
-    if chosen is not None and chosen.entry.momentum and own:
+
+
+def _chosen_compressor(
+    optimizer: torch.optim.Optimizer, compressor: Compressor | str | Mapping[str, Any] | None
+) -> Compressor | None:
+    if compressor is None:
+        return None
+    chosen = get_compressor(compressor)
+    momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
+    if chosen.entry.momentum and momenta:
         raise ConfigurationError(
-            f"DistributedOptimizer: {chosen!r} applies momentum before the exchange, and the optimizer would "
-            f"apply its own, {own[0]}, once more; set momentum=0 in one of them"
+            f"{_WHO}: {chosen!r} applies momentum before the exchange, and the optimizer would apply another one, "
+            f"{momenta[0]}, once more; set momentum=0 in one of them"
         )
-    check_settings(settings, compressor, "DistributedOptimizer")
-    named = named_of(named_parameters, "DistributedOptimizer", ranks)
-    parameters = parameters_of(optimizer, named, "DistributedOptimizer")
-    if scaler is not None:
-        for name, parameter in parameters.items():
-            if parameter.is_complex():
-                raise ConfigurationError(
-                    f"DistributedOptimizer: a GradScaler of torch takes no complex gradients, and '{name}' is of "
-                    f"{str(parameter.dtype).removeprefix('torch.')}; use torch.autocast with bfloat16, which needs no "
-                    "scaler"
-                )
-    check_no_ddp(parameters, ranks, "DistributedOptimizer")
-    warn_of_nested(optimizer, "DistributedOptimizer")
-    return named, parameters, chosen
+    return chosen
+
+
+def _check_not_complex(parameters: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise ConfigurationError(
+                f"{_WHO}: a GradScaler of torch takes no complex gradients, and '{name}' is of {dtype_name(parameter)}"
+                "; use torch.autocast with bfloat16, which needs no scaler"
+            )

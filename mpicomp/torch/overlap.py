@@ -1,43 +1,200 @@
-"""A thread that exchanges gradients while backward goes on."""
+"""Exchange of gradients while backward goes on, and how a script that does not allow it is noticed."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from mpicomp.errors import LaunchError, warn_user
+from mpicomp.errors import ConfigurationError, LaunchError, MpicompError, warn_user
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import gather_rows
+from mpicomp.reducer.stream import Stream
+from mpicomp.rounds import Group, gather_rows
+from mpicomp.torch.arguments import as_real
+from mpicomp.torch.replica_checks import sum_of_bits
 from mpicomp.transport.interleave import ProgressThread
 
-_FLAG = np.dtype(np.uint8)
+_TRIAL_STEPS = 2  # steps that are exchanged after backward, to see whether the script allows an exchange during it
+_OBSTACLES = {
+    1: (
+        "backward came to a gradient twice before step(), as with several losses or an accumulation",
+        "put every backward but the last one into `with optimizer.accumulate():`",
+    ),
+    2: (
+        "a gradient was changed between backward() and step(), as by clipping",
+        "call optimizer.synchronize() first: then means are changed, the same on all ranks",
+    ),
+    3: (
+        "zero_grad() came between backward() and step()",
+        "clear gradients after the step, or run a backward that is not stepped inside optimizer.accumulate()",
+    ),
+}
+"""Reasons for which gradients cannot be exchanged while backward goes on, and what would allow it."""
+_TWICE, _CHANGED, _CLEARED = _OBSTACLES
 
 
-def overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[ProgressThread | None, bool]:
+class BackwardOverlap:
+    """Exchanges gradients while backward goes on, where ranks, MPI and the script allow it.
+
+    Making one is collective. ``wanted`` is True for an exchange during backward wherever MPI allows it, with an error
+    for a script that does not; False for none; None for one that is tried: the first steps are exchanged after
+    backward while the script is watched, and so are all others after an obstacle was found on any rank.
+    """
+
+    def __init__(self, reducer: Reducer, subsystem: str, wanted: bool | None) -> None:
+        self._reducer = reducer
+        self._subsystem = subsystem
+        self._thread, is_open = start_overlap_thread(reducer, wanted)
+        self._wanted = None if is_open else wanted
+        self._trial_steps = _TRIAL_STEPS if is_open else 0
+        self.obstacle = 0
+        self._stream: Stream | None = None
+        self._taken: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}  # gradients, and their marks when taken
+        self._exchanges = 0
+        self._generation = reducer.transport.generation
+        self._set_finalizer()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether buckets are exchanged while backward goes on."""
+        return self._thread is not None and not self._trial_steps
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients were taken in this step while backward goes on."""
+        return bool(self._taken) and self.overlaps
+
+    def take(self, name: str, gradient: torch.Tensor, new_stream: Callable[[ProgressThread], Stream | None]) -> None:
+        """Take a complete gradient; its bucket is exchanged as soon as it is complete, too."""
+        if self._thread is None:
+            return
+        if name in self._taken:
+            if self._wanted:
+                raise ConfigurationError(
+                    f"gradients: backward has come to '{name}' twice since the last step, and the exchange has begun "
+                    "at the first time; put every backward but the last one into `with optimizer.accumulate():`, or "
+                    "pass overlap=False"
+                )
+            self.obstacle = self.obstacle or _TWICE
+            return
+        if not self._taken and self.overlaps:
+            self._stream = new_stream(self._thread)
+        self._taken[name] = gradient, self._mark(gradient)
+        if self._stream is not None and not gradient.is_sparse:
+            self._stream.put(name, as_real(gradient.detach()))
+
+    def clear(self) -> None:
+        """Note that gradients are cleared; not collective."""
+        if not self._taken:
+            return
+        if self._wanted:
+            raise ConfigurationError(
+                f"{self._subsystem}: zero_grad() came between backward() and step(), when the exchange had begun "
+                "already; call synchronize() first, or pass overlap=False"
+            )
+        self.obstacle = self.obstacle or _CLEARED
+        if self._trial_steps:
+            self._taken.clear()
+
+    def find_change(self, parameters: Mapping[str, torch.Tensor]) -> MpicompError | None:
+        """Return the error of a gradient that was written to after it was taken: the change would be lost."""
+        for name, (gradient, mark) in self._taken.items():
+            if parameters[name].grad is not gradient or self._mark(gradient) != mark:
+                if not self._wanted:
+                    self.obstacle = self.obstacle or _CHANGED
+                    return None
+                return ConfigurationError(
+                    f"gradients: the one of '{name}' was changed between backward() and step(), when its exchange had "
+                    "begun already; call optimizer.synchronize() first, or pass overlap=False"
+                )
+        return None
+
+    def end_backward(self, new_stream: Callable[[ProgressThread], Stream | None]) -> Stream | None:
+        """Return the stream that buckets of this step are exchanged by; None where all are exchanged after backward."""
+        stream, self._stream = self._stream, None
+        self._taken.clear()
+        if stream is None and self.overlaps:
+            assert self._thread is not None
+            stream = new_stream(self._thread)
+        return stream
+
+    def end_exchange(self) -> None:
+        """Prepare the next step. Collective after ranks were lost."""
+        if self._reducer.transport.generation != self._generation:
+            self._finalizer()
+            self._generation = self._reducer.transport.generation
+            self._thread, _ = start_overlap_thread(self._reducer, self._wanted)
+            self._set_finalizer()
+        self._trial_steps = max(self._trial_steps - 1, 0)
+        self._exchanges += 1
+        if self._wanted is False and self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+
+    def heed_obstacles(self, obstacles: NDArray[np.uint8], group: Group) -> None:
+        """Exchange after backward from now on where the script of some rank does not allow it before."""
+        if not obstacles.any():
+            return
+        self.obstacle, self._wanted, self._trial_steps = 0, False, 0
+        rank = int(obstacles.argmax())  # of the largest reason: what several ranks saw may differ
+        seen, advice = _OBSTACLES[int(obstacles[rank])]
+        if group.rank == 0:
+            warn_user(
+                f"{self._subsystem}: gradients are exchanged in step() from now on, not while backward goes on: {seen} "
+                f"(seen on rank {rank}). What would allow it: {advice}. overlap=False says that it is meant, and "
+                "overlap=True refuses it",
+            )
+
+    def close(self) -> None:
+        """End the thread; not collective."""
+        self._taken.clear()
+        self._stream = None
+        self._thread = None
+        self._finalizer()
+
+    def _mark(self, gradient: torch.Tensor) -> tuple[int, int]:
+        """Return what shows that a gradient was written to since.
+
+        Torch counts no version of what is written through ``.data``. So in the first steps, and after 2, 4, 8 and so
+        on, its bits are summed, too.
+        """
+        sums_bits = self._exchanges & (self._exchanges - 1) == 0
+        return gradient._version, int(sum_of_bits([gradient])) if sums_bits else 0
+
+    def _set_finalizer(self) -> None:
+        threads = [] if self._thread is None else [self._thread]
+        self._finalizer = weakref.finalize(self, _stop, threads)
+        self._finalizer.atexit = False
+
+
+def start_overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[ProgressThread | None, bool]:
     """Return a thread that exchanges while backward goes on, or None, and whether some rank left that open. Collective.
 
-    Parameters
-    ----------
-    reducer : Reducer
-        The reducer whose exchanges are to overlap with backward.
-    wanted : bool or None
-        True wants it wherever there are others and MPI allows it. None does not where all ranks are on one host, so
-        that nothing is waited for, and torch's threads take all of its cores. One rank that does not is enough.
+    One rank that does not want it is enough for None. With ``wanted=None`` a rank does not where all ranks are on one
+    host, so that nothing is waited for, and torch's threads use all of its cores.
     """
     transport = reducer.transport
-    ranks = transport.group.size
-    if ranks == 1:
+    group = transport.group
+    if group.size == 1:
         return None, wanted is None
     problem = None
     try:
         transport.check_threads(alone=False)
     except LaunchError as error:
         problem = error
-    crowded = transport.group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
-    mine = np.array([problem is None, not crowded if wanted is None else wanted, wanted is None], _FLAG)
-    everyones = transport.run(reducer.counted(gather_rows(mine, transport.group)))
-    able, useful = (bool(flags.all()) for flags in everyones[:, :2].T)
-    left_open = bool(everyones[:, 2].any())
-    if able and useful:
-        return ProgressThread(transport, lanes=1).start(), left_open
-    if not able and useful and transport.group.rank == 0:
+    is_crowded = group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
+    flags = [problem is None, not is_crowded if wanted is None else wanted, wanted is None]
+    rows = transport.run(reducer.counted(gather_rows(np.array(flags, np.uint8), group)))
+    is_able, is_useful = (bool(column.all()) for column in rows[:, :2].T)
+    is_open = bool(rows[:, 2].any())
+    if is_able and is_useful:
+        return ProgressThread(transport, lanes=1).start(), is_open
+    if is_useful and group.rank == 0:
         warn_user(f"gradients are exchanged after backward, not during it: {problem}")
-    return None, left_open
+    return None, is_open
+
+
+def _stop(threads: Iterable[ProgressThread]) -> None:
+    for thread in threads:
+        thread.stop()

@@ -1,4 +1,4 @@
-"""Checks of what replicas must have in common, and of what must differ: settings, parameters, batches."""
+"""What replicas must have in common, settings and parameters, and what must differ between them: batches."""
 
 import contextlib
 import hashlib
@@ -9,15 +9,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from mpicomp.errors import DisagreementError
+from mpicomp.errors import DisagreementError, warn_user
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
-from mpicomp.rounds import Group, Pending, Round, Rounds
-from mpicomp.torch.comparing import COMPARE_EVERY, Fingerprint, check_same
+from mpicomp.rounds import Group, Pending, Round, Rounds, gather_rows
+from mpicomp.torch.arguments import MAX_NORM_ADVICE, array_specs
+from mpicomp.torch.broadcast import as_bytes
+
+COMPARE_EVERY = 500
+"""Steps from one comparison of replicas to the next, by default: it costs under a thousandth."""
+DRIFT_ADVICE = (
+    "replicas have drifted apart: load the last checkpoint, and have all ranks write the same to parameters between "
+    "steps"
+)
+BROADCAST_ADVICE = "call mpicomp.torch.broadcast_parameters(model) before training"
 
 _BYTE = np.dtype(np.uint8)
-_DIGEST_BYTES = 8
+_DIGEST_BYTES = 16  # of a tensor
+_SETTINGS_DIGEST_BYTES = 8
+_BATCH_STEPS = 2  # steps of which gradients are compared: those of the first step may be the same by design
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WATCHED_STEPS = 64  # steps without a change after which settings cost nothing again: a schedule changes every step
 _RATE_ADVICE = (
     "a schedule has to follow from what all ranks share, such as the mean of their losses; after a state was loaded on "
@@ -25,47 +38,103 @@ _RATE_ADVICE = (
 )
 
 
+def check_same(tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str, advice: str) -> Rounds[None]:
+    """Raise a `DisagreementError` on all ranks where some tensor differs between them in a bit.
+
+    Names, shapes and dtypes are the same on all ranks; ``advice`` ends the message.
+    """
+    digests = np.frombuffer(b"".join(map(_digest_of_tensor, tensors.values())), _BYTE)
+    rows = (yield from gather_rows(digests, group)).reshape(group.size, len(tensors), _DIGEST_BYTES)
+    differs = (rows != rows[0]).any(axis=2)
+    for name, ranks in zip(tensors, differs.T, strict=True):
+        if ranks.any():
+            renormed = yield from gather_rows(np.uint8(_is_renormed(tensors[name])), group)
+            hint = f". If it belongs to one: {MAX_NORM_ADVICE}" if renormed.any() else ""
+            raise DisagreementError(
+                f"{subsystem}: parameter '{name}' has other values on {ranks_text(ranks)} than on rank 0; "
+                f"{advice}{hint}"
+            )
+
+
+class Fingerprint:
+    """Compares replicas bit for bit after steps 1, 2, 4, 8 ... and then after each ``every`` steps; never with 0.
+
+    First a sum of all bits is compared, eight bytes a rank: one sweep over the parameters. The first steps compare a
+    sum of gradients, too: where all ranks have the same, they draw the same batches, unless ``same_batches`` says that
+    they are meant to.
+    """
+
+    def __init__(self, every: int, subsystem: str, same_batches: bool = False) -> None:
+        self.every = every
+        self.same_batches = same_batches
+        self._subsystem = subsystem
+        self._steps = -1
+        self._equal_steps = 0  # in which all ranks had the same gradients
+
+    def compare(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        group: Group,
+        gradients: Iterable[torch.Tensor] = (),
+        advice: str = DRIFT_ADVICE,
+    ) -> Rounds[None]:
+        """Compare parameters if that is due, and this rank's gradients before they are averaged; once a step."""
+        self._steps += 1
+        steps = self._steps
+        is_early = steps <= self.every and steps & (steps - 1) == 0
+        if not self.every or not steps or not (is_early or steps % self.every == 0) or group.size == 1:
+            return
+        compares_batches = steps <= _BATCH_STEPS and not self.same_batches
+        sums = np.array([sum_of_bits(tensors.values()), sum_of_bits(gradients if compares_batches else ())])
+        rows = yield from gather_rows(sums, group)
+        if (rows[:, 0] != rows[0, 0]).any():
+            yield from check_same(tensors, group, self._subsystem, advice)
+        if not compares_batches:
+            return
+        self._equal_steps += bool(rows[0, 1] and (rows[:, 1] == rows[0, 1]).all())
+        if self._equal_steps == _BATCH_STEPS and group.rank == 0:
+            warn_user(
+                f"{self._subsystem}: the gradients of all {group.size} ranks were the same in the first steps, bit "
+                "for bit, so all ranks draw the same batches and their number gains nothing; give each rank a "
+                "share of the data, as by torch.utils.data.DistributedSampler(dataset, ranks, rank), or seed what "
+                "draws batches by the rank. same_batches=True says that it is meant",
+            )
+
+
 class SettingsCheck:
     """Compares the class and the settings of the ranks' optimizers before every step.
 
-    While settings stay as they are that costs nothing: a rank that finds a change asks all ranks to agree anew. As long
-    as they change often, as by a schedule, digests of 8 bytes are compared, in a message that goes beside the exchange.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        This rank's.
-    subsystem : str
-        Start of error messages.
+    Settings that stay as they are cost nothing: a rank that finds a change has all ranks agree again. While they change
+    often, as by a schedule, digests of 8 bytes are compared, in a message during the exchange.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, subsystem: str) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self._weak_optimizer = weakref.ref(optimizer)
         self._subsystem = subsystem
         kind = type(optimizer)
         self._kind = (kind.__bases__[-1] if hasattr(kind, "_mpicomp_before") else kind).__name__
         self._values: list[Any] = []
         self._digest = b""
-        self._compared = b""
+        self._compared = b""  # the digest that all ranks had last
         self._watched_steps = 0
         self._message: Pending | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return the class and the settings, JSON-able and by name."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        groups = settings_of(optimizer)
+        groups = settings_of(self._optimizer)
         named = {
-            f"param_groups[{at}]['{key}']": value for at, group in enumerate(groups) for key, value in group.items()
+            f"param_groups[{index}]['{key}']": value
+            for index, group in enumerate(groups)
+            for key, value in group.items()
         }
         return {"optimizer": self._kind, "param_groups": len(groups)} | named
 
     def begin(self, group: Group) -> Rounds[bool]:
-        """Begin a step; return whether settings have changed so that all ranks have to agree anew. As rounds."""
+        """Begin a step; return whether all ranks have to agree again since settings of this rank have changed."""
         values = self._current()
         if values != self._values:
             self._values = values
-            self._digest = _digest(self.settings())
+            self._digest = _digest_of_settings(self.settings())
         if self._message is not None:  # of a step that failed
             yield self._message
             self._message = None
@@ -81,13 +150,7 @@ class SettingsCheck:
         return False
 
     def finish(self, group: Group) -> Rounds[None]:
-        """Compare the ranks' settings of this step before it is applied. As rounds.
-
-        Raises
-        ------
-        DisagreementError
-            On all ranks where they differ.
-        """
+        """Compare the ranks' settings of this step before it is applied."""
         if self._message is None:
             return
         digests = (yield self._message).reshape(group.size, -1)
@@ -98,13 +161,7 @@ class SettingsCheck:
         self._compared = self._digest
 
     def compare(self, group: Group) -> Rounds[None]:
-        """Compare the ranks' settings by name. As rounds.
-
-        Raises
-        ------
-        DisagreementError
-            On all ranks where they differ.
-        """
+        """Raise a `DisagreementError` on all ranks that names the first setting in which they differ."""
         settings = self.settings()
         try:
             yield from agree(Signature(settings, []), None, group, self._subsystem)
@@ -112,39 +169,67 @@ class SettingsCheck:
             if "param_groups[" in str(error):
                 raise DisagreementError(f"{error}; {_RATE_ADVICE}") from None
             raise
-        self._values, self._digest = self._current(), _digest(settings)
+        self._values, self._digest = self._current(), _digest_of_settings(settings)
         if self._compared and self._digest != self._compared:
             self._watched_steps = _WATCHED_STEPS
         self._compared = self._digest
 
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._weak_optimizer()
+        assert optimizer is not None
+        return optimizer
+
     def _current(self) -> list[Any]:
         """Return the settings for a comparison with those of the step before; tensors by their versions."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        keys = optimizer.defaults
-        return [_mark(group[key]) for group in optimizer.param_groups for key in keys if key in group]
+        keys = self._optimizer.defaults
+        return [_version(group[key]) for group in self._optimizer.param_groups for key in keys if key in group]
+
+
+class LoadedStateCheck:
+    """Compares states of the ranks' optimizers once after a load: state must be the same, and residuals must not.
+
+    ``optimizer_state`` is to return the state by parameter and key.
+    """
+
+    def __init__(self, subsystem: str, same_batches: bool) -> None:
+        self.optimizer_state: Callable[[], dict[str, torch.Tensor]] = dict
+        self.is_due = False
+        self._subsystem = subsystem
+        self._same_batches = same_batches
+        self._residual_sum = np.int64(0)
+
+    def note_load(self, residuals: Iterable[Any]) -> None:
+        """Note that this rank has loaded a state, with residuals."""
+        self.is_due = True
+        self._residual_sum = sum_of_bits([torch.as_tensor(residual) for residual in residuals])
+
+    def compare(self, loaded: NDArray[np.uint8], group: Group) -> Rounds[None]:
+        """Compare the states, after some ranks have loaded one."""
+        state, who = self.optimizer_state(), f"{self._subsystem}: the optimizer's state"
+        if not loaded.all():
+            who += f", which was loaded on {ranks_text(loaded)} alone"
+        advice = "load the same file on all ranks, or call mpicomp.torch.broadcast_optimizer_state(optimizer)"
+        try:
+            yield from agree(Signature({}, array_specs(state)), None, group, who)
+        except DisagreementError as error:
+            raise DisagreementError(f"{error}; {advice}") from None
+        yield from check_same(state, group, who, advice)
+        sums = yield from gather_rows(self._residual_sum, group)
+        are_copies = group.size > 1 and sums.any() and (sums == sums[0]).all()
+        if are_copies and not self._same_batches and group.rank == 0:
+            warn_user(
+                f"{self._subsystem}: all {group.size} ranks have loaded the residuals of one rank, which then count "
+                f"{group.size} times, and those of the others are lost; save and load a file of each rank, or delete "
+                "state['mpicomp'] to start residuals at zero",
+            )
+        self.is_due, self._residual_sum = False, np.int64(0)
 
 
 class ReplicaChecks(Beside):
-    """The checks of an optimizer or hook whose ranks hold the same parameters.
+    """The checks of an optimizer or hook whose ranks hold the same parameters, which the callable returns by name.
 
-    Parameters
-    ----------
-    subsystem : str
-        Start of error messages.
-    parameters : callable
-        Returns the parameters by name, in the model's order.
-    group : Group
-        All ranks.
-    settings : SettingsCheck, optional
-        Of the optimizer.
-    same_batches : bool
-        Whether ranks are meant to draw the same batches.
-
-    Attributes
-    ----------
-    gradients : iterable of torch.Tensor or None
-        This rank's in the step; None takes those in ``.grad``.
+    ``gradients`` are this rank's in the step; None takes those in ``.grad``.
     """
 
     def __init__(
@@ -164,30 +249,25 @@ class ReplicaChecks(Beside):
         self._group = group
 
     def begin(self) -> Rounds[None]:
-        """Begin a step. As rounds."""
+        """Begin a step."""
         if self._settings is not None and (yield from self._settings.begin(self._group)):
             self.stale = True
 
     def agree(self, given: Given) -> Rounds[Given]:
-        """Compare settings and parameters, as rounds."""
+        """Compare settings and parameters."""
         if self._settings is not None:
             yield from self._settings.compare(self._group)
-        yield from check_same(
-            self._parameters(),
-            self._group,
-            self._subsystem,
-            "call mpicomp.torch.broadcast_parameters(model) before training",
-        )
+        yield from check_same(self._parameters(), self._group, self._subsystem, BROADCAST_ADVICE)
         self.stale = False
         return given
 
     def exchange(self) -> Rounds[bool]:
-        """Compare parameters, batches and settings where it is time to, as rounds."""
+        """Compare parameters, batches and settings where that is due."""
         parameters = self._parameters()
         gradients = self.gradients
         if gradients is None:
             gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-        yield from self._fingerprint.look(parameters, self._group, gradients)
+        yield from self._fingerprint.compare(parameters, self._group, gradients)
         if self._settings is not None:
             yield from self._settings.finish(self._group)
         return True
@@ -200,29 +280,65 @@ def settings_of(optimizer: Any) -> list[dict[str, Any]]:
         settings = {}
         for key in sorted(set(optimizer.defaults) & set(group)):
             with contextlib.suppress(TypeError):
-                settings[key] = _plain(group[key])
+                settings[key] = _to_json(group[key])
         groups.append(settings)
     return groups
 
 
-def _plain(value: Any) -> Any:
+def sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
+    """Return a number that differs, all but surely, where some tensor does."""
+    sums = []
+    for tensor in tensors:
+        values = tensor.detach()
+        values = values.coalesce().values() if values.is_sparse else values
+        values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        sums.append(values.reshape(-1).view(_WORDS[values.element_size()]).sum(dtype=torch.int64))
+    if not sums:
+        return np.int64(0)
+    host = torch.stack([part.to(sums[0].device) for part in sums]).cpu().numpy()
+    with np.errstate(over="ignore"):  # sums wrap around
+        return np.int64((host * np.arange(1, host.size + 1)).sum())
+
+
+def ranks_text(flags: NDArray[Any]) -> str:
+    """Return the ranks whose flags are set, for a message."""
+    ranks = np.flatnonzero(flags).tolist()
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _is_renormed(tensor: torch.Tensor) -> bool:
+    """Return whether many rows have one norm, as those that an Embedding with ``max_norm`` has looked up."""
+    if tensor.dim() != 2 or not tensor.is_floating_point() or len(tensor) < 2:
+        return False
+    digits = (tensor.detach().double().norm(dim=1).log() * 1e5).round()
+    _, counts = digits[digits.isfinite()].unique(return_counts=True)
+    return counts.numel() > 0 and int(counts.max()) >= max(2, len(tensor) // 1000)
+
+
+def _digest_of_tensor(tensor: torch.Tensor) -> bytes:
+    values = as_bytes(tensor.detach().cpu().contiguous())
+    return hashlib.blake2b(values.data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _digest_of_settings(settings: Mapping[str, Any]) -> bytes:
+    text = json.dumps(settings, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=_SETTINGS_DIGEST_BYTES).digest()
+
+
+def _to_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _plain(value.tolist())
+        return _to_json(value.tolist())
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return _to_json(value.item())
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_to_json(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(type(value).__name__)
 
 
-def _mark(value: Any) -> Any:
-    """Return what tells whether a setting has changed; a tensor's values may be on a device and are not read."""
+def _version(value: Any) -> Any:
+    """Return what shows that a setting has changed; a tensor's values may be on a device and are not read."""
     if isinstance(value, tuple | list):
-        return [_mark(each) for each in value]
+        return [_version(item) for item in value]
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value
-
-
-def _digest(settings: Mapping[str, Any]) -> bytes:
-    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=_DIGEST_BYTES).digest()

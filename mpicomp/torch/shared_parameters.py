@@ -1,4 +1,4 @@
-"""The parameters that all ranks share, and the exchange of what each rank has changed of its own since."""
+"""The parameters that all ranks share, and the exchange of what each rank has changed of its copy since."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +12,9 @@ from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Rounds
-from mpicomp.torch.comparing import Fingerprint, check_same
-from mpicomp.torch.moments import SharedMoments
-from mpicomp.torch.named import as_real
-from mpicomp.torch.replica_checks import SettingsCheck
+from mpicomp.torch.arguments import as_real, dtype_name
+from mpicomp.torch.replica_checks import BROADCAST_ADVICE, Fingerprint, SettingsCheck, check_same
+from mpicomp.torch.second_moments import SharedMoments
 from mpicomp.torch.states import to_arrays
 from mpicomp.torch.step_watch import sample_of
 from mpicomp.transport.interleave import ProgressThread
@@ -26,9 +25,9 @@ _WHO = "UpdateOptimizer"
 class SharedParameters(Beside):
     """Some parameters of a model, and the values of them that all ranks share.
 
-    Each rank's own parameters leave the shared ones as its optimizer steps. An exchange moves the shared ones by the
-    mean of all ranks' changes, or by what an outer optimizer makes of it, and takes the own ones along: there they are
-    equal again, but for steps that a rank has made while the exchange was under way.
+    Each rank's parameters leave the shared ones as its optimizer steps. An exchange moves the shared ones by the mean
+    of all ranks' changes, or by what an outer optimizer makes of it, and the rank's parameters become equal to them
+    again, but for steps that the rank has made during the exchange.
 
     Parameters
     ----------
@@ -43,14 +42,14 @@ class SharedParameters(Beside):
     outer : mapping or None
         Settings of a `torch.optim.SGD` that moves the shared parameters, and ``"sign"``; None moves them by the mean.
     compare_every, same_batches
-        See `mpicomp.torch.comparing.Fingerprint`.
+        See `Fingerprint`.
     moments : SharedMoments or None
         Second moments of these parameters, which are averaged in some of the exchanges.
 
     Attributes
     ----------
     fresh : bool
-        Whether own parameters are the shared ones: no step was made since the last exchange.
+        Whether parameters are the shared ones: no step was made since the last exchange.
     values : dict of str to torch.Tensor
         The shared parameters: the same bits on all ranks; float32 where the model's have 16 bits, pairs of reals
         where they are complex.
@@ -67,37 +66,38 @@ class SharedParameters(Beside):
         same_batches: bool = False,
         moments: SharedMoments | None = None,
     ) -> None:
-        self._moments = moments
-        self._fingerprint = Fingerprint(compare_every, _WHO, same_batches)
-        self._check = SettingsCheck(optimizer, _WHO)
+        self.reducer = reducer
         self.fresh = True
         self.values: dict[str, torch.Tensor] = {}
-        self.reducer = reducer
+        self._moments = moments
+        self._fingerprint = Fingerprint(compare_every, _WHO, same_batches)
+        self._settings_check = SettingsCheck(optimizer, _WHO)
         self._settings = settings
         self._parameters: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._compared = self._meeting = False
+        self._compared = self._enabling_join = False
         self._scale = 1.0
-        self._changes: dict[str, torch.Tensor] = {}  # of an exchange that is under way
-        self._latest: Mapping[str, torch.Tensor] = {}  # of the exchange that was begun last, until it is compared
+        self._changes: dict[str, torch.Tensor] = {}  # in the current exchange
+        self._latest: Mapping[str, torch.Tensor] = {}  # changes of the exchange begun last, until they are compared
         self._stream: Stream | None = None
         self._means: dict[str, torch.Tensor] | None = None
         self._lr: float | None = None
-        self._signs = bool((outer or {}).get("sign"))
-        self._outer_settings = None if outer is None else {name: own for name, own in outer.items() if name != "sign"}
+        outer = None if outer is None else dict(outer)
+        self._takes_sign = bool(outer and outer.pop("sign", False))
+        self._outer_settings = outer
         self._outer: torch.optim.SGD | None = None
         self._outer_state: Mapping[str, Any] | None = None
         self.add(parameters)
 
     @property
-    def under_way(self) -> bool:
-        """Whether an exchange has begun whose outcome was not taken up yet."""
+    def is_exchanging(self) -> bool:
+        """Whether an exchange has begun whose outcome is not applied yet."""
         return bool(self._changes)
 
     def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Add parameters, on all ranks, between exchanges."""
         self._parameters |= parameters
-        self._watch()
+        self._share_trained()
 
     def shared(self) -> dict[str, torch.Tensor]:
         """Return the shared parameters, complex ones as such."""
@@ -106,51 +106,52 @@ class SharedParameters(Beside):
             for name, shared in self.values.items()
         }
 
-    def notice(self) -> None:
-        """Take over what a script has written to the parameters since the last exchange; before the next step.
+    @torch.no_grad()
+    def copy_written(self) -> None:
+        """Copy what a script has written to parameters since the last exchange into the shared ones, before a step.
 
         At the next exchange the ranks compare whether all of them have written the same.
         """
-        if not self.fresh or self.under_way:
+        if not self.fresh or self.is_exchanging:
             return
-        with torch.no_grad():
-            for name, shared in self.values.items():
-                own = as_real(self._parameters[name])
-                if own._version != self._versions[name] or not torch.equal(
-                    sample_of(own), sample_of(shared).to(own.dtype)
-                ):
-                    if not torch.equal(own, shared.to(own.dtype)):
-                        shared.copy_(own)
-                        self._compared = False
-                    self._versions[name] = own._version
+        for name, shared in self.values.items():
+            values = as_real(self._parameters[name])
+            expected = sample_of(shared).to(values.dtype)
+            if values._version != self._versions[name] or not torch.equal(sample_of(values), expected):
+                if not torch.equal(values, shared.to(values.dtype)):
+                    shared.copy_(values)
+                    self._compared = False
+                self._versions[name] = values._version
         self.fresh = False
 
-    def follow(self) -> None:
-        """Go on after a step of this rank's optimizer."""
+    def after_step(self) -> None:
+        """Update moments after a step of this rank's optimizer."""
         if self._moments is not None:
-            self._moments.follow(self._taking_part())
+            self._moments.after_step(self._taking_part())
 
-    def _taking_part(self) -> dict[str, torch.Tensor]:
-        return {name: self._parameters[name] for name in self.values}
-
-    def meet(self) -> Rounds[None]:
-        """Make sure that on all ranks some may run out of batches, from now on. As rounds; nothing is exchanged."""
+    def enable_join(self) -> Rounds[None]:
+        """Check that all ranks may run out of batches from now on; nothing is exchanged."""
         self._settings |= {"join()": True}
-        self._meeting = self.stale = True
+        self._enabling_join = self.stale = True
         try:
             yield from self.reducer.rounds(self.values, beside=self)
         finally:
-            self._meeting = False
+            self._enabling_join = False
 
-    def take_part(self, active: int, idle: bool) -> None:
-        """Have the next exchanges average over the ranks that have batches, of which there are so many."""
+    def set_active(self, active: int, idle: bool) -> None:
+        """Have the next exchanges average over the ranks that have batches, ``active`` of them."""
         ranks = self.reducer.transport.group.size
         self._scale, self.frozen, self.idle = ranks / active, active < ranks, idle
 
-    def start(self, lr: float | None, thread: ProgressThread | None) -> Rounds[None]:
-        """Begin the exchange of what was changed, by a thread where there is one. As rounds.
+    def leave_join(self) -> None:
+        """End what `enable_join` has begun."""
+        self._settings.pop("join()", None)
+        self._scale, self.frozen, self.idle = 1.0, False, False
 
-        Until `finish` the changes are kept, so that steps can be made meanwhile.
+    def start(self, lr: float | None, thread: ProgressThread | None) -> Rounds[None]:
+        """Begin the exchange of changes, by a thread where there is one.
+
+        The changes are kept until `finish`, so that steps can be made meanwhile.
         """
         yield from self._prepare()
         with torch.no_grad():
@@ -165,7 +166,7 @@ class SharedParameters(Beside):
         self._changes = changes
 
     def finish(self) -> None:
-        """Wait for the exchange that `start` has begun and take up its outcome. Collective where a thread exchanges."""
+        """Wait for the exchange that `start` has begun and apply its outcome. Collective where a thread exchanges."""
         changes, means = self._changes, self._means
         self._changes, self._means = {}, None
         if self._stream is not None:
@@ -173,84 +174,51 @@ class SharedParameters(Beside):
             try:
                 means = stream.finish(changes, self._lr, list(changes) if self.idle else [])
             except BaseException:
-                with torch.no_grad():
-                    self._return()
+                self._restore()
                 raise
         assert means is not None
         with torch.no_grad():
             since = {name: self._change(name) for name in self.values}
             self._move(means, self._lr)
-            for name, own in since.items():
-                self._put(name, own.sub_(changes[name]).add_(self.values[name]))
+            for name, change in since.items():
+                self._write(name, change.sub_(changes[name]).add_(self.values[name]))
 
     def exchange_now(self, lr: float | None) -> Rounds[None]:
-        """Exchange what was changed and take up the outcome. As rounds.
-
-        Where it fails, the parameters become the shared ones as they were before.
-        """
+        """Exchange changes and apply the outcome; a failure makes the parameters the shared ones as they were."""
         yield from self._prepare()
         with torch.no_grad():
             self._latest = changes = {name: self._change(name, in_place=True) for name in self.values}
         means = yield from self._averaged(changes, lr)
         with torch.no_grad():
             self._move(means, lr)
-            self._return()
-
-    def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Rounds[Any]:
-        absent = list(changes) if self.idle else []
-        try:
-            return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, beside=self))
-        except BaseException:
-            with torch.no_grad():
-                self._return()
-            raise
-
-    def _return(self) -> None:
-        """Make the own parameters the shared ones."""
-        for name, shared in self.values.items():
-            self._put(name, shared)
-        self.fresh = True
-
-    def _put(self, name: str, values: torch.Tensor) -> None:
-        as_real(self._parameters[name]).copy_(values)
-        self._versions[name] = self._parameters[name]._version
-
-    def part(self) -> None:
-        """End what `meet` has begun."""
-        self._settings.pop("join()", None)
-        self._scale, self.frozen, self.idle = 1.0, False, False
+        self._restore()
 
     def agree(self, given: Given) -> Rounds[Given | None]:
-        """See `Beside.agree`: settings, parameters, and whether the shared ones have the same values."""
-        members = [
-            Described(name, str(self._parameters[name].dtype).removeprefix("torch."), tuple(shared.shape))
+        """Compare settings and the shared parameters."""
+        specs = [
+            Described(name, dtype_name(self._parameters[name]), tuple(shared.shape))
             for name, shared in self.values.items()
         ]
         group = self.reducer.transport.group
         settings = {"join()": False} | self._settings
         if self._moments is not None:
             settings["steps, and when moments are averaged next,"] = self._moments.progress
-        yield from agree(Signature(settings, members), None, group, _WHO)
-        if self._meeting:
+        yield from agree(Signature(settings, specs), None, group, _WHO)
+        if self._enabling_join:
             return None
         if not self.frozen:
-            yield from self._check.compare(group)
-        yield from check_same(
-            self.values,
-            group,
-            _WHO,
-            "call mpicomp.torch.broadcast_parameters(model) before training, and write to parameters between steps "
-            "on all ranks alike",
-        )
+            yield from self._settings_check.compare(group)
+        advice = f"{BROADCAST_ADVICE}, and write to parameters between steps on all ranks alike"
+        yield from check_same(self.values, group, _WHO, advice)
         self._compared = True
         return given
 
     def exchange(self) -> Rounds[bool]:
-        """See `Beside.exchange`: shared parameters are compared now and then, and second moments averaged."""
+        """Average second moments; shared parameters are compared now and then."""
         group = self.reducer.transport.group
-        yield from self._fingerprint.look(self.values, group, () if self.frozen else self._latest.values())
+        yield from self._fingerprint.compare(self.values, group, () if self.frozen else self._latest.values())
         self._latest = {}
-        yield from self._check.finish(group)
+        yield from self._settings_check.finish(group)
         if self._moments is None:
             return True
         return (yield from self._moments.average(self._scale))
@@ -267,14 +235,14 @@ class SharedParameters(Beside):
 
     def check_fits(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of other parameters."""
-        ours = {name: tuple(shared.shape) for name, shared in self.values.items()}
-        theirs = {name: tuple(shared.shape) for name, shared in state["shared"].items()}
-        for name in [*ours, *theirs]:
-            if ours.get(name) != theirs.get(name):
+        shapes = {name: tuple(shared.shape) for name, shared in self.values.items()}
+        loaded = {name: tuple(shared.shape) for name, shared in state["shared"].items()}
+        for name in [*shapes, *loaded]:
+            if shapes.get(name) != loaded.get(name):
                 raise ConfigurationError(
-                    f"{_WHO}: the state is of another model: parameter '{name}' has shape "
-                    f"{theirs.get(name, 'none')} in it and {ours.get(name, 'none')} here; delete state['mpicomp'] to "
-                    "begin with the model's own parameters"
+                    f"{_WHO}: the state is of another model: parameter '{name}' has shape {loaded.get(name, 'none')} "
+                    f"in it and {shapes.get(name, 'none')} here; delete state['mpicomp'] to begin with the model's "
+                    "parameters"
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -289,7 +257,7 @@ class SharedParameters(Beside):
         self.load_moments(state.get("second_moments"))
 
     def load_moments(self, state: Mapping[str, Any] | None) -> None:
-        """Load what is there of shared second moments; None begins with those in the optimizer's state."""
+        """Load shared second moments; None begins with those in the optimizer's state."""
         if self._moments is not None:
             self._moments.load_state_dict(state, self._parameters)
             self._compared = False
@@ -300,40 +268,51 @@ class SharedParameters(Beside):
         if self._moments is not None:
             self._moments.close()
 
-    def _watch(self) -> None:
-        """Let parameters take part that require a gradient now; those that do so once take part for ever."""
-        for name, own in self._parameters.items():
-            if (own.requires_grad or own.grad is not None) and name not in self.values:
-                real = as_real(own.detach())
+    def _taking_part(self) -> dict[str, torch.Tensor]:
+        return {name: self._parameters[name] for name in self.values}
+
+    def _share_trained(self) -> None:
+        """Share parameters that require a gradient now; a shared one stays so for ever."""
+        for name, parameter in self._parameters.items():
+            if (parameter.requires_grad or parameter.grad is not None) and name not in self.values:
+                real = as_real(parameter.detach())
                 dtype = torch.float32 if real.dtype in (torch.float16, torch.bfloat16) else real.dtype
                 self.values[name] = real.to(dtype, copy=True)
-                self._versions[name] = own._version
+                self._versions[name] = parameter._version
                 self._compared = False
                 if self._outer is not None:
                     self._outer.add_param_group({"params": [self.values[name]]})
 
     def _prepare(self) -> Rounds[None]:
-        self._watch()
+        self._share_trained()
         self.stale = not self._compared
-        if not self.frozen and (yield from self._check.begin(self.reducer.transport.group)):
+        if not self.frozen and (yield from self._settings_check.begin(self.reducer.transport.group)):
             self.stale = True
         if self._moments is not None:
             self._moments.prepare(self._taking_part(), self.idle)
 
     def _change(self, name: str, in_place: bool = False) -> torch.Tensor:
-        """Return what was changed of a parameter, as wide as the shared one; in place where the own one is as wide."""
-        own, shared = as_real(self._parameters[name].detach()), self.values[name]
-        if own.dtype == shared.dtype:
-            return own.sub_(shared) if in_place else own.sub(shared)
-        return own.to(shared.dtype).sub_(shared.to(own.dtype))  # own ones began as the shared ones, rounded
+        """Return the change of a parameter, as wide as the shared one; in place where the parameter is as wide."""
+        values, shared = as_real(self._parameters[name].detach()), self.values[name]
+        if values.dtype == shared.dtype:
+            return values.sub_(shared) if in_place else values.sub(shared)
+        return values.to(shared.dtype).sub_(shared.to(values.dtype))  # parameters began as the shared ones, rounded
+
+    def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Rounds[Any]:
+        absent = list(changes) if self.idle else []
+        try:
+            return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, beside=self))
+        except BaseException:
+            self._restore()
+            raise
 
     def _move(self, means: Mapping[str, torch.Tensor], lr: Any) -> None:
-        """Move the shared parameters by the mean change; they stay where a step that is not finite is left out."""
+        """Move the shared parameters by the mean change, unless the step is skipped since it is not finite."""
         record = self.reducer.last_step
         if record is not None and record.skipped:
             return
         if self._moments is not None:
-            self._moments.take_up(self._taking_part())
+            self._moments.apply(self._taking_part())
         if self._outer_settings is None:
             for name, mean in means.items():
                 self.values[name].add_(mean)
@@ -347,7 +326,18 @@ class SharedParameters(Beside):
                 self._outer.load_state_dict(dict(self._outer_state))
                 self._outer_state = None
         for name, mean in means.items():
-            self.values[name].grad = mean.sign().mul_(lr) if self._signs else mean
+            self.values[name].grad = mean.sign().mul_(lr) if self._takes_sign else mean
         self._outer.step()
         for shared in self.values.values():
             shared.grad = None
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        """Make the parameters the shared ones."""
+        for name, shared in self.values.items():
+            self._write(name, shared)
+        self.fresh = True
+
+    def _write(self, name: str, values: torch.Tensor) -> None:
+        as_real(self._parameters[name]).copy_(values)
+        self._versions[name] = self._parameters[name]._version

@@ -33,7 +33,7 @@ def to_tensors(state: Any) -> Any:
 
 
 def to_arrays(state: Any) -> Any:
-    """Undo `to_tensors`; what holds arrays already, as states of earlier versions do, stays as it is."""
+    """Undo `to_tensors`; a state that holds arrays already stays as it is."""
     return _converted(state, _to_numpy)
 
 
@@ -78,5 +78,5 @@ def _to_numpy(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.dtype == torch.bfloat16:
-        value = value.float()  # NumPy has no such numbers, and these are the same
+        value = value.float()  # NumPy has no such numbers, and float32 holds them all
     return arrays.to_host(value)

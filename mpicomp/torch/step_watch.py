@@ -15,22 +15,15 @@ _SAMPLE_SIZE = 64  # elements of a parameter that are compared
 class StepWatch:
     """Counts how often backward fills gradients between two steps.
 
-    Parameters
-    ----------
-    subsystem : str
-        Start of messages.
-    accumulates : bool
-        Whether gradients may be accumulated for as long as one likes, so that their number alone says nothing.
+    With ``accumulates`` the number alone is no reason for a warning: gradients may be accumulated for any time.
     """
 
     def __init__(self, subsystem: str, accumulates: bool = False) -> None:
         self._subsystem = subsystem
         self._warned = accumulates
-        self._steps_now = False
+        self._is_in_step = False
         self._fills: dict[str, int] = {}
-        self._samples: dict[
-            str, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # a parameter, and its values at the tenth fill
+        self._samples: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # a parameter, its values at the tenth fill
 
     def filled(self, name: str, parameter: torch.Tensor) -> None:
         """Note that backward has filled a gradient.
@@ -40,7 +33,7 @@ class StepWatch:
         ConfigurationError
             Where all parameters are written to between backward passes though nothing was exchanged.
         """
-        if self._steps_now:
+        if self._is_in_step:
             return
         count = self._fills[name] = self._fills.get(name, 0) + 1
         if count == _SAMPLED_AT:
@@ -48,48 +41,57 @@ class StepWatch:
         elif count == _REPORTED_AT:
             self._report()
 
-    def hooks_of(self, parameters: Mapping[str, torch.Tensor]) -> list[Any]:
-        """Have backward report when it has filled gradients; return handles that end that."""
-        disable: Callable[[Any], Any] = torch.compiler.disable  # torch.compile would trace into it
-        watch = weakref.ref(self)  # a model may outlive its optimizer
-
-        def hook_of(name: str) -> Any:
-            def hook(parameter: torch.Tensor) -> None:
-                alive = watch()
-                if alive is not None:
-                    alive.filled(name, parameter)
-
-            return disable(hook)
-
-        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        return [p.register_post_accumulate_grad_hook(hook_of(name)) for name, p in trained.items()]  # type: ignore[no-untyped-call]
-
     def begin_step(self) -> None:
         """Note that a step begins: what its closure fills belongs to it, as LBFGS fills gradients many times."""
-        self._steps_now = True
+        self._is_in_step = True
 
-    def stepped(self) -> None:
+    def end_step(self) -> None:
         """Note a step."""
-        self._steps_now = False
+        self._is_in_step = False
         self._fills.clear()
         self._samples.clear()
 
     def _report(self) -> None:
-        said = (
+        finding = (
             f"{self._subsystem}: backward has filled gradients {_REPORTED_AT} times without a step() or synchronize()"
         )
         if not any(torch.equal(sample_of(parameter), values) for parameter, values in self._samples.values()):
             raise ConfigurationError(
-                f"{said}, and parameters have changed meanwhile: they are stepped by another method, such as "
+                f"{finding}, and parameters have changed meanwhile: they are stepped by another method, such as "
                 "first_step of SAM, and nothing was exchanged. Call optimizer.synchronize() before each of these, or "
                 "wrap the optimizer inside, whose step() they call"
             )
         if not self._warned:
             self._warned = True
             warn_user(
-                f"{said}, so nothing was exchanged; if gradients are accumulated, put every backward but the last one "
-                "into `with optimizer.accumulate():`",
+                f"{finding}, so nothing was exchanged; if gradients are accumulated, put every backward but the last "
+                "one into `with optimizer.accumulate():`",
             )
+
+
+def hook_gradients(
+    parameters: Mapping[str, torch.Tensor], method: Callable[[str, torch.Tensor], None]
+) -> dict[str, Any]:
+    """Have backward call a bound method whenever a gradient is complete; return the handles of hooks by name.
+
+    The method's object is held weakly, since a model may outlive its optimizer.
+    """
+    weak_method = weakref.WeakMethod(method)
+    disable: Callable[[Any], Any] = torch.compiler.disable  # torch.compile would trace into it
+
+    def hook_of(name: str) -> Any:
+        def hook(parameter: torch.Tensor) -> None:
+            alive = weak_method()
+            if alive is not None:
+                alive(name, parameter)
+
+        return disable(hook)
+
+    return {
+        name: parameter.register_post_accumulate_grad_hook(hook_of(name))  # type: ignore[no-untyped-call]
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    }
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:

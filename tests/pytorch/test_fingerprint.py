@@ -4,7 +4,7 @@ import pytest
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.torch.comparing import Fingerprint
+from mpicomp.torch.replica_checks import Fingerprint
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
@@ -16,7 +16,7 @@ def looks(world, replicas, every, times):
     groups = [end.group for end in world.transports]
     for time in range(times):
         try:
-            world.run([own.look(ours, group) for own, ours, group in zip(prints, replicas, groups, strict=True)])
+            world.run([own.compare(ours, group) for own, ours, group in zip(prints, replicas, groups, strict=True)])
         except DisagreementError as error:
             return time, str(error)
     return None
@@ -53,7 +53,7 @@ def test_parameters_are_compared_after_1_2_4_8_steps_and_then_every_so_many(ever
             try:
                 world.run(
                     [
-                        own.look(ours, end.group)
+                        own.compare(ours, end.group)
                         for own, ours, end in zip(prints, replicas, world.transports, strict=True)
                     ]
                 )

@@ -239,7 +239,7 @@ def test_other_optimizers_in_few_bits(kind, dtype):
         for number in range(3):
             ranks.step(number)
             assert len(set(ranks.bits())) == 1
-        states = [own.state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"] for own in ranks.optimizers]
+        states = [own.state_dict()["mpicomp"]["fragments"][0]["second_moments"]["held"] for own in ranks.optimizers]
         assert all(torch.equal(states[0][name], other[name]) for other in states for name in other)
         held.append(np.concatenate([own.reshape(-1).numpy() for own in states[0].values()]))
     exact, rounded = held
@@ -321,9 +321,9 @@ def test_a_checkpoint_goes_on_with_other_ranks(tmp_path):
     for model, own, state in zip(fewer.models, fewer.optimizers, loaded, strict=True):
         model.load_state_dict(state["model"])
         own.load_state_dict(state["optimizer"])
-    before = states[0]["optimizer"]["mpicomp"]["parts"][0]["second_moments"]
+    before = states[0]["optimizer"]["mpicomp"]["fragments"][0]["second_moments"]
     for own in fewer.optimizers:
-        moments = own.state_dict()["mpicomp"]["parts"][0]["second_moments"]
+        moments = own.state_dict()["mpicomp"]["fragments"][0]["second_moments"]
         assert (moments["steps"], moments["next"]) == (before["steps"], before["next"]) == (6, 9)
         assert all(torch.equal(moments["held"][name], held) for name, held in before["held"].items())
     for number in range(6, 10):
@@ -342,7 +342,7 @@ def test_a_plain_optimizers_state_is_averaged_at_once_and_back():
         own.load_state_dict(other.state_dict())
         model.load_state_dict(ranks.models[0].state_dict())
     after.step(3)
-    first, second = (own.state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"] for own in after.optimizers)
+    first, second = (own.state_dict()["mpicomp"]["fragments"][0]["second_moments"]["held"] for own in after.optimizers)
     assert set(first) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -350,12 +350,12 @@ def test_a_plain_optimizers_state_is_averaged_at_once_and_back():
 def test_nothing_is_taken_up_of_an_exchange_that_is_undone():
     ranks = Ranks(2)
     ranks.step(0)
-    before = copy.deepcopy(ranks.optimizers[0].state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"])
+    before = copy.deepcopy(ranks.optimizers[0].state_dict()["mpicomp"]["fragments"][0]["second_moments"]["held"])
     ranks.backward(1)
     ranks.models[1][0].weight.grad[0, 0] = torch.inf
     with pytest.raises(NonFiniteError):
         ranks.exchange()
-    after = ranks.optimizers[0].state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"]
+    after = ranks.optimizers[0].state_dict()["mpicomp"]["fragments"][0]["second_moments"]["held"]
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -380,7 +380,7 @@ def test_groups_that_are_added_and_parameters_that_are_frozen():
     for number in range(1, 5):
         ranks.step(number)
         assert len(set(ranks.bits())) == 1
-    held = ranks.optimizers[0].state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"]
+    held = ranks.optimizers[0].state_dict()["mpicomp"]["fragments"][0]["second_moments"]["held"]
     assert set(held) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(own.isfinite().all() for own in held.values())
 

@@ -235,6 +235,6 @@ def test_checkpoints_keep_and_share_out_tensors(tmp_path):
     loaded = ranks.world.run([load_rounds(tmp_path, end.group) for end in ends])
     assert all(torch_equal(again["mpicomp"], state["mpicomp"]) for again, state in zip(loaded, states, strict=True))
     (alone,) = (world := LocalWorld(1)).run([load_rounds(tmp_path, world.transports[0].group)])
-    for name, residual in alone["mpicomp"]["parts"][0]["reducer"]["residuals"].items():
-        of_ranks = [state["mpicomp"]["parts"][0]["reducer"]["residuals"][name] for state in states]
+    for name, residual in alone["mpicomp"]["fragments"][0]["reducer"]["residuals"].items():
+        of_ranks = [state["mpicomp"]["fragments"][0]["reducer"]["residuals"][name] for state in states]
         assert torch.equal(residual, (of_ranks[0].double() / 2 + of_ranks[1].double() / 2).to(of_ranks[0].dtype))

@@ -126,7 +126,7 @@ def test_moments_of_ranks_that_run_out_of_batches(comm):
             backward(model, optimizer, comm.rank, step)
             squares.append(model[0].weight.grad.square().numpy())
             optimizer.step()
-    held = optimizer.state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"]["0.weight"]
+    held = optimizer.state_dict()["mpicomp"]["fragments"][0]["second_moments"]["held"]["0.weight"]
     everyones = comm.allgather(squares)
     expected = np.zeros((30, 40))
     for square in everyones[0]:  # of the last exchange only rank 0 has had batches

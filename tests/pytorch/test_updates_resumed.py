@@ -56,7 +56,7 @@ def save(ranks):
         (copy.deepcopy(model.state_dict()), copy.deepcopy(own.state_dict()))
         for model, own in zip(ranks.models, ranks.optimizers, strict=True)
     ]
-    json.dumps(kept[0][1]["mpicomp"]["parts"][0]["reducer"]["policy"])
+    json.dumps(kept[0][1]["mpicomp"]["fragments"][0]["reducer"]["policy"])
     return kept
 
 

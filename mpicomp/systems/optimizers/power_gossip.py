@@ -13,10 +13,10 @@ from mpicomp.reducer.agreement import Signature, agree, together
 from mpicomp.rounds import Graph, Rounds, make_graph
 from mpicomp.settings import check_least
 from mpicomp.systems.optimizers.gossip_rounds import Gossip
-from mpicomp.torch.exchanging import Exchanging, refuse_join
-from mpicomp.torch.named import as_real, check_kind
+from mpicomp.torch.arguments import as_real, check_kind
+from mpicomp.torch.collective_optimizer import CollectiveOptimizer, refuse_join
+from mpicomp.torch.optimizer_proxy import Arguments, OptimizerProxy, wrap
 from mpicomp.torch.states import to_arrays, to_tensors
-from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
 
@@ -116,7 +116,7 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(f"PowerGossip: a torch optimizer is needed, got {type(optimizer).__name__}")
         closed = isinstance(optimizer, _Gossiping) and optimizer._mpicomp_models.closed
-        if isinstance(optimizer, Exchanging | Wrapped) and not closed:
+        if isinstance(optimizer, CollectiveOptimizer | OptimizerProxy) and not closed:
             raise ConfigurationError(
                 f"PowerGossip: {type(optimizer).__name__} exchanges already; pass a plain optimizer"
             )
@@ -143,8 +143,6 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
         raise
     if transport is not comm:
         transport.log.clear()  # of its steps alone
-    if isinstance(optimizer, Wrapped):
-        unwrap(optimizer)
     wrapped = wrap(optimizer, _Gossiping, "Gossiping")
     wrapped.transport = transport
     settings = {"rank": rank, "iterations": iterations, "rate": float(rate), "seed": seed}
@@ -156,7 +154,7 @@ def _is_parameter(edge: Any) -> bool:
     return isinstance(edge[-1] if isinstance(edge, tuple) and edge else edge, torch.Tensor)
 
 
-class _Gossiping(Wrapped):
+class _Gossiping(OptimizerProxy):
     """Mixin that `PowerGossip` puts in front of an optimizer's class: it exchanges after every step."""
 
     transport: Transport
@@ -195,6 +193,10 @@ class _Gossiping(Wrapped):
     def _mpicomp_rounds(self) -> Rounds[None]:
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         return self._mpicomp_models.average(parameters)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on all ranks; they need no names."""
+        super(OptimizerProxy, self).add_param_group(param_group)  # type: ignore[misc]
 
     def join(self) -> NoReturn:
         """Refuse ranks with different numbers of batches."""

@@ -13,11 +13,11 @@ from mpicomp.compressors import Context
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Rounds
-from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
-from mpicomp.torch.named import as_real
+from mpicomp.torch.arguments import as_real
+from mpicomp.torch.collective_optimizer import CollectiveOptimizer, Params, gradient_of
 
 
-class SketchedAMSGrad(Exchanging):
+class SketchedAMSGrad(CollectiveOptimizer):
     """SketchedAMSGrad: the momenta that move a parameter most are found in a sketch of all ranks', and exchanged.
 
     Each rank keeps a momentum ``m`` of its own gradients. ``lr * m`` is exchanged by `mpicomp.CountSketch` with error
@@ -134,7 +134,7 @@ class SketchedAMSGrad(Exchanging):
         return self.reducers["sketched"]
 
     def rounds(self) -> Rounds[None]:
-        """See `Exchanging.rounds`."""
+        """Make a step as a generator of rounds."""
         members = list(self._members())
         momenta, steps = {}, {}
         for name, parameter, group in members:

@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings: the mean of the rows that ranks have."""
+"""Sparse tensors: the mean of the rows that ranks have a gradient for, and the dense tensors that one consists of."""
 
 import numpy as np
 import torch
@@ -6,46 +6,31 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.sparse_rows import mean_of_rows
 from mpicomp.rounds import Group, Rounds
-from mpicomp.torch.named import as_real
+from mpicomp.torch.arguments import as_real
+
+Rows = tuple[NDArray[np.int64], NDArray[np.floating]]
+"""Indices of rows, and their values."""
 
 
 def mean_of_sparse(
     gradient: torch.Tensor | None, parameter: torch.Tensor, factor: float, group: Group
-) -> Rounds[tuple[NDArray[np.int64], NDArray[np.floating]] | None]:
-    """Average a gradient of a parameter over the ranks by its rows, as rounds.
+) -> Rounds[Rows | None]:
+    """Return the rows that any rank has, averaged after a multiplication by the rank's factor.
 
-    Parameters
-    ----------
-    gradient : torch.Tensor or None
-        This rank's, sparse or dense; None where it has none.
-    parameter : torch.Tensor
-        The parameter that the gradient belongs to.
-    factor : float
-        Factor of the rank's rows.
-    group : Group
-        The ranks.
-
-    Returns
-    -------
-    (array of int64, array) or None
-        Indices of the rows that any rank has, and their means; None where no rank has a gradient.
+    A rank's gradient is sparse, dense or None, where it has none. None is returned where no rank has one.
     """
     like = as_real(parameter.detach())
     work = torch.float64 if like.dtype == torch.float64 else torch.float32
     width = like[0].numel() if len(like) else 1
     indices, rows = None, torch.empty((0, width), dtype=work)
     if gradient is not None:
-        if not gradient.is_sparse:
-            gradient = gradient.to_sparse(1)
-        gradient = gradient.coalesce()
+        gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
         indices = gradient.indices()[0].cpu().numpy()
         rows = as_real(gradient.values()).to(device="cpu", dtype=work).reshape(-1, width) * factor
     return (yield from mean_of_rows(indices, rows.numpy(), group))
 
 
-def as_sparse(
-    mean: tuple[NDArray[np.int64], NDArray[np.floating]], parameter: torch.Tensor, skipped: bool
-) -> torch.Tensor:
+def as_sparse(mean: Rows, parameter: torch.Tensor, skipped: bool) -> torch.Tensor:
     """Return rows as a sparse gradient; zeros in a step that is skipped, in which they may not be finite."""
     indices, rows = mean
     like = as_real(parameter.detach())
@@ -58,3 +43,16 @@ def as_sparse(
         is_coalesced=True,
         check_invariants=True,
     )
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors that a tensor consists of, in host memory."""
+    if tensor.layout == torch.strided:
+        parts = [tensor]
+    elif tensor.layout == torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    else:
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [part.detach().cpu().contiguous() for part in parts]

@@ -11,16 +11,16 @@ from mpicomp.compressors import Compressor
 from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
-from mpicomp.torch.comparing import COMPARE_EVERY
-from mpicomp.torch.moments import SharedMoments
-from mpicomp.torch.named import Named, named_of
-from mpicomp.torch.overlap import overlap_thread
+from mpicomp.torch.arguments import NamedParameters, named_pairs
+from mpicomp.torch.optimizer_proxy import wrap
+from mpicomp.torch.overlap import start_overlap_thread
+from mpicomp.torch.replica_checks import COMPARE_EVERY
+from mpicomp.torch.second_moments import SharedMoments
 from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import name_of
-from mpicomp.torch.step_watch import StepWatch
-from mpicomp.torch.update_checks import AUTO, LOCAL, Sharing, check, check_moments
-from mpicomp.torch.updating import WHO, Updating
-from mpicomp.torch.wrapped import Wrapped, unwrap, wrap
+from mpicomp.torch.step_watch import StepWatch, hook_gradients
+from mpicomp.torch.update_arguments import AUTO, LOCAL, Sharing, check_arguments, check_moments
+from mpicomp.torch.update_proxy import WHO, UpdateProxy
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
 
@@ -29,7 +29,7 @@ _LOCAL_STEPS = (1, 2, 4, 8, 16)  # that "auto" chooses from: with more, what the
 
 def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
     optimizer: torch.optim.Optimizer,
-    named_parameters: Named,
+    named_parameters: NamedParameters,
     sync_every: int | str = 1,
     compressor: Compressor | str | Mapping[str, Any] | None = None,
     collective: str = "auto",
@@ -50,25 +50,25 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
 ) -> Any:
     """Make ranks exchange what their optimizers have changed, compressed, in place of gradients.
 
-    Each rank steps on its own gradient. After every ``sync_every`` steps, what that has changed of the parameters is
-    averaged over the ranks, with error feedback; the parameters that all ranks share move by the mean, and every rank
-    goes on from them, the same bits on all. An optimizer that divides by the root of a gradient's mean square, as Adam
-    does, sees the gradients of its rank as they are: what is sent seldom does not come in bursts that slow it down.
+    Each rank steps on its local gradient. After every ``sync_every`` steps the changes of parameters are averaged over
+    the ranks, with error feedback; the parameters that all ranks share move by the mean, and every rank continues from
+    them, the same bits on all. An optimizer that divides by the root of a gradient's mean square, as Adam does, sees
+    the gradients of its rank unchanged: rare elements do not arrive in bursts that slow it down.
 
-    Collective over ``comm``, as are the steps of what it returns: all ranks make equally many.
+    Collective over ``comm``, as are the steps of the returned optimizer: all ranks make equally many.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Any, one that calls a closure many times or takes sparse gradients among them. Its state stays on its rank.
-        Gradients are clipped on each rank before its step; a learning rate that schedulers change is that of all ranks.
+        Any, also one that calls a closure many times or takes sparse gradients. Its state stays on its rank. Gradients
+        are clipped on each rank before its step; a learning rate that schedulers change is that of all ranks.
     named_parameters : iterable of (str, torch.Tensor), mapping or torch.nn.Module
         ``model.named_parameters()`` or the model: every parameter of the optimizer that requires a gradient has to be
-        among them. One that is frozen later goes on taking part, with a change of zero. Complex ones are exchanged as
-        pairs of reals.
+        among them. One that is frozen later continues to take part, with a change of zero. Complex ones are exchanged
+        as pairs of reals.
     sync_every : int or "auto"
-        Steps from one exchange to the next. With ``"auto"`` the joint choice begins with one and takes more, up to 16,
-        where the seconds that are measured say that they bring training further in the same time.
+        Steps from one exchange to the next. With ``"auto"`` the joint choice begins with one and increases it, up to
+        16, where measured seconds predict that training gets further in the same time.
     compressor, collective, policy, feedback, feedback_decay, comm, warmup
         See `mpicomp.Reducer`; its steps are exchanges.
     outer : mapping, optional
@@ -78,29 +78,29 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         DeMo; no exchange is dense in place of the compressor's then, unless a policy is named that may choose that.
         None moves them by the mean.
     second_moments : {"local", "shared"} or mapping
-        Whether ranks share the second moments that the optimizer divides by the root of. A rank's own have the noise of
-        its batches alone, which makes steps shorter. With ``"shared"`` they are averaged at exchanges, the first time
-        at the first one, then when half as many steps more were made, and at the latest after 100; in between all ranks
-        divide by the average, or by a quarter of what they have seen by themselves where that is more, since a burst is
-        not to be divided by next to nothing. They travel as powers of two, in 9 bits an element, and cost two copies of
-        the parameters. A mapping shares them with ``sync_every`` in place of 100, and with ``compressor``: ``"dense"``
-        in place of ``"natural"``. It takes Adam, AdamW, NAdam, RAdam, RMSprop, or another one that keeps a mean
-        square as ``exp_avg_sq`` or ``square_avg``.
+        Whether ranks share the second moments that the optimizer divides by the root of. Local ones have the noise of
+        the rank's batches alone, which makes steps shorter. With ``"shared"`` they are averaged at exchanges, the first
+        time at the first one, then when half as many steps more were made, and at the latest after 100; in between all
+        ranks divide by the average, or by a quarter of the local moment where that is more, since a burst must not be
+        divided by next to nothing. They travel as powers of two, in 9 bits an element, and cost two copies of the
+        parameters. A mapping shares them with ``sync_every`` in place of 100, and with ``compressor``: ``"dense"`` in
+        place of ``"natural"``. It takes Adam, AdamW, NAdam, RAdam, RMSprop, or another one that keeps a mean square as
+        ``exp_avg_sq`` or ``square_avg``.
     sync_delay : int
-        Steps, at most ``sync_every / fragments``, that are made while an exchange is under way: its outcome is taken up
-        after them, and what a rank has changed in them it keeps. It costs another copy of the parameters. A thread
-        exchanges meanwhile where MPI was started with MPI_THREAD_MULTIPLE, and not with ``on_failure="shrink"``; else
-        the exchange is waited for at once.
+        Steps, at most ``sync_every / fragments``, that are made during an exchange: its outcome is applied after them,
+        and a rank keeps what it has changed in them. It costs another copy of the parameters. A thread exchanges
+        meanwhile where MPI was started with MPI_THREAD_MULTIPLE, and not with ``on_failure="shrink"``; otherwise the
+        exchange is waited for at once.
     fragments : int
-        Parts that parameters are cut into, of about equal size, which are exchanged at different steps.
+        Parts of about equal size that parameters are cut into, which are exchanged at different steps.
     nonfinite : {"raise", "skip", "pass"}
-        Of changes that are not finite on some rank; see `mpicomp.Reducer`. With ``"skip"`` a rank leaves out its own
-        step where its gradients are not, so that no NaN enters its optimizer.
+        For changes that are not finite on some rank; see `mpicomp.Reducer`. With ``"skip"`` a rank skips its step where
+        its gradients are not finite, so that no NaN enters its optimizer.
     compare_every : int
         Most exchanges from one comparison of the ranks' shared parameters to the next, bit for bit; the first ones are
         after 1, 2, 4, 8 and so on. 0 compares them only at the first and where a script has written to parameters.
     same_batches : bool
-        True says that ranks are meant to draw the same batches. Else there is a warning where the changes of the first
+        Whether ranks are meant to draw the same batches: else there is a warning where the changes of the first
         exchanges were the same on all of them.
     **settings
         Further settings of `mpicomp.Reducer`.
@@ -108,14 +108,14 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     Returns
     -------
     torch.optim.Optimizer
-        The same optimizer, which from now on is of a class derived from its own: schedulers, hooks and steps that were
-        put into it, before or later, work as before. It has ``reducers``, a `mpicomp.Reducer` for each fragment, and
-        ``reducer``, the first of them; ``synchronize()``, which exchanges all that was changed by now and waits for it,
-        to be called on all ranks before the end or a checkpoint where ``sync_every`` or ``sync_delay`` has left
-        something; ``shared()``, the shared parameters by name; ``rounds(closure)``, its step as a generator of rounds;
-        and ``close()``, which ``with`` calls at its end and after which it can be wrapped anew. Its ``state_dict()``
-        has the shared parameters and what the reducers keep on this rank under ``"mpicomp"``: with it and the model's,
-        training goes on bit for bit.
+        The same optimizer, which from now on is of a class derived from its present one: schedulers, hooks and steps
+        that were put into it, before or later, work as before. It has ``reducers``, a `mpicomp.Reducer` for each
+        fragment, and ``reducer``, the first of them; ``synchronize()``, which exchanges all that was changed by now and
+        waits for it, to be called on all ranks before the end or a checkpoint where ``sync_every`` or ``sync_delay``
+        has left something; ``shared()``, the shared parameters by name; ``rounds(closure)``, its step as a generator of
+        rounds; and ``close()``, which ``with`` calls at its end and after which it can be wrapped again. Its
+        ``state_dict()`` has the shared parameters and this rank's states of the reducers under ``"mpicomp"``: with it
+        and the model's, training continues bit for bit.
 
     Raises
     ------
@@ -132,14 +132,14 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     -----
     With one rank and ``outer=None`` it is the optimizer itself, to rounding; nothing is shared then.
 
-    A GradScaler works as in a single process, each rank with its own scale: a rank whose gradients overflowed leaves
-    out its step, and takes part in the exchange.
+    A GradScaler works as in a single process, each rank with its scale: a rank whose gradients overflowed skips its
+    step, and takes part in the exchange.
 
-    What a script writes to parameters is taken over by the shared ones, if all ranks write the same between an
-    exchange and the next step; at other times it is a part of that rank's change.
+    What a script writes to parameters is copied to the shared ones, if all ranks write the same between an exchange and
+    the next step; at other times it is a part of that rank's change.
 
-    Different from DiLoCo's papers: streaming DiLoCo mixes the outcome of an exchange that comes late with a rank's own
-    parameters, which loses a part of what the rank has changed meanwhile; here it keeps that.
+    Different from DiLoCo's papers: streaming DiLoCo mixes the outcome of a delayed exchange with a rank's parameters,
+    which loses a part of what the rank has changed meanwhile; here it keeps that.
 
     References
     ----------
@@ -167,19 +167,19 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     transport = connect(comm)
     try:
 
-        def examine() -> Any:
+        def check() -> Any:
             ranks = transport.group.size
-            pairs = named_of(named_parameters, WHO, ranks)
-            found = check(
+            pairs = named_pairs(named_parameters, WHO, ranks)
+            found = check_arguments(
                 optimizer, pairs, sync_every, compressor, outer, sync_delay, fragments, compare_every, settings, ranks
             )
             sharing = check_moments(optimizer, second_moments)
-            return pairs, *found, None if transport.group.size == 1 else sharing
+            return pairs, *found, None if ranks == 1 else sharing
 
-        named, parameters, chosen, sharing = together(examine, transport, WHO)
+        pairs, parameters, chosen, sharing = together(check, transport, WHO)
         if outer is not None and outer.get("sign"):
             collective = _never_dense(chosen, collective, policy)
-        own = {
+        compared = {
             "sync_every": sync_every,
             "outer": None if outer is None else dict(outer),
             "sync_delay": sync_delay,
@@ -187,7 +187,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             "compare_every": compare_every,
             "second_moments": LOCAL
             if sharing is None
-            else {"sync_every": sharing.every, **sharing.compressor.get_config()},
+            else {"sync_every": sharing.sync_every, **sharing.compressor.get_config()},
         }
         policies = [policy] if fragments == 1 else [_copy_of(policy) for _ in range(fragments)]
         settings |= {"warmup": warmup, "feedback_decay": feedback_decay, "normalises": False}
@@ -195,37 +195,34 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             settings["local_steps"] = _LOCAL_STEPS
         parts = [
             SharedParameters(
-                Reducer(chosen, collective, of_part, feedback, nonfinite, transport, **settings),
+                Reducer(chosen, collective, policy_of_part, feedback, nonfinite, transport, **settings),
                 part,
-                own,
+                compared,
                 optimizer,
                 outer,
                 compare_every,
                 same_batches,
-                None if sharing is None else _moments(optimizer, sharing, nonfinite, transport, settings),
+                None if sharing is None else _shared_moments(optimizer, sharing, nonfinite, transport, settings),
             )
-            for part, of_part in zip(_cut(parameters, fragments), policies, strict=True)
+            for part, policy_of_part in zip(_cut(parameters, fragments), policies, strict=True)
         ]
     except BaseException:
         if transport is not comm:
             transport.close()
         raise
-    delays = sync_delay and transport.concurrent and not parts[0].reducer.survives
-    thread = overlap_thread(parts[0].reducer, True)[0] if delays else None
-    if isinstance(optimizer, Wrapped):
-        unwrap(optimizer)
-    wrapped = wrap(optimizer, Updating, "Updating")
-    wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in named}
+    needs_thread = sync_delay and transport.concurrent and not parts[0].reducer.survives
+    thread = start_overlap_thread(parts[0].reducer, True)[0] if needs_thread else None
+    wrapped = wrap(optimizer, UpdateProxy, "Updating")
+    wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in pairs}
     wrapped._mpicomp_steps = 0
     wrapped._mpicomp_chooses = sync_every == AUTO
     wrapped._mpicomp_every, wrapped._mpicomp_delay = 1 if sync_every == AUTO else sync_every, sync_delay
-    wrapped._mpicomp_parts = parts
+    wrapped._mpicomp_fragments = parts
     wrapped._mpicomp_thread = thread
     wrapped._mpicomp_skips = nonfinite == "skip"
-    wrapped._mpicomp_transport, wrapped._mpicomp_owned = transport, transport is not comm
-    wrapped._mpicomp_closed = False
+    wrapped._mpicomp_transport, wrapped._mpicomp_owns_transport = transport, transport is not comm
     wrapped._mpicomp_watch = StepWatch(WHO, accumulates=True)
-    wrapped._mpicomp_hooks = wrapped._mpicomp_watch.hooks_of(parameters)
+    wrapped._mpicomp_hooks = hook_gradients(parameters, wrapped._mpicomp_watch.filled)
     if thread is not None:
         weakref.finalize(wrapped, thread.stop).atexit = False
     return wrapped
@@ -234,23 +231,22 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
 def _never_dense(chosen: Compressor | None, collective: str, policy: Any) -> str:
     """Return a collective with which no step is dense in place of the compressor's: the signs of that mean differ.
 
-    What was named stays: a collective, and a policy that chooses compressors.
+    A named collective stays, and so does the one of a policy that chooses compressors.
     """
-    named = collective != "auto" or getattr(policy, "id", policy) not in (None, "static")
-    if named or chosen is None or chosen.message == "dense" or not chosen.can_fall_back_to_dense:
+    is_named = collective != "auto" or getattr(policy, "id", policy) not in (None, "static")
+    if is_named or chosen is None or chosen.message == "dense" or not chosen.can_fall_back_to_dense:
         return collective
     return fitting(chosen)[0]
 
 
-def _moments(
+def _shared_moments(
     optimizer: torch.optim.Optimizer, sharing: Sharing, nonfinite: str, transport: Transport, settings: dict[str, Any]
 ) -> SharedMoments:
-    """Return what shares the second moments of some parameters; like the reducer's they are skipped, or passed on."""
     of_reducer = {name: settings[name] for name in ("seed", "threads") if name in settings}
     collective = "two-phase" if sharing.compressor.message == "packed" else "scatter-reduce"
-    unclear = "pass" if nonfinite == "pass" else "skip"  # the changes' reducer then raises or leaves out the step
-    reducer = Reducer(sharing.compressor, collective, "static", False, unclear, transport, warmup=0, **of_reducer)
-    return SharedMoments(optimizer, reducer, sharing.key, sharing.every)
+    of_moments = "pass" if nonfinite == "pass" else "skip"  # the changes' reducer then raises or skips the step
+    reducer = Reducer(sharing.compressor, collective, "static", False, of_moments, transport, warmup=0, **of_reducer)
+    return SharedMoments(optimizer, reducer, sharing.key, sharing.sync_every)
 
 
 def _cut(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[dict[str, torch.Tensor]]:
@@ -259,9 +255,9 @@ def _cut(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[dict[st
     left = sum(parameter.numel() for parameter in parameters.values())
     place, filled = 0, 0
     for index, (name, parameter) in enumerate(parameters.items()):
-        need = fragments - place - 1  # parts that are still empty behind this one
-        enough = filled + parameter.numel() / 2 >= left / (need + 1)
-        if parts[place] and need and (enough or len(parameters) - index <= need):
+        empty = fragments - place - 1  # parts after this one
+        is_full = filled + parameter.numel() / 2 >= left / (empty + 1)
+        if parts[place] and empty and (is_full or len(parameters) - index <= empty):
             left, filled, place = left - filled, 0, place + 1
         parts[place][name] = parameter
         filled += parameter.numel()

@@ -7,10 +7,10 @@ import torch
 
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Rounds
-from mpicomp.torch.named import as_real
+from mpicomp.torch.arguments import as_real
 from mpicomp.torch.states import to_arrays
 
-_BURST = 4  # what a rank has seen by itself counts where it is more than so many times the average; of text-gpt
+_BURST = 4  # a rank's moment counts where it is more than so many times the average; of text-gpt
 DECAYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "exp_avg_sq": lambda group: group["betas"][1],
     "square_avg": lambda group: group["alpha"],
@@ -21,29 +21,21 @@ DECAYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
 class SharedMoments:
     """Second moments of some parameters, which ranks average now and then; by the averages they divide in between.
 
-    What a rank has seen by itself goes on beside, and is what the next average is of: an average counts for all that
-    has come before it, at the moment's own decay. At step ``t`` a moment that began at zero stands at
+    Local moments, of what a rank alone has seen, continue in parallel and enter the next average: an average counts for
+    all that has come before it, at the moment's decay. At step ``t`` a moment that began at zero stands at
     ``1 - decay**t`` of the mean square; means are of mean squares.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Whose state has them.
-    reducer : Reducer
-        Averages them, without error feedback.
-    key : str
-        Of the moments in the optimizer's state.
-    every : int
-        Most steps from one average to the next; early in training it is half of the steps made so far.
+    ``reducer`` averages them without error feedback, ``key`` is their name in the optimizer's state, and ``sync_every``
+    the most steps from one average to the next; early in training it is half of the steps made so far.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, reducer: Reducer, key: str, every: int) -> None:
-        self._optimizer, self._reducer, self._key, self._every = optimizer, reducer, key, every
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: Reducer, key: str, sync_every: int) -> None:
+        self._optimizer, self._reducer, self._key, self._sync_every = optimizer, reducer, key, sync_every
         self._steps, self._next = 0, 1
         self._held: dict[str, torch.Tensor] = {}  # averages of mean squares, the same on all ranks
-        self._ahead: dict[str, torch.Tensor] = {}  # a rank's own moments, less what stands in the optimizer's state
-        self._squares: dict[str, torch.Tensor] = {}  # of this rank, in the exchange that is under way
-        self._means: dict[str, torch.Tensor] = {}  # that have come and count once the step is applied
+        self._ahead: dict[str, torch.Tensor] = {}  # local moments, less what stands in the optimizer's state
+        self._squares: dict[str, torch.Tensor] = {}  # of this rank, in the current exchange
+        self._means: dict[str, torch.Tensor] = {}  # received, and in force once the step is applied
 
     @property
     def progress(self) -> list[int]:
@@ -51,35 +43,30 @@ class SharedMoments:
         return [self._steps, self._next]
 
     @torch.no_grad()
-    def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Go on after a step of the optimizer, with gradients as it saw them."""
+    def after_step(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Update local moments after a step of the optimizer, with gradients as it saw them."""
         self._steps += 1
         for name, state, decay in self._states(parameters):
             if parameters[name].grad is None or name not in self._held:
                 continue
             moment, ahead = as_real(state[self._key]), self._ahead.get(name)
-            # The step has made b v + (1 - b) g^2 of what stood in its state; so what stands apart fades by b.
-            own = self._own(name, state) if ahead is None else torch.add(moment, ahead, alpha=decay, out=ahead)
-            self._hold(name, state, decay, own)
+            # The step has made b v + (1 - b) g^2 of the state's moment; so the difference to it fades by b.
+            local = self._local(name, state) if ahead is None else torch.add(moment, ahead, alpha=decay, out=ahead)
+            self._hold(name, state, decay, local)
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], idle: bool) -> None:
-        """Keep what is to be averaged in the exchange that begins, if it is time to.
+        """Copy what is to be averaged in the exchange that begins, if it is time to.
 
-        Parameters
-        ----------
-        parameters : mapping of str to torch.Tensor
-            The same names on all ranks. Where a rank has no moments of one yet, they count as zeros.
-        idle : bool
-            Whether this rank's moments are left out.
+        Names are the same on all ranks. Missing moments count as zeros, and all of an idle rank do.
         """
         self._squares, self._means = {}, {}
         if self._steps >= self._next:
-            self._squares = {name: torch.zeros_like(_wide(own.detach())) for name, own in parameters.items()}
+            self._squares = {name: torch.zeros_like(_wide(p.detach())) for name, p in parameters.items()}
             for name, state, decay in () if idle else self._states(parameters):
-                self._squares[name] += self._own(name, state).div_(_share(state, decay))
+                self._squares[name] += self._local(name, state).div_(_reached(state, decay))
 
     def average(self, scale: float) -> Rounds[bool]:
-        """Average what was prepared, times a scale; return whether it is finite. As rounds, on all ranks alike."""
+        """Average what was prepared, times a scale; return whether it is finite."""
         if not self._squares:
             return True
         means = yield from self._reducer.rounds(self._squares, scale=scale)
@@ -90,22 +77,22 @@ class SharedMoments:
         return True
 
     @torch.no_grad()
-    def take_up(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Hold what has come, as the exchange that it came with was applied."""
+    def apply(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Divide by the averages that were received, now that their exchange is applied."""
         if not self._means:
             return
         self._held, self._means, self._squares = self._means, {}, {}
-        self._next = self._steps + min(self._every, max(1, self._steps // 2))
+        self._next = self._steps + min(self._sync_every, max(1, self._steps // 2))
         for name, state, decay in self._states(parameters):
-            self._hold(name, state, decay, self._own(name, state))
+            self._hold(name, state, decay, self._local(name, state))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and what is this rank's own."""
+        """Return the averages and this rank's local moments."""
         return {
             "steps": self._steps,
             "next": self._next,
-            "held": {name: own.clone() for name, own in self._held.items()},
-            "ahead": {name: own.clone() for name, own in self._ahead.items()},
+            "held": {name: average.clone() for name, average in self._held.items()},
+            "ahead": {name: ahead.clone() for name, ahead in self._ahead.items()},
             "reducer": self._reducer.state_dict(),
         }
 
@@ -117,8 +104,8 @@ class SharedMoments:
             return
         self._steps, self._next = int(state["steps"]), int(state["next"])
         self._held, self._ahead = (
-            {name: own.to(parameters[name].device, copy=True) for name, own in state[kept].items()}
-            for kept in ("held", "ahead")
+            {name: values.to(parameters[name].device, copy=True) for name, values in state[key].items()}
+            for key in ("held", "ahead")
         )
         self._reducer.load_state_dict(to_arrays(state["reducer"]))
 
@@ -135,25 +122,25 @@ class SharedMoments:
                 if state and id(parameter) in names:
                     yield names[id(parameter)], state, DECAYS[self._key](group)
 
-    def _own(self, name: str, state: Mapping[str, Any]) -> torch.Tensor:
-        """Return the moment of what this rank has seen by itself, in an array of its own."""
+    def _local(self, name: str, state: Mapping[str, Any]) -> torch.Tensor:
+        """Return the moment of what this rank alone has seen, in a new array."""
         moment = _wide(state[self._key].detach())
         return (moment + self._ahead[name]).clamp_(min=0) if name in self._ahead else moment.clone()
 
-    def _hold(self, name: str, state: Mapping[str, Any], decay: float, own: torch.Tensor) -> None:
-        """Have the next step divide by the average, or by a part of this rank's own moment where that is more.
+    def _hold(self, name: str, state: Mapping[str, Any], decay: float, local: torch.Tensor) -> None:
+        """Have the next step divide by the average, or by a part of this rank's local moment where that is more.
 
-        What was hardly ever seen before would be divided by next to nothing otherwise. Five sweeps of memory a step,
-        with that of `follow`.
+        Without that a gradient that was hardly ever seen before would be divided by next to nothing. Five sweeps of
+        memory a step, with `after_step`.
         """
         moment = as_real(state[self._key])
-        torch.mul(self._held[name], _share(state, decay), out=moment)
-        torch.maximum(moment, own / _BURST, out=moment)
-        self._ahead[name] = own.sub_(moment)
+        torch.mul(self._held[name], _reached(state, decay), out=moment)
+        torch.maximum(moment, local / _BURST, out=moment)
+        self._ahead[name] = local.sub_(moment)
 
 
-def _share(state: Mapping[str, Any], decay: float) -> torch.Tensor:
-    """Return what a moment that began at zero has reached of the mean square by now; nothing leaves its device."""
+def _reached(state: Mapping[str, Any], decay: float) -> torch.Tensor:
+    """Return the share of the mean square that a moment from zero has reached; nothing leaves its device."""
     return 1 - decay ** torch.as_tensor(state["step"], dtype=torch.float64)
 
 

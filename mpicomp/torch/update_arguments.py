@@ -10,17 +10,17 @@ from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.reducer import check_settings
 from mpicomp.settings import check_flag, check_least
-from mpicomp.torch.exchanging import Exchanging
-from mpicomp.torch.moments import DECAYS
-from mpicomp.torch.named import parameters_of
-from mpicomp.torch.updating import WHO, Updating
-from mpicomp.torch.wrapped import Wrapped, check_no_ddp, warn_of_nested
+from mpicomp.torch.arguments import check_no_ddp, members_of, parameters_by_name
+from mpicomp.torch.collective_optimizer import CollectiveOptimizer
+from mpicomp.torch.optimizer_proxy import OptimizerProxy, check_not_nested
+from mpicomp.torch.second_moments import DECAYS
+from mpicomp.torch.update_proxy import WHO, UpdateProxy
 
 AUTO = "auto"
 LOCAL, SHARED = "local", "shared"
 _OUTER = ("lr", "momentum", "nesterov", "dampening", "weight_decay", "sign")
-_EVERY = 100  # steps from one average of second moments to the next, once training has come so far; of text-gpt
-_NEAR = 1e-4  # what rounding makes of a mean square in float32
+_SYNC_EVERY = 100  # steps from one average of second moments to the next, late in training; of text-gpt
+_RTOL = 1e-4  # of rounding in float32, for a mean square
 _FITS = "Adam, AdamW, NAdam, RAdam, RMSprop and others that keep a mean square as 'exp_avg_sq' or 'square_avg'"
 
 
@@ -30,12 +30,12 @@ class Sharing:
 
     compressor: Compressor
     key: str
-    every: int
+    sync_every: int
 
 
-def check(
+def check_arguments(
     optimizer: Any,
-    named: Sequence[tuple[str, torch.Tensor]],
+    pairs: Sequence[tuple[str, torch.Tensor]],
     sync_every: int | str,
     compressor: Compressor | str | Mapping[str, Any] | None,
     outer: Mapping[str, Any] | None,
@@ -48,9 +48,29 @@ def check(
     """Refuse settings that cannot be served; return the optimizer's parameters by name, and the compressor."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"{WHO}: a torch optimizer is needed, got {type(optimizer).__name__}")
-    closed = isinstance(optimizer, Updating) and optimizer._mpicomp_closed
-    if isinstance(optimizer, Exchanging | Wrapped) and not closed:
+    is_closed = isinstance(optimizer, UpdateProxy) and optimizer._mpicomp_closed
+    if isinstance(optimizer, CollectiveOptimizer | OptimizerProxy) and not is_closed:
         raise ConfigurationError(f"{WHO}: {type(optimizer).__name__} exchanges already; pass a plain optimizer")
+    _check_steps(sync_every, sync_delay, fragments)
+    check_least(WHO, "compare_every", compare_every, 0)
+    if outer is not None:
+        _check_outer(outer)
+    chosen = None if compressor is None else get_compressor(compressor)
+    if chosen is not None and chosen.entry.momentum:
+        raise ConfigurationError(
+            f"{WHO}: {chosen!r} applies momentum to gradients, and what is exchanged here are changes of parameters, "
+            "which the optimizer's momentum is part of; set momentum=0 in it"
+        )
+    check_settings(settings, compressor, WHO)
+    parameters = parameters_by_name(optimizer, pairs, WHO)
+    if fragments > len(parameters):
+        raise ConfigurationError(f"{WHO}: fragments must be at most {len(parameters)}, as many as parameters")
+    check_no_ddp(parameters, ranks, WHO)
+    check_not_nested(optimizer, WHO)
+    return parameters, chosen
+
+
+def _check_steps(sync_every: int | str, sync_delay: int, fragments: int) -> None:
     if sync_every == AUTO and (sync_delay or fragments != 1):
         raise ConfigurationError(
             f"{WHO}: sync_every='{AUTO}' chooses again after each exchange, and sync_delay and fragments are "
@@ -68,80 +88,55 @@ def check(
             f"{WHO}: sync_delay must be at most sync_every // fragments = {most // fragments}, so that one exchange "
             f"ends before the next begins, got {sync_delay}"
         )
-    check_least(WHO, "compare_every", compare_every, 0)
-    if outer is not None:
-        unknown = sorted(set(outer) - set(_OUTER)) if isinstance(outer, Mapping) else [outer]
-        if unknown:
-            raise ConfigurationError(f"{WHO}: outer must have some of {', '.join(_OUTER)}, got {unknown[0]!r}")
-        check_flag(WHO, "outer['sign']", outer.get("sign", False))
-        if outer.get("sign") and outer.get("momentum"):
-            raise ConfigurationError(
-                f"{WHO}: outer has momentum and takes the sign of changes, which have no scale any more; leave "
-                "momentum out: residuals are one, with feedback_decay"
-            )
-        try:
-            torch.optim.SGD([torch.zeros(1)], **{name: own for name, own in outer.items() if name != "sign"})
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"{WHO}: outer: {error}") from None
-    chosen = None if compressor is None else get_compressor(compressor)
-    if chosen is not None and chosen.entry.momentum:
+
+
+def _check_outer(outer: Any) -> None:
+    unknown = sorted(set(outer) - set(_OUTER)) if isinstance(outer, Mapping) else [outer]
+    if unknown:
+        raise ConfigurationError(f"{WHO}: outer must have some of {', '.join(_OUTER)}, got {unknown[0]!r}")
+    check_flag(WHO, "outer['sign']", outer.get("sign", False))
+    if outer.get("sign") and outer.get("momentum"):
         raise ConfigurationError(
-            f"{WHO}: {chosen!r} applies momentum to gradients, and what is exchanged here are changes of parameters, "
-            "which the optimizer's own momentum is part of; set momentum=0 in it"
+            f"{WHO}: outer has momentum and takes the sign of changes, which have no scale any more; leave momentum "
+            "out: residuals are one, with feedback_decay"
         )
-    check_settings(settings, compressor, WHO)
-    parameters = parameters_of(optimizer, named, WHO)
-    if fragments > len(parameters):
-        raise ConfigurationError(f"{WHO}: fragments must be at most {len(parameters)}, as many as parameters")
-    check_no_ddp(parameters, ranks, WHO)
-    warn_of_nested(optimizer, WHO)
-    return parameters, chosen
+    try:
+        torch.optim.SGD([torch.zeros(1)], **{name: value for name, value in outer.items() if name != "sign"})
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{WHO}: outer: {error}") from None
 
 
 def check_moments(optimizer: torch.optim.Optimizer, moments: Any) -> Sharing | None:
-    """Return how second moments are shared; None where each rank has its own.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Which has to keep second moments.
-    moments : str or mapping
-        See `mpicomp.torch.UpdateOptimizer`.
-
-    Raises
-    ------
-    ConfigurationError
-        Where they cannot be shared.
-    """
+    """Return how second moments are shared, or raise the error of an optimizer that has none; None for local ones."""
     if moments == LOCAL:
         return None
-    given = {} if moments == SHARED else moments
-    if not isinstance(given, Mapping):
+    config = {} if moments == SHARED else moments
+    if not isinstance(config, Mapping):
         raise ConfigurationError(f"{WHO}: second_moments must be '{LOCAL}', '{SHARED}' or a mapping, got {moments!r}")
-    unknown = sorted(set(given) - {"sync_every", "compressor"})
+    unknown = sorted(set(config) - {"sync_every", "compressor"})
     if unknown:
         raise ConfigurationError(f"{WHO}: second_moments must have some of compressor, sync_every, got {unknown[0]!r}")
-    every = given.get("sync_every", _EVERY)
+    every = config.get("sync_every", _SYNC_EVERY)
     check_least(WHO, "second_moments['sync_every']", every)
-    compressor = get_compressor(given.get("compressor", "natural"))
+    compressor = get_compressor(config.get("compressor", "natural"))
     if compressor.id not in ("natural", "dense") or getattr(compressor, "wire", None) == "fp16":
         raise ConfigurationError(
             f"{WHO}: second_moments['compressor'] must be 'natural' or 'dense', got {compressor!r}; mean squares span "
             "many powers of ten, and none of them may become zero"
         )
-    return Sharing(compressor, _key_of(optimizer), every)
+    return Sharing(compressor, _moments_key(optimizer), every)
 
 
-def _key_of(optimizer: torch.optim.Optimizer) -> str:
+def _moments_key(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of the second moments in the optimizer's state, as seen in two steps of one of its kind."""
     gradients = 1.0, 2.0
-    kind = type(optimizer).__bases__[1] if isinstance(optimizer, Wrapped) else type(optimizer)
+    kind = type(optimizer).__bases__[1] if isinstance(optimizer, OptimizerProxy) else type(optimizer)
     refused = f"{WHO}: second_moments='{SHARED}' needs an optimizer with second moments, and {kind.__name__}"
-    device = next(own.device for group in optimizer.param_groups for own in group["params"])
+    device = next(members_of(optimizer)).device
     keys = set()
     for group in optimizer.param_groups:
         try:
-            state = _tried_out(kind, group, gradients, device)
+            state = _state_of_trial(kind, group, gradients, device)
         except Exception as error:
             raise ConfigurationError(
                 f"{refused} cannot be tried out ({type(error).__name__}: {error}); what fits: {_FITS}"
@@ -160,7 +155,7 @@ def _key_of(optimizer: torch.optim.Optimizer) -> str:
         except LookupError:
             decay = float("nan")
         expected = decay * (1 - decay) * gradients[0] ** 2 + (1 - decay) * gradients[1] ** 2
-        if not abs(float(state[found[0]]) - expected) <= _NEAR * expected or "step" not in state:
+        if not abs(float(state[found[0]]) - expected) <= _RTOL * expected or "step" not in state:
             raise ConfigurationError(
                 f"{refused} has '{found[0]}', which is no mean square with the decay of its group; what fits: {_FITS}"
             )
@@ -168,12 +163,12 @@ def _key_of(optimizer: torch.optim.Optimizer) -> str:
     return key
 
 
-def _tried_out(
+def _state_of_trial(
     kind: Any, group: Mapping[str, Any], gradients: Sequence[float], device: torch.device
 ) -> Mapping[str, Any]:
-    """Return what an optimizer of a kind, with a group's settings, has in its state after some steps."""
+    """Return the state of an optimizer of a kind, with a group's settings, after some steps."""
     trial = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
-    settings = {name: own for name, own in group.items() if name not in ("params", "param_names")}
+    settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     settings |= {name: 0.0 for name in ("lr", "weight_decay") if name in settings}  # so that it stays where it is
     optimizer = kind([{"params": [trial]} | settings])
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""The base class of optimizers that exchange other things than gradients, or exchange gradients in their own way."""
+"""The base class of optimizers whose step is an exchange of more than gradients."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -9,17 +9,17 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.rounds import Rounds
-from mpicomp.torch.named import as_real, check_kind, named_of
+from mpicomp.torch.arguments import as_real, check_kind, named_pairs, split_group
+from mpicomp.torch.optimizer_proxy import NotCopyable
 from mpicomp.torch.replica_checks import ReplicaChecks, SettingsCheck
-from mpicomp.torch.states import name_of, to_arrays, to_tensors
-from mpicomp.torch.wrapped import Uncopied
+from mpicomp.torch.states import to_arrays, to_tensors
 from mpicomp.transport.connect import connect
 
 Params = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
-class Exchanging(Uncopied, torch.optim.Optimizer):
-    """An optimizer whose step is an exchange. A subclass gives `rounds` and puts its reducers into ``reducers``.
+class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
+    """An optimizer whose step is an exchange. A subclass has `rounds` and puts its reducers into ``reducers``.
 
     Creating one and `step` are collective. Ranks compare the settings of their groups in every step, and parameters
     after steps 1, 2, 4, 8 and so on, then after every 500th: `DisagreementError` where they differ.
@@ -27,12 +27,12 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
     Parameters
     ----------
     params : iterable or torch.nn.Module
-        Parameters, (name, parameter) pairs or parameter groups with either. Without a name a parameter goes by its
+        Parameters, (name, parameter) pairs or parameter groups with either. A parameter without a name is known by its
         number. A model stands for its ``named_parameters()``.
     defaults : dict
-        Settings of groups that do not say otherwise.
+        Settings of groups that do not have them.
     check : callable
-        Raises `ConfigurationError` where a setting cannot be; it is raised on all ranks then.
+        Raises `ConfigurationError` for an impossible setting; it is raised on all ranks then.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
     same_batches : bool
@@ -57,25 +57,24 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
         self.steps = 0
         self._names: dict[torch.Tensor, str] = {}
         self._transport = connect(comm)
-        self._owned = self._transport is not comm
+        self._owns_transport = self._transport is not comm
+        who = type(self).__name__
 
         def make() -> None:
             check()
             members: Any = params
             if isinstance(params, torch.nn.Module):
-                members = named_of(params, type(self).__name__, self._transport.group.size)
-            super(Exchanging, self).__init__(members, defaults)
+                members = named_pairs(params, who, self._transport.group.size)
+            super(CollectiveOptimizer, self).__init__(members, defaults)
 
         try:
-            together(make, self._transport, type(self).__name__)
+            together(make, self._transport, who)
         except BaseException:
-            if self._owned:
+            if self._owns_transport:
                 self._transport.close()
             raise
-        who = type(self).__name__
-        self._checks = ReplicaChecks(
-            who, self._parameters, self._transport.group, SettingsCheck(self, who), same_batches
-        )
+        settings = SettingsCheck(self, who)
+        self._checks = ReplicaChecks(who, self._parameters, self._transport.group, settings, same_batches)
 
     def rounds(self) -> Rounds[None]:
         """Make a step as a generator of rounds, for ranks that live in one process; under ``torch.no_grad()``."""
@@ -84,7 +83,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange and step. Collective.
 
-        A closure is called once, and its value is given back.
+        A closure is called once, and its value is returned.
         """
         if hasattr(self, "found_inf"):
             raise ConfigurationError(
@@ -101,17 +100,14 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with or without names; see `torch.optim.Optimizer.add_param_group`. On all ranks."""
-        members = param_group["params"]
-        given: dict[torch.Tensor, str] = {}
-        if not isinstance(members, torch.Tensor | set):  # a set has no order and is refused by torch
-            pairs = [member if isinstance(member, tuple) else (None, member) for member in members]
-            given = {parameter: name_of(name) for name, parameter in pairs if name is not None}
-            members = [parameter for _, parameter in pairs]
-        super().add_param_group({**param_group, "params": members})
+        plain, pairs = split_group(self, param_group)
+        if pairs:
+            plain = {**param_group, "params": [parameter for _, parameter in pairs]}
+        super().add_param_group(plain)
         names = dict(self._names)
         try:
-            for parameter in self.param_groups[-1]["params"]:
-                name = given.get(parameter, str(len(names)))
+            for name, parameter in pairs:
+                name = str(len(names)) if name is None else name
                 if name in names.values():
                     raise ConfigurationError(
                         f"{type(self).__name__}: two parameters are named '{name}'; names must differ"
@@ -130,37 +126,44 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under ``"mpicomp"`` the steps and this rank's states of the reducers."""
-        kept = {name: reducer.state_dict() for name, reducer in self.reducers.items()}
-        return super().state_dict() | {"mpicomp": to_tensors({"steps": self.steps, "reducers": kept})}
+        states = {name: reducer.state_dict() for name, reducer in self.reducers.items()}
+        return super().state_dict() | {"mpicomp": to_tensors({"steps": self.steps, "reducers": states})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Each rank loads its own; not collective.
+        """Load what `state_dict` returned. Each rank loads its state; not collective.
 
         Raises
         ------
         ConfigurationError
             Where it is the state of another kind of optimizer.
         """
-        kept = to_arrays(state_dict.get("mpicomp", {}))
-        if set(kept.get("reducers", ())) != set(self.reducers):
+        state = to_arrays(state_dict.get("mpicomp", {}))
+        if set(state.get("reducers", ())) != set(self.reducers):
             raise ConfigurationError(
-                f"{type(self).__name__}: the state is of another optimizer; state['mpicomp'] must be what its own "
-                "state_dict() gave"
+                f"{type(self).__name__}: the state is of another optimizer; state['mpicomp'] must come from the "
+                "state_dict() of one like this"
             )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})
         for name, reducer in self.reducers.items():
-            reducer.load_state_dict(kept["reducers"][name])
-        self.steps = int(kept["steps"])
+            reducer.load_state_dict(state["reducers"][name])
+        self.steps = int(state["steps"])
 
     def close(self) -> None:
-        """Release the reducers' MPI resources. It waits for nobody; a second call does nothing."""
+        """Release the reducers' MPI resources without waiting for other ranks; a second call does nothing."""
         for reducer in self.reducers.values():
             reducer.close()
-        if self._owned:
+        if self._owns_transport:
             self._transport.close()
 
+    def _mpicomp_progress(self) -> dict[str, Any]:
+        """Return what `mpicomp.torch.broadcast_optimizer_state` sends besides state and settings."""
+        return {"steps": self.steps}
+
+    def _mpicomp_load_progress(self, progress: Mapping[str, Any]) -> None:
+        self.steps = progress["steps"]
+
     def _exchange(self, reducer: Reducer, arrays: Mapping[str, torch.Tensor], lr: float) -> Rounds[Any]:
-        """Average arrays, and check that ranks have the same settings and parameters. As rounds."""
+        """Average arrays, and check that ranks have the same settings and parameters."""
         yield from self._checks.begin()
         return (yield from reducer.rounds(arrays, lr, beside=self._checks))
 
@@ -168,21 +171,33 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
         return {name: parameter for name, parameter, _ in self._members()}
 
     def _members(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-        """Return the name, the parameter and the group of all that require a gradient."""
+        """Yield the name, the parameter and the group of all that require a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     yield self._names[parameter], parameter, group
 
 
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's gradient, dense and real; zeros where it has none, so that ranks exchange the same arrays.
+def check_adam_settings(subsystem: str, betas: tuple[float, float], **settings: float) -> None:
+    """Refuse settings of an optimizer like Adam that are out of their range."""
+    for name, value in settings.items():
+        if not value >= 0:
+            raise ConfigurationError(f"{subsystem}: {name} must be at least 0, got {value!r}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ConfigurationError(f"{subsystem}: betas must be at least 0 and below 1, got {betas!r}")
 
-    See `mpicomp.torch.named.as_real`.
+
+def gradient_of(parameter: torch.Tensor, weight_decay: float = 0.0) -> torch.Tensor:
+    """Return a parameter's gradient with weight decay added, dense and real: see `mpicomp.torch.arguments.as_real`.
+
+    A parameter without a gradient has zeros, so that all ranks exchange the same arrays.
     """
+    values = as_real(parameter)
     if parameter.grad is None:
-        return torch.zeros_like(as_real(parameter))
-    return as_real(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+        gradient = torch.zeros_like(values)
+    else:
+        gradient = as_real(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+    return gradient.add(values, alpha=weight_decay) if weight_decay else gradient
 
 
 def refuse_join(subsystem: str) -> NoReturn:

@@ -1,0 +1,298 @@
+"""The optimizer that `mpicomp.torch.UpdateOptimizer` makes: it exchanges what its steps have changed."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer import Reducer
+from mpicomp.rounds import Rounds, gather_rows
+from mpicomp.torch.arguments import learning_rate, members_of
+from mpicomp.torch.optimizer_proxy import Arguments, OptimizerProxy, closure_of, with_closure
+from mpicomp.torch.shared_parameters import SharedParameters
+from mpicomp.torch.states import to_tensors, with_names
+from mpicomp.torch.step_watch import StepWatch, hook_gradients
+from mpicomp.transport import Transport
+from mpicomp.transport.interleave import ProgressThread
+
+WHO = "UpdateOptimizer"
+
+
+class UpdateProxy(OptimizerProxy):
+    """Mixin that `UpdateOptimizer` puts in front of an optimizer's class: it exchanges changes after its steps."""
+
+    _mpicomp_who = WHO
+    _mpicomp_steps: int
+    _mpicomp_chooses: bool  # whether the policy chooses the number of steps to an exchange
+    _mpicomp_every: int
+    _mpicomp_delay: int
+    _mpicomp_fragments: list[SharedParameters]
+    _mpicomp_thread: ProgressThread | None
+    _mpicomp_skips: bool
+    _mpicomp_transport: Transport
+    _mpicomp_owns_transport: bool
+    _mpicomp_watch: StepWatch
+    _mpicomp_hooks: dict[str, Any]
+    _mpicomp_exchanges = True
+    _mpicomp_idle = False
+    _mpicomp_join: "JoinProgress | None" = None
+    _mpicomp_hidden: tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]] = ({}, [])
+
+    # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this
+    # it calls step() on all of them, after it has set ``found_inf``.
+    _step_supports_amp_scaling = True
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer of the first fragment."""
+        return self._mpicomp_fragments[0].reducer
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """A reducer for each fragment."""
+        return [fragment.reducer for fragment in self._mpicomp_fragments]
+
+    @property
+    def sync_every(self) -> int:
+        """Steps from one exchange to the next."""
+        return self._mpicomp_every
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a thread exchanges while later steps are computed."""
+        return self._mpicomp_thread is not None
+
+    def shared(self) -> dict[str, torch.Tensor]:
+        """Return the shared parameters by name, the same bits on all ranks; not to be written to."""
+        return {name: shared for fragment in self._mpicomp_fragments for name, shared in fragment.shared().items()}
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Return a context for a loop that has more batches on some ranks than on others, on all ranks.
+
+        Where the loop of a rank is over, the end of the context takes part in the exchanges of the others, with its
+        residuals, until all are done. Means are those of the ranks that have had batches since the exchange before. If
+        an error leaves the loop, the context communicates nothing.
+
+        Raises
+        ------
+        ConfigurationError
+            Inside of another one.
+        DisagreementError
+            At the first exchange, on all ranks, where some rank makes it without ``join()``.
+        """
+        if self._mpicomp_join is not None:
+            raise ConfigurationError(f"{WHO}: join() inside of join(); put the whole loop into one")
+        self._mpicomp_join = progress = JoinProgress()
+        try:
+            yield
+            self._mpicomp_idle = True
+            while not progress.is_over:
+                self.step()
+        finally:
+            self._mpicomp_join, self._mpicomp_idle = None, False
+            for fragment in self._mpicomp_fragments:
+                fragment.leave_join()
+
+    def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
+        """Step, then exchange where it is due, as a generator of rounds, for ranks that live in one process."""
+        self._mpicomp_exchanges = False
+        try:
+            loss = self.step(closure)
+        finally:
+            self._mpicomp_exchanges = True
+        yield from self._mpicomp_rounds()
+        return loss
+
+    def synchronize(self) -> None:
+        """Exchange all that was changed by now, and wait for all exchanges. Collective."""
+        self._mpicomp_transport.run(self.synchronizing())
+
+    def synchronizing(self) -> Rounds[None]:
+        """Do what `synchronize` does as a generator of rounds, for ranks that live in one process."""
+        for fragment in self._mpicomp_fragments:
+            if fragment.is_exchanging:
+                fragment.finish()
+        for fragment in self._mpicomp_fragments:
+            if not fragment.fresh:
+                yield from fragment.exchange_now(learning_rate(self))
+
+    def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Copy what a script has written to parameters, and hide gradients that are not finite."""
+        self._mpicomp_watch.begin_step()
+        for fragment in self._mpicomp_fragments:
+            fragment.copy_written()
+        of_scaler: dict[str, Any] = {
+            name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
+        }
+        self._mpicomp_hidden = of_scaler, []
+        factor, overflowed = of_scaler.get("grad_scale"), of_scaler.get("found_inf")
+        if factor is not None:
+            for _, gradient in self._mpicomp_gradients():
+                gradient.mul_(1 / factor.to(gradient.device))
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self._mpicomp_hide(overflowed)
+        elif self._mpicomp_skips:
+
+            def checked() -> Any:
+                loss = closure()
+                self._mpicomp_hide(None)
+                return loss
+
+            args, kwargs = with_closure(args, kwargs, checked)
+        return args, kwargs
+
+    def _mpicomp_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(parameter, parameter.grad) for parameter in members_of(self) if parameter.grad is not None]
+
+    def _mpicomp_hide(self, overflowed: torch.Tensor | None) -> None:
+        """Hide gradients that are not finite from this rank's step, or all where this rank has no batches."""
+        gradients = self._mpicomp_gradients()
+        if overflowed is not None:
+            is_spoilt = bool(overflowed)
+        else:
+            is_spoilt = self._mpicomp_skips and not all(_is_finite(gradient) for _, gradient in gradients)
+        if is_spoilt or self._mpicomp_idle:
+            for parameter, _ in gradients:
+                parameter.grad = None  # optimizers pass over such parameters
+            self._mpicomp_hidden = self._mpicomp_hidden[0], gradients
+
+    def _mpicomp_after(self) -> None:
+        """Exchange where it is due. Collective."""
+        self._mpicomp_watch.end_step()
+        of_scaler, gradients = self._mpicomp_hidden
+        for fragment in self._mpicomp_fragments:
+            fragment.after_step()
+        self.__dict__.update(of_scaler)  # the scaler removes them
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        self._mpicomp_hidden = {}, []
+        self._mpicomp_steps += 1
+        if self._mpicomp_join is not None and not self._mpicomp_idle:
+            self._mpicomp_join.batches += 1
+        if self._mpicomp_exchanges:
+            self._mpicomp_transport.run(self._mpicomp_rounds())
+
+    def _mpicomp_rounds(self) -> Rounds[None]:
+        """Finish and begin the exchanges that are due."""
+        every, delay, lr = self._mpicomp_every, self._mpicomp_delay, learning_rate(self)
+        fragments = self._mpicomp_fragments
+        ages = [(self._mpicomp_steps + place * every // len(fragments)) % every for place in range(len(fragments))]
+        if self._mpicomp_join is not None and 0 in ages:
+            yield from self._mpicomp_find_active(self._mpicomp_join)
+            if self._mpicomp_join.is_over:
+                return
+        for fragment, age in zip(fragments, ages, strict=True):
+            if fragment.is_exchanging and age == delay % every:
+                fragment.finish()
+        for fragment, age in zip(fragments, ages, strict=True):
+            if age == 0:
+                yield from fragment.start(lr, self._mpicomp_thread) if delay else fragment.exchange_now(lr)
+        if self._mpicomp_chooses and ages == [0]:
+            self._mpicomp_steps, self._mpicomp_every = 0, self.reducer.local_steps
+
+    def _mpicomp_find_active(self, join: "JoinProgress") -> Rounds[None]:
+        """Find out which ranks have had batches since the last exchange."""
+        if not join.is_enabled:
+            yield from self._mpicomp_fragments[0].enable_join()
+            join.is_enabled = True
+        rows = yield from gather_rows(np.uint8(join.batches > 0), self._mpicomp_transport.group)
+        active, idle = int(rows.sum()), join.batches == 0
+        join.batches, join.is_over = 0, active == 0
+        for fragment in self._mpicomp_fragments:
+            fragment.set_active(max(active, 1), idle)
+
+    def _mpicomp_add(self, parameters: dict[str, torch.Tensor]) -> None:
+        self._mpicomp_fragments[-1].add(parameters)
+        self._mpicomp_hooks |= hook_gradients(parameters, self._mpicomp_watch.filled)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, with the shared parameters and the reducers' states under ``"mpicomp"``.
+
+        Raises
+        ------
+        ConfigurationError
+            Where an exchange has begun and not ended.
+        """
+        self._mpicomp_check_idle("state_dict()")
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        fragments = [fragment.state_dict() for fragment in self._mpicomp_fragments]
+        return state | {"mpicomp": to_tensors(self._mpicomp_counters() | {"fragments": fragments})}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. Not collective.
+
+        Raises
+        ------
+        ConfigurationError
+            Where the part under ``"mpicomp"`` does not fit.
+        """
+        state = with_names(state_dict.get("mpicomp"))
+        if state is not None:
+            found = len(state.get("fragments", ()))
+            if found != len(self._mpicomp_fragments):
+                raise ConfigurationError(
+                    f"{WHO}: the state has {found} fragments and the optimizer {len(self._mpicomp_fragments)}; make it "
+                    f"with fragments={found}"
+                )
+            for fragment, of_fragment in zip(self._mpicomp_fragments, state["fragments"], strict=True):
+                fragment.check_fits(of_fragment)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
+        if state is None:
+            for fragment in self._mpicomp_fragments:
+                fragment.load_moments(None)
+            return
+        for fragment, of_fragment in zip(self._mpicomp_fragments, state["fragments"], strict=True):
+            fragment.load_state_dict(of_fragment)
+        self._mpicomp_steps = int(state["steps"])
+        if self._mpicomp_chooses:
+            self._mpicomp_every = int(state["sync_every"])
+
+    def _mpicomp_counters(self) -> dict[str, Any]:
+        return {"steps": self._mpicomp_steps, "sync_every": self._mpicomp_every}
+
+    def _mpicomp_progress(self) -> dict[str, Any]:
+        """Return what `mpicomp.torch.broadcast_optimizer_state` sends besides state and settings."""
+        self._mpicomp_check_idle("broadcast_optimizer_state()")
+        return self._mpicomp_counters()
+
+    def _mpicomp_load_progress(self, progress: Mapping[str, Any]) -> None:
+        self._mpicomp_steps, self._mpicomp_every = progress["steps"], progress["sync_every"]
+
+    def _mpicomp_check_idle(self, before: str) -> None:
+        if any(fragment.is_exchanging for fragment in self._mpicomp_fragments):
+            raise ConfigurationError(
+                f"{WHO}: an exchange is under way; call synchronize() on all ranks before {before}"
+            )
+
+    def close(self) -> None:
+        """Release MPI resources without waiting for other ranks; a second call does nothing."""
+        self._mpicomp_closed = True
+        while self._mpicomp_hooks:
+            self._mpicomp_hooks.popitem()[1].remove()
+        if self._mpicomp_thread is not None:
+            self._mpicomp_thread.stop()
+            self._mpicomp_thread = None
+        for fragment in self._mpicomp_fragments:
+            fragment.close()
+        if self._mpicomp_owns_transport:
+            self._mpicomp_transport.close()
+
+
+@dataclass
+class JoinProgress:
+    """State of `UpdateProxy.join`."""
+
+    batches: int = 0  # steps of this rank with batches since the last exchange
+    is_enabled: bool = False  # ranks have compared that all of them may run out of batches
+    is_over: bool = False  # no rank has had any batch since the exchange before
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(torch.isfinite(values).all())
