@@ -403,7 +403,7 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ConfigurationError(f"{_WHO}: {type(optimizer).__name__} exchanges by itself; use it as it is")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
-            f"{_WHO}: LBFGS calls for gradients many times in a step; use mpicomp.torch.UpdateOptimizer, which serves "
+            f"{_WHO}: LBFGS asks for gradients many times in a step; use mpicomp.torch.UpdateOptimizer, which serves "
             "it and exchanges what its steps have changed"
         )
 

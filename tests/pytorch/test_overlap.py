@@ -57,13 +57,13 @@ def test_overlap_changes_no_bit(comm, compressor, collective):
 def test_buckets_are_under_way_before_backward_ends(comm):
     model = network()
     optimizer = distribute(model, comm)
-    gradients = optimizer._mpicomp_gradients
+    overlap = optimizer._mpicomp_gradients._overlap
     square(model, 0, comm.rank).backward()
     optimizer.step()
     optimizer.zero_grad()
     seen = []
     # The first layer's gradient comes last.
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(gradients._stream._jobs)))
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(overlap._stream._jobs)))
     square(model, 1, comm.rank).backward()
     assert seen[0] > 2
     optimizer.step()
