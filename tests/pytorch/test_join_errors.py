@@ -149,7 +149,7 @@ def test_parameters_that_were_changed_beside_the_steps(comm):
         with torch.no_grad():
             model[0].weight.clamp_(-0.1, 0.1)
 
-    with pytest.raises(DisagreementError, match="others changed it beside the optimizer's step"):
+    with pytest.raises(DisagreementError, match="others changed it outside the optimizer's step"):
         loop(model, optimizer, comm, 1 + comm.rank, after_step=clamp)
     optimizer.close()
 
