@@ -10,7 +10,7 @@ from mpicomp.compressors.efsign import EFSign
 from mpicomp.compressors.gaussiank import GaussianK
 from mpicomp.compressors.globalrandk_maxnorm import GlobalRandKMaxNorm
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Learner, Quantiser, SharedQuantiser, SharedSparsifier, Sparsifier
+from mpicomp.compressors.kinds import Quantiser, SharedQuantiser, SharedSparsifier, Sparsifier
 from mpicomp.compressors.maxnorm import MaxNorm
 from mpicomp.compressors.mstopk import MSTopK
 from mpicomp.compressors.natural import Natural
@@ -40,7 +40,6 @@ __all__ = [
     "GaussianK",
     "GlobalRandKMaxNorm",
     "GradientWithResidual",
-    "Learner",
     "MSTopK",
     "MaxNorm",
     "Natural",

@@ -65,8 +65,6 @@ class Compressor(ABC):
     """Whether the mean goes through matrix products or decompositions of a library, whose bits are others on a GPU than
     on the host: then all ranks' gradients have to be on the one or on the other.
     """
-    learns: ClassVar[bool] = False
-    """Whether it sends a code that the run has to learn first; then it is a `Learner`."""
 
     def __repr__(self) -> str:
         """Name the parameters that are not at their defaults."""
@@ -113,16 +111,11 @@ class Compressor(ABC):
         """Whether it selects the largest elements, or nearly these; if not, any may be among them."""
         return True
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Packages without which it cannot run, beside those that mpicomp itself needs."""
-        return ()
-
     @classmethod
     def suggested(cls) -> "Sequence[Compressor]":
         """Return the settings among which ``policy="auto"`` chooses where no compressor is named: mostly none.
 
-        They select the largest elements by a ratio, which is theirs to choose, or pack all, or learn a code.
+        They select the largest elements by a ratio, which is theirs to choose, or pack all.
         """
         return ()
 

@@ -6,18 +6,17 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import bind
-from mpicomp.compressors import Compressor, Dense, Learner
+from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.behind import behind_of_local_steps
-from mpicomp.policies.codes import Codes, Rivals, as_late_as
 from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.policies.families import families
 from mpicomp.policies.plan_selector import WORTH, PlanSelector, names_for
@@ -54,10 +53,9 @@ class Joint(Policy):
     ``1 - fidelity``. It is told for every plan, those that do not run among them, from the scales of elements and from
     how much of their gradients is signal (`mpicomp.policies.elements`): ranks look at some elements now and then.
 
-    Candidates are selections at many ratios, all elements in few bits, and dense. Now and then codes that have to be
-    learnt first are weighed against them (`mpicomp.policies.codes`). Seconds come from the cost model, in the order in
-    which buckets become ready. A dynamic programme over what is lost (L-GreCo's, with the end of the last bucket in
-    place of bytes) finds the best plans.
+    Candidates are selections at many ratios, all elements in few bits, and dense. Seconds come from the cost model, in
+    the order in which buckets become ready. A dynamic programme over what is lost (L-GreCo's, with the end of the last
+    bucket in place of bytes) finds the best plans.
 
     Where ranks exchange what their own steps have changed, the steps between exchanges are chosen, too.
 
@@ -83,17 +81,13 @@ class Joint(Policy):
             raise ConfigurationError(f"auto: fidelity must be in (0, 1], got {self.fidelity!r}")
 
     def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`. A compressor that was named gives all but the ratio, and dense stays a candidate.
-
-        What learns a code gives its ratio too, and that is learnt where it is predicted to pay.
-        """
+        """See `Policy.adopt`. A compressor that was named gives all but the ratio, and dense stays a candidate."""
         self._pinned = None if named.collective == "auto" else named.collective
         self.compressor = named.compressor or default_compressor()
-        wires, quantisers, codes = families(named.compressor)
+        wires, quantisers = families(named.compressor)
         self._wires = [own for own in wires if self._fits(own)]
         self._quantisers = [own for own in quantisers if self._fits(own)]
-        codes = [own for own in codes if self._fits(own)]
-        compresses = bool(self._wires or self._quantisers or codes)
+        compresses = bool(self._wires or self._quantisers)
         if not compresses:
             assert self._pinned is not None
             bind(Dense() if named.compressor is None else self.compressor, self._pinned)  # says what does not fit
@@ -105,9 +99,7 @@ class Joint(Policy):
                     "policy='static'"
                 )
             dense_only = True
-        if self.compressor.learns:
-            cast(Learner, self.compressor).check_installed()
-        elif not dense_only:
+        if not dense_only:
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, named.feedback)
         self._normalises = named.normalises
@@ -117,7 +109,6 @@ class Joint(Policy):
         self._following: dict[int, int] = {}  # of exchanges since seconds were heard of, the steps made after each
         self._compresses = not dense_only
         self._chooses = False  # whether there is anything but dense: not where there is one rank
-        self._codes = Codes(codes)
         self._ladder = self._ratios = np.array([])  # of a wire; of all levels that have one
         self._dense = [Dense()]
         self._selector = PlanSelector("auto", self.feedback, named.cost)
@@ -128,7 +119,6 @@ class Joint(Policy):
         self._restored: dict[str, Mapping[str, Any]] = {}
         self._allowed: list[NDArray[np.int64]] = []
         self._together: list[NDArray[np.bool_]] = []  # rows of collectives whose ranks all send the same elements
-        self._renewed = False  # whether there are other plans since the last step
         self._reason = "dense until gradients have been looked at"
         self._age = self._trained = 0  # exchanges, and the steps that ranks have made
         self._forget()
@@ -183,7 +173,6 @@ class Joint(Policy):
         """See `Policy.start`."""
         self._restored |= self._known()
         self._shapes = list(shapes)
-        self._codes.start(shapes)
         self._restore()
         self._forget()
         self._ready = self._before = None
@@ -195,24 +184,14 @@ class Joint(Policy):
             self._ratios = np.tile(self._ladder, len(self._wires))
             narrow = any(getattr(own, "wire", None) == "bf16" for own in self._wires)
             self._dense = [Dense(wire="bf16"), Dense()] if narrow else [Dense()]
-        yield from self._begin(transport)
-
-    def _begin(self, transport: Transport) -> Rounds[None]:
-        """Set up all plans, from dense ones on. Collective, as rounds."""
-        levels = [self._levels(transport.group, bucket) for bucket in range(len(self._shapes))]
+        levels = [self._levels(transport.group) for _ in shapes]
         yield from self._selector.start(levels, self._shapes, transport)
         self._together = [np.array([scheme.leaves_out for scheme in table.schemes]) for table in self._selector.tables]
-        self._allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
-        self._renewed = False
+        self._allowed = [self._dense_rows(bucket) for bucket in range(len(shapes))]
 
     def refresh(self, transport: Transport) -> Rounds[None]:
         """See `Policy.refresh`. Better plans are sought after looks, and at once where the network has changed."""
         changed = yield from self._selector.refresh(transport)
-        if self._renewed:
-            yield from self._begin(transport)
-            self._due = True
-        if self._chooses and self._codes.due:
-            self._due |= yield from self._ask_for_codes(transport)
         if changed or self._due:
             self._due = False
             before = self._allowed
@@ -224,8 +203,7 @@ class Joint(Policy):
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
-        reason = "learning a code that is predicted to pay" if self._codes.learns(bucket) else self._reason
-        return self._selector.plan(bucket, self._allowed[bucket], reason)
+        return self._selector.plan(bucket, self._allowed[bucket], self._reason)
 
     def _wait(self, pause: float) -> None:
         """Look at gradients again after so many steps, or as many as are usual now."""
@@ -243,16 +221,6 @@ class Joint(Policy):
         if len(self._locals) > 1 and self._selector.measured:
             self._following[step] = self._local
         self._step += 1
-        if not self._codes.taken:
-            self._codes.pass_step()
-            return
-        learning = [bucket for bucket in range(len(delivered)) if self._learnt(bucket)]
-        self._codes.pass_step(learning)
-        self._due |= not all(map(self._codes.learns, learning))  # what was learnt may run
-        for bucket, own in enumerate(delivered):
-            table, row = self._selector.tables[bucket], self._selector.row(bucket)
-            if self._codes.has(bucket) and table.schemes[row].compressor == self._codes.forms(bucket)[1]:
-                self._codes.observe(bucket, own.gain)
 
     def learn(self, told: StepReport) -> None:
         """See `Policy.learn`. A step that was undone tells too, so that its number says nothing."""
@@ -278,7 +246,6 @@ class Joint(Policy):
             "trained": self._trained,
             "local_steps": self._local,
             "elements": self._known(),
-            "codes": self._codes.state(),
         }
 
     def _known(self) -> dict[str, Mapping[str, Any]]:
@@ -293,9 +260,6 @@ class Joint(Policy):
             self._local = int(state["local_steps"])
         self._due = True
         self._restored = {str(name): own for name, own in state.get("elements", {}).items()}
-        if "codes" in state:
-            self._codes.give(state["codes"])
-            self._renewed = any(self._codes.has(bucket) for bucket in range(len(self._shapes)))
         self._restore()
         self._selector.give(cost)
 
@@ -309,16 +273,6 @@ class Joint(Policy):
                 elements.give(self._restored.pop(shape.names[0]))
         self._is_known = all(own.known for own in self._elements)
 
-    def _learnt(self, bucket: int) -> bool:
-        """Return whether the step that has just ended was one in which a bucket's code was learnt."""
-        if not self._codes.learns(bucket):
-            return False
-        return self._selector.row(bucket) in self._learning_rows(bucket)
-
-    def _learning_rows(self, bucket: int) -> NDArray[np.int64]:
-        """Return the rows in which a bucket's code is learnt, if it has one."""
-        return self._selector.tables[bucket].of(self._ratios.size + len(self._quantisers))
-
     def _fits(self, compressor: Compressor) -> bool:
         """Return whether the collective that was named carries a compressor; any does where none was."""
         if self._pinned is not None:
@@ -328,7 +282,7 @@ class Joint(Policy):
                 return False
         return True
 
-    def _levels(self, group: Group, bucket: int) -> list[tuple[Compressor, Sequence[str]]]:
+    def _levels(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
         levels: list[tuple[Compressor, Sequence[str]]] = []
         for wire, ratio in itertools.product(self._wires, self._ladder.tolist()):
             own = at_ratio(wire, ratio)
@@ -336,7 +290,7 @@ class Joint(Policy):
             whole = wire is not self._wires[0]
             levels.append((own, [self._pinned] if self._pinned else names_for(own, group, whole)))
         if self._chooses:
-            for own in (*self._quantisers, *self._codes.forms(bucket)):
+            for own in self._quantisers:
                 levels.append((own, self._names(own, group)))
         for dense in self._dense:
             levels.append((dense, self._names(dense, group) if self._fits(dense) else names_for(dense, group)))
@@ -392,8 +346,6 @@ class Joint(Policy):
         self._allowed = [
             np.flatnonzero(own <= own[row] * (1 + 1e-9)) for own, row in zip(balance.behind, choice, strict=True)
         ]
-        for bucket in filter(self._codes.learns, buckets):
-            self._allowed[bucket] = self._learning_rows(bucket)
         signal = sum(own.signal * share for own, share in zip(self._elements, balance.weights, strict=True))
         self._reason = (
             f"behind by {balance.lost(choice):.2g} of at most {balance.most:.2g} of its steps, {signal:.2g} of the "
@@ -434,22 +386,6 @@ class Joint(Policy):
             choice = now
         return choice
 
-    def _ask_for_codes(self, transport: Transport) -> Rounds[bool]:
-        """Take up a learned code where it pays; return whether one was. Collective, as rounds."""
-        balance, cost = self._balance(self._local), self._selector.cost
-        if balance is None or cost is None or not self._selector.measured:
-            return False
-        worth = (1 - _PAYS) * balance.worth(self._best(balance))
-
-        def names(code: Learner) -> list[str]:
-            return self._names(code, transport.group)
-
-        rivals = Rivals(balance, worth, self._behind_with_code, names, cost)
-        taken: bool = yield from self._codes.ask(rivals, transport)
-        if taken:
-            yield from self._begin(transport)
-        return taken
-
     def _behind(self, bucket: int, age: float) -> NDArray[np.float64]:
         """Return the share of its steps by which each of a bucket's rows makes training fall behind, at an age."""
         table, elements, ranks = self._selector.tables[bucket], self._elements[bucket], self._ranks
@@ -458,17 +394,7 @@ class Joint(Policy):
             both = elements.behind(self._ladder, ranks, age, self.compressor.by_magnitude)
             of_levels[:, : self._ratios.size] = np.tile(both, len(self._wires))
         whole = [elements.behind_with(place, ranks, age) for place in range(len(self._quantisers))]
-        if self._codes.has(bucket):
-            whole += [math.inf, self._behind_with_code(bucket, self._codes.code)]  # one that learns runs when it has to
         of_levels[:, self._ratios.size : self._ratios.size + len(whole)] = whole
         apart, together = of_levels[:, table.levels]
         behind: NDArray[np.float64] = np.where(self._together[bucket], together, apart)
         return behind
-
-    def _behind_with_code(self, bucket: int, code: Learner) -> float:
-        """Return the share of steps that a learned code costs; not known where one is being learnt."""
-        if self._codes.learns(bucket):
-            return math.inf
-        elements = self._elements[bucket]
-        _, [told] = elements.behind(np.array([as_late_as(code.ratio)]), self._ranks, self._age)
-        return max(float(told), elements.behind_after(self._codes.late(bucket), self._ranks, self._age))

@@ -17,7 +17,6 @@ from mpicomp.transport import LocalWorld
 NEEDS = [
     ("torch", {"id": "lgc", "code": "autoencoder"}, "auto", "static"),
     ("torch", {"id": "lgc", "code": "autoencoder"}, "learned", "static"),
-    ("torch", {"id": "lgc", "code": "autoencoder"}, "auto", "auto"),
     ("pymoo", "topk", "auto", {"id": "flexible", "solver": "nsga2"}),
     ("pymoo", "topk", "allgather", {"id": "flexible", "solver": "nsga2"}),
 ]
@@ -31,7 +30,7 @@ def hide(monkeypatch, package):
         return None if name.partition(".")[0] == package else find(name, *arguments)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_others)
-    for module in ("systems.lgc.compressor", "policies.codes", "systems.flexible.pareto"):
+    for module in ("systems.lgc.compressor", "systems.flexible.pareto"):
         monkeypatch.setattr(f"mpicomp.{module}.find_spec", find_others)
 
 

@@ -3,15 +3,13 @@
 What is here says what is selected and how it is coded; `mpicomp.systems.lgc.exchange` says who sends what when.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any, ClassVar, Self
 
-from mpicomp.compressors.base import bound, num_kept
-from mpicomp.compressors.kinds import Learner
+from mpicomp.compressors.base import Compressor, bound, num_kept
 from mpicomp.compressors.wire_format import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import sizes
@@ -23,7 +21,6 @@ from mpicomp.systems.lgc.linear_code import LinearCode
 from mpicomp.workspace import Workspace
 
 _FEW = 0.01  # of a model's parameters: so much of it may the first layer have to travel dense
-_SUGGESTED = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)  # ratios
 _LAYERS = 3  # with fewer of them no layer is an exception
 
 
@@ -101,7 +98,7 @@ class Selected:
 
 @register
 @dataclass(frozen=True, repr=False)
-class LGC(Learner):
+class LGC(Compressor):
     """LGC (arXiv 2103.08870): the largest values of each layer, at one rank's indices, in a code learned in the run.
 
     It has three phases. First gradients travel dense; then the largest values travel as they are, and one rank learns
@@ -187,7 +184,7 @@ class LGC(Learner):
 
     id: ClassVar[str] = "lgc"
     family: ClassVar[str] = "learned"
-    selects_as: ClassVar[str] = "star-topk"
+    message: ClassVar[str] = "code"
     needs_identical_blas: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Abrahamyan et al. 2021, arXiv 2103.08870; the code's own error stays in residuals, values relative to the "
@@ -271,31 +268,6 @@ class LGC(Learner):
         """No: it learns from every step of its first phases."""
         return False
 
-    @property
-    def at_once(self) -> "LGC":
-        """Return one without the first phase."""
-        return replace(self, dense_steps=0)
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Packages that it needs: torch, with which the autoencoder is trained."""
-        return ("torch",) if self.code == "autoencoder" else ()
-
-    @classmethod
-    def suggested(cls) -> "list[LGC]":
-        """Return both codes at many ratios."""
-        kinds = product(("linear", "autoencoder"), ("bf16", None), _SUGGESTED)
-        return [LGC(ratio=ratio, code=code, dense_steps=0, wire=wire) for code, wire, ratio in kinds]
-
-    def has_enough(self, numel: int) -> bool:
-        """Return whether a code can be learnt; see `Learner.has_enough`."""
-        return self.selected(numel).coded_count >= self.make_code(Workspace()).least
-
-    @property
-    def learning(self) -> "LGC":
-        """Return one that learns at every step. What it has learnt is there for this one: memories are the same."""
-        return replace(self, dense_steps=0, training_steps=sys.maxsize)
-
     def expected(self, numel: int) -> int:
         """Return the number of elements that are selected or travel dense."""
         return self.selected(numel).count
@@ -324,7 +296,7 @@ class LGC(Learner):
         Without ``warm_up`` it has a code at its second step, if it ever has: what that takes is what later steps take.
         """
         made = self
-        if not warm_up and self != self.learning:
+        if not warm_up:
             made = replace(self, dense_steps=0, training_steps=1)
         exceptions = made.exceptions
         if model is not None or exceptions is None:
