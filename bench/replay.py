@@ -10,7 +10,7 @@ from mpicomp.collectives import Scheme, bind
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies import Delivered, Named, Plan, Policy, Shape
+from mpicomp.policies import BucketOutcome, Plan, Policy, Shape, UserSettings
 from mpicomp.policies.policy import feedback_of
 from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
@@ -67,19 +67,19 @@ class Replay(Policy):
         *closed, last = self._recorded[0]
         return min(4 * int(bucket["numel"]) for bucket in closed or [last])
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`; there are residuals where one of the recorded compressors has them.
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`; there are residuals where one of the recorded compressors has them.
 
         Raises
         ------
         ConfigurationError
             Where something was named: all of it was recorded.
         """
-        if named.compressor is not None or named.collective != "auto":
+        if settings.compressor is not None or settings.collective != "auto":
             raise ConfigurationError("replay: what was recorded is run; name no compressor and no collective with it")
         found = [get_compressor(json.loads(config)) for config in self._configs()]
         self.compressor: Compressor = next((compressor for compressor in found if compressor.id != "dense"), found[0])
-        self.feedback = any(feedback_of(compressor, named.feedback) for compressor in found)
+        self.feedback = any(feedback_of(compressor, settings.feedback) for compressor in found)
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`.
@@ -121,8 +121,8 @@ class Replay(Policy):
             self._bound[key] = bind(compressor, recorded["collective"])
         return Plan(self._bound[key], f"replay: step {place}")
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
-        """See `Policy.deliver`."""
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        """See `Policy.on_step_end`."""
         self._step += 1
 
     def state_dict(self) -> dict[str, Any]:

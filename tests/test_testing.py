@@ -353,11 +353,11 @@ class Turns(Static):
 
     wrong: str = ""
 
-    def adopt(self, named):
+    def configure(self, settings):
         self._steps = 0
         objects.append(self)
         self._number = len(objects)
-        super().adopt(named)
+        super().configure(settings)
 
     def start(self, shapes, transport):
         self._dense = mpicomp.collectives.bind(mpicomp.Dense(), "allreduce")
@@ -372,7 +372,7 @@ class Turns(Static):
         reason = f"object {self._number}" if self.wrong == "reasons" else "turns"
         return mpicomp.policies.Plan(self._dense if self._steps % 3 else self._topk, reason)
 
-    def deliver(self, step, delivered):
+    def on_step_end(self, step, outcomes):
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:

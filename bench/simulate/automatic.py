@@ -11,7 +11,7 @@ from mpicomp.bench.simulate.topology import Topology
 from mpicomp.collectives import Scheme
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies import Delivered, Named, Plan, Shape, StepReport, get_policy
+from mpicomp.policies import BucketOutcome, Plan, Shape, StepReport, UserSettings, get_policy
 from mpicomp.rounds import Request, Round, drive
 from mpicomp.transport.local import LocalTransport
 
@@ -30,7 +30,7 @@ def choose(
         )
     cost = CostModel.from_json(measured.cost.to_json() | {"network": topology.network.to_json()})
     policy = get_policy(measured.auto["config"])
-    policy.adopt(Named(normalises=measured.auto["normalises"], cost=cost))
+    policy.configure(UserSettings(normalises=measured.auto["normalises"], cost=cost))
     policy.load_state_dict(measured.auto["state"], cost)
     shapes = [Shape(bucket.names, bucket.sizes, bucket.shapes, np.dtype(np.float32)) for bucket in measured.buckets]
     group = topology.group(0)
@@ -54,9 +54,9 @@ def choose(
                 for start, finish, seconds in zip(ready, end, exchanged, strict=True)
             ]
         )[None]
-        delivered = [Delivered(1.0, 1.0, float(shape.numel)) for shape in shapes]
-        policy.deliver(step, delivered)
-        policy.learn(StepReport(step, None, plans, delivered, times, {}))
+        delivered = [BucketOutcome(1.0, 1.0, float(shape.numel)) for shape in shapes]
+        policy.on_step_end(step, delivered)
+        policy.on_telemetry(StepReport(step, None, plans, delivered, times, {}))
         now += end[-1] + measured.update_s
         done.append((end[-1], step, plans, exchanged))
     steady = sorted(done[-_STEADY:], key=lambda step: step[:2])

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import mpicomp
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies import Adaptive, Delivered, Named
+from mpicomp.policies import Adaptive, BucketOutcome, UserSettings
 
 
 @mpicomp.register
@@ -31,9 +31,9 @@ class Flush(Adaptive):
         if self.every < 1:
             raise ConfigurationError(f"flush: every must be at least 1, got {self.every!r}")
 
-    def adopt(self, named: Named) -> None:
+    def configure(self, settings: UserSettings) -> None:
         """Begin to count."""
-        super().adopt(named)
+        super().configure(settings)
         self._steps = 0
 
     def levels(self) -> list[mpicomp.Compressor]:
@@ -46,7 +46,7 @@ class Flush(Adaptive):
             return None, "flush"
         return self.compressor, f"{self._steps % self.every} steps after a flush"
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         """Count a step; one that was undone does not come here."""
         self._steps += 1
 

@@ -192,7 +192,7 @@ def _exchange(word: str, ratio: float) -> "Exchange":
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor, list_compressors
     from mpicomp.errors import ConfigurationError, UnknownNameError
-    from mpicomp.policies import Named, get_policy
+    from mpicomp.policies import UserSettings, get_policy
 
     if word in (PLAIN_TOPK, PLAIN_TOPK_MPI):
         return Exchange(word, get_compressor({"id": "topk", "ratio": ratio}))
@@ -221,7 +221,7 @@ def _exchange(word: str, ratio: float) -> "Exchange":
         return Exchange(word, compressor)
     if collective != AUTO:
         policy = get_policy("auto" if compressor is None else "static")
-        policy.adopt(Named(compressor, collective))  # what does not fit is refused here
+        policy.configure(UserSettings(compressor, collective))  # what does not fit is refused here
     return Exchange(word, compressor, collective)
 
 

@@ -422,14 +422,14 @@ def _every(steps: int | str) -> str:
 def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "Policy":
     """Return the policy that was named or implied; settings that it cannot work with are refused."""
     from mpicomp.cli.options import read_policy
-    from mpicomp.policies import Named
+    from mpicomp.policies import UserSettings
     from mpicomp.policies.warmup import WarmUp, read_warmup
 
     words = arguments.policy or ("auto" if compressor is None else "static")
     trial = read_policy("train", words)  # one object serves one reducer
     if arguments.warmup is not None and read_warmup(arguments.warmup)[0]:
         trial = WarmUp(trial, arguments.warmup)
-    trial.adopt(Named(compressor, arguments.collective))
+    trial.configure(UserSettings(compressor, arguments.collective))
     return read_policy("train", words)
 
 

@@ -2,22 +2,22 @@
 
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.joint import Joint
-from mpicomp.policies.policy import POLICIES, Delivered, Named, Plan, Policy, Shape, StepReport
+from mpicomp.policies.policy import POLICIES, BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings
 from mpicomp.policies.schedule import Schedule
 from mpicomp.policies.static import Static
 
 __all__ = [
     "POLICIES",
     "Adaptive",
-    "Delivered",
+    "BucketOutcome",
     "Joint",
-    "Named",
     "Plan",
     "Policy",
     "Schedule",
     "Shape",
     "Static",
     "StepReport",
+    "UserSettings",
     "get_policy",
     "list_policies",
     "policy_class",

@@ -11,7 +11,7 @@ from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.policies.plan_selector import PlanSelector, names_for
-from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of
+from mpicomp.policies.policy import Plan, Policy, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import default_compressor
 from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
@@ -46,17 +46,17 @@ class Adaptive(Policy):
 
     @abstractmethod
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
-        """Return the compressor of a bucket in this step, None for dense, and the reason. Request for once a step."""
+        """Return the compressor of a bucket in this step, None for dense, and the reason. Called once a step."""
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`. Where no compressor was named it is top-k."""
-        self.compressor = named.compressor or default_compressor()
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`. Where no compressor was named it is top-k."""
+        self.compressor = settings.compressor or default_compressor()
         self.check_compressor()
-        self.feedback = feedback_of(self.compressor, named.feedback)
-        self._pinned = None if named.collective == "auto" else named.collective
+        self.feedback = feedback_of(self.compressor, settings.feedback)
+        self._pinned = None if settings.collective == "auto" else settings.collective
         if self._pinned is not None:
             bind(self._given(self.compressor), self._pinned)  # what does not fit is refused here
-        self._selector = PlanSelector(self.id, self.feedback, named.cost, self._pinned is not None)
+        self._selector = PlanSelector(self.id, self.feedback, settings.cost, self._pinned is not None)
         self._shapes: list[Shape] = []
 
     def check_compressor(self) -> None:
@@ -68,9 +68,9 @@ class Adaptive(Policy):
         return self._selector.cost
 
     @property
-    def listens(self) -> bool:
-        """See `Policy.listens`."""
-        return self._selector.listens
+    def wants_telemetry(self) -> bool:
+        """See `Policy.wants_telemetry`."""
+        return self._selector.wants_telemetry
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`."""
@@ -107,9 +107,9 @@ class Adaptive(Policy):
             among = np.concatenate((own, among)) if self.may_be_dense and not self._pinned else own
         return self._selector.plan(bucket, among, reason, compressor)
 
-    def learn(self, told: StepReport) -> None:
-        """See `Policy.learn`."""
-        self._selector.learn(told)
+    def on_telemetry(self, report: StepReport) -> None:
+        """See `Policy.on_telemetry`."""
+        self._selector.on_telemetry(report)
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`: a cost model counts where none is known yet, that of rank 0."""

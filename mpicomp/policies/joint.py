@@ -20,7 +20,7 @@ from mpicomp.policies.behind import behind_of_local_steps
 from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.policies.families import families
 from mpicomp.policies.plan_selector import WORTH, PlanSelector, names_for
-from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport, feedback_of
+from mpicomp.policies.policy import BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, default_compressor, ladder
 from mpicomp.policies.surveys import Survey
 from mpicomp.policies.tradeoff import Balance
@@ -80,20 +80,20 @@ class Joint(Policy):
         if not is_number(self.fidelity) or not 0 < self.fidelity <= 1:
             raise ConfigurationError(f"auto: fidelity must be in (0, 1], got {self.fidelity!r}")
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`. A compressor that was named gives all but the ratio, and dense stays a candidate."""
-        self._pinned = None if named.collective == "auto" else named.collective
-        self.compressor = named.compressor or default_compressor()
-        wires, quantisers = families(named.compressor)
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`. A compressor that was named gives all but the ratio, and dense stays a candidate."""
+        self._pinned = None if settings.collective == "auto" else settings.collective
+        self.compressor = settings.compressor or default_compressor()
+        wires, quantisers = families(settings.compressor)
         self._wires = [own for own in wires if self._fits(own)]
         self._quantisers = [own for own in quantisers if self._fits(own)]
         compresses = bool(self._wires or self._quantisers)
         if not compresses:
             assert self._pinned is not None
-            bind(Dense() if named.compressor is None else self.compressor, self._pinned)  # says what does not fit
+            bind(Dense() if settings.compressor is None else self.compressor, self._pinned)  # says what does not fit
         dense_only = not compresses or self.compressor.message == "dense" or self.fidelity == 1
-        if named.feedback is False and not dense_only:
-            if named.compressor is not None:
+        if settings.feedback is False and not dense_only:
+            if settings.compressor is not None:
                 raise ConfigurationError(
                     "auto: lets gradients be late, which needs error feedback to keep them; leave feedback out, or use "
                     "policy='static'"
@@ -101,9 +101,9 @@ class Joint(Policy):
             dense_only = True
         if not dense_only:
             check_adaptable("auto", self.compressor)
-        self.feedback = feedback_of(self.compressor, named.feedback)
-        self._normalises = named.normalises
-        self._locals = list(named.local_steps)
+        self.feedback = feedback_of(self.compressor, settings.feedback)
+        self._normalises = settings.normalises
+        self._locals = list(settings.local_steps)
         self._local = self._locals[0]
         self._made = 1  # steps that ranks have made since the last exchange
         self._following: dict[int, int] = {}  # of exchanges since seconds were heard of, the steps made after each
@@ -111,7 +111,7 @@ class Joint(Policy):
         self._chooses = False  # whether there is anything but dense: not where there is one rank
         self._ladder = self._ratios = np.array([])  # of a wire; of all levels that have one
         self._dense = [Dense()]
-        self._selector = PlanSelector("auto", self.feedback, named.cost)
+        self._selector = PlanSelector("auto", self.feedback, settings.cost)
         self._shapes: list[Shape] = []
         self._surveys: list[ElementSurvey] = []  # of each bucket
         self._elements: list[Elements] = []
@@ -145,9 +145,9 @@ class Joint(Policy):
         return self._local
 
     @property
-    def listens(self) -> bool:
-        """See `Policy.listens`."""
-        return self._selector.listens
+    def wants_telemetry(self) -> bool:
+        """See `Policy.wants_telemetry`."""
+        return self._selector.wants_telemetry
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: some elements, until enough is known of them and then in two steps now and then."""
@@ -210,8 +210,8 @@ class Joint(Policy):
         self._pause = min(max(_OFTEN, _SELDOM * self._age, pause), max(_OFTEN, self._age))
         self._next = self._step + self._pause
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
-        """See `Policy.deliver`."""
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        """See `Policy.on_step_end`."""
         if self._is_known and self._step > self._next:  # the second look in a row
             self._looked = step
             self._wait(_STRETCH * self._pause)
@@ -222,22 +222,22 @@ class Joint(Policy):
             self._following[step] = self._local
         self._step += 1
 
-    def learn(self, told: StepReport) -> None:
-        """See `Policy.learn`. A step that was undone tells too, so that its number says nothing."""
-        if self._selector.learn(told):
-            self._time(told)
+    def on_telemetry(self, report: StepReport) -> None:
+        """See `Policy.on_telemetry`. A step that was undone tells too, so that its number says nothing."""
+        if self._selector.on_telemetry(report):
+            self._time(report)
             takes = sum(float(self._selector.seconds(bucket)[own].min()) for bucket, own in enumerate(self._allowed))
             if math.isnan(self._took):
                 self._took = takes
             self._due |= abs(takes - self._took) > _PAYS * (self._took + self._beside_s)
-        if told.lr and not 1 / _JUMP < told.lr / (self._lr or told.lr) < _JUMP:
+        if report.lr and not 1 / _JUMP < report.lr / (self._lr or report.lr) < _JUMP:
             self._pause, self._next, self._lr = 0.0, self._step, None
-        self._lr = self._lr or told.lr
-        if told.surveys:
-            for bucket, surveys in told.surveys.items():
+        self._lr = self._lr or report.lr
+        if report.surveys:
+            for bucket, surveys in report.surveys.items():
                 self._elements[bucket].observe(surveys)
             known, self._is_known = self._is_known, all(own.known for own in self._elements)
-            self._due |= self._is_known and (not known or told.step == self._looked)
+            self._due |= self._is_known and (not known or report.step == self._looked)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.state_dict`."""

@@ -160,7 +160,7 @@ class PlanSelector:
         return bool(self.tables) and self.tables[0].candidates is not None
 
     @property
-    def listens(self) -> bool:
+    def wants_telemetry(self) -> bool:
         """Whether ranks are to tell the seconds of this step: of short ones some, and those that bring news."""
         return self.measured and (self._count % self._every == 0 or self._has_news())
 
@@ -292,19 +292,19 @@ class PlanSelector:
         turn.asked, turn.fresh = asked, False
         return turn.plan
 
-    def learn(self, told: StepReport) -> bool:
+    def on_telemetry(self, report: StepReport) -> bool:
         """Learn from the seconds of a step, and return whether that was done: most of the short ones need not be."""
         if not self.measured or not self._turns:
             return False
         assert self.cost is not None
-        if told.step < self._learns_at and not self._has_news():
-            self._compare(told)
+        if report.step < self._learns_at and not self._has_news():
+            self._compare(report)
             return False
         self.cost.network.time_update()
         if not self.cost.network.change_suspected:
             self._before = self.cost.network.log_link
-        latest = told.latest.tolist()
-        for bucket, plan in enumerate(told.plans):
+        latest = report.latest.tolist()
+        for bucket, plan in enumerate(report.plans):
             candidates, turn = self.tables[bucket].candidates, self._turns[bucket]
             assert candidates is not None
             if plan.settled:
@@ -323,12 +323,12 @@ class PlanSelector:
             catching_up.refresh_corrections()
         self._curious = min(self._curious + _CURIOUS[1], _CURIOUS[0])
         began = latest[0][0]
-        if self._began is not None and told.step > self._began[0]:
-            self._step_s.append((began - self._began[1]) / (told.step - self._began[0]))
+        if self._began is not None and report.step > self._began[0]:
+            self._step_s.append((began - self._began[1]) / (report.step - self._began[0]))
             step_s = max(statistics.median(self._step_s), 1e-9)
             pause = math.ceil(_PAUSE_S / step_s)
-            self._every, self._learns_at = min(_SELDOM, pause), told.step + pause
-        self._began = told.step, began
+            self._every, self._learns_at = min(_SELDOM, pause), report.step + pause
+        self._began = report.step, began
         return True
 
     def _compare(self, told: StepReport) -> None:

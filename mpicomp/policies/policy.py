@@ -65,7 +65,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Named:
+class UserSettings:
     """Settings named by the user, for the policy to work with.
 
     Parameters
@@ -93,7 +93,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Delivered:
+class BucketOutcome:
     """Energy, gain and kept elements of an exchange, the same on all ranks; see `mpicomp.collectives.Result`."""
 
     energy: float
@@ -111,7 +111,7 @@ class StepReport:
         Number of the step.
     lr : float or None
         The learning rate that rank 0 was passed in it.
-    plans, delivered : sequence of Plan, of Delivered
+    plans, outcomes : sequence of Plan, of BucketOutcome
         Of its buckets: the plan that was run, and its outcome.
     times : array of float64, shape (ranks, buckets, 4)
         Start and end of each bucket's exchange on the clock that ranks share, the seconds of own work in it, and when
@@ -123,7 +123,7 @@ class StepReport:
     step: int
     lr: float | None
     plans: Sequence[Plan]
-    delivered: Sequence[Delivered]
+    outcomes: Sequence[BucketOutcome]
     times: NDArray[np.float64]
     surveys: Mapping[int, NDArray[np.float32]]
 
@@ -138,7 +138,7 @@ class StepReport:
 class Policy(ABC):
     """Chooses plans, the same on all ranks. Its fields are its settings; one object serves one reducer.
 
-    To add one: derive a dataclass from it, give `id`, `adopt`, `plan` and what else it needs, and register it with
+    To add one: derive a dataclass from it, give `id`, `configure`, `plan` and what else it needs, and register it with
     `mpicomp.register`. It may decide by nothing but what these methods tell it: that is the same on all
     ranks.
     """
@@ -164,7 +164,7 @@ class Policy(ABC):
         """Raise `ConfigurationError` where a setting cannot be."""
 
     @abstractmethod
-    def adopt(self, named: Named) -> None:
+    def configure(self, settings: UserSettings) -> None:
         """Take up the settings named by the user, and set `compressor` and `feedback`.
 
         Raises
@@ -189,12 +189,12 @@ class Policy(ABC):
         return None
 
     @property
-    def listens(self) -> bool:
-        """Whether ranks are to tell each other of this step; see `learn`."""
+    def wants_telemetry(self) -> bool:
+        """Whether ranks are to tell each other of this step; see `on_telemetry`."""
         return False
 
     def survey(self, bucket: int) -> Survey | None:
-        """Return the survey that ranks are to make of a bucket in this step; its result comes with `learn`."""
+        """Return the survey that ranks are to make of a bucket in this step; its result comes with `on_telemetry`."""
         return None
 
     def bucket_limit(self, nbytes: int, transport: Transport) -> Rounds[int | None]:
@@ -219,10 +219,10 @@ class Policy(ABC):
     def plan(self, bucket: int) -> Plan:
         """Return a bucket's plan for this step; asked for once a step."""
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:  # noqa: B027, most have nothing to learn
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:  # noqa: B027, most have nothing to learn
         """Learn from the results of a step, at its end; a step that was undone is passed over."""
 
-    def learn(self, told: StepReport) -> None:  # noqa: B027, most have nothing to learn
+    def on_telemetry(self, report: StepReport) -> None:  # noqa: B027, most have nothing to learn
         """Learn from the telemetry of a step for which it was listening, or had a survey."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.policy import Delivered, Named, Shape
+from mpicomp.policies.policy import BucketOutcome, Shape, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
@@ -91,9 +91,9 @@ class Schedule(Adaptive):
                 "selects elements by a ratio, such as topk, sidco or randomk, or policy='static'"
             )
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`. Where no compressor was named it is top-k."""
-        super().adopt(named)
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`. Where no compressor was named it is top-k."""
+        super().configure(settings)
         self._done = 0
         self._current: dict[int, tuple[float, Compressor]] = {}  # by bucket: the last ratio, and what it gave
 
@@ -136,8 +136,8 @@ class Schedule(Adaptive):
         ends = "the end of the ramp" if ratio == self.end else f"step {self._done} of the ramp"
         return before[1], f"ratio {ratio:.4g}, {ends}"
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
-        """See `Policy.deliver`: a step more."""
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        """See `Policy.on_step_end`: a step more."""
         self._done += 1
 
     def state_dict(self) -> dict[str, Any]:

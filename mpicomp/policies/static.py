@@ -10,7 +10,7 @@ from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.policies.plan_selector import PlanSelector, names_for
-from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of, model_of
+from mpicomp.policies.policy import Plan, Policy, Shape, StepReport, UserSettings, feedback_of, model_of
 from mpicomp.policies.surveys import Survey
 from mpicomp.policies.watch import Watch
 from mpicomp.registry import register
@@ -30,16 +30,16 @@ class Static(Policy):
 
     id: ClassVar[str] = "static"
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`."""
-        self.compressor = Dense() if named.compressor is None else named.compressor
-        self.feedback = feedback_of(self.compressor, named.feedback)
-        self._pinned = None if named.collective == "auto" else named.collective
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`."""
+        self.compressor = Dense() if settings.compressor is None else settings.compressor
+        self.feedback = feedback_of(self.compressor, settings.feedback)
+        self._pinned = None if settings.collective == "auto" else settings.collective
         # What does not fit, or needs what is not installed, is refused here: later a rank might fail alone.
         bind(self.compressor, self._pinned or fitting(self.compressor)[0])
-        self._watch = Watch(self.compressor, named.normalises) if self.feedback else None
+        self._watch = Watch(self.compressor, settings.normalises) if self.feedback else None
         pinned = self._pinned is not None
-        self._selector = PlanSelector("static" if pinned else "auto", self.feedback, named.cost, pinned)
+        self._selector = PlanSelector("static" if pinned else "auto", self.feedback, settings.cost, pinned)
 
     @property
     def cost(self) -> CostModel | None:
@@ -47,9 +47,9 @@ class Static(Policy):
         return self._selector.cost
 
     @property
-    def listens(self) -> bool:
-        """See `Policy.listens`."""
-        return self._selector.listens
+    def wants_telemetry(self) -> bool:
+        """See `Policy.wants_telemetry`."""
+        return self._selector.wants_telemetry
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: some elements in the first steps, to warn where training will fall behind."""
@@ -79,11 +79,11 @@ class Static(Policy):
         table = self._selector.tables[bucket]
         return self._selector.plan(bucket, np.arange(len(table.schemes)), "pinned" if self._pinned else "")
 
-    def learn(self, told: StepReport) -> None:
-        """See `Policy.learn`."""
-        self._selector.learn(told)
+    def on_telemetry(self, report: StepReport) -> None:
+        """See `Policy.on_telemetry`."""
+        self._selector.on_telemetry(report)
         if self._watch is not None:
-            self._watch.learn(told)
+            self._watch.on_telemetry(report)
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`: a cost model counts where none is known yet, that of rank 0."""

@@ -9,7 +9,7 @@ from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport
+from mpicomp.policies.policy import BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings
 from mpicomp.policies.schedule import Schedule
 from mpicomp.policies.static import Static
 from mpicomp.policies.surveys import Survey
@@ -118,8 +118,8 @@ class WarmUp(Policy):
         self._done = 0
         self._last = float("inf")  # number of the last step of the warm-up, once that is over
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`.
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`.
 
         Raises
         ------
@@ -127,7 +127,7 @@ class WarmUp(Policy):
             For a compressor that has a warm-up of its own, that dense steps cannot replace, or, with a ramp, that has
             no ratio.
         """
-        self.then.adopt(named)
+        self.then.configure(settings)
         self.compressor = compressor = self.then.compressor
         self.feedback = self.then.feedback
         if _begins_otherwise(compressor):
@@ -141,11 +141,11 @@ class WarmUp(Policy):
             )
         if self._ramps:
             self._first: Policy = self._ramp(compressor)
-            self._first.adopt(replace(named, compressor=compressor, feedback=self.feedback))
+            self._first.configure(replace(settings, compressor=compressor, feedback=self.feedback))
         else:
             self._first = Static()
-            collective = _for_dense(named.collective)
-            self._first.adopt(replace(named, compressor=Dense(), collective=collective, feedback=self.feedback))
+            collective = _for_dense(settings.collective)
+            self._first.configure(replace(settings, compressor=Dense(), collective=collective, feedback=self.feedback))
         self._planning = self._active
 
     def _ramp(self, compressor: Compressor) -> Policy:
@@ -181,9 +181,9 @@ class WarmUp(Policy):
         return self.then.bucket_bytes
 
     @property
-    def listens(self) -> bool:
-        """See `Policy.listens`."""
-        return self._planning.listens
+    def wants_telemetry(self) -> bool:
+        """See `Policy.wants_telemetry`."""
+        return self._planning.wants_telemetry
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`."""
@@ -212,16 +212,16 @@ class WarmUp(Policy):
             return plan
         return replace(plan, reason=f"warm-up: step {self._done + 1} of {self._steps}; {plan.reason}")
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
-        """See `Policy.deliver`."""
-        self._active.deliver(step, delivered)
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        """See `Policy.on_step_end`."""
+        self._active.on_step_end(step, outcomes)
         if self._warming:
             self._done += 1
             self._last = float("inf") if self._warming else step
 
-    def learn(self, told: StepReport) -> None:
-        """See `Policy.learn`: the report comes a step later, to the policy that planned the step."""
-        (self._first if told.step <= self._last else self.then).learn(told)
+    def on_telemetry(self, report: StepReport) -> None:
+        """See `Policy.on_telemetry`: the report comes a step later, to the policy that planned the step."""
+        (self._first if report.step <= self._last else self.then).on_telemetry(report)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.state_dict`: that of the policy that follows, and under ``"warmup"`` that of the warm-up."""

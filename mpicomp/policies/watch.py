@@ -10,7 +10,7 @@ from mpicomp.collectives import Scheme
 from mpicomp.compressors import Compressor, Quantiser
 from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.policies.families import families
-from mpicomp.policies.policy import Delivered, Shape, StepReport
+from mpicomp.policies.policy import BucketOutcome, Shape, StepReport
 
 _MUCH = 0.1  # share of steps by which training may fall behind before that is said
 _SHORT = 300  # steps of a training that is taken for a short one: what waits in the end is a share of them
@@ -51,19 +51,19 @@ class Watch:
         """Return the survey of a bucket, until judgement was passed."""
         return None if self._judged or self._ranks == 1 else self._surveys[bucket]
 
-    def learn(self, told: StepReport) -> None:
+    def on_telemetry(self, report: StepReport) -> None:
         """Learn from a step, and say what there is to say once enough is known."""
-        if self._judged or not told.surveys:
+        if self._judged or not report.surveys:
             return
-        for bucket, surveys in told.surveys.items():
+        for bucket, surveys in report.surveys.items():
             self._elements[bucket].observe(surveys)
         if all(own.known for own in self._elements):
-            self._judge(told)
+            self._judge(report)
             self._judged, self._surveys, self._elements = True, [], []
 
     def _judge(self, told: StepReport) -> None:
         schemes = [plan.scheme for plan in told.plans]
-        parts = zip(range(len(self._elements)), schemes, told.delivered, strict=True)
+        parts = zip(range(len(self._elements)), schemes, told.outcomes, strict=True)
         behind = self._mean([self._behind(*part) for part in parts])
         if behind <= _MUCH or not self._speaks:
             return
@@ -85,7 +85,7 @@ class Watch:
             instead,
         )
 
-    def _behind(self, bucket: int, scheme: Scheme, delivered: Delivered) -> float:  # type: ignore[type-arg]
+    def _behind(self, bucket: int, scheme: Scheme, delivered: BucketOutcome) -> float:  # type: ignore[type-arg]
         own, compressor = self._elements[bucket], self._compressor
         if isinstance(compressor, Quantiser):
             return own.behind_with(0, self._ranks, _SHORT)

@@ -14,7 +14,7 @@ from mpicomp import plugins
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ClosedError, ConfigurationError, RankFailedError, UnknownNameError
-from mpicomp.policies import Named, Policy, get_policy
+from mpicomp.policies import Policy, UserSettings, get_policy
 from mpicomp.policies.warmup import WarmUp, choose_warmup
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.beside import Beside
@@ -188,10 +188,10 @@ class Reducer:
                     f"reducer: how many steps ranks make between exchanges is chosen by policy='auto', got policy="
                     f"'{chosen.id}'; name one number of steps"
                 )
-            named = Named(own, collective, feedback, cost, normalises, local_steps)
+            named = UserSettings(own, collective, feedback, cost, normalises, local_steps)
             before = choose_warmup(warmup, named.compressor, collective, policy, feedback)
             runs = WarmUp(chosen, before) if before else chosen
-            runs.adopt(named)
+            runs.configure(named)
             settings: dict[str, Any] = {
                 "compressor": chosen.compressor.get_config(),
                 "collective": collective,

@@ -13,7 +13,7 @@ from mpicomp.arrays import Described, to_host
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError, RankFailedError
 from mpicomp.places import HOST, MeanPart, Place, on_device
-from mpicomp.policies import Delivered, StepReport
+from mpicomp.policies import BucketOutcome, StepReport
 from mpicomp.reducer import tracing
 from mpicomp.reducer.agreement import Signature, agree, no_memory
 from mpicomp.reducer.beside import Beside
@@ -210,16 +210,16 @@ class Step:
         core, record = self._core, self._record
         if self._beside.frozen:
             return
-        delivered = [Delivered(own.energy, own.gain, own.kept) for own in (done.result for done in self._done)]
+        delivered = [BucketOutcome(own.energy, own.gain, own.kept) for own in (done.result for done in self._done)]
         begin, tally, group = time.perf_counter(), Tally(), core.transport.group
         yield from tally.count(core.pace.tell(record.step), group)
         record.slowest_rank, record.slowest_costs_s = core.pace.slowest_rank, core.pace.slowest_costs_s
         finite = not any(done.result.nonfinite for done in self._done)
         if finite and not record.skipped:
-            core.policy.deliver(record.step, delivered)
+            core.policy.on_step_end(record.step, delivered)
         yield from tally.count(core.telemetry.receive(core.policy), group)
         surveys = {done.record.bucket: done.survey for done in self._done if done.survey is not None}
-        if self._done and (core.policy.listens or surveys):
+        if self._done and (core.policy.wants_telemetry or surveys):
             times = np.array([(done.start, done.end, done.own_s, done.ready) for done in self._done])
             report = StepReport(record.step, record.lr, [done.plan for done in self._done], delivered, times, surveys)
             yield from tally.count(core.telemetry.publish(report), group)

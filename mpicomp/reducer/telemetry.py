@@ -71,7 +71,7 @@ class Telemetry:
         for bucket, own in report.surveys.items():
             begin, end = end, end + own.nbytes
             surveys[bucket] = everyones[:, begin:end].copy().view(np.float32).reshape(self._ranks, -1)
-        policy.learn(replace(report, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
+        policy.on_telemetry(replace(report, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
 
     def drop(self) -> Rounds[None]:
         """Wait for the telemetry that is under way and drop it."""

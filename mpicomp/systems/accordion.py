@@ -13,7 +13,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
+from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_ratios, ladder
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
@@ -111,9 +111,9 @@ class Accordion(Adaptive):
                 "leave layers out, or use policy='static'"
             )
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`. Where no compressor was named it is top-k."""
-        super().adopt(named)
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`. Where no compressor was named it is top-k."""
+        super().configure(settings)
         self._survey = NormSurvey(_STRIDE)
         self._looked = 0  # steps of this period
         self._sums: dict[str, float] = {}  # of norms in this period, by part
@@ -154,20 +154,20 @@ class Accordion(Adaptive):
             return self._current[bucket], f"its gradient changes {'little' if quiet else 'much, or may'}"
         return self._current[bucket], f"gradients of {quiet} of {len(parts)} layers change little"
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
-        """See `Policy.deliver`: what was undone says nothing of gradients."""
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        """See `Policy.on_step_end`: what was undone says nothing of gradients."""
         self._delivered.add(step)
 
-    def learn(self, told: StepReport) -> None:
-        """See `Policy.learn`: norms and the learning rate."""
-        super().learn(told)
-        if self._has_dropped(told.lr):
+    def on_telemetry(self, report: StepReport) -> None:
+        """See `Policy.on_telemetry`: norms and the learning rate."""
+        super().on_telemetry(report)
+        if self._has_dropped(report.lr):
             self._quiet.clear()
             self._current.clear()
             self._begin()
-        norms = self._norms_of(told)
-        delivered = told.step in self._delivered
-        self._delivered = {step for step in self._delivered if step > told.step}
+        norms = self._norms_of(report)
+        delivered = report.step in self._delivered
+        self._delivered = {step for step in self._delivered if step > report.step}
         if norms is None or not delivered:
             return
         self._looked += 1

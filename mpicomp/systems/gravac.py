@@ -17,7 +17,7 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import Place, here, numbers
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
+from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
@@ -201,9 +201,9 @@ class GraVAC(Adaptive):
         """See `Adaptive.check_compressor`."""
         check_adaptable(self.id, self.compressor)
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`. Where no compressor was named it is top-k."""
-        super().adopt(named)
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`. Where no compressor was named it is top-k."""
+        super().configure(settings)
         self._ratios = self._candidates()
         self._compressors = [at_ratio(self.compressor, ratio) for ratio in self._ratios]
         self._surveys: dict[tuple[int, int, int], Survey] = {}  # by bucket, floor and candidate
@@ -224,9 +224,9 @@ class GraVAC(Adaptive):
         self._before: _Step | None = None
 
     @property
-    def listens(self) -> bool:
-        """See `Policy.listens`: until the search has ended steps are counted and timed."""
-        return self._selector.listens or not self._ended
+    def wants_telemetry(self) -> bool:
+        """See `Policy.wants_telemetry`: until the search has ended steps are counted and timed."""
+        return self._selector.wants_telemetry or not self._ended
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: what gains come from, at once until there are any, and now and then."""
@@ -266,27 +266,27 @@ class GraVAC(Adaptive):
         """See `Adaptive.choose`."""
         return None if self._level is None else self._compressors[self._level], self._reason
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
-        """See `Policy.deliver`: remembers what was decided for steps of which ranks have not heard yet."""
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        """See `Policy.on_step_end`: remembers what was decided for steps of which ranks have not heard yet."""
         self._run[step] = _Run(self._level, self._floor, self._candidate)
         self._unseen = 0 if self.survey(0) is not None else self._unseen + 1
 
-    def learn(self, told: StepReport) -> None:
-        """See `Policy.learn`: gains and seconds; decides the next step."""
-        super().learn(told)
-        began = float(told.times[:, 0, 0].max())
-        if self._before is not None and told.step == self._before.step + 1 and began > self._before.began:
+    def on_telemetry(self, report: StepReport) -> None:
+        """See `Policy.on_telemetry`: gains and seconds; decides the next step."""
+        super().on_telemetry(report)
+        began = float(report.times[:, 0, 0].max())
+        if self._before is not None and report.step == self._before.step + 1 and began > self._before.began:
             self._throughputs[self._before.level].append(self._before.gain / (began - self._before.began))
         self._before = None
-        run = self._run.get(told.step)
-        self._run = {step: own for step, own in self._run.items() if step > told.step}
+        run = self._run.get(report.step)
+        self._run = {step: own for step, own in self._run.items() if step > report.step}
         if run is None:
             return
-        self._look(told, run)
+        self._look(report, run)
         if self._gains is None:
             return
         if run.level is not None and self._timed:
-            self._before = _Step(told.step, began, run.level, float(self._gains[run.level]))
+            self._before = _Step(report.step, began, run.level, float(self._gains[run.level]))
         self._steps += 1
         if self._steps % self.window == 0 and not self._ended:
             self._search(self._gains)

@@ -91,7 +91,7 @@ def check_it_goes_on_after_a_checkpoint(policy: Policy) -> None:
 def check_a_step_does_not_wait(policy: Policy) -> None:
     """Check that policies have no rounds of their own, but for the beginning and when something has changed.
 
-    What they have to know comes in messages that nobody waits for; see `Policy.learn`.
+    What they have to know comes in messages that nobody waits for; see `Policy.on_telemetry`.
     """
     reducers, world = _begin(policy, 2)
     late = 0

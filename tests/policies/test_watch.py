@@ -7,8 +7,7 @@ from networks import Link
 from trainings import Training
 
 import mpicomp
-from mpicomp.policies import get_policy
-from mpicomp.policies.policy import Named
+from mpicomp.policies import UserSettings, get_policy
 
 LINK = Link(1e-5, 1e8)
 
@@ -56,7 +55,7 @@ def test_other_kinds(caplog, compressor):
 
 def test_nothing_is_said_without_feedback_or_by_policies_that_choose(caplog):
     static = get_policy("static")
-    static.adopt(Named(mpicomp.RandomK(ratio=0.01), feedback=False))
+    static.configure(UserSettings(mpicomp.RandomK(ratio=0.01), feedback=False))
     assert static.survey(0) is None
     assert said(caplog, mpicomp.TopK(ratio=0.002), policy="gravac") == []
     assert said(caplog, mpicomp.TopK(ratio=0.002), size=1) == []

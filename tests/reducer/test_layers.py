@@ -8,7 +8,7 @@ import pytest
 import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.policies import Named, Plan, Policy
+from mpicomp.policies import Plan, Policy, UserSettings
 from mpicomp.policies.surveys import SpectrumSurvey
 from mpicomp.reducer.layers import layers_of
 from mpicomp.transport import LocalWorld
@@ -77,7 +77,7 @@ class Looks(Policy):
 
     id = "looks"
 
-    def adopt(self, named: Named) -> None:
+    def configure(self, settings: UserSettings) -> None:
         self.compressor, self.steps = mpicomp.TopK(ratio=0.1), 0
 
     def survey(self, bucket):
@@ -86,7 +86,7 @@ class Looks(Policy):
     def plan(self, bucket):
         return Plan(bind(self.compressor, "allgather"), "always")
 
-    def deliver(self, step, delivered):
+    def on_step_end(self, step, outcomes):
         self.steps += 1
 
 

@@ -176,12 +176,12 @@ def test_seconds_of_own_work_are_those_of_the_slowest_rank():
     plain, working = Training(3, solver="exact"), Training(3, solver="exact")
     for reducer in working.reducers:
 
-        def learn(told, learn=reducer.policy.learn):
+        def learn(told, learn=reducer.policy.on_telemetry):
             times = told.times.copy()
             times[:, :, 1:3] += 1e-3 * np.arange(1, 4)[:, None, None]  # the end, and the work
             learn(dataclasses.replace(told, times=times))
 
-        reducer.policy.learn = learn
+        reducer.policy.on_telemetry = learn
     for _ in range(52):
         plain.step()
         working.step()
@@ -196,11 +196,11 @@ def test_the_mean_of_five_changes_counts(jump, searches):
     training = Training(2, solver="exact")
     for reducer in training.reducers:
 
-        def deliver(step, delivered, deliver=reducer.policy.deliver):
+        def deliver(step, outcomes, deliver=reducer.policy.on_step_end):
             gain = 0.5 * (jump if step >= 65 else 1)
-            deliver(step, [dataclasses.replace(own, gain=gain) for own in delivered])
+            deliver(step, [dataclasses.replace(own, gain=gain) for own in outcomes])
 
-        reducer.policy.deliver = deliver
+        reducer.policy.on_step_end = deliver
     trials = sum("trial" in training.step().reason for _ in range(130))
     assert trials == 50 * searches
 

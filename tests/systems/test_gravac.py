@@ -365,7 +365,7 @@ def test_the_search_ends_where_throughput_no_longer_grows(scaling):
     listens, ratios = [], []
     for _ in range(30):
         ratios.append(timed.step(SHARP)[0])
-        listens.append(timed.reducers[0].policy.listens)
+        listens.append(timed.reducers[0].policy.wants_telemetry)
     # After five steps 0.025 is the candidate; after ten both have been timed, and 0.05 is the higher one.
     assert ratios == [None] * 2 + [0.05] * 4 + [0.025] * 5 + [0.05] * 19
     assert listens == [True] * 10 + [False] * 20

@@ -264,8 +264,8 @@ class InTurn(Adaptive):
     id: ClassVar[str] = "test-in-turn"
     length: int = 20
 
-    def adopt(self, named):
-        super().adopt(named)
+    def configure(self, settings):
+        super().configure(settings)
         self.steps, self.heard, self.gains = 0, [], []
 
     def levels(self):
@@ -278,13 +278,13 @@ class InTurn(Adaptive):
     def survey(self, bucket):
         return SpectrumSurvey() if self.steps % 4 == 0 else None
 
-    def deliver(self, step, delivered):
+    def on_step_end(self, step, outcomes):
         self.steps += 1
-        self.gains.append(delivered[0].gain)
+        self.gains.append(outcomes[0].gain)
 
-    def learn(self, told):
-        super().learn(told)
-        self.heard.append((told.step, {bucket: rows.shape for bucket, rows in told.surveys.items()}))
+    def on_telemetry(self, report):
+        super().on_telemetry(report)
+        self.heard.append((report.step, {bucket: rows.shape for bucket, rows in report.surveys.items()}))
 
     def state_dict(self):
         return {"steps": self.steps}

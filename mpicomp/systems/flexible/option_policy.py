@@ -13,7 +13,7 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.plan_selector import PlanSelector, PlanTable, names_for
-from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport, feedback_of
+from mpicomp.policies.policy import BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, default_compressor, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
@@ -134,17 +134,17 @@ class Flexible(Policy):
             check_least(self.id, "every", self.every)
         check_least(self.id, "ramp", self.ramp, 0)
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`. Where no compressor was named it is top-k."""
-        self.compressor = named.compressor or default_compressor()
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`. Where no compressor was named it is top-k."""
+        self.compressor = settings.compressor or default_compressor()
         check_adaptable(self.id, self.compressor)
         if self.solver == "nsga2":
             pareto.check_installed()  # later a rank that lacks it would fail alone
-        self.feedback = feedback_of(self.compressor, named.feedback)
-        self._pinned = None if named.collective == "auto" else named.collective
+        self.feedback = feedback_of(self.compressor, settings.feedback)
+        self._pinned = None if settings.collective == "auto" else settings.collective
         if self._pinned is not None:
             bind(self.compressor, self._pinned)  # what does not fit is refused here
-        self._selector = PlanSelector(self.id, self.feedback, named.cost)
+        self._selector = PlanSelector(self.id, self.feedback, settings.cost)
         self._ratios = candidates(self.least, self.most, self.factor)
         self._survey = SpectrumSurvey(_STRIDE)
         self._shapes: list[Shape] = []
@@ -169,9 +169,9 @@ class Flexible(Policy):
         return self._selector.cost
 
     @property
-    def listens(self) -> bool:
-        """See `Policy.listens`: what was looked at in a step comes at the end of the next one."""
-        return self._selector.listens or self._awaited is not None
+    def wants_telemetry(self) -> bool:
+        """See `Policy.wants_telemetry`: what was looked at in a step comes at the end of the next one."""
+        return self._selector.wants_telemetry or self._awaited is not None
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: spectra, where gains are to be measured."""
@@ -204,28 +204,28 @@ class Flexible(Policy):
         first = max(self._options, key=lambda option: option.ratio)
         return self._selector.plan(bucket, self._rows[bucket][self._current or first], self._reason)
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
-        """See `Policy.deliver`: what is gained."""
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        """See `Policy.on_step_end`: what is gained."""
         if self._ramping:
             self._ramped += 1
             return
         self._since += 1
         if self._asking:
             self._asking, self._awaited = False, step
-        self._follow_gain(delivered)
+        self._follow_gain(outcomes)
         if self._awaited is None and (self._since >= (self.every or math.inf) or self._changed()):
             self._asking = True
 
-    def learn(self, told: StepReport) -> None:
-        """See `Policy.learn`."""
-        self._selector.learn(told)
-        if self._awaited is None or told.step < self._awaited:
+    def on_telemetry(self, report: StepReport) -> None:
+        """See `Policy.on_telemetry`."""
+        self._selector.on_telemetry(report)
+        if self._awaited is None or report.step < self._awaited:
             return
         self._awaited = None
-        if len(told.surveys) < len(self._shapes):  # it was lost on its way
+        if len(report.surveys) < len(self._shapes):  # it was lost on its way
             self._asking = True
             return
-        spectra = [Spectra(shape.sizes, told.surveys[bucket]) for bucket, shape in enumerate(self._shapes)]
+        spectra = [Spectra(shape.sizes, report.surveys[bucket]) for bucket, shape in enumerate(self._shapes)]
         energies = np.array([own.energies.sum() for own in spectra])
         shares = np.array([lost_share(self.compressor, own, self._ratios) for own in spectra])
         lost = energies @ shares / energies.sum() if energies.sum() > 0 else shares.mean(axis=0)
@@ -316,7 +316,7 @@ class Flexible(Policy):
     def _kind_of(self, collective: str) -> str:
         return collective.partition(":")[0]
 
-    def _follow_gain(self, delivered: Sequence[Delivered]) -> None:
+    def _follow_gain(self, delivered: Sequence[BucketOutcome]) -> None:
         energy = sum(own.energy for own in delivered)
         if self._current is not None and 0 < energy < math.inf:
             gain = sum(own.energy * own.gain for own in delivered) / energy

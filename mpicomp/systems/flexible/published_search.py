@@ -14,7 +14,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Network
 from mpicomp.cost.formulas import published_choice, ring_beats_tree, sparse_sum
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies.policy import Delivered, Named, Plan, Shape, StepReport
+from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.policies.surveys import Survey
 from mpicomp.reducer.agreement import agree
@@ -71,9 +71,9 @@ class FlexibleSearch(Flexible):
         if not self.published:
             raise ConfigurationError("flexible: FlexibleSearch is made by Flexible.as_published()")
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`. Where no compressor was named it is top-k."""
-        super().adopt(named)
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`. Where no compressor was named it is top-k."""
+        super().configure(settings)
         for name in self._names():
             bind(self.compressor, name)  # what does not fit is refused here
         self._tried = candidates(self.least, self.most, self.factor)
@@ -100,9 +100,9 @@ class FlexibleSearch(Flexible):
         return _ALL
 
     @property
-    def listens(self) -> bool:
-        """See `Policy.listens`: in trials."""
-        return self._selector.listens or bool(self._candidate_of)
+    def wants_telemetry(self) -> bool:
+        """See `Policy.wants_telemetry`: in trials."""
+        return self._selector.wants_telemetry or bool(self._candidate_of)
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: gains are those of trials."""
@@ -138,15 +138,15 @@ class FlexibleSearch(Flexible):
             reason = f"ratio {option.ratio:.4g} by {option.kind}, trial {self._trial + 1} of {len(self._tried)}"
         return self._selector.plan(bucket, self._rows[bucket][option], reason)
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
-        """See `Policy.deliver`: what is gained, and what is to become of this step."""
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        """See `Policy.on_step_end`: what is gained, and what is to become of this step."""
         self.trial_action = None
         if self._back:
             self._back, self.trial_action = False, "restore"
         elif self._ramping:
             self._ramped += 1
         elif self._trial is not None:
-            self._deliver_trial(self._trial, step, delivered)
+            self._deliver_trial(self._trial, step, outcomes)
         elif self._asking:
             self.trial_action, self._asking = "keep", False
             self._trial, self._steps, self._awaited = 0, 0, None
@@ -156,18 +156,18 @@ class FlexibleSearch(Flexible):
             self._asking = step > self._awaited + 1  # their seconds were lost on the way
         else:
             self._since += 1
-            self._follow_gain(delivered)
+            self._follow_gain(outcomes)
             self._asking = self._since >= (self.every or math.inf) or self._changed()
         self._action_due = self.trial_action is not None
 
-    def learn(self, told: StepReport) -> None:
-        """See `Policy.learn`."""
-        self._selector.learn(told)
-        trial = self._candidate_of.pop(told.step, None)
+    def on_telemetry(self, report: StepReport) -> None:
+        """See `Policy.on_telemetry`."""
+        self._selector.on_telemetry(report)
+        trial = self._candidate_of.pop(report.step, None)
         if trial is not None:
-            begin, end, own, _ = told.times.max(axis=0).T
+            begin, end, own, _ = report.times.max(axis=0).T
             self._seconds[trial].append((float(own.sum()), float((end - begin - own).sum())))
-        if self._awaited is None or told.step < self._awaited:
+        if self._awaited is None or report.step < self._awaited:
             return
         self._awaited, self._candidate_of = None, {}
         if not all(self._seconds):
@@ -204,7 +204,7 @@ class FlexibleSearch(Flexible):
             )
         yield from agree(None, problem, self._group, self.id)
 
-    def _deliver_trial(self, trial: int, step: int, delivered: Sequence[Delivered]) -> None:
+    def _deliver_trial(self, trial: int, step: int, delivered: Sequence[BucketOutcome]) -> None:
         self._candidate_of[step] = trial
         self._energies[:, trial] += [
             sum(own.energy * own.gain for own in delivered), sum(own.energy for own in delivered),
@@ -215,7 +215,7 @@ class FlexibleSearch(Flexible):
         if self._trial == len(self._tried):
             self._trial, self._awaited = None, step
 
-    def _follow_gain(self, delivered: Sequence[Delivered]) -> None:
+    def _follow_gain(self, delivered: Sequence[BucketOutcome]) -> None:
         energy = sum(own.energy for own in delivered)
         if self._current is None or not 0 < energy < math.inf:
             return

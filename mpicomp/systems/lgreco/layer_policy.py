@@ -14,7 +14,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies import get_policy
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.allocate import least_total, total
-from mpicomp.policies.policy import Delivered, Named, Shape, StepReport, feedback_of
+from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.policies.surveys import Both, SumSurvey, Survey
 from mpicomp.registry import register
@@ -140,15 +140,15 @@ class LGreCo(Adaptive):
                 )
             self._inner, self.on = inner, inner.get_config()
 
-    def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`. Where no compressor was named it is top-k."""
-        super().adopt(named)
+    def configure(self, settings: UserSettings) -> None:
+        """See `Policy.configure`. Where no compressor was named it is top-k."""
+        super().configure(settings)
         self._families = [self.compressor, *(get_compressor(family) for family in self.families)]
-        self._check_families(named)
+        self._check_families(settings)
         if self._inner is not None:
             # It chooses settings alone: with a collective that is named it measures nothing.
             collective = self._pinned or fitting(self.compressor)[0]
-            self._inner.adopt(Named(self.compressor, collective, self.feedback))
+            self._inner.configure(UserSettings(self.compressor, collective, self.feedback))
         self._sums: list[SumSurvey | None] = []
         self._count = 0  # steps since the last adjustment
         self._adjusted = False
@@ -169,7 +169,7 @@ class LGreCo(Adaptive):
         for compressor in (self.compressor, *self._families):
             self._check_layers(compressor)
 
-    def _check_families(self, named: Named) -> None:
+    def _check_families(self, named: UserSettings) -> None:
         """Raise `ConfigurationError` where compressors cannot be mixed."""
         first, *others = self._families
         if others and named.collective != "auto":
@@ -221,10 +221,10 @@ class LGreCo(Adaptive):
         return 1 if self.families else None
 
     @property
-    def listens(self) -> bool:
-        """See `Policy.listens`: what was surveyed in a step comes at the end of the next one."""
-        other = self._inner is not None and self._inner.listens
-        return super().listens or other or bool(self._surveyed)
+    def wants_telemetry(self) -> bool:
+        """See `Policy.wants_telemetry`: what was surveyed in a step comes at the end of the next one."""
+        other = self._inner is not None and self._inner.wants_telemetry
+        return super().wants_telemetry or other or bool(self._surveyed)
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: in the steps before an adjustment."""
@@ -300,21 +300,21 @@ class LGreCo(Adaptive):
             plan = self._plans[bucket] = base, table.compressor(base, chosen), reason
         return plan[1], "; ".join(filter(None, (why, plan[2])))
 
-    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
-        """See `Policy.deliver`."""
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        """See `Policy.on_step_end`."""
         self._count += 1
         if any(survey is not None for pair in self._looked for survey in pair):
             self._surveyed[step] = list(self._looked)
         if self._inner is not None:
-            self._inner.deliver(step, delivered)
+            self._inner.on_step_end(step, outcomes)
 
-    def learn(self, told: StepReport) -> None:
-        """See `Policy.learn`."""
-        super().learn(told)
-        pairs = self._surveyed.get(told.step, [])
-        self._surveyed = {step: own for step, own in self._surveyed.items() if step > told.step}
+    def on_telemetry(self, report: StepReport) -> None:
+        """See `Policy.on_telemetry`."""
+        super().on_telemetry(report)
+        pairs = self._surveyed.get(report.step, [])
+        self._surveyed = {step: own for step, own in self._surveyed.items() if step > report.step}
         others: dict[int, NDArray[np.float32]] = {}
-        for bucket, surveys in told.surveys.items() if pairs else ():
+        for bucket, surveys in report.surveys.items() if pairs else ():
             other, own = pairs[bucket]
             width = 0 if other is None else other.width(self._shapes[bucket].sizes)
             if other is not None:
@@ -322,7 +322,7 @@ class LGreCo(Adaptive):
             if own is not None and surveys.shape[1] > width:  # of a sum there is nothing to tell before the last step
                 self._tables[bucket].take(surveys[: 1 if self.published else None, width:])
         if self._inner is not None:
-            self._inner.learn(replace(told, surveys=others))
+            self._inner.on_telemetry(replace(report, surveys=others))
 
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.state_dict`."""
