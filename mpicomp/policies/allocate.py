@@ -15,14 +15,14 @@ def least_total(
     limit: float,
     default: Choice | None = None,
     bins: int = 10_000,
-    published: bool = False,
+    strict: bool = False,
 ) -> Choice:
     """Choose a setting for every part so that the sum of sizes is least and that of errors at most ``limit``.
 
     L-GreCo's dynamic programme (arXiv 2210.17357). Errors are rounded up to bins of ``limit / bins``, and one bin a
     part is added to the capacity: rounding alone then rules out no choice within the limit, and the error is at most
     ``limit * (1 + parts / bins)``. What is chosen is never larger than ``default`` where that is within the limit. With
-    ``published`` no bin is added and nothing is compared: the error is at most ``limit``, and ``default`` is taken only
+    ``strict`` no bin is added and nothing is compared: the error is at most ``limit``, and ``default`` is taken only
     where rounding leaves nothing within it.
 
     Parameters
@@ -36,8 +36,8 @@ def least_total(
         within the limit.
     bins : int
         Into which the limit is cut.
-    published : bool
-        Whether it is the paper's programme.
+    strict : bool
+        Whether errors that are rounded up have to be within the limit, as in the paper.
 
     Returns
     -------
@@ -51,7 +51,7 @@ def least_total(
     >>> least_total(errors, [np.array([9.0, 1.0]), np.array([5.0, 1.0])], 3.0).tolist()
     [1, 0]
     """
-    best = np.full(bins + 1 + (0 if published else len(errors)), np.inf)
+    best = np.full(bins + 1 + (0 if strict else len(errors)), np.inf)
     best[0] = 0.0
     choices: list[Places] = []
     for own_errors, own_sizes in zip(errors, sizes, strict=True):
@@ -60,7 +60,7 @@ def least_total(
     if not np.isfinite(best).any():
         return _least_errors(errors) if default is None else default
     found = _walk_back(choices, errors, limit, bins, int(best.argmin()))
-    if published or default is None:
+    if strict or default is None:
         return found
     if total(errors, default) <= limit and total(sizes, default) <= total(sizes, found):
         return default

@@ -1,6 +1,5 @@
 """Surveys: statistics of accumulated gradients that ranks measure and exchange now and then, equal on all ranks."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -8,11 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.algorithms.matrix_batches import Matrix, orthonormal
-from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
-from mpicomp.places import HOST, Place, here, numbers
+from mpicomp.places import HOST, Place, here
 from mpicomp.workspace import Workspace
 
 BINS = 64
@@ -21,9 +18,7 @@ BINS = 64
 _PER_BIN = 2  # of the kernel's bins, eight for every power of two
 _ALL = cpu.BINS // _PER_BIN
 _FINITE = 2040 // _PER_BIN  # bins from here on hold infinity and NaN
-_WHOLE = 1 << 16  # elements; a shorter layer is looked at as a whole
-_SPARE = 4  # directions beside those that are asked for, which make these more exact
-_ROUNDS = 3  # of a subspace iteration
+WHOLE = 1 << 16  # elements; a shorter layer is looked at as a whole
 
 
 class Survey(Protocol):
@@ -105,7 +100,7 @@ class SpectrumSurvey:
         for number, size in enumerate(sizes):
             layer = accumulated[start : start + size]
             start += size
-            stride = self._stride if size >= _WHOLE * self._stride else 1
+            stride = self._stride if size >= WHOLE * self._stride else 1
             row = number % together
             kernels.spectrum(layer[cpu.GROUP * (step % stride) :], counts[row], energies[row], stride)
             if row == together - 1:
@@ -116,241 +111,6 @@ class SpectrumSurvey:
         """See `Survey.energies`; good to some percent where a stride has left elements out."""
         total: NDArray[np.float64] = measured.reshape(len(sizes), -1)[:, 1 + BINS :].sum(axis=1, dtype=np.float64)
         return total
-
-
-class Both:
-    """Two surveys in one."""
-
-    def __init__(self, first: Survey, second: Survey) -> None:
-        self._first, self._second = first, second
-
-    def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: the first one's numbers, then the second one's."""
-        return self._first.width(sizes) + self._second.width(sizes)
-
-    def measure(
-        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
-    ) -> NDArray[np.float32]:
-        """See `Survey.measure`."""
-        return np.concatenate([own.measure(accumulated, residual, sizes, step) for own in (self._first, self._second)])
-
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
-        """See `Survey.energies`: what either tells."""
-        cut = self._first.width(sizes)
-        first = self._first.energies(measured[:cut], sizes)
-        return self._second.energies(measured[cut:], sizes) if first is None else first
-
-
-class TailSurvey:
-    """Energies that selections of each layer's largest elements leave out, from all elements, and energies of layers.
-
-    Parameters
-    ----------
-    counts : sequence of array of int64, shape (settings,)
-        For each layer the numbers of elements that are kept, ascending.
-    """
-
-    def __init__(self, counts: Sequence[NDArray[np.int64]]) -> None:
-        self._counts = tuple(counts)
-
-    def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: of each layer its energy, then what is left out at each number."""
-        return sum(1 + own.size for own in self._counts)
-
-    def measure(
-        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
-    ) -> NDArray[np.float32]:
-        """See `Survey.measure`."""
-        flat = here().to_host(accumulated).astype(np.float64)
-        parts = []
-        for layer, counts in zip(np.split(flat, np.cumsum(sizes)[:-1]), self._counts, strict=True):
-            below = np.concatenate(([0.0], np.cumsum(np.sort(np.square(layer)))))  # of the smallest ones
-            parts.append(below[layer.size - np.concatenate(([0], counts))])
-        with np.errstate(over="ignore"):
-            return np.concatenate(parts).astype(np.float32)
-
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """See `Survey.energies`."""
-        starts = np.cumsum([0, *(1 + own.size for own in self._counts)])[:-1]
-        own: NDArray[np.float64] = measured[starts].astype(np.float64)
-        return own
-
-    def lost(self, told: NDArray[np.float32]) -> list[NDArray[np.float64]]:
-        """Return the energy that ranks leave out of each layer at each number; surveys have shape (ranks, width)."""
-        ends = np.cumsum([1 + own.size for own in self._counts])[:-1]
-        return [own[1:] for own in np.split(told.astype(np.float64).sum(axis=0), ends)]
-
-
-class SumSurvey:
-    """A survey of the sum of what was accumulated in several steps.
-
-    What is not finite is left out of the sum. A step that is undone for another rank's sake stays in it.
-
-    Parameters
-    ----------
-    inner : Survey
-        Made of the sum, in the last of these steps; in the others there is nothing to tell.
-    """
-
-    def __init__(self, inner: Survey) -> None:
-        self._inner = inner
-        self._sum: NDArray[np.floating] | None = None
-        self._steps = 0  # in the sum
-        self.last = False
-        """Whether the step is the last one."""
-
-    def begin(self) -> None:
-        """Forget the sum."""
-        self._steps = 0
-
-    def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: that of the inner one at last, 0 before."""
-        return self._inner.width(sizes) if self.last else 0
-
-    def measure(
-        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
-    ) -> NDArray[np.float32]:
-        """See `Survey.measure`."""
-        if all(numbers(np.isfinite(accumulated).all())):
-            if self._sum is None:
-                self._sum = accumulated.copy()
-            elif self._steps:
-                self._sum += accumulated
-            else:
-                self._sum[:] = accumulated
-            self._steps += 1
-        if not self.last:
-            return np.empty(0, np.float32)
-        whole = accumulated if self._sum is None or not self._steps else self._sum
-        return self._inner.measure(whole, None, sizes, step)
-
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
-        """See `Survey.energies`: those of the step are not known."""
-
-
-class RankSurvey:
-    """Energies that approximations of matrices leave out at several ranks, and energies of all layers.
-
-    The leading directions come from a subspace iteration that starts at random, the same on all ranks. What it finds to
-    be left out is at least what the best approximation leaves out, and at high ranks of slowly falling singular values
-    some percent more.
-
-    Parameters
-    ----------
-    matrices : sequence of Matrix
-        Of the bucket.
-    ranks : sequence of (int, int)
-        For each the lowest and the highest rank, up to its smaller side; all from one to the other are measured.
-    """
-
-    def __init__(self, matrices: Sequence[Matrix], ranks: Sequence[tuple[int, int]]) -> None:
-        self._matrices = tuple(matrices)
-        self._ranks = tuple(ranks)
-
-    def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: energies of the layers, then each matrix's by rank."""
-        return len(sizes) + sum(most - least + 1 for least, most in self._ranks)
-
-    def measure(
-        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
-    ) -> NDArray[np.float32]:
-        """See `Survey.measure`; NaN for matrices that hold it or infinity."""
-        bounds = np.cumsum([0, *sizes])
-        layers = [accumulated[start:stop] for start, stop in itertools.pairwise(bounds)]
-        parts = [np.array(numbers(*(kernels.energy(layer) for layer in layers)))]
-        for matrix, (least, most) in zip(self._matrices, self._ranks, strict=True):
-            own = accumulated[matrix.start : matrix.stop].reshape(matrix.rows, matrix.columns)
-            parts.append(_beside(own, most)[least - 1 :])
-        with np.errstate(over="ignore"):
-            return np.concatenate(parts).astype(np.float32)
-
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """See `Survey.energies`."""
-        return measured[: len(sizes)].astype(np.float64)
-
-    def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
-        """Return the energy that each matrix loses at each rank of its factors; surveys have shape (ranks, width)."""
-        cuts = np.cumsum([len(sizes), *(most - least + 1 for least, most in self._ranks)])
-        return np.split(told.astype(np.float64).sum(axis=0), cuts)[1:-1]
-
-
-class BitsSurvey:
-    """Energies that a quantiser leaves out of each layer at several bits, and energies of the layers.
-
-    Parameters
-    ----------
-    quantisers : sequence of Quantiser
-        One for each number of bits, with buckets of the same length.
-    bucket : int
-        That length.
-    stride : int
-        1 looks at all of a layer; n, where it is large, at every n-th bucket, other ones at every step.
-    """
-
-    def __init__(self, quantisers: Sequence[Quantiser], bucket: int, stride: int = 1) -> None:
-        self._quantisers = tuple(quantisers)
-        self._bucket = bucket
-        self._stride = stride
-        self._workspaces: dict[Place, Workspace] = {}
-
-    def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: of each layer its energy, then what is left out at each number of bits."""
-        return len(sizes) * (1 + len(self._quantisers))
-
-    def measure(
-        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
-    ) -> NDArray[np.float32]:
-        """See `Survey.measure`; NaN or infinity for layers that hold it."""
-        out = np.zeros((len(sizes), 1 + len(self._quantisers)))
-        workspace = self._workspaces.setdefault(here(), Workspace(here()))
-        for row, start, size in zip(out, np.cumsum([0, *sizes]), sizes, strict=False):
-            own = self._sample(accumulated[start : start + size], workspace, step)
-            sent = workspace.array("sent", own.size, own.dtype)
-            [energy] = numbers(kernels.energy(own))
-            lost = []
-            for quantiser in self._quantisers:
-                message = workspace.array("message", quantiser.packed_bytes(own.size), np.dtype(np.uint8))
-                lost.append(quantiser.pack(own, message, sent, step))
-            row[:] = [energy, *lost]
-            row *= size / max(1, own.size)
-        with np.errstate(over="ignore"):
-            return out.reshape(-1).astype(np.float32)
-
-    def _sample(self, layer: NDArray[np.floating], workspace: Workspace, step: int) -> NDArray[np.floating]:
-        if layer.size < _WHOLE * self._stride:
-            return layer
-        buckets = layer.size // (self._bucket * self._stride)
-        rows = layer[: buckets * self._bucket * self._stride].reshape(buckets, self._stride, self._bucket)
-        sample = workspace.array("sample", buckets * self._bucket, layer.dtype)
-        sample.reshape(buckets, self._bucket)[:] = rows[:, step % self._stride]
-        return sample
-
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """See `Survey.energies`; good to some percent where a stride has left elements out."""
-        return measured.reshape(len(sizes), -1)[:, 0].astype(np.float64)
-
-    def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """Return the energy that all ranks lose, shape (layers, quantisers); surveys have shape (ranks, width)."""
-        lost: NDArray[np.float64] = told.astype(np.float64).sum(axis=0).reshape(len(sizes), -1)[:, 1:]
-        return lost
-
-
-def _beside(matrix: NDArray[np.floating], most: int) -> NDArray[np.float64]:
-    """Return the energy beside the leading directions of a matrix, from 1 to ``most`` of them."""
-    place = here()
-    [energy] = numbers(kernels.energy(matrix.reshape(-1)))
-    if not np.isfinite(energy):
-        return np.full(most, np.nan)
-    directions = min(*matrix.shape, most + _SPARE)
-    right = place.bring(np.random.default_rng(0).standard_normal((matrix.shape[1], directions)).astype(matrix.dtype))
-    for _ in range(_ROUNDS):
-        with np.errstate(over="ignore", invalid="ignore"):
-            right = matrix.T @ orthonormal(matrix @ orthonormal(right))
-        if not all(numbers(np.isfinite(right).all())):  # products of the largest numbers overflow
-            return np.full(most, np.nan)
-    squares = np.linalg.svd(place.to_host(right).astype(np.float64), compute_uv=False) ** 2
-    left: NDArray[np.float64] = np.maximum(energy - np.cumsum(squares[:most]), 0.0)
-    return left
 
 
 class Spectra:

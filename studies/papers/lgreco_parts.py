@@ -30,10 +30,10 @@ def adjustments(family: str, ranks: int, steps: int) -> list[dict[str, float]]:
 
     def solve(
         errors: Sequence[NDArray[np.float64]], sizes: Sequence[NDArray[np.float64]], limit: float, default: Choice,
-        published: bool = False,
+        strict: bool = False,
     ) -> Choice:  # fmt: skip
-        chosen = least_total(errors, sizes, limit, default, published=published)
-        finer = least_total(errors, sizes, limit, default, bins=_FINER * 10_000, published=published)
+        chosen = least_total(errors, sizes, limit, default, strict=strict)
+        finer = least_total(errors, sizes, limit, default, bins=_FINER * 10_000, strict=strict)
         here = least_total(errors, sizes, limit, default)
         uniform = total(sizes, default)
         found.append({

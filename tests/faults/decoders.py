@@ -42,11 +42,12 @@ from mpicomp.cost.network_model import Network
 from mpicomp.errors import DisagreementError, MpicompError
 from mpicomp.places.place import entered
 from mpicomp.policies import POLICIES
-from mpicomp.policies.surveys import RankSurvey, Spectra, SpectrumSurvey
+from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Round, observe
 from mpicomp.rounds.drive import Returned, advance, drive
 from mpicomp.systems.lgc.lead import Lead, follow, leader_of
+from mpicomp.systems.lgreco.layer_surveys import RankSurvey
 from mpicomp.testing.examples import example, representatives
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace

@@ -11,8 +11,9 @@ from mpicomp.algorithms.matrix_batches import Matrix
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import POLICIES
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.surveys import RankSurvey, SpectrumSurvey
+from mpicomp.policies.surveys import SpectrumSurvey
 from mpicomp.systems.lgreco import LGreCo
+from mpicomp.systems.lgreco.layer_surveys import RankSurvey
 from mpicomp.transport import LocalWorld
 
 # Layers whose magnitudes are spread differently, some of them in a bucket of their own.

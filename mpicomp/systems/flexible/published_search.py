@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Network
-from mpicomp.cost.formulas import published_choice, ring_beats_tree, sparse_sum
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, ladder
@@ -20,6 +19,7 @@ from mpicomp.policies.surveys import Survey
 from mpicomp.reducer.agreement import agree
 from mpicomp.rounds import Group, Rounds
 from mpicomp.systems.flexible import pareto
+from mpicomp.systems.flexible.inequalities import published_choice, ring_beats_tree, sparse_sum
 from mpicomp.systems.flexible.option_policy import Flexible, Option, candidates
 from mpicomp.transport.base import Transport
 

@@ -16,10 +16,11 @@ from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.allocate import least_total, total
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, ladder
-from mpicomp.policies.surveys import Both, SumSurvey, Survey
+from mpicomp.policies.surveys import Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
 from mpicomp.settings import check_choice, check_flag, check_least, check_range
+from mpicomp.systems.lgreco.layer_surveys import Both, SumSurvey
 from mpicomp.systems.lgreco.layer_tables import Table, mixed_table, table_for
 from mpicomp.transport.base import Transport
 
@@ -372,7 +373,7 @@ class LGreCo(Adaptive):
         values = [value for own in before for value in own.values()]
         default = np.array([np.searchsorted(own, value) for own, value in zip(columns, values, strict=True)], np.int64)
         limit = self.alpha * total(errors, default)
-        choice = least_total(errors, sizes, limit, default, published=self.published)
+        choice = least_total(errors, sizes, limit, default, strict=self.published)
         found = [own[place].item() for own, place in zip(columns, choice, strict=True)]
         nbytes, uniform = self._nbytes(pairs, found), self._nbytes(pairs, values)
         if not self.published and nbytes > uniform and total(errors, default) <= limit:

@@ -16,7 +16,8 @@ from mpicomp.compressors.packing import packers
 from mpicomp.compressors.wire_format import message_bytes
 from mpicomp.policies.policy import Shape
 from mpicomp.policies.ratio_levels import ladder
-from mpicomp.policies.surveys import BitsSurvey, Both, RankSurvey, Spectra, SpectrumSurvey, Survey, TailSurvey
+from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
+from mpicomp.systems.lgreco.layer_surveys import BitsSurvey, Both, RankSurvey, TailSurvey
 
 Column = NDArray[Any]
 """Settings of one layer, ascending: ratios, ranks or bits."""
