@@ -1,6 +1,6 @@
 """All checks that need a GPU, in ten minutes: ``python studies/gpu_first_hour.py``, once there is one.
 
-They are the tests of tests/gpu/test_first_hour.py, each in a process of its own with a time limit, so that one that
+They are the tests of tests/device/test_first_hour.py, each in a process of its own with a time limit, so that one that
 crashes or hangs takes no other with it; and those of all kernels.
 """
 
@@ -29,7 +29,7 @@ from mpicomp.places import driver as places_driver
 
 _STUDY = "gpu_first_hour"
 _ROOT = Path(__file__).resolve().parents[1]
-_FILE = "tests/gpu/test_first_hour.py"
+_FILE = "tests/device/test_first_hour.py"
 _TOTAL_S = 600.0  # seconds for all checks
 _ENDING_S = 5.0  # seconds that a process has to end after SIGTERM
 NO_GPU = 3
@@ -74,19 +74,19 @@ CHECKS = [  # what matters most comes first, in case the time runs out
         for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
     ),
     Check("compute-sanitizer: a planted fault", "", 60, tool="memcheck"),
-    Check("tests/gpu", "", 240, emulated=True),
+    Check("tests/kernels", "", 240, emulated=True),
 ]
 
 
 def _lines(check: Check, arguments: argparse.Namespace, scratch: Path, limit_s: float) -> list[Line]:
     """Run a check, and return its lines."""
-    kind = "not device" if arguments.emulated else "not emulated"
+    kind = "not cuda" if arguments.emulated else "not emulated"
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if check.tests:
         words += [_FILE, "-k", f"test_{check.tests} and {kind}", *(["--only-mpi"] if check.ranks > 1 else [])]
     else:
-        words += ["tests/gpu/test_pieces.py" if arguments.emulated or arguments.quick else "tests/gpu"]
-        words += ["-k", f"[{'emulated' if arguments.emulated else 'device'} or -device", f"--deselect={_FILE}"]
+        words += ["tests/kernels/test_pieces.py" if arguments.emulated or arguments.quick else "tests/kernels"]
+        words += ["-k", "emulated" if arguments.emulated else "cuda"]
         several = importlib.util.find_spec("xdist") is not None and not (arguments.emulated or arguments.quick)
         words += ["-n", "8"] if several else []
     if check.ranks > 1:

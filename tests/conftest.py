@@ -33,7 +33,10 @@ LAST_WORDS_S = 0.3
 ROOT = Path(__file__).resolve().parents[1]
 
 # A first call compiles, which takes as long as it takes.
-hypothesis.settings.register_profile("mpicomp", deadline=None)
+# The kernels of a device, which a fixture returns, have no state that examples change.
+hypothesis.settings.register_profile(
+    "mpicomp", deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
 hypothesis.settings.load_profile("mpicomp")
 
 

@@ -15,7 +15,7 @@ from mpicomp.kernels.cpu.chunks import select_in_chunks
 from mpicomp.kernels.cpu.convolution import conv_double, conv_halve, conv_mix, conv_room
 from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
 from mpicomp.kernels.cpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
-from mpicomp.kernels.cpu.fields import pack_fields, pack_objections, settle_levels, unpack_fields
+from mpicomp.kernels.cpu.fields import pack_fields, pack_out_of_range, resolve_levels, unpack_fields
 from mpicomp.kernels.cpu.grid import pack_grid, pack_range, unpack_grid, unpack_grid_add
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices
 from mpicomp.kernels.cpu.merge import (

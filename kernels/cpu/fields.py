@@ -112,7 +112,7 @@ def unpack_fields(
     _unpack_fields(words, levels, factors, np.int32(offset), fields_of(largest), width_of(largest), out)
 
 
-def pack_objections(
+def pack_out_of_range(
     array: NDArray[np.floating], inverse: Any, limit: int, ranks: int, words: NDArray[np.uint64]
 ) -> None:
     """Put a 1 into the field of every element that is beyond the ends of a grid, before it is rounded.
@@ -130,16 +130,16 @@ def pack_objections(
     words : array of uint64, shape (words_of(n, ranks),)
         Receives the fields.
     """
-    _pack_objections(array, inverse, array.dtype.type(limit), fields_of(ranks), width_of(ranks), words)
+    _pack_out_of_range(array, inverse, array.dtype.type(limit), fields_of(ranks), width_of(ranks), words)
 
 
-def settle_levels(words: NDArray[np.uint64], ranks: int, level: int, levels: NDArray[np.uint8]) -> None:
+def resolve_levels(words: NDArray[np.uint64], ranks: int, level: int, levels: NDArray[np.uint8]) -> None:
     """Set the level of every element to which nobody has objected.
 
     Parameters
     ----------
     words : array of uint64
-        The sum of what `pack_objections` has given on each rank.
+        The sum of what `pack_out_of_range` has given on each rank.
     ranks : int
         As there.
     level : int
@@ -147,7 +147,7 @@ def settle_levels(words: NDArray[np.uint64], ranks: int, level: int, levels: NDA
     levels : array of uint8, shape (n,)
         Changed where the field is zero.
     """
-    _settle_levels(words, fields_of(ranks), width_of(ranks), np.uint8(level), levels)
+    _resolve_levels(words, fields_of(ranks), width_of(ranks), np.uint8(level), levels)
 
 
 @kernel
@@ -237,7 +237,7 @@ def _unpack_fields(words, levels, factors, offset, fields, width, out):  # type:
 
 
 @kernel
-def _pack_objections(array, inverse, limit, fields, width, words):  # type: ignore[no-untyped-def]
+def _pack_out_of_range(array, inverse, limit, fields, width, words):  # type: ignore[no-untyped-def]
     for place in range(0, words.size, SPAN):
         own = words[place : place + SPAN]
         own[:] = 0
@@ -250,7 +250,7 @@ def _pack_objections(array, inverse, limit, fields, width, words):  # type: igno
 
 
 @kernel
-def _settle_levels(words, fields, width, level, levels):  # type: ignore[no-untyped-def]
+def _resolve_levels(words, fields, width, level, levels):  # type: ignore[no-untyped-def]
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     objects = np.empty(SPAN, np.uint32)
     for place in range(0, words.size, SPAN):

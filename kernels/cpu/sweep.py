@@ -2,7 +2,7 @@
 
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, mask_of
-from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.compile import exact, kernel
 from numpy.typing import NDArray
 
 
@@ -117,7 +117,7 @@ def _scale(array, bits, mask, factor):  # type: ignore[no-untyped-def]
     return top
 
 
-@kernel
+@exact
 def _momentum(gradient, factor, velocity, decay, nesterov, after, out):  # type: ignore[no-untyped-def]
     if nesterov:
         for i in range(out.size):

@@ -155,18 +155,18 @@ def unpack_fields(words, factors, offset, largest, out, levels=None):
     )  # fmt: skip
 
 
-@twin_of(cpu.pack_objections)
-def pack_objections(array, inverse, limit, ranks, words):
+@twin_of(cpu.pack_out_of_range)
+def pack_out_of_range(array, inverse, limit, ranks, words):
     launch(
-        "fields", "pack_objections", array.dtype, strides(words.size),
+        "fields", "pack_out_of_range", array.dtype, strides(words.size),
         array, array.size, float(inverse), limit, fields_of(ranks), width_of(ranks), words, words.size,
     )  # fmt: skip
 
 
-@twin_of(cpu.settle_levels)
-def settle_levels(words, ranks, level, levels):
+@twin_of(cpu.resolve_levels)
+def resolve_levels(words, ranks, level, levels):
     launch(
-        "fields", "settle_levels", np.float32, strides(words.size),
+        "fields", "resolve_levels", np.float32, strides(words.size),
         words, words.size, fields_of(ranks), width_of(ranks), level, levels, levels.size,
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ KERNEL unpack_fields(
   }
 }
 
-KERNEL pack_objections(
+KERNEL pack_out_of_range(
     const Word* array, i64 size, double inverse, i64 limit, i64 fields, i64 width, u64* words, i64 count) {
   const Real factor = (Real)inverse, end = (Real)limit;
   for (const i64 w : grid_stride(count)) {
@@ -79,7 +79,7 @@ KERNEL pack_objections(
   }
 }
 
-KERNEL settle_levels(const u64* words, i64 count, i64 fields, i64 width, i64 level, u8* levels, i64 size) {
+KERNEL resolve_levels(const u64* words, i64 count, i64 fields, i64 width, i64 level, u8* levels, i64 size) {
   const u64 mask = ((u64)1 << width) - 1;
   for (const i64 w : grid_stride(count)) {
     const Places places = places_of(w, count, fields);

@@ -126,14 +126,14 @@ class IntegerSum(Scheme[SharedQuantiser]):
         width = sizes.words_of(array.size, ranks)
         objections = workspace.array("objections", ask.counts[0], _WORD)
         for level, inverse in enumerate(inverses[1:]):
-            kernels.pack_objections(array, inverse, limit, ranks, objections[level * width : (level + 1) * width])
+            kernels.pack_out_of_range(array, inverse, limit, ranks, objections[level * width : (level + 1) * width])
         ask.send = objections
         ask.recv = workspace.array("objected", ask.counts[0], _WORD)
         objected = yield ask
         levels = workspace.array("levels", array.size, np.uint8)
         levels[:] = 0
         for level in range(1, inverses.size):
-            kernels.settle_levels(objected[(level - 1) * width : level * width], ranks, level, levels)
+            kernels.resolve_levels(objected[(level - 1) * width : level * width], ranks, level, levels)
         return levels
 
 

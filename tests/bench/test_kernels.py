@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from gpu import device, standin
+from device import emulator, fake_cuda
 from mpicomp.bench import kernels
 from mpicomp.bench.kernels import Settings
 from mpicomp.bench.measure.feedback import Gradients
@@ -125,17 +125,17 @@ def cupy(request, monkeypatch, built):
         except cupy.cuda.runtime.CUDARuntimeError as error:
             pytest.skip(f"no GPU: {error}")
         return cupy
-    if shutil.which(standin.COMPILER) is None or platform.machine() not in ("x86_64", "AMD64"):
+    if shutil.which(emulator.COMPILER) is None or platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("the emulation needs g++ and x86-64")
-    monkeypatch.setattr(standin, "folder", built)
-    cupy = device.install(monkeypatch, emulated=True)
+    monkeypatch.setattr(emulator, "folder", built)
+    cupy = fake_cuda.install(monkeypatch, emulated=True)
     cupy.__version__ = "0"
     cupy.cuda.runtime = types.SimpleNamespace(
         getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"Emulated"}
     )
     cupy.cuda.Event = Event
     cupy.cuda.get_elapsed_time = lambda start, stop: 1e3 * (stop.seconds - start.seconds)
-    monkeypatch.setattr(device._Device, "use", lambda self: None, raising=False)
+    monkeypatch.setattr(fake_cuda._Device, "use", lambda self: None, raising=False)
     if find_spec("torch") is not None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     return cupy

@@ -1,11 +1,8 @@
 import numpy as np
 import pytest
-from marks import slow
-from mpicomp.kernels import cpu
 
-DTYPES = [np.float32, slow(np.float64)]
-SHAPES = [(1, 2), (2, 4), (4, 16), (7, 8)]
-SIZES = [1, 2, 7, 15, 16, 17, 31, 32, 100, 1000]
+SHAPES = [(1, 2), (4, 16), (7, 8)]
+SIZES = [1, 2, 7, 15, 16, 17, 31, 32, 100, 1000, 5000]
 
 
 def products(values, matrix):
@@ -34,34 +31,33 @@ def sums(code, matrix, size):
     return np.array(values, code.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_ways_are_those_of_the_definition_to_the_bit(dtype, shape):
-    """What a rank decodes for itself has to be what all others decode, whatever their processors can do in one go."""
+def test_blocks_are_coded_by_definition_to_the_bit(kernels, dtype, shape):
+    """A rank has to decode what all others decode, whether or not their processors fuse products and sums."""
     rng = np.random.default_rng(0)
     matrix = rng.standard_normal(shape).astype(np.float32)
-    for size in SIZES:
+    for size in SIZES if shape == (7, 8) else SIZES[:-1]:
         values = rng.standard_normal(size).astype(dtype)
         code = np.full(-(-size // shape[1]) * shape[0], np.nan, dtype)  # rubbish: every number has to be written
-        cpu.encode_blocks(values, matrix, code)
+        kernels.encode_blocks(values, matrix, code)
         np.testing.assert_array_equal(code, products(values, matrix))
         out = np.full(size, np.nan, dtype)
-        cpu.decode_blocks(code, matrix, out)
+        kernels.decode_blocks(code, matrix, out)
         np.testing.assert_array_equal(out, sums(code, matrix, size))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_block(bad):
+def test_nonfinite_elements_stay_in_their_block(kernels, bad):
     rng = np.random.default_rng(1)
     matrix = rng.standard_normal((2, 8)).astype(np.float32)
     values = rng.standard_normal(24).astype(np.float32)
     clean, code, out = np.empty(6, np.float32), np.empty(6, np.float32), np.empty(24, np.float32)
-    cpu.encode_blocks(values, matrix, clean)
+    kernels.encode_blocks(values, matrix, clean)
     values[11] = bad
-    cpu.encode_blocks(values, matrix, code)
+    kernels.encode_blocks(values, matrix, code)
     assert not np.isfinite(code[2:4]).any()
     np.testing.assert_array_equal(code[[0, 1, 4, 5]], clean[[0, 1, 4, 5]])
-    cpu.decode_blocks(code, matrix, out)
+    kernels.decode_blocks(code, matrix, out)
     assert not np.isfinite(out[8:16]).any()
     assert np.isfinite(out[:8]).all()
     assert np.isfinite(out[16:]).all()

@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from marks import slow
-from mpicomp.kernels import cpu
+from mpicomp.kernels import gpu
 
 ALL = np.arange(1 << 16, dtype=np.uint16)
 LARGEST = {"fp16": 65504.0, "bf16": float.fromhex("0x1.fep127")}
 
 
 def meaning(half, wire):
-    """What 16 bits stand for, from Python's own struct and the definition of bfloat16."""
+    """The number that 16 bits encode, by Python's struct and the definition of bfloat16."""
     if wire == "fp16":
         return struct.unpack("<e", struct.pack("<H", half))[0]
     return struct.unpack("<f", struct.pack("<I", half << 16))[0]
@@ -36,47 +35,73 @@ def nearest(value, wire, numbers):
     return numbers[even[0]]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
-def test_every_number_widens_to_what_it_means(table, dtype):
+@pytest.mark.parametrize("shift", [0, 1])
+def test_every_16_bit_number_widens_and_survives(kernels, dtype, table, shift):
+    kernels.shift = shift
     wire, numbers = table
-    out = np.empty(ALL.size, dtype)
-    cpu.widen(ALL, wire, out)
-    np.testing.assert_array_equal(out, numbers.astype(dtype))
-    total = np.ones(ALL.size, dtype)
-    cpu.widen_add(ALL, wire, total)
+    out, total = np.empty(ALL.size, dtype), np.ones(ALL.size, dtype)
+    kernels.widen(ALL, wire, out)
+    np.testing.assert_array_equal(kernels.seen(out), kernels.seen(numbers.astype(dtype)))
+    kernels.widen_add(ALL, wire, total)
     np.testing.assert_array_equal(total, numbers.astype(dtype) + dtype(1))
+    finite = np.isfinite(numbers)
+    halves, sent = np.empty(finite.sum(), np.uint16), np.empty(finite.sum(), dtype)
+    kernels.narrow(numbers[finite].astype(dtype), wire, halves, sent)
+    np.testing.assert_array_equal(sent, numbers[finite].astype(dtype))
+    np.testing.assert_array_equal(halves, ALL[finite])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
-def test_every_number_survives(table, dtype):
+FLOATS = st.floats(width=32) | st.floats(-(2**-13), 2**-13, width=32) | st.floats(60000, 70000, width=32)
+
+
+@given(values=st.lists(FLOATS, min_size=1, max_size=3))
+def test_narrowing_rounds_to_nearest_even_and_saturates(kernels, table, values):
     wire, numbers = table
-    out, sent = np.empty(ALL.size, np.uint16), np.empty(ALL.size, dtype)
-    cpu.narrow(numbers.astype(dtype), wire, out, sent)
-    np.testing.assert_array_equal(sent, numbers.astype(dtype))
-    number = ~np.isnan(numbers)
-    np.testing.assert_array_equal(out[number], ALL[number])
+    array = kernels.seen(np.array(values, np.float32))
+    out, sent = np.empty(array.size, np.uint16), np.empty(array.size, np.float32)
+    lost = kernels.narrow(array, wire, out, sent)
+    np.testing.assert_array_equal(sent, np.array([nearest(value, wire, numbers) for value in array], np.float32))
+    np.testing.assert_array_equal([meaning(int(half), wire) for half in out], sent)
+    if np.isfinite(array).all():
+        np.testing.assert_allclose(lost, np.square(array.astype(np.float64) - sent).sum(), rtol=1e-6)
 
 
-@given(value=st.floats(width=32) | st.floats(-(2**-13), 2**-13, width=32) | st.floats(60000, 70000, width=32))
-def test_rounding_is_to_nearest_even_and_saturates(table, value):
+def test_narrowing_of_all_magnitudes(kernels, table):
     wire, numbers = table
-    array = np.array([value], np.float32)
-    out, sent = np.empty(1, np.uint16), np.empty(1, np.float32)
-    lost = cpu.narrow(array, wire, out, sent)
-    np.testing.assert_array_equal(sent[0], np.float32(nearest(value, wire, numbers)))
-    np.testing.assert_array_equal(meaning(int(out[0]), wire), sent[0])
-    if np.isfinite(value):
-        np.testing.assert_allclose(lost, (value - float(sent[0])) ** 2)
+    rng = np.random.default_rng(0)
+    array = np.ldexp(rng.normal(size=9001), rng.integers(-140, 120, 9001)).astype(np.float32)
+    array[:12] = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-42, 65504.0, 65520.0, 6e-8, 2.9e-8, 3e38]
+    out, sent = np.empty(array.size, np.uint16), np.empty(array.size, np.float32)
+    kernels.narrow(array, wire, out, sent)
+    expected = [nearest(float(value), wire, numbers) for value in kernels.seen(array[:300])]
+    np.testing.assert_array_equal(kernels.seen(sent[:300]), kernels.seen(np.array(expected, np.float32)))
 
 
-def test_a_float64_beyond_float32_saturates(table):
+def test_a_float64_beyond_float32_saturates(kernels, table):
     wire, _ = table
     out, sent = np.empty(2, np.uint16), np.empty(2)
-    cpu.narrow(np.array([1e300, -1e300]), wire, out, sent)
+    kernels.narrow(np.array([1e300, -1e300]), wire, out, sent)
     assert sent.tolist() == [LARGEST[wire], -LARGEST[wire]]
 
 
-def test_sent_is_optional():
+def test_narrowing_without_sent(kernels):
     out = np.empty(3, np.uint16)
-    cpu.narrow(np.array([1, 2, 3], np.float32), "fp16", out)
+    kernels.narrow(np.array([1, 2, 3], np.float32), "fp16", out)
     assert out.view(np.float16).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_small_halves_stay_where_subnormals_are_zero(place, dtype):
+    """Gradients below 6e-5 are subnormal as halves, and CuPy has kernels treat subnormal float32 as zero."""
+    halves = ALL[ALL & 0x7C00 != 0x7C00]
+    array = halves.view(np.float16).astype(dtype)
+    out, wide = place.empty(halves.size, np.uint16), place.empty(halves.size, dtype)
+    sent, total = place.empty(halves.size, dtype), place.put(np.ones(halves.size, dtype))
+    with place.flushing():
+        gpu.narrow(place.put(array), "fp16", out, sent)
+        gpu.widen(out, "fp16", wide)
+        gpu.widen_add(out, "fp16", total)
+    np.testing.assert_array_equal(out.get(), halves)
+    np.testing.assert_array_equal(sent.get(), array)
+    np.testing.assert_array_equal(wide.get(), array)
+    np.testing.assert_array_equal(total.get(), 1 + array)

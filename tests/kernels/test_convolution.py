@@ -1,11 +1,9 @@
 import numpy as np
 import pytest
-from marks import slow
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu import convolution
 
 TILE = convolution._TILE
-DTYPES = [np.float32, slow(np.float64)]
 PLACES = [1, 2, 7, TILE - 1, TILE, TILE + 1, 2 * TILE + 3]
 
 
@@ -44,70 +42,86 @@ def doubled(values, weights, bias):
     return out[:, 1:-1] + bias[:, None]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 3), (3, 1), (4, 5)])
-def test_halving(dtype, places, inputs, outputs):
+LAYERS = pytest.mark.parametrize(("inputs", "outputs"), [(1, 3), (3, 1), (4, 5)])
+
+
+@LAYERS
+def test_convolution_that_halves(kernels, dtype, inputs, outputs):
     weights, bias, scratch = layer(inputs, outputs, 3, dtype)
-    values, out = values_of(inputs, 2 * places, dtype), np.full((outputs, places), np.nan, dtype)
-    cpu.conv_halve(values, weights, bias, 0.25, out, scratch, out)
-    sums = halved(values, weights, bias)
-    np.testing.assert_array_equal(out, leaky(sums, 0.25, sums))
+    for places in PLACES:
+        values, out = values_of(inputs, 2 * places, dtype), np.full((outputs, places), np.nan, dtype)
+        kernels.conv_halve(values, weights, bias, 0.25, out, scratch, out)
+        sums = halved(values, weights, bias)
+        np.testing.assert_array_equal(out, leaky(sums, 0.25, sums))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 3), (3, 1), (4, 5)])
-def test_doubling(dtype, places, inputs, outputs):
+@LAYERS
+def test_convolution_that_doubles(kernels, dtype, inputs, outputs):
     weights, bias, scratch = layer(inputs, outputs, 3, dtype)
     weights = np.ascontiguousarray(weights.transpose(1, 0, 2))
-    values, out = values_of(inputs, places, dtype), np.full((outputs, 2 * places), np.nan, dtype)
-    cpu.conv_double(values, weights, bias, 0.25, out, scratch, out)
-    sums = doubled(values, weights, bias)
-    np.testing.assert_array_equal(out, leaky(sums, 0.25, sums))
+    for places in PLACES:
+        values, out = values_of(inputs, places, dtype), np.full((outputs, 2 * places), np.nan, dtype)
+        kernels.conv_double(values, weights, bias, 0.25, out, scratch, out)
+        sums = doubled(values, weights, bias)
+        np.testing.assert_array_equal(out, leaky(sums, 0.25, sums))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 3), (3, 1), (4, 5)])
-def test_mixing(dtype, places, inputs, outputs):
+@LAYERS
+def test_sums_of_channels(kernels, dtype, inputs, outputs):
     weights, bias, _ = layer(inputs, outputs, 1, dtype)
-    values, out = values_of(inputs, places, dtype), np.full((outputs, places), np.nan, dtype)
-    cpu.conv_mix(values, weights[:, :, 0].copy(), bias, out)
-    np.testing.assert_array_equal(out, weights[:, :, 0] @ values + bias[:, None])
+    for places in PLACES:
+        values, out = values_of(inputs, places, dtype), np.full((outputs, places), np.nan, dtype)
+        kernels.conv_mix(values, weights[:, :, 0].copy(), bias, out)
+        np.testing.assert_array_equal(out, weights[:, :, 0] @ values + bias[:, None])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kernel", "reference"), [(cpu.conv_halve, halved), (cpu.conv_double, doubled)])
-def test_a_gate_decides_in_place_of_the_sums(dtype, kernel, reference):
+@pytest.mark.parametrize("name", ["conv_halve", "conv_double", "conv_mix"])
+def test_convolutions_on_a_gpu_round_as_on_the_host(gpu_kernels, dtype, name):
+    """Sums depend on their order here; the fixture compares bits with those of the host."""
+    rng = np.random.default_rng(0)
+    for places in (1, 7, 700):
+        values, bias = rng.normal(size=(8, 2 * places)).astype(dtype), rng.normal(size=16).astype(np.float32)
+        if name == "conv_mix":
+            weights, out = rng.normal(size=(16, 8)).astype(np.float32), np.empty((16, 2 * places), dtype)
+            gpu_kernels.conv_mix(values, weights, bias, out)
+            continue
+        shape, length = ((16, 8, 3), places) if name == "conv_halve" else ((8, 16, 3), 4 * places)
+        weights, out = rng.normal(size=shape).astype(np.float32), np.empty((16, length), dtype)
+        scratch, gate = np.empty(cpu.conv_room(8), dtype), rng.normal(size=out.shape).astype(dtype)
+        for decides in (out, gate):
+            getattr(gpu_kernels, name)(values, weights, bias, 0.1, decides, scratch, out)
+
+
+@pytest.mark.parametrize(("name", "reference"), [("conv_halve", halved), ("conv_double", doubled)])
+def test_a_gate_decides_in_place_of_the_sums(kernels, dtype, name, reference):
     weights, bias, scratch = layer(2, 2, 3, dtype)
     values = values_of(2, 12, dtype)
     sums = reference(values, weights, bias)
     gate = values_of(*sums.shape, dtype, seed=5)
     gate[0, :3] = 0, -0.0, np.nan  # none of them is negative
     out = np.empty(sums.shape, dtype)
-    kernel(values, weights, bias, 0.25, gate, scratch, out)
+    getattr(kernels, name)(values, weights, bias, 0.25, gate, scratch, out)
     np.testing.assert_array_equal(out, leaky(sums, 0.25, gate))
     assert (leaky(sums, 0.25, gate) != leaky(sums, 0.25, sums)).any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_stays_where_it_is(bad):
+def test_nonfinite_elements_stay_where_they_are(kernels, bad):
     weights, bias, scratch = layer(1, 1, 3, np.float32, seed=3)
     weights[:] = 1
     values, out = values_of(1, 40, np.float32), np.empty((1, 20), np.float32)
     values[0, 17] = bad
-    cpu.conv_halve(values, weights, bias, 0.25, out, scratch, out)
+    kernels.conv_halve(values, weights, bias, 0.25, out, scratch, out)
     assert np.flatnonzero(~np.isfinite(out[0])).tolist() == [8, 9]
 
 
-def test_rounding_is_that_of_one_product_and_one_sum_after_the_other():
+def test_convolutions_round_one_product_and_sum_at_a_time(kernels):
     """Fused, or in another order, some of these sums would have other bits."""
     rng = np.random.default_rng(4)
     values = rng.normal(size=(3, 200)).astype(np.float32)
     weights, bias = rng.normal(size=(2, 3, 3)).astype(np.float32), rng.normal(size=2).astype(np.float32)
     out = np.empty((2, 100), np.float32)
-    cpu.conv_halve(values, weights, bias, 0.25, out, np.empty(cpu.conv_room(3), np.float32), out)
+    kernels.conv_halve(values, weights, bias, 0.25, out, np.empty(cpu.conv_room(3), np.float32), out)
     padded = np.pad(values, ((0, 0), (1, 1)))
     sums = np.repeat(bias[:, None], 100, axis=1)
     for i in range(3):

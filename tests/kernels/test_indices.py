@@ -2,11 +2,18 @@ import random
 
 import numpy as np
 import pytest
+from device import emulator
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mpicomp.kernels import cpu
 
-GUARD = 8  # words or elements around every array that a kernel gets
+# None, one, around a word of the bitmap and a warp; several words of low parts; every index there is; both ends of the
+# range of 32 bits; several chunks of words.
+CASES = [
+    *((0, 0), (0, 7), (1, 1), (1, 2**32), (31, 31), (32, 10**6), (33, 100), (64, 64), (65, 10**6), (1000, 1000)),
+    *((1000, 1001), (1000, 10**5), (3000, 2**32), (30_000, 40_000)),
+]
+KINDS = ["spread", "low", "high"]
 SIZES = [(0, 0), (0, 7), (1, 1), (1, 2), (1, 2**32 - 1), (1, 2**32), (2, 3), (64, 64), (65, 10**6), (1000, 1001)]
 
 
@@ -30,23 +37,28 @@ def code_of(indices, numel):
     return bytes(int(stream[place : place + 8][::-1], 2) for place in range(0, len(stream), 8))
 
 
-def encode(indices, numel):
-    """Encode between guards; also tell whether the kernel accepted the indices."""
-    memory = np.full(cpu.index_bytes(len(indices), numel) // 8 + 2 * GUARD, 0xA5A5A5A5A5A5A5A5, np.uint64)
-    accepted = cpu.encode_indices(np.array(indices, np.uint32), numel, memory[GUARD:-GUARD])
-    assert (memory[:GUARD] == 0xA5A5A5A5A5A5A5A5).all()
-    assert (memory[-GUARD:] == 0xA5A5A5A5A5A5A5A5).all()
-    return memory[GUARD:-GUARD].tobytes(), accepted
+def encode(kernels, indices, numel):
+    """Encode; also return whether the kernel accepted the indices."""
+    out = np.full(cpu.index_bytes(len(indices), numel) // 8, 0xA5A5A5A5A5A5A5A5, np.uint64)
+    accepted = kernels.encode_indices(np.array(indices, np.uint32), numel, out)
+    assert kernels.ascending_below(np.array(indices, np.uint32), numel) == accepted
+    return out.tobytes(), accepted
 
 
-def decode(code, count, numel):
-    """Decode between guards; None where the code was refused."""
-    memory = np.full(count + 2 * GUARD, 0xA5A5A5A5, np.uint32)
-    source = np.frombuffer(bytearray(bytes(64) + code + b"\xff" * 64), np.uint8)[64 : 64 + len(code)]
-    accepted = cpu.decode_indices(source, count, numel, memory[GUARD : GUARD + count])
-    assert (memory[:GUARD] == 0xA5A5A5A5).all()
-    assert (memory[GUARD + count :] == 0xA5A5A5A5).all()
-    return memory[GUARD : GUARD + count].tolist() if accepted else None
+def decode(kernels, code, count, numel):
+    """Decode; None where the code was refused."""
+    out = np.full(count, 0xA5A5A5A5, np.uint32)
+    accepted = kernels.decode_indices(np.frombuffer(code, np.uint8), count, numel, out)
+    return out.tolist() if accepted else None
+
+
+def chosen(count, numel, kind="spread"):
+    """Ascending indices: anywhere, or all at one end."""
+    if kind == "low" or count == numel:
+        return np.arange(count).astype(np.uint32)
+    if kind == "high":
+        return np.arange(numel - count, numel).astype(np.uint32)
+    return np.sort(np.array(random.Random(count).sample(range(numel), count), np.uint32))
 
 
 @st.composite
@@ -67,26 +79,26 @@ def selections(draw):
 @example((list(range(10**6 - 100, 10**6)), 10**6))
 @example((list(range(300)), 2**32 - 1))
 @example((list(range(2**32 - 301, 2**32 - 1)), 2**32 - 1))
-def test_the_code_is_the_one_of_the_definition_and_comes_back(selection):
+def test_codes_are_those_of_the_definition_and_come_back(kernels, selection):
     indices, numel = selection
-    code, accepted = encode(indices, numel)
+    code, accepted = encode(kernels, indices, numel)
     assert accepted
     assert code == code_of(indices, numel)
-    assert decode(code, len(indices), numel) == indices
+    assert decode(kernels, code, len(indices), numel) == indices
 
 
-@pytest.mark.parametrize(("count", "numel"), [(25_600, 25_600_000), (200_000, 10**6), (3000, 2**32 - 1), (5000, 5000)])
-def test_large_selections_come_back(count, numel):
-    rng = np.random.default_rng(count)
-    chosen = np.unique(rng.integers(0, numel, count)) if count < numel else np.arange(numel)
-    clustered = chosen.size
-    for indices in (chosen, np.arange(clustered), np.arange(numel - clustered, numel)):
-        code, accepted = encode(indices, numel)
-        assert accepted
-        np.testing.assert_array_equal(decode(code, indices.size, numel), indices)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("count", "numel"), [*CASES, (25_600, 25_600_000), (200_000, 10**6), (5000, 5000)])
+def test_large_selections_come_back(kernels, count, numel, kind):
+    indices = chosen(count, numel, kind)
+    code, accepted = encode(kernels, indices, numel)
+    assert accepted
+    if count < 100_000:
+        assert code == code_of(indices.tolist(), numel)
+    np.testing.assert_array_equal(decode(kernels, code, count, numel), indices)
 
 
-def test_a_selection_of_a_thousandth_takes_12_bits_an_index():
+def test_codes_of_a_thousandth_take_12_bits_an_index():
     assert 8 * cpu.index_bytes(25_600, 25_600_000) <= 12 * 25_600
     assert 8 * cpu.index_bytes(64, 64_000) <= 14 * 64  # padding counts
 
@@ -94,7 +106,7 @@ def test_a_selection_of_a_thousandth_takes_12_bits_an_index():
 @given(st.integers(1, 10**7), st.integers(0, 2**32 - 1))
 @example(1, 1)
 @example(1, 2**32)
-def test_the_length_is_the_least_that_low_bits_can_make_it(count, more):
+def test_codes_have_the_least_length_low_bits_allow(count, more):
     numel = min(2**32, count + more)
     lengths = [8 * (-(-count * bits // 64) + -(-(count + ((numel - 1) >> bits) + 1) // 64)) for bits in range(33)]
     assert cpu.index_bytes(count, numel) % 8 == 0
@@ -102,39 +114,39 @@ def test_the_length_is_the_least_that_low_bits_can_make_it(count, more):
 
 
 @given(selections(), st.data())
-def test_wrong_indices_give_a_code_that_is_refused(selection, data):
+def test_wrong_indices_give_a_code_that_is_refused(kernels, selection, data):
     indices, numel = selection
     bad = data.draw(st.sampled_from([numel, numel + 1, 2**32 - 1]).filter(lambda index: index < 2**32) | st.just(0))
     place = data.draw(st.integers(0, len(indices)))
     indices = [*indices[:place], bad, *indices[place:]]
     right = indices == sorted(set(indices)) and indices[-1] < numel
-    assert cpu.ascending_below(np.array(indices, np.uint32), numel) == right
-    code, accepted = encode(indices, numel)
+    assert kernels.ascending_below(np.array(indices, np.uint32), numel) == right
+    code, accepted = encode(kernels, indices, numel)
     assert accepted == right
     if not right:
         assert not any(code)
-        assert decode(code, len(indices), numel) is None
+        assert decode(kernels, code, len(indices), numel) is None
 
 
 @pytest.mark.parametrize(
     ("indices", "right"),
     [([], True), ([9], True), ([10], False), ([2**32 - 1], False), ([1, 1], False), ([2, 1], False), ([1, 2, 9], True)],
 )
-def test_ascending_below(indices, right):
-    assert cpu.ascending_below(np.array(indices, np.uint32), 10) == right
+def test_ascending_below(kernels, indices, right):
+    assert kernels.ascending_below(np.array(indices, np.uint32), 10) == right
 
 
-def test_one_fault_among_many_is_found():
+def test_one_fault_among_many_is_found(kernels):
     indices = np.arange(0, 4000, 2, dtype=np.uint32)
     for place in (1, 63, 64, 1000, 1999):
         wrong = indices.copy()
         wrong[place] = wrong[place - 1]
-        assert not cpu.ascending_below(wrong, 4000)
-    assert cpu.ascending_below(indices, 4000)
+        assert not kernels.ascending_below(wrong, 4000)
+    assert kernels.ascending_below(indices, 4000)
 
 
-def check_decoded(code, count, numel):
-    indices = decode(code, count, numel)
+def check_decoded(kernels, code, count, numel):
+    indices = decode(kernels, code, count, numel)
     if indices is not None:
         assert indices == sorted(set(indices))
         assert not indices or indices[-1] < numel
@@ -142,48 +154,162 @@ def check_decoded(code, count, numel):
 
 
 @given(selections(), st.lists(st.integers(0, 2**20), min_size=1, max_size=4))
-def test_flipped_bits_are_refused_or_give_other_indices(selection, places):
+def test_flipped_bits_are_refused_or_give_other_indices(kernels, selection, places):
     indices, numel = selection
-    code = bytearray(encode(indices, numel)[0])
+    code = bytearray(encode(kernels, indices, numel)[0])
     for place in places:
         if code:
             code[place // 8 % len(code)] ^= 1 << place % 8
-    check_decoded(bytes(code), len(indices), numel)
+    check_decoded(kernels, bytes(code), len(indices), numel)
 
 
 @settings(max_examples=300)
 @given(st.sampled_from(SIZES) | st.tuples(st.integers(0, 200), st.integers(0, 2**32)), st.data())
-def test_any_bytes_are_refused_or_give_indices(size, data):
+def test_any_bytes_are_refused_or_give_indices(kernels, size, data):
     count, numel = size
     length = cpu.index_bytes(count, numel)
     same = st.sampled_from([b"\x00", b"\x01", b"\x80", b"\xff"]).map(lambda byte: byte * length)
     check_decoded(
-        data.draw(same | st.integers(0, 2**32).map(lambda seed: random.Random(seed).randbytes(length))), *size
+        kernels, data.draw(same | st.integers(0, 2**32).map(lambda seed: random.Random(seed).randbytes(length))), *size
     )
 
 
 @given(selections(), st.integers(-16, 16).filter(bool))
-def test_a_code_of_another_length_is_refused(selection, more):
+def test_a_code_of_another_length_is_refused(kernels, selection, more):
     indices, numel = selection
-    code = encode(indices, numel)[0]
+    code = encode(kernels, indices, numel)[0]
     changed = code[: max(0, len(code) + more)] + b"\x01" * more
     if len(changed) != len(code):
-        assert decode(changed, len(indices), numel) is None
+        assert decode(kernels, changed, len(indices), numel) is None
 
 
-def test_ones_that_are_missing_or_too_many_are_refused():
+def test_ones_that_are_missing_or_too_many_are_refused(kernels):
     indices, numel = [3, 70, 71, 500], 1000
-    code = encode(indices, numel)[0]
-    assert decode(code, 4, numel) == indices
+    code = encode(kernels, indices, numel)[0]
+    assert decode(kernels, code, 4, numel) == indices
     upper = len(code) - 8 * (-(-(4 + (999 >> 7) + 1) // 64))
     for bit in range(64):
         changed = bytearray(code)
         changed[upper + bit // 8] ^= 1 << bit % 8
-        assert decode(bytes(changed), 4, numel) is None
+        assert decode(kernels, bytes(changed), 4, numel) is None
 
 
-def test_arrays_of_wrong_length_are_told_to_the_caller():
+def test_codes_refuse_arrays_that_do_not_fit(kernels):
     with pytest.raises(ValueError, match="the code has 8 bytes, out has 16"):
-        cpu.encode_indices(np.array([0], np.uint32), 1, np.empty(16, np.uint8))
+        kernels.encode_indices(np.array([0], np.uint32), 1, np.empty(16, np.uint8))
     with pytest.raises(ValueError, match="2 indices do not fill an array of 1"):
-        cpu.decode_indices(np.empty(8, np.uint8), 2, 5, np.empty(1, np.uint32))
+        kernels.decode_indices(np.empty(8, np.uint8), 2, 5, np.empty(1, np.uint32))
+
+
+@pytest.mark.parametrize("kind", ["descending", "equal", "largest", "anything"])
+@pytest.mark.parametrize(("count", "numel"), [(2, 2), (70, 80), (3000, 3000), (3000, 10**6), (1000, 2**32)])
+def test_codes_of_no_selection_are_zeros(kernels, count, numel, kind):
+    """A GPU writes the code before that is known: nothing outside is touched, and the last block clears it."""
+    indices = {
+        "descending": lambda: np.arange(count)[::-1],
+        "equal": lambda: np.full(count, 1),
+        "largest": lambda: np.full(count, 2**32 - 1),
+        "anything": lambda: np.random.default_rng(count).integers(0, 2**32, count),
+    }[kind]().astype(np.uint32)
+    if kind == "anything" and count == 2:
+        indices[:] = 1, 0
+    for _ in range(3):
+        code, accepted = encode(kernels, indices, numel)
+        assert not accepted
+        assert not any(code)
+
+
+@pytest.mark.parametrize("last", [99, 100, 101, 127])
+def test_a_code_of_indices_that_are_too_large_is_refused(kernels, last):
+    """There is room for them in it where the last high part is not full."""
+    code = code_of([1, 2, last], 100)
+    assert len(code) == cpu.index_bytes(3, 100)
+    indices = decode(kernels, code, 3, 100)
+    assert (indices is None) == (last >= 100)
+
+
+@pytest.mark.parametrize("bit", [0, 1, 62, 63, 64, 65, 127, 128])
+def test_a_repeated_high_part_needs_ascending_low_parts(kernels, bit):
+    """Also where its two ones are in neighbouring words."""
+    count, numel, low = 200, 2**12, 4  # every index has 4 low bits, which makes 13 words of low parts
+    assert cpu.index_bytes(count, numel) == 8 * (13 + 8)
+    for first, second in ((3, 4), (4, 4), (5, 4)):
+        parts = np.arange(count) // 8 % 16
+        # Elsewhere every second bit is a one, so that all others have distinct high parts.
+        others = [other for other in range(512) if abs(other - bit) > 2 and other % 2 == bit % 2][: count - 2]
+        ones = sorted([*others, bit, bit + 1])
+        parts[ones.index(bit)], parts[ones.index(bit + 1)] = first, second
+        words = sum(int(part) << low * j for j, part in enumerate(parts)).to_bytes(8 * 13, "little")
+        code = words + sum(1 << one for one in ones).to_bytes(64, "little")
+        indices = decode(kernels, code, count, numel)
+        assert (indices is not None) == (first < second)
+
+
+def messages_of(codes, gap):
+    """Put codes into one array, ``gap`` bytes of something else before each; return where they begin, too."""
+    parts, starts, size = [], [], 0
+    for code in codes:
+        parts += [b"\xee" * gap, code]
+        starts.append(size + gap)
+        size += gap + len(code)
+    return np.frombuffer(b"".join([*parts, b"\xdd" * 13]), np.uint8), starts
+
+
+def decode_all(kernels, messages, starts, counts, numel):
+    """Decode several codes at once; None where they are refused."""
+    out = np.empty(sum(counts), np.uint32)
+    return out if kernels.decode_indices_of(messages, starts, counts, numel, out) else None
+
+
+@pytest.mark.parametrize("gap", [0, 24])
+@pytest.mark.parametrize("counts", [[], [0], [70], [70] * 5, [0, 0, 0], [3, 0, 1000, 1, 64]])
+def test_several_codes_are_decoded_in_one_launch(kernels, counts, gap):
+    numel = 5000
+    selections = [chosen(count, numel, KINDS[number % 3]) for number, count in enumerate(counts)]
+    messages, starts = messages_of([code_of(indices.tolist(), numel) for indices in selections], gap)
+    emulator.launches.clear()
+    decoded = decode_all(kernels, messages, starts, counts, numel)
+    assert emulator.launches == ["decode"] * kernels.emulated
+    np.testing.assert_array_equal(decoded, np.concatenate([np.empty(0, np.uint32), *selections]))
+    if len(counts) > 2:
+        decoded = decode_all(kernels, messages, starts[::-1], counts[::-1], numel)
+        np.testing.assert_array_equal(decoded, np.concatenate(selections[::-1]))
+
+
+@pytest.mark.parametrize("counts", [[70] * 4, [70, 3, 1000, 64]])
+def test_one_wrong_code_among_several_is_found(kernels, counts):
+    numel = 5000
+    messages, starts = messages_of([code_of(chosen(count, numel).tolist(), numel) for count in counts], 8)
+    assert decode_all(kernels, messages, starts, counts, numel) is not None
+    for start, count in zip(starts, counts, strict=True):
+        damaged = messages.copy()
+        damaged[start + cpu.index_bytes(count, numel) - 1] ^= 0x80
+        assert decode_all(kernels, damaged, starts, counts, numel) is None
+
+
+def test_several_codes_have_to_lie_inside(kernels):
+    numel, counts = 5000, [70, 70, 70]
+    messages, starts = messages_of([code_of(chosen(count, numel).tolist(), numel) for count in counts], 8)
+    step, end = starts[1] - starts[0], messages.size // 8 * 8
+    for wrong in ([-8, *starts[1:]], [*starts[:2], end], [start + step for start in starts], [*starts[:2], 2**40]):
+        assert decode_all(kernels, messages, wrong, counts, numel) is None
+    with pytest.raises(ValueError, match="210 indices do not fill an array of 209"):
+        kernels.decode_indices_of(messages, starts, counts, numel, np.empty(209, np.uint32))
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        decode_all(kernels, messages, starts[:2], counts, numel)
+
+
+def test_several_codes_have_to_be_aligned_on_a_gpu(gpu_kernels):
+    messages, _ = messages_of([code_of([1], 10)] * 3, 8)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        decode_all(gpu_kernels, messages, [8, 12, 16], [1, 1, 1], 10)
+
+
+def test_launches_of_codes(gpu_kernels):
+    if not gpu_kernels.emulated:
+        pytest.skip("launches are counted in the emulation")
+    indices, out = chosen(100, 1000), np.empty(cpu.index_bytes(100, 1000), np.uint8)
+    emulator.launches.clear()
+    gpu_kernels.encode_indices(indices, 1000, out)
+    gpu_kernels.decode_indices(out, 100, 1000, indices)
+    assert emulator.launches == ["encode", "decode"]

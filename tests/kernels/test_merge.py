@@ -1,12 +1,19 @@
+import itertools
+
 import numpy as np
 import pytest
+from device import emulator
+from device.kinds import word_of
 from hypothesis import given
 from hypothesis import strategies as st
-from marks import slow
-from mpicomp.kernels import cpu
+from mpicomp.kernels import cpu, gpu
+from mpicomp.kernels.gpu.merge import PART
 
-DTYPES = [np.float32, slow(np.float64)]
-GUARD = 4
+FEW = [0, 1, 31, 32, 33]
+# Also lists that fill a part of a block exactly, and several blocks of parts.
+SIZES = [*itertools.product(FEW, FEW), (1000, 1000), (1000, 0), (1, 1000), (PART // 2, PART // 2), (3000, 2500)]
+VALUES = [1.0, -1.0, 2.0, 0.0, -0.0, 0.5, -3.0, np.inf, -np.inf, np.nan, 1e30]
+MERGES = ["merge_add", "merge_subtract", "intersect"]
 
 numbers = st.integers(-3, 3).map(float) | st.sampled_from([0.5, -1e30, np.inf, -np.inf, np.nan])
 selections = st.dictionaries(st.integers(0, 30) | st.integers(2**32 - 5, 2**32 - 1), numbers, max_size=25)
@@ -17,117 +24,187 @@ def arrays(selection, dtype):
     return np.array(indices, np.uint32), np.array([selection[index] for index in indices], dtype)
 
 
-class Guarded:
-    """Room for a result, with elements around it that nobody may write to."""
-
-    def __init__(self, size, dtype):
-        self._indices = np.full(size + 2 * GUARD, 77, np.uint32)
-        self._values = np.full(size + 2 * GUARD, 77, dtype)
-        self.indices, self.values = (memory[GUARD : GUARD + size] for memory in (self._indices, self._values))
-
-    def read(self, count):
-        for memory in (self._indices, self._values):
-            assert (memory[:GUARD] == 77).all()
-            assert (memory[memory.size - GUARD :] == 77).all()
-        return self.indices[:count].tolist(), self.values[:count].tolist()
-
-
-def same(got, indices, values):
-    assert got[0] == indices
-    np.testing.assert_array_equal(got[1], values)  # NaN equals NaN here
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@given(first=selections, second=selections)
-def test_union(first, second, dtype):
-    out = Guarded(len(first) + len(second), dtype)
-    count = cpu.merge_add(*arrays(first, dtype), *arrays(second, dtype), out.indices, out.values)
-    indices = sorted(first.keys() | second.keys())
-    with np.errstate(invalid="ignore"):
-        values = [dtype(first.get(index, 0)) + dtype(second.get(index, 0)) for index in indices]
-    same(out.read(count), indices, values)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@given(first=selections, second=selections)
-def test_difference_leaves_out_what_became_nothing(first, second, dtype):
-    out = Guarded(len(first) + len(second), dtype)
-    count = cpu.merge_subtract(*arrays(first, dtype), *arrays(second, dtype), out.indices, out.values)
-    expected = dict(first)
-    for index, value in second.items():
+def slowly(name, first, first_values, second, second_values):
+    """Merge element by element."""
+    left = dict(zip(first.tolist(), first_values, strict=True))
+    right = dict(zip(second.tolist(), second_values, strict=True))
+    if name == "intersect":
+        return {index: left[index] for index in sorted(left.keys() & right.keys())}
+    result, zero = {}, first_values.dtype.type(0)
+    for index in sorted(left.keys() | right.keys()):
+        a, b = left.get(index, zero), right.get(index, zero)
         with np.errstate(invalid="ignore"):
-            expected[index] = dtype(first.get(index, 0)) - dtype(value)
-        if expected[index] == 0:
-            del expected[index]
-    indices = sorted(expected)
-    same(out.read(count), indices, [dtype(expected[index]) for index in indices])
+            value = a + b if name == "merge_add" else a - b
+        if name == "merge_add" or index not in right or value != 0:
+            result[index] = value
+    return result
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def check_merge(kernels, name, pairs):
+    first, second = pairs[0].size, pairs[2].size
+    room = min(first, second) if name == "intersect" else first + second
+    indices, values = np.full(room, 77, np.uint32), np.full(room, 77, pairs[1].dtype)
+    count = getattr(kernels, name)(*(pairs[:3] if name == "intersect" else pairs), indices, values)
+    expected = slowly(name, *pairs)
+    assert indices[:count].tolist() == list(expected)
+    np.testing.assert_array_equal(values[:count], np.array(list(expected.values()), values.dtype))
+
+
+@pytest.mark.parametrize("name", MERGES)
 @given(first=selections, second=selections)
-def test_common_part(first, second, dtype):
-    out = Guarded(min(len(first), len(second)), dtype)
-    count = cpu.intersect(*arrays(first, dtype), arrays(second, dtype)[0], out.indices, out.values)
-    indices = sorted(first.keys() & second.keys())
-    same(out.read(count), indices, [dtype(first[index]) for index in indices])
+def test_merges_are_those_of_dictionaries(kernels, dtype, name, first, second):
+    check_merge(kernels, name, [*arrays(first, dtype), *arrays(second, dtype)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@given(selection=selections.filter(bool), data=st.data())
-def test_the_largest_and_the_others(selection, data, dtype):
-    indices, values = arrays(selection, dtype)
-    k = data.draw(st.integers(1, indices.size))
-
-    def order(place):
-        magnitude = abs(values[place])
-        return (not np.isnan(magnitude), -np.nan_to_num(magnitude, posinf=np.inf), place)
-
-    places = sorted(range(indices.size), key=order)
-    kept, left = sorted(places[:k]), sorted(places[k:])
-    out, rest = Guarded(k, dtype), Guarded(indices.size - k, dtype)
-    threshold = cpu.kth_magnitude(values, k)
-    cpu.split_largest(indices, values, threshold, out.indices, out.values, rest.indices, rest.values)
-    same(out.read(k), indices[kept].tolist(), values[kept])
-    same(rest.read(indices.size - k), indices[left].tolist(), values[left])
-    assert cpu.count_reaching(values, threshold) >= k > cpu.count_reaching(values, threshold + 1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_large_selections(dtype):
-    rng = np.random.default_rng(0)
-    first, second = (np.unique(rng.integers(0, 10**6, size)).astype(np.uint32) for size in (200_000, 70_000))
-    a, b = rng.normal(size=first.size).astype(dtype), rng.normal(size=second.size).astype(dtype)
-    out = Guarded(first.size + second.size, dtype)
-    union, at_a, at_b = np.union1d(first, second), np.zeros(10**6, dtype), np.zeros(10**6, dtype)
-    at_a[first], at_b[second] = a, b
-    same(out.read(cpu.merge_add(first, a, second, b, out.indices, out.values)), union.tolist(), (at_a + at_b)[union])
-    count = cpu.merge_subtract(first, a, second, b, out.indices, out.values)
-    same(out.read(count), union.tolist(), (at_a - at_b)[union])
-    count = cpu.intersect(second, b, first, out.indices, out.values)
-    common = np.intersect1d(first, second)
-    same(out.read(count), common.tolist(), at_b[common])
+def pairs_of(sizes, kind, dtype):
+    """Two sorted lists of indices with values, among which many cancel, are zero or not finite."""
+    rng = np.random.default_rng(sum(sizes))
+    most = max(2 * max(sizes), 1)
+    first, second = (np.sort(rng.choice(most, size, replace=False)) for size in sizes)
+    if kind == "same":
+        second = np.sort(np.resize(first, min(sizes)))
+    elif kind == "disjoint":
+        first, second = 2 * first, 2 * second + 1
+    elif kind == "before":
+        second = second + most
+    elif kind == "behind":
+        first = first + most
+    else:  # with the last index there is, now and then
+        first = np.where(first == first.max(initial=0), 2**32 - 1, first)
+    pairs = []
+    for indices in (first, second):
+        pairs += [indices.astype(np.uint32), rng.choice(VALUES, indices.size).astype(dtype)]
+    return pairs
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_change_of_the_norm(dtype):
-    rng = np.random.default_rng(0)
-    array, indices = rng.normal(size=50).astype(dtype), np.array([0, 7, 49], np.uint32)
-    sent = rng.normal(size=3).astype(dtype)
-    left = array.astype(np.float64)
-    left[indices] -= sent
-    expected = np.sum(left**2) - np.sum(np.square(array.astype(np.float64)))
-    np.testing.assert_allclose(cpu.norm_change(array, indices, sent), expected, rtol=1e-12)
+@pytest.mark.parametrize("kind", ["mixed", "same", "disjoint", "before", "behind"])
+@pytest.mark.parametrize("name", MERGES)
+def test_merges_of_any_size(kernels, dtype, name, kind):
+    for sizes in SIZES:
+        check_merge(kernels, name, pairs_of(sizes, kind, dtype))
 
 
-def test_no_room_is_said_before_anything_is_written():
+@pytest.mark.parametrize("name", MERGES)
+def test_subnormals_of_one_list_stay(kernels, name):
+    """They are moved and not calculated with, also where a GPU would flush them to zero."""
+    pairs = pairs_of((500, 500), "disjoint" if name != "intersect" else "same", np.float32)
+    for values in pairs[1::2]:
+        values[::3] = 1e-40
+    with kernels.flushing():
+        check_merge(kernels, name, pairs)
+
+
+@pytest.mark.parametrize("name", MERGES)
+@pytest.mark.parametrize("seed", range(6))
+def test_lists_that_do_not_ascend_touch_nothing_outside(place, name, seed):
+    rng = np.random.default_rng(seed)
+    first, second = (rng.integers(0, rng.choice([2, 300, 2**32]), size).astype(np.uint32) for size in (700, 300))
+    if seed == 0:
+        first, second = np.full(700, 5, np.uint32), np.full(300, 5, np.uint32)
+    if seed == 1:
+        first, second = np.arange(700, 0, -1).astype(np.uint32), np.arange(300, 0, -1).astype(np.uint32)
+    room = 300 if name == "intersect" else 1000
+    pairs = [place.put(array) for array in (first, np.ones(700, np.float32), second, np.ones(300, np.float32))]
+    outs = place.empty(room, np.uint32), place.empty(room, np.float32)
+    count = getattr(gpu, name)(*(pairs[:3] if name == "intersect" else pairs), *outs)
+    assert 0 <= count.item() <= room
+
+
+def test_merges_without_room_are_refused_before_writing(kernels):
     one = np.array([3], np.uint32), np.ones(1, np.float32)
-    nothing = np.empty(0, np.uint32), np.empty(0, np.float32)
+    none = np.empty(0, np.uint32), np.empty(0, np.float32)
     for name in ("merge_add", "merge_subtract"):
-        with pytest.raises(ValueError, match="room for 2 elements"):
-            getattr(cpu, name)(*one, *one, np.empty(2, np.uint32), np.empty(1, np.float32))
-    with pytest.raises(ValueError, match="room for 1 elements"):
-        cpu.intersect(*one, one[0], *nothing)
+        with pytest.raises(ValueError, match=f"{name}: room for 2 elements is needed, got 1"):
+            getattr(kernels, name)(*one, *one, np.empty(2, np.uint32), np.empty(1, np.float32))
+    with pytest.raises(ValueError, match="intersect: room for 1 elements is needed, got 0"):
+        kernels.intersect(*one, one[0], *none)
     for kept in (0, 2):
-        room = np.empty(kept, np.uint32), np.empty(kept, np.float32)
         with pytest.raises(ValueError, match="split_largest"):
-            cpu.split_largest(*one, cpu.kth_magnitude(one[1], 1), *room, *nothing)
+            kernels.split_largest(*one, 1, np.empty(kept, np.uint32), np.empty(kept, np.float32), *none)
+
+
+def selection_of(size, dtype):
+    """Indices with values of which many are equal, and some are not finite."""
+    rng = np.random.default_rng(size)
+    indices = np.sort(rng.choice(3 * size + 1, size, replace=False)).astype(np.uint32)
+    return indices, rng.choice([*VALUES, *range(-9, 9)], size).astype(dtype)
+
+
+@pytest.mark.parametrize("scalar", [int, np.uint64])
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 1000, 4096, 4097, 40_000])
+def test_count_reaching(kernels, dtype, size, scalar):
+    _, values = selection_of(size, dtype)
+    words = np.abs(values).view(word_of(dtype))
+    for number in (0.0, 1.0, 7.5, np.inf, np.nan):
+        bits = cpu.magnitude_bits(number, np.dtype(dtype))
+        for threshold in {max(0, bits - 1), bits, bits + 1}:
+            assert kernels.count_reaching(values, scalar(threshold)) == np.count_nonzero(words >= threshold)
+
+
+@pytest.mark.parametrize("scalar", [int, np.uint64])
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 1000, 4096, 4097, 20_000])
+def test_split_of_the_largest_and_the_others(kernels, dtype, size, scalar):
+    indices, values = selection_of(size, dtype)
+    magnitudes = np.where(np.isnan(values), np.inf, np.abs(values))
+    # NaN comes before infinity, and of equal magnitudes the first one.
+    order = np.lexsort((np.arange(size), ~np.isnan(values), -magnitudes))
+    for k in sorted({0, min(1, size), size // 100, size // 3, max(0, size - 1), size}):
+        chosen = np.sort(order[:k])
+        others = np.setdiff1d(np.arange(size), chosen)
+        threshold = cpu.kth_magnitude(values, k) if k else int(cpu.mask_of(np.dtype(dtype)))
+        kept, left = ((np.empty(count, np.uint32), np.empty(count, dtype)) for count in (k, size - k))
+        kernels.split_largest(indices, values, scalar(threshold), *kept, *left)
+        for (some, of_some), places in ((kept, chosen), (left, others)):
+            np.testing.assert_array_equal(some, indices[places])
+            np.testing.assert_array_equal(of_some, values[places])
+
+
+@pytest.mark.parametrize("threshold", [0, 1.0, 2.0, np.inf, 2**31 - 1])
+@pytest.mark.parametrize("kept", [0, 1, 500, 1000])
+def test_thresholds_that_do_not_fit_touch_nothing_outside(place, threshold, kept):
+    indices, values = selection_of(1000, np.float32)
+    bits = threshold if isinstance(threshold, int) else cpu.magnitude_bits(threshold, np.dtype(np.float32))
+    outs = [place.empty(size, dtype) for size in (kept, 1000 - kept) for dtype in (np.uint32, np.float32)]
+    gpu.split_largest(place.put(indices), place.put(values), bits, *outs)
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 1000, 5000])
+def test_change_of_the_norm(kernels, dtype, count):
+    rng = np.random.default_rng(count)
+    array, indices = rng.normal(size=6000).astype(dtype), rng.permutation(6000)[:count].astype(np.uint32)
+    sent = array[indices] * rng.choice([1, 0.9, -1], count).astype(dtype)
+    change = kernels.norm_change(array, indices, sent)
+    before = array[indices].astype(np.float64)
+    np.testing.assert_allclose(change, np.sum((before - sent) ** 2 - before**2), rtol=1e-12)
+
+
+def test_change_of_the_norm_by_nothing_is_zero(gpu_kernels):
+    """Also where products and sums are fused."""
+    array, indices = np.random.default_rng(0).normal(size=300), np.arange(300).astype(np.uint32)
+    for sent in (np.zeros(300), 2 * array):
+        assert gpu_kernels.norm_change(array, indices, sent) == 0
+
+
+def test_change_of_the_norm_skips_indices_out_of_range(place):
+    array, sent = place.put(np.array([1, 3, 4], np.float32)), place.put(np.array([-1, 9, 4], np.float32))
+    assert gpu.norm_change(array, place.put(np.array([0, 2**32 - 1, 2], np.uint32)), sent).item() == -13.0
+
+
+def test_launches_of_merges(gpu_kernels):
+    if not gpu_kernels.emulated:
+        pytest.skip("launches are counted in the emulation")
+    pairs = pairs_of((500, 400), "mixed", np.float32)
+    out = np.empty(900, np.uint32), np.empty(900, np.float32)
+    threshold = cpu.kth_magnitude(pairs[1], 100)
+    parts = [np.empty(size, dtype) for size in (100, 400) for dtype in (np.uint32, np.float32)]
+    for launches, name, *arguments in (
+        (["count_parts", "write_parts"], "merge_add", *pairs, *out),
+        (["count_parts", "write_parts"], "merge_subtract", *pairs, *out),
+        (["count_parts", "write_parts"], "intersect", *pairs[:3], *out),
+        (["count_tiles"], "count_reaching", pairs[1], 5),
+        (["count_tiles", "split_tiles"], "split_largest", *pairs[:2], threshold, *parts),
+        (["norm_change"], "norm_change", pairs[1], np.arange(400).astype(np.uint32), pairs[3]),
+    ):
+        emulator.launches.clear()
+        getattr(gpu_kernels, name)(*arguments)
+        assert emulator.launches == launches

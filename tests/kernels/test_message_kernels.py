@@ -1,17 +1,34 @@
+"""Headers, tails, sums of selections and collected numbers."""
+
 import struct
 import warnings
 
 import numpy as np
 import pytest
-from mpicomp.kernels import cpu
+from device import emulator
+from mpicomp.kernels import gpu
+
+from mpicomp.compressors import Selection
+from mpicomp.compressors.wire_format import Wire, message_bytes, write_message
+
+COUNTS = [(), (0,), (1,), (31, 31), (33, 33, 33), (1000, 0, 7), (5000, 5000), (9, 8, 7, 3000, 1), (600,) * 5]
+NUMEL = 6000
+
+
+def launched(kernels, *names):
+    """Return whether these kernels were launched since the last call, in the emulation."""
+    found = list(emulator.launches)
+    emulator.launches.clear()
+    return not kernels.emulated or found == list(names)
 
 
 @pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(
     ("energy", "kept", "rounding", "lost"),
     [
         (5.0, 3.0, 0.25, 2.25),
-        (3.0, 3.0 + 1e-9, 0.25, 0.25),
+        (3.0, 4.0, 0.25, 0.25),
         (0.0, 0.0, 0.0, 0.0),
         (np.inf, 1.0, 0.5, np.inf),
         (np.inf, np.inf, 0.5, np.nan),
@@ -19,104 +36,239 @@ from mpicomp.kernels import cpu
         (1.0, np.nan, 0.0, np.nan),
     ],
 )
-def test_the_header_is_what_struct_packs(finite, energy, kept, rounding, lost):
-    message = np.full(40, 7, np.uint8)
-    lead = 2**63 + 2**40 + 3
+def test_a_header_is_what_struct_packs(kernels, finite, on_device, energy, kept, rounding, lost):
+    message, lead = np.full(40, 7, np.uint8), 2**63 + 2**40 + 3
+    numbers = [finite, energy, kept, rounding]
+    if on_device:
+        numbers = [np.bool_(finite), *map(np.float64, numbers[1:])]
+    emulator.launches.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cpu.write_header(message, lead, finite, np.float64(energy), np.float64(kept), rounding)
+        kernels.write_header(message, lead, *numbers)
+    assert launched(kernels, "write_header")
     word, first, second = struct.unpack("<Qdd", message[:24].tobytes())
     assert word == lead + (0 if finite else 256)
     np.testing.assert_array_equal([first, second], [energy, lost])
     assert (message[24:] == 7).all()
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("size", [0, 1, 1000])
-def test_values_stand_for_their_norm(dtype, size):
-    values = np.random.default_rng(size).laplace(size=size).astype(dtype)
-    alone, told = np.zeros(24, np.uint8), np.zeros(24, np.uint8)
-    cpu.write_header(alone, 5, True, 1e4, cpu.energy(values), 0.25)
-    cpu.write_header(told, 5, True, 1e4, values, 0.25)
-    np.testing.assert_array_equal(told, alone)
-    cpu.write_header(told, 5, True, 1e4, np.float64(cpu.energy(values)).reshape(()), 0.25)
-    np.testing.assert_array_equal(told, alone)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_header_takes_the_norm_of_values(kernels, dtype, shift):
+    """It is that of the sweep, to the bit."""
+    kernels.shift = shift
+    for size in (0, 1, 33, 1000, 4097, 30_011):
+        values = np.random.default_rng(size).laplace(size=size).astype(dtype)
+        with_norm, with_values = np.full(40, 7, np.uint8), np.full(40, 9, np.uint8)
+        kernels.write_header(with_norm, 5, False, 3.0 * size + 1, np.float64(kernels.energy(values)), np.float64(0.5))
+        for _ in range(2):
+            emulator.launches.clear()
+            kernels.write_header(with_values, 5, np.bool_(False), np.float64(3.0 * size + 1), values, np.float64(0.5))
+            assert launched(kernels, "write_header")
+            np.testing.assert_array_equal(with_values[:24], with_norm[:24])
+            assert (with_values[24:] == 9).all()
 
 
-def test_a_bit_that_is_set_stays_set():
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_header_of_nonfinite_values(kernels, bad):
+    message = np.zeros(24, np.uint8)
+    kernels.write_header(message, 0, True, bad, np.array([1, bad], np.float32), 0.0)
+    np.testing.assert_array_equal(message[8:].view(np.float64), [bad, np.nan])
+
+
+def test_a_header_keeps_a_bit_that_is_set(kernels):
     message = np.empty(24, np.uint8)
     for finite in (True, False):
-        cpu.write_header(message, 256 + 5, finite, 1.0, 1.0, 0.0)
+        kernels.write_header(message, 256 + 5, finite, 1.0, 1.0, 0.0)
         assert message[:8].view(np.uint64)[0] == 256 + 5
 
 
+def test_a_header_of_numbers_of_other_types(gpu_kernels):
+    message = np.zeros(24, np.uint8)
+    gpu_kernels.write_header(message, 0, np.int64(0), 2.0, 1, np.float32(0.5))
+    assert struct.unpack("<Qdd", message.tobytes()) == (256, 2.0, 1.5)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_tail_is_numbers(dtype):
-    out = np.empty(4, dtype)
+@pytest.mark.parametrize("size", [0, 1, 2, 255, 5001])
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_message_in_one_launch_is_that_of_the_host(place, dtype, size, finite):
+    rng = np.random.default_rng(size)
+    values, numel = rng.normal(size=size).astype(dtype), 3 * size + 1
+    indices = np.sort(rng.choice(numel, size, replace=False)).astype(np.uint32)
+    energy = 2 * float(np.square(values, dtype=np.float64).sum()) + 1
+    expected = np.full(message_bytes(size, numel, values.dtype, Wire()), 7, np.uint8)
+    write_message(expected, Selection(indices, values), numel, Wire(), 2, energy, values, finite)
+    message = place.put(np.full(expected.size, 7, np.uint8))
+    there, told = Selection(place.put(indices), place.put(values)), place.scalar(energy, np.float64)
+    emulator.launches.clear()
+    with place.quiet():
+        write_message(message, there, numel, Wire(), 2, told, there.values, place.scalar(finite, np.bool_))
+    assert launched(place, "write_pairs")
+    found = message.get()
+    np.testing.assert_array_equal(found[:16], expected[:16])
+    np.testing.assert_allclose(found[16:24].view(np.float64), expected[16:24].view(np.float64), rtol=1e-12)
+    np.testing.assert_array_equal(found[24:], expected[24:])
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("numbers", [(True, False, 1e300, 0.1), (False, True, np.nan, -np.inf), (True, True, 0.0, 3.5)])
+def test_a_tail_is_numbers(kernels, dtype, on_device, numbers):
+    out, kernels.shift = np.empty(4, dtype), 1
+    given = [kind(number) for number, kind in zip(numbers, [np.bool_] * 2 + [np.float64] * 2, strict=True)]
+    emulator.launches.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cpu.write_tail(out, np.True_, False, 1e300, 0.1)
-        assert out.tolist() == [0, 0, np.inf if dtype == np.float32 else 1e300, dtype(0.1)]
-        cpu.write_tail(out, False, True, np.nan, -np.inf)
-    np.testing.assert_array_equal(out, np.array([1, 1, np.nan, -np.inf], dtype))
+        kernels.write_tail(out, *(given if on_device else numbers))
+    assert launched(kernels, "write_tail")
+    with np.errstate(over="ignore"):
+        expected = np.array([not numbers[0], *numbers[1:]], np.float64).astype(dtype)
+    np.testing.assert_array_equal(out, expected)
 
 
-def laid_out(rng, counts, stored, numel):
-    """Give one array of bytes with all selections, where their parts are, and the selections themselves."""
-    parts, values_at, indices_at, selections = [], [], [], []
-    size = 0
+def drawn(rng, count, stored):
+    """Numbers whose sums depend on their order, and how they are stored."""
+    numbers = (rng.normal(size=count) * 10.0 ** rng.integers(-3, 4, count)).astype(np.float32)
+    if stored == "bf16":
+        halves = (numbers.view(np.uint32) >> 16).astype(np.uint16)
+        return halves, (halves.astype(np.uint32) << 16).view(np.float32)
+    values = numbers.astype("float16" if stored == "fp16" else stored)
+    return values, values
+
+
+def laid_out(rng, counts, stored, numel=NUMEL):
+    """Return one array of bytes with all selections, where their parts are, and the selections themselves."""
+    parts, values_at, indices_at, selections = [np.zeros(8, np.uint8)], [], [], []
     for count in counts:
+        start = sum(part.size for part in parts)
+        raw, values = drawn(rng, count, stored)
         indices = np.sort(rng.choice(numel, count, replace=False)).astype(np.uint32)
-        if stored == "bf16":
-            bits = (rng.normal(size=count).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-            raw, values = bits, (bits.astype(np.uint32) << 16).view(np.float32)
-        else:
-            raw = values = rng.normal(size=count).astype("float16" if stored == "fp16" else stored)
-        padded = np.zeros(-(-raw.nbytes // 8) * 8, np.uint8)
-        padded[: raw.nbytes] = raw.view(np.uint8)
-        values_at.append(size + 24)
-        indices_at.append(size + 24 + padded.size)
-        parts += [np.zeros(24, np.uint8), padded, indices.view(np.uint8), np.zeros(-indices.nbytes % 8, np.uint8)]
-        size = sum(part.size for part in parts)
+        gap = 24 + -raw.nbytes % 8
+        values_at.append(start)
+        indices_at.append(start + raw.nbytes + gap)
+        parts += [raw.view(np.uint8), np.zeros(gap, np.uint8), indices.view(np.uint8)]
+        parts.append(np.zeros(-indices.nbytes % 8, np.uint8))
         selections.append((indices, values))
     return np.concatenate(parts), values_at, indices_at, selections
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def added(selections, factor, out):
+    """Add one selection after the other: a product is rounded, and then a sum."""
+    total = out.copy()
+    with np.errstate(all="ignore"):
+        for indices, values in selections:
+            total[indices] += (out.dtype.type(factor) * values.astype(out.dtype)).astype(out.dtype)
+    return total
+
+
 @pytest.mark.parametrize("stored", ["as out", "fp16", "bf16"])
-@pytest.mark.parametrize("counts", [(), (0,), (100,), (5, 0, 99), (7, 7, 7)])
-def test_selections_are_added_in_their_order(dtype, stored, counts):
-    rng, numel = np.random.default_rng(len(counts)), 120
+@pytest.mark.parametrize("counts", COUNTS)
+def test_sums_of_selections_round_in_their_order(kernels, dtype, stored, counts):
+    rng, kernels.shift = np.random.default_rng(sum(counts)), 1
     stored = np.dtype(dtype).name if stored == "as out" else stored
-    messages, values_at, indices_at, selections = (
-        laid_out(rng, counts, stored, numel) if counts else (np.zeros(8, np.uint8), [], [], [])
-    )
-    out = rng.normal(size=numel).astype(dtype)
-    expected = out.copy()
-    for indices, values in selections:
-        expected[indices] += dtype(1 / 3) * values.astype(dtype)
-    assert cpu.sparse_add(messages, values_at, messages, indices_at, counts, stored, 1 / 3, out)
+    messages, values_at, indices_at, selections = laid_out(rng, counts, stored)
+    out = rng.normal(size=NUMEL).astype(dtype)
+    expected = added(selections, 1 / 3, out)
+    emulator.launches.clear()
+    assert kernels.sparse_add(messages, values_at, messages, indices_at, counts, stored, 1 / 3, out)
+    assert len(emulator.launches) <= 1
+    assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("counts", [(40, 40, 40), (40, 3, 0)])
+def test_sums_of_selections_with_separate_indices(kernels, counts):
+    rng = np.random.default_rng(0)
+    chosen = [np.sort(rng.choice(50, count, replace=False)).astype(np.uint32) for count in counts]
+    values = [rng.normal(size=count).astype(np.float32) for count in counts]
+    out = rng.normal(size=50).astype(np.float32)
+    expected = added(list(zip(chosen, values, strict=True)), 0.3, out)
+    at = [4 * int(start) for start in [0, *np.cumsum(counts)[:-1]]]
+    messages, indices = np.concatenate(values).view(np.uint8), np.concatenate(chosen)
+    assert kernels.sparse_add(messages, at, indices, at, counts, "float32", np.float64(0.3), out)
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("wrong", [[3, 3], [5, 2], [0, 10], [9, 2**32 - 1]])
-def test_indices_that_do_not_ascend_below_the_size(wrong):
-    indices = np.array([1, 2, *wrong], np.uint32)
-    values = np.ones(4, np.float32).view(np.uint8)
-    memory = np.zeros(12, np.float32)
-    assert not cpu.sparse_add(values, (0, 8), indices, (0, 8), (2, 2), "float32", 1.0, memory[1:11])
-    assert memory[0] == memory[11] == 0
+@pytest.mark.parametrize("counts", [(), (40,), (40, 3, 0)])
+@pytest.mark.parametrize("sound", [True, False])
+@pytest.mark.parametrize("before", [True, False, np.True_, np.False_])
+def test_sums_of_selections_report_earlier_faults(kernels, counts, sound, before):
+    rng = np.random.default_rng(0)
+    chosen = [np.sort(rng.choice(50, count, replace=False)).astype(np.uint32) for count in counts]
+    if chosen and not sound:
+        chosen[0][7] = chosen[0][6]
+    values = np.ones(sum(counts), np.float32).view(np.uint8)
+    at = [4 * int(sum(counts[:number])) for number in range(len(counts))]
+    indices = np.concatenate([*chosen, np.empty(0, np.uint32)])
+    emulator.launches.clear()
+    good = kernels.sparse_add(values, at, indices, at, counts, "float32", 1.0, np.zeros(50, np.float32), before)
+    assert len(emulator.launches) <= 1
+    assert good is bool(before and (sound or not counts))
 
 
-@pytest.mark.parametrize("right", [True, np.True_, False, np.False_])
-def test_what_was_wrong_before_stays_wrong(right):
-    values, indices, out = np.ones(2, np.float32).view(np.uint8), np.array([0, 2], np.uint32), np.zeros(3, np.float32)
-    assert cpu.sparse_add(values, (0,), indices, (0,), (2,), "float32", 1.0, out, right) is bool(right)
-    assert cpu.sparse_add(values, (), indices, (), (), "float32", 1.0, out, right) is bool(right)
+def test_sums_of_zeros_and_nonfinite_values(kernels):
+    special = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e38], np.float32)
+    values, chosen = np.concatenate([special, special[::-1]]), np.arange(6, dtype=np.uint32)
+    out = np.array([-0.0, 1, np.inf, -0.0, -0.0, 3e38], np.float32)
+    expected = added([(chosen, special), (chosen, special[::-1])], 4.0, out)
+    kernels.sparse_add(values.view(np.uint8), (0, 24), chosen, (0, 0), (6, 6), "float32", 4.0, out)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(np.signbit(out[3:5]), np.signbit(expected[3:5]))
 
 
-@pytest.mark.parametrize("stored", ["float64", "int8"])
-def test_values_of_another_dtype_are_refused(stored):
-    nothing = np.empty(0, np.uint8)
-    with pytest.raises(ValueError, match=f"stored as float32, fp16 or bf16, got '{stored}'"):
-        cpu.sparse_add(nothing, (), nothing, (), (), stored, 1.0, np.empty(1, np.float32))
+@pytest.mark.parametrize("wrong", ["repeated", "descending", "too large", "far too large", "last and first"])
+@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("counts", [(300, 300, 300), (300, 20, 700)])
+def test_wrong_indices_are_seen_and_touch_nothing_outside(kernels, wrong, which, counts):
+    """The sum is then anything, but the fixture fails where a kernel writes outside."""
+    rng = np.random.default_rng(0)
+    chosen = [np.sort(rng.choice(900, count, replace=False)).astype(np.uint32) for count in counts]
+    indices = chosen[which]
+    if wrong == "repeated":
+        indices[100 % indices.size] = indices[99 % indices.size]
+    elif wrong == "descending":
+        indices[100], indices[99] = indices[99], indices[100]
+    elif wrong == "last and first":
+        indices[0], indices[-1] = indices[-1], indices[0]
+    else:
+        indices[-1] = 900 if wrong == "too large" else 2**32 - 1
+    at = [4 * int(start) for start in (0, *np.cumsum(counts)[:-1])]
+    values, out = np.ones(sum(counts), np.float32).view(np.uint8), np.zeros(900, np.float32)
+    assert not kernels.sparse_add(values, at, np.concatenate(chosen), at, counts, "float32", 1.0, out)
+
+
+def test_sums_of_selections_refuse_what_does_not_fit(kernels):
+    out, nothing = np.zeros(3, np.float32), np.zeros(8, np.uint8)
+    for stored in ("float64", "int8"):
+        with pytest.raises(ValueError, match=f"stored as float32, fp16 or bf16, got '{stored}'"):
+            kernels.sparse_add(nothing, (0,), nothing, (0,), (0,), stored, 1.0, out)
+
+
+def test_sums_on_a_gpu_refuse_lists_of_different_lengths(gpu_kernels):
+    out, nothing = np.zeros(3, np.float32), np.zeros(8, np.uint8)
+    with pytest.raises(ValueError, match="2 selections, with values at 1 and indices at 2"):
+        gpu_kernels.sparse_add(nothing, (0,), nothing, (0, 0), (0, 0), "float32", 1.0, out)
+
+
+def test_collected_numbers(place):
+    numbers = [
+        np.bool_(True), np.int32(-2), np.uint32(2**32 - 1), np.int64(-3), np.uint64(2**64 - 5), np.float32(-0.5),
+        np.float64(np.pi), np.bool_(False),
+    ]  # fmt: skip
+    emulator.launches.clear()
+    there = [place.scalar(number, number.dtype) for number in numbers]
+    for count in range(1, 9):
+        with place.quiet():
+            out = gpu.collect(there[:count])
+        assert out.dtype == np.uint64
+        assert out.get().tobytes() == b"".join(number.tobytes().ljust(8, b"\0") for number in numbers[:count])
+    assert launched(place, *["collect"] * 8)
+
+
+def test_what_cannot_be_collected_is_refused(place):
+    number = place.scalar(1, np.float64)
+    for values in ([], [number] * 9):
+        with pytest.raises(ValueError, match="1 to 8 numbers"):
+            gpu.collect(values)
+    with pytest.raises(ValueError, match="1 of int16 are no number"):
+        gpu.collect([place.scalar(1, np.int16)])
+    with pytest.raises(ValueError, match="2 of float64 are no number"):
+        gpu.collect([place.zeros(2, np.float64)])

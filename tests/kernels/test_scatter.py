@@ -1,56 +1,62 @@
 import numpy as np
 import pytest
-from mpicomp.kernels import cpu
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_scatter_add_counts_every_occurrence(dtype):
-    rng = np.random.default_rng(0)
-    indices = rng.integers(0, 50, 200).astype(np.uint32)
-    values = rng.normal(size=200).astype(dtype)
-    out = rng.normal(size=50).astype(dtype)
-    expected = out.astype(np.float64)
+def slowly_added(indices, values, factor, out):
+    """Add one element after the other: a product is rounded, and then a sum."""
+    total, factor = out.copy(), out.dtype.type(factor)
     for index, value in zip(indices, values, strict=True):
-        expected[index] += 0.25 * float(value)
-    assert cpu.scatter_add(indices, values, 0.25, out)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+        total[index] += factor * value
+    return total
+
+
+@pytest.mark.parametrize("order", ["ascending", "repeated", "any", "one"])
+@pytest.mark.parametrize("factor", [0.25, 1 / 3])
+def test_scatter_add_rounds_in_the_order_given(kernels, dtype, order, factor):
+    """Ranks add up the mean for themselves: with and without a fused multiply-add it needs the same bits."""
+    rng = np.random.default_rng(0)
+    size, count = 7000, 3000
+    indices = rng.integers(0, size // 10, count)
+    if order == "ascending":
+        indices = np.sort(rng.choice(size, count, replace=False))
+    elif order == "repeated":
+        indices = np.sort(indices)
+    elif order == "one":
+        indices[:] = 5
+    indices = indices.astype(np.uint32)
+    values, out = rng.normal(size=count).astype(dtype), rng.normal(size=size).astype(dtype)
+    expected = slowly_added(indices, values, factor, out)
+    assert kernels.scatter_add(indices, values, factor, out)
+    np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("bad", [3, 4, 2**31, 2**32 - 1])
-def test_an_index_out_of_range_writes_nothing(bad):
-    memory = np.zeros(10, np.float32)
-    out = memory[2:5]
-    indices = np.array([0, bad, 1], np.uint32)
-    assert not cpu.scatter_add(indices, np.ones(3, np.float32), 1.0, out)
-    assert not cpu.gather(out, indices, np.empty(3, np.float32))
-    assert not memory.any()
+def test_an_index_out_of_range_writes_nothing(kernels, dtype, bad):
+    out, received, indices = np.zeros(3, dtype), np.zeros(3, dtype), np.array([0, bad, 1], np.uint32)
+    assert not kernels.scatter_add(indices, np.ones(3, dtype), 1.0, out)
+    assert not kernels.gather(np.ones(3, dtype), indices, received)
+    assert not out.any()
+    assert not received.any()
 
 
-def test_nothing_selected():
-    out = np.ones(3, np.float32)
-    nothing = np.empty(0, np.uint32)
-    assert cpu.scatter_add(nothing, np.empty(0, np.float32), 1.0, out)
-    assert cpu.gather(np.empty(0, np.float32), nothing, np.empty(0, np.float32))
-    assert out.tolist() == [1, 1, 1]
+def test_scatter_of_no_elements(kernels, dtype):
+    array, indices, values = np.ones(3, dtype), np.empty(0, np.uint32), np.empty(0, dtype)
+    assert kernels.scatter_add(indices, values, 1.0, array)
+    assert kernels.gather(array, indices, values)
+    assert kernels.gather(np.empty(0, dtype), indices, values)
+    kernels.clear_at(indices, array)
+    assert array.tolist() == [1, 1, 1]
 
 
-def test_gather_and_subtract():
-    array = np.arange(6, dtype=np.float64)
-    indices = np.array([1, 4], np.uint32)
-    values = np.empty(2)
-    assert cpu.gather(array, indices, values)
-    assert values.tolist() == [1, 4]
-    cpu.subtract_at(indices, np.array([0.5, 4.0]), array)
-    assert array.tolist() == [0, 0.5, 2, 3, 0, 5]
-
-
-def test_a_product_is_rounded_before_it_is_added():
-    """Ranks add up the mean for themselves: with and without a fused multiply-add it has to have the same bits."""
-    rng = np.random.default_rng(3)
-    for dtype in (np.float32, np.float64):
-        out, values = rng.normal(size=(2, 5000)).astype(dtype)
-        indices = rng.permutation(5000).astype(np.uint32)
-        expected = out.copy()
-        expected[indices] += values * dtype(1 / 3)
-        assert cpu.scatter_add(indices, values, 1 / 3, out)
-        np.testing.assert_array_equal(out, expected)
+def test_gather_subtract_and_clear(kernels, dtype):
+    array = np.random.default_rng(0).normal(size=6000).astype(dtype)
+    indices = np.sort(np.random.default_rng(1).choice(6000, 900, replace=False)).astype(np.uint32)
+    values, expected = np.empty(900, dtype), array.copy()
+    assert kernels.gather(array, indices, values)
+    np.testing.assert_array_equal(values, array[indices])
+    kernels.subtract_at(indices, values / 2, array)
+    expected[indices] -= values / 2
+    np.testing.assert_array_equal(array, expected)
+    kernels.clear_at(indices, array)
+    expected[indices] = 0
+    np.testing.assert_array_equal(array, expected)

@@ -1,71 +1,74 @@
 import numpy as np
 import oracle
 import pytest
+from device.kinds import word_of
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mpicomp.kernels import cpu
-from mpicomp.kernels.cpu.bits import magnitude_of
 
-DTYPES = [np.float32, np.float64]
-
-
-def floats(dtype):
-    width = 32 if dtype == np.float32 else 64
-    few = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, float("inf"), -float("inf"), float("nan"), 1e-40])
-    return few | st.floats(width=width, allow_nan=False)  # NaNs of other bits than the listed one order by their bits
+# NaNs of other bits than the listed one order by their bits.
+FEW = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, np.inf, -np.inf, np.nan, 1e-40])
 
 
 @st.composite
 def arrays_and_k(draw, dtype):
-    array = draw(hnp.arrays(dtype, st.integers(1, 70), elements=floats(dtype)))
+    elements = FEW | st.floats(width=8 * np.dtype(dtype).itemsize, allow_nan=False)
+    array = draw(hnp.arrays(dtype, st.integers(1, 70), elements=elements))
     return array, draw(st.integers(1, array.size))
 
 
-def select(array, k):
+def select(kernels, array, k):
     indices, values = np.full(k, 2**32 - 1, np.uint32), np.empty(k, array.dtype)
-    cpu.select_largest(array, cpu.kth_magnitude(array, k), indices, values)
-    return indices, values
+    threshold = kernels.kth_magnitude(array, k)
+    kernels.select_largest(array, threshold, indices, values)
+    return indices, values, threshold
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-def test_the_k_largest_by_radix(dtype, data):
+def test_the_k_largest_by_radix(kernels, dtype, data):
     array, k = data.draw(arrays_and_k(dtype))
-    indices, values = select(array, k)
+    indices, values, _ = select(kernels, array, k)
     assert indices.tolist() == oracle.largest(array, k)
     np.testing.assert_array_equal(values, array[indices])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-def test_the_k_largest_from_candidates(dtype, data):
+def test_the_k_largest_from_candidates(kernels, dtype, data):
     array, k = data.draw(arrays_and_k(dtype))
     bound = cpu.kth_magnitude(array, data.draw(st.integers(k, array.size)))
-    out = np.empty_like(array)
-    index = np.empty(array.size, np.uint32)
-    bits = np.empty(array.size, np.uint32 if dtype == np.float32 else np.uint64)
-    found, _ = cpu.accumulate_candidates(array, None, out, bound, 0, index, bits, 0)
-    assert found >= k
+    words = np.abs(array).view(word_of(dtype))
+    index = np.flatnonzero(words >= bound).astype(np.uint32)
     indices, values = np.empty(k, np.uint32), np.empty(k, dtype)
-    smallest = cpu.select_candidates(index[:found], bits[:found], bits[:found].copy(), out, indices, values)
+    smallest = kernels.select_candidates(index, words[index], words[index], array, indices, values)
     assert indices.tolist() == oracle.largest(array, k)
     np.testing.assert_array_equal(values, array[indices])
-    assert smallest == cpu.kth_magnitude(array, k)
+    assert smallest == np.sort(words)[array.size - k]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [2047, 2048, 100_003, 600_001])
-def test_large_arrays(dtype, size):
-    array = np.random.default_rng(size).laplace(size=size).astype(dtype)
-    for k in (1, size // 100, size):
-        indices, _ = select(array, k)
-        order = np.argsort(-np.abs(array), kind="stable")[:k]
-        np.testing.assert_array_equal(indices, np.sort(order))
+@pytest.mark.parametrize("kind", ["spread", "tied", "special"])
+def test_the_k_largest_of_large_arrays(kernels, dtype, kind):
+    for size in (33, 2047, 2048, 4097, 30_011, *((100_003, 600_001) if not kernels.on_gpu else ())):
+        rng = np.random.default_rng(size)
+        array = rng.laplace(size=size).astype(dtype)
+        if kind == "tied":
+            array = np.round(array)
+        elif kind == "special":
+            array[::3] = rng.choice([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-42, 3e38], array[::3].size)
+        for k in {1, max(1, size // 100), size}:
+            indices, values, threshold = select(kernels, array, k)
+            words = array.view(word_of(dtype)) & np.iinfo(word_of(dtype)).max // 2
+            order = np.argsort(-words.astype(np.int64), kind="stable")[:k]
+            np.testing.assert_array_equal(indices, np.sort(order))
+            np.testing.assert_array_equal(values.view(word_of(dtype)), array[indices].view(word_of(dtype)))
+            assert threshold == words[order[-1]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_magnitudes_and_bits_are_one(dtype):
+@pytest.mark.parametrize("scalar", [float, np.float64])
+def test_magnitudes_and_bits_are_one(kernels, dtype, scalar):
+    kind = np.dtype(dtype)
     for value in (0.0, 1e-40, 0.3, 1.0, 3e38, np.inf):
-        value = float(dtype(value))
-        assert magnitude_of(cpu.magnitude_bits(value, np.dtype(dtype)), np.dtype(dtype)) == value
+        seen = kernels.seen(kind.type(value)) if scalar is not float else kind.type(value)
+        bits = kernels.magnitude_bits(scalar(value), kind)
+        assert bits == int(seen.view(word_of(dtype)))
+        assert kernels.magnitude_of(np.uint64(bits) if scalar is not float else bits, kind) == float(seen)

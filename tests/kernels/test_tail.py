@@ -2,97 +2,102 @@ import math
 
 import numpy as np
 import pytest
+from device.kinds import word_of
 from mpicomp.kernels import cpu
 
-DTYPES = [np.float32, np.float64]
-SIZES = [0, 1, 63, 64, 65, 1023, 1024, 1025, 5000]
+SIZES = [0, 1, 33, 63, 64, 65, 1023, 1024, 1025, 4095, 4096, 4097, 30_011]
 
 
-def laplace(size, dtype, seed=0):
-    return np.random.default_rng([size, seed]).laplace(size=size).astype(dtype)
+def laplace(size, dtype, threshold=None):
+    """Numbers with zeros and, where a threshold is given, elements equal to it, which are not above it."""
+    array = np.random.default_rng([size, 0]).laplace(size=size).astype(dtype)
+    array[::11] = 0
+    if threshold is not None:
+        array[1::11] = dtype(threshold)
+    return array
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("threshold", [0.0, 0.7, 3.0, 1e30])
-def test_what_exceeds_a_threshold(dtype, size, threshold):
-    array = laplace(size, dtype)
-    limit = float(dtype(threshold))
-    above = [abs(float(value)) - limit for value in array if abs(float(value)) > limit]
-    found = cpu.tail(array, threshold)
-    precision = 1e-5 if dtype == np.float32 else 1e-12
+def check(kernels, found, array, threshold):
+    """Compare with sums in float64, element by element."""
+    limit = float(array.dtype.type(threshold))
+    above = [abs(float(value)) - limit for value in kernels.seen(array) if abs(float(value)) > limit]
+    precision = 1e-5 if array.dtype == np.float32 and not kernels.on_gpu else 1e-12
     assert found.count == len(above)
     assert math.isclose(found.excess, math.fsum(above), rel_tol=precision)
     assert math.isclose(found.squares, math.fsum(over * over for over in above), rel_tol=precision)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_selection_above_a_threshold(dtype, size):
-    array = laplace(size, dtype)
-    threshold = float(np.abs(array[size // 2])) if size else 1.0  # one element equals it and is not selected
-    expected = [place for place in range(size) if abs(array[place]) > threshold]
-    indices, values = np.full(size + 3, 999, np.uint32), np.zeros(size + 3, dtype)
-    count = cpu.select_above(array, threshold, 11, indices, values, 2)
-    assert count == 2 + len(expected)
-    assert indices[2:count].tolist() == [11 + place for place in expected]
-    np.testing.assert_array_equal(values[2:count], array[expected])
-    assert (indices[:2] == 999).all()
-    assert (indices[count:] == 999).all()
+@pytest.mark.parametrize("threshold", [0.0, 0.7, 3.0, 1e30])
+@pytest.mark.parametrize("scalar", [float, np.float64])
+def test_tail_and_selection_above_a_threshold(kernels, dtype, threshold, scalar):
+    for size in SIZES:
+        array = laplace(size, dtype, threshold)
+        check(kernels, kernels.tail(array, scalar(threshold)), array, threshold)
+        expected = np.flatnonzero(np.abs(array) > dtype(threshold))
+        for room in (size + 3, size // 2 + 3):  # what has no room is counted
+            indices, values = np.full(room, 999, np.uint32), np.zeros(room, dtype)
+            start = 3 if scalar is float else np.int64(3)
+            count = kernels.select_above(array, scalar(threshold), 11, indices, values, start)
+            assert count == 3 + expected.size
+            if count <= room:
+                np.testing.assert_array_equal(indices[3:count], 11 + expected)
+                np.testing.assert_array_equal(values[3:count], array[expected])
+                assert (indices[:3] == 999).all()
+                assert (indices[count:] == 999).all()
 
 
-def test_what_does_not_fit_is_counted_and_not_written():
-    array = np.ones(500, np.float32)
-    memory, values = np.full(20, 999, np.uint32), np.zeros(20, np.float32)
-    assert cpu.select_above(array, 0.5, 0, memory[:10], values[:10], 0) == 500
-    assert (memory[10:] == 999).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_and_infinity_are_above_everything(dtype):
+def test_nonfinite_elements_are_above_every_threshold(kernels, dtype):
     array = np.array([1.0, np.nan, np.inf, -np.inf, -np.nan], dtype)
     indices, values = np.zeros(5, np.uint32), np.zeros(5, dtype)
-    assert cpu.select_above(array, 1e308, 0, indices, values, 0) == (4 if dtype == np.float64 else 2)
-    assert cpu.select_above(array, float(np.finfo(dtype).max), 0, indices, values, 0) == 4
-    assert cpu.tail(array, 2.0).count == 4
+    for threshold, above in ((1e308, 4 if dtype == np.float64 else 2), (float(np.finfo(dtype).max), 4)):
+        assert kernels.select_above(array, threshold, 0, indices, values, 0) == above
+    assert kernels.tail(array, 2.0).count == 4
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_among_listed_candidates(dtype):
-    array = laplace(3000, dtype)
-    index = np.empty(3000, np.uint32)
-    bits = np.empty(3000, np.uint32 if dtype == np.float32 else np.uint64)
-    out = np.empty_like(array)
-    found, _ = cpu.accumulate_candidates(array, None, out, cpu.magnitude_bits(1.0, out.dtype), 0, index, bits, 0)
-    for threshold in (1.0, 2.5, 100.0):
-        indices, values = np.zeros(found, np.uint32), np.zeros(found, dtype)
-        count = cpu.select_listed(index[:found], bits[:found], threshold, out, indices, values)
-        expected = np.flatnonzero(np.abs(array) > dtype(threshold))
-        assert indices[:count].tolist() == expected.tolist()
-        np.testing.assert_array_equal(values[:count], array[expected])
+def test_selection_among_listed_candidates(kernels, dtype):
+    for size in (1, 33, 3000, 30_011):
+        array = laplace(size, dtype)
+        index = np.flatnonzero(np.abs(array) >= 1).astype(np.uint32)
+        bits = np.abs(array[index]).view(word_of(dtype))
+        for threshold in (1.0, 2.5, 100.0):
+            indices, values = np.zeros(index.size, np.uint32), np.zeros(index.size, dtype)
+            count = kernels.select_listed(index, bits, threshold, array, indices, values)
+            expected = np.flatnonzero(np.abs(array) > dtype(threshold))
+            assert indices[:count].tolist() == expected.tolist()
+            np.testing.assert_array_equal(values[:count], array[expected])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("stride", [2, 3, 7])
+def test_tail_of_a_sample_takes_every_sth_group(kernels, dtype, shift, stride):
+    kernels.shift = shift
+    for size in (0, 1, 1023, 1024, 1025, 30_011):
+        array = laplace(size, dtype)
+        check(kernels, kernels.tail(array, 1.3, stride), array[np.arange(size) // 1024 % stride == 0], 1.3)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e-20, 1e15, 1e25, 1e37])
+def test_tail_at_every_scale_of_a_float32(kernels, scale):
+    array = (scale * np.random.default_rng(3).laplace(size=3000)).astype(np.float32)
+    limit = float(kernels.seen(np.array(scale, np.float32)))
+    check(kernels, kernels.tail(array, limit), array, limit)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_counts_above_several_thresholds(kernels, dtype, shift):
+    kernels.shift = shift
+    thresholds = [2.5, 0.0, 0.7, 1e3, 3.0, 1e-3, 5.0, 2.0, 1.0, 0.1]
+    for size in (0, 1, 4097, 30_011):
+        array = laplace(size, dtype, 2.5)
+        array[::11] = np.nan
+        expected = [int(np.sum(~(np.abs(array) <= dtype(threshold)))) for threshold in thresholds]
+        assert kernels.counts_above(array, thresholds) == expected
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_find_the_same(dtype, threads):
+def test_tail_of_several_threads_is_the_same(dtype, threads):
     array = laplace(300_001, dtype)
     for stride in (1, 3):
         expected = cpu.tail(array, 1.3, stride)
         np.testing.assert_allclose(cpu.tail(array, 1.3, stride, threads), expected, rtol=1e-6)
-
-
-def test_a_sample_takes_every_sth_group():
-    array = laplace(50_000, np.float32)
-    groups = np.concatenate([array[start : start + 1024] for start in range(0, array.size, 1024 * 7)])
-    np.testing.assert_allclose(cpu.tail(array, 1.3, 7), cpu.tail(groups, 1.3), rtol=1e-6)
-
-
-@pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e-20, 1e15, 1e25, 1e37])
-def test_every_scale_of_a_float32(scale):
-    array = (scale * np.random.default_rng(3).laplace(size=3000)).astype(np.float32)
-    limit = float(np.float32(scale))
-    above = [abs(float(value)) - limit for value in array if abs(float(value)) > limit]
-    found = cpu.tail(array, limit)
-    assert found.count == len(above)
-    assert math.isclose(found.excess, math.fsum(above), rel_tol=1e-5)
-    assert math.isclose(found.squares, math.fsum(over * over for over in above), rel_tol=1e-5)

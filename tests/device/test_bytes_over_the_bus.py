@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from gpu import device
+from device import fake_cuda
 from marks import slow
 from worlds import Ranks
 
@@ -17,7 +17,7 @@ STEPS = 3
 
 @pytest.fixture
 def cupy(emulated, monkeypatch):
-    return device.install(monkeypatch, emulated=True)
+    return fake_cuda.install(monkeypatch, emulated=True)
 
 
 def counted(cupy, compressor, collective, size, parameters=1, route="staged", shape=(-1,)):

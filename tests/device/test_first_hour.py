@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 import pytest
-from gpu import device
+from device import fake_cuda
 from mpicomp.kernels import of
 from mpicomp.kernels.gpu import compile as gpu_compile
 from worlds import Ranks
@@ -40,7 +40,7 @@ def has_gpu():
 
 
 NEEDS_GPU = pytest.mark.skipif(not has_gpu(), reason="no GPU, or no CuPy")
-PLACES = ["emulated", *(["device"] if has_gpu() else [])]
+PLACES = ["emulated", *(["cuda"] if has_gpu() else [])]
 THIRD = 1 / 3  # a factor that is rounded: a product and a sum that are joined then give other bits
 LARGE = 2**31 + 5  # elements that a signed 32-bit index does not reach
 LARGE_BYTES = 40e9  # of memory that are to be free for them
@@ -78,14 +78,14 @@ def gpu():
 
 @pytest.fixture(params=PLACES)
 def cupy(request, monkeypatch):
-    if request.param == "device":
+    if request.param == "cuda":
         return request.getfixturevalue("gpu")
     request.getfixturevalue("emulated")
-    return device.install(monkeypatch, emulated=True)
+    return fake_cuda.install(monkeypatch, emulated=True)
 
 
 def is_short(cupy):
-    return QUICK or isinstance(cupy, device.Cupy)
+    return QUICK or isinstance(cupy, fake_cuda.Cupy)
 
 
 def numbers(rank, step, numel):
@@ -253,12 +253,12 @@ def test_streams_of_torch_are_waited_for(compressor, gpu, line):
     [(mpicomp.Dense(), "allreduce"), (mpicomp.TopK(ratio=0.05), "allgather")],
     ids=str,
 )
-@pytest.mark.parametrize("where", ["emulated", *(["device"] if has_gpu() else [])])
+@pytest.mark.parametrize("where", ["emulated", *(["cuda"] if has_gpu() else [])])
 def test_overlap_with_backward_changes_no_parameter(where, compressor, collective, comm, line):
     torch = pytest.importorskip("torch")
     import mpicomp.torch
 
-    ended, overlaps, kind = [], False, "cuda" if where == "device" else "cpu"
+    ended, overlaps, kind = [], False, "cuda" if where == "cuda" else "cpu"
     for overlap in (True, False):
         torch.manual_seed(0)
         layers = [part for _ in range(4) for part in (torch.nn.Linear(128, 128), torch.nn.Tanh())]
@@ -267,7 +267,7 @@ def test_overlap_with_backward_changes_no_parameter(where, compressor, collectiv
             torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor, collective,
             comm=comm, overlap=overlap, warmup=0, bucket_bytes=1,  # one for each array, in whatever order they come
         )  # fmt: skip
-        for step in range(20 if where == "device" and not QUICK else 4):
+        for step in range(20 if where == "cuda" and not QUICK else 4):
             inputs = torch.from_numpy(numbers(comm.rank, step, 32 * 128).reshape(32, 128)).to(kind)
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
@@ -335,7 +335,7 @@ def test_pinned_copies_are_fast_and_exact(gpu, line):
 
 
 @pytest.mark.parametrize(
-    "large", [pytest.param(100_003, id="emulated"), pytest.param(LARGE, id="device", marks=NEEDS_GPU)]
+    "large", [pytest.param(100_003, id="emulated"), pytest.param(LARGE, id="cuda", marks=NEEDS_GPU)]
 )
 def test_large_arrays_are_swept_whole(large, line, monkeypatch, request):
     if large == LARGE:
@@ -345,7 +345,7 @@ def test_large_arrays_are_swept_whole(large, line, monkeypatch, request):
             pytest.skip(f"needs {LARGE_BYTES / 1e9:g} GB of free GPU memory, {free / 1e9:.1f} are")
     else:
         request.getfixturevalue("emulated")
-        cupy = device.install(monkeypatch, emulated=True)
+        cupy = fake_cuda.install(monkeypatch, emulated=True)
     gradient, out = (cupy.zeros(large, np.float32) for _ in range(2))
     gradient.fill(1)
     kernels = of(out)

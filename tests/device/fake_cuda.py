@@ -4,7 +4,7 @@ Arrays are opaque, as CuPy's are: NumPy gets at none of them but by what CuPy of
 of the host fails. What is put into a stream is done at once (``eager``), when somebody waits for it and not before
 (``lazy``), or at some time in between (``random``): whoever forgets to wait, or takes the wrong stream, gets rubbish.
 
-Kernels are those of the host (`HostKernels`), or those of CUDA in an emulation (see `gpu.standin`).
+Kernels are those of the host (`HostKernels`), or those of CUDA in an emulation (see `device.emulator`).
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import threading
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-from gpu import lazy, standin
+from device import emulator, lazy
 from mpicomp.kernels import cpu, gpu
 
 from mpicomp import kernels
@@ -371,11 +371,11 @@ class Cupy(ModuleType):
         self.driver.put(self.stream_in_use(), work)
 
     def empty(self, shape, dtype=np.float64):
-        memory = standin.Memory(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
+        memory = emulator.Memory(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
         return ndarray(memory.inside.view(dtype).reshape(shape), memory=memory)
 
     def RawModule(self, code, options=()):  # noqa: N802 (CuPy's name)
-        return _Module(self, standin.RawModule(code, options))
+        return _Module(self, emulator.RawModule(code, options))
 
     def zeros(self, shape, dtype=np.float64):
         made = self.empty(shape, dtype)
@@ -495,7 +495,7 @@ class _Module:
 
         def launch(grid, block, arguments):
             given = tuple(
-                standin.ndarray(own._host, own._memory or standin.Memory(0)) if isinstance(own, ndarray) else own
+                emulator.ndarray(own._host, own._memory or emulator.Memory(0)) if isinstance(own, ndarray) else own
                 for own in arguments
             )
             self._cupy.launches.append(name)
@@ -507,10 +507,10 @@ class _Module:
 def install(monkeypatch, schedule="eager", seed=0, emulated=False, guarded=False):
     """Put it in the place of CuPy and of the driver, with the host's kernels or emulated ones; give the module.
 
-    Where it is ``guarded``, whoever else touches its memory dies, see `gpu.guarded`.
+    Where it is ``guarded``, whoever else touches its memory dies, see `device.guarded`.
     """
     if guarded:
-        from gpu import guarded as guards  # it changes this module
+        from device import guarded as guards  # it changes this module
 
         guards.install(monkeypatch)
     driver = Driver(schedule, seed)

@@ -4,8 +4,8 @@ import sys
 
 import numpy as np
 import pytest
-from gpu import standin
-from gpu.bounds import next_bound
+from device import emulator
+from device.kinds import next_bound
 from marks import slow
 from mpicomp.kernels import cpu, gpu
 
@@ -38,11 +38,11 @@ def step(place, gradient, residual, bound, k, workspace, shift=0):
     indices, values = place.empty(k, np.uint32), place.empty(k, dtype)
     there = place.put(gradient, shift), None if residual is None else place.put(residual)
     before = int(bound.get()[0])
-    standin.launches.clear()
+    emulator.launches.clear()
     with place.quiet():
         stats = gpu.topk(*there, out, bound, indices, values, workspace)
     if place.emulated:
-        assert len(standin.launches) == LAUNCHES[dtype]
+        assert len(emulator.launches) == LAUNCHES[dtype]
     with np.errstate(all="ignore"):
         total = gradient if residual is None else gradient + residual
     expected = largest(total, k)

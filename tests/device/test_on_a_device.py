@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from gpu import device
+from device import fake_cuda
 from schemes import OTHER_PAIRS, REPRESENTED
 from worlds import Ranks
 
@@ -14,7 +14,7 @@ STEPS = 3
 
 @pytest.fixture
 def cupy(monkeypatch):
-    return device.install(monkeypatch)
+    return fake_cuda.install(monkeypatch)
 
 
 def gradients_of(rank, step, dtype=np.float32):
@@ -45,7 +45,7 @@ def compare(compressor, collective, cupy, size=3, **settings):
     found = run(compressor, collective, size, cupy.asarray, lambda: cupy.driver.to_host_bytes, **settings)
     for (_, residuals), (there, residuals_there) in zip(expected, found, strict=True):
         for own_there in there:
-            assert all(isinstance(value, device.ndarray) for value in own_there.values())
+            assert all(isinstance(value, fake_cuda.ndarray) for value in own_there.values())
         np.testing.assert_equal(residuals_there, residuals)
     last = [{name: value.get() for name, value in own.items()} for own in found[-1][0]]
     np.testing.assert_equal(last, expected[-1][0])

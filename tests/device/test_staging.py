@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu.lazy import Cupy, Driver
+from device.lazy import Cupy, Driver
 
 import mpicomp
 from mpicomp import Reducer, TopK

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu import device, standin
+from device import emulator, fake_cuda
 from marks import slow
 from mpicomp.kernels import gpu
 
@@ -37,7 +37,7 @@ def alike(first, second):
 
 @pytest.fixture
 def opaque(monkeypatch):
-    cupy = device.install(monkeypatch)
+    cupy = fake_cuda.install(monkeypatch)
     place = CudaPlace(0)
     with place.current():
         yield SimpleNamespace(cupy=cupy, place=place)
@@ -171,9 +171,9 @@ def there(place, monkeypatch):
     if place.emulated:
         # What these kernels do without, and arrays of CuPy have.
         flags = property(lambda self: self._host.flags)
-        monkeypatch.setattr(standin.ndarray, "flags", flags, raising=False)
-        monkeypatch.setattr(standin.ndarray, "copy", lambda self: standin.asarray(self._host), raising=False)
-        monkeypatch.setitem(kernels._modules, standin.ndarray, gpu)
+        monkeypatch.setattr(emulator.ndarray, "flags", flags, raising=False)
+        monkeypatch.setattr(emulator.ndarray, "copy", lambda self: emulator.asarray(self._host), raising=False)
+        monkeypatch.setitem(kernels._modules, emulator.ndarray, gpu)
     made = There(place)
     with entered(made):
         yield made
@@ -197,13 +197,13 @@ def test_the_largest_of_several_steps_without_a_word_to_the_host(there, dtype, p
     for step in range(STEPS):
         gradient = rng.laplace(size=size).astype(dtype)
         accumulated = put(there, gradient, residual, pieces)
-        standin.launches.clear()
+        emulator.launches.clear()
         with there.own.quiet():
             selection = compressor.select(accumulated, context)
             accumulated.array()
         if there.own.emulated:
-            assert standin.launches.count("concatenate") == (pieces > 1)
-            assert standin.launches.count("accumulate") == standin.launches.count("write_tiles") == 1
+            assert emulator.launches.count("concatenate") == (pieces > 1)
+            assert emulator.launches.count("accumulate") == emulator.launches.count("write_tiles") == 1
         total = gradient + residual
         expected = largest(total, 90)
         np.testing.assert_array_equal(selection.indices.get(), expected)
@@ -275,11 +275,11 @@ def test_pieces_of_all_kinds_are_gathered_first(there, dtype, scale, factor):
         tables = {}
         for _ in range(2):
             made = put(there, narrow, residual, 3, scale=scale, velocity=velocity(there.own.put), tables=tables)
-            standin.launches.clear()
+            emulator.launches.clear()
             found = compressor.select(made, Context(workspace=Workspace(there)))
             if there.own.emulated:
-                assert standin.launches.count("concatenate") == 1
-                assert standin.launches.count("accumulate") == 1
+                assert emulator.launches.count("concatenate") == 1
+                assert emulator.launches.count("accumulate") == 1
             alike(made.array().get(), host.array())
         assert list(tables) == ["pieces"]
         if compressor.id == "topk":

@@ -5,8 +5,8 @@ import sys
 
 import numpy as np
 import pytest
-from gpu import standin
-from gpu.bounds import next_bound
+from device import emulator
+from device.kinds import next_bound
 from marks import slow
 from mpicomp.kernels import gpu
 from mpicomp.kernels.gpu.sidco import gamma_threshold
@@ -68,11 +68,11 @@ def step(place, gradient, residual, ratio, distribution, stages, bound, workspac
     count = place.zeros(1, np.int64)
     there = place.put(gradient, shift), None if residual is None else place.put(residual)
     before = int(bound.get()[0])
-    standin.launches.clear()
+    emulator.launches.clear()
     with place.quiet():
         told = gpu.sidco(*there, out, k, distribution, stages, bound, indices, values, count, workspace)
     if place.emulated:
-        assert len(standin.launches) == launches(gradient.size, dtype, distribution, stages)
+        assert len(emulator.launches) == launches(gradient.size, dtype, distribution, stages)
     with np.errstate(all="ignore"):
         total = gradient if residual is None else gradient + residual
         threshold = dtype(told.threshold.item())

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter, defaultdict
 
 import numpy as np
-from gpu import device, standin
+from device import emulator, fake_cuda
 
 from mpicomp.transport import routes
 
@@ -104,7 +104,7 @@ def _span(array):
 
 
 def install(monkeypatch):
-    """Guard the memory of `gpu.device` from now on; give the arena."""
+    """Guard the memory of `device.fake_cuda` from now on; give the arena."""
     arena = Arena()
 
     def opening(owner, name, static=False):
@@ -116,31 +116,31 @@ def install(monkeypatch):
 
         monkeypatch.setattr(owner, name, staticmethod(opened) if static else opened)
 
-    opening(device.Driver, "_next", static=True)
+    opening(fake_cuda.Driver, "_next", static=True)
     for name in ("compute", "read"):
-        opening(device.Cupy, name)
+        opening(fake_cuda.Cupy, name)
     for name in ("call", "collect"):
-        opening(device.HostKernels, name)
+        opening(fake_cuda.HostKernels, name)
     for name in ("__init__", "check"):
-        opening(standin.Memory, name)
-    monkeypatch.setattr(standin, "room", arena.room)
+        opening(emulator.Memory, name)
+    monkeypatch.setattr(emulator, "room", arena.room)
 
-    make = device.ndarray.__init__
+    make = fake_cuda.ndarray.__init__
 
     def move(self, host, base=None, memory=None):
         if host.size and not arena.holds(host):
-            memory = standin.Memory(host.nbytes)
+            memory = emulator.Memory(host.nbytes)
             with arena.open():
                 there = memory.inside.view(host.dtype).reshape(host.shape)
                 there[...] = host
             host = there
         make(self, host, base, memory)
 
-    monkeypatch.setattr(device.ndarray, "__init__", move)
+    monkeypatch.setattr(fake_cuda.ndarray, "__init__", move)
 
     def arrays(leg):
         both = leg.asked.send, leg.asked.recv
-        return [own for own in both if isinstance(own, device.ndarray) and own.size]
+        return [own for own in both if isinstance(own, fake_cuda.ndarray) and own.size]
 
     begin, arrive = routes._Direct.__init__, routes._Direct.arrive
 

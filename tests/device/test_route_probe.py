@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from gpu import device
+from device import fake_cuda
 from worlds import Ranks
 
 import mpicomp
@@ -13,7 +13,7 @@ NUMEL = 3000
 
 @pytest.fixture
 def cupy(monkeypatch):
-    return device.install(monkeypatch)
+    return fake_cuda.install(monkeypatch)
 
 
 def run(cupy, compressor, size, on_device, takes):
@@ -23,7 +23,7 @@ def run(cupy, compressor, size, on_device, takes):
     values = [np.random.default_rng(rank).laplace(size=NUMEL).astype(np.float32) for rank in range(size)]
     given = [{"w": cupy.asarray(own) if there else own} for own, there in zip(values, on_device, strict=True)]
     means = [own["w"] for own in ranks.reduce(given)]
-    hosts = [own.get() if isinstance(own, device.ndarray) else own.copy() for own in means]
+    hosts = [own.get() if isinstance(own, fake_cuda.ndarray) else own.copy() for own in means]
     [expected] = {own["w"].tobytes() for own in Ranks(size, compressor).reduce([{"w": own} for own in values])}
     assert {own.tobytes() for own in hosts} == {expected}
     return [reducer._core.layout.buckets[0].place.routes for reducer in ranks.reducers]

@@ -1,7 +1,7 @@
 """Rounds on arrays of a device that MPI is given as they are: it reads and writes memory that nobody else may look at.
 
 The device's memory is the host's, so any MPI takes it. What is put into streams is done late, so what is not waited for
-is rubbish; where the memory is guarded, whoever touches it at another time dies (see `gpu.guarded`).
+is rubbish; where the memory is guarded, whoever touches it at another time dies (see `device.guarded`).
 """
 
 import contextlib
@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from device import fake_cuda
 from exchanges import LAYOUTS, OPERATIONS, at_once, in_the_background, of
-from gpu import device
 
 import mpicomp
 from mpicomp.places import RouteTable
@@ -24,12 +24,12 @@ slow = pytest.mark.slow  # what guarded memory and four kinds of messages leave 
 
 @pytest.fixture(params=["lazy", pytest.param("random", marks=slow)])
 def cupy(request, monkeypatch):
-    return device.install(monkeypatch, request.param)
+    return fake_cuda.install(monkeypatch, request.param)
 
 
 @pytest.fixture
 def guarded(monkeypatch):
-    return device.install(monkeypatch, "lazy", guarded=True)
+    return fake_cuda.install(monkeypatch, "lazy", guarded=True)
 
 
 @pytest.fixture(params=[pytest.param("0", marks=slow), "1"], ids=["blocking", "naps"])
@@ -56,7 +56,7 @@ WAYS = [("lazy", "0", None), ("lazy", "0", 9), ("random", "1", 9)]
 def transports(comm, monkeypatch, request):
     schedule, naps, limit = request.param
     monkeypatch.setenv("MPICOMP_NAPS", naps)
-    device.install(monkeypatch, schedule)
+    fake_cuda.install(monkeypatch, schedule)
     with opened(comm, limit) as made:
         yield made
 
@@ -82,7 +82,7 @@ def on_the_device(place, exchange):
 def landed(place, recv, there):
     if recv is None:
         return there
-    assert isinstance(there, device.ndarray)
+    assert isinstance(there, fake_cuda.ndarray)
     recv[:] = place.to_host(there)
     return recv
 
@@ -194,7 +194,9 @@ def reduced(comm, compressor, collective, bring):
     told = []
     for step in range(STEPS):
         means = reducer.reduce({name: bring(own) for name, own in gradients_of(comm.rank, step).items()})
-        told.append({name: own.get() if isinstance(own, device.ndarray) else own.copy() for name, own in means.items()})
+        told.append(
+            {name: own.get() if isinstance(own, fake_cuda.ndarray) else own.copy() for name, own in means.items()}
+        )
         told.append({name: reducer.residual(name).copy() for name in SHAPES})
     reducer.close()
     return told

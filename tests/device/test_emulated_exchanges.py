@@ -6,7 +6,7 @@ those, the law is looked at and that all ranks hold the same bits.
 
 import numpy as np
 import pytest
-from gpu import device
+from device import fake_cuda
 from worlds import Ranks
 
 import mpicomp
@@ -47,7 +47,7 @@ def kinds(cases):
 
 @pytest.fixture(params=SCHEDULES)
 def cupy(request, emulated, monkeypatch):
-    return device.install(monkeypatch, request.param, emulated=True)
+    return fake_cuda.install(monkeypatch, request.param, emulated=True)
 
 
 def gradients_of(rank, step):
@@ -67,7 +67,7 @@ def run(compressor, collective, bring):
 
 
 def on_host(value):
-    return value.get() if isinstance(value, device.ndarray) else value.copy()
+    return value.get() if isinstance(value, fake_cuda.ndarray) else value.copy()
 
 
 @pytest.mark.parametrize(("compressor", "collective"), kinds(SAME_BITS), ids=str)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu import standin
+from device import emulator
 
 SOURCE = """
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
@@ -95,7 +95,7 @@ KERNEL lanes(int* array, double factor) {
 def kernel(place):
     if not place.emulated:
         pytest.skip("about the emulation only")
-    module = standin.RawModule(SOURCE)
+    module = emulator.RawModule(SOURCE)
 
     def launch(name, blocks, *arguments):
         module.get_function(name)((blocks,), (64,), arguments)
@@ -104,7 +104,7 @@ def kernel(place):
 
 
 def test_collective_functions(kernel):
-    array = standin.zeros(64, np.int32)
+    array = emulator.zeros(64, np.int32)
     kernel("lanes", 1, array, 0.0)
     lane = np.arange(64) % 32
     expected = np.where(lane < 3, lane, lane - 3) + 100 * (lane ^ 16) + 10000 * 11
@@ -113,18 +113,18 @@ def test_collective_functions(kernel):
 
 def test_writing_outside_an_array(kernel):
     with pytest.raises(RuntimeError, match=r"outside: block 0, thread [0-9]+: a write outside the arrays"):
-        kernel("outside", 1, standin.zeros(5, np.int32), 5)
+        kernel("outside", 1, emulator.zeros(5, np.int32), 5)
 
 
 @pytest.mark.parametrize("index", [-1, 5, 100])
 def test_reading_outside_an_array(kernel, index):
     with pytest.raises(RuntimeError, match="beside: block 0, thread 0: a read outside the arrays"):
-        kernel("beside", 1, standin.zeros(5, np.int32), index)
+        kernel("beside", 1, emulator.zeros(5, np.int32), index)
 
 
 def test_reading_behind_a_part_of_an_array(kernel):
     """What is behind it is the array's, but the kernel was not given that."""
-    array = standin.zeros(9, np.int32)
+    array = emulator.zeros(9, np.int32)
     kernel("beside", 1, array, 5)
     with pytest.raises(RuntimeError, match="a read outside the arrays"):
         kernel("beside", 1, array[:5], 5)
@@ -140,11 +140,11 @@ def test_accesses_that_are_not_in_order(kernel, name):
         found = f"({found}|is read before it is written)"
     for _ in range(8):
         with pytest.raises(RuntimeError, match=rf"{name}: .* {found}"):
-            kernel(name, 8, standin.zeros(512, np.int32))
+            kernel(name, 8, emulator.zeros(512, np.int32))
 
 
 def test_accesses_that_are_in_order(kernel):
-    array = standin.zeros(512, np.int32)
+    array = emulator.zeros(512, np.int32)
     for _ in range(8):
         kernel("in_order", 8, array)
     thread = np.arange(512) % 64
@@ -154,24 +154,24 @@ def test_accesses_that_are_in_order(kernel):
 def test_shared_memory_that_another_block_has_written(kernel):
     for _ in range(8):
         with pytest.raises(RuntimeError, match=r"left_over: .*: shared memory is read before it is written"):
-            kernel("left_over", 8, standin.zeros(512, np.int32))
+            kernel("left_over", 8, emulator.zeros(512, np.int32))
 
 
 def test_threads_that_do_not_come(kernel):
     with pytest.raises(RuntimeError, match="alone: block 0: 40 threads wait for others that do not come"):
-        kernel("alone", 1, standin.zeros(1, np.int32))
+        kernel("alone", 1, emulator.zeros(1, np.int32))
 
 
 @pytest.mark.parametrize("name", ["apart", "shuffles", "distances", "widths"])
 def test_threads_that_meet_in_different_functions(kernel, name):
     with pytest.raises(RuntimeError, match="threads meet in different functions"):
-        kernel(name, 1, standin.zeros(1, np.int32))
+        kernel(name, 1, emulator.zeros(1, np.int32))
 
 
 def test_what_depends_on_the_order_differs_from_call_to_call(kernel):
     seen = set()
     for _ in range(8):
-        array = standin.zeros(9, np.int32)
+        array = emulator.zeros(9, np.int32)
         kernel("order", 8, array)
         seen.add(tuple(array.get()))
     assert len(seen) > 1
@@ -188,7 +188,7 @@ def test_what_depends_on_the_order_differs_from_call_to_call(kernel):
     ],
 )
 def test_arguments_that_do_not_fit_the_parameters(kernel, name, arguments):
-    given = [standin.zeros(9, np.int32) if argument == "array" else argument for argument in arguments]
+    given = [emulator.zeros(9, np.int32) if argument == "array" else argument for argument in arguments]
     with pytest.raises(AssertionError, match=name):
         kernel(name, 1, *given)
 
@@ -196,21 +196,21 @@ def test_arguments_that_do_not_fit_the_parameters(kernel, name, arguments):
 def test_waiting_for_the_device(place):
     if not place.emulated:
         pytest.skip("about the emulation only")
-    array = standin.zeros(3, np.int64)
+    array = emulator.zeros(3, np.int64)
     for wait in (lambda: array.get(), lambda: int(array[0]), lambda: bool(array[0]), lambda: array[0].item()):
         wait()
-        with standin.no_synchronisation(), pytest.raises(RuntimeError, match="the host waits"):
+        with emulator.no_synchronisation(), pytest.raises(RuntimeError, match="the host waits"):
             wait()
 
 
 def test_memory_is_not_zero_to_begin_with():
-    assert standin.empty(3, np.uint32).get().tolist() == [0xC9C9C9C9] * 3
+    assert emulator.empty(3, np.uint32).get().tolist() == [0xC9C9C9C9] * 3
 
 
 CHILD = """
 import numpy as np, pytest
-from gpu import device
-cupy = device.install(pytest.MonkeyPatch(), "lazy", guarded=True)
+from device import fake_cuda
+cupy = fake_cuda.install(pytest.MonkeyPatch(), "lazy", guarded=True)
 array = cupy.asarray(np.arange(5.0))
 array += 1
 made = np.sort(array[::-1])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from gpu import device
+from device import fake_cuda
 from worlds import Ranks
 
 import mpicomp
@@ -15,7 +15,7 @@ SCHEDULES = ["lazy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("
 
 @pytest.fixture(params=SCHEDULES)
 def cupy(request, monkeypatch):
-    return device.install(monkeypatch, request.param)
+    return fake_cuda.install(monkeypatch, request.param)
 
 
 def gradients_of(rank, step, dtype=np.float32):
@@ -30,7 +30,7 @@ def stepped(ranks, step, bring, **settings):
 
 
 def on_host(value):
-    return value.get() if isinstance(value, device.ndarray) else value.copy()
+    return value.get() if isinstance(value, fake_cuda.ndarray) else value.copy()
 
 
 def states(ranks):
@@ -116,7 +116,7 @@ def test_ranks_on_host_and_device_together(compressor, cupy):
         given = [gradients_of(rank, step) for rank in range(3)]
         own = [{name: cupy.asarray(value) for name, value in given[0].items()}, *given[1:]]
         means = mixed.reduce(own)
-        assert isinstance(means[0]["first"], device.ndarray)
+        assert isinstance(means[0]["first"], fake_cuda.ndarray)
         assert isinstance(means[1]["first"], np.ndarray)
         expected = alike.reduce(given)
         for name in SHAPES:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from gpu import device
+from device import fake_cuda
 from worlds import Ranks
 
 import mpicomp
@@ -33,12 +33,12 @@ STEPS = 5
 
 @pytest.fixture(params=["lazy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "random"))])
 def cupy(request, monkeypatch):
-    return device.install(monkeypatch, request.param)
+    return fake_cuda.install(monkeypatch, request.param)
 
 
 @pytest.fixture
 def eager(monkeypatch):
-    return device.install(monkeypatch)
+    return fake_cuda.install(monkeypatch)
 
 
 def gradients_of(rank, step, shapes=SHAPES, dtype=np.float32):
@@ -47,7 +47,7 @@ def gradients_of(rank, step, shapes=SHAPES, dtype=np.float32):
 
 
 def on_host(value):
-    return value.get() if isinstance(value, device.ndarray) else value.copy()
+    return value.get() if isinstance(value, fake_cuda.ndarray) else value.copy()
 
 
 def stepped(ranks, given, bring):
@@ -97,7 +97,7 @@ def test_what_is_remembered_moves_between_host_and_device(compressor, saves, eag
         if step == 4:
             for before, after in zip(first.reducers, second.reducers, strict=True):
                 state = before.state_dict()
-                assert not any(isinstance(own, device.ndarray) for own in leaves(state))
+                assert not any(isinstance(own, fake_cuda.ndarray) for own in leaves(state))
                 after.load_state_dict(state)
         ranks, own = (first, bring) if step < 4 else (second, other)
         np.testing.assert_equal(stepped(ranks, given, own), expected)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu import device
+from device import fake_cuda
 from marks import once
 from mpicomp.bench import devices
 from mpicomp.bench.collectives import Settings, measure
@@ -32,12 +32,12 @@ SUFFIX = " on cuda"
 
 @pytest.fixture(params=SCHEDULES)
 def cupy(request, monkeypatch):
-    return device.install(monkeypatch, request.param)
+    return fake_cuda.install(monkeypatch, request.param)
 
 
 @pytest.fixture
 def eager(monkeypatch):
-    return device.install(monkeypatch)
+    return fake_cuda.install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +156,7 @@ def one_rank(monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_for_collectives(eager, one_rank, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(device._Device, "use", lambda self: None, raising=False)
+    monkeypatch.setattr(fake_cuda._Device, "use", lambda self: None, raising=False)
     eager.cuda.runtime = SimpleNamespace(
         getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"Stand-in"}
     )
@@ -212,6 +212,6 @@ def test_a_torch_without_cuda(monkeypatch):
 
 def test_the_gpu_of_a_rank_is_made_current(eager, monkeypatch):
     used = []
-    monkeypatch.setattr(device._Device, "use", lambda self: used.append(self.id), raising=False)
+    monkeypatch.setattr(fake_cuda._Device, "use", lambda self: used.append(self.id), raising=False)
     assert devices.place_on("bench x", 0) is not HOST
     assert used == [0]

@@ -1,0 +1,299 @@
+"""Where kernels run in tests: on the host, in an emulation of a GPU on the host, and on a GPU where there is one."""
+
+import contextlib
+import functools
+import importlib.util
+import platform
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from device import emulator
+from mpicomp.kernels import cpu, gpu
+
+GPUS = ["emulated", "cuda"] if importlib.util.find_spec("cupy") else ["emulated"]
+"""Without CuPy no test is collected for a GPU; one test says so, in place of every second one."""
+
+_GUARD_BYTES = 64
+_RUBBISH = 0xA5
+
+
+def word_of(dtype):
+    """Return the unsigned integers that hold the bits of a float."""
+    return np.uint32 if dtype == np.float32 else np.uint64
+
+
+def with_specials(array):
+    """Put numbers of all kinds among the others: some that are none, zeros, and the smallest and largest ones."""
+    info = np.finfo(array.dtype)
+    few = [np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, info.tiny, -info.smallest_subnormal, 1e-40, 3e38, info.max]
+    places = np.random.default_rng(array.size).choice(array.size, min(array.size, 3 * len(few)), replace=False)
+    array[places] = np.array(few * 3)[: places.size].astype(array.dtype)
+    return array
+
+
+def next_bound(workspace, before, listed, wanted, threshold):
+    """Return the magnitude bits of the next step's bound, by definition; the workspace keeps the expected gap."""
+    gap = getattr(workspace, "expected_gap", 1 - 0.8)
+    if before:
+        if listed < wanted:
+            gap = min(0.5, 4 * gap)
+        elif listed > min(2 * wanted, workspace.room):
+            gap = max(1e-4, gap / 2)
+        elif listed < 1.2 * wanted:
+            gap = min(0.5, 1.5 * gap)
+    workspace.expected_gap = gap
+    with np.errstate(all="ignore"):
+        return cpu.magnitude_bits((1 - gap) * threshold, workspace.dtype)
+
+
+class Emulated:
+    """An emulation on the host: the code under test has never seen a GPU."""
+
+    cupy = emulator
+    emulated = True
+    quiet = staticmethod(emulator.no_synchronisation)
+    flushing = staticmethod(emulator.flushing)
+
+
+class Joining(Emulated):
+    """The same, compiled as on a GPU: a product and a sum are rounded once wherever the compiler can."""
+
+    cupy = emulator.joining
+
+
+class Cuda:
+    """A GPU, with the real CuPy."""
+
+    emulated = False
+    quiet = staticmethod(contextlib.nullcontext)
+    flushing = staticmethod(contextlib.nullcontext)
+
+    def __init__(self):
+        self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+        try:
+            count = self.cupy.cuda.runtime.getDeviceCount()
+        except self.cupy.cuda.runtime.CUDARuntimeError as error:
+            pytest.skip(f"no GPU: {error}")
+        if count == 0:
+            pytest.skip("no GPU")
+
+
+class Place:
+    """Copies arrays to a device and back."""
+
+    def __init__(self, kind):
+        self.cupy, self.emulated, self.quiet, self.flushing = kind.cupy, kind.emulated, kind.quiet, kind.flushing
+
+    def put(self, array, shift=0):
+        """Copy to the device, ``shift`` elements past an aligned address."""
+        array = np.ascontiguousarray(array)
+        memory = self.cupy.asarray(np.concatenate([np.zeros(shift, array.dtype), array.reshape(-1)]))
+        return memory[shift:]
+
+    def seen(self, array):
+        """Return an array as kernels read it: on a GPU CuPy has subnormal float32 treated as zero."""
+        if self.emulated or array.dtype != np.float32:
+            return array
+        return np.where(np.abs(array) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), array), array)
+
+    def empty(self, size, dtype, shift=0):
+        return self.cupy.empty(size + shift, dtype)[shift:]
+
+    def zeros(self, size, dtype):
+        return self.cupy.zeros(size, dtype)
+
+    def scalar(self, value, dtype):
+        return self.put(np.array([value], dtype))[0]
+
+
+class HostKernels:
+    """Kernels of the host, called with arrays between guards, ``shift`` elements past an aligned address."""
+
+    emulated = on_gpu = False
+    shift = 0
+    flushing = staticmethod(contextlib.nullcontext)
+
+    def __getattr__(self, name):
+        found = getattr(cpu, name)
+        return functools.partial(self._call, found) if callable(found) and not isinstance(found, type) else found
+
+    def seen(self, array):
+        return array
+
+    def _call(self, kernel, *args, **settings):
+        arrays = _arrays_in(args)
+        memories = {key: np.full(array.nbytes + 4 * _GUARD_BYTES, _RUBBISH, np.uint8) for key, array in arrays.items()}
+        copies = {}
+        for key, array in arrays.items():
+            shift = self.shift * array.itemsize * (array.dtype.kind == "f")
+            start = _GUARD_BYTES - memories[key].ctypes.data % _GUARD_BYTES + shift
+            copies[key] = memories[key][start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            copies[key][...] = array
+        result = kernel(*_replaced(args, copies), **settings)
+        for key, array in arrays.items():
+            if array.flags.writeable:
+                array[...] = copies[key]
+            copies[key].reshape(-1).view(np.uint8)[:] = _RUBBISH
+            assert (memories[key] == _RUBBISH).all(), f"{kernel.__name__} wrote outside an array"
+        return result
+
+
+class TwinKernels:
+    """Kernels of a GPU, called with arrays of the host: copied there and back, and held to the host's kernels.
+
+    A NumPy scalar becomes a number on the device. Nothing that a kernel does may wait for the device. Every array has
+    the bits that the host's kernel leaves; exceptions are in `TOLERANCES`.
+    """
+
+    on_gpu = True
+    shift = 0
+
+    def __init__(self, place):
+        self._place, self.emulated, self.flushing, self.seen = place, place.emulated, place.flushing, place.seen
+
+    def __getattr__(self, name):
+        found = getattr(gpu, name)
+        return functools.partial(self._call, name) if callable(found) and not isinstance(found, type) else found
+
+    def _call(self, name, *args, **settings):
+        arrays = _arrays_in(args)
+        there = {
+            key: self._place.put(array, self.shift * (array.dtype.kind == "f")).reshape(array.shape)
+            for key, array in arrays.items()
+        }
+        host = {key: array.copy() for key, array in arrays.items()}
+        on_device = (
+            np.generic if name != "pack_out_of_range" else ()
+        )  # whose number is the host's, in the array's dtype
+        given = [self._place.scalar(arg, arg.dtype) if isinstance(arg, on_device) else arg for arg in args]
+        with self._place.quiet():
+            result = getattr(gpu, name)(*_replaced(given, there), **settings)
+        result = _fetched(result)
+        for key, array in arrays.items():
+            if array.flags.writeable:
+                array[...] = there[key].reshape(-1).get().reshape(array.shape)
+        with np.errstate(all="ignore"):
+            expected = getattr(cpu, name)(*_replaced(args, host), **settings)
+        scratch = SCRATCH.get(name)
+        for key, array in arrays.items():
+            if result is not False and (scratch is None or array is not args[scratch]):  # refused input leaves anything
+                stop = result if name in COUNTING else None
+                self._compare(name, array[:stop], host[key][:stop])
+        _compare_numbers(name, result, expected)
+        return result
+
+    def _compare(self, name, array, expected):
+        """Same numbers, zeros of the same sign, NaN at the same places."""
+        if name in TOLERANCES and (name == "write_header" or array.dtype.kind == "f"):
+            if TOLERANCES[name] is not None:
+                np.testing.assert_allclose(array, expected, rtol=TOLERANCES[name], atol=1e-5 * (name[0] == "s"))
+            return
+        if name == "pack_squares" and array.dtype == np.uint8:  # scales, of which some may be NaN
+            array, expected = array.view(np.float32).view(np.uint32), expected.view(np.float32).view(np.uint32)
+            numbers = ~np.isnan(array.view(np.float32)) | ~np.isnan(expected.view(np.float32))
+            array, expected = array[numbers], expected[numbers]
+        elif array.dtype == np.float32:
+            array, expected = self.seen(array), self.seen(expected)
+        np.testing.assert_array_equal(array, expected, err_msg=name)
+        if array.dtype.kind == "f" and name != "pack_fields":  # the sign of a zero is no part of a field
+            numbers = ~np.isnan(array)
+            np.testing.assert_array_equal(np.signbit(array[numbers]), np.signbit(expected[numbers]), err_msg=name)
+
+
+TOLERANCES = {"pack_signs": 1.2e-7, "share_rounding": 1e-5, "spectrum": None, "write_header": None}
+"""Kernels whose sums, in another order, end up in arrays: relative difference, None where the test itself compares."""
+
+COUNTING = {"merge_add", "merge_subtract", "intersect"}
+"""Kernels that return how many elements of their results mean anything."""
+
+SCRATCH = {"select_candidates": 2, "conv_halve": 5, "conv_double": 5}
+"""Argument that only the host's kernel uses."""
+
+
+def _arrays_in(args):
+    """Return the arrays among arguments, and in lists among them, by identity."""
+    found = {}
+    for arg in args:
+        if isinstance(arg, np.ndarray):
+            found[id(arg)] = arg
+        elif isinstance(arg, list | tuple):
+            found |= _arrays_in(arg)
+    return found
+
+
+def _replaced(args, arrays):
+    return [
+        _replaced(arg, arrays) if isinstance(arg, list | tuple) else arrays.get(id(arg), arg) for arg in args
+    ]  # fmt: skip
+
+
+def _fetched(result):
+    """Return Python numbers for 0-d arrays of a device."""
+    if isinstance(result, tuple | list):
+        parts = [_fetched(part) for part in result]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+    return result.item() if getattr(result, "shape", None) == () else result
+
+
+def _compare_numbers(name, result, expected):
+    if isinstance(expected, tuple | list):
+        for number, other in zip(result, expected, strict=True):
+            _compare_numbers(name, number, other)
+    elif isinstance(expected, float | np.floating):
+        if name not in ("logarithms", "norm_change", "share_rounding"):  # sums that nearly cancel; tests compare them
+            np.testing.assert_allclose(result, expected, rtol=1e-5, err_msg=name)
+    elif isinstance(expected, bool | np.bool_ | int | np.integer):
+        assert result == expected, name
+
+
+@pytest.fixture(scope="session")
+def _built(tmp_path_factory):
+    emulator.folder = tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture
+def emulated(request, monkeypatch):
+    """Let sources be compiled for the emulation, by tests with arrays of their own."""
+    if shutil.which(emulator.COMPILER) is None:
+        pytest.skip(f"no {emulator.COMPILER} to build the emulation with")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the emulation switches between threads in assembly for x86-64")
+    request.getfixturevalue("_built")
+    # So that small arrays, too, have more tiles than blocks.
+    monkeypatch.setattr("mpicomp.kernels.gpu.compile.LIMIT", 3)
+
+
+def _place(name, kind, request, monkeypatch):
+    if name == "cuda":
+        kind = Cuda()
+    else:
+        request.getfixturevalue("emulated")
+    monkeypatch.setitem(sys.modules, "cupy", kind.cupy)
+    return Place(kind)
+
+
+@pytest.fixture(params=GPUS)
+def place(request, monkeypatch):
+    return _place(request.param, Emulated, request, monkeypatch)
+
+
+@pytest.fixture(params=GPUS)
+def joining_place(request, monkeypatch):
+    """Where products and sums are joined: on a GPU, and in an emulation whose compiler does it as the GPU's."""
+    return _place(request.param, Joining, request, monkeypatch)
+
+
+@pytest.fixture
+def gpu_kernels(kernels):
+    """Those of a GPU alone, for tests of what the host lacks, or that compare it with the host only."""
+    return kernels
+
+
+@pytest.fixture
+def kernels(request, monkeypatch):
+    """The kernels of a kind of device, called with NumPy arrays; parametrized in tests/kernels/conftest.py."""
+    if request.param == "cpu":
+        return HostKernels()
+    return TwinKernels(_place(request.param, Joining, request, monkeypatch))

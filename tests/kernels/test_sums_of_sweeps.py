@@ -1,0 +1,85 @@
+"""Sums have the same bits at every call, and their memory serves again."""
+
+import numpy as np
+import pytest
+from device import emulator
+from device.kinds import word_of
+from marks import slow
+from mpicomp.kernels import cpu, gpu
+
+SWEEPS = {
+    "accumulate": ["accumulate"],
+    "accumulate_candidates": ["accumulate", "count_tiles", "write_tiles"],
+    "logarithms": ["logarithms"],
+    "tail": ["tail"],
+    "counts_above": ["counts_above"],
+    "energy": ["energy"],
+    "scale": ["scale"],
+    "share_rounding": ["share_rounding"],
+    "norm_change": ["norm_change"],
+    "narrow": ["narrow_fp16"],
+    "pack_signs": ["pack_signs"],
+    "pack_grid": ["measure_norms", "pack_codes"],
+    "pack_exponents": ["pack_exponents"],
+    "pack_fields": ["pack_fields"],
+}
+
+
+def arguments_of(place, name, array):
+    """Return the arguments of a sweep."""
+    size, kind = array.size, array.dtype
+    there, other, out = place.put(array), place.put(array[::-1]), place.empty(size, kind)
+    words, ones = place.empty(-(-size // 64), np.uint64), place.put(np.ones(1, kind))
+    return {
+        "accumulate": lambda: (there, other, out),
+        "accumulate_candidates": lambda: (
+            *(there, other, out, cpu.magnitude_bits(2.0, kind), 0),
+            *(place.empty(size, np.uint32), place.empty(size, word_of(kind)), 0),
+        ),
+        "logarithms": lambda: (there, 2),
+        "tail": lambda: (there, 0.5),
+        "counts_above": lambda: (there, [0.5, 1.0]),
+        "energy": lambda: (there,),
+        "scale": lambda: (there, 1.0),
+        "share_rounding": lambda: (there, place.put(array), 3, other, place.put(array)),
+        "norm_change": lambda: (there, place.put(np.arange(size, dtype=np.uint32)), other),
+        "narrow": lambda: (there, "fp16", place.empty(size, np.uint16), out),
+        "pack_signs": lambda: (there, 640, place.empty(-(-size // 640), np.float32), words),
+        "pack_grid": lambda: (
+            *(there, 512, 4, "max", place.empty(-(-size // 512), np.float32)),
+            *(place.empty(4 * words.size, np.uint64), out, 3),
+        ),
+        "pack_exponents": lambda: (there, words, place.empty(size, np.uint8), out, 5),
+        "pack_fields": lambda: (there, ones, ones, 3, 6, None, place.empty(gpu.words_of(size, 6), np.uint64), out),
+    }[name]()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
+@pytest.mark.parametrize("name", SWEEPS)
+def test_sums_have_the_same_bits_at_every_call(place, dtype, name):
+    """The emulation runs blocks and threads in another order every time; the last block makes the sums."""
+    array = np.random.default_rng(0).laplace(size=50_000).astype(dtype)
+    arguments, runs = arguments_of(place, name, array), set()
+    for _ in range(4):
+        emulator.launches.clear()
+        with place.quiet():
+            result = getattr(gpu, name)(*arguments)
+        assert not place.emulated or emulator.launches == SWEEPS[name]
+        result = result[1] if name == "accumulate_candidates" else result
+        runs.add(tuple(number.item() for number in (result if isinstance(result, tuple | list) else (result,))))
+    assert len(runs) == 1
+    assert all(np.isfinite(runs.pop()))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4097, 30_011])
+def test_memory_of_sums_serves_again(place, size):
+    """A launch leaves the ticket as it found it, and takes over nothing of what the one before left."""
+    workspace, bound = gpu.Workspace(max(size, 1), 0, np.float32), place.zeros(1, np.uint64)
+    rng = np.random.default_rng(size)
+    for _ in range(3):
+        array = rng.laplace(size=max(size, 1)).astype(np.float32)
+        out, chosen = place.empty(array.size, np.float32), (place.empty(1, np.uint32), place.empty(1, np.float32))
+        stats = gpu.topk(place.put(array), None, out, bound, *chosen, workspace)
+        moments = gpu.accumulate(place.put(array), None, out)
+        assert [x.item() for x in stats[:4]] == [x.item() for x in moments]
+        assert workspace.moments.memory.view(np.uint64).get()[0] == 0
