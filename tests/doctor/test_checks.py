@@ -4,14 +4,32 @@ import itertools
 import random
 
 import pytest
-from doctor.ranks import rank
+from golden import check_golden
 
-from mpicomp.doctor import checks
+from mpicomp.doctor import checks, render
 from mpicomp.doctor.checks import NOTES, PROBLEMS, Facts, run_checks
 from mpicomp.doctor.probes import Clocks
-from mpicomp.doctor.ranks import by_host, named, spans
+from mpicomp.doctor.ranks import Rank, by_host, named, spans
 from mpicomp.doctor.transports import ForkSafety, Transports
+from mpicomp.system.gpus import Gpu
 from mpicomp.system.launcher import Problem
+
+VERSIONS = ("mpi_version", "python_version", "mpicomp", "mpi4py", "numpy", "numba", "torch")
+
+
+def rank(number, leader=0, host="a", cpus=(0, 1), gpu=None, versions=(), **fields):
+    """Return a rank with one thread and no problem; `gpu` is the number of its device."""
+    device = None if gpu is None else Gpu(str(gpu), "H200", f"GPU-{host}{gpu}")
+    defaults = {
+        "device": device,
+        "threads": 1,
+        "threads_from": "OMP_NUM_THREADS=1",
+        "cpus_per_task": None,
+        "gpu_mask": None,
+    }
+    defaults |= {"gpu_error": None, "unresolved": (), "versions": {**dict.fromkeys(VERSIONS, "1"), **dict(versions)}}
+    return Rank(rank=number, leader=leader, host=host, cpus=tuple(cpus), **{**defaults, **fields})
+
 
 EIGHT = {"threads": 8, "threads_from": "OMP_NUM_THREADS is not set"}
 SIXTEEN = {"threads": 16, "threads_from": "OMP_NUM_THREADS is not set", "cpus_per_task": 4}
@@ -236,3 +254,41 @@ def test_ranks_of_hosts_with_one_name_are_apart():
     ranks = [rank(0), rank(1, leader=1), rank(2), rank(3, leader=1)]
     assert [[one.rank for one in of_host] for of_host in by_host(ranks)] == [[0, 2], [1, 3]]
     assert (named([rank(3)]), named([rank(0), rank(1), rank(5)])) == ("rank 3", "ranks 0-1,5")
+
+
+BINDING = [
+    {"rank": rank, "host": f"n{rank // 2}", "cpus": "0-3", "threads": 4, "reason": "OMP_NUM_THREADS=4"}
+    for rank in range(4)
+]
+REPORT = {
+    "schema": 1,
+    "mpi": {
+        "vendor": "MPICH 5.0.2",
+        "library": None,
+        "origin": None,
+        "version": "MPICH Version: 5.0.2",
+        "standard": "5.0",
+        "thread_level": "multiple",
+    },
+    "ranks": 4,
+    "hosts": [{"name": f"n{host}", "ranks": [2 * host, 2 * host + 1], "cores": 4} for host in range(2)],
+    "cuda_aware": {"value": False, "reason": "asked"},
+    "gpus": ["0: A", "1: A", "0: B", "none"],
+    "binding": BINDING,
+    "transports": {"library": "ucx", "inside": "shared memory", "between": "tcp", "reason": "UCX_TLS=tcp"},
+    "link": {"between": "hosts", "latency_s": 5.2471e-3, "bytes_per_s": 11.83e6},
+    "clocks": {"error_s": 24e-6, "wall_difference_s": 12.0},
+    "fork": {"method": "fork", "dangerous": True, "reason": "mlx5_0 shares memory"},
+    "launcher": {"name": "slurm", "size": 4},
+    "python": {"version": "3.11", "executable": "python"},
+    "packages": {"mpicomp": "1", "cupy": None},
+    "problems": [{"what": "bad", "fix": "do"}],
+    "notes": [{"what": "slow", "fix": "wait"}],
+}
+NO_MPI = dict.fromkeys(("mpi", "transports", "link", "clocks", "fork")) | {"ranks": 0, "hosts": [], "binding": []}
+HEALTHY = {"link": None, "clocks": None, "gpus": ["none"] * 4, "problems": [], "notes": []}
+
+
+def test_report_reads_as_the_file():
+    reports = (REPORT, REPORT | HEALTHY, REPORT | HEALTHY | NO_MPI | {"gpus": []})
+    check_golden("doctor", "\n\n====\n\n".join(render(report) for report in reports))

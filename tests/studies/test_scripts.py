@@ -3,10 +3,14 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import gpu_first_hour
 import pytest
+from lab_jobs import execute, last_words
 from marks import slow
+from study_words import call
 
 STUDIES = Path(__file__).resolve().parents[2] / "studies"
 SCRIPTS = [
@@ -75,3 +79,65 @@ def test_checks_write_what_checks_cost(mpiexec, tmp_path):
     assert written["interval"][0] <= written["ratio"] <= written["interval"][1]
     assert 0 < written["replicas"] < written["inside"] < 0.5
     assert written["inside_interval"][0] <= written["inside"] <= written["inside_interval"][1]
+
+
+def test_crashes_and_hangs_end_with_their_process():
+    status, output = gpu_first_hour.run_limited([sys.executable, "-c", "import os; os.abort()"], {}, 30.0)
+    assert (status, output) == (-6, "")
+    assert gpu_first_hour.run_limited([sys.executable, "-c", "import time; time.sleep(60)"], {}, 0.5) == (None, "")
+
+
+def test_first_hour_without_a_gpu_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(gpu_first_hour.places_driver, "driver", lambda: None)
+    assert call(gpu_first_hour, []) == gpu_first_hour.NO_GPU
+    assert capsys.readouterr().out.startswith("gpu_first_hour: no GPU to use: there is none here")
+
+
+def test_first_hour_begins_no_check_when_time_is_over(capsys, monkeypatch):
+    monkeypatch.setattr(gpu_first_hour, "_TOTAL_S", 0.0)
+    assert call(gpu_first_hour, ["--emulated"]) == 1
+    assert "not begun: 0 s are over" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_first_hour_holds_on_the_stand_in(tmp_path, capsys):
+    path = tmp_path / "lines.json"
+    assert call(gpu_first_hour, ["--emulated", "--quick", "--json", str(path)]) == 0
+    holds = {row["check"]: row["holds"] for row in json.loads(path.read_text())["rows"]}
+    assert sum(map(bool, holds.values())) > 8
+    assert holds["two ranks on one GPU: nothing is lost"]
+    assert "0 do not" in capsys.readouterr().out
+
+
+def test_execute_ends_with_the_command_or_the_time(tmp_path):
+    log = tmp_path / "log"
+    words = "import sys; print('here', flush=True); print('ValueError: there', file=sys.stderr); sys.exit(5)"
+    assert execute([sys.executable, "-c", words], {}, log, 60.0) == 5
+    assert log.read_text().splitlines()[0] == "here"
+    assert last_words(log) == "ValueError: there"
+    pid = tmp_path / "pid"
+    words = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+    begin = time.monotonic()
+    assert execute([sys.executable, "-c", words], {}, log, 2.0) is None
+    assert time.monotonic() - begin < 50
+    assert not Path(f"/proc/{pid.read_text()}").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("", ""),
+        ("a\nb\n\n", "b"),
+        ("lab: needs root\n", "lab: needs root"),
+        (
+            "Traceback\n  x\nmpicomp.errors.MpicompError: bad: worse\n=== EXIT CODE: 1\n",
+            "mpicomp.errors.MpicompError: ",
+        ),
+        ("mpicomp: train: no\nsome more\n", "mpicomp: train: no"),
+    ],
+)
+def test_last_words_are_the_last_line_of_an_error(text, last, tmp_path):
+    (tmp_path / "log").write_text(text)
+    assert last_words(tmp_path / "log").startswith(last)
+    assert last_words(tmp_path / "none") == ""

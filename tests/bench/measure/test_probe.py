@@ -2,6 +2,7 @@
 
 import pytest
 from mpicomp.bench.measure import probe
+from mpicomp.bench.measure.interleaved import Kernel, take_turns
 
 from mpicomp.transport import LocalWorld
 
@@ -63,3 +64,14 @@ def test_slow_network_is_measured_fewer_times(measured):
     found, calls = measured(one=[4.0])
     assert (found.seconds, found.repeats) == (4.0, 2)
     assert calls == {"one": 3}
+
+
+def test_slow_kernels_are_repeated_less():
+    class Nap(Kernel):
+        def run(self):
+            for _ in range(1 if self.name == "quick" else 100_000):
+                pass
+
+    quick, slow, copy = Nap("quick"), Nap("slow"), Nap("quick")
+    take_turns([quick, slow], copy, 16)
+    assert (len(quick.seconds), len(slow.seconds), len(copy.seconds)) == (16, 4, 20)

@@ -37,9 +37,6 @@ def report(folder, *names, more=()):
     return page.read_text()
 
 
-# ---- reading
-
-
 def test_read_lines_gives_arrays_over_steps(tmp_path):
     path = tmp_path / "m.jsonl"
     write_lines(path, 30, layers=5, buckets=2)
@@ -152,9 +149,6 @@ def test_bins_hold_every_step_once(steps):
                 assert found[row, column] == pytest.approx(plain(known) if known else math.nan, nan_ok=True)
 
 
-# ---- the verdict
-
-
 def test_verdict_ranks_runs_by_quality(tmp_path):
     """The quickest step never gets there; of the other two, the one with the shorter steps is there first."""
 
@@ -191,9 +185,6 @@ def test_verdict_names_other_differences_of_runs(tmp_path):
         write_outcome(tmp_path / f"{name}.json", 20, ranks=ranks)
     sentences = verdict(read_runs([str(tmp_path / "one.json"), str(tmp_path / "two.json")]))
     assert sentences[-1].startswith("The runs differ in ranks (one 2, two 4) and hosts (one 2, two 4), too.")
-
-
-# ---- the page
 
 
 class Page(HTMLParser):
@@ -379,9 +370,6 @@ def test_report_without_a_library_names_the_install(monkeypatch, capsys, tmp_pat
     assert "pip install 'mpicomp[report]'" in message
 
 
-# ---- the page in a browser
-
-
 OVER = """
 const wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
 const over = [];
@@ -440,9 +428,6 @@ def test_page_fits_every_window_of_a_browser(compared, tmp_path):
 
 def _rgb(colour):
     return f"rgb({', '.join(str(int(colour[start : start + 2], 16)) for start in (1, 3, 5))})"
-
-
-# ---- long runs
 
 
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""What travels between the hosts of a lab: recorded bytes, trainings, and scripts of users."""
+
+import json
+from pathlib import Path
+
+import pytest
+from marks import slow
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
+
+
+@pytest.mark.parametrize("hosts", [3, slow(4)])
+@pytest.mark.parametrize(
+    ("config", "collective", "steps"),
+    [
+        slow({"id": "dense"}, "allreduce", 10),
+        slow({"id": "dense"}, "scatter-reduce", 10),
+        slow({"id": "dense", "wire": "bf16"}, "scatter-reduce", 20),
+        ({"id": "topk", "ratio": 0.01}, "allgather", 100),
+        slow({"id": "topk", "ratio": 0.1}, "star-topk", 20),
+    ],
+    ids=["allreduce", "scatter-reduce", "bf16", "allgather", "star-topk"],
+)
+def test_links_count_the_recorded_bytes(lab, tmp_path, hosts, config, collective, steps):
+    counters = tmp_path / "counters.json"
+    done = lab(
+        *("--hosts", str(hosts), "--bandwidth", "1gbit", "--latency", "0us", "--counters", str(counters)),
+        command=[
+            "python",
+            str(Path(__file__).with_name("exchange.py")),
+            json.dumps(config),
+            collective,
+            "1000000",
+            str(steps),
+        ],
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    recorded = json.loads(done.stdout)
+    counted = [host["tx_bytes"] for host in json.loads(counters.read_text())["hosts"]]
+    assert len(counted) == len(recorded) == hosts
+    # Libraries share the work of a reduction or a broadcast unevenly among three ranks; the sum is the same.
+    assert sum(counted) == pytest.approx(sum(recorded), rel=0.05)
+    if hosts == 4 and collective != "star-topk":
+        assert counted == pytest.approx(recorded, rel=0.05)
+
+
+@pytest.mark.slow
+def test_exchanges_cross_the_links(lab, tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    words = ["--task", "digits", "--exchange", "none,dense:ring,ddp,ddp-fp16", "--steps", "12", "--blocks", "3"]
+    command = ["mpicomp", "bench", "training", *words, "--warm-up", "2", "--json", str(tmp_path / "out.json")]
+    done = lab("--hosts", "2", "--bandwidth", "1gbit", "--latency", "0us", command=command, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    none, *others = rows
+    assert none["link_bytes"] < 5000
+    for row in others:
+        assert row["hosts"] == 2
+        assert row["wire_bytes"] < row["link_bytes"] < 1.2 * row["wire_bytes"] + 5000  # headers, and ranks that meet
+
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "script_shapes.py"
+
+
+def test_scripts_on_two_hosts_resume(lab, tmp_path):
+    pytest.importorskip("torch")
+    command = ["python", str(SCRIPTS), str(tmp_path)]
+    done = lab("--hosts", "2", "--bandwidth", "1gbit", "--latency", "0us", command=command, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == {"images", "closures", "characters"}
+    for name, script in found.items():
+        assert script["replicas"] == [True, True], name
+        assert script["resumed"][1], name  # with a collective that is named
+        # Clipping before step() does not go with an exchange during backward: that is said once.
+        clips = name != "images"
+        assert script["overlaps"] == [not clips] * 2, name
+        for warnings in script["warnings"]:
+            about = [each for each in warnings if "while backward goes on" in each]
+            assert len(about) == clips, warnings
