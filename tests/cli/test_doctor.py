@@ -49,7 +49,7 @@ def test_healthy_job_has_no_problem(mpiexec, ranks):
 
 
 def check_fields(report):
-    """Compare every field with docs/doctor.md."""
+    """Compare every field with docs/cluster.md."""
     parts = {
         "The report": report,
         "`mpi`": report["mpi"],
@@ -120,8 +120,8 @@ def test_without_mpi_library_the_fields_are_the_same(alone):
     report = json.loads(ended.stdout)
     assert report["problems"][0]["what"].startswith("mpi4py finds no MPI library")
     assert "pip install 'mpicomp[mpich]'" in report["problems"][0]["fix"]
-    assert list(report) == list(documented("doctor.md", "The report"))
-    check_types(report, documented("doctor.md", "The report"))
+    assert list(report) == list(documented("cluster.md", "The report"))
+    check_types(report, documented("cluster.md", "The report"))
 
 
 def test_missing_mpi4py_is_a_problem(alone, tmp_path):
