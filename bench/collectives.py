@@ -17,8 +17,8 @@ from mpicomp.bench.measure.timed_plan import TimedPlan, differing_settings, rows
 from mpicomp.collectives import bind, variants
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel, measure_kernels
+from mpicomp.device import HOST, Device
 from mpicomp.errors import IncompatiblePairError
-from mpicomp.places import HOST, Place
 from mpicomp.transport import Transport
 
 AUTO = "auto"
@@ -54,10 +54,10 @@ def measure(
     model: CostModel | None,
     say: Callable[[str], None],
     done: Callable[[list[dict[str, Any]]], None],
-    place: Place = HOST,
+    device: Device = HOST,
 ) -> list[dict[str, Any]]:
     """Measure everything, cell by cell. Collective."""
-    bench = _Bench(settings, transport, model, say, place)
+    bench = _Bench(settings, transport, model, say, device)
     found: list[dict[str, Any]] = []
     with _without_warnings():
         for numel in settings.numels:
@@ -92,13 +92,13 @@ class _Bench:
         transport: Transport,
         model: CostModel | None,
         say: Callable[[str], None],
-        place: Place,
+        device: Device,
     ) -> None:
         self.settings = settings
         self.transport = transport
         self.model = model
         self.say = say
-        self.place = place
+        self.device = device
         self.ranks, self.hosts = transport.group.size, transport.hosts()
         self.residuals = Residuals(transport.group.rank)
         self.compiled: list[Plan] = []
@@ -107,7 +107,7 @@ class _Bench:
         """Measure everything at one length."""
         settings = self.settings
         flat = self.hosts in (1, self.ranks)
-        gradients = Gradients(numel, self.transport.group.rank, self.place)
+        gradients = Gradients(numel, self.transport.group.rank, self.device)
         dense_plans = plans_of(Dense(), None, flat)
         named = plans_of(Dense(), settings.collectives, flat) if Dense() in settings.compressors else []
         dense_plans += [plan for plan in named if plan not in dense_plans]
@@ -136,8 +136,8 @@ class _Bench:
         model = self._copy()
         if model is not None and plans:
             schemes = [bind(plan.compressor.bind([""], [numel]), plan.collective) for plan in plans]
-            feedback, group, there = plans[0].compressor.feedback, self.transport.group, self.place is not HOST
-            measuring = measure_kernels(model, schemes, feedback, self.transport, place=self.place, on_device=there)
+            feedback, group, there = plans[0].compressor.feedback, self.transport.group, self.device is not HOST
+            measuring = measure_kernels(model, schemes, feedback, self.transport, device=self.device, on_device=there)
             self.transport.run(measuring)
             expected = model.candidates(schemes, numel, np.dtype(np.float32), group, on_device=there).seconds()
             for timing, seconds in zip(timings, expected, strict=True):
@@ -264,13 +264,13 @@ class _Bench:
         """Have kernels compiled and connections made, before anything is timed."""
         if plan not in self.compiled:
             self.compiled.append(plan)
-            runner = self._runner(plan, Gradients(_COMPILING, place=self.place), None)
+            runner = self._runner(plan, Gradients(_COMPILING, device=self.device), None)
             runner.step()
             runner.step()
             runner.close()
 
     def _timed(self, plan: Plan, numel: int, settings: str) -> TimedPlan:
-        device = "cpu" if self.place is HOST else "gpu"
+        device = "cpu" if self.device is HOST else "gpu"
         return TimedPlan(plan, numel, self.ranks, self.hosts, settings, device)
 
     def _runner(self, plan: Plan, gradients: Gradients, model: CostModel | None) -> Runner:

@@ -3,9 +3,9 @@
 import importlib
 from typing import Any
 
+from mpicomp.device import driver as cuda
+from mpicomp.device.cuda import CudaDevice
 from mpicomp.errors import ConfigurationError, LaunchError, MpicompError
-from mpicomp.places import driver as cuda
-from mpicomp.places.cuda import CudaPlace
 from mpicomp.system import gpus
 
 Found = int | MpicompError
@@ -30,8 +30,8 @@ def cupy_of(command: str) -> Any:
         ) from error
 
 
-def place_on(command: str, found: Found) -> CudaPlace:
-    """Return a place on a GPU, which is made the current one."""
+def device_on(command: str, found: Found) -> CudaDevice:
+    """Return a device on a GPU, which is made the current one."""
     cupy = cupy_of(command)
     number = _number(command, found)
     if cuda.driver() is None:
@@ -43,12 +43,12 @@ def place_on(command: str, found: Found) -> CudaPlace:
         cupy.cuda.Device(number).use()
     except RuntimeError as error:  # CuPy's own is one
         raise ConfigurationError(f"{command}: --device gpu: {error}; use --device cpu") from error
-    return CudaPlace(number)
+    return CudaDevice(number)
 
 
-def current_place(command: str) -> CudaPlace:
-    """Return a place on the current GPU; see `place_on`."""
-    return place_on(command, cupy_of(command).cuda.runtime.getDevice())
+def current_gpu(command: str) -> CudaDevice:
+    """Return the current GPU; see `device_on`."""
+    return device_on(command, cupy_of(command).cuda.runtime.getDevice())
 
 
 def device_name(command: str) -> str:

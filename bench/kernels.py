@@ -36,8 +36,8 @@ from mpicomp.compressors import (
     compressor_class,
     list_compressors,
 )
+from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError
-from mpicomp.places import HOST, Place
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace
@@ -93,23 +93,23 @@ def check_memory(settings: Settings) -> None:
         )
 
 
-def measure(settings: Settings, place: Place = HOST) -> list[dict[str, Any]]:
+def measure(settings: Settings, device: Device = HOST) -> list[dict[str, Any]]:
     """Measure everything in turns, so that other load on the machine affects all kernels alike.
 
     Each timed call follows a copy of the array: the copies are as many as the calls, see the same conditions, and
     leave the same things in the caches. A GPU is measured twice: idle, where a call includes the host's time to
     launch it, and behind other work, as in a training.
     """
-    with place.current():
-        gradients = Gradients(settings.numel, place=place)
-        copy = Copy("memcpy", gradients, threads=None if place.device is not None else 1)
-        if place.device is None:
+    with device.active():
+        gradients = Gradients(settings.numel, device=device)
+        copy = Copy("memcpy", gradients, threads=None if device.number is not None else 1)
+        if device.number is None:
             measured = list(_host_kernels(settings, gradients))
         else:
             measured = list(_gpu_kernels(settings, gradients))
         for kernel in measured:
             kernel.warm()
-        if place.device is None:
+        if device.number is None:
             take_turns(measured, copy, settings.repeats)
             return rows_of(measured, copy, settings.numel)
         take_turns(measured, copy, settings.repeats, _event_clock)
@@ -179,7 +179,7 @@ def _host_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
 
 def _gpu_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
     """Yield compressors, each with a bucket of its own, and kernels on what exact top-k leads to."""
-    place, numel = gradients.place, gradients.numel
+    device, numel = gradients.device, gradients.numel
     for compressor in settings.compressors:
         yield compress_on_gpu(compressor, gradients)
     arrays = []
@@ -187,30 +187,30 @@ def _gpu_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
     for ratio in settings.ratios:
         array, k, messages = _step_messages(ratio, gradients)
         arrays.append(array)
-        selecting_kernels.append(DecodeOnGpu("decode", messages, numel, place, ratio=ratio, threads=None))
-        selecting_kernels += _torch_topk(array, k, place, ratio, None)
-    yield Spectrum("spectrum", arrays[0], 1, place, threads=None)
-    yield Spectrum("spectrum.sampled", arrays[0], _STRIDE, place, threads=None)
+        selecting_kernels.append(DecodeOnGpu("decode", messages, numel, device, ratio=ratio, threads=None))
+        selecting_kernels += _torch_topk(array, k, device, ratio, None)
+    yield Spectrum("spectrum", arrays[0], 1, device, threads=None)
+    yield Spectrum("spectrum.sampled", arrays[0], _STRIDE, device, threads=None)
     yield from sorted(selecting_kernels, key=lambda kernel: kernel.name)
 
 
 def compress_on_gpu(compressor: Compressor, gradients: Gradients) -> Compress:
     """Return the kernel that times a compressor, with a bucket of its own where the gradients are."""
     assert isinstance(compressor, Sparsifier | SharedSparsifier)
-    numel, place = gradients.numel, gradients.place
-    selecting = Selecting(compressor, numel, Context(workspace=Workspace(place)), finite=True)
-    bucket = make_bucket(numel, compressor, compressor.feedback, place=place)
+    numel, device = gradients.numel, gradients.device
+    selecting = Selecting(compressor, numel, Context(workspace=Workspace(device)), finite=True)
+    bucket = make_bucket(numel, compressor, compressor.feedback, device=device)
     ratio = getattr(compressor, "ratio", None)
     return Compress(f"{compressor.id}.compress", selecting, bucket, gradients, ratio=ratio, threads=None)
 
 
-def _torch_topk(array: Any, k: int, place: Place, ratio: float, threads: int | None) -> Iterable[Kernel]:
+def _torch_topk(array: Any, k: int, device: Device, ratio: float, threads: int | None) -> Iterable[Kernel]:
     """Return the kernel of `torch.topk`; none where there is no torch, or it finds no GPU."""
     if importlib.util.find_spec("torch") is None:
         return []
-    if place.device is not None and not importlib.import_module("torch").cuda.is_available():
+    if device.number is not None and not importlib.import_module("torch").cuda.is_available():
         return []
-    return [TorchTopk("torch.topk", array, k, place, ratio=ratio, threads=threads)]
+    return [TorchTopk("torch.topk", array, k, device, ratio=ratio, threads=threads)]
 
 
 def _rank_messages(

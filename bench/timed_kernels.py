@@ -1,6 +1,5 @@
 """Kernels that are timed: copies, compressors, decoding, codes of indices, spectra, and other libraries' top-k."""
 
-# ruff: noqa: D102, overrides of `Kernel`
 import contextlib
 import importlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from mpicomp import kernels
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors import Quantiser
 from mpicomp.compressors.wire_format import parse_header, parse_message
-from mpicomp.places import Place, numbers
+from mpicomp.device import Device, to_python
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.workspace import Workspace
 
@@ -32,7 +31,7 @@ class Copy(Kernel):
     gradients: Gradients
 
     def __post_init__(self) -> None:
-        self._out = self.gradients.place.zeros(self.gradients.numel, DTYPE)
+        self._out = self.gradients.device.zeros(self.gradients.numel, DTYPE)
         self._source = self.gradients.fresh()
 
     def prepare(self) -> None:
@@ -147,19 +146,19 @@ class DecodeOnGpu(Kernel):
 
     messages: Sequence[Any]
     numel: int
-    place: Place
+    device: Device
 
     def __post_init__(self) -> None:
-        self._workspace = Workspace(self.place)
+        self._workspace = Workspace(self.device)
         bounds = list(pairwise(accumulate((message.size for message in self.messages), initial=0)))
-        self._all = self.place.empty(bounds[-1][1], np.uint8)
+        self._all = self.device.empty(bounds[-1][1], np.uint8)
         for (start, stop), message in zip(bounds, self.messages, strict=True):
             self._all[start:stop] = message
         self._headers = [parse_header(self._all[start:stop], self.numel, DTYPE, start=start) for start, stop in bounds]
 
     def run(self) -> None:
         mean = SparseMean.cleared(self._workspace, self.numel, DTYPE)
-        numbers(mean.add_messages(self._all, self._headers, 1 / len(self._headers)))  # whether indices were right
+        to_python(mean.add_messages(self._all, self._headers, 1 / len(self._headers)))  # whether indices were right
 
 
 @dataclass
@@ -191,10 +190,10 @@ class Spectrum(Kernel):
 
     array: Any
     stride: int
-    place: Place
+    device: Device
 
     def __post_init__(self) -> None:
-        self._counts, self._energies = self.place.zeros(cpu.BINS, np.int64), self.place.zeros(cpu.BINS, np.float64)
+        self._counts, self._energies = self.device.zeros(cpu.BINS, np.int64), self.device.zeros(cpu.BINS, np.float64)
 
     def run(self) -> None:
         kernels.spectrum(self.array, self._counts, self._energies, self.stride, self.threads or 1)
@@ -220,7 +219,7 @@ class TorchTopk(Kernel):
 
     array: Any
     k: int
-    place: Any
+    device: Any
 
     def __post_init__(self) -> None:
         self._torch = importlib.import_module("torch")  # where it is installed; nothing else here needs it
@@ -231,8 +230,10 @@ class TorchTopk(Kernel):
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
         """Have torch compute with the threads of the row, or in the stream of a GPU."""
-        if self.place.device is not None:
-            with self._torch.cuda.stream(self._torch.cuda.ExternalStream(self.place.stream, device=self.place.device)):
+        if self.device.number is not None:
+            with self._torch.cuda.stream(
+                self._torch.cuda.ExternalStream(self.device.stream, device=self.device.number)
+            ):
                 yield
             return
         before = self._torch.get_num_threads()

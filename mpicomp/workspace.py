@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mpicomp.places import HOST, Place
+from mpicomp.device import HOST, Device
 
 Made = TypeVar("Made")
 
@@ -16,7 +16,7 @@ class Workspace:
 
     Parameters
     ----------
-    place : Place
+    device : Device
         Where its arrays are.
 
     Examples
@@ -28,8 +28,8 @@ class Workspace:
     (4, True)
     """
 
-    def __init__(self, place: Place = HOST) -> None:
-        self.place = place
+    def __init__(self, device: Device = HOST) -> None:
+        self.device = device
         self._arrays: dict[tuple[str, np.dtype, bool], Any] = {}
         self._objects: dict[Any, Any] = {}
 
@@ -41,11 +41,11 @@ class Workspace:
         return made
 
     def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return ``size`` elements of ``dtype`` at the workspace's place, not cleared.
+        """Return ``size`` elements of ``dtype`` at the workspace's device, not cleared.
 
         The array is the caller's until the same name and dtype are asked for again.
         """
-        own: NDArray[Any] = self._named(name, size, dtype, self.place)
+        own: NDArray[Any] = self._named(name, size, dtype, self.device)
         return own
 
     def host_array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
@@ -53,9 +53,9 @@ class Workspace:
         found: NDArray[Any] = self._named(name, size, dtype, HOST)
         return found
 
-    def _named(self, name: str, size: int, dtype: DTypeLike, place: Place) -> Any:
-        key = (name, np.dtype(dtype), place is HOST)
+    def _named(self, name: str, size: int, dtype: DTypeLike, device: Device) -> Any:
+        key = (name, np.dtype(dtype), device is HOST)
         array = self._arrays.get(key)
         if array is None or array.size < size:
-            array = self._arrays[key] = place.empty(size, dtype)
+            array = self._arrays[key] = device.empty(size, dtype)
         return array if array.size == size else array[:size]

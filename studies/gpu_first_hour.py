@@ -25,7 +25,7 @@ from mpicomp.bench.measure import results
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_writable
-from mpicomp.places import driver as places_driver
+from mpicomp.device import driver as device_driver
 
 _STUDY = "gpu_first_hour"
 _ROOT = Path(__file__).resolve().parents[1]
@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable(_STUDY, arguments.json)
     begin, device, lines = time.monotonic(), "a stand-in", list[Line]()
     if not arguments.emulated:
-        driver = places_driver.driver()
+        driver = device_driver.driver()
         why = "" if driver is not None and driver.count() else "there is none here"
         if importlib.util.find_spec("cupy") is None:
             why = why or "CuPy is not installed; pip install 'mpicomp[cuda12]' or 'mpicomp[cuda13]'"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mpicomp.arrays import to_host
 from mpicomp.compressors import Compressor, SharedSparsifier, Sparsifier
 from mpicomp.cost import CostModel
-from mpicomp.places import HOST, Place
+from mpicomp.device import HOST, Device
 from mpicomp.reducer import Reducer, StepRecord
 from mpicomp.transport import Transport
 
@@ -111,16 +111,16 @@ class Runner:
         self.catch_up()  # nobody starts before the others are there
         start = self._transport.clock()
         mean = reducer.reduce({NAME: gradient})[NAME]
-        place = self._gradients.place
-        place.follow([mean])
-        place.wait()
+        device = self._gradients.device
+        device.wait_stream([mean])
+        device.wait()
         end = self._transport.clock()
         record = reducer.last_step
         assert record is not None
         self._note(start, end, record)
-        # Known to nobody else: the bucket's place, and with it what was measured of routes.
+        # Known to nobody else: the bucket's device, and with it what was measured of routes.
         bucket = record.buckets[0]
-        self.route = _route_of(reducer._core.layout.buckets[0].place, bucket.sent_bytes, "allreduce" in bucket.rounds)
+        self.route = _route_of(reducer._core.layout.buckets[0].device, bucket.sent_bytes, "allreduce" in bucket.rounds)
         if check:
             self.catch_up()
             after = None if before is None else reducer.residual(NAME)
@@ -168,11 +168,11 @@ class Runner:
         return reducer.residual(NAME)
 
 
-def _route_of(place: Place, nbytes: int, summed: bool) -> str | None:
-    """Return how so many bytes reach MPI from a place, in a library's sum if so said; None from the host."""
-    if place is HOST:
+def _route_of(device: Device, nbytes: int, summed: bool) -> str | None:
+    """Return how so many bytes reach MPI from a device, in a library's sum if so said; None from the host."""
+    if device is HOST:
         return None
-    return "staged" if place.routes is None else place.routes.faster(nbytes, summed)
+    return "staged" if device.routes is None else device.routes.faster(nbytes, summed)
 
 
 def in_turn(runners: Sequence[Runner]) -> Iterator[Runner]:

@@ -18,7 +18,7 @@ from mpicomp.compressors import (
     Sparsifier,
 )
 from mpicomp.compressors.wire_format import STALE, Wire, message_bytes, write_message
-from mpicomp.places import HOST, Place
+from mpicomp.device import HOST, Device
 from mpicomp.reducer.bucket import Bucket
 
 DTYPE = np.dtype(np.float32)
@@ -26,9 +26,9 @@ DTYPE = np.dtype(np.float32)
 _PLAIN = Wire()
 
 
-def make_bucket(numel: int, compressor: Compressor, feedback: bool, threads: int = 1, place: Place = HOST) -> Bucket:
-    """Make a bucket of one array at a place, with the compressor's momentum before the sum."""
-    return Bucket(0, [Described("gradient", DTYPE.name, (numel,))], feedback, compressor.entry, threads, place)
+def make_bucket(numel: int, compressor: Compressor, feedback: bool, threads: int = 1, device: Device = HOST) -> Bucket:
+    """Make a bucket of one array on a device, with the compressor's momentum before the sum."""
+    return Bucket(0, [Described("gradient", DTYPE.name, (numel,))], feedback, compressor.entry, threads, device)
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Selecting:
 
     compressor: Sparsifier | SharedSparsifier | Quantiser  # what selects, or packs
     numel: int  # length of the array
-    # Its workspace is where the array is; that place is current while a step is done
+    # Its workspace is where the array is; that device is current while a step is done
     context: Context = field(default_factory=Context)
     finite: bool = False  # whether gradients are known to be finite: then nobody waits for the check
 
@@ -107,12 +107,12 @@ _MOST_STEPS = 5000  # steps, at most, in which a residual comes to its steady st
 class Gradients:
     """Laplace-distributed arrays that are as good as fresh: each is a random part of a longer one."""
 
-    def __init__(self, numel: int, seed: int = 0, place: Place = HOST) -> None:
+    def __init__(self, numel: int, seed: int = 0, device: Device = HOST) -> None:
         self.numel = numel
-        self.place = place
+        self.device = device
         self._random = np.random.default_rng(seed)
-        self._pool = [place.bring(self._laplace(numel + min(numel, _SLACK) + 64)) for _ in range(POOL)]
-        place.wait()  # whoever uses them may do so in another stream
+        self._pool = [device.to_device(self._laplace(numel + min(numel, _SLACK) + 64)) for _ in range(POOL)]
+        device.wait()  # whoever uses them may do so in another stream
 
     def fresh(self) -> Any:
         """Return a gradient; not to be written to."""

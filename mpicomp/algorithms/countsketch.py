@@ -13,7 +13,7 @@ from mpicomp.compressors.base import Compressor, Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.places import here
+from mpicomp.device import current_device
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.settings import check_least, check_range
@@ -166,7 +166,7 @@ class Sketched(Scheme[CountSketch]):
         if weights is not None:
             weighted = context.workspace.array("weighted", array.size, array.dtype)
             with np.errstate(over="ignore", invalid="ignore"):
-                array = np.multiply(array, here().bring(weights), out=weighted)
+                array = np.multiply(array, current_device().to_device(weights), out=weighted)
         # 2. Sum the tables: the sum is the sketch of the summed gradient.
         first = yield from sum_of_tables(self.compressor, array, key, accumulated, context, self._sum)
         table = first.mean.reshape(self.compressor.table(array.size))

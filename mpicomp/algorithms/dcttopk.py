@@ -15,7 +15,7 @@ from mpicomp.compressors.chunktopk import ChunkTopK
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.places import here, numbers
+from mpicomp.device import current_device, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.settings import check_least
@@ -150,7 +150,7 @@ class Transformed(Scheme[DCTTopK]):
         coefficients = buffer[:numel]
         with np.errstate(over="ignore", invalid="ignore"):
             _transform(array, side, False, coefficients, workspace)
-        [energy] = numbers(kernels.energy(coefficients))
+        [energy] = to_python(kernels.energy(coefficients))
         finite = accumulated.finite and (far_from_largest(energy, dtype) or _comes_back_finite(array, side))
         part = GradientWithResidual.ready(buffer, energy, 0.0, finite, accumulated.stale)
         result: Result = yield from self._inner.exchange(part, context)
@@ -198,7 +198,7 @@ def _transform(
     scratch = workspace.array("transformed rows", source.size, source.dtype)
     for own, rows, found in zip(*(_squares(array, side) for array in (source, scratch, out)), strict=True):
         height, width = own.shape[1:]
-        left, right = (here().bring(_cosines(length, own.dtype, back)) for length in (height, width))
+        left, right = (current_device().to_device(_cosines(length, own.dtype, back)) for length in (height, width))
         np.matmul(own.reshape(-1, width), right.T, out=rows.reshape(-1, width))
         np.matmul(left, rows, out=found)
 
@@ -215,5 +215,5 @@ def _cosines(length: int, dtype: np.dtype[Any], back: bool) -> NDArray[np.floati
 def _comes_back_finite(array: NDArray[np.floating], side: int) -> bool:
     """Return whether no number that is made of a chunk can exceed the largest: none exceeds the chunk's norm."""
     most = float(np.finfo(array.dtype).max) / 4
-    host = here().to_host(array).astype(np.float64)
+    host = current_device().to_host(array).astype(np.float64)
     return all(float(np.sqrt(np.square(own).sum(axis=(1, 2)).max())) < most for own in _squares(host, side))

@@ -15,7 +15,7 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.places import here, numbers
+from mpicomp.device import current_device, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.settings import check_range
@@ -172,7 +172,7 @@ class SketchedMemory(Scheme[FetchSGD]):
         velocity, error = (
             workspace.array(f"{kind} {turn}", shape[0] * shape[1], accumulated.dtype).reshape(shape) for kind in _KINDS
         )
-        velocity_before, error_before = (here().bring(before[kind]) for kind in _KINDS)
+        velocity_before, error_before = (current_device().to_device(before[kind]) for kind in _KINDS)
         with np.errstate(over="ignore", invalid="ignore"):
             np.multiply(velocity_before, accumulated.dtype.type(self.compressor.momentum), out=velocity)
             np.add(velocity, first.mean.reshape(shape), out=velocity)
@@ -182,7 +182,7 @@ class SketchedMemory(Scheme[FetchSGD]):
         indices, values = largest_estimates(error, key, numel, self.compressor.count(numel), workspace)
         mean = SparseMean.cleared(workspace, numel, accumulated.dtype)
         mean.add(indices, values, 1.0)
-        [finite] = numbers(moments.finite)
+        [finite] = to_python(moments.finite)
         nonfinite = first.nonfinite or not finite  # estimates are medians: few cells do not show in them
         # 4. Clear what was delivered in both tables, and keep them for the next step.
         if not nonfinite and not first.stale:
@@ -204,6 +204,6 @@ class SketchedMemory(Scheme[FetchSGD]):
         shape = self.compressor.table(numel)
         if context.memory.get("numel") == numel and context.memory["error"].shape == shape:
             return context.memory
-        empty = here().zeros(shape[0] * shape[1], np.float32).reshape(shape)
+        empty = current_device().zeros(shape[0] * shape[1], np.float32).reshape(shape)
         key = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
         return {"key": key, "turn": 0, "velocity": empty, "error": empty}

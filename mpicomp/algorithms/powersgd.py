@@ -17,8 +17,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import Selection
+from mpicomp.device import current_device, to_python
 from mpicomp.errors import ConfigurationError, MessageError
-from mpicomp.places import here, numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.settings import check_choice, check_least, check_range
@@ -252,7 +252,7 @@ class LowRank(Scheme[PowerSGD]):
             for own, basis, product in zip(matrices, bases, rights, strict=True):
                 multiply(own.transpose(0, 2, 1), basis, product)
             # The bases are orthonormal, so the factors have the energy of what is projected.
-            energy, finite, projected, rounded, rest_energy = numbers(
+            energy, finite, projected, rounded, rest_energy = to_python(
                 moments.energy, moments.finite, kernels.energy(right[:right_size]), *rounding
             )
             lost = max(0.0, energy - projected + (rounded - rest_energy))
@@ -322,11 +322,11 @@ class LowRank(Scheme[PowerSGD]):
                 before = begun.get(start)
                 columns = 0 if before is None else min(before.shape[1], factor.shape[1])
                 if before is not None:
-                    factor[:, :columns] = here().bring(before)[:, :columns]
+                    factor[:, :columns] = current_device().to_device(before)[:, :columns]
                 if columns < factor.shape[1]:
                     random = random or context.random(shared=True)
                     drawn = random.standard_normal((len(factor), factor.shape[1] - columns))
-                    factor[:, columns:] = here().bring(drawn)
+                    factor[:, columns:] = current_device().to_device(drawn)
 
     def _keep(self, rights: list[NDArray[np.floating]], context: Context) -> None:
         """Keep the right factors for the next step."""
@@ -368,7 +368,7 @@ def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> l
 def _largest(factors: list[NDArray[np.floating]]) -> tuple[list[NDArray[np.floating]], bool]:
     """Return the largest magnitude in each column of factors, shape (count, 1, rank), and whether one of them is 0."""
     largest = [np.abs(own).max(axis=1, keepdims=True) for own in factors]
-    [empty] = numbers((np.concatenate([own.reshape(-1) for own in largest]) == 0).any())
+    [empty] = to_python((np.concatenate([own.reshape(-1) for own in largest]) == 0).any())
     return largest, empty
 
 
@@ -386,14 +386,14 @@ def _scale(
     if empty:
         for size, scaled in zip(largest, out, strict=True):
             drawn = context.random(shared=True).standard_normal(scaled.shape).astype(scaled.dtype)
-            np.copyto(scaled, np.where(size == 0, here().bring(drawn), scaled))
+            np.copyto(scaled, np.where(size == 0, current_device().to_device(drawn), scaled))
 
 
 def _projects_finitely(array: NDArray[np.floating], energy: float) -> bool:
     """Return whether all projections of an array, and its remainders, are finite: none is longer than the array."""
     if far_from_largest(energy, array.dtype):
         return True
-    [largest] = numbers(np.abs(array).max())
+    [largest] = to_python(np.abs(array).max())
     return 16 * float(largest) * math.sqrt(array.size) < float(np.finfo(array.dtype).max)
 
 

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
             check_writable(_COMMAND, path)
 
     from mpicomp.bench import devices
-    from mpicomp.places import HOST
+    from mpicomp.device import HOST
     from mpicomp.reducer.agreement import together
 
     on_gpu = arguments.device == "gpu"
@@ -123,17 +123,17 @@ def run(arguments: argparse.Namespace) -> int:
     first = transport.group.rank == 0
     asked = (arguments.numel, arguments.compressor, arguments.collective, arguments.json, arguments.csv)
     try:
-        place = together(lambda: devices.place_on(_COMMAND, gpu), transport, _COMMAND) if on_gpu else HOST
+        device = together(lambda: devices.device_on(_COMMAND, gpu), transport, _COMMAND) if on_gpu else HOST
         model = _model(arguments, transport)
         if arguments.calibrate is not None and not any(word is not None for word in asked):
             if first:
                 print(f"{_COMMAND}: the cost model was written to {arguments.calibrate}")
             return 0
         settings = Settings(numels, compressors, collectives, auto, arguments.limit)
-        device = devices.device_name(_COMMAND) if on_gpu else "cpu"
-        printer = _Printer(arguments, transport, device)
+        name = devices.device_name(_COMMAND) if on_gpu else "cpu"
+        printer = _Printer(arguments, transport, name)
         printer.head(settings)
-        found = measure(settings, transport, model, printer.say, printer.write, place)
+        found = measure(settings, transport, model, printer.say, printer.write, device)
     finally:
         transport.close()
     return printer.end(found)

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.kernels import Settings, check_memory, measurable, measure
     from mpicomp.bench.measure import results
     from mpicomp.cli.options import check_writable, read_ratios
-    from mpicomp.places import HOST
+    from mpicomp.device import HOST
     from mpicomp.settings import check_least
 
     check_least(_COMMAND, "--numel", arguments.numel)
@@ -62,17 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
     check_memory(settings)
     if arguments.json is not None:
         check_writable(_COMMAND, arguments.json)
-    device, place = "cpu", HOST
+    name, device = "cpu", HOST
     what = f"{arguments.threads} thread{'s' * (arguments.threads > 1)}"
     if arguments.device == "gpu":
-        device = what = devices.device_name(_COMMAND)
-        place = devices.current_place(_COMMAND)
+        name = what = devices.device_name(_COMMAND)
+        device = devices.current_gpu(_COMMAND)
 
     print(f"{_COMMAND}: {settings.numel:,} float32, {what}; copies are multiples of a memcpy", flush=True)
-    found = measure(settings, place)
+    found = measure(settings, device)
     results.show(found, _COLUMNS if arguments.device == "cpu" else _ON_A_GPU)
     if arguments.json is not None:
-        results.write(arguments.json, found, settings.threads, device)
+        results.write(arguments.json, found, settings.threads, name)
     return 0
 
 

@@ -32,8 +32,8 @@ from mpicomp.compressors.wire_format import (
     parse_message,
     write_message,
 )
+from mpicomp.device import to_python
 from mpicomp.errors import MessageError
-from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
@@ -92,7 +92,7 @@ class Allgather(Scheme[Sparsifier]):
             for (start, stop), count in zip(bounds, counts, strict=True):
                 told.append(parse_header(received[start:stop], numel, dtype, count, start))
             readable = [own for own in told if not own.flags & DAMAGED]
-            [right] = numbers(mean.add_messages(received, readable, 1 / group.size))
+            [right] = to_python(mean.add_messages(received, readable, 1 / group.size))
             if not right:
                 return undelivered(accumulated, self._wrong(received, bounds, numel, dtype, workspace), False)
         except MessageError as error:

@@ -10,7 +10,7 @@ from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
-from mpicomp.places import numbers, received
+from mpicomp.device import received_on_host, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -44,8 +44,8 @@ class Allreduce(Scheme[Dense]):
         shape.recv = context.workspace.array("mean", numel + TRAILER, accumulated.dtype)
         whole = yield shape
         mean = whole[:numel]
-        nonfinite, stale, energy, lost = received(whole[numel:]).tolist()
-        [finite] = numbers(kernels.is_finite(kernels.scale(mean, 1 / group.size), mean.dtype))
+        nonfinite, stale, energy, lost = received_on_host(whole[numel:]).tolist()
+        [finite] = to_python(kernels.is_finite(kernels.scale(mean, 1 / group.size), mean.dtype))
         return Result(
             mean=mean,
             sent=accumulated.array(),

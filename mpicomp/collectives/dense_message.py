@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, STALE
+from mpicomp.device import received_on_host
 from mpicomp.errors import MessageError
-from mpicomp.places import received
 
 VERSION = 1
 HEADER_BYTES = 24  # bytes of the header of a message
@@ -79,7 +79,7 @@ def read_header(message: NDArray[np.uint8], count: int) -> tuple[int, float, flo
     """
     if message.size < HEADER_BYTES:
         raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
-    version, flags, words, elements, energy, lost = _PACKED.unpack_from(received(message[:HEADER_BYTES]).data)
+    version, flags, words, elements, energy, lost = _PACKED.unpack_from(received_on_host(message[:HEADER_BYTES]).data)
     if version != VERSION:
         raise MessageError(f"message: version must be {VERSION}, got {version}; run one mpicomp on all ranks")
     if flags > _KNOWN:

@@ -35,8 +35,8 @@ from mpicomp.compressors.wire_format import (
     write_damaged,
     write_message,
 )
+from mpicomp.device import to_python
 from mpicomp.errors import MessageError
-from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
@@ -113,7 +113,7 @@ class Gtopk(Scheme[Sparsifier]):
         mean = SparseMean.cleared(workspace, numel, dtype)
         mean.add(total.selection.indices, total.selection.values, 1 / group.size)
         # Sums can be infinite where no rank's value is. They are the largest, so that they come to the root.
-        [infinite] = numbers(kernels.count_reaching(total.selection.values, kernels.magnitude_bits(np.inf, dtype)))
+        [infinite] = to_python(kernels.count_reaching(total.selection.values, kernels.magnitude_bits(np.inf, dtype)))
         return Result(
             mean=mean.array,
             sent=node.sent,
@@ -176,7 +176,7 @@ class _Node:
             return
         if wire.values is not None:
             self._round(wire.values)
-        [change] = numbers(kernels.norm_change(array, self.sent.indices, self.sent.values))
+        [change] = to_python(kernels.norm_change(array, self.sent.indices, self.sent.values))
         lost = max(0.0, self._accumulated.energy + change)
         if not far_from_largest(self._energy * self._ranks**4, array.dtype):
             # What was given may add up to more than the largest number where what is held on the way does not.

@@ -25,8 +25,8 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import DAMAGED, Selection
+from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
-from mpicomp.places import here, numbers
 from mpicomp.registry import register
 from mpicomp.rounds import ACROSS, HOST, Group, Request, Round, Rounds, observe, parts_of
 from mpicomp.workspace import Workspace
@@ -222,14 +222,14 @@ class Hierarchical(Scheme[Compressor]):
                 np.add(total, other, out=total)
             nonfinite, stale, energy, lost = 0.0, 0.0, 0.0, 0.0
             if total.size > owned:
-                nonfinite, stale, energy, lost = here().to_host(total[owned:] + incoming[-1, owned:]).tolist()
+                nonfinite, stale, energy, lost = current_device().to_host(total[owned:] + incoming[-1, owned:]).tolist()
             if self._sparse:
                 buffer = accumulated.with_trailer(*[0.0] * TRAILER)[own.start : own.stop + TRAILER]
                 pieces = [Piece(0, incoming[-1, :owned])]
                 return GradientWithResidual(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
         buffer = workspace.array("slice", owned + TRAILER, accumulated.dtype)
         moments = kernels.accumulate(incoming[-1, :owned], total[:owned], buffer[:owned], accumulated.threads)
-        energy_there, finite_there = numbers(moments.energy, moments.finite)
+        energy_there, finite_there = to_python(moments.energy, moments.finite)
         if total.size == owned:
             energy = energy_there  # what the rounding of this slice is a share of
         finite = nonfinite == 0 and finite_there
@@ -249,7 +249,7 @@ class Hierarchical(Scheme[Compressor]):
             context,
             group=across,
             memory=context.memory.setdefault("hierarchical", {}),
-            workspace=context.workspace.made("hierarchical", lambda: Workspace(here())),
+            workspace=context.workspace.made("hierarchical", lambda: Workspace(current_device())),
         )
 
         def address(asked: Request) -> None:
@@ -301,10 +301,10 @@ def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], e
     hosts : int
         An owner also answers for what the mean over hosts loses, times their number.
     """
-    [own_energy] = numbers(kernels.energy(array))
+    [own_energy] = to_python(kernels.energy(array))
     if far_from_largest((energy + own_energy) * hosts**2, array.dtype):
         return True
-    top = max(numbers(*(np.abs(own).max() for own in (total, array) if own.size)), default=0.0)
+    top = max(to_python(*(np.abs(own).max() for own in (total, array) if own.size)), default=0.0)
     return 16 * hosts * float(top) < float(np.finfo(array.dtype).max)
 
 

@@ -13,9 +13,9 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, STALE
+from mpicomp.device import current_device, received_on_host, to_python
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import sizes
-from mpicomp.places import here, numbers, received
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds
 
@@ -81,13 +81,13 @@ class IntegerSum(Scheme[SharedQuantiser]):
         moments = accumulated.device_moments
 
         tell.send = workspace.host_array("header", HEADER_BYTES, _BYTE)
-        reach, energy, finite = numbers(self.compressor.reach(array), moments.energy, moments.finite)
+        reach, energy, finite = to_python(self.compressor.reach(array), moments.energy, moments.finite)
         write_header(tell.send, numel, STALE * accumulated.stale, energy, reach, finite)
         tell.recv = workspace.host_array("headers", sum(tell.counts), _BYTE)
         flags, energy, norm, problem = _read((yield tell).reshape(group.size, -1), numel)
 
         steps = _clipped(norm, scales[-1] * group.size, dtype) / scales
-        place, inverses = here(), (1 / steps).astype(dtype)
+        device, inverses = current_device(), (1 / steps).astype(dtype)
         levels = None
         if asked:
             levels = yield from self._levels(asked[0], array, inverses, context)
@@ -95,17 +95,17 @@ class IntegerSum(Scheme[SharedQuantiser]):
         words = workspace.array("words", add.counts[0], _WORD)
         sent = workspace.array("sent", numel, dtype)
         key = context.key(shared=False) if self.compressor.stochastic else None
-        grids = place.bring(inverses), place.bring(steps.astype(dtype))
-        [lost] = numbers(kernels.pack_fields(array, *grids, limit, largest, key, words[:-1], sent, levels))
+        grids = device.to_device(inverses), device.to_device(steps.astype(dtype))
+        [lost] = to_python(kernels.pack_fields(array, *grids, limit, largest, key, words[:-1], sent, levels))
         words[-1] = _parts_of(lost + accumulated.lost, energy, group.size) + _DAMAGED * (problem is not None)
         add.send = words
         add.recv = workspace.array("sums", words.size, _WORD)
         sums = yield add
-        of_parts = int(received(sums[-1:])[0])
+        of_parts = int(received_on_host(sums[-1:])[0])
         check_undamaged(self.id, DAMAGED * (of_parts >= _DAMAGED), problem)
 
         mean = workspace.array("mean", numel, dtype)
-        factors = place.bring((steps / group.size).astype(dtype))
+        factors = device.to_device((steps / group.size).astype(dtype))
         kernels.unpack_fields(sums[:-1], factors, limit * group.size, largest, mean, levels)
         share = of_parts / _PARTS if math.isfinite(energy) else math.nan
         return Result(

@@ -36,8 +36,8 @@ from mpicomp.compressors.wire_format import (
     write_damaged,
     write_message,
 )
+from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
-from mpicomp.places import here, numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds, parts_of
 from mpicomp.workspace import Workspace
@@ -169,7 +169,7 @@ class _Step:
         if self.problem is not None:
             return undelivered(self.accumulated, self.problem, stale=False)
         # Sums can be infinite where no rank's value is; they reach every threshold.
-        [infinite] = numbers(kernels.count_reaching(delivered.values, kernels.magnitude_bits(np.inf, self.dtype)))
+        [infinite] = to_python(kernels.count_reaching(delivered.values, kernels.magnitude_bits(np.inf, self.dtype)))
         total = sum(message.energy for message in arrived)
         return Result(
             mean=mean.array,
@@ -185,8 +185,8 @@ class _Step:
         """Send every region's elements to its owner; return k and the messages received, one a rank."""
         ranks = self.group.size
         inner = np.array([start for start, _ in regions[1:]], np.uint32)
-        place = here()
-        cuts = place.to_host(np.searchsorted(selection.indices, place.bring(inner))).tolist()
+        device = current_device()
+        cuts = device.to_host(np.searchsorted(selection.indices, device.to_device(inner))).tolist()
         cuts = [0, *cuts, selection.indices.size]
         counts = [stop - start for start, stop in pairwise(cuts)]
         ask = Round("alltoallv", [2] * ranks, _COUNT)
@@ -238,7 +238,7 @@ class _Step:
         """
         ranks, state = self.group.size, self.state
         bits = 0 if state["threshold"] is None else kernels.magnitude_bits(state["threshold"], self.dtype)
-        [reaching] = numbers(0 if state["threshold"] is None else kernels.count_reaching(sums.values, bits))
+        [reaching] = to_python(0 if state["threshold"] is None else kernels.count_reaching(sums.values, bits))
         renew = state["exchanges"] % _RENEW_REGIONS == 0
         told = [reaching, sums.indices.size, *(quantiles(selection.indices, ranks) if renew else ())]
         tell = Round("allgatherv", [len(told)] * ranks, _COUNT, send=np.array(told, _COUNT))
@@ -259,11 +259,11 @@ class _Step:
             gather = Round("allgatherv", found, self.dtype, send=sums.values)
             gather.recv = self.workspace.array("magnitudes", sum(found), self.dtype)
             magnitudes = yield gather
-            [bits] = numbers(kernels.kth_magnitude(magnitudes, max(1, min(target, magnitudes.size))))
+            [bits] = to_python(kernels.kth_magnitude(magnitudes, max(1, min(target, magnitudes.size))))
             threshold = kernels.magnitude_of(bits, self.dtype)
             state["threshold"] = threshold if math.isfinite(threshold) else None
             parts = _cut(magnitudes, found)
-            *counts, own = numbers(*(kernels.count_reaching(part, bits) for part in (*parts, sums.values)))
+            *counts, own = to_python(*(kernels.count_reaching(part, bits) for part in (*parts, sums.values)))
             if own != counts[rank]:
                 text = f"oktopk: of the {sums.values.size} sums of rank {rank} others came back than it has sent"
                 self.problem = self.problem or MessageError(text)
@@ -278,7 +278,7 @@ class _Step:
         energy, kept = 0.0, 0.0
         for message in arrived:
             delivered = common(message.selection, chosen.indices, self.workspace, "delivered")
-            own = numbers(kernels.energy(message.selection.values), kernels.energy(delivered.values))
+            own = to_python(kernels.energy(message.selection.values), kernels.energy(delivered.values))
             energy, kept = energy + own[0], kept + own[1]
         return energy, kept
 
@@ -329,7 +329,7 @@ class _Step:
 
     def _tell_lost(self, sent: Selection) -> Rounds[float]:
         """Return the energy that all ranks lost, each of which knows its own; NaN where one read what is damaged."""
-        [change] = numbers(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
+        [change] = to_python(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
         lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan
         tell = Round("allgatherv", [1] * self.group.size, _ENERGY, send=np.array([lost]))
         tell.recv = self.workspace.host_array("lost", self.group.size, _ENERGY)

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.places import picked
+from mpicomp.device import pick
 from mpicomp.rounds import parts_of
 
 
@@ -44,7 +44,7 @@ def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
     count = indices.size
     if not count:
         return [-1] * (size - 1)
-    found: list[int] = picked(indices, [place * count // size for place in range(1, size)]).tolist()
+    found: list[int] = pick(indices, [place * count // size for place in range(1, size)]).tolist()
     return found
 
 

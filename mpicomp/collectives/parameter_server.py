@@ -34,8 +34,8 @@ from mpicomp.compressors.wire_format import (
     parse_message,
     write_message,
 )
+from mpicomp.device import to_python
 from mpicomp.errors import MessageError
-from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
@@ -218,7 +218,7 @@ def _average(
     flags |= NONFINITE * (not is_finite(mean.array, energy, len(sizes)))
     room = min(room, numel)
     union = Selection(workspace.array("union", room, np.uint32), workspace.array("union", room, dtype))
-    [count] = numbers(kernels.select_above(mean.array, 0.0, 0, union.indices, union.values, 0))
+    [count] = to_python(kernels.select_above(mean.array, 0.0, 0, union.indices, union.values, 0))
     answer = workspace.array("answer", _reply(count, numel, dtype).counts[0], _BYTE)
     if _as_dense(count, numel, dtype):
         pack(mean.array, None, answer, mean.array)

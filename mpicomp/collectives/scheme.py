@@ -14,8 +14,8 @@ from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, SHARING, STALE, Selection
+from mpicomp.device import current_device
 from mpicomp.errors import MessageError
-from mpicomp.places import here
 from mpicomp.registry import Registry
 from mpicomp.rounds import Group, Round, Rounds
 
@@ -161,7 +161,7 @@ def undelivered(accumulated: GradientWithResidual, problem: MessageError, stale:
         Whether all ranks were told to agree anew.
     """
     return Result(
-        mean=here().zeros(accumulated.numel, accumulated.dtype),
+        mean=current_device().zeros(accumulated.numel, accumulated.dtype),
         sent=accumulated.array(),
         energy=accumulated.energy,
         gain=math.nan,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Result, gain_of
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
-from mpicomp.places import numbers, received
+from mpicomp.device import received_on_host, to_python
 
 
 class SegmentedMean:
@@ -81,8 +81,8 @@ class SegmentedMean:
     def result(self, array: NDArray[np.floating]) -> Result:
         """Return the result, once all segments of ``array`` were divided or seen."""
         numel = self._accumulated.numel
-        nonfinite, stale, energy, lost = received(array[numel : numel + TRAILER]).tolist()
-        [finite] = numbers(self._finite)
+        nonfinite, stale, energy, lost = received_on_host(array[numel : numel + TRAILER]).tolist()
+        [finite] = to_python(self._finite)
         return Result(
             mean=array[:numel],
             sent=self._accumulated.array(),

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.places import numbers
+from mpicomp.device import to_python
 from mpicomp.workspace import Workspace
 
 
@@ -56,5 +56,5 @@ def parted(
 
 
 def _begin(out: Selection, count: int) -> Selection:
-    [size] = numbers(count)
+    [size] = to_python(count)
     return Selection(out.indices[:size], out.values[:size])

@@ -13,9 +13,9 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
+from mpicomp.device import to_python
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
-from mpicomp.places import numbers
 from mpicomp.rounds import Group, Round
 
 
@@ -85,7 +85,7 @@ class Leading(Scheme[Sparsifier]):
         else:
             right = kernels.ascending_below(indices, numel)
         problem = None
-        if not all(numbers(right)):
+        if not all(to_python(right)):
             problem = MessageError(f"{self.id}: from rank {leader}: indices do not ascend below {numel}")
         return (yield from exchange_at(indices, 1.0, accumulated, context, self._sum, problem))
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.compressors.wire_format import SHARING, MessageHeader, unpack_sharing
-from mpicomp.places import here
+from mpicomp.device import current_device
 from mpicomp.workspace import Workspace
 
 _MANY = 16  # if more than one element in so many was touched, setting the whole array to zero is faster
@@ -29,9 +29,9 @@ class SparseMean:
     """
 
     def __init__(self, numel: int, dtype: np.dtype[Any]) -> None:
-        place = here()
-        self.array: NDArray[np.floating] = place.zeros(numel, dtype)
-        self._workspace = Workspace(place)
+        device = current_device()
+        self.array: NDArray[np.floating] = device.zeros(numel, dtype)
+        self._workspace = Workspace(device)
         self._on_host = isinstance(self.array, np.ndarray)
         self._touched: list[NDArray[np.uint32]] = []
 

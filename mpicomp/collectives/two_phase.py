@@ -14,7 +14,7 @@ from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.compressors.packing import packers
 from mpicomp.compressors.wire_format import NONFINITE, STALE
-from mpicomp.places import numbers
+from mpicomp.device import to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 
@@ -85,7 +85,7 @@ class TwoPhase(Scheme[Quantiser]):
         packed[group.rank].pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
         # This packing was of the mean: it took its error from every rank's share of it.
         sent[mine] = array[mine]
-        [lost] = numbers(kernels.share_rounding(total, delivered, group.size, array[mine], sent[mine]))
+        [lost] = to_python(kernels.share_rounding(total, delivered, group.size, array[mine], sent[mine]))
         finite = math.isfinite(lost)
         if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
             with np.errstate(over="ignore", invalid="ignore"):

@@ -11,8 +11,8 @@ from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import Selection
+from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
-from mpicomp.places import here, numbers
 
 
 def exchange_at(
@@ -54,7 +54,11 @@ def exchange_at(
     if problem is not None:
         values[:] = 0
     elif weighted:
-        factors = here().bring(weights.astype(dtype, copy=False)) if isinstance(weights, np.ndarray) else weights
+        factors = (
+            current_device().to_device(weights.astype(dtype, copy=False))
+            if isinstance(weights, np.ndarray)
+            else weights
+        )
         with np.errstate(over="ignore", invalid="ignore"):
             np.multiply(values, factors, out=values, casting="same_kind")
         lost = _lost(array, indices, values, accumulated.energy)
@@ -84,5 +88,5 @@ def _lost(array: NDArray[np.floating], indices: NDArray[np.uint32], sent: NDArra
     """Return the energy of ``array - sent``, which may be more than that of the array."""
     exact = array[indices]
     with np.errstate(over="ignore", invalid="ignore"):
-        before, after = numbers(kernels.energy(exact), kernels.energy(exact - sent))
+        before, after = to_python(kernels.energy(exact), kernels.energy(exact - sent))
         return float(energy - before + after)

@@ -10,7 +10,7 @@ from mpicomp.collectives.scheme import Exchange, check_counts
 from mpicomp.collectives.shared_indices import Leading
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.places import numbers
+from mpicomp.device import to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -46,7 +46,7 @@ class VarTopk(Leading):
         group = context.group
         chosen = self.compressor.select(accumulated, context)
         compare = self._compare(group)
-        [energy] = numbers(kernels.energy(chosen.values))
+        [energy] = to_python(kernels.energy(chosen.values))
         header = np.array([(energy, chosen.indices.size)], _HEADER)
         compare.send = header.view(np.uint8)
         compare.recv = context.workspace.host_array("headers", sum(compare.counts), np.uint8)

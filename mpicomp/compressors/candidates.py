@@ -7,8 +7,8 @@ from mpicomp import kernels
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual, Region
 from mpicomp.compressors.wire_format import Selection
+from mpicomp.device import to_python
 from mpicomp.kernels import cpu
-from mpicomp.places import numbers
 
 
 class Candidates:
@@ -86,24 +86,24 @@ class Candidates:
     def count(self, threshold: float) -> int:
         """Count the elements above a threshold."""
         if self._covers(threshold):
-            [count] = numbers(kernels.tail(self._listed_values, threshold).count)
+            [count] = to_python(kernels.tail(self._listed_values, threshold).count)
         else:
-            [count] = numbers(kernels.tail(self.array, threshold, 1, self._accumulated.threads).count)
+            [count] = to_python(kernels.tail(self.array, threshold, 1, self._accumulated.threads).count)
         return int(count)
 
     def tail(self, threshold: float, stride: int = 1) -> cpu.Tail:
         """Count the elements above a threshold, and sum their excess, in the array: a list would round differently."""
-        return cpu.Tail(*numbers(*kernels.tail(self.array, threshold, stride, self._accumulated.threads)))
+        return cpu.Tail(*to_python(*kernels.tail(self.array, threshold, stride, self._accumulated.threads)))
 
     def logarithms(self, stride: int) -> tuple[int, float, float]:
         """Sum magnitudes and their logarithms; see `mpicomp.kernels.cpu.logarithms`."""
-        count, total, logarithm = numbers(*kernels.logarithms(self.array, stride, self._accumulated.threads))
+        count, total, logarithm = to_python(*kernels.logarithms(self.array, stride, self._accumulated.threads))
         return count, total, logarithm
 
     def top(self) -> float:
         """Return the largest magnitude."""
         listed = self.region.bits[: self.listed]
-        [bits] = numbers(listed.max() if self.listed else kernels.kth_magnitude(self.array, 1))
+        [bits] = to_python(listed.max() if self.listed else kernels.kth_magnitude(self.array, 1))
         return cpu.magnitude_of(int(bits), self._accumulated.dtype)
 
     def above(self, threshold: float, room: int, known: bool = False) -> Selection:
@@ -125,7 +125,7 @@ class Candidates:
             found = kernels.select_listed(index, bits, threshold, self._accumulated.array(), *_arrays(selection))
         else:
             found = kernels.select_above(self.array, threshold, self.part.start, *_arrays(selection), 0)
-        [count] = [room] if known else numbers(found)
+        [count] = [room] if known else to_python(found)
         if count > selection.indices.size:
             selection = self._selection(count)
             kernels.select_above(self.array, threshold, self.part.start, *_arrays(selection), 0)
@@ -142,7 +142,7 @@ class Candidates:
             Magnitude of the smallest of them.
         """
         selection, threshold = self.select(k)
-        [bits] = numbers(threshold)
+        [bits] = to_python(threshold)
         return selection, cpu.magnitude_of(bits, self._accumulated.dtype)
 
     def select(self, k: int) -> tuple[Selection, int]:
@@ -205,7 +205,7 @@ class Candidates:
         for factor in (0.95, 0.7):
             bound = factor * cpu.magnitude_of(region.bound, dtype)
             count = kernels.select_above(array, bound, self.part.start, region.index, region.bits.view(dtype), 0)
-            [found] = numbers(count)
+            [found] = to_python(count)
             region.found, region.bound = found, cpu.magnitude_bits(bound, dtype) + 1
             listed = region.bits[:found]
             np.bitwise_and(listed, cpu.mask_of(dtype), out=listed)

@@ -16,8 +16,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
+from mpicomp.device import current_device
 from mpicomp.kernels import cpu
-from mpicomp.places import here
 from mpicomp.settings import check_ratio
 
 _ROOM = 8  # candidates that can be stored, as a multiple of k
@@ -67,7 +67,7 @@ class Search:
         self._name = name
         self.memory = context.memory
         """The bucket's, from step to step."""
-        self.waits = here().device is not None
+        self.waits = current_device().number is not None
         """Whether the host waits for every number."""
         self._bound = 0.0 if self.waits else context.memory.get(f"{name}.bound", 0.0)
         self.candidates = Candidates(accumulated, context, self._bound, self.room)
@@ -135,7 +135,7 @@ class Search:
         """Select the k largest, exactly, without zeros."""
         k = min(self.k, self.accumulated.moments.nonzero)
         if k == 0:
-            return Selection(here().empty(0, np.uint32), here().empty(0, self.accumulated.dtype))
+            return Selection(current_device().empty(0, np.uint32), current_device().empty(0, self.accumulated.dtype))
         return self.exactly(k)
 
     def exactly(self, k: int) -> Selection:

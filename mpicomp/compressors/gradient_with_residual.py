@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.device import to_python
 from mpicomp.kernels import cpu
-from mpicomp.places import numbers
 
 TRAILER = 4
 """Elements behind the array in its buffer: room for flags and energies that travel with it through a sum."""
@@ -248,8 +248,8 @@ class GradientWithResidual:
     def to_host(self, *more: Any) -> list[Any]:
         """Return Python numbers for what kernels have returned; moments that nobody has read are read with them."""
         if self._moments is not None:
-            return list(numbers(*more))
-        nonzero, total, energy, finite, *told = numbers(*self.device_moments, *more)
+            return list(to_python(*more))
+        nonzero, total, energy, finite, *told = to_python(*self.device_moments, *more)
         self._moments = cpu.Moments(nonzero, total, energy, finite)
         return told
 

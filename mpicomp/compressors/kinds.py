@@ -141,7 +141,7 @@ class SharedSparsifier(Compressor):
         """Write ``count(numel)`` positions, ascending without repetition, the same on all ranks.
 
         They may depend on the seed, the step and the bucket; ``context.random(shared=True)`` does. ``out`` is where the
-        bucket is: what the host draws goes there by ``mpicomp.places.here().assign``.
+        bucket is: what the host draws goes there by ``mpicomp.device.current_device().assign``.
         """
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.kinds import SharedQuantiser
+from mpicomp.device import to_python
 from mpicomp.errors import ConfigurationError
-from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.settings import check_choice, is_integer
 
@@ -101,9 +101,9 @@ class MaxNorm(SharedQuantiser):
         """Return the norm; see `SharedQuantiser.reach`."""
         if self.norm == "max":
             return largest(array)
-        [energy] = numbers(kernels.energy(array))
+        [energy] = to_python(kernels.energy(array))
         if math.isinf(energy) and math.isfinite(top := largest(array)):  # squares of finite numbers overflow too
-            [shrunk] = numbers(kernels.energy(array / top))
+            [shrunk] = to_python(kernels.energy(array / top))
             return min(top * math.sqrt(shrunk), sys.float_info.max)
         return math.sqrt(energy)
 
@@ -124,5 +124,5 @@ def largest(array: NDArray[np.floating]) -> float:
     """Return the largest magnitude: NaN where an element is, 0 of none."""
     if array.size == 0:
         return 0.0
-    most, least = numbers(array.max(), array.min())
+    most, least = to_python(array.max(), array.min())
     return max(float(most), -float(least))

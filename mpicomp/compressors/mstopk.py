@@ -13,7 +13,7 @@ from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.places import numbers
+from mpicomp.device import to_python
 from mpicomp.registry import register
 from mpicomp.settings import check_least, check_ratio
 
@@ -142,7 +142,7 @@ def _run(pool: Selection, lower: float, upper: float, k: int, context: Context) 
     np.abs(pool.values, out=magnitudes)
     chosen = magnitudes > number(upper)
     between = (magnitudes > number(lower)) & ~chosen
-    above, among = numbers(np.count_nonzero(chosen), np.count_nonzero(between))
+    above, among = to_python(np.count_nonzero(chosen), np.count_nonzero(between))
     missing = k - above
     if missing:
         start = context.random(shared=False).integers(among - missing + 1)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
-from mpicomp.places import here
+from mpicomp.device import current_device
 from mpicomp.registry import register
 from mpicomp.settings import check_choice, check_ratio
 
@@ -192,7 +192,7 @@ def _host_room(out: NDArray[np.uint32], context: Context) -> NDArray[np.uint32]:
 def _hand_over(drawn: NDArray[np.uint32], out: NDArray[np.uint32]) -> None:
     """Put positions where they are wanted, if they were drawn elsewhere."""
     if drawn is not out:
-        here().assign(out, drawn)
+        current_device().assign(out, drawn)
 
 
 def _bounds(first: int, last: int, numel: int, k: int) -> NDArray[np.uint64]:

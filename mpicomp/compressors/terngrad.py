@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.compressors.maxnorm import largest
+from mpicomp.device import to_python
 from mpicomp.errors import ConfigurationError
-from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.settings import is_number
 
@@ -80,6 +80,6 @@ class TernGrad(SharedQuantiser):
         most = largest(array)
         if self.clip is None or not most > 0 or not math.isfinite(most):
             return most
-        [energy] = numbers(kernels.energy(array))
+        [energy] = to_python(kernels.energy(array))
         typical = math.sqrt(energy / array.size)
         return min(most, self.clip * typical) if typical > 0 else most  # zero where squares vanish

@@ -13,9 +13,9 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
+from mpicomp.device import current_device
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
-from mpicomp.places import here
 from mpicomp.registry import register
 from mpicomp.settings import check_ratio
 
@@ -187,8 +187,8 @@ def bounds_for(context: Context, name: str) -> tuple[Any, Any]:
     They are two: a step that is undone brings the first one back, whatever was not finite in between.
     """
     found = context.memory.get(name)
-    bound = here().zeros(1, np.uint64) if found is None else here().bring(found)
-    following = context.memory[name] = here().empty(1, np.uint64)
+    bound = current_device().zeros(1, np.uint64) if found is None else current_device().to_device(found)
+    following = context.memory[name] = current_device().empty(1, np.uint64)
     return bound, following
 
 

@@ -31,9 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.device import received_on_host, to_python
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
-from mpicomp.places import numbers, received
 from mpicomp.settings import check_choice
 from mpicomp.workspace import Workspace
 
@@ -323,7 +323,7 @@ def parse_message(
             sound = unpack_sharing(message, [header], values)
         else:
             kernels.widen(_payload(message, HEADER_BYTES, count, np.uint16), header.stored, values)
-    ascending, sound = numbers(ascending, sound)
+    ascending, sound = to_python(ascending, sound)
     if not ascending:
         raise MessageError(f"message: indices do not ascend below {numel}")
     if not sound:
@@ -403,7 +403,7 @@ def _header_of(message: NDArray[np.uint8]) -> _Header:
     """Return the raw header of a message; see `parse_message` for errors."""
     if message.size < HEADER_BYTES:
         raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
-    header = _Header(*_HEADER.unpack_from(received(message[:HEADER_BYTES]).data))
+    header = _Header(*_HEADER.unpack_from(received_on_host(message[:HEADER_BYTES]).data))
     if header.version != VERSION:
         raise MessageError(f"message: version must be {VERSION}, got {header.version}; run one mpicomp on all ranks")
     if header.flags > _KNOWN_FLAGS:

@@ -11,8 +11,8 @@ from mpicomp.cost.kernel_costs import KernelCost, measure_kernel
 from mpicomp.cost.link_probe import QUICK, THOROUGH, Effort, probe
 from mpicomp.cost.model import CostModel, scheme_key
 from mpicomp.cost.network_model import Network
+from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError
-from mpicomp.places import HOST, Place
 from mpicomp.rounds import Round, Rounds, gather_rows
 from mpicomp.rounds.reports import from_one
 from mpicomp.transport.base import Transport
@@ -103,7 +103,7 @@ def measure_kernels(
     feedback: bool,
     transport: Transport,
     ladder: bool = False,
-    place: Place = HOST,
+    device: Device = HOST,
     on_device: bool = False,
 ) -> Rounds[None]:
     """Measure the kernels of schemes that the model does not know; the slowest rank counts. Collective, as rounds.
@@ -120,7 +120,7 @@ def measure_kernels(
         Connects the ranks.
     ladder : bool
         Whether measurements at two ratios of a compressor count for all of them.
-    place : Place
+    device : Device
         Where this rank measures.
     on_device : bool
         Whether they count as kernels of a device, the same on all ranks: some ranks may measure on the host.
@@ -136,7 +136,7 @@ def measure_kernels(
     for same in unknown.values():
         ends = sorted(same, key=lambda scheme: float(getattr(scheme.compressor, "ratio", 1.0)))
         differ = getattr(ends[0].compressor, "ratio", 1.0) < getattr(ends[-1].compressor, "ratio", 1.0)
-        measured.append(measure_kernel(ends[0], ends[-1] if differ else None, feedback, transport.clock, place))
+        measured.append(measure_kernel(ends[0], ends[-1] if differ else None, feedback, transport.clock, device))
     slowest = (yield from gather_rows(np.array(measured), transport.group)).max(axis=0)
     for key, numbers in zip(unknown, slowest, strict=True):
         model.kernels[key] = KernelCost(*map(float, numbers))

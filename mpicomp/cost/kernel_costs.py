@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
-from mpicomp.places import HOST, Place
+from mpicomp.device import HOST, Device
 from mpicomp.rounds import Group
+from mpicomp.transport.gpu_routes import run_on_device
 from mpicomp.transport.local import LocalWorld
-from mpicomp.transport.routes import at
 from mpicomp.workspace import Workspace
 
 # Elements of the two measured arrays: squares, since compressors of matrices are measured on square ones.
@@ -47,7 +47,7 @@ class KernelCost:
 
 
 def measure_kernel(
-    scheme: Scheme[Any], other: Scheme[Any] | None, feedback: bool, clock: Callable[[], float], place: Place = HOST
+    scheme: Scheme[Any], other: Scheme[Any] | None, feedback: bool, clock: Callable[[], float], place: Device = HOST
 ) -> tuple[float, float, float]:
     """Measure a scheme in a world of one rank; return the numbers of `KernelCost`.
 
@@ -59,7 +59,7 @@ def measure_kernel(
         Whether a residual is added.
     clock : callable
         Returns seconds; on the clock of a simulated network kernels take none.
-    place : Place
+    place : Device
         Where to measure.
     """
     few, many = _HOST_NUMELS if place is HOST else _DEVICE_NUMELS
@@ -92,19 +92,19 @@ def _bound(scheme: Scheme[Any], numel: int) -> Scheme[Any]:
     return bind(scheme.compressor.bind(["gradient"], [numel], [(side, side)], warm_up=False), scheme.id)
 
 
-def _median_s(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float], place: Place) -> float:
+def _median_s(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float], place: Device) -> float:
     transport = LocalWorld(1).transports[0]
     gradient, residual = (place.bring(array) for array in _arrays(numel))
     buffer = place.empty(numel + TRAILER, np.float32)
     memory: dict[str, Any] = {}
-    workspace = Workspace(place)
+    workspace = Workspace(device)
     seconds = []
     for step in range(_WARMUP_STEPS + _TIMED_STEPS):
         context = Context(group=Group(0, 1), step=step, memory=memory, workspace=workspace)
         place.wait()  # a step begins after the end of the one before
         start = clock()
         accumulated = GradientWithResidual(buffer, residual if feedback else None, [Piece(0, gradient)])
-        transport.run(at(place, scheme.exchange(accumulated, context)))
-        place.wait()
+        transport.run(run_on_device(device, scheme.exchange(accumulated, context)))
+        device.wait()
         seconds.append(clock() - start)
     return float(np.median(seconds[_WARMUP_STEPS:]))

@@ -13,7 +13,7 @@ from mpicomp.doctor import probes
 from mpicomp.doctor.checks import NOTES, PROBLEMS, Facts, mpi_wheels, run_checks
 from mpicomp.doctor.ranks import by_host, gather_ranks, spans
 from mpicomp.doctor.transports import adapters, detect_transports, fork_safety
-from mpicomp.system import cuda, launcher
+from mpicomp.system import cuda_aware, launcher
 from mpicomp.system.launcher import Problem
 from mpicomp.system.libraries import files, library
 
@@ -70,7 +70,7 @@ def examine() -> dict[str, Any]:
     }
     probed = None
     if here["devices"] and (launch is None or launch.rank == 0) and "MPICOMP_CUDA_AWARE" not in os.environ:
-        probed = cuda.probe()  # starts a process, so before MPI; rank 0's result is reported
+        probed = cuda_aware.probe()  # starts a process, so before MPI; rank 0's result is reported
     mpi, missing = probes.load_mpi(launch)
     notes: list[Problem] = []
     if mpi is None or missing is not None:
@@ -84,12 +84,12 @@ def examine() -> dict[str, Any]:
     return report
 
 
-def _with_mpi(mpi: Any, here: dict[str, Any], probed: cuda.Awareness | None, report: dict[str, Any]) -> Facts:
+def _with_mpi(mpi: Any, here: dict[str, Any], probed: cuda_aware.Awareness | None, report: dict[str, Any]) -> Facts:
     """Fill in the entries that need MPI, and return what the checks need. Collective."""
     world, path = mpi.COMM_WORLD, library()
     vendor = mpi.get_vendor()[0]
     report["mpi"] = probes.describe_mpi(mpi, path)
-    aware = cuda.cuda_aware(vendor, path, version=mpi.Get_library_version(), probed=probed)
+    aware = cuda_aware.cuda_aware(vendor, path, version=mpi.Get_library_version(), probed=probed)
     report["cuda_aware"] = world.bcast(aware._asdict())
 
     ranks = gather_ranks(mpi, here, report["mpi"]["version"])

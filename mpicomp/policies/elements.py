@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.kinds import Quantiser
-from mpicomp.places import here
+from mpicomp.device import current_device
 from mpicomp.policies.behind import behind_at_random, behind_of_all, behind_of_selections, behind_of_waiting
 from mpicomp.workspace import Workspace
 
@@ -58,11 +58,11 @@ class ElementSurvey:
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
         """See `Survey.measure`; one object looks at one bucket."""
-        place = here()
-        places = place.bring(self._places)
+        device = current_device()
+        places = device.to_device(self._places)
         with np.errstate(invalid="ignore"):
             followed = accumulated[places] if residual is None else accumulated[places] - residual[places]
-        now = place.to_host(followed).astype(np.float32)
+        now = device.to_host(followed).astype(np.float32)
         told = np.zeros(self.width(sizes), np.float32)
         if not float(np.abs(now).max(initial=0.0)) ** 2 * now.size < _LARGEST or not now.size:
             return told

@@ -24,7 +24,7 @@ from mpicomp.cost import (
     share_model,
 )
 from mpicomp.cost.network_model import MIN_CHANGE_LOG
-from mpicomp.places import HOST
+from mpicomp.device import HOST
 from mpicomp.policies.policy import Plan, Shape, StepReport
 from mpicomp.rounds import Group, Rounds
 from mpicomp.transport.base import Transport
@@ -209,12 +209,12 @@ class PlanSelector:
             return
         ladder = any(table.kept.size > 2 for table in self.tables)
         # Ranks may have the same bucket in different places, and all must know its seconds by one name: rank 0's.
-        there = yield from broadcast_flags([shape.place is not HOST for shape in shapes], transport)
+        there = yield from broadcast_flags([shape.device is not HOST for shape in shapes], transport)
         for on_device in sorted(set(there)):
             alike = [bucket for bucket, own in enumerate(there) if own == on_device]
             schemes = [scheme for bucket in alike for scheme in self.tables[bucket].schemes]
-            place = shapes[alike[0]].place
-            yield from measure_kernels(cost, schemes, self._feedback, transport, ladder, place, on_device)
+            device = shapes[alike[0]].device
+            yield from measure_kernels(cost, schemes, self._feedback, transport, ladder, device, on_device)
         for table, shape, own in zip(self.tables, shapes, there, strict=True):
             table.candidates = cost.candidates(table.schemes, shape.numel, shape.dtype, group, ladder, own)
         self._turns = [_Turn(-1) for _ in self.tables]

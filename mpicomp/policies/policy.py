@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from mpicomp.collectives import Scheme
 from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Prediction
+from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError, UnknownNameError
-from mpicomp.places import HOST, Place
 from mpicomp.policies.surveys import Survey
 from mpicomp.registry import Registry
 from mpicomp.rounds import Rounds
@@ -56,7 +56,7 @@ class Shape:
     sizes: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: np.dtype[Any]
-    place: Place = field(default=HOST, compare=False)
+    device: Device = field(default=HOST, compare=False)
 
     @property
     def numel(self) -> int:

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.device import HOST, Device, current_device
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
-from mpicomp.places import HOST, Place, here
 from mpicomp.workspace import Workspace
 
 BINS = 64
@@ -62,7 +62,7 @@ class SpectrumSurvey:
 
     def __init__(self, stride: int = 1) -> None:
         self._stride = stride
-        self._workspaces: dict[Place, Workspace] = {}
+        self._workspaces: dict[Device, Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
         """See `Survey.width`: a layer takes its top bin, counts and energies."""
@@ -90,10 +90,10 @@ class SpectrumSurvey:
         self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
         """Yield counts and energies of each layer's magnitudes in host memory, shape (_ALL,)."""
-        place = here()
-        workspace = self._workspaces.setdefault(place, Workspace(place))
+        device = current_device()
+        workspace = self._workspaces.setdefault(device, Workspace(device))
         # On the host one layer's bins stay in the cache; those of a device come to the host all at once.
-        together = 1 if place is HOST else len(sizes)
+        together = 1 if device is HOST else len(sizes)
         counts = workspace.array("counts", together * cpu.BINS, np.int64).reshape(together, cpu.BINS)
         energies = workspace.array("energies", together * cpu.BINS, np.float64).reshape(together, cpu.BINS)
         start = 0
@@ -105,7 +105,7 @@ class SpectrumSurvey:
             kernels.spectrum(layer[cpu.GROUP * (step % stride) :], counts[row], energies[row], stride)
             if row == together - 1:
                 both = [own.reshape(together, _ALL, _PER_BIN).sum(axis=2) for own in (counts, energies)]
-                yield from zip(*(place.to_host(own) for own in both), strict=True)
+                yield from zip(*(device.to_host(own) for own in both), strict=True)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
         """See `Survey.energies`; good to some percent where a stride has left elements out."""

@@ -12,8 +12,8 @@ from mpicomp.arrays import Described
 from mpicomp.compressors.base import Entry
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
 from mpicomp.compressors.wire_format import Selection
+from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError
-from mpicomp.places import HOST, Place
 from mpicomp.policies import Shape
 from mpicomp.workspace import Workspace
 
@@ -40,12 +40,12 @@ class Bucket:
     feedback: bool
     entry: Entry = field(default_factory=Entry)
     threads: int = 1
-    place: Place = HOST
+    device: Device = HOST
     memory: dict[str, Any] = field(default_factory=dict)
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        self.workspace = Workspace(self.place)
+        self.workspace = Workspace(self.device)
         self._tables: dict[str, Any] = {}  # see `GradientWithResidual`
         self.names = tuple(member.name for member in self.members)
         self.sizes = sizes = tuple(member.numel for member in self.members)
@@ -58,16 +58,16 @@ class Bucket:
             raise ConfigurationError(
                 f"reduce: '{self.members[0].name}' must have fewer than 2**32 elements, got {self.numel}; split it"
             )
-        self._accumulated = self.place.zeros(self.numel + TRAILER, self.dtype)
-        self._residual = self.place.zeros(self.numel + TRAILER if self.feedback else 0, self.dtype)
-        self._decayed = self.place.zeros(self._residual.size if self.decay != 1 else 0, self.dtype)
-        self._velocity = self.place.zeros(self.numel if self.entry.momentum else 0, self.dtype)
-        self._next_velocity = self.place.zeros(self._velocity.size, self.dtype)
+        self._accumulated = self.device.zeros(self.numel + TRAILER, self.dtype)
+        self._residual = self.device.zeros(self.numel + TRAILER if self.feedback else 0, self.dtype)
+        self._decayed = self.device.zeros(self._residual.size if self.decay != 1 else 0, self.dtype)
+        self._velocity = self.device.zeros(self.numel if self.entry.momentum else 0, self.dtype)
+        self._next_velocity = self.device.zeros(self._velocity.size, self.dtype)
 
     @property
     def shape(self) -> Shape:
-        """Names, sizes, shapes, dtype and place of the bucket, which policies choose by."""
-        return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype, self.place)
+        """Names, sizes, shapes, dtype and device of the bucket, which policies choose by."""
+        return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype, self.device)
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> GradientWithResidual:
         """Return gradient plus residual.
@@ -84,7 +84,7 @@ class Bucket:
         pieces = self._pieces(gradients)
         residual = self._residual[: self.numel] if self.feedback else None
         if residual is not None and self.decay != 1:
-            with self.place.current():
+            with self.device.active():
                 residual = np.multiply(residual, self.dtype.type(self.decay), out=self._decayed[: self.numel])
         velocity = None
         if self.entry.momentum:
@@ -94,11 +94,11 @@ class Bucket:
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
         """Return the squared L2 norm of gradients; overwrites where `accumulate` puts its sum."""
-        with self.place.current():
+        with self.device.active():
             return GradientWithResidual(self._accumulated, None, self._pieces(gradients), threads=self.threads).energy
 
     def _pieces(self, gradients: Sequence[Any]) -> list[Piece]:
-        arrays = (self.place.bring(array) for array in gradients)
+        arrays = (self.device.to_device(array) for array in gradients)
         return [Piece(offset, array) for offset, array in zip(self.offsets, arrays, strict=True)]
 
     def commit(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
@@ -125,7 +125,7 @@ class Bucket:
 
     def memory_on_host(self) -> dict[str, Any]:
         """Return the memory with every array in it copied to the host."""
-        copied: dict[str, Any] = _on_host(self.memory, self.place)
+        copied: dict[str, Any] = _on_host(self.memory, self.device)
         return copied
 
     def residual(self, name: str) -> NDArray[np.floating]:
@@ -173,20 +173,20 @@ def make_buckets(
     limit_bytes: int,
     entry: Entry,
     threads: int,
-    place_of: Callable[[Sequence[Described]], Place] = lambda members: HOST,
+    device_of: Callable[[Sequence[Described]], Device] = lambda members: HOST,
     decay: float = 1.0,
 ) -> list[Bucket]:
-    """Cut arrays into buckets, see `cut`. ``place_of`` returns where a bucket of some arrays lives."""
+    """Cut arrays into buckets, see `cut`. ``device_of`` returns where a bucket of some arrays lives."""
     groups = cut(members, limit_bytes)
     return [
-        Bucket(index, group, feedback, entry, threads, place_of(group), decay=decay)
+        Bucket(index, group, feedback, entry, threads, device_of(group), decay=decay)
         for index, group in enumerate(groups)
     ]
 
 
-def _on_host(value: Any, place: Place) -> Any:
+def _on_host(value: Any, device: Device) -> Any:
     if isinstance(value, dict):
-        return {key: _on_host(own, place) for key, own in value.items()}
+        return {key: _on_host(own, device) for key, own in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_on_host(own, place) for own in value)
-    return place.to_host(value) if hasattr(value, "dtype") and hasattr(value, "ndim") else value
+        return type(value)(_on_host(own, device) for own in value)
+    return device.to_host(value) if hasattr(value, "dtype") and hasattr(value, "ndim") else value

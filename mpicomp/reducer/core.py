@@ -10,8 +10,8 @@ from typing import Any
 from mpicomp.arrays import Describer
 from mpicomp.compressors.base import Entry
 from mpicomp.cost import CostModel
+from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError, RankFailedError
-from mpicomp.places import HOST, Place
 from mpicomp.policies import Plan, Policy
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.pace import Pace
@@ -110,19 +110,19 @@ class Core:
 
     def expect(self, gradients: Mapping[str, Any]) -> None:
         """Begin to take gradients to where they are exchanged, in the thread that made them; nothing waits."""
-        there: dict[Place, list[Any]] = {}
+        there: dict[Device, list[Any]] = {}
         for name, gradient in gradients.items():
-            place = self.layout.place_of(name)
-            if place is not HOST:
-                there.setdefault(place, []).append(gradient)
+            device = self.layout.device_of(name)
+            if device is not HOST:
+                there.setdefault(device, []).append(gradient)
             elif self.layout.has(name):
                 self.staging.start(name, gradient)
-        for place, own in there.items():
-            place.follow(own)
+        for device, own in there.items():
+            device.wait_stream(own)
 
     def input_of(self, name: str, gradient: Any) -> Any:
         """Return a gradient where its bucket lives, or where it can be brought from at once."""
-        return self.staging.host(name, gradient) if self.layout.place_of(name) is HOST else gradient
+        return self.staging.host(name, gradient) if self.layout.device_of(name) is HOST else gradient
 
     def loading(self) -> dict[str, Any]:
         """Return the parts of a loaded state, beside its step, that all ranks must share: plans follow from them."""

@@ -18,7 +18,7 @@ from mpicomp.reducer.ranges import Ranges
 from mpicomp.reducer.record import BucketRecord
 from mpicomp.reducer.trace_notes import Span
 from mpicomp.rounds import Group, Pending, Request, Rounds, dense_ring_bytes, observe
-from mpicomp.transport.routes import at
+from mpicomp.transport.gpu_routes import run_on_device
 
 
 @dataclass
@@ -148,10 +148,10 @@ def exchange(
         if gradients is not None:
             pairs = zip(bucket.members, gradients, strict=True)
             arrays = [core.input_of(member.name, own) for member, own in pairs]
-        with bucket.place.current():
+        with bucket.device.active():
             accumulated = bucket.accumulate(arrays, scale)
         result = yield from observe(
-            at(bucket.place, plan.scheme.exchange(accumulated, context)), watch.before, watch.after
+            run_on_device(bucket.device, plan.scheme.exchange(accumulated, context)), watch.before, watch.after
         )
     finally:
         watch.ranges.show(None)
@@ -160,7 +160,7 @@ def exchange(
     begin = time.perf_counter()
     asked_for = None if frozen else core.policy.survey(bucket.index)
     survey = energies = None
-    with bucket.place.current():
+    with bucket.device.active():
         if asked_for is not None and not result.stale:
             survey = asked_for.measure(accumulated.array(), accumulated.residual, bucket.sizes, core.count)
             energies = asked_for.energies(survey, bucket.sizes)

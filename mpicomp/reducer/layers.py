@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.places import HOST, here, numbers
+from mpicomp.device import HOST, current_device, to_python
 from mpicomp.workspace import Workspace
 
 _WHOLE = 0.999  # gain from which on the gains of single parameters are not computed: each is nearly 1
@@ -83,16 +83,16 @@ def layers_of(
     workspace : Workspace, optional
         The bucket's.
     """
-    place, there, gains = here(), None, None
-    workspace = Workspace(place) if workspace is None else workspace
+    device, there, gains = current_device(), None, None
+    workspace = Workspace(device) if workspace is None else workspace
     bounds, elements = workspace.made("bounds", lambda: (np.concatenate(([0], np.cumsum(sizes))), np.array(sizes)))
     if isinstance(sent, Selection):
         # Bounds take the indices' dtype: searching for others would first convert all indices.
-        own = workspace.made("bounds of indices", lambda: place.bring(bounds.astype(np.uint32)))
+        own = workspace.made("bounds of indices", lambda: device.to_device(bounds.astype(np.uint32)))
         there = np.searchsorted(sent.indices, own)
 
     def count() -> NDArray[np.int64]:
-        kept = np.diff(bounds if there is None else place.to_host(there))
+        kept = np.diff(bounds if there is None else device.to_host(there))
         for start, stop, counted in thinned:
             kept[np.searchsorted(bounds, start, side="right") - 1] -= stop - start - counted
         return kept
@@ -100,12 +100,12 @@ def layers_of(
     if energies is not None and gain > _WHOLE:
         gains = np.full(len(names), gain)
     elif energies is not None:
-        places = bounds if there is None else place.to_host(there)
+        places = bounds if there is None else device.to_host(there)
         ends = zip(energies, bounds[:-1], bounds[1:], places[:-1], places[1:], strict=True)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            lost = np.array(numbers(*(_lost(accumulated, sent, *own) for own in ends)))
+            lost = np.array(to_python(*(_lost(accumulated, sent, *own) for own in ends)))
             gains = np.clip(1 - np.where(energies > 0, lost / energies, 0.0), 0.0, 1.0)
-    return Layers(names, elements, count if there is not None and place is not HOST else count(), gains)
+    return Layers(names, elements, count if there is not None and device is not HOST else count(), gains)
 
 
 def _lost(

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
 from mpicomp.compressors.base import Entry
+from mpicomp.device import HOST, Device, common_device
 from mpicomp.errors import ConfigurationError, UnknownNameError
-from mpicomp.places import HOST, Place, common_place
 from mpicomp.reducer.bucket import Bucket, make_buckets
 
 LARGE_BUCKET = 32 << 20
@@ -77,11 +77,11 @@ class Layout:
     def make(self, members: Sequence[Described], arrays: Mapping[str, Any]) -> list[Bucket]:
         """Make buckets for other arrays, each where its own are, and leave everything as it is."""
 
-        def place_of(group: Sequence[Described]) -> Place:
-            return common_place([arrays[member.name] for member in group])
+        def device_of(group: Sequence[Described]) -> Device:
+            return common_device([arrays[member.name] for member in group])
 
         limit = LARGE_BUCKET if self.bucket_bytes is None else self.bucket_bytes
-        return make_buckets(members, self._feedback, limit, self._entry, self._threads, place_of, self._decay)
+        return make_buckets(members, self._feedback, limit, self._entry, self._threads, device_of, self._decay)
 
     def adopt(self, members: list[Described], buckets: list[Bucket]) -> None:
         """Take these for the old ones; residuals follow their names."""
@@ -93,7 +93,7 @@ class Layout:
         self._known = {member.name: member for member in members}
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
         self.delivered = {
-            member.name: self.place_of(member.name).empty(member.numel, np.uint16)
+            member.name: self.device_of(member.name).empty(member.numel, np.uint16)
             for member in members
             if member.dtype.endswith("float16")
         }
@@ -103,9 +103,9 @@ class Layout:
         """Return whether some bucket has an array."""
         return name in self._bucket_of
 
-    def place_of(self, name: str) -> Place:
+    def device_of(self, name: str) -> Device:
         """Return where the bucket of an array lives; the host for one that is in none."""
-        return self._bucket_of[name].place if name in self._bucket_of else HOST
+        return self._bucket_of[name].device if name in self._bucket_of else HOST
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return a copy of an array's residual; see `mpicomp.Reducer.residual`."""
@@ -143,7 +143,7 @@ class Layout:
         self._memories = copy.deepcopy(dict(state.get("memories", {})))
         for kind in _STATES:
             for name, own in self._held(kind).items():
-                with self.place_of(name).current():
+                with self.device_of(name).active():
                     own[:] = 0
         self._restore()
 
@@ -152,7 +152,7 @@ class Layout:
             for name, own in self._held(kind).items():
                 if name in self._kept[kind]:
                     values = self._kept[kind].pop(name).reshape(-1).astype(own.dtype, copy=False)
-                    self.place_of(name).assign(own, values)
+                    self.device_of(name).assign(own, values)
         for bucket in self.buckets:
             bucket.memory = self._memories.pop(bucket.members[0].name, bucket.memory)
 
@@ -175,8 +175,8 @@ class Layout:
         return held | (empty if kind == "residuals" else {}) | kept
 
     def _copied(self, name: str, own: Any) -> NDArray[np.floating]:
-        place = self.place_of(name)
-        return own.copy() if place is HOST else place.to_host(own)
+        device = self.device_of(name)
+        return own.copy() if device is HOST else device.to_host(own)
 
 
 def _check_shape(member: Described, shape: tuple[int, ...] | None) -> None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from mpicomp import plugins
 from mpicomp.arrays import Described, to_host
 from mpicomp.collectives.scheme import cause_of
+from mpicomp.device import HOST, Device, MeanPart, on_device
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError, RankFailedError
-from mpicomp.places import HOST, MeanPart, Place, on_device
 from mpicomp.policies import BucketOutcome, StepReport
 from mpicomp.reducer import tracing
 from mpicomp.reducer.agreement import Signature, agree, no_memory
@@ -24,7 +24,7 @@ from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.record import StepRecord, Tally
 from mpicomp.rounds import Rounds, gather_rows
 from mpicomp.system import stopping
-from mpicomp.transport.route_probe import choose_routes
+from mpicomp.transport.gpu_routes import choose_routes
 
 _FLAG = np.dtype(np.uint8)
 _BFLOAT16_EXPONENT = 0x7F80  # bits that are all set in infinity and NaN
@@ -296,7 +296,7 @@ class Step:
             buckets = layout.make(members, self._gradients)
             once_wire_bytes = sum(entry.wire_bytes for entry in log) - known
         if buckets is not None:
-            yield from choose_routes([bucket.place for bucket in buckets], core.transport)
+            yield from choose_routes([bucket.device for bucket in buckets], core.transport)
         record.agreed = True
         agreed_wire_bytes = sum(entry.wire_bytes for entry in log) - once_wire_bytes
         record.overhead_bytes += cut_short.sent_bytes + sum(entry.sent_bytes for entry in log)
@@ -383,7 +383,7 @@ class Step:
         means: dict[str, Any] = {}
         for bucket, done in buckets:
             begin = core.transport.clock()
-            with bucket.place.current():
+            with bucket.device.active():
                 if record.skipped:
                     done.result.mean[:] = 0
                 else:
@@ -394,20 +394,20 @@ class Step:
                     for member, start in zip(bucket.members, bucket.offsets, strict=True)
                     if member.name not in unused or done.result.mean[start : start + member.numel].any()
                 ]
-            means |= self._give(done.result.mean, parts, bucket.place)
+            means |= self._give(done.result.mean, parts, bucket.device)
             done.add(core.transport.clock() - begin)
         for member in layout.members or ():
             if member.numel == 0 and member.name not in unused:
                 means |= self._give(np.empty(0, member.work_dtype), [(member, 0)], HOST)
         return {name: means[name] for name in self._gradients if name in means}
 
-    def _give(self, mean: Any, parts: Sequence[tuple[Described, int]], place: Place) -> dict[str, Any]:
+    def _give(self, mean: Any, parts: Sequence[tuple[Described, int]], device: Device) -> dict[str, Any]:
         """Return the means of some arrays, of the kinds that came in, by name; ``parts`` says where each begins."""
         delivered = self._core.layout.delivered
         wanted = [
             MeanPart(start, member, self._gradients[member.name], delivered.get(member.name)) for member, start in parts
         ]
-        means = self._core.staging.give(mean, wanted) if place is HOST else place.give(mean, wanted)
+        means = self._core.staging.unflatten(mean, wanted) if device is HOST else device.unflatten(mean, wanted)
         return {part.described.name: own for part, own in zip(wanted, means, strict=True)}
 
 

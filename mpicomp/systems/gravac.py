@@ -14,8 +14,8 @@ from mpicomp.compressors import Compressor, Context, SharedSparsifier, Sparsifie
 from mpicomp.compressors.base import num_kept
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.cost import CostModel
+from mpicomp.device import Device, current_device, to_python
 from mpicomp.errors import ConfigurationError
-from mpicomp.places import Place, here, numbers
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, lost_share
@@ -48,7 +48,7 @@ class LevelsSurvey:
     def __init__(self, compressor: Compressor, ratio: float, less: float) -> None:
         self._compressor = compressor
         self._ratio, self._less = ratio, less
-        self._workspaces: dict[tuple[Place, str], Workspace] = {}
+        self._workspaces: dict[tuple[Device, str], Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
         """See `Survey.width`."""
@@ -62,12 +62,12 @@ class LevelsSurvey:
         most = num_kept(self._less, accumulated.size)
         second = first if first.size <= most else self._selected(first, most / first.size, step, "second")
         with np.errstate(over="ignore"):
-            return np.array(numbers(*(kernels.energy(own) for own in (accumulated, first, second))), np.float32)
+            return np.array(to_python(*(kernels.energy(own) for own in (accumulated, first, second))), np.float32)
 
     def _selected(self, array: NDArray[np.floating], ratio: float, step: int, level: str) -> NDArray[np.floating]:
         """Return the values that a ratio of an array selects."""
         compressor = at_ratio(self._compressor, ratio)
-        workspace = self._workspaces.setdefault((here(), level), Workspace(here()))
+        workspace = self._workspaces.setdefault((current_device(), level), Workspace(current_device()))
         context = Context(step=step, bucket=int(level == "second"), workspace=workspace)
         if isinstance(compressor, SharedSparsifier):
             places = workspace.array("positions", compressor.count(array.size), np.uint32)

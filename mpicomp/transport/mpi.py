@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mpicomp.errors import ClosedError, LaunchError, RankFailedError
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Pending, Round
-from mpicomp.system import abort, cuda, launcher, libraries
+from mpicomp.system import abort, cuda_aware, launcher, libraries
 from mpicomp.transport import mpi_end
 from mpicomp.transport.base import Transport, received
 from mpicomp.transport.mpi_failures import check_survives, failure_of, fault_tolerant
@@ -118,7 +118,7 @@ class MPITransport(Transport):
     def takes_device_memory(self) -> bool:  # type: ignore[override]
         """See `Transport.takes_device_memory`: as `mpicomp doctor` says."""
         version = MPI.Get_library_version()
-        return cuda.cuda_aware(MPI.get_vendor()[0], libraries.library(), version=version).value
+        return cuda_aware.cuda_aware(MPI.get_vendor()[0], libraries.library(), version=version).value
 
     def among(self, count: int) -> "MPITransport | None":
         """See `Transport.among`."""

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import empty_like, from_host, narrow, to_host
-from mpicomp.places import MeanPart
-from mpicomp.places import driver as device
-from mpicomp.places.driver import DeviceArray, Driver
+from mpicomp.device import MeanPart
+from mpicomp.device import driver as device
+from mpicomp.device.driver import DeviceArray, Driver
 
 CHUNK = 4 << 20
 """Bytes of a chunk on the way to the device."""
@@ -86,7 +86,7 @@ class Staging:
             self._arrivals[name] = arrival
         for maker in device.streams_of([array]):
             cuda.record(where, arrival.made, maker)
-            cuda.follow(where, stream, arrival.made)
+            cuda.wait_event(where, stream, arrival.made)
         cuda.fetch(where, arrival.memory.ctypes.data, found.address + low, nbytes, stream)
         cuda.record(where, arrival.here, stream)
         arrival.array, arrival.step = array, self._step
@@ -109,15 +109,15 @@ class Staging:
         assert arrival.view is not None
         return arrival.view
 
-    def give(self, mean: NDArray[np.floating], parts: Sequence[MeanPart]) -> list[Any]:
+    def unflatten(self, mean: NDArray[np.floating], parts: Sequence[MeanPart]) -> list[Any]:
         """Return parts of a flat host mean as the kinds of arrays that came in; see `mpicomp.arrays.from_host`.
 
         On a device they are there for what is put into its library's current stream from now on. Each is the same array
         at every step.
         """
-        return [self._give(own.of(mean), own) for own in parts]
+        return [self._unflatten(own.of(mean), own) for own in parts]
 
-    def _give(self, mean: NDArray[np.floating], to: MeanPart) -> Any:
+    def _unflatten(self, mean: NDArray[np.floating], to: MeanPart) -> Any:
         cuda, described = device.driver(), to.described
         if cuda is None or device.device_array(to.like) is None:
             return from_host(mean, described, to.like, to.out)

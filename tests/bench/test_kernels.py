@@ -21,7 +21,7 @@ from mpicomp.bench.measure.feedback import Gradients
 from mpicomp.cli import main
 from mpicomp.compressors import TopK, get_compressor
 from mpicomp.compressors.kinds import Quantiser
-from mpicomp.places.cuda import CudaPlace
+from mpicomp.device.cuda import CudaDevice
 
 SHORT = 3000
 NUMEL = 20_000
@@ -145,7 +145,7 @@ def cupy(request, monkeypatch, built):
 @pytest.mark.usefixtures("cupy")
 def test_measure_on_a_gpu_has_a_row_of_each_kernel():
     compressors = [TopK(ratio=0.1), get_compressor({"id": "sidco", "ratio": 0.1})]
-    rows = kernels.measure(Settings(SHORT, (0.1,), compressors, repeats=2), CudaPlace(0))
+    rows = kernels.measure(Settings(SHORT, (0.1,), compressors, repeats=2), CudaDevice(0))
     names = [row["name"] for row in rows if row["name"] != "torch.topk"]
     assert names == ["memcpy", "topk.compress", "sidco.compress", "spectrum", "spectrum.sampled", "decode"]
     for row in rows:
@@ -169,10 +169,10 @@ def test_command_on_a_gpu_writes_rows(tmp_path):
 
 
 def test_step_on_a_gpu_loses_nothing(cupy):
-    place = CudaPlace(0)
-    kernel = kernels.compress_on_gpu(TopK(ratio=0.1), Gradients(SHORT, place=place))
+    device = CudaDevice(0)
+    kernel = kernels.compress_on_gpu(TopK(ratio=0.1), Gradients(SHORT, device=device))
     workspace = kernel.selecting.context.workspace
-    with place.current():
+    with device.active():
         for _ in range(3):
             kernel.prepare()
             before = residual_of(kernel) + kernel.gradient.get()
@@ -195,14 +195,14 @@ def residual_of(kernel):
 @pytest.mark.usefixtures("cupy")
 def test_step_on_a_gpu_reads_nothing():
     """A reducer reads numbers with the messages that it receives."""
-    place = CudaPlace(0)
-    kernel = kernels.compress_on_gpu(TopK(ratio=0.1), Gradients(SHORT, place=place))
-    with place.current():
+    device = CudaDevice(0)
+    kernel = kernels.compress_on_gpu(TopK(ratio=0.1), Gradients(SHORT, device=device))
+    with device.active():
         kernel.run()
-        before = place.reads, place.to_host_bytes
+        before = device.reads, device.to_host_bytes
         kernel.prepare()
         kernel.run()
-        assert (place.reads, place.to_host_bytes) == before
+        assert (device.reads, device.to_host_bytes) == before
 
 
 @pytest.mark.usefixtures("cupy")

@@ -20,7 +20,7 @@ from device import emulator, lazy
 from mpicomp.kernels import cpu, gpu
 
 from mpicomp import kernels
-from mpicomp.places import driver as places_driver
+from mpicomp.device import driver as device_driver
 
 RUBBISH = 0xC9
 LEGACY = 1
@@ -515,7 +515,7 @@ def install(monkeypatch, schedule="eager", seed=0, emulated=False, guarded=False
         guards.install(monkeypatch)
     driver = Driver(schedule, seed)
     cupy = Cupy(driver)
-    monkeypatch.setattr(places_driver, "driver", lambda: driver)
+    monkeypatch.setattr(device_driver, "driver", lambda: driver)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(kernels._modules, ndarray, gpu if emulated else HostKernels(cupy))
     return cupy

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 import numpy as np
 from device import emulator, fake_cuda
 
-from mpicomp.transport import routes
+from mpicomp.transport import gpu_routes
 
 PAGE = mmap.PAGESIZE
 _SIZE = 1 << 30  # of the address space alone, until it is written to
@@ -142,7 +142,7 @@ def install(monkeypatch):
         both = leg.asked.send, leg.asked.recv
         return [own for own in both if isinstance(own, fake_cuda.ndarray) and own.size]
 
-    begin, arrive = routes._Direct.__init__, routes._Direct.arrive
+    begin, finish = gpu_routes.DirectRound.__init__, gpu_routes.DirectRound.finish
 
     def begun(leg, *args):
         begin(leg, *args)
@@ -152,8 +152,8 @@ def install(monkeypatch):
     def arrived(leg):
         for own in arrays(leg):
             arena.give_back(own)
-        return arrive(leg)
+        return finish(leg)
 
-    monkeypatch.setattr(routes._Direct, "__init__", begun)
-    monkeypatch.setattr(routes._Direct, "arrive", arrived)
+    monkeypatch.setattr(gpu_routes.DirectRound, "__init__", begun)
+    monkeypatch.setattr(gpu_routes.DirectRound, "finish", arrived)
     return arena

@@ -64,7 +64,7 @@ class Driver:
         self.events[event] = stream, marker
         self.put(stream, marker)
 
-    def follow(self, device, stream, event):
+    def wait_event(self, device, stream, event):
         mark = self.events[event]
         self.put(stream, lambda: self._come_to(mark))
 

@@ -19,9 +19,8 @@ import mpicomp
 from mpicomp.cli import main
 from mpicomp.collectives import bind
 from mpicomp.cost import CostModel, Network, kernel_costs
+from mpicomp.device import HOST
 from mpicomp.errors import ConfigurationError, LaunchError
-from mpicomp.places import HOST
-from mpicomp.places.cuda import CudaPlace
 from mpicomp.policies import Shape
 from mpicomp.transport import LocalWorld
 
@@ -49,12 +48,12 @@ def silent(*_):
     pass
 
 
-def counting(place):
+def counting(device):
     """Give a clock that looks whether the device has done all that it was given."""
     readings = []
 
     def clock():
-        assert not place._driver.streams[place.stream]
+        assert not device._driver.streams[device.stream]
         readings.append(None)
         return float(len(readings))
 
@@ -63,24 +62,24 @@ def counting(place):
 
 @pytest.mark.parametrize(("compressor", "collective"), once(REPRESENTED), ids=str)
 def test_own_work_is_measured_on_the_device(compressor, collective, eager):
-    place = CudaPlace(0)
-    clock, readings = counting(place)
-    numbers = kernel_costs.measure_kernel(bind(compressor, collective), None, compressor.contractive, clock, place)
+    device = CudaDevice(0)
+    clock, readings = counting(device)
+    numbers = kernel_costs.measure_kernel(bind(compressor, collective), None, compressor.contractive, clock, device)
     assert all(number >= 0 and np.isfinite(number) for number in numbers)
     assert len(readings) == 2 * 2 * (kernel_costs._WARMUP_STEPS + kernel_costs._TIMED_STEPS)
 
 
 def test_a_step_is_measured_to_its_end(cupy):
-    place = CudaPlace(0)
-    clock, _ = counting(place)
+    device = CudaDevice(0)
+    clock, _ = counting(device)
     other = bind(mpicomp.TopK(ratio=0.5), "allgather")
-    assert kernel_costs.measure_kernel(bind(TOPK, "allgather"), other, True, clock, place)
+    assert kernel_costs.measure_kernel(bind(TOPK, "allgather"), other, True, clock, device)
 
 
 def test_where_a_bucket_lives_is_no_part_of_what_is_compared(eager):
     shape = ("w",), (4,), ((4,),), np.dtype(np.float32)
-    assert Shape(*shape) == Shape(*shape, CudaPlace(0))
-    assert hash(Shape(*shape)) == hash(Shape(*shape, CudaPlace(0)))
+    assert Shape(*shape) == Shape(*shape, CudaDevice(0))
+    assert hash(Shape(*shape)) == hash(Shape(*shape, CudaDevice(0)))
 
 
 def costs(brought, compressor=TOPK, given=None):
@@ -124,7 +123,7 @@ def test_ranks_in_different_places_choose_alike(first, eager):
 
 
 def test_gradients_can_be_used_in_any_stream(cupy):
-    there, here = Gradients(500, seed=3, place=CudaPlace(0)), Gradients(500, seed=3)
+    there, here = Gradients(500, seed=3, device=CudaDevice(0)), Gradients(500, seed=3)
     for _ in range(3):
         np.testing.assert_array_equal(there.fresh().get(), here.fresh())
 
@@ -133,7 +132,7 @@ def test_gradients_can_be_used_in_any_stream(cupy):
 def test_collectives_are_timed_on_the_device(cupy):
     settings = Settings([700], [TOPK, mpicomp.QSGD()], ["allgather", "packed-allgather"], True, 0.02)
     model = CostModel(Network(1))
-    rows = measure(settings, LocalWorld(1).transports[0], model, silent, silent, CudaPlace(0))
+    rows = measure(settings, LocalWorld(1).transports[0], model, silent, silent, CudaDevice(0))
     assert {"dense", "topk", "qsgd"} == {row["compressor"] for row in rows}
     for row in rows:
         assert (row["device"], row["route"]) == ("gpu", "staged")
@@ -188,19 +187,19 @@ def test_the_commands_that_train_take_torchs_device(words, one_rank, monkeypatch
 def test_no_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigurationError, match=r"^bench x: --device gpu needs CuPy \(.*\); pip install 'mpicomp"):
-        devices.place_on("bench x", 0)
+        devices.device_on("bench x", 0)
 
 
 def test_no_gpu(eager):
     missing = LaunchError("gpu: there is none on n1; ask the job for one")
     with pytest.raises(ConfigurationError, match=r"^bench x: --device gpu: gpu: there is none on n1; ask .*; or use"):
-        devices.place_on("bench x", missing)
+        devices.device_on("bench x", missing)
 
 
 def test_no_driver(eager, monkeypatch):
-    monkeypatch.setattr("mpicomp.places.driver.driver", lambda: None)
+    monkeypatch.setattr("mpicomp.device.driver.driver", lambda: None)
     with pytest.raises(ConfigurationError, match=r"needs CUDA's driver, and libcuda\.so\.1 cannot be loaded; install"):
-        devices.place_on("bench x", 0)
+        devices.device_on("bench x", 0)
 
 
 def test_a_torch_without_cuda(monkeypatch):
@@ -213,5 +212,5 @@ def test_a_torch_without_cuda(monkeypatch):
 def test_the_gpu_of_a_rank_is_made_current(eager, monkeypatch):
     used = []
     monkeypatch.setattr(fake_cuda._Device, "use", lambda self: used.append(self.id), raising=False)
-    assert devices.place_on("bench x", 0) is not HOST
+    assert devices.device_on("bench x", 0) is not HOST
     assert used == [0]

@@ -7,9 +7,8 @@ from marks import slow
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.places import RouteTable
-from mpicomp.places.cuda import CudaPlace
-from mpicomp.transport.routes import Lent
+from mpicomp.device.cuda import CudaDevice
+from mpicomp.transport.gpu_routes import DeviceBuffer, RouteTable
 
 NUMEL = 40_000
 STEPS = 3
@@ -34,19 +33,19 @@ def counted(cupy, compressor, collective, size, parameters=1, route="staged", sh
             driver.to_host_bytes = driver.from_host_bytes = 0
             cupy.launches.clear()
             places = [place_of(reducer) for reducer in ranks.reducers]
-            for place in places:
-                place.routes = RouteTable.always(route)
-            before = cupy.reads, sum(place.reads for place in places)
+            for device in places:
+                device.routes = RouteTable.always(route)
+            before = cupy.reads, sum(device.reads for device in places)
         ranks.reduce(given)
     sent = sum(reducer.last_step.buckets[0].sent_bytes for reducer in ranks.reducers) / size
-    reads = cupy.reads - before[0] + sum(place.reads for place in places) - before[1]
+    reads = cupy.reads - before[0] + sum(device.reads for device in places) - before[1]
     return driver.to_host_bytes / size, driver.from_host_bytes / size, reads / size, len(cupy.launches) / size, sent
 
 
 def place_of(reducer):
-    place = reducer._core.layout.buckets[0].place
-    assert isinstance(place, CudaPlace)
-    return place
+    device = reducer._core.layout.buckets[0].device
+    assert isinstance(device, CudaDevice)
+    return device
 
 
 @pytest.fixture
@@ -56,8 +55,8 @@ def mpi_reads_the_device(monkeypatch):
     def write(self, part, values):
         self._array._host[part] = np.asarray(values)
 
-    monkeypatch.setattr(Lent, "__array__", lambda self, dtype=None, copy=None: self._array._host.copy())
-    monkeypatch.setattr(Lent, "__setitem__", write)
+    monkeypatch.setattr(DeviceBuffer, "__array__", lambda self, dtype=None, copy=None: self._array._host.copy())
+    monkeypatch.setattr(DeviceBuffer, "__setitem__", write)
 
 
 @pytest.mark.parametrize("size", [slow(2), 3])

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from mpicomp.system import cuda
-from mpicomp.system.cuda import Awareness, cuda_aware, probe
+from mpicomp.system import cuda_aware as awareness
+from mpicomp.system.cuda_aware import Awareness, cuda_aware, probe
 
 YES = Awareness(True, "a child process that gave it GPU memory got it back")
 NO = Awareness(False, "a child process that gave it GPU memory was ended by SIGSEGV")
@@ -166,7 +166,7 @@ def test_the_child_is_no_part_of_the_job():
 
 
 def test_the_real_child_where_there_is_no_gpu():
-    from mpicomp.places.driver import driver
+    from mpicomp.device.driver import driver
 
     if driver() is not None:
         pytest.skip("there is a GPU")
@@ -175,7 +175,7 @@ def test_the_real_child_where_there_is_no_gpu():
 
 def test_the_real_child_on_a_gpu():
     """What the library says is borne out: a yes by a child that survives."""
-    from mpicomp.places.driver import driver
+    from mpicomp.device.driver import driver
 
     if driver() is None:
         pytest.skip("no GPU")
@@ -183,6 +183,6 @@ def test_the_real_child_on_a_gpu():
 
 
 def test_it_starts_no_mpi():
-    code = "import sys, mpicomp.system.cuda; assert not {'mpi4py', 'numpy'} & set(sys.modules)"
+    code = "import sys, mpicomp.system.cuda_aware; assert not {'mpi4py', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert cuda.PROBE.startswith("mpicomp.transport.mpi_")
+    assert awareness.PROBE == "mpicomp.transport.gpu_routes"

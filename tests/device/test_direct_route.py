@@ -13,10 +13,10 @@ from device import fake_cuda
 from exchanges import LAYOUTS, OPERATIONS, at_once, in_the_background, of
 
 import mpicomp
-from mpicomp.places import RouteTable
-from mpicomp.places.cuda import CudaPlace
+from mpicomp.device.cuda import CudaDevice
 from mpicomp.rounds import Returned, Round, advance
-from mpicomp.transport import routes
+from mpicomp.transport import gpu_routes
+from mpicomp.transport.gpu_routes import RouteTable
 
 pytestmark = pytest.mark.mpi
 slow = pytest.mark.slow  # what guarded memory and four kinds of messages leave over
@@ -61,25 +61,25 @@ def transports(comm, monkeypatch, request):
         yield made
 
 
-def on_the_device(place, exchange):
+def on_the_device(device, exchange):
     """Run rounds on arrays of the host as rounds on arrays of a device, which are filled from these and copied back."""
     pending, reply = {}, None
     while not isinstance(asked := advance(exchange, reply), Returned):
         if not isinstance(asked, Round):
-            reply = landed(place, pending.pop(asked), (yield asked))
+            reply = landed(device, pending.pop(asked), (yield asked))
             continue
-        send, recv = (None if own is None else place.bring(own) for own in (asked.send, asked.recv))
+        send, recv = (None if own is None else device.to_device(own) for own in (asked.send, asked.recv))
         if send is not None:
             send += 0  # the last change is a kernel's
         reply = yield replace(asked, send=send, recv=recv)
         if asked.background:
             pending[reply] = asked.recv
         else:
-            reply = landed(place, asked.recv, reply)
+            reply = landed(device, asked.recv, reply)
     return asked.value
 
 
-def landed(place, recv, there):
+def landed(device, recv, there):
     if recv is None:
         return there
     assert isinstance(there, fake_cuda.ndarray)
@@ -88,8 +88,8 @@ def landed(place, recv, there):
 
 
 def directly(exchange):
-    place = CudaPlace(0)
-    return routes.at(place, on_the_device(place, exchange), "direct")
+    device = CudaDevice(0)
+    return gpu_routes.run_on_device(device, on_the_device(device, exchange), "direct")
 
 
 @slow
@@ -122,22 +122,22 @@ def test_in_a_thread_beside_other_rounds(transports, comm):
 def test_parts_are_worked_on_as_they_arrive(cupy, comm, naps, numel):
     from mpicomp.transport.mpi import MPITransport
 
-    transport, place, parts = MPITransport(comm), CudaPlace(0), []
+    transport, device, parts = MPITransport(comm), CudaDevice(0), []
     rank, size = comm.rank, comm.size
     peers = ((rank + 1) % size, (rank - 1) % size)
 
     def exchange():
-        send, recv = place.bring(of(rank, numel, np.float64)), place.zeros(numel, np.float64)
-        doubled = place.zeros(numel, np.float64)
+        send, recv = device.to_device(of(rank, numel, np.float64)), device.zeros(numel, np.float64)
+        doubled = device.zeros(numel, np.float64)
 
         def arrived(start, stop):
             parts.append(stop - start)
             np.add(recv[start:stop], recv[start:stop], out=doubled[start:stop])
 
         yield Round("sendrecv", (numel, numel), send.dtype, 0, send, recv, peers=peers, arrived=arrived)
-        return place.to_host(doubled)
+        return device.to_host(doubled)
 
-    doubled = transport.run(routes.at(place, exchange(), "direct"))
+    doubled = transport.run(gpu_routes.run_on_device(device, exchange(), "direct"))
     np.testing.assert_array_equal(doubled, 2 * of((rank - 1) % size, numel, np.float64))
     assert sum(parts) == numel
     assert len(parts) > 1 or numel < 70_000
@@ -148,23 +148,23 @@ def test_one_array_on_the_device_and_one_on_the_host(transports, comm):
     """What a rank copies to itself crosses between them, too."""
     size = comm.size
 
-    def exchange(place, outward):
+    def exchange(device, outward):
         for operation in ("alltoallv", "allgatherv", "bcast"):
             counts = [3] * (1 if operation == "bcast" else size)
             sent = 3 * size if operation == "alltoallv" else 3
             send = np.arange(sent, dtype=np.float32) + 100 * comm.rank
             recv = np.zeros(sum(counts), np.float32)
-            there = place.bring(send if outward else recv)
+            there = device.to_device(send if outward else recv)
             task = Round(operation, counts, send.dtype, 0, *((there, recv) if outward else (send, there)))
-            found = place.to_host((yield task))
+            found = device.to_host((yield task))
             first = 3 * comm.rank if operation == "alltoallv" else 0
             rows = np.arange(first, first + 3) + 100 * np.arange(sum(counts) // 3)[:, None]
             np.testing.assert_array_equal(found, rows.reshape(-1))
 
     for outward in (True, False):
         for _, transport in transports:
-            place = CudaPlace(0)
-            transport.run(routes.at(place, exchange(place, outward), "direct"))
+            device = CudaDevice(0)
+            transport.run(gpu_routes.run_on_device(device, exchange(device, outward), "direct"))
 
 
 SHAPES = {"first": (40, 25), "second": (7,), "third": (3, 5, 2)}
@@ -204,8 +204,8 @@ def reduced(comm, compressor, collective, bring):
 
 def compare(cupy, comm, compressor, collective, monkeypatch):
     staged, direct = [], []
-    monkeypatch.setattr(CudaPlace, "routes", RouteTable((1,), {"direct": (1e-6,), "staged": (1.0,)}, True))
-    for kind, made in ((routes._Staged, staged), (routes._Direct, direct)):
+    monkeypatch.setattr(CudaDevice, "routes", RouteTable((1,), {"direct": (1e-6,), "staged": (1.0,)}, True))
+    for kind, made in ((gpu_routes.StagedRound, staged), (gpu_routes.DirectRound, direct)):
         begin = kind.__init__
         monkeypatch.setattr(kind, "__init__", lambda *a, begin=begin, made=made: (made.append(0), begin(*a))[1])
     expected = reduced(comm, compressor, collective, lambda own: own)

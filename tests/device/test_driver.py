@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mpicomp.places import driver
+from mpicomp.device import driver
 
 
 class Library:

@@ -223,13 +223,13 @@ TOUCHES = {
     "an array": "array._host[0]",
     "what was computed": "made._host.tolist()",
     "a round that is over": """
-from mpicomp.places.cuda import CudaPlace
+from mpicomp.device.cuda import CudaDevice
 from mpicomp.rounds import Round
-from mpicomp.transport import routes
-place = CudaPlace(0)
+from mpicomp.transport import gpu_routes
+place = CudaDevice(0)
 def exchange():
     yield Round("bcast", (5,), array.dtype, send=array, recv=array)
-rounds = routes.at(place, exchange(), "direct")
+rounds = gpu_routes.run_on_device(place, exchange(), "direct")
 task = next(rounds)
 view = memoryview(array._host)
 assert view[0] == 1

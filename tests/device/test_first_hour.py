@@ -23,11 +23,11 @@ from mpicomp.kernels.gpu import compile as gpu_compile
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.places import HOST, RouteTable
-from mpicomp.places import driver as places_driver
+from mpicomp.device import HOST
+from mpicomp.device import driver as device_driver
 from mpicomp.system import launcher
 from mpicomp.transport import LocalWorld
-from mpicomp.transport.routes import ROUTES
+from mpicomp.transport.gpu_routes import ROUTES, RouteTable
 
 QUICK = os.environ.get("FIRST_HOUR") == "quick"
 
@@ -35,7 +35,7 @@ QUICK = os.environ.get("FIRST_HOUR") == "quick"
 def has_gpu():
     if importlib.util.find_spec("cupy") is None:
         return False
-    driver = places_driver.driver()
+    driver = device_driver.driver()
     return driver is not None and driver.count() > 0
 
 
@@ -98,7 +98,7 @@ def reduced(ranks, arrays, scale=1.0):
 
 
 def place_of(reducer):
-    return reducer._core.layout.buckets[0].place
+    return reducer._core.layout.buckets[0].device
 
 
 def on_device(reducers):
@@ -307,7 +307,7 @@ def test_routes_direct_and_staged_have_the_same_bits(compressor, collective, com
 
 @NEEDS_GPU
 def test_pinned_copies_are_fast_and_exact(gpu, line):
-    driver = places_driver.driver()
+    driver = device_driver.driver()
     memory, array = driver.pinned(PINNED_BYTES), gpu.zeros(PINNED_BYTES, np.uint8)
     memory[:] = 7
     array[:1].get()

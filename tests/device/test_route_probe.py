@@ -6,7 +6,7 @@ from device import fake_cuda
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.places import RouteTable
+from mpicomp.transport.gpu_routes import RouteTable
 
 NUMEL = 3000
 
@@ -26,7 +26,7 @@ def run(cupy, compressor, size, on_device, takes):
     hosts = [own.get() if isinstance(own, fake_cuda.ndarray) else own.copy() for own in means]
     [expected] = {own["w"].tobytes() for own in Ranks(size, compressor).reduce([{"w": own} for own in values])}
     assert {own.tobytes() for own in hosts} == {expected}
-    return [reducer._core.layout.buckets[0].place.routes for reducer in ranks.reducers]
+    return [reducer._core.layout.buckets[0].device.routes for reducer in ranks.reducers]
 
 
 @pytest.mark.parametrize("compressor", [mpicomp.TopK(ratio=0.1), mpicomp.Dense(), mpicomp.OneBit()], ids=str)
@@ -53,29 +53,29 @@ def test_a_rank_on_the_host_takes_part(cupy):
 
 
 def test_a_library_that_adds_slowly_is_given_sums_in_host_memory(cupy):
-    from mpicomp.places.cuda import CudaPlace
+    from mpicomp.device.cuda import CudaDevice
     from mpicomp.rounds import Round
-    from mpicomp.transport.routes import _faster
+    from mpicomp.transport.gpu_routes import faster_route
 
-    place, single = CudaPlace(0), np.dtype("f4")
-    place.routes = RouteTable((1,), {"direct": (1.0,), "staged": (2.0,)}, True, {"direct": (9.0,), "staged": (3.0,)})
+    device, single = CudaDevice(0), np.dtype("f4")
+    device.routes = RouteTable((1,), {"direct": (1.0,), "staged": (2.0,)}, True, {"direct": (9.0,), "staged": (3.0,)})
     for operation, route in [("allreduce", "staged"), ("sendrecv", "direct"), ("bcast", "direct")]:
-        array = place.zeros(4, single)
-        assert _faster(place, Round(operation, (4,), single, send=array, recv=array)) == route
+        array = device.zeros(4, single)
+        assert faster_route(device, Round(operation, (4,), single, send=array, recv=array)) == route
 
 
 def test_sums_that_differ_between_ranks_are_staged(cupy):
     """Of floating numbers; integers have one sum."""
-    from mpicomp.places.cuda import CudaPlace
+    from mpicomp.device.cuda import CudaDevice
     from mpicomp.rounds import Round
-    from mpicomp.transport.routes import _faster
+    from mpicomp.transport.gpu_routes import faster_route
 
-    place = CudaPlace(0)
-    place.routes = RouteTable((1,), {"direct": (1.0,), "staged": (2.0,)}, identical_sums=False)
+    device = CudaDevice(0)
+    device.routes = RouteTable((1,), {"direct": (1.0,), "staged": (2.0,)}, identical_sums=False)
     for dtype, operation, route in [
         ("f4", "allreduce", "staged"),
         ("f4", "bcast", "direct"),
         ("u8", "allreduce", "direct"),
     ]:
-        array = place.zeros(4, dtype)
-        assert _faster(place, Round(operation, (4,), np.dtype(dtype), send=array, recv=array)) == route
+        array = device.zeros(4, dtype)
+        assert faster_route(device, Round(operation, (4,), np.dtype(dtype), send=array, recv=array)) == route

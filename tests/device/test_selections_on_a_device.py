@@ -14,8 +14,8 @@ import mpicomp
 from mpicomp import kernels
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
-from mpicomp.places.cuda import CudaPlace
-from mpicomp.places.place import Place, entered
+from mpicomp.device.cuda import CudaDevice
+from mpicomp.device.device import Device, activated
 from mpicomp.workspace import Workspace
 
 STEPS = 5
@@ -38,8 +38,8 @@ def alike(first, second):
 @pytest.fixture
 def opaque(monkeypatch):
     cupy = fake_cuda.install(monkeypatch)
-    place = CudaPlace(0)
-    with place.current():
+    place = CudaDevice(0)
+    with place.active():
         yield SimpleNamespace(cupy=cupy, place=place)
 
 
@@ -66,22 +66,22 @@ def test_steps_select_what_the_host_does(opaque, compressor, reads, dtype):
     if isinstance(compressor, mpicomp.TopK):
         compressor = compressor.bind(["a", "b"], [cut, size - cut])
     rng = np.random.default_rng(0)
-    own, there = Context(), Context(workspace=Workspace(opaque.place))
+    own, there = Context(), Context(workspace=Workspace(opaque.device))
     residual = np.zeros(size, dtype)
     taken = []
     for step in range(STEPS):
         gradient = rng.laplace(size=size).astype(dtype)
         own.step = there.step = step
         host = GradientWithResidual(np.empty(size + TRAILER, dtype), residual, [Piece(0, gradient)])
-        with entered(Place()):
+        with activated(Device()):
             expected = compressor.select(host, own)
         pieces = [Piece(start, opaque.cupy.asarray(gradient[start:stop])) for start, stop in ((0, cut), (cut, size))]
         accumulated = GradientWithResidual(
             opaque.cupy.empty(size + TRAILER, dtype), opaque.cupy.asarray(residual), pieces
         )
-        before, implicit = opaque.place.reads, opaque.cupy.reads
+        before, implicit = opaque.device.reads, opaque.cupy.reads
         found = compressor.select(accumulated, there)
-        taken.append(opaque.place.reads - before)
+        taken.append(opaque.device.reads - before)
         assert opaque.cupy.reads == implicit, "numbers are read one by one"
         np.testing.assert_array_equal(found.indices.get(), expected.indices)
         alike(found.values.get(), expected.values)
@@ -101,10 +101,10 @@ def test_what_is_not_smooth_is_selected_as_on_the_host(opaque, compressor, kind)
         "infinite": lambda: np.where(np.arange(3000) == 7, np.inf, rng.laplace(size=3000)),
         "equal": lambda: rng.choice([-4.5, 4.5], 3000),
     }[kind]().astype(np.float32)
-    own, there = Context(), Context(workspace=Workspace(opaque.place))
+    own, there = Context(), Context(workspace=Workspace(opaque.device))
     for _ in range(2):
         host = GradientWithResidual(np.empty(3000 + TRAILER, np.float32), None, [Piece(0, array)])
-        with entered(Place()):
+        with activated(Device()):
             expected = compressor.select(host, own)
         made = GradientWithResidual(
             opaque.cupy.empty(3000 + TRAILER, np.float32), None, [Piece(0, opaque.cupy.asarray(array))]
@@ -122,9 +122,9 @@ def test_positions_are_those_of_the_host(opaque, compressor):
     count = compressor.count(1000)
     for step in range(3):
         expected, out = np.empty(count, np.uint32), opaque.cupy.empty(count, np.uint32)
-        with entered(Place()):
+        with activated(Device()):
             compressor.positions(1000, Context(step=step), expected)
-        compressor.positions(1000, Context(step=step, workspace=Workspace(opaque.place)), out)
+        compressor.positions(1000, Context(step=step, workspace=Workspace(opaque.device)), out)
         np.testing.assert_array_equal(out.get(), expected)
 
 
@@ -139,15 +139,15 @@ def test_grids_reach_as_far_as_on_the_host(opaque, compressor, scale):
     before = opaque.cupy.reads
     found = compressor.reach(opaque.cupy.asarray(array))
     assert opaque.cupy.reads == before
-    with entered(Place()):
+    with activated(Device()):
         np.testing.assert_equal(found, compressor.reach(array))
 
 
 # The kernels of a device.
 
 
-class There(Place):
-    """Where the fixture's kernels run, as a place that counts what it reads."""
+class There(Device):
+    """Where the fixture's kernels run, as a device that counts what it reads."""
 
     def __init__(self, own):
         self.own, self.reads = own, 0
@@ -158,11 +158,11 @@ class There(Place):
     def zeros(self, size, dtype):
         return self.own.zeros(size, dtype)
 
-    def numbers(self, *values):
+    def to_python(self, *values):
         self.reads += 1
         return [value.item() if hasattr(value, "item") else value for value in values]
 
-    def bring(self, array):
+    def to_device(self, array):
         return self.own.put(array) if isinstance(array, np.ndarray) else array
 
 
@@ -175,7 +175,7 @@ def there(place, monkeypatch):
         monkeypatch.setattr(emulator.ndarray, "copy", lambda self: emulator.asarray(self._host), raising=False)
         monkeypatch.setitem(kernels._modules, emulator.ndarray, gpu)
     made = There(place)
-    with entered(made):
+    with activated(made):
         yield made
 
 
@@ -269,7 +269,7 @@ def test_pieces_of_all_kinds_are_gathered_first(there, dtype, scale, factor):
     host = GradientWithResidual(
         np.empty(size + TRAILER, np.float32), residual, [Piece(0, wide)], scale=scale, velocity=velocity(np.copy)
     )
-    with entered(Place()):
+    with activated(Device()):
         expected = mpicomp.TopK(ratio=0.01).select(host, Context())
     for compressor in (mpicomp.TopK(ratio=0.01), mpicomp.Threshold(limit=1e30)):  # fused, and by a sweep
         tables = {}
@@ -306,7 +306,7 @@ def test_an_estimate_takes_one_read(there, distribution, size):
     for step in range(7):
         gradient = rng.laplace(size=size).astype(np.float32)
         host = GradientWithResidual(np.empty(size + TRAILER, np.float32), residual, [Piece(0, gradient)])
-        with entered(Place()):
+        with activated(Device()):
             expected = compressor.select(host, own)
         accumulated = put(there, gradient, residual, 2)
         reads = there.reads

@@ -10,9 +10,9 @@ from device.lazy import Cupy, Driver
 
 import mpicomp
 from mpicomp import Reducer, TopK
+from mpicomp.device import MeanPart, cuda
+from mpicomp.device import driver as device
 from mpicomp.errors import ArrayTypeError, MpicompError, NonFiniteError
-from mpicomp.places import MeanPart, choose
-from mpicomp.places import driver as device
 from mpicomp.transport import LocalWorld, staging
 from mpicomp.transport.interleave import ProgressThread
 from mpicomp.transport.staging import Staging
@@ -25,7 +25,7 @@ def cupy(monkeypatch):
     made = Cupy(driver)
     monkeypatch.setattr(device, "driver", lambda: driver)
     monkeypatch.setitem(sys.modules, "cupy", made)
-    monkeypatch.setattr(choose, "_has_cupy", lambda: False)
+    monkeypatch.setattr(cuda, "_has_cupy", lambda: False)
     return made
 
 
@@ -165,7 +165,9 @@ def test_chunks_are_under_way_together(cupy, monkeypatch):
     monkeypatch.setattr(staging, "CHUNK", 40)
     array = cupy.empty(10 * staging.CHUNKS + 5, np.float32)
     mean = np.arange(array.shape[0], dtype=np.float32)
-    [given] = Staging().give(mean, [MeanPart(0, mpicomp.arrays.Described("w", "float32", array.shape), array, None)])
+    [given] = Staging().unflatten(
+        mean, [MeanPart(0, mpicomp.arrays.Described("w", "float32", array.shape), array, None)]
+    )
     left = sum(callable(work) for work in cupy.driver.streams[1])
     assert left == staging.CHUNKS
     np.testing.assert_array_equal(given.get(), mean)
@@ -192,7 +194,7 @@ def test_arrays_that_grow_or_move(cupy):
         array = cupy.made(values)
         np.testing.assert_array_equal(array_staging.host("w", array), values)
         described = mpicomp.arrays.Described("w", "float32", (size,))
-        [given] = array_staging.give(values + 1, [MeanPart(0, described, array, None)])
+        [given] = array_staging.unflatten(values + 1, [MeanPart(0, described, array, None)])
         assert given.device == array.device
         np.testing.assert_array_equal(given.get(), values + 1)
     array_staging.close()

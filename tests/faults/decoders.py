@@ -40,7 +40,6 @@ from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import CostModel
 from mpicomp.cost.network_model import Network
 from mpicomp.errors import DisagreementError, MpicompError
-from mpicomp.places.place import entered
 from mpicomp.policies import POLICIES
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.reducer.agreement import Signature, agree
@@ -202,7 +201,7 @@ def _sparse(wire):
         workspace, expected = Workspace(fence), None if rng.integers(2) else count
 
         def decode(message):
-            with entered(fence):
+            with activated(fence):
                 told = parse_header(message, numel, dtype, expected)
                 read = parse_message(message, numel, dtype, workspace, expected)
                 chosen = read.selection
@@ -304,12 +303,12 @@ def _lead(instance):
         contexts[1].step = contexts[0].step
         first = leader_of(contexts[0])
         arrays = [_accumulated(fence, _array(rng, numel, dtype)) for _ in ends]
-        with entered(fence):
+        with activated(fence):
             task = advance(follow(lead, arrays[first](), contexts[first]))
         message, arrived = task.send.tobytes(), []
 
         def decode(message):
-            with entered(fence):
+            with activated(fence):
                 exchange = follow(lead, arrays[1 - first](), contexts[1 - first])
                 asked = advance(exchange)
                 arrived[:] = [asked.recv]
@@ -330,7 +329,7 @@ def _learned(kind):
         dtype = rng.choice(DTYPES)
         compressor = mpicomp.LGC(**_LEARNED | {"code": kind, "encoder": NETWORK, "decoder": NETWORK})
         workspace = Workspace(fence)
-        with entered(fence):
+        with activated(fence):
             code = compressor.make_code(workspace, 7)
             ranks = int(rng.integers(1, 4))
             count = code.least + int(rng.integers(SIZES[1]))
@@ -342,7 +341,7 @@ def _learned(kind):
 
         def decode(message):
             rooms[0][:], rooms[1][:] = np.split(message, [weights.nbytes])
-            with entered(fence), np.errstate(all="ignore"):
+            with activated(fence), np.errstate(all="ignore"):
                 code.use(rooms[0].view(np.float32))
                 code.turn(int(rooms[0][0]))
                 own = rooms[1].view(dtype)
@@ -550,7 +549,7 @@ def _heard(fence, heard, begin, check):
     lengths, arrived = [len(own) for own in heard], []
 
     def decode(message):
-        with entered(fence), np.errstate(all="ignore"):
+        with activated(fence), np.errstate(all="ignore"):
             exchange, reply, place, start = begin(), None, 0, 0
             arrived.clear()
             while not isinstance(asked := advance(exchange, reply), Returned):
@@ -586,7 +585,7 @@ def _exchange(compressor, collective):
             group = world.transports[place].group
             return Context(group, step, memory=memories[place], workspace=workspaces[place])
 
-        with entered(fence), np.errstate(all="ignore"):
+        with activated(fence), np.errstate(all="ignore"):
             for step in range(last + 1):
                 inputs = [_accumulated(fence, _array(rng, numel, dtype)) for _ in range(ranks)]
                 before, heard = copy.deepcopy(memories[rank]), []

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from mpicomp.places import Place
+from mpicomp.device import Device
 from mpicomp.workspace import Workspace
 
 PAGE = mmap.PAGESIZE
@@ -27,7 +27,7 @@ class TooMuchError(Exception):
     """More memory was asked for than any message is worth."""
 
 
-class Fence(Place):
+class Fence(Device):
     """A place of the host whose arrays lie between two pages without any right, and touch one of them.
 
     They end at the page behind, as far as their alignment allows, or begin at the one before: the one half of them this

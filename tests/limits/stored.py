@@ -4,14 +4,14 @@ import tempfile
 
 import numpy as np
 
-from mpicomp.places import Place
+from mpicomp.device import Device
 
 LONG = 256 << 20  # bytes of an array that is long
 
 
 def store_long_arrays(monkeypatch, folder):
     """Have arrays of the host that are long, workspaces' and buckets', be files of a folder, as long as they live."""
-    in_memory = {"empty": Place.empty, "zeros": Place.zeros}
+    in_memory = {"empty": Device.empty, "zeros": Device.zeros}
 
     def stored(name):
         def make(self, size, dtype):
@@ -23,4 +23,4 @@ def store_long_arrays(monkeypatch, folder):
         return make
 
     for name in in_memory:
-        monkeypatch.setattr(Place, name, stored(name))
+        monkeypatch.setattr(Device, name, stored(name))

@@ -11,8 +11,8 @@ from marks import slow
 from worlds import Ranks
 
 import mpicomp
+from mpicomp.device import Device
 from mpicomp.errors import ConfigurationError
-from mpicomp.places.place import Place
 
 NUMEL = 2**31 + 2**18 + 3
 WINDOWS = [slice(0, 1 << 17), slice(2**31 - (1 << 16), 2**31 + (1 << 16)), slice(NUMEL - (1 << 17), NUMEL)]
@@ -44,7 +44,7 @@ SELECTIONS = [
 @pytest.fixture
 def long_arrays(monkeypatch):
     """Have arrays as long as a bucket folded, wherever a reducer makes one."""
-    short = Place.empty
+    short = Device.empty
 
     def empty(place, size, dtype):
         if size * np.dtype(dtype).itemsize < LONG:
@@ -55,8 +55,8 @@ def long_arrays(monkeypatch):
     def zeros(place, size, dtype):
         return empty(place, size, dtype) if size * np.dtype(dtype).itemsize >= LONG else np.zeros(size, dtype)
 
-    monkeypatch.setattr(Place, "empty", empty)
-    monkeypatch.setattr(Place, "zeros", zeros)
+    monkeypatch.setattr(Device, "empty", empty)
+    monkeypatch.setattr(Device, "zeros", zeros)
 
 
 def gradient_of(rank):

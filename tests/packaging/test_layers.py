@@ -24,7 +24,7 @@ LAYERS = [
     ["mpicomp.compressors", "mpicomp.transport"],
     ["mpicomp.rounds"],
     ["mpicomp.workspace"],
-    ["mpicomp.places"],
+    ["mpicomp.device"],
     ["mpicomp.arrays", "mpicomp.registry"],
     ["mpicomp.plugins", "mpicomp.kernels"],
     ["mpicomp.system", "mpicomp.settings"],
@@ -32,7 +32,12 @@ LAYERS = [
 ]
 # Who may import what from outside, at whatever place in the file.
 HOMES = {
-    "mpi4py": ("mpicomp/transport/mpi", "mpicomp/system/abort.py", "mpicomp/doctor/"),
+    "mpi4py": (
+        "mpicomp/transport/mpi",
+        "mpicomp/transport/gpu_routes.py",
+        "mpicomp/system/abort.py",
+        "mpicomp/doctor/",
+    ),
     "torch": (
         "mpicomp/torch/",
         "mpicomp/systems/flexible/torch_state.py",
@@ -54,7 +59,7 @@ HOMES = {
     ),
     "matplotlib": ("bench/report/", "bench/simulate/picture.py", "studies/pictures.py"),
     "msgspec": ("bench/report/step_lines.py", "bench/measure/metrics.py"),
-    "cupy": ("mpicomp/places/choose.py",),
+    "cupy": ("mpicomp/device/cuda.py",),
 }
 
 FILES = [

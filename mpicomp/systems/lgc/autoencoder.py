@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.places import here
+from mpicomp.device import current_device
 from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.workspace import Workspace
 
@@ -215,7 +215,7 @@ class Autoencoder(LearnedCode):
     def _there(self) -> Any:
         """The weights of the encoder's layers and of each decoder's, at the current place."""
         if self._brought is None:
-            self._brought = self._parts(here().bring(self._weights))
+            self._brought = self._parts(current_device().to_device(self._weights))
         return self._brought
 
     def _parts(self, flat: Any) -> tuple[list[tuple[Any, Any]], list[list[tuple[Any, Any]]]]:

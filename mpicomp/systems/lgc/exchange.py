@@ -13,8 +13,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import Selection
+from mpicomp.device import current_device
 from mpicomp.errors import MpicompError
-from mpicomp.places import here
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.compressor import LGC, Selected
@@ -266,7 +266,7 @@ def _collected(
     """Gather coded values on the trainer, in host memory, shape (ranks, count); None on other ranks."""
     group = context.group
     task = _collect(selected, values.dtype, group)
-    task.send = here().to_host(values[selected.coded])
+    task.send = current_device().to_host(values[selected.coded])
     if group.rank == _TRAINER:
         task.recv = context.workspace.host_array("everyones", sum(task.counts), values.dtype)
     received = yield task

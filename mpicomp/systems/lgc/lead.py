@@ -12,8 +12,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.topk import largest_of_parts
 from mpicomp.compressors.wire_format import compact
+from mpicomp.device import current_device, received_on_host, to_python
 from mpicomp.errors import MessageError
-from mpicomp.places import here, numbers, received
 from mpicomp.rounds import Round, Rounds
 from mpicomp.systems.lgc.compressor import Selected, index_bytes
 from mpicomp.systems.lgc.learned_code import LearnedCode
@@ -138,15 +138,18 @@ def follow(
         own, ascending = _decoded(lead, indices, workspace)
         listed = _listed(lead, own, workspace)
         values, known = _gathered(listed, accumulated, workspace)
-        _check_indices(lead, accumulated.numel, leader, *numbers(ascending, known))
+        _check_indices(lead, accumulated.numel, leader, *to_python(ascending, known))
         if lead.frame:
-            of_layers = received(scales).view(np.float64)
+            of_layers = received_on_host(scales).view(np.float64)
             _check_scales(of_layers, leader)
             _unpack_frame(lead, of_layers, signs.view(np.uint64), frame)
     except MessageError as error:
         frame[:] = 1
         count = lead.selected.count
-        none = here().bring(np.arange(count, dtype=np.uint32)), here().zeros(count, accumulated.dtype)
+        none = (
+            current_device().to_device(np.arange(count, dtype=np.uint32)),
+            current_device().zeros(count, accumulated.dtype),
+        )
         return Led(*none, frame, told, error)
     return Led(listed, values, frame, told)
 
@@ -195,7 +198,7 @@ def _write(
     values, _ = _gathered(_listed(lead, chosen, workspace), accumulated, workspace)
     values = values[lead.selected.coded]
     of_layers = _pack_frame(lead, values, signs.view(np.uint64))
-    here().assign(scales.view(np.float64), of_layers)
+    current_device().assign(scales.view(np.float64), of_layers)
     if code is not None:
         frame = workspace.array("frame", values.size, accumulated.dtype)
         _unpack_frame(lead, of_layers, signs.view(np.uint64), frame)
@@ -245,7 +248,7 @@ def _listed(lead: Lead, indices: NDArray[np.uint32], workspace: Workspace) -> ND
 
 
 def _all_between(start: int, stop: int) -> NDArray[np.uint32]:
-    indices: NDArray[np.uint32] = here().bring(np.arange(start, stop, dtype=np.uint32))
+    indices: NDArray[np.uint32] = current_device().to_device(np.arange(start, stop, dtype=np.uint32))
     return indices
 
 
@@ -276,7 +279,7 @@ def _pack_frame(lead: Lead, values: NDArray[np.floating], signs: NDArray[np.uint
             start += words
     scales = np.ones(len(energies))
     for number, (layer, energy) in enumerate(
-        zip(lead.layers, here().to_host(np.stack(energies)).tolist(), strict=True)
+        zip(lead.layers, current_device().to_host(np.stack(energies)).tolist(), strict=True)
     ):
         scale = float(values.dtype.type(sqrt(energy / (layer.stop - layer.start)))) if isfinite(energy) else 0.0
         if scale > 0:

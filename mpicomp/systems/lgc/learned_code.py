@@ -20,7 +20,7 @@ class LearnedCode(ABC):
     `encode`, `decode` and `decode_near` are part of every step: they allocate nothing, give the same bits for the same
     input on every processor (kernels of `mpicomp.kernels.cpu.compile.exact`), and infinity and NaN come out as
     infinity or NaN and do no harm otherwise. They need no torch. Their arrays are those of the place that is current
-    (`mpicomp.places.here`); whatever is learnt is learnt in host memory, and weights and states are there.
+    (`mpicomp.device.current_device`); whatever is learnt is learnt in host memory, and weights and states are there.
 
     Parameters
     ----------

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.places import here
+from mpicomp.device import current_device
 from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.workspace import Workspace
 
@@ -139,7 +139,7 @@ class LinearCode(LearnedCode):
     def _there(self) -> Any:
         """The rows that this step uses, at the current place."""
         if self._brought is None:
-            self._brought = here().bring(self._active)
+            self._brought = current_device().to_device(self._active)
         return self._brought
 
     def _choose(self) -> None:

@@ -12,7 +12,7 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import DAMAGED, Selection
-from mpicomp.places import numbers
+from mpicomp.device import to_python
 from mpicomp.rounds import Group, Round
 from mpicomp.systems.lgc.compressor import LGC
 from mpicomp.systems.lgc.lead import Lead, follow, leader_of, relative
@@ -97,7 +97,7 @@ class CodeRing:
         if self._compressor.wire is not None:
             np.subtract(uncoded, summed.sent[length:], out=uncoded)
             rounded = kernels.energy(uncoded)
-        energy, sparse, rounded, match, decoded_energy, coded_energy = numbers(
+        energy, sparse, rounded, match, decoded_energy, coded_energy = to_python(
             moments.energy, sparse, rounded, product(own, shares), kernels.energy(shares), kernels.energy(own)
         )
         told = (energy, sparse - rounded, float(match), decoded_energy)
@@ -124,7 +124,7 @@ class CodeRing:
         sent[coded.stop :] = summed.sent[length + coded.start :]
         whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
         whole.add(led.indices, mean, 1.0)
-        [mean_finite] = numbers(np.isfinite(mean).all())
+        [mean_finite] = to_python(np.isfinite(mean).all())
         return Result(
             mean=whole.array,
             sent=Selection(led.indices, led.values if self._compressor.error == "selected" else sent),

@@ -30,8 +30,8 @@ from mpicomp.compressors.wire_format import (
     write_damaged,
     write_message,
 )
+from mpicomp.device import received_on_host, to_python
 from mpicomp.errors import MessageError
-from mpicomp.places import numbers, received
 from mpicomp.rounds import Group, Round
 from mpicomp.systems.lgc.compressor import LGC
 from mpicomp.systems.lgc.lead import Lead, Led, follow, leader_of
@@ -106,7 +106,7 @@ class CodeServer:
                 unread = unread or MessageError(f"learned: from rank {rank}: {error}")
                 continue
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                np.multiply(values[coded], dtype.type(received(stored)[0]), out=values[coded])
+                np.multiply(values[coded], dtype.type(received_on_host(stored)[0]), out=values[coded])
                 values[coded][told.selection.indices] = told.selection.values
                 values[: coded.start] = rest[: coded.start]
                 values[coded.stop :] = rest[coded.start :]
@@ -123,7 +123,7 @@ class CodeServer:
             np.multiply(mean, dtype.type(1 / group.size), out=mean)
         whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
         whole.add(led.indices, mean, 1.0)
-        [mean_finite] = numbers(np.isfinite(mean).all())
+        [mean_finite] = to_python(np.isfinite(mean).all())
         return Result(
             mean=whole.array,
             sent=Selection(led.indices, led.values if self._compressor.error == "selected" else sent),
@@ -157,7 +157,7 @@ class CodeServer:
         workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
         own = led.values[coded]
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            match, energy = map(float, numbers(product(own, decoded), kernels.energy(decoded)))
+            match, energy = map(float, to_python(product(own, decoded), kernels.energy(decoded)))
             best = match / energy if match > 0 and energy > 0 else 0.0  # loses least on this rank
             factor = dtype.type(1.0 if self._compressor.published else best)
             missed = workspace.array("missed", own.size, dtype)
@@ -168,7 +168,7 @@ class CodeServer:
         kernels.select_largest(missed, kernels.kth_magnitude(missed, places.size), places, off)
         # Lost is what is not listed, and what is missed of what is coded but for the innovation.
         energies = (kernels.energy(array) for array in (missed, off, led.values, own))
-        missed_energy, off_energy, listed_energy, coded_energy = numbers(*energies)
+        missed_energy, off_energy, listed_energy, coded_energy = to_python(*energies)
         left_out = max(missed_energy - off_energy, 0.0)  # NaN stays
         left = listed_energy - left_out
         innovation = workspace.array("innovation.values", places.size, dtype)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, orthonormal
 from mpicomp.compressors.kinds import Quantiser
-from mpicomp.places import Place, here, numbers
+from mpicomp.device import Device, current_device, to_python
 from mpicomp.policies.surveys import WHOLE, Survey
 from mpicomp.workspace import Workspace
 
@@ -60,7 +60,7 @@ class TailSurvey:
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
         """See `Survey.measure`."""
-        flat = here().to_host(accumulated).astype(np.float64)
+        flat = current_device().to_host(accumulated).astype(np.float64)
         parts = []
         for layer, counts in zip(np.split(flat, np.cumsum(sizes)[:-1]), self._counts, strict=True):
             below = np.concatenate(([0.0], np.cumsum(np.sort(np.square(layer)))))  # of the smallest ones
@@ -110,7 +110,7 @@ class SumSurvey:
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
         """See `Survey.measure`."""
-        if all(numbers(np.isfinite(accumulated).all())):
+        if all(to_python(np.isfinite(accumulated).all())):
             if self._sum is None:
                 self._sum = accumulated.copy()
             elif self._steps:
@@ -156,7 +156,7 @@ class RankSurvey:
         """See `Survey.measure`; NaN for matrices that hold it or infinity."""
         bounds = np.cumsum([0, *sizes])
         layers = [accumulated[start:stop] for start, stop in itertools.pairwise(bounds)]
-        parts = [np.array(numbers(*(kernels.energy(layer) for layer in layers)))]
+        parts = [np.array(to_python(*(kernels.energy(layer) for layer in layers)))]
         for matrix, (least, most) in zip(self._matrices, self._ranks, strict=True):
             own = accumulated[matrix.start : matrix.stop].reshape(matrix.rows, matrix.columns)
             parts.append(_lost_at_ranks(own, most)[least - 1 :])
@@ -190,7 +190,7 @@ class BitsSurvey:
         self._quantisers = tuple(quantisers)
         self._bucket = bucket
         self._stride = stride
-        self._workspaces: dict[Place, Workspace] = {}
+        self._workspaces: dict[Device, Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
         """See `Survey.width`: of each layer its energy, then what is left out at each number of bits."""
@@ -201,11 +201,11 @@ class BitsSurvey:
     ) -> NDArray[np.float32]:
         """See `Survey.measure`; NaN or infinity for layers that hold it."""
         out = np.zeros((len(sizes), 1 + len(self._quantisers)))
-        workspace = self._workspaces.setdefault(here(), Workspace(here()))
+        workspace = self._workspaces.setdefault(current_device(), Workspace(current_device()))
         for row, start, size in zip(out, np.cumsum([0, *sizes]), sizes, strict=False):
             own = self._sample(accumulated[start : start + size], workspace, step)
             sent = workspace.array("sent", own.size, own.dtype)
-            [energy] = numbers(kernels.energy(own))
+            [energy] = to_python(kernels.energy(own))
             lost = []
             for quantiser in self._quantisers:
                 message = workspace.array("message", quantiser.packed_bytes(own.size), np.dtype(np.uint8))
@@ -236,16 +236,18 @@ class BitsSurvey:
 
 def _lost_at_ranks(matrix: NDArray[np.floating], most: int) -> NDArray[np.float64]:
     """Return the energy beside the leading directions of a matrix, from 1 to ``most`` of them."""
-    place = here()
-    [energy] = numbers(kernels.energy(matrix.reshape(-1)))
+    place = current_device()
+    [energy] = to_python(kernels.energy(matrix.reshape(-1)))
     if not np.isfinite(energy):
         return np.full(most, np.nan)
     directions = min(*matrix.shape, most + _EXTRA_DIRECTIONS)
-    right = place.bring(np.random.default_rng(0).standard_normal((matrix.shape[1], directions)).astype(matrix.dtype))
+    right = place.to_device(
+        np.random.default_rng(0).standard_normal((matrix.shape[1], directions)).astype(matrix.dtype)
+    )
     for _ in range(_ITERATIONS):
         with np.errstate(over="ignore", invalid="ignore"):
             right = matrix.T @ orthonormal(matrix @ orthonormal(right))
-        if not all(numbers(np.isfinite(right).all())):  # products of the largest numbers overflow
+        if not all(to_python(np.isfinite(right).all())):  # products of the largest numbers overflow
             return np.full(most, np.nan)
     squares = np.linalg.svd(place.to_host(right).astype(np.float64), compute_uv=False) ** 2
     left: NDArray[np.float64] = np.maximum(energy - np.cumsum(squares[:most]), 0.0)

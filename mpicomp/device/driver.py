@@ -64,7 +64,7 @@ class DeviceArray:
 
 
 def device_array(array: Any) -> DeviceArray | None:
-    """Return the place of an array on a GPU; None for arrays of the host and for other objects."""
+    """Return the address and layout of an array on a GPU; None for arrays of the host and for other objects."""
     if isinstance(array, np.ndarray):
         return None
     if getattr(array, "is_cuda", False):
@@ -157,7 +157,7 @@ class Driver(Protocol):
     def record(self, device: int, event: int, stream: int) -> None:
         """Let an event mark the work put into a stream so far."""
 
-    def follow(self, device: int, stream: int, event: int) -> None:
+    def wait_event(self, device: int, stream: int, event: int) -> None:
         """Let work put into a stream from now on come after an event."""
 
     def wait(self, device: int, event: int) -> None:
@@ -240,7 +240,7 @@ class _Cuda:
     def record(self, device: int, event: int, stream: int) -> None:
         self._call_on(device, "cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
 
-    def follow(self, device: int, stream: int, event: int) -> None:
+    def wait_event(self, device: int, stream: int, event: int) -> None:
         self._call_on(
             device, "cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0)
         )  # fmt: skip

@@ -22,7 +22,7 @@ _OFF = ("0", "false", "no", "off", "disable", "disabled")
 _LAUNCHERS = ("PMI", "PMIX_", "OMPI_COMM_", "OMPI_FILE_", "MPI_LOCAL", "HYD", "PRTE_", "SLURM_", "PALS_")
 NO_GPU = 3
 """Exit status of a probe that found no GPU to try it with."""
-PROBE = "mpicomp.transport.mpi_cuda_probe"
+PROBE = "mpicomp.transport.gpu_routes"
 
 
 class Awareness(NamedTuple):

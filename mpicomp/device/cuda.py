@@ -1,0 +1,276 @@
+"""A GPU: CuPy's arrays, one stream, and copies that are counted."""
+
+import contextlib
+import functools
+import struct
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mpicomp import kernels
+from mpicomp.arrays import as_kind_of, narrow, to_host
+from mpicomp.device import driver as cuda
+from mpicomp.device.device import HOST, Device, MeanPart, activated
+
+_BATCH_NUMBERS = 8  # numbers of 8 bytes that `collect` packs for one read
+_FORMATS: dict[type, str] = {
+    np.bool_: "?7x", np.int32: "i4x", np.uint32: "I4x", np.float32: "f4x",
+    np.int64: "q", np.uint64: "Q", np.float64: "d",
+}  # fmt: skip
+"""Format of the word of `collect`, by type of number: the lowest bytes of the word are the number's."""
+
+
+def common_device(arrays: Sequence[Any]) -> Device:
+    """Return a device for a bucket of arrays: the GPU that all of them are on, else the host.
+
+    Without CuPy or CUDA's driver it is the host, to which they are then copied whole.
+    """
+    driver = cuda.driver()
+    numbers = set()
+    for array in arrays:
+        found = cuda.device_array(array)
+        if found is None or driver is None:
+            return HOST
+        if found.size:
+            numbers.add(driver.device_of(found.address))
+    if len(numbers) != 1 or not _has_cupy():
+        return HOST
+    return CudaDevice(numbers.pop())
+
+
+def on_device(arrays: Iterable[Any]) -> bool:
+    """Return whether a bucket of some of these arrays would live on a GPU."""
+    return cuda.driver() is not None and any(cuda.device_array(array) is not None for array in arrays) and _has_cupy()
+
+
+@functools.cache
+def _has_cupy() -> bool:
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        warnings.warn(
+            "mpicomp: gradients are on a GPU and CuPy is not installed, so they are copied to the host whole; "
+            "pip install 'mpicomp[cuda12]' (or cuda13) has them compressed on the GPU",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@dataclass(eq=False)
+class _Pinned:
+    """Pinned memory, with the event after which it may be written to."""
+
+    memory: NDArray[np.uint8]
+    free: int
+    busy: bool = False
+
+
+class CudaDevice(Device):
+    """One GPU, for one bucket; CuPy has to be loaded.
+
+    All work goes into a stream that no other stream waits for. `wait_stream` and `unflatten` order it with other
+    streams by events; the host waits in `to_python`, `to_host` and `received_on_host` only.
+
+    Parameters
+    ----------
+    number : int
+        Number of the device.
+
+    Attributes
+    ----------
+    stream : int
+        Address of its stream.
+    reads : int
+        How often the host has waited for numbers.
+    to_host_bytes, from_host_bytes : int
+        Bytes that were copied between the device and the host.
+    """
+
+    def __init__(self, number: int) -> None:
+        driver = cuda.driver()
+        assert driver is not None, "an array on a GPU comes with its driver"
+        self._driver = driver
+        self._cupy = sys.modules["cupy"]
+        self.number: int = number
+        self.stream = driver.stream(number)
+        self.reads = self.to_host_bytes = self.from_host_bytes = 0
+        with self._cupy.cuda.Device(number):
+            self._cupy_stream = self._cupy.cuda.ExternalStream(self.stream)
+        self._mark = driver.event(number)  # of this stream, for others
+        self._other_mark = driver.event(number)  # of another stream, for this one
+        self._reading_streams: set[int] = set()  # streams that may still read the last means
+        self._pinned: list[_Pinned] = []
+        self._landed: list[tuple[int, NDArray[np.uint8], _Pinned]] = []
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with activated(self), self._cupy.cuda.Device(self.number), self._cupy_stream:
+            yield
+
+    def empty(self, size: int, dtype: DTypeLike) -> Any:
+        with self.active():
+            return self._cupy.empty(size, dtype)
+
+    def zeros(self, size: int, dtype: DTypeLike) -> Any:
+        with self.active():
+            return self._cupy.zeros(size, dtype)
+
+    def to_python(self, *values: Any) -> Sequence[Any]:
+        on_device = [position for position, value in enumerate(values) if isinstance(value, self._cupy.ndarray)]
+        if not on_device:
+            return values
+        numbers = list(values)
+        for start in range(0, len(on_device), _BATCH_NUMBERS):
+            batch = on_device[start : start + _BATCH_NUMBERS]
+            self.reads += 1
+            if len(batch) == 1:
+                numbers[batch[0]] = self.to_host(values[batch[0]]).item()
+                continue
+            with self.active():
+                packed = kernels.of(values[batch[0]]).collect([values[position] for position in batch])
+            layout = "".join(_FORMATS[values[position].dtype.type] for position in batch)
+            for position, number in zip(batch, struct.unpack(f"={layout}", self.to_host(packed).data), strict=True):
+                numbers[position] = number
+        return numbers
+
+    def to_host(self, array: Any) -> NDArray[Any]:
+        if isinstance(array, np.ndarray):
+            return array
+        host = np.empty(array.shape, array.dtype)
+        if not array.flags.c_contiguous:
+            with self.active():
+                array = array.copy()
+        if array.size:
+            pinned = self.begin_fetch(array)
+            self.wait()
+            np.copyto(host, pinned.memory[: array.nbytes].view(array.dtype).reshape(array.shape))
+            pinned.busy = False
+        return host
+
+    def to_device(self, array: Any) -> Any:
+        if isinstance(array, self._cupy.ndarray) and array.dtype.kind != "V":
+            return array
+        found = cuda.device_array(array)
+        if found is not None:
+            return self._view(array, found)
+        host = np.ascontiguousarray(to_host(array))
+        with self.active():
+            copy = self._cupy.empty(host.shape, host.dtype)
+        self.assign(copy, host)
+        return copy
+
+    def assign(self, out: Any, values: NDArray[Any]) -> None:
+        if not out.size:
+            return
+        pinned = self.pinned(out.nbytes)
+        np.copyto(pinned.memory[: out.nbytes].view(out.dtype).reshape(out.shape), values.view(out.dtype))
+        self.send(pinned, 0, out)
+        self.release(pinned)
+
+    def received_on_host(self, array: Any) -> NDArray[Any]:
+        if isinstance(array, np.ndarray):
+            return array
+        start, nbytes = array.data.ptr, array.nbytes
+        for address, host, _ in self._landed:
+            if address <= start and start + nbytes <= address + host.nbytes:
+                part: NDArray[Any] = host[start - address : start - address + nbytes].view(array.dtype)
+                return part.reshape(array.shape)
+        return self.to_host(array)
+
+    def wait_stream(self, arrays: Sequence[Any]) -> None:
+        streams = cuda.streams_of(arrays) | self._reading_streams
+        self._reading_streams.clear()
+        for stream in streams - {self.stream}:
+            self._driver.record(self.number, self._other_mark, stream)
+            self._driver.wait_event(self.number, self.stream, self._other_mark)
+
+    def unflatten(self, mean: Any, parts: Sequence[MeanPart]) -> list[Any]:
+        # Work that is put into the libraries' current streams from now on finds the means there.
+        with self.active():
+            for part in parts:
+                if part.out is not None:
+                    narrow(part.of(mean), part.described.dtype, part.out)
+        streams = cuda.streams_of(part.like for part in parts)
+        if streams:
+            self._driver.record(self.number, self._mark, self.stream)
+        for stream in streams:
+            self._driver.wait_event(self.number, stream, self._mark)
+        self._reading_streams |= streams
+        return list(self._as_kinds_of(mean, parts))
+
+    def wait(self) -> None:
+        self._driver.record(self.number, self._mark, self.stream)
+        self._driver.wait(self.number, self._mark)
+
+    # What routes need: pinned memory, and copies in parts.
+
+    def begin_fetch(self, array: Any) -> _Pinned:
+        """Return pinned memory into which an array is being copied; `wait` before it is read."""
+        pinned = self.pinned(array.nbytes)
+        self.to_host_bytes += array.nbytes
+        self._driver.fetch(self.number, pinned.memory.ctypes.data, array.data.ptr, array.nbytes, self.stream)
+        return pinned
+
+    def pinned(self, nbytes: int) -> _Pinned:
+        """Return pinned memory of at least so many bytes."""
+        fitting = [pinned for pinned in self._pinned if not pinned.busy and pinned.memory.size >= nbytes]
+        if fitting:
+            smallest = min(fitting, key=lambda pinned: pinned.memory.size)
+            self._driver.wait(self.number, smallest.free)
+        else:
+            # A power of two, so that lengths that vary from step to step reuse memory.
+            memory = self._driver.pinned(max(4096, 1 << (nbytes - 1).bit_length()))
+            smallest = _Pinned(memory, self._driver.event(self.number))
+            self._pinned.append(smallest)
+        smallest.busy = True
+        return smallest
+
+    def send(self, pinned: _Pinned, start: int, out: Any) -> None:
+        """Begin to copy pinned memory, from a byte on, to a contiguous array."""
+        self.from_host_bytes += out.nbytes
+        address = pinned.memory.ctypes.data + start
+        self._driver.send(self.number, out.data.ptr, address, out.nbytes, self.stream)
+
+    def keep_received(self, pinned: _Pinned, out: Any) -> None:
+        """Keep the pinned memory by which an array was received, for `received_on_host`, until the next round."""
+        self._landed.append((out.data.ptr, pinned.memory[: out.nbytes], pinned))
+
+    def release_received(self) -> None:
+        """Release the pinned memory of received arrays: another round begins."""
+        for *_, pinned in self._landed:
+            self.release(pinned)
+        self._landed.clear()
+
+    def release(self, pinned: _Pinned) -> None:
+        """Release pinned memory, to be written to when the copies that were begun have been made."""
+        self._driver.record(self.number, pinned.free, self.stream)
+        pinned.busy = False
+
+    def _as_kinds_of(self, mean: Any, parts: Sequence[MeanPart]) -> Iterator[Any]:
+        wholes: dict[type, Any] = {}  # by library: to hand over each part takes ten times as long as to cut it out
+        for part in parts:
+            like, found = part.like, cuda.device_array(part.like)
+            if found is None:
+                yield self.to_host(part.of(mean)).reshape(like.shape)
+            elif part.out is not None:
+                yield as_kind_of(like, part.out.view(found.dtype).reshape(found.shape))
+            else:
+                if type(like) not in wholes:
+                    wholes[type(like)] = as_kind_of(like, mean)
+                yield part.of(wholes[type(like)]).reshape(found.shape)
+
+    def _view(self, array: Any, found: cuda.DeviceArray) -> Any:
+        """Return CuPy's array of a piece of memory, which keeps its owner alive."""
+        if isinstance(array, self._cupy.ndarray):
+            return array.view(found.dtype)  # of bfloat16, which has no kind of its own
+        low, nbytes = found.span()
+        memory = self._cupy.cuda.UnownedMemory(found.address + low, nbytes, array, self.number)
+        pointer = self._cupy.cuda.MemoryPointer(memory, -low)
+        return self._cupy.ndarray(found.shape, found.dtype, pointer, found.strides)

@@ -1,0 +1,136 @@
+"""The base class of devices, which is the host."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mpicomp.arrays import Described
+
+
+class MeanPart(NamedTuple):
+    """The part of a flat mean that belongs to one array, and what returns it as the kind of array that came in."""
+
+    start: int
+    described: Described
+    like: Any
+    out: Any
+    """Array of uint16, shape (numel,), for 16-bit results; None for others."""
+
+    def of(self, mean: Any) -> Any:
+        """Return the part."""
+        return mean[self.start : self.start + self.described.numel]
+
+
+class Device:
+    """The device of a bucket's arrays: the host, unless a derived class says otherwise.
+
+    While an exchange computes, its device is active in the thread (`active`): arrays and kernels are those of the
+    device, and so are `to_python` and `received_on_host` of this package.
+
+    Attributes
+    ----------
+    number : int or None
+        Number of the GPU; None for the host.
+    routes : mpicomp.transport.gpu_routes.RouteTable or None
+        Measured seconds of its routes to MPI; without it messages are staged.
+    """
+
+    number: int | None = None
+    routes: Any = None
+
+    def empty(self, size: int, dtype: DTypeLike) -> Any:
+        """Return a new array, shape (size,), not cleared."""
+        return np.empty(size, dtype)
+
+    def zeros(self, size: int, dtype: DTypeLike) -> Any:
+        """Return a new array of zeros, shape (size,)."""
+        return np.zeros(size, dtype)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Make the device and its stream current in this thread."""
+        return contextlib.nullcontext()
+
+    def to_python(self, *values: Any) -> Sequence[Any]:
+        """Return Python numbers for the values that kernels return."""
+        return values
+
+    def to_host(self, array: Any) -> NDArray[Any]:
+        """Return an array in host memory, complete: a copy of a device's, the same object of the host's."""
+        host: NDArray[Any] = array
+        return host
+
+    def to_device(self, array: Any) -> Any:
+        """Return a constant array on this device: a copy where it is somewhere else."""
+        return array
+
+    def assign(self, out: Any, values: NDArray[Any]) -> None:
+        """Copy values of the host to an array of this device."""
+        out[:] = values
+
+    def wait_stream(self, arrays: Sequence[Any]) -> None:
+        """Order all later work here after the work that makes these arrays; the host does not wait.
+
+        Called in the thread that made them, whose current stream is meant.
+        """
+
+    def wait(self) -> None:
+        """Wait until all work of this device's stream is done."""
+
+    def unflatten(self, mean: Any, parts: Sequence[MeanPart]) -> list[Any]:
+        """Return parts of a flat mean of this device as the kinds of arrays that came in."""
+        raise NotImplementedError("means on the host are unflattened by mpicomp.transport.staging")
+
+    def received_on_host(self, array: Any) -> NDArray[Any]:
+        """Return a short part of what a round has received, in host memory."""
+        host: NDArray[Any] = array
+        return host
+
+
+HOST = Device()
+"""The host."""
+
+_thread = threading.local()
+
+
+def current_device() -> Device:
+    """Return the device that is active in this thread; the host by default."""
+    device: Device = getattr(_thread, "device", HOST)
+    return device
+
+
+@contextlib.contextmanager
+def activated(device: Device) -> Iterator[None]:
+    """Let `current_device` return a device in this thread."""
+    before = current_device()
+    _thread.device = device
+    try:
+        yield
+    finally:
+        _thread.device = before
+
+
+def to_python(*values: Any) -> Sequence[Any]:
+    """Return Python numbers for the values that kernels return.
+
+    On a device these are 0-d arrays. All of a call are read at once while the host waits, so ask for them in one call.
+    """
+    return current_device().to_python(*values)
+
+
+def pick(array: Any, positions: Sequence[int]) -> NDArray[Any]:
+    """Return a few elements of an array in host memory, in one read."""
+    device = current_device()
+    return device.to_host(array[device.to_device(np.array(positions, np.int64))])
+
+
+def received_on_host(array: Any) -> NDArray[Any]:
+    """Return a short part of what a round has received, in host memory.
+
+    A staged message is there already, and nothing is copied.
+    """
+    return current_device().received_on_host(array)

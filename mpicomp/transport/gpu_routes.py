@@ -1,0 +1,386 @@
+"""Routes by which the arrays of a round reach MPI from a GPU, and which of them is faster.
+
+An exchange asks for rounds on arrays of its device. On the ``staged`` route the message alone goes through pinned
+memory of the host, both ways; on the ``direct`` route MPI reads and writes the device's memory. Transports know
+neither: the arrays that they get behave as arrays of the host do.
+
+``python -m mpicomp.transport.gpu_routes`` passes MPI a pointer to GPU memory: one rank sends an array of a device to
+itself, and sums it. It exits with 0 where the numbers are right, 1 where they are wrong, and
+`mpicomp.system.cuda_aware.NO_GPU` without a GPU. A library that takes the pointer for one of the host ends the process,
+so `mpicomp.system.cuda_aware.probe` starts it as a child.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.device import HOST, Device
+from mpicomp.device.driver import Driver, driver
+from mpicomp.rounds import Pending, Returned, Round, Rounds, advance
+from mpicomp.system.cuda_aware import NO_GPU
+from mpicomp.transport.base import Transport, received
+
+Value = TypeVar("Value")
+
+ROUTES = ("direct", "staged")
+
+_PROBE_BYTES = (1 << 12, 1 << 17, 1 << 22)  # that a rank sends: libraries choose an algorithm by length
+_REPEATS = 4  # the first one opens connections and registers memory
+_COMPARED_ELEMENTS = 4099  # float32 whose sums are compared
+_SELF_TEST_ELEMENTS = 1 << 18
+_SINGLE = np.dtype(np.float32)
+_BYTE = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True)
+class RouteTable:
+    """Measured seconds of both routes, the same on all ranks.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Bytes, ascending.
+    seconds : mapping of str to sequence of float
+        Seconds of each size, by route.
+    identical_sums : bool
+        Whether a library's sum of floating numbers on the direct route has the same bits on all ranks.
+    sums : mapping of str to sequence of float, optional
+        Seconds of a library's sum of as many bytes, by route, which may be slow where messages are fast; ``seconds``
+        by default.
+
+    Examples
+    --------
+    >>> table = RouteTable((1_000, 100_000), {"direct": (4e-6, 8e-5), "staged": (9e-6, 5e-5)}, True)
+    >>> table.faster(2_000), table.faster(90_000), table.faster(10**9)
+    ('direct', 'staged', 'staged')
+    >>> sums = {"direct": (2e-3, 9e-3), "staged": (3e-5, 1e-4)}
+    >>> RouteTable(table.sizes, table.seconds, True, sums).faster(2_000, summed=True)
+    'staged'
+    """
+
+    sizes: Sequence[int]
+    seconds: Mapping[str, Sequence[float]]
+    identical_sums: bool
+    sums: Mapping[str, Sequence[float]] | None = None
+
+    @classmethod
+    def always(cls, route: str) -> "RouteTable":
+        """Return one that takes a route for every message."""
+        return cls((1,), {route: (1.0,)}, identical_sums=True)
+
+    def faster(self, nbytes: int, summed: bool = False) -> str:
+        """Return the faster route for so many bytes, interpolated between the sizes."""
+        position, sizes = np.log(max(1, nbytes)), np.log(self.sizes)
+        seconds = self.sums if summed and self.sums is not None else self.seconds
+        return min(seconds, key=lambda route: float(np.interp(position, sizes, np.log(seconds[route]))))
+
+
+def faster_route(device: Device, task: Round) -> str:
+    """Return the faster route for a round; staged where nothing was measured."""
+    routes: RouteTable | None = device.routes
+    if routes is None:
+        return "staged"
+    summed = task.operation == "allreduce"
+    if summed and task.dtype.kind == "f" and not routes.identical_sums:
+        return "staged"
+    return routes.faster(max(array.nbytes for array in (task.send, task.recv) if array is not None), summed)
+
+
+def run_on_device(device: Device, exchange: Rounds[Value], route: str | None = None) -> Rounds[Value]:
+    """Run an exchange on a device and pass its rounds on, by a route. As rounds.
+
+    The device is active while the exchange computes, and not while its rounds are under way.
+
+    Parameters
+    ----------
+    device : Device
+        Device of the exchange's arrays. The host passes rounds on unchanged.
+    exchange : generator
+        Yields rounds.
+    route : {"direct", "staged"}, optional
+        Route of rounds whose arrays are on the device; by default the faster one, see `faster_route`.
+    """
+    if device is HOST:
+        return (yield from exchange)
+    staged_rounds: dict[Pending, _RoutedRound] = {}
+    reply: Any = None
+    while True:
+        with device.active():
+            request = advance(exchange, reply)
+            if isinstance(request, Returned):
+                return request.value
+            routed = staged_rounds.pop(request) if isinstance(request, Pending) else _begin(device, request, route)
+        if isinstance(request, Pending):
+            yield request
+            reply = routed.finish()
+        elif request.background:
+            reply = yield routed.task
+            staged_rounds[reply] = routed
+        else:
+            yield routed.task
+            reply = routed.finish()
+
+
+def _begin(device: Any, task: Round, route: str | None) -> "_RoutedRound":
+    device.release_received()
+    if not any(map(_is_on_device, (task.send, task.recv))):
+        return _RoutedRound(task, task)
+    return (DirectRound if (route or faster_route(device, task)) == "direct" else StagedRound)(device, task)
+
+
+def _is_on_device(array: Any) -> bool:
+    return array is not None and not isinstance(array, np.ndarray)
+
+
+class _RoutedRound:
+    """A round as it was requested, and as the transport gets it."""
+
+    def __init__(self, requested: Round, task: Round) -> None:
+        self.requested = requested
+        self.task = task
+
+    def finish(self) -> Any:
+        """Return the reply to the exchange, once the round is done."""
+        return received(self.requested)
+
+
+class DirectRound(_RoutedRound):
+    """A round whose arrays MPI reads and writes in the device's memory."""
+
+    def __init__(self, device: Any, requested: Round) -> None:
+        arrays = (requested.send, requested.recv)
+        buffers: list[Any] = [DeviceBuffer(device, array) if _is_on_device(array) else array for array in arrays]
+        arrived = requested.arrived
+        if arrived is not None:
+            arrived = _when_active(device, arrived)
+        device.wait()  # for the work that makes ``send``, and for work that still reads ``recv``
+        super().__init__(requested, replace(requested, send=buffers[0], recv=buffers[1], arrived=arrived))
+
+
+class StagedRound(_RoutedRound):
+    """A round whose message goes through pinned memory."""
+
+    def __init__(self, device: Any, requested: Round) -> None:
+        self._device = device
+        self._copied_in_parts = False
+        send: Any = requested.send
+        recv: Any = requested.recv
+        arrived = requested.arrived
+        self._outgoing = self._incoming = None
+        if _is_on_device(send):
+            self._outgoing = device.begin_fetch(send)
+            send = self._outgoing.memory[: send.nbytes].view(requested.dtype)
+        if _is_on_device(recv):
+            self._incoming = device.pinned(recv.nbytes)
+            recv = self._incoming.memory[: recv.nbytes].view(requested.dtype)
+            if arrived is not None:
+                self._copied_in_parts = True
+                arrived = _when_active(device, self._copy_then(arrived))
+        if self._outgoing is not None:
+            device.wait()
+        super().__init__(requested, replace(requested, send=send, recv=recv, arrived=arrived))
+
+    def _copy_then(self, arrived: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        def copy(start: int, stop: int) -> None:
+            assert self.requested.recv is not None
+            start_byte = start * self.requested.dtype.itemsize
+            self._device.send(self._incoming, start_byte, self.requested.recv[start:stop])
+            arrived(start, stop)
+
+        return copy
+
+    def finish(self) -> Any:
+        if self._outgoing is not None:
+            self._outgoing.busy = False
+        if self._incoming is not None:
+            if not self._copied_in_parts:
+                self._device.send(self._incoming, 0, self.requested.recv)
+            self._device.keep_received(self._incoming, self.requested.recv)
+        return super().finish()
+
+
+def _when_active(device: Device, arrived: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    def part(start: int, stop: int) -> None:
+        with device.active():
+            arrived(start, stop)
+
+    return part
+
+
+class DeviceBuffer:
+    """An array of a device while a transport has it, which MPI takes as a buffer.
+
+    It supports what transports do with arrays of the host, in any thread: slices, assignment to a part, copies to the
+    host, and use as a buffer of MPI. An assignment is complete when it returns, as MPI waits for no stream.
+
+    Parameters
+    ----------
+    device : CudaDevice
+        Device of the array.
+    array : cupy.ndarray
+        Contiguous; no work that is still in a stream touches it.
+    """
+
+    def __init__(self, device: Any, array: Any) -> None:
+        self._device = device
+        self._array = array
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size: int = self._array.size
+        return size
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        interface: dict[str, Any] = self._array.__cuda_array_interface__
+        return interface | {"stream": None}
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("an array of a device is copied to the host")
+        return np.asarray(self._device.to_host(self._array), dtype)
+
+    def __getitem__(self, part: slice) -> "DeviceBuffer":
+        return DeviceBuffer(self._device, self._array[part])
+
+    def __setitem__(self, part: slice, values: Any) -> None:
+        out, device = self._array[part], self._device
+        with device.active():
+            if isinstance(values, DeviceBuffer):
+                out[:] = values._array
+            else:
+                device.assign(out, values)
+        device.wait()
+
+    def copy(self) -> NDArray[Any]:
+        """Return a copy of it in host memory."""
+        return np.asarray(self)
+
+
+def choose_routes(devices: Sequence[Device], transport: Transport) -> Rounds[None]:
+    """Measure both routes and let each GPU take the faster one for each length. Collective, as rounds.
+
+    Messages and the library's sums are measured separately: some libraries pass on GPU memory fast and sum it slowly.
+    Messages are staged, unmeasured, where no rank has a GPU or where the MPI library of some rank takes no GPU memory.
+    Sums of floating numbers are staged where the library's sums of GPU memory differ between ranks.
+
+    Parameters
+    ----------
+    devices : sequence of Device
+        Devices of this rank's buckets, which may differ from those of other ranks.
+    transport : Transport
+        Transport of all ranks.
+    """
+    gpu = next((device for device in devices if device is not HOST), HOST)
+    takes_gpu_memory = gpu is HOST or transport.takes_device_memory
+    group = transport.group
+    flags = np.empty(2 * group.size, _BYTE)
+    mine = np.array([gpu is not HOST, takes_gpu_memory], _BYTE)
+    flags = (yield Round("allgatherv", [2] * group.size, _BYTE, send=mine, recv=flags)).reshape(-1, 2)
+    if group.size == 1 or not flags[:, 0].any() or not flags[:, 1].all():
+        return
+    seconds, sums = np.empty((2, len(ROUTES), len(_PROBE_BYTES)))
+    for column, nbytes in enumerate(_PROBE_BYTES):
+        seconds[:, column] = yield from _measure(gpu, transport, _ring(gpu, transport, nbytes))
+        sums[:, column] = yield from _measure(gpu, transport, _sum(gpu, nbytes))
+    identical = yield from _sums_are_identical(gpu, transport)
+    by_route = [dict(zip(ROUTES, times.tolist(), strict=True)) for times in (seconds, sums)]
+    table = RouteTable(_PROBE_BYTES, by_route[0], identical, by_route[1])
+    for device in devices:
+        if device is not HOST:
+            device.routes = table
+
+
+def _ring(device: Device, transport: Transport, nbytes: int) -> Round:
+    """Return a round in which each rank passes a message to the next one."""
+    group = transport.group
+    peers = ((group.rank + 1) % group.size, (group.rank - 1) % group.size)
+    send, recv = device.zeros(nbytes, _BYTE), device.zeros(nbytes, _BYTE)
+    return Round("sendrecv", (nbytes, nbytes), _BYTE, send=send, recv=recv, peers=peers)
+
+
+def _sum(device: Device, nbytes: int) -> Round:
+    """Return a round in which the library sums arrays of all ranks."""
+    numel = nbytes // _SINGLE.itemsize
+    send, recv = device.zeros(numel, _SINGLE), device.zeros(numel, _SINGLE)
+    return Round("allreduce", (numel,), _SINGLE, send=send, recv=recv)
+
+
+def _run_once(task: Round) -> Rounds[None]:
+    yield task
+
+
+def _measure(device: Device, transport: Transport, task: Round) -> Rounds[NDArray[np.float64]]:
+    """Return the seconds that a round takes by each route."""
+    group, times = transport.group, np.empty((_REPEATS, len(ROUTES), 2))
+    for repeat in range(_REPEATS):  # routes in turn
+        for row, route in enumerate(ROUTES):
+            times[repeat, row, 0] = transport.clock()
+            yield from run_on_device(device, _run_once(task), route)
+            times[repeat, row, 1] = transport.clock()
+    gather = Round("allgatherv", [times.size] * group.size, times.dtype)
+    gather.send, gather.recv = times.reshape(-1), np.empty(times.size * group.size)
+    all_times = (yield gather).reshape(group.size, _REPEATS, len(ROUTES), 2)
+    # From the last rank's start to the last rank's end; disturbances only add.
+    spans: NDArray[np.float64] = all_times[..., 1].max(axis=0) - all_times[..., 0].max(axis=0)
+    best: NDArray[np.float64] = np.maximum(spans[1:].min(axis=0), 1e-9)
+    return best
+
+
+def _sums_are_identical(device: Device, transport: Transport) -> Rounds[bool]:
+    """Return whether the library's sum of arrays on devices has the same bits on all ranks."""
+    group = transport.group
+    numbers = np.random.default_rng(group.rank).standard_normal(_COMPARED_ELEMENTS).astype(_SINGLE)
+    send, recv = device.to_device(numbers), device.zeros(_COMPARED_ELEMENTS, _SINGLE)
+    task = Round("allreduce", (_COMPARED_ELEMENTS,), _SINGLE, send=send, recv=recv)
+    yield from run_on_device(device, _run_once(task), "direct")
+    mine = device.to_host(recv).view(np.uint8)
+    gather = Round("allgatherv", [mine.size] * group.size, mine.dtype)
+    gather.send, gather.recv = mine, np.empty(mine.size * group.size, np.uint8)
+    rows = (yield gather).reshape(group.size, -1)
+    return bool((rows == rows[0]).all())
+
+
+def mpi_takes_pointers(cuda: Driver) -> bool:
+    """Return whether numbers come out of MPI as they went in, through pointers to GPU memory."""
+    from mpi4py import MPI  # starts MPI, which only a process with a GPU has to
+
+    numbers = cuda.pinned(4 * _SELF_TEST_ELEMENTS).view(np.float32)
+    stream, event = cuda.stream(0), cuda.event(0)
+    first, second = (cuda.memory(0, numbers.nbytes) for _ in range(2))
+
+    def copy(values: NDArray[np.float32], address: int) -> None:
+        numbers[:] = values
+        cuda.send(0, address, numbers.ctypes.data, numbers.nbytes, stream)
+        cuda.record(0, event, stream)
+        cuda.wait(0, event)
+
+    def arrived(values: NDArray[np.float32]) -> bool:
+        numbers[:] = 0
+        cuda.fetch(0, numbers.ctypes.data, second, numbers.nbytes, stream)
+        cuda.record(0, event, stream)
+        cuda.wait(0, event)
+        return bool(np.array_equal(numbers, values))
+
+    buffers = [[MPI.memory.fromaddress(address, numbers.nbytes), MPI.FLOAT] for address in (first, second)]
+    values = np.arange(_SELF_TEST_ELEMENTS, dtype=np.float32)
+    copy(values, first)
+    copy(-values, second)
+    MPI.COMM_SELF.Sendrecv(buffers[0], 0, 0, buffers[1], 0, 0)
+    if not arrived(values):
+        return False
+    copy(-values, second)
+    MPI.COMM_SELF.Allreduce(buffers[0], buffers[1])
+    return arrived(values)
+
+
+if __name__ == "__main__":
+    found = driver()
+    if found is None or not found.count():
+        sys.exit(NO_GPU)
+    sys.exit(0 if mpi_takes_pointers(found) else 1)
