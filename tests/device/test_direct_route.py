@@ -61,25 +61,25 @@ def transports(comm, monkeypatch, request):
         yield made
 
 
-def on_the_device(device, exchange):
+def on_the_device(gpu, exchange):
     """Run rounds on arrays of the host as rounds on arrays of a device, which are filled from these and copied back."""
     pending, reply = {}, None
     while not isinstance(asked := advance(exchange, reply), Returned):
         if not isinstance(asked, Round):
-            reply = landed(device, pending.pop(asked), (yield asked))
+            reply = landed(gpu, pending.pop(asked), (yield asked))
             continue
-        send, recv = (None if own is None else device.to_device(own) for own in (asked.send, asked.recv))
+        send, recv = (None if own is None else gpu.to_device(own) for own in (asked.send, asked.recv))
         if send is not None:
             send += 0  # the last change is a kernel's
         reply = yield replace(asked, send=send, recv=recv)
         if asked.background:
             pending[reply] = asked.recv
         else:
-            reply = landed(device, asked.recv, reply)
+            reply = landed(gpu, asked.recv, reply)
     return asked.value
 
 
-def landed(device, recv, there):
+def landed(gpu, recv, there):
     if recv is None:
         return there
     assert isinstance(there, fake_cuda.ndarray)
@@ -88,8 +88,8 @@ def landed(device, recv, there):
 
 
 def directly(exchange):
-    device = CudaDevice(0)
-    return gpu_routes.run_on_device(device, on_the_device(device, exchange), "direct")
+    gpu = CudaDevice(0)
+    return gpu_routes.run_on_device(gpu, on_the_device(gpu, exchange), "direct")
 
 
 @slow
@@ -122,22 +122,22 @@ def test_in_a_thread_beside_other_rounds(transports, comm):
 def test_parts_are_worked_on_as_they_arrive(cupy, comm, naps, numel):
     from mpicomp.transport.mpi import MPITransport
 
-    transport, device, parts = MPITransport(comm), CudaDevice(0), []
+    transport, gpu, parts = MPITransport(comm), CudaDevice(0), []
     rank, size = comm.rank, comm.size
     peers = ((rank + 1) % size, (rank - 1) % size)
 
     def exchange():
-        send, recv = device.to_device(of(rank, numel, np.float64)), device.zeros(numel, np.float64)
-        doubled = device.zeros(numel, np.float64)
+        send, recv = gpu.to_device(of(rank, numel, np.float64)), gpu.zeros(numel, np.float64)
+        doubled = gpu.zeros(numel, np.float64)
 
         def arrived(start, stop):
             parts.append(stop - start)
             np.add(recv[start:stop], recv[start:stop], out=doubled[start:stop])
 
         yield Round("sendrecv", (numel, numel), send.dtype, 0, send, recv, peers=peers, arrived=arrived)
-        return device.to_host(doubled)
+        return gpu.to_host(doubled)
 
-    doubled = transport.run(gpu_routes.run_on_device(device, exchange(), "direct"))
+    doubled = transport.run(gpu_routes.run_on_device(gpu, exchange(), "direct"))
     np.testing.assert_array_equal(doubled, 2 * of((rank - 1) % size, numel, np.float64))
     assert sum(parts) == numel
     assert len(parts) > 1 or numel < 70_000
@@ -148,23 +148,23 @@ def test_one_array_on_the_device_and_one_on_the_host(transports, comm):
     """What a rank copies to itself crosses between them, too."""
     size = comm.size
 
-    def exchange(device, outward):
+    def exchange(gpu, outward):
         for operation in ("alltoallv", "allgatherv", "bcast"):
             counts = [3] * (1 if operation == "bcast" else size)
             sent = 3 * size if operation == "alltoallv" else 3
             send = np.arange(sent, dtype=np.float32) + 100 * comm.rank
             recv = np.zeros(sum(counts), np.float32)
-            there = device.to_device(send if outward else recv)
+            there = gpu.to_device(send if outward else recv)
             task = Round(operation, counts, send.dtype, 0, *((there, recv) if outward else (send, there)))
-            found = device.to_host((yield task))
+            found = gpu.to_host((yield task))
             first = 3 * comm.rank if operation == "alltoallv" else 0
             rows = np.arange(first, first + 3) + 100 * np.arange(sum(counts) // 3)[:, None]
             np.testing.assert_array_equal(found, rows.reshape(-1))
 
     for outward in (True, False):
         for _, transport in transports:
-            device = CudaDevice(0)
-            transport.run(gpu_routes.run_on_device(device, exchange(device, outward), "direct"))
+            gpu = CudaDevice(0)
+            transport.run(gpu_routes.run_on_device(gpu, exchange(gpu, outward), "direct"))
 
 
 SHAPES = {"first": (40, 25), "second": (7,), "third": (3, 5, 2)}
