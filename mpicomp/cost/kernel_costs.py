@@ -47,7 +47,7 @@ class KernelCost:
 
 
 def measure_kernel(
-    scheme: Scheme[Any], other: Scheme[Any] | None, feedback: bool, clock: Callable[[], float], place: Device = HOST
+    scheme: Scheme[Any], other: Scheme[Any] | None, feedback: bool, clock: Callable[[], float], device: Device = HOST
 ) -> tuple[float, float, float]:
     """Measure a scheme in a world of one rank; return the numbers of `KernelCost`.
 
@@ -59,18 +59,18 @@ def measure_kernel(
         Whether a residual is added.
     clock : callable
         Returns seconds; on the clock of a simulated network kernels take none.
-    place : Device
+    device : Device
         Where to measure.
     """
-    few, many = _HOST_NUMELS if place is HOST else _DEVICE_NUMELS
+    few, many = _HOST_NUMELS if device is HOST else _DEVICE_NUMELS
     scheme_few, scheme_many = _bound(scheme, few), _bound(scheme, many)
-    short_s = _median_s(scheme_few, few, feedback, clock, place)
-    long_s = _median_s(scheme_many, many, feedback, clock, place)
+    short_s = _median_s(scheme_few, few, feedback, clock, device)
+    long_s = _median_s(scheme_many, many, feedback, clock, device)
     per_kept = 0.0
     if other is not None:
         other_many = _bound(other, many)
         counts = [bound.compressor.expected(many) for bound in (scheme_many, other_many)]
-        other_s = _median_s(other_many, many, feedback, clock, place)
+        other_s = _median_s(other_many, many, feedback, clock, device)
         per_kept = max(0.0, (other_s - long_s) / (counts[1] - counts[0]))
         per_kept = min(per_kept, 0.9 * long_s / counts[0])  # the elements take some of the seconds, too
         short_s -= per_kept * scheme_few.compressor.expected(few)
@@ -92,16 +92,16 @@ def _bound(scheme: Scheme[Any], numel: int) -> Scheme[Any]:
     return bind(scheme.compressor.bind(["gradient"], [numel], [(side, side)], warm_up=False), scheme.id)
 
 
-def _median_s(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float], place: Device) -> float:
+def _median_s(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float], device: Device) -> float:
     transport = LocalWorld(1).transports[0]
-    gradient, residual = (place.bring(array) for array in _arrays(numel))
-    buffer = place.empty(numel + TRAILER, np.float32)
+    gradient, residual = (device.to_device(array) for array in _arrays(numel))
+    buffer = device.empty(numel + TRAILER, np.float32)
     memory: dict[str, Any] = {}
     workspace = Workspace(device)
     seconds = []
     for step in range(_WARMUP_STEPS + _TIMED_STEPS):
         context = Context(group=Group(0, 1), step=step, memory=memory, workspace=workspace)
-        place.wait()  # a step begins after the end of the one before
+        device.wait()  # a step begins after the end of the one before
         start = clock()
         accumulated = GradientWithResidual(buffer, residual if feedback else None, [Piece(0, gradient)])
         transport.run(run_on_device(device, scheme.exchange(accumulated, context)))

@@ -139,7 +139,7 @@ def install(monkeypatch):
     monkeypatch.setattr(fake_cuda.ndarray, "__init__", move)
 
     def arrays(leg):
-        both = leg.asked.send, leg.asked.recv
+        both = leg.requested.send, leg.requested.recv
         return [own for own in both if isinstance(own, fake_cuda.ndarray) and own.size]
 
     begin, finish = gpu_routes.DirectRound.__init__, gpu_routes.DirectRound.finish

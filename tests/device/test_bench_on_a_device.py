@@ -20,6 +20,7 @@ from mpicomp.cli import main
 from mpicomp.collectives import bind
 from mpicomp.cost import CostModel, Network, kernel_costs
 from mpicomp.device import HOST
+from mpicomp.device.cuda import CudaDevice
 from mpicomp.errors import ConfigurationError, LaunchError
 from mpicomp.policies import Shape
 from mpicomp.transport import LocalWorld

@@ -83,7 +83,7 @@ def landed(gpu, recv, there):
     if recv is None:
         return there
     assert isinstance(there, fake_cuda.ndarray)
-    recv[:] = place.to_host(there)
+    recv[:] = gpu.to_host(there)
     return recv
 
 

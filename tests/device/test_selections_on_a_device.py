@@ -38,9 +38,9 @@ def alike(first, second):
 @pytest.fixture
 def opaque(monkeypatch):
     cupy = fake_cuda.install(monkeypatch)
-    place = CudaDevice(0)
-    with place.active():
-        yield SimpleNamespace(cupy=cupy, place=place)
+    gpu = CudaDevice(0)
+    with gpu.active():
+        yield SimpleNamespace(cupy=cupy, device=gpu)
 
 
 LISTED = [  # with the most reads that a step may take, after the first ones

@@ -39,6 +39,7 @@ from mpicomp.compressors.wire_format import (
 from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import CostModel
 from mpicomp.cost.network_model import Network
+from mpicomp.device.device import activated
 from mpicomp.errors import DisagreementError, MpicompError
 from mpicomp.policies import POLICIES
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey

@@ -236,12 +236,12 @@ class BitsSurvey:
 
 def _lost_at_ranks(matrix: NDArray[np.floating], most: int) -> NDArray[np.float64]:
     """Return the energy beside the leading directions of a matrix, from 1 to ``most`` of them."""
-    place = current_device()
+    device = current_device()
     [energy] = to_python(kernels.energy(matrix.reshape(-1)))
     if not np.isfinite(energy):
         return np.full(most, np.nan)
     directions = min(*matrix.shape, most + _EXTRA_DIRECTIONS)
-    right = place.to_device(
+    right = device.to_device(
         np.random.default_rng(0).standard_normal((matrix.shape[1], directions)).astype(matrix.dtype)
     )
     for _ in range(_ITERATIONS):
@@ -249,6 +249,6 @@ def _lost_at_ranks(matrix: NDArray[np.floating], most: int) -> NDArray[np.float6
             right = matrix.T @ orthonormal(matrix @ orthonormal(right))
         if not all(to_python(np.isfinite(right).all())):  # products of the largest numbers overflow
             return np.full(most, np.nan)
-    squares = np.linalg.svd(place.to_host(right).astype(np.float64), compute_uv=False) ** 2
+    squares = np.linalg.svd(device.to_host(right).astype(np.float64), compute_uv=False) ** 2
     left: NDArray[np.float64] = np.maximum(energy - np.cumsum(squares[:most]), 0.0)
     return left
