@@ -38,18 +38,15 @@ class NormSurvey:
         self._spectra = SpectrumSurvey(stride)
 
     def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`."""
         return len(sizes)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """See `Survey.measure`."""
         spectra = self._spectra.measure(accumulated, residual, sizes, step)
         return self._spectra.energies(spectra, sizes).astype(np.float32)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """See `Survey.energies`."""
         return measured.astype(np.float64)
 
 
@@ -91,7 +88,6 @@ class Accordion(Adaptive):
     threshold: float = 0.5
 
     def check(self) -> None:
-        """See `Policy.check`."""
         check_ratios(self.id, self.least, self.most)
         check_least(self.id, "every", self.every)
         check_range(self.id, "threshold", self.threshold, 0, 1e6)
@@ -99,7 +95,6 @@ class Accordion(Adaptive):
             raise ConfigurationError(f"{self.id}: threshold must be above 0, got {self.threshold!r}")
 
     def check_compressor(self) -> None:
-        """See `Adaptive.check_compressor`: what has a ratio will do."""
         if not self.compressor.selects_by_ratio:
             raise ConfigurationError(
                 f"{self.id}: chooses between two ratios, and {self.compressor.id} has none; use a compressor that "
@@ -112,7 +107,6 @@ class Accordion(Adaptive):
             )
 
     def configure(self, settings: UserSettings) -> None:
-        """See `Policy.configure`. Where no compressor was named it is top-k."""
         super().configure(settings)
         self._survey = NormSurvey(_STRIDE)
         self._looked = 0  # steps of this period
@@ -125,27 +119,24 @@ class Accordion(Adaptive):
 
     @property
     def by_layer(self) -> bool:
-        """See `Adaptive.by_layer`."""
         return self.compressor.layer_setting == "ratio"
 
     def survey(self, bucket: int) -> Survey | None:
-        """See `Policy.survey`: norms, at every step."""
         return self._survey
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        """See `Policy.start`. What is known of parts follows their names; where they are others, a period begins."""
+        # The state of parts follows their names; where these have changed, a period begins
         self._current.clear()
         yield from super().start(shapes, transport)
         if self._sums.keys() != {part for bucket in range(len(shapes)) for part in self._parts(bucket)}:
             self._begin()
 
     def levels(self) -> list[Compressor]:
-        """See `Adaptive.levels`. With a ratio for each layer a bucket's may be anywhere between the two."""
+        # With a ratio for each layer, a bucket's ratio may be anywhere between the two
         ratios = ladder(self.least, self.most) if self.by_layer else [self.least, self.most]
         return [at_ratio(self.compressor, ratio) for ratio in dict.fromkeys(ratios)]
 
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
-        """See `Adaptive.choose`."""
         parts = self._parts(bucket)
         if bucket not in self._current:
             self._current[bucket] = self._compressor_of(bucket, parts)
@@ -155,11 +146,10 @@ class Accordion(Adaptive):
         return self._current[bucket], f"gradients of {quiet} of {len(parts)} layers change little"
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        """See `Policy.on_step_end`: what was undone says nothing of gradients."""
+        # Not called for a step that was undone
         self._delivered.add(step)
 
     def on_telemetry(self, report: StepReport) -> None:
-        """See `Policy.on_telemetry`: norms and the learning rate."""
         super().on_telemetry(report)
         if self._has_dropped(report.lr):
             self._quiet.clear()
@@ -177,7 +167,6 @@ class Accordion(Adaptive):
             self._compare()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Policy.state_dict`."""
         return {
             "looked": self._looked,
             "sums": dict(self._sums),
@@ -187,7 +176,6 @@ class Accordion(Adaptive):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        """See `Policy.load_state_dict`."""
         super().load_state_dict(state, cost)
         self._looked = int(state.get("looked", 0))
         self._sums = {str(part): float(own) for part, own in state.get("sums", {}).items()}

@@ -51,13 +51,11 @@ class LevelsSurvey:
         self._workspaces: dict[tuple[Device, str], Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`."""
         return 3
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """See `Survey.measure`."""
         first = self._selected(accumulated, self._ratio, step, "first")
         most = num_kept(self._less, accumulated.size)
         second = first if first.size <= most else self._selected(first, most / first.size, step, "second")
@@ -80,7 +78,6 @@ class LevelsSurvey:
         return compressor.select(GradientWithResidual(buffer, None, [Piece(0, array)]), context).values
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
-        """See `Survey.energies`: those of layers are not known."""
         return
 
 
@@ -182,7 +179,6 @@ class GraVAC(Adaptive):
         return cls.from_config(values | settings)
 
     def check(self) -> None:
-        """See `Policy.check`."""
         check_flag(self.id, "published", self.published)
         check_ratios(self.id, self.least, self.most)
         check_choice(self.id, "scaling", self.scaling, _SCALINGS)
@@ -198,11 +194,9 @@ class GraVAC(Adaptive):
                 raise ConfigurationError(f"{self.id}: {name} must be above 0, got {value!r}")
 
     def check_compressor(self) -> None:
-        """See `Adaptive.check_compressor`."""
         check_adaptable(self.id, self.compressor)
 
     def configure(self, settings: UserSettings) -> None:
-        """See `Policy.configure`. Where no compressor was named it is top-k."""
         super().configure(settings)
         self._ratios = self._candidates()
         self._compressors = [at_ratio(self.compressor, ratio) for ratio in self._ratios]
@@ -225,11 +219,11 @@ class GraVAC(Adaptive):
 
     @property
     def wants_telemetry(self) -> bool:
-        """See `Policy.wants_telemetry`: until the search has ended steps are counted and timed."""
+        # Steps are counted and timed until the search has ended
         return self._selector.wants_telemetry or not self._ended
 
     def survey(self, bucket: int) -> Survey | None:
-        """See `Policy.survey`: what gains come from, at once until there are any, and now and then."""
+        # At every step until there are gains, then every few steps
         if self._gains is not None and self._unseen + 1 < self.every:
             return None
         if self.gains == "spectrum":
@@ -241,7 +235,7 @@ class GraVAC(Adaptive):
         return self._surveys[key]
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        """See `Policy.start`. The search goes on, since it is about the whole model."""
+        # The search continues: it is about the whole model
         group = transport.group
         self._timed = transport.probes and group.size > 1
         self._share = min(1.0, group.size / 100) if self.smoothing is None else self.smoothing
@@ -250,29 +244,25 @@ class GraVAC(Adaptive):
 
     @property
     def bucket_bytes(self) -> int | None:
-        """See `Policy.bucket_bytes`: as published each array is compressed by itself."""
+        # As published, each array is compressed by itself
         return 1 if self.published else None
 
     @property
     def may_be_dense(self) -> bool:
-        """See `Adaptive.may_be_dense`."""
         return not self.published
 
     def levels(self) -> list[Compressor]:
-        """See `Adaptive.levels`."""
         return self._compressors[::-1]
 
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
-        """See `Adaptive.choose`."""
         return None if self._level is None else self._compressors[self._level], self._reason
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        """See `Policy.on_step_end`: remembers what was decided for steps of which ranks have not heard yet."""
+        # Remember the decision until the report of this step arrives
         self._run[step] = _Run(self._level, self._floor, self._candidate)
         self._unseen = 0 if self.survey(0) is not None else self._unseen + 1
 
     def on_telemetry(self, report: StepReport) -> None:
-        """See `Policy.on_telemetry`: gains and seconds; decides the next step."""
         super().on_telemetry(report)
         began = float(report.times[:, 0, 0].max())
         if self._before is not None and report.step == self._before.step + 1 and began > self._before.began:
@@ -293,7 +283,6 @@ class GraVAC(Adaptive):
         self._decide(self._gains)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Policy.state_dict`."""
         return {
             "ratios": list(self._ratios),
             "floor": self._floor,
@@ -305,7 +294,7 @@ class GraVAC(Adaptive):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        """See `Policy.load_state_dict`. What was found among other candidates is left, and the search begins anew."""
+        # A result among other candidates is dropped, and the search starts again
         super().load_state_dict(state, cost)
         if state.get("ratios") != self._ratios:
             return

@@ -120,7 +120,6 @@ class Flexible(Policy):
         return cls.from_config(values | settings)
 
     def check(self) -> None:
-        """See `Policy.check`."""
         check_flag(self.id, "published", self.published)
         check_ratios(self.id, self.least, self.most)
         check_range(self.id, "factor", self.factor, 1, float("inf"))
@@ -135,7 +134,6 @@ class Flexible(Policy):
         check_least(self.id, "ramp", self.ramp, 0)
 
     def configure(self, settings: UserSettings) -> None:
-        """See `Policy.configure`. Where no compressor was named it is top-k."""
         self.compressor = settings.compressor or default_compressor()
         check_adaptable(self.id, self.compressor)
         if self.solver == "nsga2":
@@ -165,20 +163,17 @@ class Flexible(Policy):
 
     @property
     def cost(self) -> CostModel | None:
-        """See `Policy.cost`."""
         return self._selector.cost
 
     @property
     def wants_telemetry(self) -> bool:
-        """See `Policy.wants_telemetry`: what was looked at in a step comes at the end of the next one."""
+        # The survey of a step arrives at the end of the next one
         return self._selector.wants_telemetry or self._awaited is not None
 
     def survey(self, bucket: int) -> Survey | None:
-        """See `Policy.survey`: spectra, where gains are to be measured."""
         return self._survey if self._asking and not self._ramping else None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        """See `Policy.start`. Gains are measured anew."""
         group = transport.group
         self._shapes = list(shapes)
         self._asking, self._awaited, self._since = True, None, 0
@@ -193,19 +188,17 @@ class Flexible(Policy):
             self._current = None
 
     def refresh(self, transport: Transport) -> Rounds[None]:
-        """See `Policy.refresh`. Where the network has changed, it is chosen anew."""
+        # A changed network needs another choice
         if (yield from self._selector.refresh(transport)):
             self._solve()
 
     def plan(self, bucket: int) -> Plan:
-        """See `Policy.plan`."""
         if self._ramping:
             return self._plan_of_ramp(bucket)
         first = max(self._options, key=lambda option: option.ratio)
         return self._selector.plan(bucket, self._rows[bucket][self._current or first], self._reason)
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        """See `Policy.on_step_end`: what is gained."""
         if self._ramping:
             self._ramped += 1
             return
@@ -217,7 +210,6 @@ class Flexible(Policy):
             self._asking = True
 
     def on_telemetry(self, report: StepReport) -> None:
-        """See `Policy.on_telemetry`."""
         self._selector.on_telemetry(report)
         if self._awaited is None or report.step < self._awaited:
             return
@@ -235,13 +227,12 @@ class Flexible(Policy):
         self._solve()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Policy.state_dict`."""
         seen = [[option.ratio, option.kind, share] for option, share in self._seen.items()]
         current = None if self._current is None else [self._current.ratio, self._current.kind]
         return {"current": current, "seen": seen, "ramped": self._ramped}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        """See `Policy.load_state_dict`: what was chosen runs on until gradients have been looked at."""
+        # The last choice runs on until gradients have been surveyed
         self._selector.give(cost)
         current = state.get("current")
         self._current = None if current is None else Option(float(current[0]), str(current[1]))

@@ -66,13 +66,11 @@ class FlexibleSearch(Flexible):
     resumes: ClassVar[bool] = False
 
     def check(self) -> None:
-        """See `Policy.check`."""
         super().check()
         if not self.published:
             raise ConfigurationError("flexible: FlexibleSearch is made by Flexible.as_published()")
 
     def configure(self, settings: UserSettings) -> None:
-        """See `Policy.configure`. Where no compressor was named it is top-k."""
         super().configure(settings)
         for name in self._names():
             bind(self.compressor, name)  # what does not fit is refused here
@@ -96,20 +94,18 @@ class FlexibleSearch(Flexible):
 
     @property
     def bucket_bytes(self) -> int:
-        """See `Policy.bucket_bytes`: one bucket."""
         return _ALL
 
     @property
     def wants_telemetry(self) -> bool:
-        """See `Policy.wants_telemetry`: in trials."""
         return self._selector.wants_telemetry or bool(self._candidate_of)
 
     def survey(self, bucket: int) -> Survey | None:
-        """See `Policy.survey`: gains are those of trials."""
+        # Trials measure the gains
         return None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        """See `Policy.start`. A trial that is under way is undone, and all are made anew."""
+        # A trial that is running is undone, and all are repeated
         self._back = self._back or self._trial is not None
         self._trial, self._candidate_of, self._objectives = None, {}, None
         self._group = transport.group
@@ -118,7 +114,6 @@ class FlexibleSearch(Flexible):
         self._look_at_link()
 
     def refresh(self, transport: Transport) -> Rounds[None]:
-        """See `Policy.refresh`. Where the network has changed the formulas tell the seconds in rounds."""
         if self._action_due:
             yield from self._check_driver()
             self._action_due = False
@@ -129,7 +124,6 @@ class FlexibleSearch(Flexible):
             self._solve()
 
     def plan(self, bucket: int) -> Plan:
-        """See `Policy.plan`."""
         if self._ramping:
             return self._plan_of_ramp(bucket)
         option, reason = self._current or self._option(self.most), self._reason
@@ -139,7 +133,6 @@ class FlexibleSearch(Flexible):
         return self._selector.plan(bucket, self._rows[bucket][option], reason)
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        """See `Policy.on_step_end`: what is gained, and what is to become of this step."""
         self.trial_action = None
         if self._back:
             self._back, self.trial_action = False, "restore"
@@ -161,7 +154,6 @@ class FlexibleSearch(Flexible):
         self._action_due = self.trial_action is not None
 
     def on_telemetry(self, report: StepReport) -> None:
-        """See `Policy.on_telemetry`."""
         self._selector.on_telemetry(report)
         trial = self._candidate_of.pop(report.step, None)
         if trial is not None:
@@ -182,7 +174,7 @@ class FlexibleSearch(Flexible):
             self._solve()
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        """See `Policy.load_state_dict`: what was chosen runs on until the next search."""
+        # The last choice runs on until the next search
         super().load_state_dict(state, cost)
         self._trial, self._candidate_of, self._awaited, self._back = None, {}, None, False
         self.trial_action, self._action_due = None, False

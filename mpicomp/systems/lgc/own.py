@@ -30,11 +30,9 @@ class OwnLargest(Sparsifier):
     selected: Selected = field(default_factory=lambda: Selected(()))
 
     def count(self, numel: int) -> int:
-        """See `Sparsifier.count`."""
         return self.selected.count
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """See `Sparsifier.select`."""
         return Selection(*own_values(self.selected, accumulated, context))
 
 

@@ -112,7 +112,6 @@ class LGreCo(Adaptive):
         return cls.from_config(values | settings)
 
     def check(self) -> None:
-        """See `Policy.check`."""
         check_flag(self.id, "published", self.published)
         check_range(self.id, "alpha", self.alpha, 0, float("inf"))
         if self.alpha == 0:
@@ -142,7 +141,6 @@ class LGreCo(Adaptive):
             self._inner, self.on = inner, inner.get_config()
 
     def configure(self, settings: UserSettings) -> None:
-        """See `Policy.configure`. Where no compressor was named it is top-k."""
         super().configure(settings)
         self._families = [self.compressor, *(get_compressor(family) for family in self.families)]
         self._check_families(settings)
@@ -166,7 +164,6 @@ class LGreCo(Adaptive):
         ] = {}  # of steps that are yet to be heard of
 
     def check_compressor(self) -> None:
-        """See `Adaptive.check_compressor`."""
         for compressor in (self.compressor, *self._families):
             self._check_layers(compressor)
 
@@ -213,22 +210,22 @@ class LGreCo(Adaptive):
 
     @property
     def by_layer(self) -> bool:
-        """See `Adaptive.by_layer`: not where every layer is a bucket of its own."""
+        # False where every layer is a bucket
         return not self.families
 
     @property
     def bucket_bytes(self) -> int | None:
-        """See `Policy.bucket_bytes`: a bucket for each array where they may have different compressors."""
+        # A bucket for each array where they may have different compressors
         return 1 if self.families else None
 
     @property
     def wants_telemetry(self) -> bool:
-        """See `Policy.wants_telemetry`: what was surveyed in a step comes at the end of the next one."""
+        # The survey of a step arrives at the end of the next one
         other = self._inner is not None and self._inner.wants_telemetry
         return super().wants_telemetry or other or bool(self._surveyed)
 
     def survey(self, bucket: int) -> Survey | None:
-        """See `Policy.survey`: in the steps before an adjustment."""
+        # Only in the steps before an adjustment
         other = None if self._inner is None else self._inner.survey(bucket)
         # What the last step before an adjustment would tell comes too late.
         looks = self._count >= self._period - 1 - _SURVEYS and self._count != self._period - 1
@@ -243,7 +240,6 @@ class LGreCo(Adaptive):
         return Both(other, own) if other is not None and own is not None else other or own
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        """See `Policy.start`."""
         self._tables = [self._table(shape) for shape in shapes]
         sums = [None if self.error == "mean" else table.survey for table in self._tables]
         self._sums = [None if own is None else SumSurvey(own) for own in sums]
@@ -259,7 +255,7 @@ class LGreCo(Adaptive):
         yield from super().start(shapes, transport)
 
     def levels(self) -> list[Compressor]:
-        """See `Adaptive.levels`; what has ranks is predicted to take what it does at the uniform one."""
+        # A compressor with ranks is predicted to take what it does at the uniform rank
         found: list[Compressor] = []
         for family in self._families:
             if family.layer_setting != "ratio":
@@ -270,7 +266,6 @@ class LGreCo(Adaptive):
         return found
 
     def refresh(self, transport: Transport) -> Rounds[None]:
-        """See `Policy.refresh`: adjusts what is due."""
         if self._inner is not None:
             yield from self._inner.refresh(transport)
         yield from super().refresh(transport)
@@ -286,7 +281,6 @@ class LGreCo(Adaptive):
             self._solve()
 
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
-        """See `Adaptive.choose`."""
         base, why = (self.compressor, "") if self._inner is None else self._inner.choose(bucket)
         self._bases[bucket] = base
         if base is None:
@@ -302,7 +296,6 @@ class LGreCo(Adaptive):
         return plan[1], "; ".join(filter(None, (why, plan[2])))
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        """See `Policy.on_step_end`."""
         self._count += 1
         if any(survey is not None for pair in self._looked for survey in pair):
             self._surveyed[step] = list(self._looked)
@@ -310,7 +303,6 @@ class LGreCo(Adaptive):
             self._inner.on_step_end(step, outcomes)
 
     def on_telemetry(self, report: StepReport) -> None:
-        """See `Policy.on_telemetry`."""
         super().on_telemetry(report)
         pairs = self._surveyed.get(report.step, [])
         self._surveyed = {step: own for step, own in self._surveyed.items() if step > report.step}
@@ -326,7 +318,6 @@ class LGreCo(Adaptive):
             self._inner.on_telemetry(replace(report, surveys=others))
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Policy.state_dict`."""
         return {
             "count": self._count,
             "adjusted": self._adjusted,
@@ -336,7 +327,6 @@ class LGreCo(Adaptive):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        """See `Policy.load_state_dict`."""
         super().load_state_dict(state, cost)
         self._count, self._adjusted = int(state.get("count", 0)), bool(state.get("adjusted", False))
         self._chosen, self._instead = dict(state.get("chosen", {})), dict(state.get("instead", {}))

@@ -24,17 +24,14 @@ class Both:
         self._first, self._second = first, second
 
     def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: the first one's numbers, then the second one's."""
         return self._first.width(sizes) + self._second.width(sizes)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """See `Survey.measure`."""
         return np.concatenate([own.measure(accumulated, residual, sizes, step) for own in (self._first, self._second)])
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
-        """See `Survey.energies`: what either tells."""
         cut = self._first.width(sizes)
         first = self._first.energies(measured[:cut], sizes)
         return self._second.energies(measured[cut:], sizes) if first is None else first
@@ -53,13 +50,12 @@ class TailSurvey:
         self._counts = tuple(counts)
 
     def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: of each layer its energy, then what is left out at each number."""
+        # For each layer its energy, then the energy left out at each count
         return sum(1 + own.size for own in self._counts)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """See `Survey.measure`."""
         flat = current_device().to_host(accumulated).astype(np.float64)
         parts = []
         for layer, counts in zip(np.split(flat, np.cumsum(sizes)[:-1]), self._counts, strict=True):
@@ -69,7 +65,6 @@ class TailSurvey:
             return np.concatenate(parts).astype(np.float32)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """See `Survey.energies`."""
         starts = np.cumsum([0, *(1 + own.size for own in self._counts)])[:-1]
         own: NDArray[np.float64] = measured[starts].astype(np.float64)
         return own
@@ -103,13 +98,12 @@ class SumSurvey:
         self._steps = 0
 
     def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: that of the inner one at last, 0 before."""
+        # 0 before the last step
         return self._inner.width(sizes) if self.last else 0
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """See `Survey.measure`."""
         if all(to_python(np.isfinite(accumulated).all())):
             if self._sum is None:
                 self._sum = accumulated.copy()
@@ -124,7 +118,7 @@ class SumSurvey:
         return self._inner.measure(whole, None, sizes, step)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
-        """See `Survey.energies`: those of the step are not known."""
+        return
 
 
 class RankSurvey:
@@ -147,13 +141,13 @@ class RankSurvey:
         self._ranks = tuple(ranks)
 
     def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: energies of the layers, then each matrix's by rank."""
+        # Energies of the layers, then each matrix's by rank
         return len(sizes) + sum(most - least + 1 for least, most in self._ranks)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """See `Survey.measure`; NaN for matrices that hold it or infinity."""
+        # NaN for matrices that hold it or infinity
         bounds = np.cumsum([0, *sizes])
         layers = [accumulated[start:stop] for start, stop in itertools.pairwise(bounds)]
         parts = [np.array(to_python(*(kernels.energy(layer) for layer in layers)))]
@@ -164,7 +158,6 @@ class RankSurvey:
             return np.concatenate(parts).astype(np.float32)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """See `Survey.energies`."""
         return measured[: len(sizes)].astype(np.float64)
 
     def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
@@ -193,13 +186,13 @@ class BitsSurvey:
         self._workspaces: dict[Device, Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: of each layer its energy, then what is left out at each number of bits."""
+        # For each layer its energy, then the energy left out at each number of bits
         return len(sizes) * (1 + len(self._quantisers))
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """See `Survey.measure`; NaN or infinity for layers that hold it."""
+        # NaN or infinity for layers that hold it
         out = np.zeros((len(sizes), 1 + len(self._quantisers)))
         workspace = self._workspaces.setdefault(current_device(), Workspace(current_device()))
         for row, start, size in zip(out, np.cumsum([0, *sizes]), sizes, strict=False):
@@ -225,7 +218,7 @@ class BitsSurvey:
         return sample
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """See `Survey.energies`; good to some percent where a stride has left elements out."""
+        # Exact to some percent where a stride has left elements out
         return measured.reshape(len(sizes), -1)[:, 0].astype(np.float64)
 
     def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:

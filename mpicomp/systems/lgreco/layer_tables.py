@@ -154,7 +154,7 @@ class _Selections(Table):
         return list(np.sqrt(self._known.lost(self._counts(settings) / self._sizes[:, None])))
 
     def sizes(self, settings: Sequence[Column], base: Any) -> list[NDArray[np.float64]]:
-        """See `Table.sizes`: what an element takes does not change much with their number, so it is that of now."""
+        # Bytes per element change little with the count, so those of now are used
         counts = self._counts(settings)
         places = [np.searchsorted(own, ratio) for own, ratio in zip(settings, self.own(base).values(), strict=True)]
         count = int(counts[np.arange(len(places)), places].sum())
@@ -248,7 +248,7 @@ class _Matrices(Table):
         return {name: min(base.rank_of(name), matrix.rows, matrix.columns) for name, matrix in self._matrices.items()}
 
     def settings(self, base: Any) -> list[Column]:
-        """See `Table.settings`: what has a rank that was not measured keeps it."""
+        # A rank that was not measured is kept
         return [
             np.arange(least, most + 1) if least <= rank <= most else np.array([rank])
             for rank, (least, most) in zip(self.own(base).values(), self._ranks, strict=True)
@@ -306,7 +306,7 @@ class _Quantised(Table):
         return {name: base.bits_of(name) for name in self._shape.names}
 
     def settings(self, base: Any) -> list[Column]:
-        """See `Table.settings`: what has bits that were not measured keeps them."""
+        # Bits that were not measured are kept
         return [np.array(self._bits if bits in self._bits else [bits]) for bits in self.own(base).values()]
 
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
