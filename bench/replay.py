@@ -42,13 +42,6 @@ class Replay(Policy):
     first: int = 0
 
     def check(self) -> None:
-        """Read the lines.
-
-        Raises
-        ------
-        ConfigurationError
-            Where there are none, or they hold no plans.
-        """
         if self.steps is not None and self.steps < 1:
             raise ConfigurationError(f"replay: steps must be at least 1, got {self.steps}")
         self._recorded = _read(self.path)
@@ -59,22 +52,11 @@ class Replay(Policy):
 
     @property
     def bucket_bytes(self) -> int:
-        """Length at which 32-bit arrays are cut into the buckets that were recorded.
-
-        All but the last had reached the limit of that run, and none had before its last array. The same holds for the
-        least of them.
-        """
+        # Every bucket but the last had reached the limit of that run, none before its last array: so has the least.
         *closed, last = self._recorded[0]
         return min(4 * int(bucket["numel"]) for bucket in closed or [last])
 
     def configure(self, settings: UserSettings) -> None:
-        """See `Policy.configure`; there are residuals where one of the recorded compressors has them.
-
-        Raises
-        ------
-        ConfigurationError
-            Where something was named: all of it was recorded.
-        """
         if settings.compressor is not None or settings.collective != "auto":
             raise ConfigurationError("replay: what was recorded is run; name no compressor and no collective with it")
         found = [get_compressor(json.loads(config)) for config in self._configs()]
@@ -82,13 +64,6 @@ class Replay(Policy):
         self.feedback = any(feedback_of(compressor, settings.feedback) for compressor in found)
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        """See `Policy.start`.
-
-        Raises
-        ------
-        ConfigurationError
-            Where buckets are not those that were recorded.
-        """
         here = [(shape.names, shape.sizes) for shape in shapes]
         for line, buckets in enumerate(self._recorded, 1):
             there = [
@@ -109,7 +84,6 @@ class Replay(Policy):
         yield
 
     def plan(self, bucket: int) -> Plan:
-        """See `Policy.plan`."""
         assert self.steps is not None
         step = max(0, self._step - self.first)
         place = min(step * len(self._recorded) // self.steps, len(self._recorded) - 1)
@@ -122,19 +96,15 @@ class Replay(Policy):
         return Plan(self._bound[key], f"replay: step {place}")
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        """See `Policy.on_step_end`."""
         self._step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Policy.state_dict`."""
         return {"step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        """See `Policy.load_state_dict`."""
         self._step = int(state.get("step", 0))
 
     def get_config(self) -> dict[str, Any]:
-        """See `Policy.get_config`, with a digest of the plans: ranks that have read different ones raise an error."""
         plans = [[(bucket["compressor"], bucket["collective"]) for bucket in buckets] for buckets in self._recorded]
         digest = hashlib.blake2b(json.dumps(plans).encode(), digest_size=8).hexdigest()
         return super().get_config() | {"plans": digest}

@@ -227,7 +227,6 @@ class _PlainTopK(NoExchange):
         self._phases_s = self._plain.phases_s.tolist()
 
     def _wire_bytes(self) -> float:
-        """Return what a rank's payload takes to all others, one by one or around a ring."""
         return float((self.group.size - 1) * self._plain.sent_bytes)
 
 

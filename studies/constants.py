@@ -176,7 +176,7 @@ def _judged(trained: Sequence[Trained], networks: Sequence[Network], fidelity: f
 
 
 def parts() -> list[dict[str, Any]]:
-    """Return a row for each number of parts: how far the programme's choice is from that with many times as many."""
+    """Return a row for each number of parts: how far the program's choice is from that with many times as many."""
     problems = [_problem(seed) for seed in range(_PROBLEMS)]
 
     def worths(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -57,7 +57,7 @@ _MEANS = {
     "wire_bytes": "of a step: what left rank 0 for the whole model",
     "kernels_s": "of the median step: what rank 0 computed for the exchange",
     "step_s": "median step of rank 0",
-    "error_first": "`code_error` in the first tenth of the steps in which the code was learnt",
+    "error_first": "`code_error` in the first tenth of the steps in which the code was learned",
     "error_last": "in the last tenth of them",
     "code_error": "in the steps in which codes travelled, as far as rank 0 can tell",
     "correlation": "of ranks' gradients in this training",
@@ -125,7 +125,7 @@ class Learned(Comparison):
     """A row for each task and exchange.
 
     The outcome of a training is the object of ``train --json``, and with it ``late``, of the steps in which codes
-    travel as rank 0 has seen them; the code's error in the first and the last tenth of the steps in which it is learnt;
+    travel as rank 0 has seen them; the code's error in the first and the last tenth of its learning;
     and the last step's ``buckets``.
     """
 
@@ -207,7 +207,7 @@ class Learned(Comparison):
         return [one for run, one in self.finished.items() if (run.task, run.arm) == (task, name)]
 
     def _row(self, task: str, name: str) -> dict[str, Any]:
-        """Summarise the results of an exchange over seeds."""
+        """Summarize the results of an exchange over seeds."""
         done = [one for one in self._of(task, name) if one.status == DONE]
         outcome, values = done[0].outcome if done else {}, [self._values(one) for one in done]
         row: dict[str, Any] = {
@@ -267,7 +267,7 @@ class Learned(Comparison):
             "kernels_ms: what rank 0 computes for the exchange: selection, encoder, decoder, sums; step_ms: a whole "
             "step",
             "learning: error of what is decoded as a share of its energy, in the first and the last tenth of the steps "
-            "in which the code is learnt; code_error: afterwards; 1 is that of zeros",
+            "in which the code is learned; code_error: afterwards; 1 is that of zeros",
             "correlation, shared: Pearson's, and mutual information's share of the entropy, of ranks' gradients; "
             "control: that share where nothing is shared",
         ]
@@ -334,7 +334,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", type=int, default=4, metavar="N", help="of each training, on this host (%(default)s)"
     )
-    parser.add_argument("--phases", metavar="D,L", help="dense steps, and steps in which codes are learnt (50,150)")
+    parser.add_argument("--phases", metavar="D,L", help="dense steps, and steps in which codes are learned (50,150)")
     comparison.add_arguments(parser, _MINUTES, str(_STEPS))
     return parser
 

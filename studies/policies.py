@@ -161,7 +161,7 @@ class Policies(Trainings):
 
 
 def _row(policy: str, task: str, done: Sequence[Row], dense: Sequence[Row]) -> dict[str, Any]:
-    """Summarise the results of a policy over seeds."""
+    """Summarize the results of a policy over seeds."""
     judged = [result for result in done if result["target"] is not None]
     row: dict[str, Any] = {
         "policy": policy,

@@ -128,7 +128,7 @@ def prediction_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def summary(cells: Sequence[Mapping[str, Any]], errors: Sequence[float]) -> list[str]:
-    """Return lines that summarise a grid, by the rows of ``auto`` from `judged` and the errors of all rows."""
+    """Return lines that summarize a grid, by the rows of ``auto`` from `judged` and the errors of all rows."""
     regrets = [cell["regret"] for cell in cells]
     worst = max(cells, key=lambda cell: float(cell["regret"]))
     sure = max((cell["regret_low"] for cell in cells if cell["regret_low"] is not None), default=None)

@@ -48,7 +48,7 @@ def _furnish(name: str, sysctls: Mapping[str, str], hosts_file: str) -> None:
     # UCX lists interfaces by /sys/class/net, which shows the network namespace that mounted it.
     namespaces.mount("sysfs", "/sys", "sysfs", tight)
     namespaces.mount("tmpfs", "/dev/shm", "tmpfs", namespaces.MS_NOSUID | namespaces.MS_NODEV, "mode=1777")
-    # Libraries that recognise a shared machine by its boot id would try shared memory between hosts.
+    # Libraries that recognize a shared machine by its boot id would try shared memory between hosts.
     with contextlib.suppress(OSError):
         with open("/dev/shm/.boot_id", "w", encoding="ascii") as file:
             file.write(f"{uuid.uuid4()}\n")

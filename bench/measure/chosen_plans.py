@@ -21,7 +21,7 @@ def kept_share(record: StepRecord) -> float:
 
 
 def in_short(record: StepRecord) -> str:
-    """Summarise a step in some words: kept fraction, the collective of most buckets, and their mean gain."""
+    """Summarize a step in some words: kept fraction, the collective of most buckets, and their mean gain."""
     if not record.buckets:
         return "no exchange"
     collective = Counter(bucket.collective for bucket in record.buckets).most_common(1)[0][0]

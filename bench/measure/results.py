@@ -23,7 +23,7 @@ _PACKAGES = ("numpy", "numba", "torch")
 _WIDEST = 10_000  # letters, more than any table has
 
 _VARIABLES = ("MPIR_CVAR_", "UCX_", "OMP_", "FI_", "MPICOMP_")
-"""Prefixes of environment variables that change the behaviour of MPI."""
+"""Prefixes of environment variables that change the behavior of MPI."""
 _MORE_VARIABLES = (
     *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_coll", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_mpi_yield_when_idle"),
     *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND_TYPE"),

@@ -135,7 +135,7 @@ def _curve(run: Run, what: str, _: Rows, values: Array) -> Picture:
 
 
 def _merge_rows(rows: Rows, cells: Array) -> tuple[list[str], Array, str]:
-    """Average neighbouring rows, weighted by their elements, where there are too many; return a caption, too."""
+    """Average neighboring rows, weighted by their elements, where there are too many; return a caption, too."""
     if len(rows.names) <= _MAX_ROWS:
         return rows.names, cells, ""
     edges = np.linspace(0, len(rows.names), _MAX_ROWS + 1).round().astype(int)
@@ -144,4 +144,4 @@ def _merge_rows(rows: Rows, cells: Array) -> tuple[list[str], Array, str]:
     counts = np.add.reduceat(weights, edges[:-1])
     means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
     largest = int(np.diff(edges).max())
-    return [rows.names[row] for row in edges[:-1]], means, f" of up to {largest} neighbouring rows' mean"
+    return [rows.names[row] for row in edges[:-1]], means, f" of up to {largest} neighboring rows' mean"

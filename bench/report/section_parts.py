@@ -179,7 +179,7 @@ class Picture:
     title: str
     finding: str  # what it shows, in numbers, for people who do not see it
     figure: "Figure"
-    caption: str  # how steps were summarised, and what was left out
+    caption: str  # how steps were summarized, and what was left out
     table: Table
 
     @property

@@ -70,7 +70,6 @@ class _Transport(LocalTransport):
     one_clock = True
 
     def clock(self) -> float:
-        """Return the seconds that this thread has computed."""
         return time.thread_time()
 
 

@@ -30,7 +30,7 @@ class Digits(Task):
     """Classify the 1,797 images of 8 x 8 pixels that come with scikit-learn; quality is held-out accuracy.
 
     A quarter of the images is held out. The network has two convolutions and two linear layers, 38 thousand
-    parameters. The optimiser's setting is explained in TUNING.md.
+    parameters. The optimizer's setting is explained in TUNING.md.
 
     Parameters
     ----------
@@ -98,7 +98,6 @@ class Digits(Task):
         return bunch.images, bunch.target
 
     def model(self) -> nn.Module:
-        """Return a new network, initialised from the seed."""
         with seeded(self.seed):
             if len(self._shape) == 1:
                 return nn.Sequential(
@@ -122,28 +121,24 @@ class Digits(Task):
             )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the setting that TUNING.md found best for dense exchange."""
         return torch.optim.Adam(model.parameters(), lr=8e-3)
 
     def shard(self) -> None:
-        """Give every rank classes of its own; with more ranks than classes, a part of a class."""
+        # Different classes for every rank; with more ranks than classes, different parts of a class.
         self.shards = True
         self._sampler = Shards(self.name, self._train[1].numpy(), self.batch_size, self.seed)
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return images and labels of one rank in one step."""
         indices = torch.from_numpy(self._sampler.indices(step, rank, ranks))
         return self._train[0][indices], self._train[1][indices]
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return the mean cross entropy."""
         device = next(model.parameters()).device
         images, labels = batch
         return functional.cross_entropy(model(images.to(device)), labels.to(device))
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, share: float = 1.0) -> float:
-        """Return the accuracy on all held-out images, or on a share of them."""
         device = next(model.parameters()).device
         training = model.training
         model.eval()

@@ -1,4 +1,4 @@
-"""A GPT on source code, with the optimiser, the schedule and the clipping that scripts train such models with."""
+"""A GPT on source code, with the optimizer, the schedule and the clipping that scripts train such models with."""
 
 from __future__ import annotations
 
@@ -83,19 +83,16 @@ class TextGPT(LanguageTask):
     rate = 2e-3
 
     def model(self) -> GPT:
-        """Return a new model, initialised from the seed."""
         with seeded(self.seed):
             return GPT(self.tokens, self.length, self.width, self.layers)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return AdamW, with a decay of 0.1 for matrices and none for the scales of norms."""
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         scales = [parameter for parameter in model.parameters() if parameter.ndim == 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=self.rate, betas=(0.9, 0.95), fused=True)
 
     def schedule(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-        """Return a linear warm-up over a tenth of the steps, and a cosine that ends at a tenth of the rate."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, steps))
 
 

@@ -67,23 +67,20 @@ class LanguageTask(Task):
         self._sampler: Sampler | Shards = Sampler(self.name, len(self._train), self.batch_size, seed)
 
     def shard(self) -> None:
-        """Give every rank a stretch of the text of its own, as long as those of the others."""
+        # A different stretch of the text for every rank, all of them of one length.
         self.shards = True
         one_group = np.zeros(len(self._train), np.int64)
         self._sampler = Shards(self.name, one_group, self.batch_size, self.seed)
 
     def batch(self, step: int, rank: int, ranks: int) -> torch.Tensor:
-        """Return token numbers of shape (samples, length + 1): each token is the target of the last."""
         return self._gather(self._train, self._sampler.indices(step, rank, ranks))
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross entropy in nats a token."""
         batch = batch.to(next(model.parameters()).device)
         return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, share: float = 1.0) -> float:
-        """Return the mean loss on a fixed part of the held-out text, or on a share of that."""
         training = model.training
         model.eval()
         total = 0.0

@@ -1,4 +1,4 @@
-"""The protocol of training tasks: data, model, loss, optimiser and quality, for the loop that trains."""
+"""The protocol of training tasks: data, model, loss, optimizer and quality, for the loop that trains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # the protocol is read by code that must not load torch
 
 @runtime_checkable
 class Task(Protocol):
-    """Data, model, loss, optimiser and held-out measurement of one training problem.
+    """Data, model, loss, optimizer and held-out measurement of one training problem.
 
     Everything follows from the task's name, its seed and the user's data, so ranks that build the same task
     hold the same model and agree on who sees which samples without a word between them.
@@ -24,7 +24,7 @@ class Task(Protocol):
     better: Literal["higher", "lower"]
     """Direction in which the quality improves."""
     steps: int
-    """Number of steps for which the optimiser was tuned."""
+    """Number of steps for which the optimizer was tuned."""
     batch_size: int
     """Samples a rank sees in a step."""
     clip: float | None
@@ -35,15 +35,15 @@ class Task(Protocol):
     """Whether every rank has samples of its own to draw from: see `shard`."""
 
     def model(self) -> torch.nn.Module:
-        """Return a new model, initialised from the seed: the same bits on every rank."""
+        """Return a new model, initialized from the seed: the same bits on every rank."""
         ...
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Return the optimiser with the setting tuned for dense exchange."""
+        """Return the optimizer with the setting tuned for dense exchange."""
         ...
 
     def schedule(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return what sets the optimiser's rate after every step; None where it stays as it is.
+        """Return what sets the optimizer's rate after every step; None where it stays as it is.
 
         Parameters
         ----------

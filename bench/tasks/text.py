@@ -35,7 +35,7 @@ class TextLSTM(LanguageTask):
 
     512 units, and 4096 tokens of at most four letters: 6.3 million parameters, a third of which are embeddings whose
     gradient is zero where a token is absent. A sample is 20 tokens, read from an empty state; a rank sees 8 of them in
-    a step. The optimiser's setting is explained in TUNING.md.
+    a step. The optimizer's setting is explained in TUNING.md.
     """
 
     name = "text-lstm"
@@ -46,7 +46,6 @@ class TextLSTM(LanguageTask):
     vocabulary = 4096
 
     def model(self) -> LanguageModel:
-        """Return a new model, initialised from the seed."""
         with seeded(self.seed):
             model = LanguageModel(self.tokens, _WIDTH)
         # How frequent tokens are can be counted. Left to be learned it takes the first tens of steps: dense is
@@ -57,5 +56,4 @@ class TextLSTM(LanguageTask):
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the setting that TUNING.md found best for dense exchange; it says why it is fused."""
         return torch.optim.Adam(model.parameters(), lr=4e-3, fused=True)

@@ -1,7 +1,7 @@
-"""Compare optimiser settings on a task: ``python -m mpicomp.bench.tasks.tune --task text-lstm``.
+"""Compare optimizer settings on a task: ``python -m mpicomp.bench.tasks.tune --task text-lstm``.
 
 Data-parallel training is simulated in this process: every step takes the gradients of all ranks' batches, at
-the same parameters, and gives their mean to the optimiser. With ``--ratio`` below 1 every rank keeps a
+the same parameters, and gives their mean to the optimizer. With ``--ratio`` below 1 every rank keeps a
 residual and sends the largest elements of gradient plus residual, chosen over the whole model. The library's
 own exchange is not used: what tunes the baseline must not depend on what is compared to it.
 """
@@ -22,7 +22,7 @@ from mpicomp.bench.tasks.task import Task
 from mpicomp.bench.tasks.updating import Updater
 
 Factory = Callable[[Task, torch.nn.Module], torch.optim.Optimizer]
-"""Makes the optimiser of a task's model."""
+"""Makes the optimizer of a task's model."""
 
 
 def _settings() -> dict[str, Factory]:
@@ -45,7 +45,7 @@ def _settings() -> dict[str, Factory]:
 
 
 def _own(task: Task, model: torch.nn.Module, **changed: Any) -> torch.optim.Optimizer:
-    """Return the task's own optimiser, with other settings in every group of parameters."""
+    """Return the task's own optimizer, with other settings in every group of parameters."""
     optimizer = task.optimizer(model)
     for group in optimizer.param_groups:
         group.update(changed)
@@ -55,7 +55,7 @@ def _own(task: Task, model: torch.nn.Module, **changed: Any) -> torch.optim.Opti
 def _other(
     optimizer: Callable[..., torch.optim.Optimizer], task: Task, model: torch.nn.Module, **settings: Any
 ) -> torch.optim.Optimizer:
-    """Return an optimiser that is not the task's, with the same settings for all parameters."""
+    """Return an optimizer that is not the task's, with the same settings for all parameters."""
     return optimizer(model.parameters(), **settings)
 
 

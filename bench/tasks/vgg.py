@@ -22,7 +22,7 @@ class VGG(Digits):
 
     Three blocks of two convolutions with 32, 64 and 128 channels take most of the time; the linear layers, which
     backward reaches first, hold 3.2 of the 3.4 million parameters. There is much to be sent early, and much to be
-    computed while it is under way. The optimiser's setting is explained in TUNING.md.
+    computed while it is under way. The optimizer's setting is explained in TUNING.md.
     """
 
     name = "vgg"
@@ -35,7 +35,6 @@ class VGG(Digits):
             raise ValueError("vgg: data: x must be images of shape (n, h, w) or (n, c, h, w); digits takes features")
 
     def model(self) -> nn.Module:
-        """Return a new network, initialised from the seed."""
         channels = [self._shape[0], 32, 64, 128]
         layers: list[nn.Module] = [nn.Upsample(size=(_SIDE, _SIDE), mode="bilinear")]
         with seeded(self.seed):
@@ -55,5 +54,4 @@ class VGG(Digits):
         return network
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the setting that TUNING.md found best for dense exchange; it says why it is fused."""
         return torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)

@@ -100,7 +100,7 @@ def _report(error: Exception) -> None:
 def _watch_over(launch: launcher.Launch | None) -> None:
     """Have the job end with this rank, which is about to leave with an error.
 
-    A rank that leaves before it has initialised MPI keeps the others waiting in MPI_Init, where no launcher
+    A rank that leaves before it has initialized MPI keeps the others waiting in MPI_Init, where no launcher
     notices that it is gone; so it joins them first.
     """
     if abort.running() is not None or (launch is not None and launch.size > 1 and not _finalized()):

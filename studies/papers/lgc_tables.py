@@ -108,7 +108,7 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
         "fewer: bytes of dense over those that rank 0 hands to the transport in a step, in the last third of them, "
         "when codes travel; of top-k: over those of top-k. The paper does not count what a server sends back",
         "wire: KB that leave rank 0 in such a step; once: MB that leave it once",
-        "code's error: when it has learnt, as a share of the energy that it codes, of all ranks' mean with the ring",
+        "code's error: when it has learned, as a share of the energy that it codes, of all ranks' mean with the ring",
         "means over seeds, of accuracy with the range; of dense, of top-k: of the same seeds",
     ])  # fmt: skip
 
@@ -119,13 +119,13 @@ def _name(arm: str) -> str:
 
 def _print_models() -> None:
     """Print what the same exchanges send in the paper's own models."""
-    learnt, lines = 18, []
+    learned, lines = 18, []
     for (model, ranks), printed in lgc_models.PRINTED_MB.items():
         dense, topk = 4 * sum(size for _, size in lgc_models.parameters(model)), 0.0
-        for name, arm in arms(learnt).items():
+        for name, arm in arms(learned).items():
             if arm.compressor is None or arm.warmup or name == "dense":
                 continue
-            mean, least = lgc_models.step_bytes(model, arm.compressor, arm.collective, ranks, learnt + 1)
+            mean, least = lgc_models.step_bytes(model, arm.compressor, arm.collective, ranks, learned + 1)
             topk, paper = topk or mean, printed.get(_name(name))
             lines.append({
                 "model": model, "ranks": ranks, "exchange": name,

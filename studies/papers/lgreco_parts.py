@@ -1,6 +1,6 @@
 """What rounding errors up costs L-GreCo as published: ``python studies/papers/lgreco_parts.py``.
 
-Its programme cuts the limit of the error into 10,000 parts and rounds each layer's error up to whole ones. At every
+Its program cuts the limit of the error into 10,000 parts and rounds each layer's error up to whole ones. At every
 adjustment of the same training the same tables are solved by finer parts, too, and as mpicomp solves them.
 """
 

@@ -132,7 +132,7 @@ class Simulated:
 def train(
     arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0, simulated: Simulated | None = None
 ) -> dict[str, Any]:
-    """Train with ranks that are simulated in this process: what is sent and learnt is what it would be among others.
+    """Train with ranks that are simulated in this process: what is sent and learned is what it would be among others.
 
     Steps for a trial come besides, as in papers that have them. On a simulated network each rank is a host.
 

@@ -62,7 +62,7 @@ class ResNet20(Digits):
         return table[:, :-1].reshape(-1, _SIDE, _SIDE), table[:, -1]
 
     def model(self) -> nn.Module:
-        """Return a new network, initialised from the seed."""
+        """Return a new network, initialized from the seed."""
         channels = [16] * 3 + [32] * 3 + [64] * 3
         with seeded(self.seed):
             layers: list[nn.Module] = [nn.Conv2d(self._shape[0], 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16)]

@@ -10,7 +10,7 @@ from mpicomp.cli import main
 
 HEAVY = ("mpi4py.MPI", "torch", "numba", "cupy", "sklearn")
 
-# A command of the given behaviour, in the place of a real one.
+# A command of the given behavior, in the place of a real one.
 PROGRAM = """
 import sys, types, importlib.machinery
 from mpicomp import cli

@@ -166,7 +166,7 @@ def test_auto_needs_a_run_with_auto():
 
 
 def by_the_millisecond(steps, ranks, bandwidth, compression, add_s):
-    """Return the scaling factor as the authors' programme finds it: two processes with a queue, a tick at a time."""
+    """Return the scaling factor as the authors' program finds it: two processes with a queue, a tick at a time."""
     tick = 1e-6
     layers = [(gradient.ready_s, 4 * gradient.numel) for bucket in steps.buckets for gradient in bucket.gradients]
     queue, held, since, now, busy = [], 0, 0.0, 0.0, 0.0
