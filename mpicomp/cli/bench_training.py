@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_device, add_task
+from mpicomp.cli.options import add_device, add_task, load_task
 
 if TYPE_CHECKING:
     from mpicomp.bench.training import Exchange
@@ -116,20 +116,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     transport = MPITransport()
     group, hosts = transport.group, transport.hosts()
-    try:
-        from mpicomp.bench.replica import CPU
-        from mpicomp.bench.tasks import get_task
-        from mpicomp.bench.trainers import train_all
-
-        task = get_task(arguments.task, arguments.seed, shards=arguments.shards)
-        task.batch(0, group.rank, group.size)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{_COMMAND}: {error}; install what it needs with pip install 'mpicomp[torch,bench]'"
-        ) from error
-    except (ValueError, OSError) as error:
-        raise ConfigurationError(str(error)) from error
+    task = load_task(_COMMAND, arguments, group=group)
     from mpicomp.bench.measure import results
+    from mpicomp.bench.replica import CPU
+    from mpicomp.bench.trainers import train_all
     from mpicomp.bench.training import Settings, rows_of
     from mpicomp.reducer.agreement import together
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpicomp.bench.tasks import Task
     from mpicomp.compressors import Compressor
     from mpicomp.policies import Policy
+    from mpicomp.rounds import Group
 
 
 def add_plugin(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +32,30 @@ def add_task(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="give every rank samples of its own throughout: its classes (digits, vgg), or its part of the text",
     )
+
+
+def load_task(
+    command: str, arguments: argparse.Namespace, data: str | None = None, group: "Group | None" = None
+) -> "Task":
+    """Return the task of `add_task`'s options, after MPI has started: it loads torch.
+
+    With a group, its first batch is drawn, so that data which are too few for the ranks are refused.
+    """
+    from mpicomp.errors import ConfigurationError
+
+    try:
+        from mpicomp.bench.tasks import get_task
+
+        task = get_task(arguments.task, arguments.seed, data, arguments.shards)
+        if group is not None:
+            task.batch(0, group.rank, group.size)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{command}: {error}; install what it needs with pip install 'mpicomp[torch,bench]'"
+        ) from error
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(str(error)) from error
+    return task
 
 
 def add_device(parser: argparse.ArgumentParser, what: str) -> None:

@@ -8,7 +8,7 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicomp.cli.options import add_device, add_plugin, add_task
+from mpicomp.cli.options import add_device, add_plugin, add_task, load_task
 
 if TYPE_CHECKING:
     from mpicomp.bench.outcome import Outcome
@@ -168,21 +168,12 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.transport.mpi import MPITransport
 
     transport = MPITransport()
-    try:
-        from mpicomp.bench.replica import CPU
-        from mpicomp.bench.resuming import Checkpoints
-        from mpicomp.bench.tasks import get_task
-        from mpicomp.bench.train import Settings, Stopped, train
-
-        task = get_task(arguments.task, arguments.seed, arguments.data, arguments.shards)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"train: {error}; install what it needs with pip install 'mpicomp[torch,bench]'"
-        ) from error
-    except (ValueError, OSError) as error:
-        raise ConfigurationError(str(error)) from error
+    task = load_task("train", arguments, arguments.data)
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
+    from mpicomp.bench.replica import CPU
+    from mpicomp.bench.resuming import Checkpoints
+    from mpicomp.bench.train import Settings, Stopped, train
     from mpicomp.reducer.agreement import agree, together
 
     device = CPU if gpu is None else together(lambda: devices.torch_device("train", gpu), transport, "train")
@@ -248,7 +239,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.against_dense and not isinstance(outcome, Stopped):
             if first:
                 print("the same with dense exchange:", flush=True)
-            task = get_task(arguments.task, arguments.seed, arguments.data, arguments.shards)
+            task = load_task("train", arguments, arguments.data)
             settings_of_dense = _dense(settings)
             with MetricsWriter(dense_lines) as metrics:
                 ended = train(task, settings_of_dense, transport, Progress(first), metrics, device)
