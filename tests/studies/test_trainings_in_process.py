@@ -97,6 +97,7 @@ def test_constants_tell_what_a_choice_costs():
     assert regret == pytest.approx(real[chosen] / min(real.values()) - 1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_constants_leave_each_task_out_and_gain_by_parts():
     found = constants.left_out([constants.Trained(list(rows(*of))) for of in (("digits", 0.3), ("text-lstm", 0.1))])
     assert [row["left out"] for row in found] == ["digits", "text-lstm"]
@@ -152,6 +153,7 @@ def mean_gradients(task, model, step):
     return sums, np.mean(losses)
 
 
+@pytest.mark.slow
 def test_dense_gradients_train_as_one_rank_with_all_batches(monkeypatch):
     row, found = ended(monkeypatch, update_exchanges.ARMS["gradients"], 0.5, 4)
     task = get_task("digits", 0)
@@ -169,6 +171,7 @@ def test_dense_gradients_train_as_one_rank_with_all_batches(monkeypatch):
         torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_demo_moves_along_signs_by_the_rate(monkeypatch):
     """With all coefficients the signs are those of the mean gradient."""
     demo = update_exchanges.ARMS["demo-side-16"]
