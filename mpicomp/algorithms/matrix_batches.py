@@ -106,7 +106,7 @@ def multiply(left: NDArray[np.floating], right: NDArray[np.floating], out: NDArr
             np.matmul(left, right, out=out)
 
 
-def orthonormal(matrix: NDArray[np.floating]) -> NDArray[np.floating]:
+def orthogonalize(matrix: NDArray[np.floating]) -> NDArray[np.floating]:
     """Return an orthonormal basis of as many columns, which holds the span of the matrix's; of its dtype.
 
     Shape (rows, rank) with at least as many rows, or a stack of such. The same bits for the same matrix.

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.algorithms.matrix_batches import Matrix, Stack, multiply, orthonormal, stacked
+from mpicomp.algorithms.matrix_batches import Matrix, Stack, multiply, orthogonalize, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
 from mpicomp.compressors.base import Compressor, bound, match_layer_setting
 from mpicomp.compressors.context import Context
@@ -20,8 +20,10 @@ from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device, to_python
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.settings import check_choice, check_least, check_range
+
+Stacks = list[NDArray[np.floating]]
 
 
 @register
@@ -209,91 +211,59 @@ class LowRank(Scheme[PowerSGD]):
         return [task for size in sizes for task in self._sum.rounds(size, dtype, group, step)]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Project, sum, project, sum; see `Scheme.exchange`."""
         if not self._compresses(context.step):
             return (yield from self._sum.exchange(accumulated, context))
-        # 1. Begin with the right factors Q of the step before, or with random ones; set aside what is no matrix.
-        numel, dtype, workspace = accumulated.numel, accumulated.dtype, context.workspace
+        numel, workspace = accumulated.numel, context.workspace
         if numel != self._numel:
             self._numel, self._stacks = numel, stacked(self._matrices, numel)
-        left_size, right_size, rest_size = self._left_size, self._right_size, numel - self._held
-        array, moments = accumulated.array(), accumulated.device_moments
-        left = workspace.array("left", left_size + rest_size + TRAILER, dtype)
-        right = workspace.array("right", right_size + TRAILER, dtype)
-        kept_rest = workspace.array("rest", 2 * rest_size, dtype).reshape(2, rest_size)
-        lefts, rights = self._lefts(left), self._rights(right)
-        matrices = [stack.of(array) for stack in self._stacks]
+        sums = _FactorSums(self._sum, accumulated, context, self._left_size, self._right_size, numel - self._held)
+        matrices = [stack.of(accumulated.array()) for stack in self._stacks]
+        lefts, rights = self._lefts(sums.left), self._rights(sums.right)
         self._begin(rights, context)
-        self._copy_rest(array, left[left_size:])
-        nonfinite = stale = False
-        problem: MessageError | None = None
+        self._copy_rest(accumulated.array(), sums.rest)
         for iteration in range(self.compressor.iterations):
-            # 2. Project: P = M Q, and average it over the ranks; what is no matrix goes with the first P.
-            for own, factor, product in zip(matrices, rights, lefts, strict=True):
-                multiply(own, factor, product)
-            size = left_size + (rest_size if iteration == 0 else 0)
-            energy = kernels.energy(left[:size])
-            ask = accumulated.stale or problem is not None
-            part = GradientWithResidual.ready(left[: size + TRAILER], energy, 0.0, moments.finite, ask)
-            first = yield from self._sum.exchange(part, context)
-            assert not isinstance(first.sent, Selection)
-            problem = problem or first.problem
-            ask = accumulated.stale or problem is not None
-            if iteration == 0:
-                rest = left[left_size:size]
-                kept_rest[0], kept_rest[1] = first.mean[left_size:], first.sent[left_size:]
-                with np.errstate(invalid="ignore"):  # an infinity that was sent is one that is left
-                    rounding = kernels.energy(rest - kept_rest[1]), kernels.energy(rest)
-            # 3. Make the mean P orthonormal: a basis that all ranks share.
-            means = self._lefts(first.mean)
-            bases = [orthonormal(_finite(mean) if first.nonfinite else mean) for mean in means]
-
-            # 4. Project on it: Q = M^T P, and average that.
-            for own, basis, product in zip(matrices, bases, rights, strict=True):
-                multiply(own.transpose(0, 2, 1), basis, product)
-            # The bases are orthonormal, so the factors have the energy of what is projected.
-            energy, finite, projected, rounded, rest_energy = to_python(
-                moments.energy, moments.finite, kernels.energy(right[:right_size]), *rounding
-            )
-            lost = max(0.0, energy - projected + (rounded - rest_energy))
-            finite = finite and _projects_finitely(array, energy)
-            part = GradientWithResidual.ready(right, energy, lost, finite, ask)
-            second = yield from self._sum.exchange(part, context)
-            problem = problem or second.problem
-            nonfinite = nonfinite or first.nonfinite or second.nonfinite
-            stale = stale or first.stale or second.stale
-            # 5. Another power iteration begins with the mean Q.
-            if iteration + 1 < self.compressor.iterations:
-                following = self._rights(second.mean)
+            if iteration > 0:
+                following = self._rights(sums.right_sum.mean)
                 _scale(following, *_largest(following), rights, context)
-
+            bases = yield from self._factor_step(matrices, lefts, rights, sums)
+        second, problem = sums.right_sum, sums.problem
         if problem is not None:
-            return undelivered(accumulated, problem, stale)
+            return undelivered(accumulated, problem, sums.stale)
         following = self._rights(second.mean)
-        largest = None if nonfinite else _largest(following)  # waits for it, and for nothing that comes below
-        # 6. Multiply out: P Q^T with the mean Q is the mean, with this rank's own Q it is what this rank has sent.
+        largest = None if sums.nonfinite else _largest(following)  # waits for it, and for nothing that comes below
+        # P Q^T with the mean Q is the mean, with this rank's Q it is what this rank has sent.
         assert not isinstance(second.sent, Selection)
-        mean, sent = (workspace.array(name, numel, dtype) for name in ("low-rank mean", "low-rank sent"))
+        mean, sent = (workspace.array(name, numel, accumulated.dtype) for name in ("low-rank mean", "low-rank sent"))
         for whole, factors in ((mean, second.mean), (sent, second.sent)):
             for stack, basis, factor in zip(self._stacks, bases, self._rights(factors), strict=True):
                 multiply(basis, factor.transpose(0, 2, 1), stack.of(whole))
-        # 7. Keep Q for the next step.
         if largest is not None:
             _scale(following, *largest, rights, context)
             self._keep(rights, context)
-        for whole, values in zip((mean, sent), kept_rest, strict=True):
-            self._put_rest(values, whole)
+        for whole, values in zip((mean, sent), sums.delivered_rest, strict=True):
+            self._write_rest(values, whole)
         iterations = self.compressor.iterations
         return Result(
             mean=mean,
             sent=sent,
             energy=second.energy,
             gain=second.gain,
-            kept=float(rest_size + iterations * (left_size + right_size)),
-            nonfinite=nonfinite,
-            stale=stale,
+            kept=float(sums.rest.size + iterations * (self._left_size + self._right_size)),
+            nonfinite=sums.nonfinite,
+            stale=sums.stale,
             thinned=[(m.start, m.stop, iterations * m.rank * (m.rows + m.columns)) for m in self._matrices],
         )
+
+    def _factor_step(self, matrices: Stacks, ps: Stacks, qs: Stacks, sums: "_FactorSums") -> Rounds[Stacks]:
+        """Run one power iteration, algorithm 1 of the paper, and return the orthonormal P of each stack."""
+        for matrix, p, q in zip(matrices, ps, qs, strict=True):
+            multiply(matrix, q, p)  # P = M Q
+        means = self._lefts((yield from sums.average_left()))
+        bases = [orthogonalize(sums.finite(p)) for p in means]
+        for matrix, p, q in zip(matrices, bases, qs, strict=True):
+            multiply(matrix.transpose(0, 2, 1), p, q)  # Q = M^T P
+        yield from sums.average_right()
+        return bases
 
     def _compresses(self, step: int) -> bool:
         return bool(self._matrices) and step >= self.compressor.start_step
@@ -343,7 +313,7 @@ class LowRank(Scheme[PowerSGD]):
             out[place : place + stop - start] = array[start:stop]
             place += stop - start
 
-    def _put_rest(self, values: NDArray[np.floating], array: NDArray[np.floating]) -> None:
+    def _write_rest(self, values: NDArray[np.floating], array: NDArray[np.floating]) -> None:
         place = 0
         for start, stop in self._gaps(array.size):
             array[start:stop] = values[place : place + stop - start]
@@ -353,6 +323,76 @@ class LowRank(Scheme[PowerSGD]):
         """Return starts and stops of the parts that are in no matrix."""
         bounds = [0, *(bound for matrix in self._matrices for bound in (matrix.start, matrix.stop)), numel]
         return [(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if stop > start]
+
+
+class _FactorSums:
+    """Averages of a step's factors over ranks, with the faults and the energies that they meet."""
+
+    def __init__(
+        self,
+        inner: Scheme[Dense],
+        accumulated: GradientWithResidual,
+        context: Context,
+        left: int,
+        right: int,
+        rest: int,
+    ) -> None:
+        dtype, workspace = accumulated.dtype, context.workspace
+        self._inner, self._accumulated, self._context = inner, accumulated, context
+        self._moments = accumulated.device_moments
+        self._left_size, self._right_size, self._with_rest = left, right, True
+        self.left = workspace.array("left", left + rest + TRAILER, dtype)
+        self.right = workspace.array("right", right + TRAILER, dtype)
+        self.rest = self.left[left : left + rest]  # parameters that are no matrices, sent with the first P
+        self.delivered_rest = workspace.array("rest", 2 * rest, dtype).reshape(2, rest)
+        self._rounding: tuple[Any, Any] = (0.0, 0.0)
+        self.right_sum: Result
+        self.problem: MessageError | None = None
+        self.nonfinite = self.stale = False
+        self._left_is_finite = True
+
+    def average_left(self) -> Rounds[NDArray[np.floating]]:
+        """Return the mean P; `finite` removes what is not finite from it."""
+        size = self._left_size + (self.rest.size if self._with_rest else 0)
+        finite = self._moments.finite
+        first = yield from self._sum(self.left[: size + TRAILER], kernels.energy(self.left[:size]), 0.0, finite)
+        assert not isinstance(first.sent, Selection)
+        if self._with_rest:
+            self._with_rest = False
+            self.delivered_rest[0], self.delivered_rest[1] = (
+                first.mean[self._left_size :],
+                first.sent[self._left_size :],
+            )
+            with np.errstate(invalid="ignore"):  # an infinity that was sent is one that is left
+                rounded = kernels.energy(self.rest - self.delivered_rest[1])
+            self._rounding = rounded, kernels.energy(self.rest)
+        self._left_is_finite = not first.nonfinite
+        return first.mean
+
+    def finite(self, stack: NDArray[np.floating]) -> NDArray[np.floating]:
+        """Return a stack of the mean P with zeros in place of matrices that hold NaN or infinity."""
+        if self._left_is_finite:
+            return stack
+        return np.where(np.isfinite(stack).all(axis=(1, 2), keepdims=True), stack, 0)
+
+    def average_right(self) -> Rounds[None]:
+        """Average Q, and report the energy that the projection leaves out."""
+        # P is orthonormal, so the factors have the energy of what is projected.
+        energy, finite, projected, rounded, rest_energy = to_python(
+            self._moments.energy, self._moments.finite, kernels.energy(self.right[: self._right_size]), *self._rounding
+        )
+        lost = max(0.0, energy - projected + (rounded - rest_energy))
+        finite = finite and _projects_finitely(self._accumulated.array(), energy)
+        self.right_sum = yield from self._sum(self.right, energy, lost, finite)
+
+    def _sum(self, factors: NDArray[np.floating], energy: Any, lost: float, finite: Any) -> Exchange:
+        asks = self._accumulated.stale or self.problem is not None
+        part = GradientWithResidual.ready(factors, energy, lost, finite, asks)
+        result = yield from self._inner.exchange(part, self._context)
+        self.problem = self.problem or result.problem
+        self.nonfinite |= result.nonfinite
+        self.stale |= result.stale
+        return result
 
 
 def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> list[NDArray[np.floating]]:
@@ -395,9 +435,3 @@ def _projects_finitely(array: NDArray[np.floating], energy: float) -> bool:
         return True
     [largest] = to_python(np.abs(array).max())
     return 16 * float(largest) * math.sqrt(array.size) < float(np.finfo(array.dtype).max)
-
-
-def _finite(factors: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Return a stack in which those that hold NaN or infinity are zeros."""
-    zeros: NDArray[np.floating] = np.where(np.isfinite(factors).all(axis=(1, 2), keepdims=True), factors, 0)
-    return zeros

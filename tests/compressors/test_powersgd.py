@@ -6,7 +6,7 @@ from networks import Link
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.algorithms.matrix_batches import Matrix, orthonormal, stacked
+from mpicomp.algorithms.matrix_batches import Matrix, orthogonalize, stacked
 from mpicomp.collectives import Context, bind
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
@@ -337,11 +337,11 @@ def test_the_basis_is_orthonormal_whatever_it_is_made_of():
     flat = np.outer(random.normal(size=9), np.ones(3))
     matrices = [random.normal(size=(9, 3)), flat, np.zeros((9, 3)), 1e-30 * flat]
     for matrix in matrices:
-        basis = orthonormal(matrix.astype(np.float32))
+        basis = orthogonalize(matrix.astype(np.float32))
         np.testing.assert_allclose(basis.T @ basis, np.eye(3), atol=1e-6)
-    together = orthonormal(np.array(matrices, np.float32))
+    together = orthogonalize(np.array(matrices, np.float32))
     for basis, matrix in zip(together, matrices, strict=True):
-        assert np.array_equal(basis, orthonormal(matrix.astype(np.float32)))
+        assert np.array_equal(basis, orthogonalize(matrix.astype(np.float32)))
 
 
 @pytest.mark.parametrize(

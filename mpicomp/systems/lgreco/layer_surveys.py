@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.algorithms.matrix_batches import Matrix, orthonormal
+from mpicomp.algorithms.matrix_batches import Matrix, orthogonalize
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.device import Device, current_device, to_python
 from mpicomp.policies.surveys import WHOLE, Survey
@@ -239,7 +239,7 @@ def _lost_at_ranks(matrix: NDArray[np.floating], most: int) -> NDArray[np.float6
     )
     for _ in range(_ITERATIONS):
         with np.errstate(over="ignore", invalid="ignore"):
-            right = matrix.T @ orthonormal(matrix @ orthonormal(right))
+            right = matrix.T @ orthogonalize(matrix @ orthogonalize(right))
         if not all(to_python(np.isfinite(right).all())):  # products of the largest numbers overflow
             return np.full(most, np.nan)
     squares = np.linalg.svd(device.to_host(right).astype(np.float64), compute_uv=False) ** 2

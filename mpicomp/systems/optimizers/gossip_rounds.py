@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.algorithms.matrix_batches import Matrix, multiply, orthonormal, stacked
+from mpicomp.algorithms.matrix_batches import Matrix, multiply, orthogonalize, stacked
 from mpicomp.errors import NonFiniteError
 from mpicomp.rounds import Graph, Round, Rounds
 from mpicomp.workspace import Workspace
@@ -77,7 +77,7 @@ class Gossip:
         self._workspace = Workspace()
         self.turn = 0
         drawn = self._draw(sum(stack.count * stack.first.rows * stack.first.rank for stack in self._stacks))
-        self.probes = [orthonormal(part) for part in self._cut(drawn, rows=True)]
+        self.probes = [orthogonalize(part) for part in self._cut(drawn, rows=True)]
 
     def rounds(self, model: NDArray[np.floating]) -> Rounds[None]:
         """Exchange once with all neighbours and move the model towards theirs, in place. Collective, as a round.
@@ -150,7 +150,7 @@ class Gossip:
         # 5. The differences, made orthonormal, are the vectors of the next exchange: a power iteration.
         self.turn += 1
         self._fill_empty(difference[:, : length - self._plain])
-        self.probes = [orthonormal(answer) for answer in answers]
+        self.probes = [orthogonalize(answer) for answer in answers]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, on this rank."""
