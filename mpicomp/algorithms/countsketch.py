@@ -87,16 +87,13 @@ class CountSketch(Sketch):
 
     @property
     def feedback(self) -> bool:
-        """True: elements that are not sent are kept in the residual."""
         return True
 
     @property
     def entry(self) -> Entry:
-        """Momentum correction."""
         return Entry(momentum=self.momentum)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return the table and the values in a bucket of 2**20 elements."""
         numel = 1 << 20
         rows, columns = self.table(numel)
         return (rows * columns + self.count(numel)) / numel * (itemsize if self.wire is None else 2)
@@ -145,22 +142,18 @@ class Sketched(Scheme[CountSketch]):
 
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Carry sketches that are followed by values; see `Scheme.carries`."""
         return super().carries(compressor) and not getattr(compressor, "remembered", False)
 
     @classmethod
     def upon(cls, compressor: Compressor) -> Compressor:
-        """Tables and values are summed by a dense collective."""
         return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return two sums; see `Scheme.rounds`."""
         rows, columns = self.compressor.table(numel)
         lengths = rows * columns, self.compressor.count(numel)
         return [task for length in lengths for task in self._sum.rounds(length, dtype, group, step)]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Sketch, sum, look for the largest, sum there; see `Scheme.exchange`."""
         # 1. Add every element to one cell in each row of a table, with a random sign; ranks share the hash functions.
         key, array, weights = context.key(shared=True), accumulated.array(), self.compressor.weights(context)
         if weights is not None:

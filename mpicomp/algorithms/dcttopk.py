@@ -85,20 +85,18 @@ class DCTTopK(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """True: coefficients that are not sent are kept in the residual."""
+        # Coefficients that are not sent are kept in the residual.
         return True
 
     @property
     def can_fall_back_to_dense(self) -> bool:
-        """No: what DeMo keeps in the residual is its momentum, which a dense step would empty."""
+        # What DeMo keeps in the residual is its momentum, which a dense step would empty.
         return False
 
     def expected(self, numel: int) -> int:
-        """See `Compressor.expected`."""
         return self.selection.count(numel)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return index and value for the kept fraction, in a bucket of 2**20 elements."""
         return self.selection.wire_bytes_per_element(itemsize)
 
 
@@ -134,16 +132,13 @@ class Transformed(Scheme[DCTTopK]):
 
     @classmethod
     def upon(cls, compressor: Compressor) -> Compressor:
-        """Coefficients are selected like elements."""
         assert isinstance(compressor, DCTTopK)
         return compressor.selection
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return the rounds of the inner collective; see `Scheme.rounds`."""
         return self._inner.rounds(numel, dtype, group, step)
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Transform, exchange coefficients, transform back; see `Scheme.exchange`."""
         numel, dtype, workspace, side = accumulated.numel, accumulated.dtype, context.workspace, self.compressor.side
         array = accumulated.array()
         buffer = workspace.array("coefficients", numel + TRAILER, dtype)

@@ -87,21 +87,20 @@ class FetchSGD(Sketch):
 
     @property
     def feedback(self) -> bool:
-        """False: gradients that are not yet delivered are kept in the error table."""
+        # Gradients that are not yet delivered are kept in the error table.
         return False
 
     @property
     def contractive(self) -> bool:
-        """False: a residual would keep a second time what the error table holds already."""
+        # A residual would keep a second time what the error table holds already.
         return False
 
     @property
     def can_fall_back_to_dense(self) -> bool:
-        """Not with momentum: it is delivered with that in it, and a dense step would be without."""
+        # Gradients are delivered with momentum, which a dense step would not have.
         return not self.momentum
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return the table in a bucket of 2**20 elements."""
         numel = 1 << 20
         rows, columns = self.table(numel)
         return rows * columns / numel * (itemsize if self.wire is None else 2)
@@ -142,21 +141,17 @@ class SketchedMemory(Scheme[FetchSGD]):
 
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Carry sketches that are remembered; see `Scheme.carries`."""
         return super().carries(compressor) and bool(getattr(compressor, "remembered", False))
 
     @classmethod
     def upon(cls, compressor: Compressor) -> Compressor:
-        """Tables are summed by a dense collective."""
         return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return one sum; see `Scheme.rounds`."""
         rows, columns = self.compressor.table(numel)
         return self._sum.rounds(rows * columns, dtype, group, step)
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Sketch, sum, remember, deliver the largest; see `Scheme.exchange`."""
         # 1. Sketch the gradient, and sum the tables of all ranks.
         numel, workspace = accumulated.numel, context.workspace
         shape = self.compressor.table(numel)

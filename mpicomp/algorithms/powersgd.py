@@ -122,11 +122,10 @@ class PowerSGD(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """True: the error of the projection is kept in the residual."""
+        # The error of the projection is kept in the residual.
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return both factors' elements for a square matrix of 2**20."""
         side = 1 << 10
         rows = min(self.rows or side, side)
         return (1 / rows + 1 / side) * self.rank * self.iterations * (itemsize if self.wire is None else 2)
@@ -140,7 +139,6 @@ class PowerSGD(Compressor):
         model: Mapping[str, int] | None = None,
         warm_up: bool = True,
     ) -> "PowerSGD":
-        """Find the bucket's matrices; see `Compressor.bind`."""
         found, start = [], 0
         for name, size, shape in zip(names, sizes, shapes or [(size,) for size in sizes], strict=True):
             if len(shape) > 1 and size:
@@ -199,11 +197,9 @@ class LowRank(Scheme[PowerSGD]):
 
     @classmethod
     def upon(cls, compressor: Compressor) -> Compressor:
-        """Factors are summed by a dense collective."""
         return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return two sums an iteration, or one where everything is dense; see `Scheme.rounds`."""
         if not self._compresses(step):
             return self._sum.rounds(numel, dtype, group, step)
         sizes = [self._left_size, self._right_size] * self.compressor.iterations

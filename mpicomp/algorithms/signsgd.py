@@ -66,21 +66,20 @@ class SignSGD(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """Off: without magnitudes the sent part of an element is unknown."""
+        # Without magnitudes the sent part of an element is unknown.
         return False
 
     @property
     def can_fall_back_to_dense(self) -> bool:
-        """No: it delivers signs of one size, whatever that of gradients."""
+        # It delivers signs of one size, whatever that of gradients.
         return False
 
     @property
     def contractive(self) -> bool:
-        """No: delivered values may be many times as large as the gradient."""
+        # Delivered values may be many times as large as the gradient.
         return False
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return a bit."""
         return 1 / 8
 
 
@@ -104,13 +103,11 @@ class MajorityVote(Scheme[SignSGD]):
     messages: ClassVar[str] = "votes"
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
         parts = parts_of(-(-numel // _SIGNS), group.size)
         counts = [HEADER_BYTES + count * _WORD.itemsize for count in parts]
         return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Pack, scatter, count, gather; see `Scheme.exchange`."""
         # 1. Pack the signs, a bit each, and send every rank its part of them.
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
