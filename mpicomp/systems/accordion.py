@@ -1,4 +1,14 @@
-"""Accordion: much is sent of layers whose gradients change, little of the others."""
+"""Accordion: large ratios in critical regimes, where gradients change, small ones elsewhere.
+
+**The paper** (Agarwal et al. 2021, arXiv 2010.16248). Each layer has two settings. After each period of epochs the norm
+of its gradient is compared with that of the period before: where it has changed by a threshold, or the learning rate
+has dropped, the layer is in a critical regime and gets the larger setting, else the smaller one.
+
+**Here** a period is a number of steps, and its norm the mean over steps of the norm of the accumulated gradient of all
+ranks, in place of the norm of an epoch's sum on rank 0. The norm of a step arrives while the next one runs, so a period
+counts from the second step after it. There is no published form apart from this: periods of an epoch are set by
+``every``.
+"""
 
 import glob
 import math
@@ -55,16 +65,11 @@ class NormSurvey:
 class Accordion(Adaptive):
     """Two ratios: the larger one for parts of the model whose gradients change much, the smaller one for the others.
 
-    A part is a layer with top-k, which is then a selection of its own, and a bucket with every other compressor. Its
-    norm is that of its accumulated gradient over all ranks, averaged over a period of ``every`` steps. Where it differs
-    from that of the period before by ``threshold`` of it or more, or where that was 0, the part gets ``most``, else
-    ``least``; so it does in the first period. Where the learning rate has dropped to half of its highest since the
-    start or since the last such drop, a new period begins, in which every part gets ``most``.
-
-    Large layers are looked at in part, one element in eight. Ranks hear of a step's norms while the next one goes on:
-    what a period tells counts from the second step after it.
-
-    Where the collective is ``"auto"``, a bucket is sent without compression where that is predicted to be faster.
+    A part is a layer with top-k, which is then selected by itself, and a bucket with every other compressor. Where its
+    norm differs from that of the period before by ``threshold`` of that or more, or where that was 0, the part gets
+    ``most``, else ``least``. It gets ``most`` in the first period, too. Where the learning rate has dropped to half of
+    its highest value since the start or since the last such drop, a period begins in which every part gets ``most``. In
+    large layers one element in eight is measured.
 
     Parameters
     ----------

@@ -1,4 +1,29 @@
-"""GraVAC: the ratio that sends most of the gradient in a second, found while training."""
+"""GraVAC: the ratio that sends most of the gradient per second, found while training.
+
+**The paper** (Tyagi and Swany 2023, arXiv 2305.12201). Training has a candidate ratio and a floor, the ratio to fall
+back to, which starts at the largest one. A step is sent at the candidate if its gain is at least epsilon, else at the
+floor if the gain there is, else dense. Every window of steps the next lower ratio becomes the candidate, and
+
+- where the gain at the candidate is within omega of that at the floor, the candidate becomes the floor;
+- where the two highest throughputs, gain over seconds of a step, are within omega of each other, the higher one of
+  their ratios becomes the candidate and the search ends: from then on epsilon alone decides.
+
+The gain comes from two compressions on each rank: the gradient at the floor, and what that selects at the candidate.
+
+**`GraVAC.as_published()`** has the paper's window of 500 steps and both compressions in every step. Each array is a
+bucket; a throughput is that of the last step at its ratio; a bucket is dense only where too little would be sent; the
+first two steps run at the floor. Different from the paper, which does not say how ranks agree:
+
+- A step is decided with gains up to the second step before it: gains of all ranks travel with the telemetry.
+- The message is selected from the whole gradient, with the collective's residual, so there are three compressions.
+- Where the paper's listing and prose differ, the prose counts: the floor rises to the candidate that was tried, and of
+  two ratios with similar throughputs the higher one is taken.
+- Dense steps have no throughput. A candidate's average of gains starts when it is first tried.
+
+**Here**, without `as_published`, gains of all candidates come from one spectrum in one step of four; a throughput is
+the median of a window of 20 steps, so that a pause does no harm; and a bucket is dense where that is predicted to be
+faster. Nothing is lost either way: the residual keeps what was not sent.
+"""
 
 import statistics
 from collections import deque
@@ -33,16 +58,16 @@ _FEW = 3  # steps at a ratio, of which an interrupted one could pass for the med
 
 
 class LevelsSurvey:
-    """Energies of a bucket, of a selection of it, and of a selection of fewer elements from that selection.
+    """Energies of a bucket, of a selection of it, and of a smaller selection from that one.
 
-    Estimators begin anew in each, so that what is measured follows from the array, the step and the ratios alone.
+    Estimators start afresh in each, so that the result depends on the array, the step and the ratios alone.
 
     Parameters
     ----------
     compressor : Sparsifier or SharedSparsifier
         Selects by a ratio.
     ratio, less : float
-        Of the bucket's elements, of which the second selection takes no more than the first.
+        Shares of the bucket's elements in the first and in the second selection.
     """
 
     def __init__(self, compressor: Compressor, ratio: float, less: float) -> None:
@@ -86,33 +111,11 @@ class LevelsSurvey:
 class GraVAC(Adaptive):
     """One ratio for the whole model, lowered while that pays and raised where too little of the gradient would be sent.
 
-    There is a candidate ratio and a floor, the ratio to fall back to, which starts at ``most``. A step takes the
-    candidate where its gain is at least ``epsilon``, else the floor where that of the floor is, else it is dense. Every
-    ``window`` steps the next lower ratio becomes the candidate, and
-
-    - where the gain at the candidate was within ``omega`` of that at the floor, the candidate becomes the floor;
-    - where the two highest throughputs, gain over seconds of a step, are within ``omega`` of each other, the higher one
-      of their ratios becomes the candidate and the search has ended: candidate and floor stay, and ``epsilon`` alone
-      decides from then on.
-
     Candidates are fractions of ``most``, down to ``least``: with ``"exponential"`` 1/2, 1/4, 1/16, 1/256 ..., with
-    ``"geometric"`` 1/2, 1/4, 1/8, 1/16 ...
-
-    Gains are those of the accumulated gradients of all ranks, averaged over steps. They come in one step of ``every``,
-    and ``gains`` says from what:
-
-    - ``"spectrum"``: from spectra, of one element in sixteen where layers are large. Gains are known at all candidates
-      at once, and nothing is compressed for them.
-    - ``"multilevel"``: as in the paper, every rank compresses its gradient at the floor, and what that has left at the
-      candidate. Their gains alone are known, and those of candidates that were tried before.
-
-    Ranks hear of them while the next step goes on: a step is decided with the gains up to the second step before it,
-    and the first two are dense. The seconds of a step are from when its last rank began to when the next one's did. A
-    throughput is the median of the last ``window`` steps at the ratio, so that a pause between steps does no harm.
-    Where seconds tell nothing (one rank, or ranks in lockstep without a simulated network), the search goes on down
-    to ``least``.
-
-    Where the collective is ``"auto"``, a bucket is sent without compression where that is predicted to be faster.
+    ``"geometric"`` 1/2, 1/4, 1/8, 1/16 ... Gains are those of the accumulated gradients of all ranks, averaged over
+    steps; until there are gains, steps are dense. The seconds of a step last from its last rank's start to that of the
+    next step. Where seconds mean nothing (one rank, or ranks of one process without a simulated network), the search
+    goes on down to ``least``.
 
     Parameters
     ----------
@@ -125,34 +128,16 @@ class GraVAC(Adaptive):
     omega : float
         Relative difference, in [0, 1], below which gains, or throughputs, are alike.
     epsilon : float
-        Least gain of what is sent, in (0, 1].
+        Least gain, in (0, 1].
     smoothing : float or None
         Share of a step in the average of gains, in (0, 1]; None is a hundredth for every rank, and 1 at most.
     every : int
-        Steps from one look at gradients to the next; 1 is the paper's. A look stands for the steps since the last one.
+        Steps from one measurement of gains to the next, which stands for all of them; 1 is the paper's.
     gains : {"spectrum", "multilevel"}
-        What gains come from.
+        ``"spectrum"``: gains of all candidates from one element in sixteen of large layers. ``"multilevel"``: gains of
+        the floor and the candidate from the paper's two compressions.
     published : bool
-        What the notes say; `as_published` sets it with the paper's other values.
-
-    Notes
-    -----
-    With ``published`` every array is a bucket of its own, whatever was named; a throughput is that of the last step at
-    its ratio; no bucket is dense because that is predicted to be faster, only because too little would be sent; and the
-    first two steps are no warm-up: they run at the floor.
-    The collective is still the one that was named, or the one of least predicted seconds. No law is suspended: the
-    residual is what was not sent.
-
-    Still different from the paper, which does not say that ranks agree:
-
-    - A step is decided with gains up to the second step before it, in place of its own: gains of all ranks ride with
-      the telemetry, and no step waits for them.
-    - What is sent is selected from the whole gradient, by the collective's compressor with its own residual. The two
-      compressions of the paper give gains alone, so that there are three. The second one of top-k selects what a
-      single one would; for estimators of thresholds that is so but for their errors.
-    - Where its listing and its prose differ the prose counts: the floor rises to the candidate that was tried, and of
-      two ratios with alike throughputs the higher one is taken, where the search ends.
-    - Dense steps are in no comparison of throughputs. A candidate's average of gains begins when it is first tried.
+        Whether all else is the paper's; see `as_published`.
     """
 
     id: ClassVar[str] = "gravac"

@@ -1,4 +1,4 @@
-"""Flexible communication: one ratio and one kind of collective for the whole model, weighing time against gain."""
+"""The policy `Flexible`: an option, which is a ratio and a kind of collective, by predicted seconds and by gain."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,51 +43,45 @@ class Option:
 class Flexible(Policy):
     """Chooses a ratio, and allgather, star-topk, var-topk or dense, by seconds and by gain.
 
-    It names these collectives itself, as the paper does, although star-topk and var-topk leave out what the leading
-    rank has not selected: their gain says so. Whether a sum goes round a ring or along a tree follows from the
-    predicted seconds of each.
+    It names these collectives itself, although star-topk and var-topk leave out what the leading rank has not selected:
+    their gain counts that. Whether a sum takes a ring or a tree follows from the predicted seconds.
 
-    An option is a ratio with a kind of collective, or dense. Its objectives are the seconds that all buckets together
-    are predicted to take, their own work and the exchange, and 1 over the gain. Of the options that no other one
-    beats in both one is chosen: the least weighted objective, or the knee. All buckets then have the same ratio and
-    kind; each is carried by what is predicted to be the fastest of that kind.
+    An option is a ratio with a kind of collective, or dense. Its objectives are the predicted seconds of all buckets,
+    their computation and the exchange, and 1 / gain. Of the options on the front one is chosen: that of the least
+    weighted objective, or the knee. Each bucket then takes the fastest collective of that kind.
 
-    It is chosen anew
+    The choice is repeated
 
-    - where gains are new: they are measured again where the gain of what is sent has changed by ``gain_threshold`` or
-      more since the last time, and after ``every`` steps;
+    - with new gains: they are measured where the gain of what is sent has changed by ``gain_threshold`` since they
+      were, and after ``every`` steps;
     - where latency or bandwidth of the network have changed.
 
-    The gains of all ratios come from one look at the accumulated gradients of all ranks, of one element in eight where
-    layers are large. Where another rank's indices are sent less is gained: by as much as was seen when that
-    option last ran, nothing before. Until gradients have been looked at, which takes two steps, all is dense, or of the
-    largest ratio where the collective was named.
-
-    Where nothing can be measured, seconds are those of a network of 1 Gbit/s.
-
-    With ``published`` all of this is as the paper has it: see `published_search.FlexibleSearch`.
+    Gains of all ratios come from one survey of one element in eight of large layers. Where another rank's indices are
+    sent the gain is less, by as much as was measured when that option last ran. Until the first survey arrives, two
+    steps, all is dense, or of the largest ratio where the collective is named. Without measurements seconds are those
+    of a network of 1 Gbit/s.
 
     Parameters
     ----------
     least, most : float
         Smallest and largest ratio, in (0, 1].
     factor : float
-        Of one ratio to the next smaller one, above 1.
+        Quotient of neighboring ratios, above 1.
     choice : {"weighted", "knee"}
-        ``"weighted"`` takes the least ``max(0.6 x seconds, 0.4 / gain)``, ``"knee"`` the least sum, both after each
-        objective was brought to 0 for the best and 1 for the worst of those that are not beaten.
+        ``"weighted"`` takes the least ``max(0.6 x seconds, 0.4 / gain)``, ``"knee"`` the least sum, after both
+        objectives are scaled to 0 for the best and 1 for the worst on the front.
     gain_threshold : float
-        Relative change of the gain after which it is measured again, above 0.
+        Relative change of the gain after which gains are measured, above 0.
     every : int or None
-        Steps after which it is in any case; None never does so.
+        Steps after which they are measured in any case; None is never.
     solver : {"exact", "nsga2"}
-        ``"exact"`` looks at every option. ``"nsga2"`` lets NSGA-II search ratios and kinds, with objectives between two
+        ``"exact"`` compares all options. ``"nsga2"`` has NSGA-II search ratios and kinds, with objectives between two
         ratios interpolated, and takes the nearest options; it needs pymoo (``pip install 'mpicomp[nsga]'``).
     ramp : int
-        Steps in which the ratio falls from 1 to ``most``, all by the same amount, before anything is measured; in the
-        paper's code five epochs.
+        Steps in which the ratio falls linearly from 1 to ``most`` before anything is measured; in the paper's code five
+        epochs.
     published : bool
-        True is the paper's search; `as_published` sets it, with the paper's other values.
+        Whether it is the paper's search; see `as_published`.
     """
 
     id: ClassVar[str] = "flexible"

@@ -1,4 +1,4 @@
-"""Flexible communication as published: every ratio runs for ten steps from a checkpoint, and inequalities name sums."""
+"""The paper's search: every ratio runs for ten steps from a checkpoint, and inequalities name the collective."""
 
 import math
 from collections import deque
@@ -37,30 +37,16 @@ _INNER = {"ring": "ring", "tree": "recursive-doubling"}
 class FlexibleSearch(Flexible):
     """The paper's checkpoint-and-search; `Flexible.as_published` makes it.
 
-    All arrays of one dtype are one bucket, so that the ratio is one of the whole gradient. A selection is averaged by
-    allgather, or by star-topk with a ring or a tree, whichever the paper's inequalities (5a to 5c) name for the ratio
-    and the link's latency and bandwidth. Where star-topk or var-topk was named it is that one, and 5a names ring or
-    tree; another collective that was named runs as it is. Dense is no candidate.
+    All arrays of one dtype are one bucket, so that the ratio is one of the whole gradient. The inequalities (5a to 5c)
+    name allgather, or star-topk with a ring or a tree, for the ratio and the link. With star-topk or var-topk named, 5a
+    names ring or tree; another named collective runs as it is.
 
-    After the ramp and one step at ``most`` parameters, the optimizer's state and residuals are copied. From this
-    checkpoint each candidate, `candidates` of ``least``, ``most`` and ``factor``, runs for ten steps, in which the
-    seconds of the slowest rank's own work, the seconds in rounds and the gain are measured. Then all is as in the
-    checkpoint, and the ratio that NSGA-II finds for these three objectives runs, with 1 / gain as the third one.
-    They are measured again where the gain changes by ``gain_threshold`` from step to step, as the mean of five
-    changes has it. A ratio is chosen after the first of these searches, and anew where latency or bandwidth have
-    changed: the formulas then give the seconds in rounds, and the other objectives are those of the last search.
-
-    The batches of a trial are spent, and schedules of learning rates go on. A model's buffers, such as averages of
-    a batch norm, are put back where ``checkpoint`` and ``restore`` of the driver know them. A
-    model that is saved within a trial is the trial's, and a run that is resumed searches anew. It cannot run inside
-    ``optimizer.join()``, nor with ``on_failure="shrink"``.
-
-    What differs from the paper: links are measured by this library; the tree is recursive doubling, which takes
-    half of what the formula says; the gain counts all ranks' energy; the first search chooses, where its code waits
-    for the network to change; between candidates objectives are interpolated over the logarithm of the ratio, and
-    the ratio found is rounded to one of about four for every ``factor``; residuals and the optimizer's state are
-    put back, too, and residuals begin at zero. Indices are coded unless the compressor says otherwise, and the
-    formulas count them in 32 bits. Law 5 of the design, dense is always a candidate, does not hold.
+    After the ramp and one step at ``most`` the driver makes a checkpoint. Each candidate of ``least``, ``most`` and
+    ``factor`` runs for ten steps, which measure the seconds of the slowest rank's computation, the seconds in rounds
+    and the gain. Then everything is restored, and the ratio that NSGA-II finds runs. The search is repeated where the
+    gain changes by ``gain_threshold`` from step to step, as the mean of five changes. A ratio is chosen after the first
+    search, and where latency or bandwidth change: the formulas then give the seconds in rounds, and the other
+    objectives are those of the last search.
     """
 
     resumes: ClassVar[bool] = False

@@ -1,7 +1,4 @@
-"""Learned Gradient Compression: the largest values travel in a code that the run itself has taught.
-
-What is here says what is selected and how it is coded; `mpicomp.systems.lgc.exchange` says who sends what when.
-"""
+"""The compressor `LGC`: its settings, and which elements of a bucket are sent dense, as they are and in a code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,80 +96,45 @@ class Selected:
 @register
 @dataclass(frozen=True, repr=False)
 class LGC(Compressor):
-    """LGC (arXiv 2103.08870): the largest values of each layer, at one rank's indices, in a code learned in the run.
+    """The largest values of each layer, at one rank's indices, in a code learned in the run.
 
-    It has three phases. First gradients travel dense; then the largest values travel as they are, and one rank learns
-    the code from them, which it gives to all at the end; from then on they travel in that code, which is a quarter as
-    long. A layer is all parameters whose names differ behind the last dot alone. The first layer travels dense in all
-    phases where it has less than a hundredth of the parameters, and of the last one the largest values travel as they
-    are; where there are fewer than three layers all are coded. A bucket with too few values for a code stays in the
-    second phase, and its record says so.
+    Gradients travel dense for ``dense_steps``; for ``training_steps`` the largest values travel as they are, and one
+    rank learns the code from them, which it broadcasts at the end; from then on they travel in that code, a quarter as
+    long. A layer is all parameters whose names differ only behind the last dot. A bucket with too few values for a code
+    stays in the second phase, and its record says so.
 
     Parameters
     ----------
     ratio : float
-        In (0, 1]; of each layer so many values are selected, at least 1. The paper takes 0.001, which is enough for
+        In (0, 1]; of each layer this share of the values is selected, at least 1 value. The paper's 0.001 is enough for
         models of some million parameters.
     instance : {"ring", "server"}
-        ``"ring"``: every rank encodes its values, and the mean of the codes is decoded. ``"server"``: one rank encodes
-        its values, the code is decoded by another decoder for each rank, and what that misses most on each rank travels
-        as it is. Both need no server.
+        ``"ring"``: the mean of all ranks' codes is decoded. ``"server"``: one rank's code is decoded for each rank, and
+        innovations travel as they are. Neither needs a server.
     code : {"autoencoder", "linear"}
-        ``"autoencoder"``: that of the paper, which is trained with torch. ``"linear"``: principal components, learnt
-        at once.
+        ``"autoencoder"``: that of the paper, trained with torch. ``"linear"``: principal components.
     dense_steps, training_steps : int
         Length of the first and the second phase.
     error : {"decoded", "selected"}
-        What error feedback keeps of selected values: what the code has lost (``"decoded"``), or nothing, as in the
-        paper.
+        What the residual keeps of selected values: what the code has lost (``"decoded"``), or nothing, as in the paper.
     innovation : float
-        In (0, 1]: part of the selected values that travels as it is with ``instance="server"``.
+        In (0, 1]: share of the selected values that travels as it is with ``instance="server"``.
     signs : bool
-        Whether the signs of the values of the rank whose indices are taken travel with these, a bit each, so that
-        a code sees values relative to them.
+        Whether the signs of the leading rank's values travel with its indices, a bit each, and values are coded
+        relative to them.
     encoder, decoder : sequence of int
-        Channels of the autoencoder; see `mpicomp.systems.lgc.autoencoder.Autoencoder`. The published ones are
-        ``[64, 128, 256, 64]`` and ``[32, 64, 128, 32]``.
+        Channels of the autoencoder; see `mpicomp.systems.lgc.autoencoder.Autoencoder`.
     learning_rate : float
-        Of the autoencoder's training, at first; see `mpicomp.systems.lgc.autoencoder.Autoencoder`.
+        Of the autoencoder's training, at first.
     passes : int
-        Number of optimizer steps in each step of the second phase.
+        Optimizer steps in each step of the second phase.
     backward : bool
         Whether parameters come in the order of backward, the last layer first, as those of `mpicomp.torch` do.
     wire : {None, "fp16", "bf16"}
-        How codes, values and all that is dense travel, with ``instance="ring"`` alone. The 16-bit forms are summed in
-        at least float32, as those of `mpicomp.Dense` are, and what rounding takes stays in the residual.
+        Type of codes, values and dense layers on the wire, with ``instance="ring"`` only. They are summed in at least
+        float32, and the residual keeps the rounding.
     published : bool
-        What the notes say; `as_published` sets it with the paper's other values.
-
-    Notes
-    -----
-    Different from the paper:
-
-    - Phases of 50 and 150 steps in place of 200 and 300, a ratio of 0.01 in place of 0.001, and channels of 8, 16, 16
-      and 8 in place of up to 256: for models of some million parameters and runs of some hundred steps.
-    - In the second phase one rank's indices count, as in the third, and not every rank's own: the code is learnt from
-      values of all ranks at the same places, which is what it is used for.
-    - The first layer travels dense where it is small alone.
-    - What is kept back is what the code has lost. Each rank has sent what the decoder, as the affine map that it is
-      around the mean of codes, makes of its own code: so nothing is lost over all ranks, and what is different on a
-      rank does not pile up there. What the decoder gives is scaled by the factor that leaves the least, over all
-      ranks, so that no step keeps back more than there was, whatever the code. That takes a round of some bytes.
-    - Values are divided by their root mean square on the rank whose indices are taken, a number for each layer, and by
-      their signs there.
-    - In the server instance the rank that encodes is another one at each step, and everyone decodes for everyone. An
-      innovation is an exact value in place of a decoded one, where that is most wrong.
-    - There is no momentum correction, which the paper's text mentions and its algorithms do not have, and indices
-      travel in the code of `mpicomp.compressors.wire_format`, not in DEFLATE.
-    - The network is trained by Adam; see `mpicomp.systems.lgc.autoencoder.Autoencoder` for what else is different.
-
-    With ``published`` every rank sends its own largest values in the second phase, and the code is learnt from these,
-    by plain descent; the first layer travels dense whatever its size; and decoded values are delivered as they are, not
-    scaled by the factor that leaves the least. Residuals forget what the code has lost: the law that nothing is lost
-    does not hold in the third phase, nor does the one that the sum of what ranks have sent is their number times the
-    mean. Still different from the paper then, since it does not print them or since ranks would have to wait for one:
-    values divided by their root mean square and losses as shares of energy, so that the rate fits gradients of any
-    size; a rectifier less, no fixed server or leader, exact values as innovations, the code of indices.
+        Whether all else is the paper's; see `as_published`.
 
     Examples
     --------

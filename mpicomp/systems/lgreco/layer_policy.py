@@ -1,4 +1,4 @@
-"""L-GreCo: a ratio, a rank or bits for each layer: the model's error is what it was, and the bytes are fewest."""
+"""The policy `LGreCo`: surveys, the dynamic programme, and a compressor with settings of layers for each bucket."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,38 +32,20 @@ _NARROW = 2.0  # the same for ranks and bits
 @register
 @dataclass(eq=False)
 class LGreCo(Adaptive):
-    """Gives each layer its own ratio (top-k), rank (PowerSGD) or bits (QSGD, uniform), anew every few steps.
+    """Gives each layer its own ratio (top-k), rank (PowerSGD) or bits (QSGD, uniform), adjusted every few steps.
 
-    Among the candidates of all layers of the model those are taken whose bytes are fewest, with a sum of errors of at
-    most ``alpha`` times that of the uniform setting, which is what the compressor was given. The dynamic programme cuts
-    that limit into 10000 parts; the sum may be above it by one of them for every layer. With ``alpha=1`` what is
-    chosen is never larger than what is uniform.
+    Of the candidates of all layers it takes those with the fewest bytes whose errors add up to at most ``alpha`` times
+    the error of the uniform setting, which is that of the named compressor. Errors are rounded to 10,000 parts of this
+    limit. Until the first adjustment every layer has the uniform setting: top-k selects in every layer by itself from
+    the first step on. Vectors, and matrices that PowerSGD does not compress, travel as without this policy.
 
-    The error of a layer is the L2 norm, not squared, of what its setting leaves out of the accumulated gradient. It
-    comes from the last ten steps before an adjustment: for top-k from spectra, of one element in eight where layers are
-    large, for PowerSGD from the leading singular values of every matrix, for quantisers from packing, of one bucket in
-    eight where layers are large, with each number of bits. Every rank solves the same problem.
+    With ``on`` another policy runs inside, and the error of its choice takes the place of the uniform one's. It sees
+    the gains of what is sent, which has about the same error. Buckets that it sends dense stay dense. Where its choice
+    changes, that runs as it is for one step, and layers are adjusted at the next.
 
-    Uniform means the same setting for each layer, as in the paper: under this policy top-k selects in every layer
-    by itself, from the first step on. PowerSGD's vectors and matrices that are not worth compressing travel as they
-    do without this policy.
-
-    With ``on`` another policy runs beside this one, and the error of what it chooses stands in place of the uniform
-    one's. It sees the gains of what is sent instead, which has about the same error. Buckets that it sends dense stay
-    so. Where it changes its choice, that is taken as it is for one step, and layers are adjusted at the next.
-
-    With ``families`` a layer may also be sent by another compressor than the one that was named, at any setting of it:
-    one kind of element selection, one of low rank and one of few bits can be mixed. The error is still at most that of
-    the named one's uniform setting. Every array is then a bucket of its own, whatever ``bucket_bytes`` says, and takes
-    the collective that carries its compressor, so that none can be named. All have to agree whether there are
-    residuals, and in clipping and momentum; ``on`` is not for them.
-
-    With ``published`` errors are those of the sum of rank 0's ten accumulated gradients, from all elements, and the
-    programme is the paper's: limits are kept exactly, and nothing is compared with the uniform setting, which rounding
-    may rule out. What differs from the paper then: every rank solves the same problem from what rank 0 tells, in place
-    of a broadcast of its solution; errors of all ranks of a matrix come from one subspace iteration, not from a run of
-    each. Every law of the design holds. The first steps are at the uniform setting, and with ``warmup=1000`` dense, as
-    in the paper's code.
+    With ``families`` a layer may also be sent by another compressor, at any of its settings: one element selection, one
+    of low rank and one of few bits can be mixed. Every array is then a bucket with the collective that carries its
+    compressor. All families have to agree whether there are residuals, and in clipping and momentum.
 
     Parameters
     ----------
@@ -72,20 +54,20 @@ class LGreCo(Adaptive):
     every : int
         Steps between adjustments, at least 2.
     first : int
-        Steps before the first one, which are uniform; at least 2.
+        Steps before the first adjustment, at least 2.
     span : float or None
         Candidates are up to this many times lower and higher than the uniform setting, at least 1. None is 8 for ratios
-        and 2 for ranks and bits, with ``on`` 4 for ranks.
+        and 2 for ranks and bits; with ``on`` 4 for ranks.
     on : str, mapping or None
-        A policy's name or configuration: one that chooses a setting of the compressor for each bucket, such as
+        Name or configuration of a policy that chooses a setting of the compressor for each bucket, such as
         ``"gravac"``.
     error : {"mean", "sum"}
-        ``"mean"``: of a layer in ten steps, the root of the mean square. ``"sum"``: of the sum of what these ten steps
-        have accumulated, on each rank by itself; it takes an array as long as the gradient.
+        ``"mean"``: root of the mean square over ten steps. ``"sum"``: error of the sum of ten accumulated gradients on
+        each rank, which takes an array as long as the gradient.
     families : sequence of str or mapping
-        Names or configurations of further compressors that layers may take; empty leaves all to the one that was named.
+        Names or configurations of further compressors; empty leaves all layers to the named one.
     published : bool
-        True is the paper's; `as_published` sets it, with the other values of its Transformer-XL.
+        Whether all else is the paper's; see `as_published`.
     """
 
     id: ClassVar[str] = "lgreco"

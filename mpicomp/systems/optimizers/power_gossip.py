@@ -1,4 +1,18 @@
-"""An optimizer whose ranks average their models with their neighbours', not their gradients with everybody's."""
+"""PowerGossip: ranks average their models with those of their neighbors in a graph, by products with a few vectors.
+
+**The paper** (Vogels, Karimireddy and Jaggi 2020, arXiv 2008.01425). Each rank steps on its own gradient. Then it
+exchanges low-rank approximations of the difference of models with each neighbor: products of the weight matrices with a
+vector, which a power iteration over steps improves. Ranks never form a sum over all of them.
+
+**Here** it is the paper's algorithm, with no second form:
+
+- Models are exchanged after the first step, too.
+- A vector along which two models do not differ at all is replaced by a random one.
+- Vectors are made orthonormal by a QR decomposition in float64.
+- Weights are those of Metropolis; a graph need not be regular.
+
+`gossip_rounds` has the algorithm on flat arrays.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -31,69 +45,55 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
     seed: int = 0,
     comm: Any = None,
 ) -> Any:
-    """Make an optimizer average its parameters with those of neighbouring ranks after every step.
+    """Make an optimizer average its parameters with those of neighboring ranks after every step.
 
-    Each rank steps on its own gradient. Then it exchanges, with its neighbours in a graph alone, products of its
-    weight matrices with a few vectors, and both take a part of the difference over that these see. Models are near
-    each other, not the same; their mean is what it would be without the exchange, to rounding.
+    Each rank steps on its own gradient. Then it exchanges with its neighbors products of its weight matrices with a few
+    vectors, and both take a part of the difference along these. Models are near each other, not the same; their mean is
+    what it would be without the exchange, to rounding.
 
-    Collective over ``comm``, as are the steps of what it returns: all ranks step together.
+    Collective over ``comm``, as are the steps of the optimizer that it returns: all ranks step together.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
         Any. Its state, such as momenta, stays on its rank, and so do buffers of modules.
     graph : {"ring", "torus"} or iterable of (int, int)
-        Who is whose neighbour: a ring, a torus with sides as equal as the number of ranks has divisors, or pairs of
-        ranks. Every rank must be reached from every other one.
+        Edges: a ring, a torus with sides as equal as the number of ranks has divisors, or pairs of ranks. The graph
+        must be connected.
     rank : int
-        Vectors for each matrix and neighbour. A parameter is the matrix of its first dimension against all others.
-        One with a single dimension, and a matrix that is no larger than its factors, is exchanged as it is. A complex
+        Vectors for each matrix and neighbor. A parameter is the matrix of its first dimension against all others. One
+        with a single dimension, and a matrix that is no larger than its factors, is exchanged as it is. A complex
         parameter has a last dimension of 2 more, for pairs of reals.
     iterations : int
-        Exchanges a step.
+        Exchanges in a step.
     rate : float
-        In (0, 1]: what the weights of the graph, ``1 / (1 + neighbours)`` of that one of both ranks that has more, are
-        multiplied by.
+        In (0, 1]: multiplies the weights of the graph, ``1 / (1 + neighbors)`` of the rank of an edge that has more.
     seed : int
-        For the first vectors, the same on all ranks.
+        Seed of the first vectors, the same on all ranks.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
 
     Returns
     -------
     torch.optim.Optimizer
-        The same optimizer, which from now on is of a class derived from its own: schedulers, hooks and steps that were
-        put into it, before or later, work as before. It has ``transport``; ``rounds(closure)``, its step as a generator
-        of rounds; and ``close()``, after which it can be wrapped anew. Its ``state_dict()`` has this rank's vectors
-        under ``"mpicomp"``: with them training goes on as if it had never stopped. On another graph it goes on with new
-        ones.
+        The same optimizer, of a class derived from its own: schedulers, hooks and steps of its object work as before.
+        It has ``transport``; ``rounds(closure)``, its step as a generator of rounds; and ``close()``, after which it
+        can be wrapped again. Its ``state_dict()`` has this rank's vectors under ``"mpicomp"``: with them training
+        continues as if it had never stopped. On another graph it starts with new ones.
 
     Raises
     ------
     ConfigurationError
-        For a graph or a setting that cannot be.
+        For a graph or a setting that is not allowed.
     DisagreementError
-        At the first step, where ranks have other parameters, settings or numbers of steps.
+        At the first step, where ranks have different parameters, settings or numbers of steps.
     NonFiniteError
-        From ``step``, on a rank whose model is not finite and on its neighbours. Their own steps were made then.
+        From ``step``, on a rank whose model is not finite and on its neighbors. Their local steps were made then.
 
     Notes
     -----
-    In each exchange a matrix costs ``rank`` times its rows, or its columns: they take turns.
-
-    Different from the paper and its code:
-
-    - Models are exchanged after the first step, too.
-    - A vector along which two models do not differ at all is replaced by a random one.
-    - Vectors are made orthonormal by a QR decomposition in float64.
-    - Weights are those of Metropolis; a graph needs not be regular.
-
-    16-bit parameters are averaged in float32 and rounded again, which their sum then is by as much.
-
-    References
-    ----------
-    Vogels et al. 2020, arXiv 2008.01425.
+    In each exchange a matrix costs ``rank`` times its rows, or its columns: they alternate. 16-bit parameters are
+    averaged in float32 and rounded.
 
     Examples
     --------

@@ -1,4 +1,22 @@
-"""AMSGrad whose ranks exchange sketches of their momenta."""
+"""SketchedAMSGrad: ranks exchange their momenta by a sketch, which finds those that move parameters most.
+
+**The paper** (arXiv 2210.07454, with SketchedSGD, Ivkin et al. 2019, arXiv 1903.04488). Each rank keeps a momentum
+``m`` of its own gradients, and a memory ``e``. A step is ``S = sum of sketch(m + lr_before / lr * e)``, ``v = b2 v + (1
+- b2) h**2``, ``vhat = max(vhat, v)``, ``delta = top-k(estimate(S) / sqrt(vhat))``.
+
+**Here** there is no second form; the paper leaves open, or has otherwise:
+
+- The memory holds ``lr * e``, so that no step divides by a learning rate that may be 0. It is the same.
+- ``h`` is what is delivered, over the learning rate, and 0 elsewhere. What waited at a higher rate counts for more in
+  ``v`` once the rate has fallen, as it does in the paper's sum.
+- The sketch holds values that are already divided by ``sqrt(vhat)``: the error of an estimate is about the same for all
+  elements, and a division by a small root afterwards would choose that element always.
+- That ``vhat`` is the one of the step before, since ``h`` is known only with the positions; what is delivered is
+  divided by the ``vhat`` that contains it.
+- Exact sums of all positions that were looked at are delivered, by the second round of SketchedSGD. The memory loses
+  what was sent before the division, so that nothing is lost.
+- The bias of ``v`` is corrected as in Adam: the first steps would be thirty times too long otherwise.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,16 +36,15 @@ from mpicomp.torch.collective_optimizer import CollectiveOptimizer, Params, grad
 
 
 class SketchedAMSGrad(CollectiveOptimizer):
-    """SketchedAMSGrad: the momenta that move a parameter most are found in a sketch of all ranks', and exchanged.
+    """AMSGrad whose ranks exchange sketches of their momenta.
 
-    Each rank keeps a momentum ``m`` of its own gradients. ``lr * m`` is exchanged by `mpicomp.CountSketch` with error
-    feedback, over the collective ``sketched``: where the sum over ``sqrt(vhat)`` is large is found on all ranks alike,
-    from its sketch, and the exact sums there are delivered. They move parameters, over ``sqrt(vhat)``, and tell the
-    variance. What leaves a rank does not grow with the number of ranks. Parameters are the same bits on every rank, if
-    they were at the start.
+    ``lr * m`` of each rank's momentum ``m`` is exchanged by `mpicomp.CountSketch` with error feedback, over the
+    collective ``sketched``: all ranks find the positions where the sum over ``sqrt(vhat)`` is large from its sketch,
+    and receive the exact sums there. These move parameters and update the variance. The bytes that leave a rank do not
+    grow with the number of ranks. Parameters stay the same bits on every rank.
 
-    Creating one and ``step`` are collective: all ranks step together. A parameter without a gradient takes
-    part with zeros. ``.grad`` is left as it is: to clip, clip it on each rank before the step.
+    Creating one and ``step`` are collective: all ranks step together. A parameter without a gradient takes part with
+    zeros. ``.grad`` is left as it is: clip it on each rank before the step.
 
     Parameters
     ----------
@@ -37,23 +54,23 @@ class SketchedAMSGrad(CollectiveOptimizer):
     lr, betas, weight_decay
         As those of `torch.optim.Adam`: the weight decay is added to the gradient.
     eps : float
-        What ``vhat`` begins at, above 0. It stands under the root: at 1e-8 momenta are divided by at least 1e-4.
+        First value of ``vhat``, above 0. It stands under the root: at 1e-8 momenta are divided by at least 1e-4.
     compressor : CountSketch or None
-        How large the table is and how much is delivered. None: the defaults of `mpicomp.CountSketch`.
+        Size of the table, and share that is delivered. None: the defaults of `mpicomp.CountSketch`.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
     same_batches : bool
-        Whether ranks are meant to draw the same batches: else there is a warning.
+        Whether ranks are meant to draw the same batches: otherwise there is a warning.
 
     Attributes
     ----------
     reducer : Reducer
-        It has ``last_step``, and ``residual(name)``: what of ``lr * m`` was not sent.
+        It has ``last_step``, and ``residual(name)``, the part of ``lr * m`` that was not sent.
 
     Raises
     ------
     ConfigurationError
-        For a setting that cannot be.
+        For a setting that is not allowed.
     DisagreementError
         From ``step``, on all ranks, where settings or parameters differ.
     NonFiniteError
@@ -61,26 +78,8 @@ class SketchedAMSGrad(CollectiveOptimizer):
 
     Notes
     -----
-    The paper's step is ``S = sum of sketch(m + lr_before / lr * e)``, ``v = b2 v + (1 - b2) h**2``, ``vhat = max(vhat,
-    v)``, ``delta = top-k(estimate(S) / sqrt(vhat))``. It leaves open, or has otherwise:
-
-    - The memory holds ``lr * e``, so that no step has to divide by a learning rate that may be 0. It is the same.
-    - ``h`` is what is delivered, over the learning rate, and 0 where nothing is. What waited at a higher rate counts
-      for more in ``v`` once the rate has fallen, as it does in the paper's sum.
-    - What is sketched, and what positions are looked for in, is divided by ``sqrt(vhat)`` already: an estimate is wrong
-      by about as much for all elements, and dividing it by a small root afterwards would choose that element always.
-    - That ``vhat`` is the one of the step before, since ``h`` is known only when positions are; what is delivered is
-      divided by the one that it has entered.
-    - What is delivered are exact sums, by the second round of SketchedSGD, of all positions that were looked at. The
-      memory gives away what was sent before it was divided, so that nothing is lost.
-    - The bias of ``v`` is corrected as Adam does it. Without that the first steps would be thirty times too long.
-
-    Each rank has a state of its own: momenta differ between ranks, and ``state_dict()`` has the residuals under
-    ``"mpicomp"``. With it training goes on as if it had never stopped, bit for bit where MPI's sums are.
-
-    References
-    ----------
-    SketchedAMSGrad, arXiv 2210.07454, and SketchedSGD, Ivkin et al. 2019, arXiv 1903.04488.
+    Each rank has its own state: momenta differ between ranks, and ``state_dict()`` has the residuals under
+    ``"mpicomp"``. With it training continues as if it had never stopped, bit for bit where MPI's sums are.
 
     Examples
     --------
