@@ -79,8 +79,8 @@ def plans_of(compressor: Compressor, names: Sequence[str] | None, flat: bool) ->
 
 def may_choose(plan: Plan) -> bool:
     """Return whether ``auto`` may run a plan of a compressor that was named: see `mpicomp.policies.Static`."""
-    others = (bind(plan.compressor, name).leaves_out for name in variants(plan.compressor))
-    return not bind(plan.compressor, plan.collective).leaves_out or all(others)
+    others = (bind(plan.compressor, name).may_drop_selected for name in variants(plan.compressor))
+    return not bind(plan.compressor, plan.collective).may_drop_selected or all(others)
 
 
 class _Bench:

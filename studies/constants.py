@@ -108,7 +108,7 @@ def seconds_of(exchange: str, numel: int, network: Network) -> float:
     views = sample_views(group)
     names = [name for name in variants(compressor) if "hierarchical" not in name]
     schemes = [bind(compressor, name) for name in ([collective] if collective != "auto" else names)]
-    schemes = [scheme for scheme in schemes if not scheme.leaves_out] or schemes
+    schemes = [scheme for scheme in schemes if not scheme.may_drop_selected] or schemes
     rounds = [[scheme.rounds(numel, np.dtype(np.float32), view) for view in views] for scheme in schemes]
     return min(network.seconds(network.coefficients(of_views, views)) for of_views in rounds)
 

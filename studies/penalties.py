@@ -65,9 +65,9 @@ def predict(elements: Elements, exchange: str, age: int) -> float | None:
         return elements.behind_with(_QUANTISERS.index(exchange), _RANKS, age) if exchange in _QUANTISERS else None
     if not compressor.selects_by_ratio:
         return None
-    leaves_out = collective != "auto" and bind(compressor, collective).leaves_out
+    may_drop_selected = collective != "auto" and bind(compressor, collective).may_drop_selected
     ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
-    return float(elements.behind(ratio, _RANKS, age, compressor.by_magnitude)[leaves_out][0])
+    return float(elements.behind(ratio, _RANKS, age, compressor.by_magnitude)[may_drop_selected][0])
 
 
 def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:

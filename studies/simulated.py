@@ -162,15 +162,15 @@ def _replay(measured: Measured, path: str) -> int:
     from mpicomp.bench.measure.timings import gather
 
     from mpicomp.reducer import Reducer
-    from mpicomp.transport.interleave import ProgressThread
     from mpicomp.transport.mpi import MPITransport
+    from mpicomp.transport.scheduler import ProgressThread
 
     transport = MPITransport()
     rank = transport.group.rank
     random = np.random.default_rng(rank)
     gradients = [gradient for bucket in measured.buckets for gradient in bucket.gradients]
     arrays = {gradient.name: random.laplace(size=gradient.shape).astype(np.float32) for gradient in gradients}
-    thread = ProgressThread(transport, lanes=1).start()
+    thread = ProgressThread(transport, channels=1).start()
 
     def step(reducer: Reducer, overlap: bool) -> float:
         gather(np.zeros(1), transport)  # all ranks begin at once

@@ -12,9 +12,9 @@ had = os.sched_getaffinity(0)
 {imports}
 import threading, time
 import numpy as np
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 reducer = mpicomp.Reducer("dense")
-thread = ProgressThread(reducer.transport, lanes=1).start()
+thread = ProgressThread(reducer.transport, channels=1).start()
 reducer.reduce({{"w": np.ones(4)}})
 deadline = time.monotonic() + 5
 while any(os.sched_getaffinity(own.native_id) != had for own in threading.enumerate()[1:]):

@@ -58,7 +58,7 @@ def time_dense(longest: int, transport: Transport) -> list[Timed]:
     group = transport.group
     found: list[Timed] = []
     for ranks in range(2, group.size) if group.hosts == group.size else ():
-        some = transport.among(ranks)
+        some = transport.subgroup(ranks)
         if some is not None:
             found += _time(longest, some)
             some.close()

@@ -25,9 +25,9 @@ class HalvingDoubling(Scheme[mpicomp.Dense]):
     messages: ClassVar[str] = "dense"
 
     @classmethod
-    def carries(cls, compressor: type[mpicomp.Compressor] | mpicomp.Compressor) -> bool:
+    def supports(cls, compressor: type[mpicomp.Compressor] | mpicomp.Compressor) -> bool:
         """Carry full numbers only: 16-bit ones would be rounded at every step."""
-        return super().carries(compressor) and getattr(compressor, "wire", None) is None
+        return super().supports(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Return the shapes of what `exchange` yields, which follow from the number of elements and of ranks."""

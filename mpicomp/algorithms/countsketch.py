@@ -141,11 +141,11 @@ class Sketched(Scheme[CountSketch]):
         self._sum = inner
 
     @classmethod
-    def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        return super().carries(compressor) and not getattr(compressor, "remembered", False)
+    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
+        return super().supports(compressor) and not getattr(compressor, "remembered", False)
 
     @classmethod
-    def upon(cls, compressor: Compressor) -> Compressor:
+    def inner_compressor(cls, compressor: Compressor) -> Compressor:
         return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:

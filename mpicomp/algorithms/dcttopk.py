@@ -123,15 +123,15 @@ class Transformed(Scheme[DCTTopK]):
     id: ClassVar[str] = "transformed"
     paper: ClassVar[str] = "the exchange of DeMo, Peng et al. 2024, arXiv 2411.19870, by any sparse collective"
     messages: ClassVar[str] = "coefficients"
-    intact: ClassVar[bool] = True
+    needs_whole_message: ClassVar[bool] = True
 
     def __init__(self, compressor: DCTTopK, inner: Scheme[ChunkTopK]) -> None:
         super().__init__(compressor)
         self._inner = inner
-        self.leaves_out, self.by_value = inner.leaves_out, inner.by_value
+        self.may_drop_selected, self.by_value = inner.may_drop_selected, inner.by_value
 
     @classmethod
-    def upon(cls, compressor: Compressor) -> Compressor:
+    def inner_compressor(cls, compressor: Compressor) -> Compressor:
         assert isinstance(compressor, DCTTopK)
         return compressor.selection
 

@@ -140,11 +140,11 @@ class SketchedMemory(Scheme[FetchSGD]):
         self._sum = inner
 
     @classmethod
-    def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        return super().carries(compressor) and bool(getattr(compressor, "remembered", False))
+    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
+        return super().supports(compressor) and bool(getattr(compressor, "remembered", False))
 
     @classmethod
-    def upon(cls, compressor: Compressor) -> Compressor:
+    def inner_compressor(cls, compressor: Compressor) -> Compressor:
         return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:

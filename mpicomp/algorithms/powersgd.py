@@ -196,7 +196,7 @@ class LowRank(Scheme[PowerSGD]):
         self._held = sum(matrix.stop - matrix.start for matrix in self._matrices)
 
     @classmethod
-    def upon(cls, compressor: Compressor) -> Compressor:
+    def inner_compressor(cls, compressor: Compressor) -> Compressor:
         return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:

@@ -54,7 +54,7 @@ class Allgather(Scheme[Sparsifier]):
     precedence: ClassVar[int] = 2
     paper: ClassVar[str] = "none: MPI_Allgatherv of sparse messages"
     messages: ClassVar[str] = "sparse"
-    intact: ClassVar[bool] = True
+    needs_whole_message: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """One allgatherv, with one for the counts before it where they vary; see `Scheme.rounds`."""

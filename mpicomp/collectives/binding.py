@@ -29,7 +29,7 @@ def fitting(compressor: type[Compressor] | Compressor) -> list[str]:
         return fitting(_values_of(compressor))
     if isinstance(compressor, type) and issubclass(compressor, SharedSparsifier):
         return fitting(type(_values_of(compressor())))
-    carriers = [cls for cls in COLLECTIVES.classes() if cls.carries(compressor)]
+    carriers = [cls for cls in COLLECTIVES.classes() if cls.supports(compressor)]
     return [cls.id for cls in sorted(carriers, key=lambda cls: cls.precedence)]
 
 
@@ -67,11 +67,15 @@ use allgather, star-topk, ...
     if name == ScatterReduce.id and compressor.message == "packed":
         name = TwoPhase.id
     cls = collective_class(name)
-    if isinstance(compressor, SharedSparsifier) and cls.carries(_values_of(compressor)):
+    if isinstance(compressor, SharedSparsifier) and cls.supports(_values_of(compressor)):
         return SharedPositions(compressor, bind(_values_of(compressor), collective))
-    if not cls.carries(compressor):
+    if not cls.supports(compressor):
         what = f"{'sums' if cls.messages == 'dense' else 'carries'} {cls.messages} messages"
-        if not cls.intact and getattr(compressor, "wire", None) in SHARING and cls.carries(type(compressor)):
+        if (
+            not cls.needs_whole_message
+            and getattr(compressor, "wire", None) in SHARING
+            and cls.supports(type(compressor))
+        ):
             what = "cuts messages or adds to them, whose values share scales here"
         *others, last = fitting(compressor)
         subject = repr(compressor) if name in fitting(type(compressor)) else compressor.id
@@ -79,7 +83,7 @@ use allgather, star-topk, ...
             f"{subject}: does not fit collective '{name}', which {what}; "
             f"use {', '.join(others) + ' or ' if others else ''}{last}"
         )
-    carried = cls.upon(compressor)
+    carried = cls.inner_compressor(compressor)
     if carried is None:
         if inner:
             raise ConfigurationError(f"{name}: is not built upon another collective, got '{collective}'")
@@ -106,7 +110,7 @@ def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
     names = []
     values = _values_of(compressor) if isinstance(compressor, SharedSparsifier) else compressor
     for name in fitting(values):
-        carried = collective_class(name).upon(values)
+        carried = collective_class(name).inner_compressor(values)
         if carried is None:
             names.append(name)
         elif name not in above:

@@ -65,7 +65,7 @@ class Gtopk(Scheme[Sparsifier]):
         "what it drops (the paper's put-back returns only own values that miss the result, and loses partial sums)"
     )
     messages: ClassVar[str] = "sparse"
-    leaves_out = True
+    may_drop_selected = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Return the hops of a rank, idle ones too, and a bcast; see `Scheme.rounds`."""

@@ -71,15 +71,15 @@ class Hierarchical(Scheme[Compressor]):
         "none: two-level allreduce, as in MPI libraries; an owner for every slice, compressed between hosts only"
     )
     messages: ClassVar[str] = "any"
-    intact: ClassVar[bool] = True  # slices, by collectives for which it is
+    needs_whole_message: ClassVar[bool] = True  # slices, by collectives for which it is
 
     def __init__(self, compressor: Compressor, inner: Scheme[Any]) -> None:
         super().__init__(compressor)
         self._inner = inner
-        self.leaves_out, self.by_value = inner.leaves_out, inner.by_value
+        self.may_drop_selected, self.by_value = inner.may_drop_selected, inner.by_value
 
     @classmethod
-    def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
+    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Refuse compressors tied to places or ranks: ratios by layer, velocities that sent elements clear, and votes.
 
         Sketches, factors and coefficients are refused, too: built upon a hierarchical exchange they have one table, and
@@ -88,12 +88,12 @@ class Hierarchical(Scheme[Compressor]):
         if compressor.message in ("votes", "sketch", "factors", "coefficients"):
             return False
         if isinstance(compressor, type):
-            return super().carries(compressor)
+            return super().supports(compressor)
         tied = getattr(compressor, "layers", None) or (compressor.entry.momentum and compressor.entry.masking)
-        return super().carries(compressor) and not tied
+        return super().supports(compressor) and not tied
 
     @classmethod
-    def upon(cls, compressor: Compressor) -> Compressor:
+    def inner_compressor(cls, compressor: Compressor) -> Compressor:
         """Slices are carried by another collective, with the compressor as it is."""
         return compressor
 

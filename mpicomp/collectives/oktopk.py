@@ -89,7 +89,7 @@ class Oktopk(Scheme[Sparsifier]):
         "sums are shared out where that is worth a round"
     )
     messages: ClassVar[str] = "sparse"
-    leaves_out = True
+    may_drop_selected = True
     by_value = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:

@@ -61,7 +61,7 @@ class ParameterServer(Scheme[Compressor]):
     precedence: ClassVar[int] = 90
     paper: ClassVar[str] = "Li et al. 2014 (OSDI) in shape; one server, which is a worker too"
     messages: ClassVar[str] = "dense or sparse"
-    intact: ClassVar[bool] = True
+    needs_whole_message: ClassVar[bool] = True
 
     def __init__(self, compressor: Compressor) -> None:
         super().__init__(compressor)

@@ -37,9 +37,9 @@ class RecursiveDoubling(Scheme[Dense]):
     messages: ClassVar[str] = "dense"
 
     @classmethod
-    def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Carry full numbers only; see `Scheme.carries`."""
-        return super().carries(compressor) and getattr(compressor, "wire", None) is None
+    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
+        """Carry full numbers only; see `Scheme.supports`."""
+        return super().supports(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Return ``log2(ranks)`` exchanges of the array, and two more where that is no whole number."""

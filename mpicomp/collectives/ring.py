@@ -42,9 +42,9 @@ class Ring(Scheme[Dense]):
     messages: ClassVar[str] = "dense"
 
     @classmethod
-    def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Carry full numbers only; see `Scheme.carries`."""
-        return super().carries(compressor) and getattr(compressor, "wire", None) is None
+    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
+        """Carry full numbers only; see `Scheme.supports`."""
+        return super().supports(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Return ``2 (ranks - 1)`` exchanges with the neighbours, or two of halves for each and one of the tails.

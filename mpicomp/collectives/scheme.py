@@ -92,12 +92,12 @@ class Scheme(ABC, Generic[CompressorType]):
     too), or ``"any"``; several with " or " between them.
     """
 
-    intact: ClassVar[bool] = False
+    needs_whole_message: ClassVar[bool] = False
     """Whether a sparse message is read as it was written; where it is cut, added to or summed, values cannot share
     scales, as they do in a `mpicomp.Sparsifier` with ``wire="signs"``, ``"q8"``, ``"q4"`` or ``"q2"``.
     """
 
-    leaves_out: bool = False
+    may_drop_selected: bool = False
     """Whether it delivers less than all that every rank's compressor has selected."""
     by_value: bool = False
     """Whether values decide how much travels, even of a compressor that selects a fixed number of elements."""
@@ -106,13 +106,13 @@ class Scheme(ABC, Generic[CompressorType]):
         self.compressor = compressor
 
     @classmethod
-    def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
+    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Return whether a compressor's messages fit; asked of a class, whether they do for some of its parameters."""
-        whole = cls.intact or getattr(compressor, "wire", None) not in SHARING
+        whole = cls.needs_whole_message or getattr(compressor, "wire", None) not in SHARING
         return whole and (cls.messages == "any" or compressor.message in cls.messages.split(" or "))
 
     @classmethod
-    def upon(cls, compressor: Compressor) -> Compressor | None:
+    def inner_compressor(cls, compressor: Compressor) -> Compressor | None:
         """Return what has to be carried by the collective that this one is built upon.
 
         None where it stands alone. Otherwise the constructor's second argument is a scheme of that compressor.

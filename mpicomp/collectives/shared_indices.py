@@ -33,14 +33,14 @@ class Leading(Scheme[Sparsifier]):
         Sums the values.
     """
 
-    leaves_out = True
+    may_drop_selected = True
 
     def __init__(self, compressor: Sparsifier, inner: Scheme[Dense]) -> None:
         super().__init__(compressor)
         self._sum = inner
 
     @classmethod
-    def upon(cls, compressor: Compressor) -> Compressor:
+    def inner_compressor(cls, compressor: Compressor) -> Compressor:
         """Values are summed by a dense collective."""
         assert isinstance(compressor, Sparsifier)
         return Dense(wire=compressor.wire)

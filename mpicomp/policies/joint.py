@@ -186,7 +186,9 @@ class Joint(Policy):
             self._dense = [Dense(wire="bf16"), Dense()] if narrow else [Dense()]
         levels = [self._levels(transport.group) for _ in shapes]
         yield from self._selector.start(levels, self._shapes, transport)
-        self._together = [np.array([scheme.leaves_out for scheme in table.schemes]) for table in self._selector.tables]
+        self._together = [
+            np.array([scheme.may_drop_selected for scheme in table.schemes]) for table in self._selector.tables
+        ]
         self._allowed = [self._dense_rows(bucket) for bucket in range(len(shapes))]
 
     def refresh(self, transport: Transport) -> Rounds[None]:

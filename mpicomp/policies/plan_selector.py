@@ -382,7 +382,7 @@ def names_for(compressor: Compressor, group: Group, whole: bool = False) -> list
     """
     flat = group.hosts in (1, group.size)
     names = [name for name in variants(compressor) if not (flat and "hierarchical" in name)]
-    delivering = [name for name in names if not bind(compressor, name).leaves_out] if whole else []
+    delivering = [name for name in names if not bind(compressor, name).may_drop_selected] if whole else []
     return delivering or names
 
 

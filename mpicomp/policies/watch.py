@@ -92,7 +92,7 @@ class Watch:
         if compressor.selects_by_ratio:
             ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
             apart, together = own.behind(ratio, self._ranks, _SHORT, compressor.by_magnitude)
-            return float(together[0] if scheme.leaves_out else apart[0])
+            return float(together[0] if scheme.may_drop_selected else apart[0])
         late = 1 / delivered.gain - 1 if 0 < delivered.gain <= 1 else 0.0
         return own.behind_after(late, self._ranks, _SHORT)
 

@@ -107,7 +107,7 @@ def together(make: Callable[[], Made], transport: Transport, subsystem: str) -> 
     except MemoryError as error:
         problem = no_memory(error, subsystem)
     except BaseException as error:
-        transport.break_off(error)
+        transport.abort_exchange(error)
         raise
     if transport.concurrent and transport.group.size > 1:
         transport.run(agree(None, problem, transport.group, subsystem))

@@ -138,7 +138,7 @@ def exchange(
         memory=bucket.memory,
         workspace=bucket.workspace,
     )
-    core.transport.doing(
+    core.transport.set_activity(
         f"step {core.count}, bucket {bucket.index} ('{bucket.members[0].name}' ...) by {plan.scheme.id}"
     )
     start = clock()

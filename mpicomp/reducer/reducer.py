@@ -29,7 +29,7 @@ from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.rounds import Rounds
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 
 _NONFINITE = ("raise", "skip", "pass")
 _ON_FAILURE = ("abort", "shrink")
@@ -417,7 +417,7 @@ class Reducer:
         Parameters
         ----------
         thread : ProgressThread
-            On this reducer's transport, with one lane. It keeps its rounds apart from those of `reduce`.
+            On this reducer's transport, with one channel. It keeps its rounds apart from those of `reduce`.
         scale, beside
             See `reduce`.
 

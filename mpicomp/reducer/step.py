@@ -72,7 +72,7 @@ class Step:
             return
         begin = time.perf_counter()
         tally, transport = Tally(), self._core.transport
-        transport.doing(f"step {self._core.count}")
+        transport.set_activity(f"step {self._core.count}")
         yield from tally.count(self._core.policy.refresh(transport), transport.group)
         self._record.once_wire_bytes += tally.wire_bytes
         self._record.choosing_s += time.perf_counter() - begin - tally.waited_s

@@ -8,7 +8,7 @@ from mpicomp.errors import RankFailedError
 from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.core import Core
 from mpicomp.reducer.step import Step
-from mpicomp.transport.interleave import Job, ProgressThread
+from mpicomp.transport.scheduler import Job, ProgressThread
 
 
 class Stream:
@@ -19,7 +19,7 @@ class Stream:
     core : Core
         Of the reducer.
     thread : ProgressThread
-        Runs the rounds, with one lane.
+        Runs the rounds, with one channel.
     scale : float
         Factor that gradients are multiplied by first.
     beside : Beside, optional

@@ -27,7 +27,7 @@ from mpicomp.torch.replica_checks import (
 from mpicomp.torch.sparse_tensors import Rows, as_sparse, mean_of_sparse
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
 from mpicomp.transport.base import Value
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 
 _WHO = "DistributedOptimizer"
 _JOIN_ADVICE = (
@@ -410,7 +410,7 @@ class Gradients(Beside):
             return
         if not self._join_enabled:
             self._enable_join()
-        self._reducer.transport.doing("join(): who has batches left")
+        self._reducer.transport.set_activity("join(): who has batches left")
         rows = self.run(gather_rows(np.uint8(not self.idle), self.group))
         self._active = rows.astype(bool)
         self._has_empty_steps = self._has_empty_steps or self.frozen

@@ -13,7 +13,7 @@ from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Group, gather_rows
 from mpicomp.torch.arguments import as_real
 from mpicomp.torch.replica_checks import sum_of_bits
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 
 _TRIAL_STEPS = 2  # steps that are exchanged after backward, to see whether the script allows an exchange during it
 _OBSTACLES = {
@@ -189,7 +189,7 @@ def start_overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[Progres
     is_able, is_useful = (bool(column.all()) for column in rows[:, :2].T)
     is_open = bool(rows[:, 2].any())
     if is_able and is_useful:
-        return ProgressThread(transport, lanes=1).start(), is_open
+        return ProgressThread(transport, channels=1).start(), is_open
     if is_useful and group.rank == 0:
         warn_user(f"gradients are exchanged after backward, not during it: {problem}")
     return None, is_open

@@ -17,7 +17,7 @@ from mpicomp.torch.replica_checks import BROADCAST_ADVICE, Fingerprint, Settings
 from mpicomp.torch.second_moments import SharedMoments
 from mpicomp.torch.states import to_arrays
 from mpicomp.torch.step_watch import sample_of
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 
 _WHO = "UpdateOptimizer"
 

@@ -17,7 +17,7 @@ from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import to_tensors, with_names
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
 from mpicomp.transport import Transport
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 
 WHO = "UpdateOptimizer"
 

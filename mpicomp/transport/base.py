@@ -65,7 +65,7 @@ class Transport(ABC):
     def start(self, task: Round) -> Pending:
         """Begin a round. Collective over its group."""
 
-    def lanes(self, count: int) -> "list[Transport]":
+    def channels(self, count: int) -> "list[Transport]":
         """Return other transports of the same ranks, for rounds that are under way together with this one's.
 
         Collective over the group, as are the beginnings of all rounds on one of them: in one order on all ranks.
@@ -73,7 +73,7 @@ class Transport(ABC):
         """
         raise MpicompError(f"transport: {type(self).__name__} does not run several rounds at once")
 
-    def among(self, count: int) -> "Transport | None":
+    def subgroup(self, count: int) -> "Transport | None":
         """Return a transport of the first ranks; None on the others. Collective. Whoever asked for it closes it."""
         raise MpicompError(f"transport: {type(self).__name__} does not run rounds of some ranks")
 
@@ -107,7 +107,7 @@ class Transport(ABC):
         """Run a generator of rounds to its end and return its value. Collective over the group.
 
         mpicomp's own errors are raised on all ranks alike. Any other one, once a round was begun, breaks the exchange
-        off, see `break_off`.
+        off, see `abort_exchange`.
         """
         begun = False
 
@@ -122,7 +122,7 @@ class Transport(ABC):
             raise
         except BaseException as error:
             if begun:
-                self.break_off(error)
+                self.abort_exchange(error)
             raise
 
     def _answer(self, asked: Request) -> Any:
@@ -141,7 +141,7 @@ class Transport(ABC):
         assert group is not None
         self.log.append(RoundLog(task.operation, task.sent_bytes(group), task.wire_bytes(group), seconds))
 
-    def doing(self, what: str) -> None:  # noqa: B027, a transport may not tell anybody
+    def set_activity(self, what: str) -> None:  # noqa: B027, a transport may not tell anybody
         """Note the purpose of the rounds, for messages about ranks that wait."""
 
     def enter(self) -> int:
@@ -158,7 +158,7 @@ class Transport(ABC):
         """Return the number of hosts that the ranks are on."""
         return self.group.hosts
 
-    def break_off(self, error: BaseException) -> None:  # noqa: B027, a transport may be one rank's alone
+    def abort_exchange(self, error: BaseException) -> None:  # noqa: B027, a transport may be one rank's alone
         """Begin no more rounds, as this rank alone failed in the middle of some; not collective.
 
         Its next round would meet another one of its peers. They wait for what never comes, so the job ends.

@@ -58,8 +58,8 @@ class LocalTransport(Transport):
         perform_together([task])
         return _Done(task)
 
-    def lanes(self, count: int) -> list[Transport]:
-        """See `Transport.lanes`."""
+    def channels(self, count: int) -> list[Transport]:
+        """See `Transport.channels`."""
         return [LocalTransport(self.group, self.members, self.network) for _ in range(count)]
 
     def wait(self, pending: Pending) -> NDArray[Any]:

@@ -80,7 +80,7 @@ class MPITransport(Transport):
     def _connect(self, found: MPI.Comm, layout: Sequence[int] | None) -> None:
         """Begin on a communicator. Collective over it."""
         pool = pool_of(found, layout, self._limit)
-        front, back = pool.take(found, 2)
+        front, back = pool.acquire(found, 2)
         cores = cores_of_a_rank(found, hosts_of_ranks(found) if layout is not None else pool.hosts)
         naps = takes_naps(found, cores) or pool.thread_level < MPI.THREAD_MULTIPLE or fault_tolerant()
         self._open(pool, front, back, naps)
@@ -111,7 +111,7 @@ class MPITransport(Transport):
         self._meanwhile = None if threaded or pool.watch is None else pool.watch.tick
         self._refusal: str | None = None
         self._sets = list(dict.fromkeys((front, back)))
-        self._finalizer = weakref.finalize(self, pool.put, self._sets, dropped=True)
+        self._finalizer = weakref.finalize(self, pool.release, self._sets, dropped=True)
         self._finalizer.atexit = False
 
     @functools.cached_property
@@ -120,8 +120,8 @@ class MPITransport(Transport):
         version = MPI.Get_library_version()
         return cuda_aware.cuda_aware(MPI.get_vendor()[0], libraries.library(), version=version).value
 
-    def among(self, count: int) -> "MPITransport | None":
-        """See `Transport.among`."""
+    def subgroup(self, count: int) -> "MPITransport | None":
+        """See `Transport.subgroup`."""
         whole = self._front[WORLD].comm
         part = whole.Split(0 if whole.rank < count else MPI.UNDEFINED, whole.rank)
         if part == MPI.COMM_NULL:
@@ -164,19 +164,19 @@ class MPITransport(Transport):
                 self._watch.end(self)
         return received(task)
 
-    def lanes(self, count: int) -> list[Transport]:
-        """See `Transport.lanes`."""
+    def channels(self, count: int) -> list[Transport]:
+        """See `Transport.channels`."""
         made: list[Transport] = []
-        for own in self._pool.take(self._front[WORLD].comm, count):
-            lane = MPITransport.__new__(MPITransport)
-            # A lane never blocks, so that what it begins in one order may be under way together.
-            lane._open(self._pool, own, own, self._naps)
-            lane.group, lane.cores = self.group, self.cores
-            made.append(lane)
+        for own in self._pool.acquire(self._front[WORLD].comm, count):
+            channel = MPITransport.__new__(MPITransport)
+            # A channel never blocks, so that what it begins in one order may be under way together.
+            channel._open(self._pool, own, own, self._naps)
+            channel.group, channel.cores = self.group, self.cores
+            made.append(channel)
         return made
 
-    def doing(self, what: str) -> None:
-        """See `Transport.doing`."""
+    def set_activity(self, what: str) -> None:
+        """See `Transport.set_activity`."""
         if self._watch is not None:
             self._watch.about = what
 
@@ -204,8 +204,8 @@ class MPITransport(Transport):
                 "needs no thread"
             )
 
-    def break_off(self, error: BaseException) -> None:
-        """See `Transport.break_off`."""
+    def abort_exchange(self, error: BaseException) -> None:
+        """See `Transport.abort_exchange`."""
         if self._refusal is None and self.group.size > 1:
             self._refusal = (
                 f"mpi: {type(error).__name__} broke off an exchange on this rank while others go on with it, so that "
@@ -213,7 +213,7 @@ class MPITransport(Transport):
             )
             if self._watch is not None:
                 channels = [channel for own in self._sets for channel in own.channels.values()]
-                self._watch.break_off(channels, "".join(traceback.format_exception(error)))
+                self._watch.abort_exchange(channels, "".join(traceback.format_exception(error)))
 
     def check_survives(self, subsystem: str) -> None:
         """See `Transport.check_survives`."""
@@ -273,7 +273,7 @@ class MPITransport(Transport):
         """See `Transport.close`."""
         if self._finalizer.detach() is not None:
             self._refusal = self._refusal or "mpi: the transport was closed; make a new one"
-            self._pool.put(self._sets)
+            self._pool.release(self._sets)
 
     def _channel(self, task: Round) -> Channel:
         if self._refusal is not None or self._pool.over:

@@ -20,11 +20,11 @@ from mpi4py import MPI
 
 from mpicomp.errors import RankFailedError
 from mpicomp.system import abort
-from mpicomp.transport.interleave import leave_all
 from mpicomp.transport.mpi_failures import all_end, fault_tolerant
 from mpicomp.transport.mpi_pool import Pool, pools
 from mpicomp.transport.mpi_watch import lookout
 from mpicomp.transport.naps import SHORTEST_S, Naps
+from mpicomp.transport.scheduler import leave_all
 
 _LAST_ROUNDS_S = 3.0  # seconds that rounds may take which nobody has waited for
 _LONGEST_NAP_S = 0.01  # seconds; others may compute for hours, and perhaps on this rank's core
@@ -48,7 +48,7 @@ def leave() -> None:
     leave_all()
     lookout.stop()
     deadline, naps = time.monotonic() + _LAST_ROUNDS_S, Naps()
-    while not _settle(mine) and time.monotonic() < deadline:
+    while not _progress(mine) and time.monotonic() < deadline:
         naps.rest()
     watches = [pool.watch for pool in mine if pool.watch is not None]
     for watch in watches:
@@ -62,10 +62,10 @@ def leave() -> None:
     abort.ranks_died |= any(watch.failed for watch in watches)
 
 
-def _settle(mine: list[Pool]) -> bool:
+def _progress(mine: list[Pool]) -> bool:
     """Move on the rounds of all pools, and return whether none is left."""
     try:
-        return False not in [pool.settle() for pool in mine]
+        return False not in [pool.progress() for pool in mine]
     except RankFailedError:  # they never end
         return True
 

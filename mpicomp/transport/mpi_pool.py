@@ -22,7 +22,7 @@ from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
 from mpicomp.transport.mpi_failures import fault_tolerant, kept
 from mpicomp.transport.mpi_layout import hosts_of_ranks
 from mpicomp.transport.mpi_rounds import Channel
-from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, Watch, check_seconds, lookout, wanted_seconds
+from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, StallWatchdog, check_seconds, lookout, wanted_seconds
 from mpicomp.transport.naps import wait
 from mpicomp.transport.unreported_deaths import Process, UnreportedDeaths, running_process
 
@@ -63,15 +63,15 @@ class ChannelSet:
         """Rounds begun on each channel, which its ranks have to have in common before it is used again."""
         return [self.channels[name].begun if name in self.channels else 0 for name in _NAMES]
 
-    def settle(self) -> bool:
+    def progress(self) -> bool:
         """Advance the rounds under way; return whether none is left."""
-        return False not in [channel.settle() for channel in self.channels.values()]
+        return False not in [channel.progress() for channel in self.channels.values()]
 
 
 class Pool:
     """The communicators that this process keeps for one list of ranks, handed out as sets of channels.
 
-    Making one, and `take`, are collective over a communicator of these ranks.
+    Making one, and `acquire`, are collective over a communicator of these ranks.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class Pool:
     group : Group
         All ranks; whether sums are identical was not found out yet.
     thread_level : int
-        The lowest of all ranks, after the first `take`.
+        The lowest of all ranks, after the first `acquire`.
     over : bool
         Whether this rank has left, so that nothing can be begun any more.
     abandoned : bool
@@ -101,7 +101,7 @@ class Pool:
         self.group, self.members = layout_groups(self.hosts, comm.rank)
         self.thread_level = MPI.Query_thread()
         self.over = self.abandoned = False
-        self.watch = None if comm.size == 1 else Watch(comm.Dup(), names, self._is_closed)
+        self.watch = None if comm.size == 1 else StallWatchdog(comm.Dup(), names, self._is_closed)
         self._everyones_members = [layout_groups(self.hosts, rank)[1] for rank in range(comm.size)]
         self._limit = limit
         self._sets: dict[int, ChannelSet] = {}
@@ -114,7 +114,7 @@ class Pool:
             lookout.add(self.watch)
         self.deaths = self._watch_processes(comm, names) if fault_tolerant() and comm.size > 1 else None
 
-    def take(self, comm: MPI.Comm, count: int) -> list[ChannelSet]:
+    def acquire(self, comm: MPI.Comm, count: int) -> list[ChannelSet]:
         """Return sets of channels that nobody else uses, the same on all ranks. Collective over ``comm``.
 
         Parameters
@@ -146,7 +146,7 @@ class Pool:
         self._say_once(comm.rank)
         return taken
 
-    def put(self, sets: Iterable[ChannelSet], dropped: bool = False) -> None:
+    def release(self, sets: Iterable[ChannelSet], dropped: bool = False) -> None:
         """Take back sets of channels; not collective.
 
         Parameters
@@ -181,12 +181,12 @@ class Pool:
         if self.watch is not None:
             lookout.drop(self.watch)
 
-    def settle(self) -> bool:
+    def progress(self) -> bool:
         """Move on everything that is under way and return whether nothing is."""
-        return False not in [own.settle() for own in list(self._sets.values())]
+        return False not in [own.progress() for own in list(self._sets.values())]
 
     def _watch_processes(self, comm: MPI.Comm, names: Sequence[int]) -> UnreportedDeaths:
-        """Watch the processes of the other ranks on this rank's host. Collective."""
+        """StallWatchdog the processes of the other ranks on this rank's host. Collective."""
         mine = np.array(running_process(os.getpid()), np.int64)
         everyones = np.empty((comm.size, mine.size), np.int64)
         wait(comm.Iallgather(mine, everyones).Test)
@@ -200,7 +200,7 @@ class Pool:
         if sum(not own.free for own in self._sets.values()) > _MANY:
             gc.collect()  # what had them may be garbage that nobody has looked at yet
         with self._lock:
-            offered = [own for own in self._sets.values() if own.free and own.settle()][:_OFFERS]
+            offered = [own for own in self._sets.values() if own.free and own.progress()][:_OFFERS]
             for own in offered:
                 own.free = False
         return offered

@@ -180,7 +180,7 @@ class Channel:
         """Note that somebody has waited for a round."""
         self._under_way.pop(started, None)
 
-    def settle(self) -> bool:
+    def progress(self) -> bool:
         """Move on the rounds that nobody waits for, and return whether none is left."""
         for started in list(self._under_way):
             if started.test():

@@ -48,7 +48,7 @@ _ASK, _ANSWER, _LEFT, _BROKE, _STACKS = range(5)  # kinds of messages
 _TEXT = 1  # tag of stacks, which are text; other messages have 0
 # answers: where a rank is, of a round that one waits in
 _THERE, _PAST, _ELSEWHERE, _BUSY, _GONE, _BROKEN, _CLOSED = range(7)
-_FIELDS = 7  # of a message: kind, channel, round; of a question also the user, of an answer what is in a Place
+_FIELDS = 7  # of a message: kind, channel, round; of a question also the user, of an answer what is in a WaitState
 
 
 class Counted(Protocol):
@@ -70,7 +70,7 @@ class Wait(NamedTuple):
     """What the round belongs to; see `mpicomp.transport.Transport.enter`."""
 
 
-class Place(NamedTuple):
+class WaitState(NamedTuple):
     """Where another rank is: of a round that one waits in, and of all others."""
 
     where: int
@@ -90,16 +90,16 @@ class Inquiry:
         self.others = [other for other in wait.channel.members if other != rank]
         self.asked: set[int] = set()
         self.asked_all = 0
-        self.answers: dict[int, Place] = {}
+        self.answers: dict[int, WaitState] = {}
         self.shown = False
-        self.before: dict[int, Place] | None = None  # answers when it was shown
+        self.before: dict[int, WaitState] | None = None  # answers when it was shown
 
     def of(self, *places: int) -> list[int]:
         """Return the ranks that are in one of these places."""
         return [rank for rank in self.others if rank in self.answers and self.answers[rank].where in places]
 
 
-class Watch:
+class StallWatchdog:
     """Watches the rounds of one list of ranks: finds out why a round does not end, and answers other ranks' questions.
 
     Parameters
@@ -169,7 +169,7 @@ class Watch:
         """Note that nothing waits on these any more."""
         self._waits = {what: wait for what, wait in dict(self._waits).items() if wait.channel not in channels}
 
-    def break_off(self, channels: Iterable[Counted], why: str) -> None:
+    def abort_exchange(self, channels: Iterable[Counted], why: str) -> None:
         """Note that this rank begins no more rounds on these: a rank that waits there has the job ended."""
         with self._one_at_a_time:
             for channel in channels:
@@ -362,7 +362,7 @@ class Watch:
             self._sent.append((self._comm.Isend(stacks, other, _TEXT), stacks))
         elif kind == _ANSWER:
             if inquiry is not None and (inquiry.wait.channel.key, inquiry.wait.number) == (key, number):
-                inquiry.answers[other] = Place(*place)
+                inquiry.answers[other] = WaitState(*place)
         else:
             (self._gone if kind == _LEFT else self._breakers).add(other)
             if inquiry is not None:
@@ -382,7 +382,7 @@ class Watch:
         else:
             answer = _ELSEWHERE if rounds else _BUSY
         begun = sum(channel.begun for channel in list(self._channels.values()))
-        self._tell(other, _ANSWER, key, number, *Place(answer, *(rounds or [(0, 0)])[0], begun))
+        self._tell(other, _ANSWER, key, number, *WaitState(answer, *(rounds or [(0, 0)])[0], begun))
         if answer == _BROKEN and abort.wanted():
             print(
                 f"mpicomp: rank {self._names[self._comm.rank]} broke off what rank {self._names[other]} still waits "
@@ -412,21 +412,21 @@ class Lookout:
     """The thread that looks, for all watches of the process."""
 
     def __init__(self) -> None:
-        self.watches: list[Watch] = []
+        self.watches: list[StallWatchdog] = []
         self._thread: threading.Thread | None = None
         self._woken = threading.Event()
         self._stopping = False
 
-    def add(self, watch: Watch) -> None:
-        """Watch these rounds, too."""
+    def add(self, watch: StallWatchdog) -> None:
+        """StallWatchdog these rounds, too."""
         self.watches.append(watch)
         # Open MPI's agreement breaks where another thread moves messages on meanwhile.
         if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE and not fault_tolerant():
             self._thread = threading.Thread(target=self._run, name="mpicomp watch", daemon=True)
             self._thread.start()
 
-    def drop(self, watch: Watch) -> None:
-        """Watch these rounds no longer."""
+    def drop(self, watch: StallWatchdog) -> None:
+        """StallWatchdog these rounds no longer."""
         if watch in self.watches:
             self.watches.remove(watch)
 

@@ -57,7 +57,7 @@ class UnreportedDeaths:
             threading.Thread(target=self._run, name="mpicomp deaths", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no longer: these ranks leave, or MPI has reported a death."""
+        """StallWatchdog no longer: these ranks leave, or MPI has reported a death."""
         self._stopping.set()
 
     def _run(self) -> None:

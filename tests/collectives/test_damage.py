@@ -13,7 +13,7 @@ from mpicomp.collectives import allgather, fitting, gtopk, oktopk, variants
 from mpicomp.errors import DisagreementError, MessageError, NonFiniteError
 from mpicomp.rounds import observe
 from mpicomp.transport import LocalWorld
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 
 SHAPES = {"first": (14, 15), "second": (9, 7)}  # a bucket each
 COMPRESSORS = [
@@ -350,7 +350,7 @@ def test_over_mpi(comm, monkeypatch, collective, bucket, overlap):
     }[collective]
     twin = Damaged([0] * comm.size, mpicomp.TopK(ratio=0.05), collective)
     reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.05), collective, bucket_bytes=300, comm=comm)
-    with ProgressThread(reducer.transport, lanes=1) if overlap else nullcontext() as thread:
+    with ProgressThread(reducer.transport, channels=1) if overlap else nullcontext() as thread:
         for step in range(2):
             twin.step(gradients(comm.size, step))
             reduce_with(reducer, thread, gradients(comm.size, step)[comm.rank])

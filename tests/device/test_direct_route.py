@@ -108,7 +108,7 @@ def test_rounds_pending_while_others_run(transports, comm):
 
 @slow
 def test_in_a_thread_beside_other_rounds(transports, comm):
-    from mpicomp.transport.interleave import ProgressThread
+    from mpicomp.transport.scheduler import ProgressThread
 
     layout, transport = transports[-1]
     with ProgressThread(transport) as thread:

@@ -7,7 +7,7 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.errors import DisagreementError, NonFiniteError
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 
 SHAPES = {"first": (30, 20), "second": (9,)}
 SCHEDULES = ["lazy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "random"))]
@@ -139,7 +139,7 @@ def test_each_array_is_handed_over_in_the_stream_that_makes_it(cupy):
     reducer = Ranks(1, mpicomp.TopK(ratio=1.0)).reducers[0]
     streams = {name: cupy.driver.stream(0) for name in "abc"}
     reducer.reduce({name: cupy.asarray(np.zeros(20, np.float32)) for name in streams})
-    with ProgressThread(reducer.transport, lanes=1) as thread:
+    with ProgressThread(reducer.transport, channels=1) as thread:
         for step in range(3):
             begun, given = reducer.stream(thread), {}
             for place, (name, stream) in enumerate(streams.items()):
@@ -202,7 +202,7 @@ def test_a_thread_exchanges_what_other_streams_still_compute(cupy):
     """The thread has a current device and stream of its own; what counts is those of the thread that made an array."""
     reducer = Ranks(1, mpicomp.TopK(ratio=1.0), bucket_bytes=80).reducers[0]
     stream = cupy.driver.stream(0)
-    with ProgressThread(reducer.transport, lanes=1) as thread:
+    with ProgressThread(reducer.transport, channels=1) as thread:
         for step in range(4):
             with cupy.stream(stream):
                 given = {name: cupy.asarray(np.full(20, step + 1, np.float32)) * 3 for name in "abc"}

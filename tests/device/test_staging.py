@@ -14,7 +14,7 @@ from mpicomp.device import MeanPart, cuda
 from mpicomp.device import driver as device
 from mpicomp.errors import ArrayTypeError, MpicompError, NonFiniteError
 from mpicomp.transport import LocalWorld, staging
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 from mpicomp.transport.staging import Staging
 
 
@@ -227,7 +227,7 @@ def test_a_stream_of_the_thread_that_hands_over(cupy):
         return seen(arrays)
 
     with (
-        ProgressThread(reducer.transport, lanes=1) as thread,
+        ProgressThread(reducer.transport, channels=1) as thread,
         cupy.stream(number),
         pytest.MonkeyPatch.context() as patch,
     ):

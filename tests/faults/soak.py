@@ -47,11 +47,11 @@ from schemes import OWN, UNBIASED, USERS, pairs
 
 import mpicomp
 from mpicomp.errors import MpicompError, NonFiniteError, UnknownNameError
-from mpicomp.transport.interleave import ProgressThread
 from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
 from mpicomp.transport.mpi_pool import _MANY as MANY
 from mpicomp.transport.mpi_pool import pools
 from mpicomp.transport.naps import wait
+from mpicomp.transport.scheduler import ProgressThread
 
 PAIRS = pairs(OWN) + pairs(UNBIASED) + pairs(USERS)
 FIRST = [(*pair, True) for pair in PAIRS] + [(*pair, False) for pair in pairs(OWN)]  # whether with feedback
@@ -123,7 +123,7 @@ def held(opened):
         "threads": threading.active_count(),
         "communicators": opened.made - opened.freed - watches - len(known),  # beside those that pools keep
         "sets_in_use": sum(not own.free for own in known),
-        "rounds_under_way": sum(not own.settle() for own in known),
+        "rounds_under_way": sum(not own.progress() for own in known),
     }
 
 
@@ -212,7 +212,7 @@ class Episode:
             comm = self._transport = MPITransport(self.comm, self.limit, self.layout)
         self.reducer = mpicomp.Reducer(**self.settings, comm=comm)
         if self.overlap:
-            self.thread = ProgressThread(self.reducer.transport, lanes=1).start()
+            self.thread = ProgressThread(self.reducer.transport, channels=1).start()
 
     def _close(self):
         if self.thread is not None:

@@ -99,7 +99,7 @@ def test_every_compressor_has_something_that_carries_it(compressor, hosts):
     schemes = ranks.reducers[0].policy._selector.tables[0].schemes
     own = [scheme for scheme in schemes if scheme.compressor.id == compressor]
     assert own
-    assert {scheme.leaves_out for scheme in own} == {compressor == "lgc"}
+    assert {scheme.may_drop_selected for scheme in own} == {compressor == "lgc"}
 
 
 @pytest.mark.mpi(min_size=2)

@@ -105,7 +105,7 @@ def test_a_log_of_every_round(transport):
 
 def test_some_ranks_exchange_among_themselves(transport, comm):
     for count in range(1, comm.size + 1):
-        some = transport.among(count)
+        some = transport.subgroup(count)
         assert (some is None) == (comm.rank >= count)
         if some is not None:
             assert (some.group.rank, some.group.size) == (comm.rank, count)

@@ -103,7 +103,7 @@ class Learned(Scheme[LGC]):
     )
     messages: ClassVar[str] = "code"
 
-    leaves_out = True
+    may_drop_selected = True
 
     def __init__(self, compressor: LGC, inner: Scheme[Dense]) -> None:
         super().__init__(compressor)
@@ -111,7 +111,7 @@ class Learned(Scheme[LGC]):
         self._sum = inner
 
     @classmethod
-    def upon(cls, compressor: Compressor) -> Compressor:
+    def inner_compressor(cls, compressor: Compressor) -> Compressor:
         """Arrays and codes are summed by a dense collective."""
         assert isinstance(compressor, LGC)
         return Dense(wire=compressor.wire)

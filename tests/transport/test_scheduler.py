@@ -9,7 +9,7 @@ import pytest
 from mpicomp.errors import ClosedError, MpicompError
 from mpicomp.rounds import Group, Pending, Round
 from mpicomp.transport import LocalWorld, Transport
-from mpicomp.transport.interleave import Interleaver, ProgressThread
+from mpicomp.transport.scheduler import ProgressThread, RoundScheduler
 
 
 class Held(Pending):
@@ -30,7 +30,7 @@ class Slow(Transport):
         self.started = []
         self.ends = []
 
-    def lanes(self, count):
+    def channels(self, count):
         self.ends = [Slow() for _ in range(count)]
         return self.ends
 
@@ -73,59 +73,59 @@ def alone():
     return LocalWorld(1).transports[0]
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 5])
-def test_results_come_in_the_order_of_the_generators(alone, lanes):
-    interleaver = Interleaver(alone, lanes)
+@pytest.mark.parametrize("channels", [1, 2, 5])
+def test_results_come_in_the_order_of_the_generators(alone, channels):
+    scheduler = RoundScheduler(alone, channels)
     exchanges = [ask(float(number), rounds=7 - number) for number in range(6)]
-    assert interleaver.run([*exchanges, in_the_background(8.0)]) == [[float(n)] for n in range(6)] + [[9.0, 8.0]]
-    assert interleaver.run([]) == []
+    assert scheduler.run([*exchanges, in_the_background(8.0)]) == [[float(n)] for n in range(6)] + [[9.0, 8.0]]
+    assert scheduler.run([]) == []
 
 
 def test_every_generator_has_a_log_of_its_own(alone):
-    interleaver = Interleaver(LocalWorld(1).transports[0], 2)
-    jobs = [interleaver.submit(ask(1.0, rounds=3)), interleaver.submit(ask(1.0, rounds=5))]
-    jobs.append(interleaver.submit(in_the_background(1.0)))
-    interleaver.run([])
+    scheduler = RoundScheduler(LocalWorld(1).transports[0], 2)
+    jobs = [scheduler.submit(ask(1.0, rounds=3)), scheduler.submit(ask(1.0, rounds=5))]
+    jobs.append(scheduler.submit(in_the_background(1.0)))
+    scheduler.run([])
     assert [len(job.log) for job in jobs] == [3, 5, 1]
     assert all(entry.operation == "allreduce" and entry.seconds > 0 for job in jobs for entry in job.log)
 
 
 def test_a_generator_that_fails_leaves_the_others_alone(alone):
-    interleaver = Interleaver(alone, 2)
-    jobs = [interleaver.submit(exchange) for exchange in (fails(2), ask(1.0, 5), ask(2.0), ask(3.0))]
+    scheduler = RoundScheduler(alone, 2)
+    jobs = [scheduler.submit(exchange) for exchange in (fails(2), ask(1.0, 5), ask(2.0), ask(3.0))]
     with pytest.raises(ValueError, match="here"):
-        interleaver.run([fails(1), ask(4.0)])
-    assert interleaver.idle
+        scheduler.run([fails(1), ask(4.0)])
+    assert scheduler.idle
     with pytest.raises(ValueError, match="here"):
         jobs[0].result()
     assert [job.result() for job in jobs[1:]] == [[1.0], [2.0], [3.0]]
 
 
-def test_lanes_wait_for_nobody_and_keep_their_order():
+def test_channels_wait_for_nobody_and_keep_their_order():
     transport = Slow()
-    interleaver = Interleaver(transport, 2)
-    jobs = [interleaver.submit(ask(float(number), rounds=2)) for number in range(4)]
+    scheduler = RoundScheduler(transport, 2)
+    jobs = [scheduler.submit(ask(float(number), rounds=2)) for number in range(4)]
     even, odd = transport.ends
 
     def numbers(end):
         return [held.task.send[0] for held in end.started]
 
-    assert interleaver.poll()
-    assert not interleaver.poll()
+    assert scheduler.poll()
+    assert not scheduler.poll()
     assert (numbers(even), numbers(odd)) == ([0.0], [1.0])
-    for _ in range(2):  # the odd lane goes on to its end, the even one stays
+    for _ in range(2):  # the odd channel goes on to its end, the even one stays
         odd.started[-1].done = True
-        assert interleaver.poll()
+        assert scheduler.poll()
     assert jobs[1].done()
-    assert interleaver.poll()
+    assert scheduler.poll()
     assert (numbers(even), numbers(odd)) == ([0.0], [1.0, 1.0, 3.0])
     assert not jobs[0].done()
     assert not jobs[0].cancel()
-    while not interleaver.idle:
+    while not scheduler.idle:
         for end in transport.ends:
             for held in end.started:
                 held.done = True
-        interleaver.poll()
+        scheduler.poll()
     assert (numbers(even), numbers(odd)) == ([0.0, 0.0, 2.0, 2.0], [1.0, 1.0, 3.0, 3.0])
     assert [job.result() for job in jobs] == [[0.0], [1.0], [2.0], [3.0]]
 
@@ -191,9 +191,9 @@ def test_a_failure_in_the_block_is_not_waited_behind():
 
 
 def test_rounds_of_several_ranks_in_one_process_go_together():
-    interleaver = Interleaver(LocalWorld(2).transports[0])
+    scheduler = RoundScheduler(LocalWorld(2).transports[0])
     with pytest.raises(MpicompError, match=r"use LocalWorld\.run"):
-        interleaver.run([ask(1.0)])
+        scheduler.run([ask(1.0)])
 
 
 LEVELS = """
@@ -201,7 +201,7 @@ import sys
 import numpy as np
 from mpicomp.rounds import Round
 from mpicomp.errors import LaunchError
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 from mpicomp.transport.mpi import MPITransport
 
 def ask():
@@ -237,7 +237,7 @@ def test_a_thread_needs_its_thread_level(mpiexec, level, alone, said):
 LEAVES = """
 import numpy as np
 from mpicomp.rounds import Round
-from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.scheduler import ProgressThread
 from mpicomp.transport.mpi import MPITransport
 
 def ask():

@@ -45,24 +45,24 @@ def programs(layout, rank):
     return [unsteady(program, [rank, place], asked_for[place]) for place, program in enumerate(made)], asked_for
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_all_at_once(transports, comm, lanes):
-    from mpicomp.transport.interleave import Interleaver
+@pytest.mark.parametrize("channels", [1, 3])
+def test_all_at_once(transports, comm, channels):
+    from mpicomp.transport.scheduler import RoundScheduler
 
     for layout, transport in transports:
-        interleaver = Interleaver(transport, lanes)
-        looked = interleaver.run(programs(layout, comm.rank)[0])
+        scheduler = RoundScheduler(transport, channels)
+        looked = scheduler.run(programs(layout, comm.rank)[0])
         assert looked[0] > 0
         assert looked == [transport.run(program) for program in programs(layout, comm.rank)[0]]
-        interleaver.close()
+        scheduler.close()
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_in_a_thread_beside_other_rounds(transports, comm, lanes):
-    from mpicomp.transport.interleave import ProgressThread
+@pytest.mark.parametrize("channels", [1, 3])
+def test_in_a_thread_beside_other_rounds(transports, comm, channels):
+    from mpicomp.transport.scheduler import ProgressThread
 
     for layout, transport in transports:
-        with ProgressThread(transport, lanes) as thread:
+        with ProgressThread(transport, channels) as thread:
             made, asked_for = programs(layout, comm.rank)
             jobs = [thread.submit(program) for program in made]
             own = transport.run(at_once(layout, comm.rank, dtypes=[np.float32]))
@@ -73,8 +73,8 @@ def test_in_a_thread_beside_other_rounds(transports, comm, lanes):
 
 
 def test_one_that_fails_on_all_ranks_in_the_thread(comm):
-    from mpicomp.transport.interleave import ProgressThread
     from mpicomp.transport.mpi import MPITransport
+    from mpicomp.transport.scheduler import ProgressThread
 
     def fails():
         yield from at_once([0] * comm.size, comm.rank, [allreduce], ["world"])

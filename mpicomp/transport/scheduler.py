@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 _drivers: "weakref.WeakSet[_Driver]" = weakref.WeakSet()
 
-LANES = 2
+CHANNELS = 2
 """Default number of generators under way at a time: one computes while the other communicates."""
 
 _LEAVE_S = 3.0  # seconds that the thread may take to stop; it is mostly polling or asleep
@@ -46,11 +46,11 @@ class Job(Future[Value]):
         self.set_running_or_notify_cancel()
 
 
-class Interleaver:
+class RoundScheduler:
     """Runs several generators of rounds at once, in the thread that asks for it.
 
-    Each has one round under way at a time, besides those in the background. They are dealt to lanes in turn; those of
-    one lane run one after the other. So all ranks begin the rounds of a lane in one order, whichever is done first.
+    Each has one round under way at a time, besides those in the background. Generators go to channels in turn; those
+    of one channel run one after the other, so all ranks begin the rounds of a channel in one order.
     Collective over the transport's group, as are `submit` and `run`.
 
     A generator that raises has to raise on all ranks, as in `Transport.run`; the others go on.
@@ -59,30 +59,30 @@ class Interleaver:
     ----------
     transport : Transport
         It may be used for other rounds meanwhile.
-    lanes : int
+    channels : int
         Number of generators that are under way at a time.
     """
 
-    def __init__(self, transport: Transport, lanes: int = LANES) -> None:
-        self._lanes = [_Lane(end) for end in transport.lanes(lanes)]
+    def __init__(self, transport: Transport, channels: int = CHANNELS) -> None:
+        self._channels = [_Channel(end) for end in transport.channels(channels)]
         self._submitted = 0
 
     def submit(self, exchange: Rounds[Value]) -> Job[Value]:
-        """Put a generator at the end of the next lane, in the same order on all ranks. It does not begin by that."""
+        """Put a generator at the end of the next channel, in the same order on all ranks. It does not begin by that."""
         job = Job(exchange)
-        self._lanes[self._submitted % len(self._lanes)].jobs.append(job)
+        self._channels[self._submitted % len(self._channels)].jobs.append(job)
         self._submitted += 1
         return job
 
     def poll(self) -> bool:
-        """Move every lane on as far as it goes without waiting; return whether one moved. Not collective."""
-        moved = [lane.poll() for lane in self._lanes]
+        """Move every channel on as far as it goes without waiting; return whether one moved. Not collective."""
+        moved = [channel.poll() for channel in self._channels]
         return any(moved)
 
     @property
     def idle(self) -> bool:
         """Whether everything that was submitted is done."""
-        return not any(lane.jobs for lane in self._lanes)
+        return not any(channel.jobs for channel in self._channels)
 
     def run(self, exchanges: Iterable[Rounds[Value]]) -> list[Value]:
         """Run generators, and those submitted before, to their ends and return their values.
@@ -102,11 +102,11 @@ class Interleaver:
         return [job.result() for job in jobs]
 
     def close(self) -> None:
-        """Release the lanes. It waits for nobody: generators not done then fail with `ClosedError`."""
-        for lane in self._lanes:
-            lane.transport.close()
-            while lane.jobs:
-                lane.jobs.popleft().set_exception(ClosedError("interleaver: it was closed before this was done"))
+        """Release the channels. It waits for nobody: generators not done then fail with `ClosedError`."""
+        for channel in self._channels:
+            channel.transport.close()
+            while channel.jobs:
+                channel.jobs.popleft().set_exception(ClosedError("scheduler: it was closed before this was done"))
 
 
 class ProgressThread:
@@ -119,7 +119,7 @@ class ProgressThread:
     ----------
     transport : Transport
         It may be used for other rounds meanwhile, unless ``alone``.
-    lanes : int
+    channels : int
         Number of generators that are under way at a time.
     alone : bool
         Promises that no other thread makes MPI calls while generators run: then a lower thread level is enough.
@@ -144,9 +144,9 @@ class ProgressThread:
     [[1.0], [2.0], [3.0]]
     """
 
-    def __init__(self, transport: Transport, lanes: int = LANES, alone: bool = False) -> None:
+    def __init__(self, transport: Transport, channels: int = CHANNELS, alone: bool = False) -> None:
         transport.check_threads(alone)
-        self._driver = _Driver(Interleaver(transport, lanes))
+        self._driver = _Driver(RoundScheduler(transport, channels))
         self._started = False
         # The thread knows the driver and not this object, which is collected like any other where nobody stops it.
         self._leave = weakref.finalize(self, self._driver.leave)
@@ -166,7 +166,7 @@ class ProgressThread:
         """
         if not self._started or self._driver.leaving:
             raise ClosedError("progress thread: it does not run; call start, and submit nothing after stop")
-        job = self._driver.interleaver.submit(exchange)
+        job = self._driver.scheduler.submit(exchange)
         self._driver.awake.set()
         return job
 
@@ -183,7 +183,7 @@ class ProgressThread:
             self._driver.awaited = False
 
     def stop(self) -> None:
-        """End the thread and release the lanes. It waits for no other rank, and a second call does nothing.
+        """End the thread and release the channels. It waits for no other rank, and a second call does nothing.
 
         Jobs that are not done then fail with `ClosedError`: wait for those whose results count.
         """
@@ -202,8 +202,8 @@ class ProgressThread:
 class _Driver:
     """The thread of a `ProgressThread`, and the loop that it runs."""
 
-    def __init__(self, interleaver: Interleaver) -> None:
-        self.interleaver = interleaver
+    def __init__(self, scheduler: RoundScheduler) -> None:
+        self.scheduler = scheduler
         self.awake = threading.Event()
         self.awaited = False
         """Whether another thread waits for it and computes nothing meanwhile."""
@@ -217,10 +217,10 @@ class _Driver:
         processors.widen()
         lazy, eager = Naps(eager=0), Naps()
         while not self.leaving:
-            if self.interleaver.poll():
+            if self.scheduler.poll():
                 lazy.reset()
                 eager.reset()
-            elif not self.interleaver.idle:
+            elif not self.scheduler.idle:
                 (eager if self.awaited else lazy).rest()
             else:
                 self._idle.set()
@@ -230,7 +230,7 @@ class _Driver:
     def finish(self) -> None:
         """Wait until everything that was submitted is done."""
         self.awaited = True
-        while not self.interleaver.idle:
+        while not self.scheduler.idle:
             self._idle.clear()
             self.awake.set()
             self._idle.wait()
@@ -241,8 +241,8 @@ class _Driver:
         self.awake.set()
         if self.thread.ident not in (None, threading.get_ident()):  # garbage may be collected in this very thread
             self.thread.join(_LEAVE_S)
-        if not self.thread.is_alive():  # else it may still use the lanes
-            self.interleaver.close()
+        if not self.thread.is_alive():  # else it may still use the channels
+            self.scheduler.close()
 
 
 def leave_all() -> None:
@@ -251,7 +251,7 @@ def leave_all() -> None:
         driver.leave()
 
 
-class _Lane:
+class _Channel:
     """Generators that run one after the other on a transport of their own."""
 
     def __init__(self, transport: Transport) -> None:
@@ -275,7 +275,7 @@ class _Lane:
                 self._end().set_result(returned.value)
         except BaseException as error:  # it is raised where the job's result is asked for
             if not isinstance(error, MpicompError):
-                self.transport.break_off(error)
+                self.transport.abort_exchange(error)
             self._end().set_exception(error)
         return True
 
