@@ -4,7 +4,6 @@ import pytest
 from worlds import Ranks
 
 from mpicomp import ChunkTopK
-from mpicomp.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("numel", [3, 100, 300, 345])
@@ -32,9 +31,3 @@ def test_a_step_sends_the_largest_of_each_chunk_of_the_bucket(numel):
 def test_the_count_is_that_of_all_chunks(numel):
     sizes = [min(100, numel - start) for start in range(0, numel, 100)]
     assert ChunkTopK(ratio=0.034, chunk=100).count(numel) == sum(oracle.kept(0.034, size) for size in sizes)
-
-
-@pytest.mark.parametrize("chunk", [0, -1, 1.5, True, None])
-def test_a_chunk_has_at_least_one_element(chunk):
-    with pytest.raises(ConfigurationError, match=r"chunktopk: chunk must be an integer of at least 1, got "):
-        ChunkTopK(chunk=chunk)

@@ -8,22 +8,6 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.compressors import Context
-from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.testing import checks
-from mpicomp.transport import LocalWorld
-
-ALL = [
-    mpicomp.CountSketch(ratio=0.05),
-    mpicomp.CountSketch(ratio=0.01, rows=5, columns=0.05, candidates=4, wire=None),
-    mpicomp.CountSketch(ratio=0.05, rows=1, columns=1.0, candidates=1, wire="fp16"),
-    mpicomp.CountSketch(ratio=1.0, columns=0.001),
-]
-
-
-@pytest.mark.parametrize("compressor", ALL, ids=repr)
-@pytest.mark.parametrize("place", range(len(checks(ALL[0]))))
-def test_laws(compressor, place):
-    checks(compressor)[place]()
 
 
 def step_by_step(compressor, gradients, residuals, step):
@@ -135,47 +119,3 @@ def test_a_cell_that_overflows_undoes_the_step():
     assert world.reducers[0].last_step.skipped
     assert not means[0]["w"].any()
     assert not world.residual_sum("w").any()
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"ratio": 0}, r"ratio is the kept fraction and must be in \(0, 1\], got 0"),
-        ({"rows": 0}, "rows must be 1, 3, 5 or 7, got 0"),
-        ({"rows": 4}, "rows must be 1, 3, 5 or 7, got 4"),
-        ({"columns": 0}, "columns must be above 0; without columns there is no table"),
-        ({"columns": 1.5}, "columns must be a number from 0 to 1, got 1.5"),
-        ({"columns": "many"}, "columns must be a number from 0 to 1, got 'many'"),
-        ({"candidates": 0}, "candidates must be an integer of at least 1, got 0"),
-        ({"candidates": 1.5}, "candidates must be an integer of at least 1, got 1.5"),
-        ({"momentum": 2}, "momentum must be a number from 0 to 1, got 2"),
-        ({"wire": "fp8"}, "wire must be None, 'fp16' or 'bf16', got 'fp8'"),
-    ],
-)
-def test_parameters_that_cannot_be(settings, text):
-    with pytest.raises(ConfigurationError, match=f"countsketch: {text}"):
-        mpicomp.CountSketch(**settings)
-
-
-def test_what_does_not_fit_is_refused():
-    for collective in ("sketched-memory", "allgather", "hierarchical"):
-        with pytest.raises(IncompatiblePairError, match="use sketched"):
-            mpicomp.Reducer("countsketch", collective, comm=LocalWorld(1).transports[0])
-    with pytest.raises(ConfigurationError, match="momentum correction keeps what was not sent"):
-        mpicomp.Reducer(mpicomp.CountSketch(momentum=0.9), feedback=False, comm=LocalWorld(1).transports[0])
-
-
-@pytest.mark.mpi
-def test_over_mpi(comm):
-    compressor = mpicomp.CountSketch(ratio=0.02, columns=0.1, wire=None)
-    reducer = mpicomp.Reducer(compressor, "sketched", comm=comm)
-    rng = np.random.default_rng(5)
-    residuals = [np.zeros(300) for _ in range(comm.size)]
-    for step in range(3):
-        gradients = [rng.standard_t(2, size=300) for _ in range(comm.size)]
-        expected, residuals = step_by_step(compressor, gradients, residuals, step)
-        mean = reducer.reduce({"w": gradients[comm.rank]})["w"]
-        np.testing.assert_allclose(mean, expected, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(reducer.residual("w"), residuals[comm.rank], rtol=1e-9, atol=1e-12)
-        assert len(set(comm.allgather(mean.tobytes()))) == 1
-    reducer.close()

@@ -5,7 +5,6 @@ import scipy.fft
 from worlds import Ranks
 
 from mpicomp import DCTTopK
-from mpicomp.errors import ConfigurationError
 
 SIDE = 4
 
@@ -87,17 +86,3 @@ def test_numbers_near_the_largest_one_are_delivered_or_refused(size):
     skipped = ranks.reducers[0].last_step.skipped
     assert skipped == (size > 1e38)
     np.testing.assert_allclose(means[0]["w"], 0 if skipped else numbers, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"ratio": 0}, r"dcttopk: ratio is the kept fraction and must be in \(0, 1\], got 0"),
-        ({"side": 0}, "dcttopk: side must be an integer of at least 1, got 0"),
-        ({"wire": "int3"}, "dcttopk: wire must be .* got 'int3'"),
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_be(settings, words):
-    with pytest.raises(ConfigurationError, match=words):
-        DCTTopK(**settings)

@@ -3,12 +3,11 @@ import math
 import numpy as np
 import oracle
 import pytest
-from estimates import AWKWARD, check_awkward, check_memory_changes_nothing, largest_without_zeros, select, sequences
+from estimates import largest_without_zeros, select, sequences
 from marks import slow
 from worlds import Ranks
 
 from mpicomp import DGC, Context
-from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group
 
 
@@ -67,19 +66,6 @@ def test_ranks_and_steps_look_at_different_samples():
     ]
     assert sizes[:8] != sizes[8:]
     assert len(set(sizes)) > 2
-
-
-@pytest.mark.parametrize("name", AWKWARD)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("ratio", [5e-324, 0.0001, 0.01, 1.0])
-def test_awkward_arrays(name, dtype, ratio):
-    check_awkward(DGC(ratio=ratio), name, dtype, ratio)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("ratio", [0.005, 0.03])
-def test_memory_changes_nothing(dtype, ratio):
-    check_memory_changes_nothing(DGC(ratio=ratio), 5000, dtype)
 
 
 def test_the_ratio_falls_over_the_warm_up():
@@ -188,28 +174,3 @@ def test_a_step_that_is_undone_leaves_velocity_and_residual_as_they_were(bad, cl
             assert states() == before
         means, expected = together.reduce(gradients), undisturbed.reduce(gradients)
         assert means[0]["w"].tobytes() == expected[0]["w"].tobytes()
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"ratio": 0}, "dgc: ratio"),
-        ({"sample": 1.5}, "dgc: sample must be a number from 0 to 1, got 1.5"),
-        ({"momentum": -0.1}, "dgc: momentum must be a number from 0 to 1, got -0.1"),
-        ({"nesterov": "yes"}, "dgc: nesterov must be True or False, got 'yes'"),
-        ({"masking": None}, "dgc: masking must be True or False, got None"),
-        ({"clip": 0}, "dgc: clip must be above 0, or None"),
-        ({"clip": -1}, "dgc: clip must be a number from 0 to inf, got -1"),
-        ({"clip": "1"}, "dgc: clip must be a number"),
-        ({"warmup_steps": -1}, "dgc: warmup_steps must be an integer of at least 0, got -1"),
-        ({"warmup_steps": 1.5}, "dgc: warmup_steps must be an integer of at least 0, got 1.5"),
-    ],
-)
-def test_parameters_outside_their_range_are_refused(parameters, message):
-    with pytest.raises(ConfigurationError, match=message):
-        DGC(**parameters)
-
-
-def test_momentum_without_feedback_is_refused():
-    with pytest.raises(ConfigurationError, match="dgc: momentum correction"):
-        Ranks(1, DGC(momentum=0.9), feedback=False)

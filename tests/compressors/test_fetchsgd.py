@@ -8,22 +8,8 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.compressors import Context
-from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.testing import checks
-from mpicomp.transport import LocalWorld
 
-ALL = [
-    mpicomp.FetchSGD(ratio=0.05),
-    mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
-    mpicomp.FetchSGD(ratio=0.01, rows=1, columns=0.3, wire="bf16"),
-]
 KEY = Context().key(shared=True)
-
-
-@pytest.mark.parametrize("compressor", ALL, ids=repr)
-@pytest.mark.parametrize("place", range(len(checks(ALL[0]))))
-def test_laws(compressor, place):
-    checks(compressor)[place]()
 
 
 class Server:
@@ -210,38 +196,3 @@ def test_one_sum_of_the_table():
     assert record.gain is None
     assert record.ratio_reached == 0.01
     assert mpicomp.FetchSGD().wire_bytes_per_element(4) == pytest.approx(4 * 0.25, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"ratio": 2}, r"ratio is the kept fraction and must be in \(0, 1\], got 2"),
-        ({"rows": 2}, "rows must be 1, 3, 5 or 7, got 2"),
-        ({"columns": -1}, "columns must be a number from 0 to 1, got -1"),
-        ({"momentum": -0.1}, "momentum must be a number from 0 to 1, got -0.1"),
-    ],
-)
-def test_parameters_that_cannot_be(settings, text):
-    with pytest.raises(ConfigurationError, match=f"fetchsgd: {text}"):
-        mpicomp.FetchSGD(**settings)
-
-
-def test_feedback_and_other_collectives_are_refused():
-    with pytest.raises(ConfigurationError, match="leave feedback out"):
-        mpicomp.Reducer("fetchsgd", feedback=True, comm=LocalWorld(1).transports[0])
-    for collective in ("sketched", "hierarchical"):
-        with pytest.raises(IncompatiblePairError, match="use sketched-memory"):
-            mpicomp.Reducer("fetchsgd", collective, comm=LocalWorld(1).transports[0])
-
-
-@pytest.mark.mpi
-def test_over_mpi(comm):
-    compressor = mpicomp.FetchSGD(ratio=0.02, rows=3, columns=0.2, momentum=0.9)
-    reducer = mpicomp.Reducer(compressor, "sketched-memory", comm=comm)
-    server, rng = Server(compressor, 200), np.random.default_rng(7)
-    for _ in range(4):
-        gradients = [rng.standard_t(2, size=200) for _ in range(comm.size)]
-        mean = reducer.reduce({"w": gradients[comm.rank]})["w"]
-        np.testing.assert_allclose(mean, server.step(gradients), rtol=1e-9, atol=1e-12)
-        assert len(set(comm.allgather(mean.tobytes()))) == 1
-    reducer.close()

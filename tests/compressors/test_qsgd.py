@@ -4,64 +4,12 @@ from worlds import Ranks
 
 from mpicomp import QSGD
 from mpicomp.errors import ConfigurationError
-from mpicomp.testing import checks
-
-FORMS = [
-    QSGD(),
-    QSGD(bits=2, norm="l2", bucket=64),
-    QSGD(bits=8, norm="l2"),
-    QSGD(bits=3, rounding="nearest", bucket=2048),
-    QSGD(bits=5, rounding="nearest", norm="l2"),
-]
-
-
-@pytest.mark.parametrize(
-    "check", [c for form in FORMS for c in checks(form)], ids=lambda c: f"{c.compressor}-{c.__name__}"
-)
-def test_laws(check):
-    check()
 
 
 def packed(compressor, array, key=0):
     sent = np.empty_like(array)
     lost = compressor.pack(array, np.empty(compressor.packed_bytes(array.size), np.uint8), sent, key)
     return sent, lost
-
-
-@pytest.mark.parametrize("bits", [1, 9, 0, -2, 4.0, "4", None, True])
-def test_bits_are_from_two_to_eight(bits):
-    with pytest.raises(ConfigurationError, match=r"qsgd: bits must be a whole number from 2 to 8, got "):
-        QSGD(bits=bits)
-
-
-@pytest.mark.parametrize("bucket", [0, -64, 1, 100, 64.0, True, None])
-def test_buckets_are_whole_words(bucket):
-    with pytest.raises(ConfigurationError, match=r"qsgd: bucket must be a multiple of 64, got "):
-        QSGD(bucket=bucket)
-
-
-@pytest.mark.parametrize("wrong", [{"norm": "l1"}, {"rounding": "up"}])
-def test_unknown_norms_and_roundings(wrong):
-    with pytest.raises(ConfigurationError, match=r"qsgd: (norm|rounding) must be '"):
-        QSGD(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("bits", "bucket", "numel", "expected"),
-    [(4, 128, 0, 0), (4, 128, 1, 40), (4, 128, 128, 72), (4, 128, 129, 104), (2, 64, 256, 80), (8, 256, 1024, 1040)],
-)
-def test_bytes(bits, bucket, numel, expected):
-    """As many words for 64 elements as an element has bits, then steps of 4 bytes in pairs."""
-    assert QSGD(bits=bits, bucket=bucket).packed_bytes(numel) == expected
-
-
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("bucket", [64, 128, 1024])
-def test_the_wire_takes_the_bits_that_were_promised(bits, bucket):
-    for numel in (100_000, 1 << 20, 10_000_019):
-        promised = (bits + 32 / bucket) * numel / 8
-        assert promised <= QSGD(bits=bits, bucket=bucket).packed_bytes(numel) <= 1.02 * promised
-    assert QSGD(bits=bits, bucket=bucket).wire_bytes_per_element(8) == bits / 8 + 4 / bucket
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6])

@@ -5,7 +5,6 @@ import pytest
 from worlds import Ranks
 
 from mpicomp import BlockRandomK, Context, RandomK
-from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group
 
 BOTH = [RandomK, BlockRandomK]
@@ -125,22 +124,3 @@ def test_parts_of_the_longest_array_there_is():
 def test_a_block_goes_on_at_the_beginning():
     seen = {tuple(positions(BlockRandomK(ratio=0.4), 10, step=step)) for step in range(200)}
     assert seen == {tuple(sorted((start + j) % 10 for j in range(4))) for start in range(10)}
-
-
-@pytest.mark.parametrize("cls", BOTH)
-def test_the_scaled_form_runs_without_feedback(cls):
-    assert cls().feedback
-    assert not cls(scaled=True).feedback
-    assert Ranks(1, cls(scaled=True)).reducers[0].feedback is False
-    with pytest.raises(ConfigurationError, match="not contractive"):
-        Ranks(1, cls(scaled=True), feedback=True)
-
-
-@pytest.mark.parametrize("cls", BOTH)
-def test_parameters_outside_their_range_are_refused(cls):
-    with pytest.raises(ConfigurationError, match=f"{cls.id}: ratio"):
-        cls(ratio=0)
-    with pytest.raises(ConfigurationError, match=f"{cls.id}: scaled must be True or False, got 2"):
-        cls(scaled=2)
-    with pytest.raises(ConfigurationError, match=f"{cls.id}: wire"):
-        cls(wire="int8")

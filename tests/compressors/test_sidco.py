@@ -206,20 +206,6 @@ def test_the_number_of_stages_climbs():
     assert look(2.9) == 9  # there are at most log2(1 / ratio)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ratio": 0}, "sidco: ratio is the kept fraction"),
-        ({"distribution": "normal"}, "sidco: distribution must be 'exponential', 'gamma' or 'pareto', got 'normal'"),
-        ({"stages": 0}, "sidco: stages must be None or a number from 1 to 64, got 0"),
-        ({"stages": 2.5}, "sidco: stages must be None or a number from 1 to 64, got 2.5"),
-    ],
-)
-def test_bad_settings(settings, message):
-    with pytest.raises(ConfigurationError, match=message):
-        get_compressor({"id": "sidco", **settings})
-
-
 def published(distribution, array, ratio, stages):
     """The thresholds of the paper's stages, whose shares are fixed beforehand."""
     magnitudes = np.abs(array.astype(np.float64))

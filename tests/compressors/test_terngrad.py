@@ -1,23 +1,8 @@
 import numpy as np
 import pytest
 from lockstep import run
-from worlds import Ranks
 
-import mpicomp
 from mpicomp import TernGrad
-from mpicomp.errors import ConfigurationError
-from mpicomp.testing import checks
-
-
-@pytest.mark.parametrize("check", [*checks(TernGrad()), *checks(TernGrad(clip=None))], ids=lambda check: check.__name__)
-def test_laws(check):
-    check()
-
-
-@pytest.mark.parametrize("clip", [0, -1, True, "2.5", np.nan, np.inf])
-def test_clip_is_a_positive_number_or_none(clip):
-    with pytest.raises(ConfigurationError, match=r"terngrad: clip must be None or a positive number, got "):
-        TernGrad(clip=clip)
 
 
 def test_how_far_the_grid_reaches():
@@ -77,14 +62,3 @@ def test_only_clipping_biases():
     deviation = np.sqrt((np.abs(clipped) * (reach - np.abs(clipped))).reshape(6, 50).sum(axis=1) / draws)
     error = (total / draws - clipped).reshape(6, 50).sum(axis=1)
     assert (np.abs(error) <= 4 * deviation + 1e-4).all()
-
-
-def test_with_feedback_it_is_refused():
-    assert not TernGrad().feedback
-    with pytest.raises(ConfigurationError, match=r"terngrad: .*not contractive"):
-        mpicomp.Reducer(TernGrad(), feedback=True, comm=Ranks(1).world.transports[0])
-
-
-def test_bytes():
-    """Four ranks sum to at most 8 above the lowest, which takes 4 bits: 16 in a word."""
-    assert TernGrad().wire_bytes_per_element(4) == 8 / 16

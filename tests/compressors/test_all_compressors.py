@@ -1,0 +1,342 @@
+"""Tables of what is asked of every compressor; what one of them alone does is in a file of its name."""
+
+import math
+
+import numpy as np
+import oracle
+import pytest
+from estimates import AWKWARD, check_awkward, check_memory_changes_nothing, select
+from worlds import Ranks
+
+import mpicomp
+from mpicomp import Context, get_compressor
+from mpicomp.collectives import fitting
+from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.testing import checks
+
+# Settings whose arithmetic differs; those of the defaults are in tests/test_testing.py.
+FORMS = [
+    mpicomp.CountSketch(ratio=0.01, rows=5, columns=0.05, candidates=4, wire=None),
+    mpicomp.CountSketch(ratio=0.05, rows=1, columns=1.0, candidates=1, wire="fp16"),
+    mpicomp.CountSketch(ratio=1.0, columns=0.001),
+    mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
+    mpicomp.FetchSGD(ratio=0.01, rows=1, columns=0.3, wire="bf16"),
+    mpicomp.GlobalRandKMaxNorm(ratio=0.05, bits=[4, 8]),
+    mpicomp.GlobalRandKMaxNorm(ratio=0.05, rounding="stochastic"),
+    mpicomp.MaxNorm(bits=[6, 10]),
+    mpicomp.MaxNorm(norm="l2"),
+    mpicomp.MaxNorm(bits=3, rounding="nearest"),
+    mpicomp.OneBit(block=64),
+    mpicomp.PowerSGD(rank=2),
+    mpicomp.PowerSGD(rank=2, iterations=2, warm_start=False, wire="bf16"),
+    mpicomp.QSGD(bits=2, norm="l2", bucket=64),
+    mpicomp.QSGD(bits=8, norm="l2"),
+    mpicomp.QSGD(bits=3, rounding="nearest", bucket=2048),
+    mpicomp.QSGD(bits=5, rounding="nearest", norm="l2"),
+    mpicomp.SignSGD(scale=0.01),
+    mpicomp.TernGrad(clip=None),
+    mpicomp.Uniform(bits=1, rounding="stochastic"),
+    mpicomp.Uniform(bits=3, bucket=64),
+    mpicomp.Uniform(rounding="stochastic", bits=5),
+]
+
+
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, id=f"{form}-{check.__name__}") for form in FORMS for check in checks(form)]
+)
+def test_compressor_keeps_the_laws_of_its_kind(check):
+    check()
+
+
+RATIO = r"ratio is the kept fraction and must be in \(0, 1\], got "
+REFUSED = [
+    ("blockrandomk", "ratio", [0], RATIO),
+    ("blockrandomk", "scaled", [2], "scaled must be True or False, got 2"),
+    ("blockrandomk", "wire", ["int8"], "wire must be "),
+    ("chunktopk", "chunk", [0, -1, 1.5, True, None], "chunk must be an integer of at least 1, got "),
+    ("countsketch", "candidates", [0, 1.5], "candidates must be an integer of at least 1, got "),
+    ("countsketch", "columns", [0], "columns must be above 0; without columns there is no table"),
+    ("countsketch", "columns", [1.5, "many"], "columns must be a number from 0 to 1, got "),
+    ("countsketch", "momentum", [2], "momentum must be a number from 0 to 1, got 2"),
+    ("countsketch", "ratio", [0], RATIO),
+    ("countsketch", "rows", [0, 4], "rows must be 1, 3, 5 or 7, got "),
+    ("countsketch", "wire", ["fp8"], "wire must be None, 'fp16' or 'bf16', got 'fp8'"),
+    ("dcttopk", "ratio", [0], RATIO),
+    ("dcttopk", "side", [0], "side must be an integer of at least 1, got 0"),
+    ("dcttopk", "wire", ["int3"], "wire must be .* got 'int3'"),
+    ("dgc", "clip", [0], "clip must be above 0, or None"),
+    ("dgc", "clip", [-1, "1"], "clip must be a number from 0 to inf, got "),
+    ("dgc", "masking", [None], "masking must be True or False, got None"),
+    ("dgc", "momentum", [-0.1], "momentum must be a number from 0 to 1, got -0.1"),
+    ("dgc", "nesterov", ["yes"], "nesterov must be True or False, got 'yes'"),
+    ("dgc", "ratio", [0], RATIO),
+    ("dgc", "sample", [1.5], "sample must be a number from 0 to 1, got 1.5"),
+    ("dgc", "warmup_steps", [-1, 1.5], "warmup_steps must be an integer of at least 0, got "),
+    ("fetchsgd", "columns", [-1], "columns must be a number from 0 to 1, got -1"),
+    ("fetchsgd", "momentum", [-0.1], "momentum must be a number from 0 to 1, got -0.1"),
+    ("fetchsgd", "ratio", [2], RATIO),
+    ("fetchsgd", "rows", [2], "rows must be 1, 3, 5 or 7, got 2"),
+    ("gaussiank", "ratio", [1.5], RATIO),
+    ("globalrandk-maxnorm", "bits", [1, 17, [8, 4], "8"], "bits "),
+    ("globalrandk-maxnorm", "ratio", [0], RATIO),
+    ("globalrandk-maxnorm", "rounding", ["down"], "rounding must be 'nearest' or 'stochastic'"),
+    ("globalrandk-maxnorm", "wire", ["fp16"], "wire must be None, since bits say"),
+    (
+        *("maxnorm", "bits", [1, 17, 0, -4, 4.0, True, None, "4", [], [4, True], [6, 17], [1, 2], "46"]),
+        "bits must be a whole number from 2 to 16, or several, got ",
+    ),
+    ("maxnorm", "bits", [[10, 6], [6, 6], [4, 8, 7]], "bits of several grids must ascend without repetition"),
+    ("maxnorm", "norm", ["l1"], "norm must be 'max' or 'l2', got 'l1'"),
+    ("maxnorm", "rounding", ["up"], "rounding must be 'stochastic' or 'nearest', got 'up'"),
+    ("mstopk", "samplings", [0, -1, 2.5, True, None], "samplings must be an integer of at least 1, got "),
+    ("onebit", "block", [0, -64, 1, 100, 64.0, True, None, "64"], "block must be a multiple of 64, got "),
+    ("powersgd", "iterations", [0], "iterations must be an integer of at least 1, got 0"),
+    ("powersgd", "layers", [["a"]], r"layers must map names to ranks, got \['a'\]"),
+    ("powersgd", "layers", [{"a": 1.5}], r"layers\['a'\] must be an integer of at least 1, got 1.5"),
+    ("powersgd", "rank", [0, True, 2.0], "rank must be an integer of at least 1, got "),
+    ("powersgd", "rows", [0], "rows must be an integer of at least 1, got 0"),
+    ("powersgd", "start_step", [-1], "start_step must be an integer of at least 0"),
+    ("powersgd", "wire", ["fp8"], "wire must be None, 'fp16' or 'bf16'"),
+    ("qsgd", "bits", [1, 9, 0, -2, 4.0, "4", None, True], "bits must be a whole number from 2 to 8, got "),
+    ("qsgd", "bucket", [0, -64, 1, 100, 64.0, True, None], "bucket must be a multiple of 64, got "),
+    ("qsgd", "layers", [{"a": 9}], r"layers\['a'\] must be a whole number from 2 to 8, got 9"),
+    ("qsgd", "layers", [[3]], r"layers must map names to bits, got \[3\]"),
+    ("qsgd", "norm", ["l1"], "norm must be 'max' or 'l2', got 'l1'"),
+    ("qsgd", "rounding", ["up"], "rounding must be 'stochastic' or 'nearest', got 'up'"),
+    ("randomk", "ratio", [0], RATIO),
+    ("randomk", "scaled", [2], "scaled must be True or False, got 2"),
+    ("randomk", "wire", ["int8"], "wire must be "),
+    ("redsync", "ratio", [0], RATIO),
+    ("redsync", "search", ["linear"], "search must be 'binary' or 'trimmed', got 'linear'"),
+    ("sidco", "distribution", ["normal"], "distribution must be 'exponential', 'gamma' or 'pareto', got 'normal'"),
+    ("sidco", "ratio", [0], RATIO),
+    ("sidco", "stages", [0, 2.5], "stages must be None or a number from 1 to 64, got "),
+    ("signsgd", "scale", [0, -1.0, True, None, "1", math.nan, math.inf], "scale must be a positive number, got "),
+    ("terngrad", "clip", [0, -1, True, "2.5", math.nan, math.inf], "clip must be None or a positive number, got "),
+    ("threshold", "limit", [-1, math.nan, None, "1", True], "limit must be a number from 0 to inf, got"),
+    ("uniform", "bits", [0, 9, 8.0, "8", None, True], "bits must be a whole number from 1 to 8, got "),
+    ("uniform", "bucket", [0, 1, 100, 64.0, None], "bucket must be a multiple of 64, got "),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "text"),
+    [(name, setting, value, text) for name, setting, values, text in REFUSED for value in values],
+)
+def test_compressor_with_a_bad_setting_is_refused(name, setting, value, text):
+    with pytest.raises(ConfigurationError, match=f"^{name}: {text}"):
+        get_compressor({"id": name, setting: value})
+
+
+def test_maxnorm_nearest_with_the_l2_norm_is_refused():
+    with pytest.raises(ConfigurationError, match="maxnorm: rounding='nearest' needs norm='max'"):
+        mpicomp.MaxNorm(norm="l2", rounding="nearest")
+
+
+@pytest.mark.parametrize(
+    ("compressor", "advice"),
+    [
+        (mpicomp.BlockRandomK(scaled=True), ""),
+        (mpicomp.FetchSGD(), "leave feedback out"),
+        (mpicomp.GlobalRandKMaxNorm(ratio=0.05, rounding="stochastic"), r"GlobalRandKMaxNorm\(ratio=0.05\)"),
+        (mpicomp.MaxNorm(bits=[6, 10]), r"MaxNorm\(.*rounding='nearest'\)"),
+        (mpicomp.MaxNorm(norm="l2"), r"MaxNorm\(.*rounding='nearest'\)"),
+        (mpicomp.RandomK(scaled=True), ""),
+        (mpicomp.SignSGD(), "leave feedback out"),
+        (mpicomp.TernGrad(), ""),
+        (mpicomp.Uniform(bits=2), r"or use Uniform\(bits=3, bucket=64\)"),
+    ],
+    ids=str,
+)
+def test_compressor_without_feedback_is_refused_with_it(compressor, advice):
+    assert not compressor.feedback
+    assert not Ranks(1, compressor).reducers[0].feedback
+    with pytest.raises(ConfigurationError, match=f"^{compressor.id}: .*{advice}"):
+        Ranks(1, compressor, feedback=True)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        mpicomp.RandomK(),
+        mpicomp.BlockRandomK(),
+        mpicomp.MaxNorm(bits=3, rounding="nearest"),
+        mpicomp.Uniform(bits=3, bucket=64),
+    ],
+    ids=str,
+)
+def test_compressor_that_contracts_runs_with_feedback(compressor):
+    assert Ranks(1, compressor).reducers[0].feedback
+
+
+@pytest.mark.parametrize("name", ["dgc", "countsketch"])
+def test_momentum_without_feedback_is_refused(name):
+    with pytest.raises(ConfigurationError, match="momentum correction"):
+        Ranks(1, {"id": name, "momentum": 0.9}, feedback=False)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "sizes"),
+    [  # words of 64 signs, then a magnitude, padded to 8
+        (mpicomp.EFSign(), {0: 0, 1: 16, 64: 16, 65: 24, 1024: 136}),
+        # words of 64 signs, then exponents of a byte, padded to 8
+        (mpicomp.Natural(), {0: 0, 1: 16, 8: 16, 9: 24, 64: 72, 65: 88, 1024: 1152}),
+        # words of 64 signs, then magnitudes of 4 bytes in pairs
+        (mpicomp.OneBit(block=64), {0: 0, 1: 16, 64: 16, 65: 24, 128: 24}),
+        (mpicomp.OneBit(block=1024), {1024: 136, 2049: 280}),
+        # as many words for 64 elements as an element has bits, then steps of 4 bytes in pairs
+        (mpicomp.QSGD(bits=4, bucket=128), {0: 0, 1: 40, 128: 72, 129: 104}),
+        (mpicomp.QSGD(bits=2, bucket=64), {256: 80}),
+        (mpicomp.QSGD(bits=8, bucket=256), {1024: 1040}),
+    ],
+    ids=str,
+)
+def test_quantiser_packs_into_the_bytes_of_its_format(compressor, sizes):
+    assert {numel: compressor.packed_bytes(numel) for numel in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("compressor", "bits"),
+    [
+        (mpicomp.EFSign(), 1),
+        (mpicomp.Natural(), 9),
+        *((mpicomp.QSGD(bits=b, bucket=n), b + 32 / n) for b in range(2, 9) for n in (64, 128, 1024)),
+        *((mpicomp.Uniform(bits=b, bucket=n), b + 64 / n) for b in range(1, 9) for n in (64, 256, 1024)),
+    ],
+    ids=str,
+)
+def test_quantiser_takes_the_promised_bits_an_element(compressor, bits):
+    for numel in (100_000, 1 << 20, 10_000_019):
+        assert bits * numel / 8 <= compressor.packed_bytes(numel) <= 1.02 * bits * numel / 8
+
+
+@pytest.mark.parametrize(
+    ("compressor", "itemsize", "expected"),
+    [
+        (mpicomp.GlobalRandKMaxNorm(ratio=0.05), 4, 0.05 * mpicomp.MaxNorm(bits=8).wire_bytes_per_element(4)),
+        (mpicomp.Natural(), 4, 9 / 8),
+        (mpicomp.OneBit(), 4, 1 / 8 + 4 / 1024),
+        (mpicomp.OneBit(block=4096), 8, 1 / 8 + 4 / 4096),
+        *((mpicomp.QSGD(bits=b, bucket=n), 8, b / 8 + 4 / n) for b in range(2, 9) for n in (64, 128, 1024)),
+        (mpicomp.TernGrad(), 4, 8 / 16),  # four ranks sum to at most 8 above the lowest, in 4 bits: 16 in a word
+        (mpicomp.Threshold(wire="fp16", indices="plain"), 4, 0.06),
+        *((mpicomp.Uniform(bits=b, bucket=n), 8, b / 8 + 8 / n) for b in range(1, 9) for n in (64, 256, 1024)),
+    ],
+    ids=str,
+)
+def test_compressor_predicts_its_bytes_an_element(compressor, itemsize, expected):
+    assert compressor.wire_bytes_per_element(itemsize) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "collectives"),
+    [
+        (mpicomp.EFSign(), ["two-phase"]),
+        (mpicomp.GlobalRandKMaxNorm(ratio=0.05), ["integer-sum", "hierarchical"]),
+        (mpicomp.MaxNorm(), ["integer-sum", "hierarchical"]),
+        (mpicomp.OneBit(), ["two-phase", "packed-allgather"]),
+        (mpicomp.SignSGD(), ["majority-vote"]),
+    ],
+    ids=str,
+)
+def test_compressor_is_carried_by_collectives_of_its_kind(compressor, collectives):
+    assert fitting(compressor)[: len(collectives)] == fitting(type(compressor))[: len(collectives)] == collectives
+
+
+@pytest.mark.parametrize(
+    ("name", "collectives", "advice"),
+    [
+        ("countsketch", ["sketched-memory", "allgather", "hierarchical"], "use sketched"),
+        ("fetchsgd", ["sketched", "hierarchical"], "use sketched-memory"),
+        ("onebit", ["allreduce"], "use two-phase, packed-allgather or "),
+        ("powersgd", ["allgather"], "use low-rank"),
+        ("signsgd", ["allreduce", "two-phase", "hierarchical", "integer-sum"], "use majority-vote"),
+    ],
+)
+def test_compressor_with_another_collective_is_refused(name, collectives, advice):
+    for collective in collectives:
+        with pytest.raises(IncompatiblePairError, match=f"{name}: does not fit collective '{collective}'.*{advice}"):
+            Ranks(1, name, collective)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [mpicomp.MaxNorm(bits=[6, 10]), mpicomp.MaxNorm(norm="l2"), mpicomp.MaxNorm(bits=3, rounding="nearest"), "onebit"],
+    ids=str,
+)
+def test_quantiser_of_zeros_sends_zeros(compressor):
+    together = Ranks(3, compressor)
+    for _ in range(3):
+        means = together.reduce([{"w": np.zeros(500, np.float32)}] * 3)
+        assert not any(mean["w"].any() for mean in means)
+    assert together.reducers[0].last_step.buckets[0].gain == 1
+    assert not together.reducers[0].feedback or not together.residual_sum("w").any()
+
+
+ESTIMATORS = [
+    (mpicomp.DGC, {}, [5e-324, 0.0001, 0.01, 1.0], [0.005, 0.03]),
+    (mpicomp.GaussianK, {}, [0.0001, 0.01, 1.0], [0.001, 0.03]),
+    (mpicomp.MSTopK, {}, [0.0001, 0.01, 1.0], [0.001, 0.03]),
+    (mpicomp.MSTopK, {"samplings": 6}, [], [0.03]),
+    (mpicomp.MSTopK, {"samplings": 3}, [], [0.1]),
+    (mpicomp.RedSync, {"search": "binary"}, [0.0001, 0.01, 1.0], [0.001, 0.03]),
+    (mpicomp.RedSync, {"search": "trimmed"}, [0.0001, 0.01, 1.0], [0.001, 0.03]),
+]
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "compressor", [cls(ratio=ratio, **settings) for cls, settings, ratios, _ in ESTIMATORS for ratio in ratios], ids=str
+)
+def test_estimator_of_an_awkward_array_stays_bounded(compressor, name, dtype):
+    check_awkward(compressor, name, dtype, compressor.ratio, fixed=compressor.id == "mstopk")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        *(cls(ratio=ratio, **settings) for cls, settings, _, ratios in ESTIMATORS for ratio in ratios),
+        mpicomp.Threshold(limit=1.5),
+    ],
+    ids=str,
+)
+def test_estimator_selects_the_same_with_any_memory(compressor, dtype):
+    check_memory_changes_nothing(compressor, 5000, dtype)
+
+
+@pytest.mark.parametrize(("name", "least"), [("gaussiank", 1e200), ("mstopk", 1e307), ("redsync", 1e307)])
+def test_estimator_whose_sums_overflow_selects_exactly(name, least):
+    array = np.linspace(least, 1.7e308 if least > 1e300 else 1e300, 5000)
+    assert select(get_compressor({"id": name, "ratio": 0.01}), array, Context())[0].tolist() == oracle.largest(
+        array, 50
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("compressor", "collective"),
+    [
+        (mpicomp.CountSketch(ratio=0.02, columns=0.1, wire=None), "sketched"),
+        (mpicomp.FetchSGD(ratio=0.02, rows=3, columns=0.2, momentum=0.9), "sketched-memory"),
+        (mpicomp.PowerSGD(rank=2, min_compression_rate=1), "low-rank"),
+        (mpicomp.PowerSGD(rank=2, min_compression_rate=1, iterations=2), "low-rank"),
+        (mpicomp.SignSGD(), "majority-vote"),
+    ],
+    ids=str,
+)
+def test_compressor_over_mpi_delivers_what_one_process_does(comm, compressor, collective):
+    reducer = mpicomp.Reducer(compressor, collective, comm=comm)
+    ranks, rng = Ranks(comm.size, compressor, collective), np.random.default_rng(5)
+    rtol = 1e-6 if compressor.id == "powersgd" else 1e-9  # its powers amplify what sums round
+    for _ in range(4):
+        gradients = [{"w": rng.standard_t(2, (20, 15)), "b": rng.standard_t(2, 40)} for _ in range(comm.size)]
+        means, expected = reducer.reduce(gradients[comm.rank]), ranks.reduce(gradients)[comm.rank]
+        for name, mean in means.items():
+            np.testing.assert_allclose(mean, expected[name], rtol=rtol, atol=1e-9)
+            assert len(set(comm.allgather(mean.tobytes()))) == 1
+            if reducer.feedback:
+                residual = ranks.reducers[comm.rank].residual(name)
+                np.testing.assert_allclose(reducer.residual(name), residual, rtol=rtol, atol=1e-9)
+    reducer.close()
