@@ -20,6 +20,12 @@ from mpicomp.settings import check_least, check_ratio
 class ChunkTopK(Sparsifier):
     """Exact top-k of each chunk of a flat bucket; of equal magnitudes the lower index goes first, NaN is largest.
 
+    ::
+
+        for start in range(0, x.size, chunk):
+            i = start + np.argsort(-abs(x[start : start + chunk]), kind="stable")[:k]
+            sent[i] = x[i]
+
     All parts of a model are sent as often as each other, whatever their scale, and no element waits for those of
     another chunk. A chunk is selected from while it is in the cache.
 
@@ -55,12 +61,10 @@ class ChunkTopK(Sparsifier):
         check_least(self.id, "chunk", self.chunk, 1)
 
     def count(self, numel: int) -> int:
-        """Return the number of elements of all chunks."""
         whole, rest = divmod(numel, self.chunk)
         return whole * num_kept(self.ratio, self.chunk) + num_kept(self.ratio, rest)
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """Select the largest of each chunk; see `Sparsifier.select`."""
         array = accumulated.array()
         count = self.count(array.size)
         indices = context.workspace.array("chunktopk.indices", count, np.uint32)

@@ -13,6 +13,10 @@ from mpicomp.registry import register
 class Dense(Compressor):
     """No compression, or 16-bit numbers on the wire.
 
+    ::
+
+        sent = x if wire is None else x.astype(np.float16)
+
     Parameters
     ----------
     wire : {None, "fp16", "bf16"}
@@ -39,9 +43,8 @@ class Dense(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """16-bit numbers round, and what rounding takes has to be kept."""
+        # The residual keeps the rounding errors of 16-bit numbers
         return self.wire is not None
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """2 for the 16-bit forms, otherwise the width of the array's numbers."""
         return itemsize if self.wire is None else 2

@@ -31,6 +31,12 @@ _CORRECTIONS = 10  # times that the threshold may be lowered in a step
 class DGC(Sparsifier):
     """Deep Gradient Compression (arXiv 1712.01887): a threshold from a sample, momentum correction, clipping, warm-up.
 
+    ::
+
+        sample = np.sort(abs(x[start::stride]))
+        threshold = sample[-round(ratio * sample.size)]
+        sent = np.where(abs(x) > threshold, x, 0)
+
     The exact top-k of a strided sample gives the threshold. Where fewer than 0.8 k elements exceed it, it is multiplied
     by 0.8, at most ten times; where more than k do, exactly the k largest are sent.
 
@@ -104,7 +110,6 @@ class DGC(Sparsifier):
 
     @property
     def entry(self) -> Entry:
-        """Clipping and momentum correction."""
         return Entry(self.clip, self.momentum, self.nesterov, self.masking)
 
     def ratio_at(self, step: int) -> float:
@@ -122,11 +127,9 @@ class DGC(Sparsifier):
         model: Mapping[str, int] | None = None,
         warm_up: bool = True,
     ) -> "DGC":
-        """Leave the warm-up out where asked to; see `Compressor.bind`."""
         return self if warm_up else replace(self, warmup_steps=0)
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """Select the elements above the sample's threshold; see `Sparsifier.select`."""
         ratio = self.ratio_at(context.step)
         search = Search("dgc", accumulated, context, num_kept(ratio, accumulated.numel))
         size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / ratio)))

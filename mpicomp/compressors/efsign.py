@@ -19,6 +19,10 @@ _WORD = 64  # signs in a word
 class EFSign(Quantiser):
     """Scaled sign: one bit an element, and the mean magnitude of each layer of a model.
 
+    ::
+
+        sent = np.mean(abs(x)) * np.copysign(1, x)
+
     Of an array that is no bucket of a model there is one. It loses ``norm2(x) - norm1(x)**2 / n`` of an array x of n
     elements, always less than there is, so that error feedback contracts; where few elements are large it contracts
     slowly. `mpicomp.OneBit` has magnitudes for short blocks, which also follow what differs within a layer.
@@ -55,28 +59,23 @@ class EFSign(Quantiser):
         model: Mapping[str, int] | None = None,
         warm_up: bool = True,
     ) -> "EFSign":
-        """Find the layers; see `Compressor.bind`."""
         return replace(self, parts=tuple((size, EFSign()) for size in sizes))
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the bytes of the signs, in words of 64, and of the magnitude, padded; see `Quantiser.packed_bytes`."""
         return 8 * (-(-numel // _WORD) + (numel > 0))
 
     def pack(
         self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
     ) -> float:
-        """Pack signs and the magnitude; see `Quantiser.pack`."""
         message[-8:] = 0  # padding
         words, scales = self._parts(message, array.size)
         return kernels.pack_signs(array, _block(array.size), scales, words, sent)
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        """Write the magnitude with its signs; see `Quantiser.unpack`."""
         words, scales = self._parts(message, out.size)
         kernels.unpack_signs(scales, words, _block(out.size), out)
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
-        """Add the magnitude with its signs; see `Quantiser.unpack_add`."""
         words, scales = self._parts(message, out.size)
         kernels.unpack_signs_add(scales, words, _block(out.size), factor, out)
 

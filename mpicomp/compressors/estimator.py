@@ -193,7 +193,6 @@ class Estimator(Sparsifier):
         object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """Select the elements above the estimated threshold; see `Sparsifier.select`."""
         search = Search(self.id, accumulated, context, num_kept(self.ratio, accumulated.numel), self.ranks)
         if not accumulated.finite:
             return search.largest()

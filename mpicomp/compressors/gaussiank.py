@@ -17,6 +17,12 @@ _LEAST = 5e-324  # smallest share whose quantile is taken: half of the smallest 
 class GaussianK(Estimator):
     """GaussianK-SGD (arXiv 1911.08772): the threshold that a normal distribution of the elements would have.
 
+    ::
+
+        threshold = NormalDist().inv_cdf(1 - ratio / 2) * np.sqrt(np.mean(x**2))
+        threshold *= correction  # 1/2 and 3/2, see below
+        sent = np.where(abs(x) > threshold, x, 0)
+
     It is halved where fewer than 2 k / 3 elements exceed it and multiplied by 1.5 where more than 4 k / 3 do, at most
     three times. Gradients have longer tails than a normal distribution, so that at small ratios it begins too low.
 
@@ -44,7 +50,6 @@ class GaussianK(Estimator):
     paper: ClassVar[str] = "GaussianK-SGD, Shi et al. 2019, arXiv 1911.08772; mean taken as 0, bounded by 4 k + 1024"
 
     def threshold(self, search: Search) -> float:
-        """Return the normal quantile, corrected; see `Estimator.threshold`."""
         k = search.k
         quantile = -NormalDist().inv_cdf(max(self.ratio / 2, _LEAST))
         threshold = quantile * math.sqrt(search.accumulated.energy / search.numel)

@@ -22,6 +22,11 @@ from mpicomp.settings import check_choice, check_ratio
 class GlobalRandKMaxNorm(SharedSparsifier):
     """GlobalRandK-MaxNorm (arXiv 2109.12497): every element has its turn, and then travels as `MaxNorm` says.
 
+    ::
+
+        i = positions_of(seed, step)  # k of them, the same on all ranks; each position once in 1 / ratio steps
+        sent[i] = MaxNorm(bits, rounding=rounding)(x[i])
+
     The array is cut into k parts of nearly equal length; each step sends one element of each, the next one in the
     next step, from a random element on. So all are sent before any is sent again, as with a permutation of all elements
     that is cut into chunks, which need not be stored. No index travels. What is not selected is zero on all ranks.
@@ -80,34 +85,27 @@ class GlobalRandKMaxNorm(SharedSparsifier):
 
     @property
     def feedback(self) -> bool:
-        """Off where elements are rounded at random."""
         return self.values.feedback
 
     @property
     def contractive(self) -> bool:
-        """Whether elements are rounded to the nearest."""
         return self.values.contractive
 
     @property
     def contractive_variant(self) -> Compressor:
-        """The form that rounds to the nearest; see `Compressor.contractive_variant`."""
         return replace(self, rounding="nearest")
 
     @property
     def values(self) -> MaxNorm:
-        """Return the compressor that the selected values are sent with; see `SharedSparsifier.values`."""
         return MaxNorm(bits=self.bits, rounding=self.rounding)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return the integer of the kept fraction, among four ranks."""
         return self.count(1 << 20) / (1 << 20) * self.values.wire_bytes_per_element(itemsize)
 
     def count(self, numel: int) -> int:
-        """Return k."""
         return num_kept(self.ratio, numel)
 
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
-        """Write the position of each part's next element; see `SharedSparsifier.positions`."""
         # The same draws in each step: the turn alone moves on.
         random = Context(bucket=context.bucket, seed=context.seed).random(shared=True)
         one_of_each(numel, random, context, out, turn=context.step)

@@ -77,7 +77,6 @@ class Grid(Quantiser):
         model: Mapping[str, int] | None = None,
         warm_up: bool = True,
     ) -> Self:
-        """Find the parts that have bits of their own; see `Compressor.bind`."""
         if not self.layers:
             return self
         parts: list[tuple[int, int]] = []  # elements, bits
@@ -99,7 +98,6 @@ class Grid(Quantiser):
 
     @property
     def contractive(self) -> bool:
-        """Whether less is lost, on the average of random choices, than there is, at all of its bits; see the class."""
         return all(self._contracts(bits) for bits in {self.bits, *(self.layers or {}).values()})
 
     @abstractmethod
@@ -108,22 +106,19 @@ class Grid(Quantiser):
 
     @property
     def unbiased(self) -> bool:
-        """Whether elements are rounded at random."""
         return self.rounding == "stochastic"
 
     @property
     def feedback(self) -> bool:
-        """On for rounding to nearest, if the residual shrinks; stochastic rounding is unbiased without it."""
+        # Stochastic rounding is unbiased without it
         return self.rounding == "nearest" and self.contractive
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the bytes of the codes, in words of 64, and of the numbers, padded; see `Quantiser.packed_bytes`."""
         return 8 * (self.bits * -(-numel // _WORD) + -(-self.numbers * self._buckets(numel) // 2))
 
     def pack(
         self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
     ) -> float:
-        """Pack codes and numbers; see `Quantiser.pack`."""
         message[-8:] = 0  # padding
         words, bases, steps = self._parts(message, array.size)
         return self._pack(array, bases, steps, words, sent, key if self.rounding == "stochastic" else None)
@@ -141,12 +136,10 @@ class Grid(Quantiser):
         """Choose the grids, and pack; see `Quantiser.pack`."""
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        """Write points of the grids; see `Quantiser.unpack`."""
         words, bases, steps = self._parts(message, out.size)
         kernels.unpack_grid(bases, steps, words, self.bucket, self.bits, out)
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
-        """Add points of the grids; see `Quantiser.unpack_add`."""
         words, bases, steps = self._parts(message, out.size)
         kernels.unpack_grid_add(bases, steps, words, self.bucket, self.bits, factor, out)
 

@@ -53,7 +53,7 @@ class Sparsifier(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """True: sparsifiers that pick by magnitude are biased, so elements that are not sent are kept."""
+        # A selection by magnitude is biased
         return True
 
     def count(self, numel: int) -> int | None:
@@ -61,7 +61,6 @@ class Sparsifier(Compressor):
         return None
 
     def expected(self, numel: int) -> int:
-        """See `Compressor.expected`."""
         return self.count(numel) or num_kept(getattr(self, "ratio", 0.01), numel)
 
     def wire_for(self, count: int, numel: int) -> Wire:
@@ -69,7 +68,6 @@ class Sparsifier(Compressor):
         return Wire(self.wire, compact(count, numel) if self.indices == "auto" else self.indices)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return index and value for the kept fraction, in a bucket of 2**20 elements."""
         numel = 1 << 20
         count = self.expected(numel)
         coded = self.wire_for(count, numel).indices != "plain"
@@ -113,7 +111,6 @@ class SharedSparsifier(Compressor):
 
     @property
     def by_magnitude(self) -> bool:
-        """Positions that all ranks share follow from no rank's values."""
         return False
 
     def __post_init__(self) -> None:
@@ -121,11 +118,9 @@ class SharedSparsifier(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """True: elements that are not sent are kept in the residual."""
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return the value for the kept fraction."""
         return self.count(1 << 20) / (1 << 20) * (itemsize if self.wire is None else 2)
 
     @abstractmethod
@@ -133,7 +128,6 @@ class SharedSparsifier(Compressor):
         """Return the number of elements sent out of ``numel``."""
 
     def expected(self, numel: int) -> int:
-        """See `Compressor.expected`."""
         return self.count(numel)
 
     @abstractmethod
@@ -173,11 +167,9 @@ class Quantiser(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """True: rounding errors are kept in the residual."""
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return the bytes of an element in a bucket of 2**20."""
         return self.packed_bytes(1 << 20) / (1 << 20)
 
     @abstractmethod
@@ -263,20 +255,18 @@ class SharedQuantiser(Compressor):
 
     @property
     def unbiased(self) -> bool:
-        """Whether elements are rounded at random."""
         return self.stochastic
 
     @property
     def feedback(self) -> bool:
-        """Off for stochastic rounding, under which the residual would not shrink."""
+        # Under stochastic rounding the residual would not shrink
         return not self.stochastic
 
     @property
     def contractive(self) -> bool:
-        """Whether elements go to the nearest point: an error is then no larger than the element."""
+        # An error of rounding to the nearest point is no larger than the element
         return not self.stochastic
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return the bytes of an element among four ranks; see `mpicomp.kernels.cpu.fields_of`."""
         ranks, (coarse, *finer) = 4, self.scales
         return 8 / sizes.fields_of(2 * coarse * ranks) + len(finer) * 8 / sizes.fields_of(ranks)

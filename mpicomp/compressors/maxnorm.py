@@ -23,6 +23,12 @@ from mpicomp.settings import check_choice, is_integer
 class MaxNorm(SharedQuantiser):
     """QSGD-MaxNorm (arXiv 2109.12497), with one, two or more scales.
 
+    ::
+
+        w, s = max(abs(x).max() for x in ranks), 2 ** (bits - 1) - 1
+        levels = np.floor(x / w * s + random(x.size))  # integers, which ranks sum; + 0.5 with rounding="nearest"
+        sent = levels * w / s
+
     Every element is rounded to one of ``2 s + 1`` points from ``-w`` to ``w``, where ``s = 2**(bits - 1) - 1`` and w is
     the largest norm of any rank. Integers of all ranks are summed as they travel.
 
@@ -83,22 +89,18 @@ class MaxNorm(SharedQuantiser):
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """``2**(bits - 1) - 1`` for each grid; see `SharedQuantiser.scales`."""
         each = self.bits if isinstance(self.bits, Sequence) else (self.bits,)
         return tuple(2 ** (bits - 1) - 1 for bits in each)
 
     @property
     def stochastic(self) -> bool:
-        """Whether ``rounding`` says so."""
         return self.rounding == "stochastic"
 
     @property
     def contractive_variant(self) -> Compressor:
-        """The same bits, rounded to the nearest; see `Compressor.contractive_variant`."""
         return replace(self, norm="max", rounding="nearest")
 
     def reach(self, array: NDArray[np.floating]) -> float:
-        """Return the norm; see `SharedQuantiser.reach`."""
         if self.norm == "max":
             return largest(array)
         [energy] = to_python(kernels.energy(array))

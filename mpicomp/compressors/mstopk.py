@@ -23,6 +23,12 @@ from mpicomp.settings import check_least, check_ratio
 class MSTopK(Sparsifier):
     """MSTopK (arXiv 2010.10458): k elements, chosen by bisection of a threshold between mean and largest magnitude.
 
+    ::
+
+        lower, upper = bisect(lambda t: np.count_nonzero(abs(x) > mean + t * (largest - mean)) - k, samplings)
+        chosen = (abs(x) > upper) | run_of(abs(x) > lower, length=k - np.count_nonzero(abs(x) > upper))
+        sent = np.where(chosen, x, 0)
+
     Bisection leaves two thresholds, one that at most k elements exceed and one that more than k do. Everything above
     the upper one is sent, and what is missing is taken from between them: a run of neighbours in the order of indices,
     from a random place on.
@@ -60,11 +66,9 @@ class MSTopK(Sparsifier):
         check_least("mstopk", "samplings", self.samplings, 1)
 
     def count(self, numel: int) -> int:
-        """Return k."""
         return num_kept(self.ratio, numel)
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """Bisect, and select k; see `Sparsifier.select`."""
         k, numel = self.count(accumulated.numel), accumulated.numel
         search = Search("mstopk", accumulated, context, k, (1, k, min(k + 1, numel)))
         selection = self._bracketed(search, context) if accumulated.finite else None

@@ -18,6 +18,12 @@ _WORD = 64  # signs in a word
 class Natural(Quantiser):
     """Every magnitude to one of the two powers of two beside it, at random so that it is right on the average.
 
+    ::
+
+        low = 2.0 ** np.floor(np.log2(abs(x)))
+        up = random(x.size) < abs(x) / low - 1
+        sent = np.copysign(np.where(up, 2 * low, low), x)
+
     An element takes nine bits, its sign and its exponent, and no scale: elements of any size stand side by side. It is
     off by an eighth of its energy in expectation at most, so that error feedback contracts; being unbiased it runs
     without if nothing else is said.
@@ -42,33 +48,28 @@ class Natural(Quantiser):
 
     @property
     def feedback(self) -> bool:
-        """Off: elements are right on the average without it."""
+        # Unbiased without it
         return False
 
     @property
     def unbiased(self) -> bool:
-        """Whether elements are right on the average: they are."""
         return True
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the bytes of the signs, in words of 64, and of the exponents, padded; see `Quantiser.packed_bytes`."""
         return 8 * (-(-numel // _WORD) + -(-numel // 8))
 
     def pack(
         self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
     ) -> float:
-        """Pack signs and exponents; see `Quantiser.pack`."""
         message[-8:] = 0  # padding
         words, exponents = self._parts(message, array.size)
         return kernels.pack_exponents(array, words, exponents, sent, key)
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        """Write powers of two with their signs; see `Quantiser.unpack`."""
         words, exponents = self._parts(message, out.size)
         kernels.unpack_exponents(words, exponents, out)
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
-        """Add powers of two with their signs; see `Quantiser.unpack_add`."""
         words, exponents = self._parts(message, out.size)
         kernels.unpack_exponents_add(words, exponents, factor, out)
 

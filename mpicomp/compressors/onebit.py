@@ -20,6 +20,12 @@ _WORD = 64  # signs in a word
 class OneBit(Quantiser):
     """One bit an element: its sign; and one float32 a block: the mean magnitude, which stands for all of the block's.
 
+    ::
+
+        for start in range(0, x.size, block):
+            v = x[start : start + block]
+            sent[start : start + block] = np.mean(abs(v)) * np.copysign(1, v)
+
     Of all magnitudes the mean loses the least energy, and never more than there is, so that error feedback contracts.
 
     Parameters
@@ -57,24 +63,20 @@ class OneBit(Quantiser):
         object.__setattr__(self, "block", int(self.block))
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the bytes of signs, in words of 64, and of magnitudes, padded; see `Quantiser.packed_bytes`."""
         return 8 * (-(-numel // _WORD) + -(-self._blocks(numel) // 2))
 
     def pack(
         self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
     ) -> float:
-        """Pack signs and magnitudes; see `Quantiser.pack`."""
         message[-8:] = 0  # padding
         words, scales = self._parts(message, array.size)
         return kernels.pack_signs(array, self.block, scales, words, sent)
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        """Write magnitudes with their signs; see `Quantiser.unpack`."""
         words, scales = self._parts(message, out.size)
         kernels.unpack_signs(scales, words, self.block, out)
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
-        """Add magnitudes with their signs; see `Quantiser.unpack_add`."""
         words, scales = self._parts(message, out.size)
         kernels.unpack_signs_add(scales, words, self.block, factor, out)
 

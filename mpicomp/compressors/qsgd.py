@@ -17,6 +17,12 @@ from mpicomp.settings import check_choice
 class QSGD(Grid):
     """Every element to one of ``2 * s + 1`` multiples of its bucket's norm over s, with ``s = 2**(bits - 1) - 1``.
 
+    ::
+
+        w, s = abs(v).max(), 2 ** (bits - 1) - 1  # v: the elements of a bucket; w: np.linalg.norm(v) with norm="l2"
+        levels = np.floor(abs(v) / w * s + random(v.size))  # + 0.5 with rounding="nearest"
+        sent = np.copysign(levels * w / s, v)
+
     Parameters
     ----------
     bits : int
@@ -73,7 +79,7 @@ class QSGD(Grid):
 
     @classmethod
     def suggested(cls) -> "list[QSGD]":
-        """Return four bits that contract: of other quantisers something that is suggested is as fast and loses less."""
+        # Four bits that contract; the other quantisers lose more at the same speed
         return [QSGD(rounding="nearest")]
 
     def __post_init__(self) -> None:
@@ -86,7 +92,6 @@ class QSGD(Grid):
 
     @property
     def contractive_variant(self) -> "QSGD":
-        """Itself, or rounded to the nearest with the largest magnitude as norm."""
         return self if self.contractive else replace(self, rounding="nearest", norm="max")
 
     def _pack(

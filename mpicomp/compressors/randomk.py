@@ -32,26 +32,22 @@ class _Random(SharedSparsifier):
 
     @property
     def feedback(self) -> bool:
-        """Off where values are scaled: they are unbiased, and the residual would not shrink."""
+        # Scaled values are unbiased, and the residual would not shrink
         return not self.scaled
 
     @property
     def contractive(self) -> bool:
-        """Whether values are sent as they are."""
         return not self.scaled
 
     @property
     def contractive_variant(self) -> Self:
-        """Itself, or with values as they are."""
         return replace(self, scaled=False)
 
     @property
     def unbiased(self) -> bool:
-        """Whether values are scaled."""
         return self.scaled
 
     def count(self, numel: int) -> int:
-        """Return k."""
         return num_kept(self.ratio, numel)
 
 
@@ -59,6 +55,11 @@ class _Random(SharedSparsifier):
 @dataclass(frozen=True, repr=False)
 class RandomK(_Random):
     """Random-k: one element at random of each of k parts of nearly equal length.
+
+    ::
+
+        i = np.sort(rng(seed, step, bucket).choice(x.size, k, replace=False))  # the same on all ranks
+        sent[i] = x[i] * (x.size / k if scaled else 1)
 
     Parameters
     ----------
@@ -94,11 +95,9 @@ class RandomK(_Random):
     )
 
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
-        """Draw one position of each part; see `SharedSparsifier.positions`."""
         one_of_each(numel, context.random(shared=True), context, out)
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
-        """Return the parts' lengths, or 1; see `SharedSparsifier.weights`."""
         return _lengths(numel, self.count(numel)) if self.scaled else 1.0
 
 
@@ -106,6 +105,12 @@ class RandomK(_Random):
 @dataclass(frozen=True, repr=False)
 class BlockRandomK(_Random):
     """Block random-k (arXiv 2009.09271): k neighbours from a random element on; behind the last comes the first.
+
+    ::
+
+        start = rng(seed, step, bucket).integers(x.size)  # the same on all ranks
+        i = np.sort((start + np.arange(k)) % x.size)
+        sent[i] = x[i] * (x.size / k if scaled else 1)
 
     Parameters
     ----------
@@ -136,7 +141,6 @@ class BlockRandomK(_Random):
     paper: ClassVar[str] = "random-block sparsification, Eghlidi and Jaggi 2020, arXiv 2009.09271; one block a bucket"
 
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
-        """Draw where the block begins; see `SharedSparsifier.positions`."""
         start = int(context.random(shared=True).integers(numel))
         wrapped = max(0, start + out.size - numel)
         drawn = _host_room(out, context)
@@ -145,7 +149,6 @@ class BlockRandomK(_Random):
         _hand_over(drawn, out)
 
     def weights(self, numel: int) -> float:
-        """Return ``numel / k`` where values are scaled, else 1; see `SharedSparsifier.weights`."""
         return numel / self.count(numel) if self.scaled else 1.0
 
 

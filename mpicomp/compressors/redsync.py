@@ -18,6 +18,12 @@ _TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)  # places of the thresholds tried by trimming
 class RedSync(Estimator):
     """RedSync (arXiv 1808.04357): a coarse search for the threshold ``mean + t * (largest - mean)`` of magnitudes.
 
+    ::
+
+        mean, largest = np.mean(abs(x)), abs(x).max()
+        threshold = mean + t * (largest - mean)  # t: see ``search``
+        sent = np.where(abs(x) > threshold, x, 0)
+
     What is selected is often far from k: t takes few values, and the largest magnitude alone moves them all.
 
     Parameters
@@ -56,7 +62,6 @@ class RedSync(Estimator):
         check_choice("redsync", "search", self.search, ("binary", "trimmed"))
 
     def threshold(self, search: Search) -> float:
-        """Search between the mean and the largest; see `Estimator.threshold`."""
         mean, span = search.mean, search.top() - search.mean
         if not 0 < span < float("inf"):
             return float("nan")

@@ -31,6 +31,12 @@ _SAMPLE = 1 << 21  # elements that are enough for a fit: thresholds come from ev
 class SIDCo(Estimator):
     """Everything above a threshold that is estimated from fitted distributions, so that about k elements are sent.
 
+    ::
+
+        threshold = -np.mean(abs(x)) * np.log(0.25)  # exponential; then for each further stage
+        excess = abs(x)[abs(x) > threshold] - threshold
+        threshold -= np.mean(excess) * np.log((k / excess.size) ** (1 / stages_left))
+
     The first stage fits all magnitudes and aims at a quarter of them; every later stage fits what exceeds the threshold
     of the one before. Every 5 steps the number of stages changes by one if what the stages reach, averaged over the
     steps, misses k by more than 20 %: in the direction of the change before if that helped, otherwise in the other
@@ -98,11 +104,9 @@ class SIDCo(Estimator):
 
     @property
     def bounded(self) -> bool:
-        """See `Estimator.bounded`."""
         return self.corrections or not self.published
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """Select the elements above the estimated threshold; see `Sparsifier.select`."""
         if self.corrections and not accumulated.is_computed and hasattr(accumulated.kernels, "sidco"):
             return self._fused(accumulated, context)
         return super().select(accumulated, context)
@@ -128,7 +132,6 @@ class SIDCo(Estimator):
         return Selection(indices[:selected], values[:selected])
 
     def threshold(self, search: Search) -> float:
-        """Fit in stages, and note how near they have come; see `Estimator.threshold`."""
         moments, memory = search.accumulated.moments, search.memory
         if not 0 < moments.energy < math.inf:
             return math.nan

@@ -21,6 +21,12 @@ from mpicomp.settings import is_number
 class TernGrad(SharedQuantiser):
     """TernGrad (arXiv 1705.07878): an element is sent as w with its sign, with probability ``|x| / w``, or as zero.
 
+    ::
+
+        w = max(min(abs(x).max(), clip * np.sqrt(np.mean(x**2))) for x in ranks)
+        chosen = random(x.size) < abs(x) / w
+        sent = np.where(chosen, np.copysign(w, x), 0)
+
     Parameters
     ----------
     clip : float or None
@@ -62,21 +68,17 @@ class TernGrad(SharedQuantiser):
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """One grid of three points; see `SharedQuantiser.scales`."""
         return (1,)
 
     @property
     def stochastic(self) -> bool:
-        """Always."""
         return True
 
     @property
     def unbiased(self) -> bool:
-        """Whether nothing is clipped."""
         return self.clip is None
 
     def reach(self, array: NDArray[np.floating]) -> float:
-        """Return the scale that this rank wants; see `SharedQuantiser.reach`."""
         most = largest(array)
         if self.clip is None or not most > 0 or not math.isfinite(most):
             return most

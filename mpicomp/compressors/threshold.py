@@ -25,6 +25,10 @@ _SLACK = 1024  # elements that can be listed beyond twice what the step before h
 class Threshold(Sparsifier):
     """Every element of at least a magnitude that stays the same over training.
 
+    ::
+
+        sent = np.where(abs(x) >= limit, x, 0)
+
     A top-k loses least in every step; a fixed threshold loses least over a whole training for the same number of
     elements sent, since more is sent when gradients are large. There is no k, so the size of messages follows the data,
     from nothing to the whole array.
@@ -60,11 +64,10 @@ class Threshold(Sparsifier):
         object.__setattr__(self, "limit", float(self.limit))
 
     def expected(self, numel: int) -> int:
-        """Return 1 %: the fraction that the limit keeps is known only from the data."""
+        # The fraction that the limit keeps is known only from the data
         return num_kept(_SHARE, numel)
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """Select the elements that reach the limit; see `Sparsifier.select`."""
         below = _predecessor(self.limit, accumulated.dtype)
         room = context.memory.get("threshold.room", self.expected(accumulated.numel))
         candidates = Candidates(accumulated, context, below, 2 * room + _SLACK)

@@ -27,6 +27,12 @@ _ROOM = 4  # candidates that are stored, as a multiple of k
 class TopK(Sparsifier):
     """Exact top-k by magnitude; of equal magnitudes the lower index goes first, NaN counts as largest.
 
+    ::
+
+        k = max(1, round(ratio * x.size))
+        i = np.sort(np.argsort(-abs(x), kind="stable")[:k])
+        sent[i] = x[i]
+
     Candidates are listed in the sweep that adds gradient and residual, by a bound from the step before; where
     the bound turns out too high or too low a radix selection finds the exact threshold. The result never
     depends on the bound.
@@ -65,7 +71,7 @@ class TopK(Sparsifier):
 
     @classmethod
     def suggested(cls) -> "list[TopK]":
-        """Return one that suits most networks, one for slow ones, and one for fast ones, where own work counts."""
+        # For most networks, for slow ones, and for fast ones, where compute time counts
         return [TopK(wire="bf16"), TopK(wire="q4"), TopK()]
 
     def __post_init__(self) -> None:
@@ -86,7 +92,6 @@ class TopK(Sparsifier):
         model: Mapping[str, int] | None = None,
         warm_up: bool = True,
     ) -> "TopK":
-        """Find the parts that have ratios of their own; see `Compressor.bind`."""
         if not self.layers:
             return self
         parts: list[tuple[int, float, bool]] = []  # elements, ratio, whether a pattern gave it
@@ -99,11 +104,9 @@ class TopK(Sparsifier):
         return replace(self, parts=tuple((size, num_kept(ratio, size)) for size, ratio, _ in parts))
 
     def count(self, numel: int) -> int:
-        """Return k."""
         return sum(k for _, k in self._parts(numel))
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """Select the k largest; see `Sparsifier.select`."""
         parts = []
         start = 0
         for size, k in self._parts(accumulated.numel):

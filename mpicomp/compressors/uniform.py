@@ -16,6 +16,12 @@ from mpicomp.registry import register
 class Uniform(Grid):
     """Every element to one of ``2**bits`` points between its bucket's least and largest element.
 
+    ::
+
+        step = (v.max() - v.min()) / (2**bits - 1)  # v: the elements of a bucket
+        levels = np.floor((v - v.min()) / step + 0.5)  # + random(v.size) with rounding="stochastic"
+        sent = v.min() + step * levels
+
     Parameters
     ----------
     bits : int
@@ -68,7 +74,7 @@ class Uniform(Grid):
 
     @property
     def contractive_variant(self) -> "Uniform":
-        """Itself, or with the shortest buckets and at least the 3 bits that they take."""
+        # The shortest buckets contract from 3 bits on
         layers = self.layers and {name: max(3, bits) for name, bits in self.layers.items()}
         return self if self.contractive else replace(self, bits=max(3, self.bits), bucket=64, layers=layers)
 
