@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from mpicomp import plugins
 from mpicomp.errors import ConfigurationError, UnknownNameError
-from mpicomp.settings import check_flag
+from mpicomp.setting_checks import check_flag
 
 Object = TypeVar("Object")
 Class = TypeVar("Class", bound=type)

@@ -23,7 +23,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.plan_selector import names_for
 from mpicomp.rounds import Group
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.system import launcher
 from mpicomp.transport import Transport
 

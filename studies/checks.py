@@ -22,7 +22,7 @@ from mpicomp.collectives import allgather, is_finite, packed_allgather, paramete
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.pace import Pace
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.system.files import whole_file
 
 _STUDY = "checks"

@@ -20,7 +20,7 @@ from mpicomp.bench.measure import results
 
 from mpicomp.cli.options import check_writable, read_list
 from mpicomp.errors import ConfigurationError, UnknownNameError
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 DENSE = "dense"
 """The arm that all others are compared with."""

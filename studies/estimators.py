@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_writable, read_list, read_ratios
 from mpicomp.compressors import Sparsifier, compressor_class, get_compressor, list_compressors
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.reducer.bucket import Bucket
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 _STUDY = "estimators"
 _COLUMNS = {"name": "", "data": "", "ratio": "g", "mean": ".3f", "min": ".3f", "max": ".3f"}

@@ -15,7 +15,7 @@ from torch import distributed
 
 import mpicomp
 from mpicomp.cli import run_program
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.transport.mpi import MPITransport
 
 _STUDY = "gloo_sums"

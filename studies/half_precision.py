@@ -16,7 +16,7 @@ from mpicomp.bench.tasks import get_task
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.errors import UnknownNameError
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 _STUDY = "half-precision"
 _NORMAL = torch.finfo(torch.float16).tiny  # smaller ones have fewer bits

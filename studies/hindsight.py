@@ -17,7 +17,7 @@ from policy_runs import GOALS, NETWORK_AWARE, NETWORKS, PLANS, Run, Timing, Trai
 from scipy import stats
 
 from mpicomp.cli import run_program
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 _STUDY = "hindsight"
 _MINUTES = 300.0  # limit of the whole study

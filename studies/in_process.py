@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mpicomp.cli.options import check_writable, read_list
 from mpicomp.errors import MpicompError
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 
 def add_arguments(parser: argparse.ArgumentParser, task: str) -> None:

@@ -18,7 +18,7 @@ from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.systems.lgc import LGC
 
 _STUDY = "learned"

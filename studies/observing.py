@@ -17,7 +17,7 @@ from mpicomp.bench.tasks import get_task
 
 import mpicomp
 from mpicomp.cli import run_program
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.transport.mpi import MPITransport
 
 _WARM = 10  # steps that compile and agree

@@ -15,7 +15,7 @@ from mpicomp.bench.training import DDP, DDP_BF16, DDP_POWERSGD, OTHERS
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.errors import ConfigurationError
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.system import launcher
 
 _STUDY = "peers"

@@ -15,7 +15,7 @@ from policy_runs import ARMS, GOALS, NETWORK_AWARE, NETWORKS, QUICK_NETWORKS, Ti
 
 from mpicomp.cli import run_program
 from mpicomp.errors import ConfigurationError
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 _STUDY = "policies"
 _MINUTES, _QUICK_MINUTES = 120.0, 45.0  # limits of the whole study

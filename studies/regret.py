@@ -13,7 +13,7 @@ from mpicomp.bench.measure import results
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_writable, read_compressors, read_list, read_numels, read_ratios
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 _STUDY = "regret"
 _NETWORKS = "50mbit/0us,50mbit/1ms,50mbit/10ms,200mbit/0us,200mbit/1ms,200mbit/10ms,1gbit/0us,2.5gbit/0us"

@@ -31,7 +31,7 @@ from mpicomp.cli import run_program
 from mpicomp.compressors import get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.system import launcher
 
 _STUDY = "simulated"

@@ -17,7 +17,7 @@ from mpicomp.bench.simulate.measured import Measured, read
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_writable, read_list
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 _STUDY = "what_if"
 _BUFFER_S = 5e-3

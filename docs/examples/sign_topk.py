@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import mpicomp
 from mpicomp.compressors import Context, GradientWithResidual
-from mpicomp.compressors.base import num_kept
-from mpicomp.settings import check_ratio
+from mpicomp.compressors.base_compressor import num_kept
+from mpicomp.setting_checks import check_ratio
 
 
 @mpicomp.register

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
-from mpicomp.compressors.base import Compressor, Entry, num_kept
+from mpicomp.compressors.base_compressor import Compressor, Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.device import current_device
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
-from mpicomp.settings import check_least, check_range
+from mpicomp.setting_checks import check_least, check_range
 
 
 @register

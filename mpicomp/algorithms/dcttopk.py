@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, is_finite
-from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.chunktopk import ChunkTopK
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
@@ -18,7 +18,7 @@ from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.workspace import Workspace
 
 

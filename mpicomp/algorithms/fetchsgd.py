@@ -10,7 +10,7 @@ from mpicomp import kernels
 from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.base import Compressor, num_kept
+from mpicomp.compressors.base_compressor import Compressor, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -18,7 +18,7 @@ from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
-from mpicomp.settings import check_range
+from mpicomp.setting_checks import check_range
 
 
 @register

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, Stack, multiply, orthogonalize, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
-from mpicomp.compressors.base import Compressor, bound, match_layer_setting
+from mpicomp.compressors.base_compressor import Compressor, bound, match_layer_setting
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
@@ -21,7 +21,7 @@ from mpicomp.device import current_device, to_python
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.settings import check_choice, check_least, check_range
+from mpicomp.setting_checks import check_choice, check_least, check_range
 
 Stacks = list[NDArray[np.floating]]
 

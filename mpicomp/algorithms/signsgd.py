@@ -10,14 +10,14 @@ from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
-from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import NONFINITE, STALE
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
-from mpicomp.settings import is_number
+from mpicomp.setting_checks import is_number
 
 _LARGEST = float(np.finfo(np.float32).max)
 

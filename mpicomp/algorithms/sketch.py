@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
-from mpicomp.compressors.base import Compressor, num_kept
+from mpicomp.compressors.base_compressor import Compressor, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.errors import ConfigurationError
-from mpicomp.settings import check_choice, check_range, check_ratio
+from mpicomp.setting_checks import check_choice, check_range, check_ratio
 from mpicomp.workspace import Workspace
 
 _ROWS = 1, 3, 5, 7  # an odd number, so that the median is one of them and not a mean, which could round

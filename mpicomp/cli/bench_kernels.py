@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure import results
     from mpicomp.cli.options import check_writable, read_ratios
     from mpicomp.device import HOST
-    from mpicomp.settings import check_least
+    from mpicomp.setting_checks import check_least
 
     check_least(_COMMAND, "--numel", arguments.numel)
     check_least(_COMMAND, "--threads", arguments.threads)

@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train on all ranks, print on rank 0; 1 where replicas that were to be equal are not."""
     from mpicomp.cli.options import check_writable, read_list
     from mpicomp.errors import ConfigurationError
-    from mpicomp.settings import check_least, check_ratio
+    from mpicomp.setting_checks import check_least, check_ratio
     from mpicomp.system import launcher
 
     ratio = check_ratio(_COMMAND, arguments.ratio)

@@ -101,7 +101,7 @@ def check_drawing(command: str) -> None:
 def read_ratios(command: str, text: str) -> list[float]:
     """Read kept fractions with commas between them; duplicates count once."""
     from mpicomp.errors import ConfigurationError
-    from mpicomp.settings import check_ratio
+    from mpicomp.setting_checks import check_ratio
 
     try:
         numbers = [float(word) for word in text.split(",")]
@@ -150,7 +150,7 @@ def read_policy(command: str, text: str) -> "Policy":
 def read_numels(command: str, text: str) -> list[int]:
     """Read lengths with commas between them; duplicates count once."""
     from mpicomp.errors import ConfigurationError
-    from mpicomp.settings import check_least
+    from mpicomp.setting_checks import check_least
 
     try:
         numbers = [int(word) for word in text.split(",")]

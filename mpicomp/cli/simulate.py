@@ -178,7 +178,7 @@ def _plans(arguments: argparse.Namespace, measured: "Measured") -> "list[Plan]":
 
 def _cut(bucket_bytes: int, measured: "Measured", plans: "Sequence[Plan]") -> "Measured":
     from mpicomp.errors import ConfigurationError
-    from mpicomp.settings import check_least
+    from mpicomp.setting_checks import check_least
 
     if any(plan.compressor is None for plan in plans):
         raise ConfigurationError(
@@ -190,7 +190,7 @@ def _cut(bucket_bytes: int, measured: "Measured", plans: "Sequence[Plan]") -> "M
 
 def _ranks(text: str) -> list[int]:
     from mpicomp.errors import ConfigurationError
-    from mpicomp.settings import check_least
+    from mpicomp.setting_checks import check_least
 
     try:
         numbers = [int(word) for word in text.split(",")]
@@ -219,7 +219,7 @@ def _links(arguments: argparse.Namespace) -> "Links":
 
 def _topology(arguments: argparse.Namespace, measured: "Measured", ranks: int, links: "Links") -> Any:
     from mpicomp.bench.simulate.topology import Topology
-    from mpicomp.settings import check_least
+    from mpicomp.setting_checks import check_least
 
     per_host = arguments.per_host
     if per_host is None:

@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.cli.options import check_drawing, check_folder, check_writable
     from mpicomp.errors import ConfigurationError, FileWriteError
     from mpicomp.policies.warmup import choose_warmup, read_warmup
-    from mpicomp.settings import check_least
+    from mpicomp.setting_checks import check_least
     from mpicomp.system import launcher
     from mpicomp.system.stopping import STOPPED, stop_on_signals
 
@@ -341,7 +341,7 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
     """Return the compressor that was named."""
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor
-    from mpicomp.settings import check_ratio
+    from mpicomp.setting_checks import check_ratio
 
     ratio = 0.01 if arguments.ratio is None else check_ratio("train", arguments.ratio)
     if arguments.compressor is None:
@@ -363,7 +363,7 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Return the settings of the exchange of updates; None for one of gradients."""
     from mpicomp.cli.options import read_named
     from mpicomp.errors import ConfigurationError, UnknownNameError
-    from mpicomp.settings import check_least
+    from mpicomp.setting_checks import check_least
 
     config = read_named("train", "--exchange", arguments.exchange)
     name = config.pop("id", None)

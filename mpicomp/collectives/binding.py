@@ -6,7 +6,7 @@ from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import COLLECTIVES, Scheme
 from mpicomp.collectives.shared_positions import SharedPositions
 from mpicomp.collectives.two_phase import TwoPhase
-from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.wire_format import SHARING

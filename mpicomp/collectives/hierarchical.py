@@ -19,7 +19,7 @@ from mpicomp.collectives.scheme import (
     gain_of,
     undelivered,
 )
-from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece

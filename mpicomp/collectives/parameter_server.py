@@ -20,7 +20,7 @@ from mpicomp.collectives.scheme import (
     undelivered,
 )
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier

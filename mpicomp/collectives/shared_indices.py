@@ -7,7 +7,7 @@ import numpy as np
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
-from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual

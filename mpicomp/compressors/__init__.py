@@ -1,6 +1,6 @@
 """Compressors: one file each. They turn arrays into messages and know no MPI."""
 
-from mpicomp.compressors.base import COMPRESSORS, Compressor, Entry
+from mpicomp.compressors.base_compressor import COMPRESSORS, Compressor, Entry
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.chunktopk import ChunkTopK
 from mpicomp.compressors.context import Context

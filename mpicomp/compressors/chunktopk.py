@@ -6,13 +6,13 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.registry import register
-from mpicomp.settings import check_least, check_ratio
+from mpicomp.setting_checks import check_least, check_ratio
 
 
 @register

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.compressors.base import Entry, num_kept
+from mpicomp.compressors.base_compressor import Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -19,7 +19,7 @@ from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
-from mpicomp.settings import check_choice, check_least, check_range, check_ratio
+from mpicomp.setting_checks import check_choice, check_least, check_range, check_ratio
 
 _FEW = 0.8  # times k; with fewer than that the threshold is lowered
 _LOWER = 0.8  # factor by which the threshold is lowered

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -18,7 +18,7 @@ from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device
 from mpicomp.kernels import cpu
-from mpicomp.settings import check_ratio
+from mpicomp.setting_checks import check_ratio
 
 _ROOM = 8  # candidates that can be stored, as a multiple of k
 _MANY = 3  # candidates, as a multiple of those sent, from which on the gap between bound and threshold is halved

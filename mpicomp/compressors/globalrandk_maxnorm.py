@@ -7,14 +7,14 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Compressor, num_kept
+from mpicomp.compressors.base_compressor import Compressor, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.maxnorm import MaxNorm, check_bits
 from mpicomp.compressors.randomk import one_of_each
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
-from mpicomp.settings import check_choice, check_ratio
+from mpicomp.setting_checks import check_choice, check_ratio
 
 
 @register

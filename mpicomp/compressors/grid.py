@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.base import match_layer_setting
+from mpicomp.compressors.base_compressor import match_layer_setting
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
-from mpicomp.settings import check_choice, is_integer
+from mpicomp.setting_checks import check_choice, is_integer
 
 _WORD = 64  # elements of a bucket come in multiples of this: a bit plane is made of 64-bit words
 

@@ -7,13 +7,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Compressor, bound, num_kept
+from mpicomp.compressors.base_compressor import Compressor, bound, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import INDICES, VALUES, Selection, Wire, compact, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
-from mpicomp.settings import check_choice
+from mpicomp.setting_checks import check_choice
 
 
 @dataclass(frozen=True, repr=False)

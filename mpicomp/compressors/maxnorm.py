@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.device import to_python
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
-from mpicomp.settings import check_choice, is_integer
+from mpicomp.setting_checks import check_choice, is_integer
 
 
 @register

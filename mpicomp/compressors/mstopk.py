@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -15,7 +15,7 @@ from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import to_python
 from mpicomp.registry import register
-from mpicomp.settings import check_least, check_ratio
+from mpicomp.setting_checks import check_least, check_ratio
 
 
 @register

@@ -10,7 +10,7 @@ from mpicomp import kernels
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
-from mpicomp.settings import is_integer
+from mpicomp.setting_checks import is_integer
 
 _WORD = 64  # signs in a word
 

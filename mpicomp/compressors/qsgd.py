@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.compressors.grid import Grid
 from mpicomp.registry import register
-from mpicomp.settings import check_choice
+from mpicomp.setting_checks import check_choice
 
 
 @register

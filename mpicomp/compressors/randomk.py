@@ -7,12 +7,12 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.device import current_device
 from mpicomp.registry import register
-from mpicomp.settings import check_choice, check_ratio
+from mpicomp.setting_checks import check_choice, check_ratio
 
 _CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the cache
 

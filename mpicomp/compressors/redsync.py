@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from mpicomp.compressors.estimator import Estimator, Search
 from mpicomp.registry import register
-from mpicomp.settings import check_choice
+from mpicomp.setting_checks import check_choice
 
 _WIDTH = 0.2  # width of the interval at which the binary search ends
 _HALVES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)  # places that the binary search can come to

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Estimator, Search, most_of
 from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolated, whole_threshold
@@ -15,7 +15,7 @@ from mpicomp.compressors.topk import bounds_for, scratch_for
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
-from mpicomp.settings import check_choice, check_flag
+from mpicomp.setting_checks import check_choice, check_flag
 
 _FIRST = 0.25  # share of elements that the first of several stages leaves
 _STEPS = 5  # steps between two adjustments of the number of stages

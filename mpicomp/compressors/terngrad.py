@@ -13,7 +13,7 @@ from mpicomp.compressors.maxnorm import largest
 from mpicomp.device import to_python
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
-from mpicomp.settings import is_number
+from mpicomp.setting_checks import is_number
 
 
 @register

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -14,7 +14,7 @@ from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
-from mpicomp.settings import check_range
+from mpicomp.setting_checks import check_range
 
 _SHARE = 0.01  # assumed kept fraction of a fixed threshold before the first step
 _SLACK = 1024  # elements that can be listed beyond twice what the step before had

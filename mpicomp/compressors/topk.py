@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.compressors.base import bound, match_layer_setting, num_kept
+from mpicomp.compressors.base_compressor import bound, match_layer_setting, num_kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -17,7 +17,7 @@ from mpicomp.device import current_device
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
-from mpicomp.settings import check_ratio
+from mpicomp.setting_checks import check_ratio
 
 _ROOM = 4  # candidates that are stored, as a multiple of k
 

@@ -34,7 +34,7 @@ from mpicomp import kernels
 from mpicomp.device import received_on_host, to_python
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
-from mpicomp.settings import check_choice
+from mpicomp.setting_checks import check_choice
 from mpicomp.workspace import Workspace
 
 VERSION = 2

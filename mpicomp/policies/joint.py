@@ -26,7 +26,7 @@ from mpicomp.policies.surveys import Survey
 from mpicomp.policies.tradeoff import Balance
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Rounds
-from mpicomp.settings import is_number
+from mpicomp.setting_checks import is_number
 from mpicomp.transport.base import Transport
 
 _LEAST = 0.001  # lowest ratio among the candidates: below it indices take more than values

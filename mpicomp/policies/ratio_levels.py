@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors import Compressor, TopK
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.surveys import Spectra
-from mpicomp.settings import check_ratio
+from mpicomp.setting_checks import check_ratio
 
 
 def check_ratios(policy: str, least: object, most: object) -> None:

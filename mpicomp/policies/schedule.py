@@ -12,7 +12,7 @@ from mpicomp.policies.policy import BucketOutcome, Shape, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
-from mpicomp.settings import check_choice, check_least, check_range, check_ratio
+from mpicomp.setting_checks import check_choice, check_least, check_range, check_ratio
 from mpicomp.transport.base import Transport
 
 _SHAPES = ("linear", "exponential", "step", "varco")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.arrays import Described
-from mpicomp.compressors.base import Entry
+from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import HOST, Device

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpicomp.arrays import Describer
-from mpicomp.compressors.base import Entry
+from mpicomp.compressors.base_compressor import Entry
 from mpicomp.cost import CostModel
 from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError, RankFailedError

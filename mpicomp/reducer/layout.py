@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.compressors.base import Entry
+from mpicomp.compressors.base_compressor import Entry
 from mpicomp.device import HOST, Device, common_device
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.reducer.bucket import Bucket, make_buckets

@@ -28,7 +28,7 @@ from mpicomp.policies.ratio_levels import at_ratio, check_ratios, ladder
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
-from mpicomp.settings import check_least, check_range
+from mpicomp.setting_checks import check_least, check_range
 from mpicomp.transport.base import Transport
 
 _STRIDE = 8  # of a survey: one group of elements in so many

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.compressors import Compressor, Context, SharedSparsifier, Sparsifier
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.cost import CostModel
 from mpicomp.device import Device, current_device, to_python
@@ -47,7 +47,7 @@ from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratio
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
-from mpicomp.settings import check_choice, check_flag, check_least, check_range
+from mpicomp.setting_checks import check_choice, check_flag, check_least, check_range
 from mpicomp.transport.base import Transport
 from mpicomp.workspace import Workspace
 

@@ -19,8 +19,8 @@ from mpicomp.collectives import Scheme
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
-from mpicomp.testing import collectives, compressors, policies
-from mpicomp.testing.compressors import (
+from mpicomp.testing import collective_laws, compressor_laws, policy_laws
+from mpicomp.testing.compressor_laws import (
     check_awkward_arrays,
     check_bad_gradients_are_undone,
     check_configuration,
@@ -35,7 +35,7 @@ from mpicomp.testing.compressors import (
     check_unbiased,
 )
 from mpicomp.testing.examples import example
-from mpicomp.testing.ranks import accumulated, awkward
+from mpicomp.testing.local_ranks import accumulated, awkward
 
 __all__ = [
     "Check",
@@ -94,11 +94,11 @@ def checks(compressor: Compressor | type[Scheme[Any]] | Policy) -> list[Check]:
 'feedback_contracts', 'bad_gradients_are_undone']
     """
     if isinstance(compressor, Compressor):
-        laws = compressors.laws_of(compressor)
+        laws = compressor_laws.laws_of(compressor)
     elif isinstance(compressor, type) and issubclass(compressor, Scheme):
-        laws = collectives.LAWS
+        laws = collective_laws.LAWS
     elif isinstance(compressor, Policy):
-        laws = policies.LAWS
+        laws = policy_laws.LAWS
     else:
         raise ConfigurationError(
             f"testing: checks are for a compressor, a collective's class or a policy, got {compressor!r}"

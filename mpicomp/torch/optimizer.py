@@ -14,7 +14,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.reducer import check_settings
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.torch.arguments import (
     NamedParameters,
     as_real,

@@ -18,7 +18,7 @@ from mpicomp.bench.measure.timings import gather
 from mpicomp.cli import run_program
 from mpicomp.cost import formulas
 from mpicomp.rounds import Group, Round
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.transport import Transport
 
 _STUDY = "flexible_messages"

@@ -27,7 +27,7 @@ from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import formulas
 from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.system import launcher
 from mpicomp.transport import Transport
 

@@ -17,7 +17,7 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.compressors import SharedSparsifier, Sparsifier, get_compressor
 from mpicomp.policies.surveys import SpectrumSurvey
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 _STUDY = "gravac_tables"
 _KEY = ("table", "task", "name", "seed")

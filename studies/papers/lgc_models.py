@@ -10,7 +10,7 @@ import numpy as np
 from mpicomp.arrays import Described
 from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.reducer.bucket import cut
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.rounds import Group

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mpicomp.cli import run_program
 from mpicomp.policies.allocate import Choice, least_total, total
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.systems.lgreco import layer_policy as policy
 
 _STUDY = "lgreco_parts"

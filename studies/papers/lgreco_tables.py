@@ -10,7 +10,7 @@ import paper_runs
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 _STUDY = "lgreco_tables"
 _KEY = ("task", "family", "arm", "seed")

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from mpicomp import SIDCo
 from mpicomp.cli import run_program
 from mpicomp.compressors import Context, sidco
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 
 _STUDY = "sidco_parts"
 _NUMEL = 1_000_000

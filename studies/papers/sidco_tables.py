@@ -14,7 +14,7 @@ import estimators
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
-from mpicomp.settings import check_least, check_ratio
+from mpicomp.setting_checks import check_least, check_ratio
 
 _STUDY = "sidco_tables"
 _KEY = ("table", "data", "name", "ratio", "seed")

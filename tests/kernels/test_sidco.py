@@ -14,7 +14,7 @@ from scipy import special
 
 import mpicomp
 from mpicomp.compressors import sidco as rule
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece

@@ -27,7 +27,7 @@ LAYERS = [
     ["mpicomp.device"],
     ["mpicomp.arrays", "mpicomp.registry"],
     ["mpicomp.plugins", "mpicomp.kernels"],
-    ["mpicomp.system", "mpicomp.settings"],
+    ["mpicomp.system", "mpicomp.setting_checks"],
     ["mpicomp.errors", "mpicomp._version"],
 ]
 # Who may import what from outside, at whatever place in the file.

@@ -18,7 +18,7 @@ from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratio
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Rounds
-from mpicomp.settings import check_choice, check_flag, check_least, check_range
+from mpicomp.setting_checks import check_choice, check_flag, check_least, check_range
 from mpicomp.systems.flexible import pareto
 from mpicomp.transport.base import Transport
 

@@ -6,12 +6,12 @@ from importlib.util import find_spec
 from itertools import groupby
 from typing import Any, ClassVar, Self
 
-from mpicomp.compressors.base import Compressor, bound, num_kept
+from mpicomp.compressors.base_compressor import Compressor, bound, num_kept
 from mpicomp.compressors.wire_format import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import sizes
 from mpicomp.registry import register
-from mpicomp.settings import check_choice, check_flag, check_least, check_range, check_ratio
+from mpicomp.setting_checks import check_choice, check_flag, check_least, check_range, check_ratio
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.systems.lgc.linear_code import LinearCode

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
 from mpicomp.collectives.values_at import exchange_at
-from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual

@@ -15,7 +15,7 @@ from mpicomp.collectives.scheme import (
     undelivered,
 )
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors.base import num_kept
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import (

@@ -19,7 +19,7 @@ from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.policies.surveys import Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
-from mpicomp.settings import check_choice, check_flag, check_least, check_range
+from mpicomp.setting_checks import check_choice, check_flag, check_least, check_range
 from mpicomp.systems.lgreco.layer_surveys import Both, SumSurvey
 from mpicomp.systems.lgreco.layer_tables import Table, mixed_table, table_for
 from mpicomp.transport.base import Transport

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, get_compressor
-from mpicomp.compressors.base import match_layer_setting, num_kept
+from mpicomp.compressors.base_compressor import match_layer_setting, num_kept
 from mpicomp.compressors.grid import MOST_BITS
 from mpicomp.compressors.packing import packers
 from mpicomp.compressors.wire_format import message_bytes

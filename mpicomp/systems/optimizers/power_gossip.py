@@ -25,7 +25,7 @@ from mpicomp.arrays import WORK_DTYPES, Described
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import Signature, agree, together
 from mpicomp.rounds import Graph, Rounds, make_graph
-from mpicomp.settings import check_least
+from mpicomp.setting_checks import check_least
 from mpicomp.systems.optimizers.gossip_rounds import Gossip
 from mpicomp.torch.arguments import as_real, check_kind
 from mpicomp.torch.collective_optimizer import CollectiveOptimizer, refuse_join

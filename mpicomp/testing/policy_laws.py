@@ -10,7 +10,7 @@ import numpy as np
 from mpicomp.policies import Policy, get_policy, policy_class
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Request, Round, observe
-from mpicomp.testing.ranks import PRECISION, Array, make_reducers
+from mpicomp.testing.local_ranks import PRECISION, Array, make_reducers
 from mpicomp.transport import LocalWorld
 
 _RANKS = (1, 2, 3)

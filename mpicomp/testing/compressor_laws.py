@@ -23,7 +23,7 @@ from mpicomp.compressors import (
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.compressors.wire_format import message_bytes, parse_message, write_message
 from mpicomp.rounds import Group
-from mpicomp.testing.ranks import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
+from mpicomp.testing.local_ranks import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 

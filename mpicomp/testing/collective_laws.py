@@ -12,7 +12,7 @@ from mpicomp.collectives import Context, Result, Scheme, bind, collective_class,
 from mpicomp.compressors import Compressor, Selection, Sparsifier
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.testing.examples import representatives
-from mpicomp.testing.ranks import DTYPES, Array, norm2
+from mpicomp.testing.local_ranks import DTYPES, Array, norm2
 from mpicomp.transport import LocalWorld
 
 _RANKS = (1, 2, 3, 4, 5)  # 3 and 5 catch what works for powers of two only
