@@ -14,7 +14,7 @@ from mpicomp.kernels import cpu
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.collectives.allgather import SparseMean
 from mpicomp.compressors import Quantiser
 from mpicomp.compressors.wire_format import parse_header, parse_message
 from mpicomp.device import Device, to_python

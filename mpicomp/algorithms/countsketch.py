@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
 from mpicomp.collectives.scheme import Exchange, Scheme
-from mpicomp.collectives.values_at import exchange_at
+from mpicomp.collectives.selection import exchange_at
 from mpicomp.compressors.base_compressor import Compressor, Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense

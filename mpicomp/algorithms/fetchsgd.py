@@ -8,8 +8,8 @@ import numpy as np
 
 from mpicomp import kernels
 from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
+from mpicomp.collectives.allgather import SparseMean
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
-from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.base_compressor import Compressor, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense

@@ -4,7 +4,7 @@ from typing import Any
 
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import COLLECTIVES, Scheme
-from mpicomp.collectives.shared_positions import SharedPositions
+from mpicomp.collectives.shared_indices import SharedPositions
 from mpicomp.collectives.two_phase import TwoPhase
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.dense import Dense

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.collectives.allgather import SparseMean
 from mpicomp.collectives.scheme import (
     Exchange,
     Result,
@@ -17,8 +18,7 @@ from mpicomp.collectives.scheme import (
     gain_of,
     undelivered,
 )
-from mpicomp.collectives.selection_ops import added, less, parted
-from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.collectives.selection import added, less, parted
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier

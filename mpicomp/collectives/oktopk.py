@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.owned_regions import even_bounds, mean_bounds, overlaps, quantiles
+from mpicomp.collectives.allgather import SparseMean
+from mpicomp.collectives.regions import even_bounds, mean_bounds, overlaps, quantiles
 from mpicomp.collectives.scheme import (
     Exchange,
     Result,
@@ -20,8 +21,7 @@ from mpicomp.collectives.scheme import (
     gain_of,
     undelivered,
 )
-from mpicomp.collectives.selection_ops import added, common, less, parted, room
-from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.collectives.selection import added, common, less, parted, room
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier

@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.collectives.allgather import SparseMean
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
-from mpicomp.collectives.owners import read_answers, read_sent
+from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import (
     Exchange,
     Result,
@@ -19,7 +20,6 @@ from mpicomp.collectives.scheme import (
     plus,
     undelivered,
 )
-from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.collectives.regions import SegmentedMean
 from mpicomp.collectives.scheme import Exchange, Scheme
-from mpicomp.collectives.segmented_mean import SegmentedMean
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpicomp.collectives.regions import SegmentedMean
 from mpicomp.collectives.scheme import Exchange, Scheme
-from mpicomp.collectives.segmented_mean import SegmentedMean
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense

@@ -7,7 +7,7 @@ import numpy as np
 
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
-from mpicomp.collectives.owners import read_answers, read_sent
+from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual

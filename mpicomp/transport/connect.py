@@ -1,16 +1,19 @@
-"""The transport for the ``comm`` that users pass."""
+"""The transport for the ``comm`` that users pass, and checks of it before anything is sent."""
 
 from typing import Any
 
+from mpicomp.errors import ConfigurationError, LaunchError
 from mpicomp.system import abort
 from mpicomp.transport.base import Transport
 
+_EXPECTED = "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD"
+
 
 def connect(comm: Any = None) -> Transport:
-    """Return the transport of a communicator, a new one; a transport is returned as it is. Collective over ``comm``.
+    """Return a new transport of a communicator; a transport is returned as it is. Collective over ``comm``.
 
-    It comes before anything is looked at that may be wrong on one rank alone: from then on a rank that fails ends the
-    job, and the others can be told.
+    Call it before any check that may fail on one rank alone: from then on a rank that fails ends the job, and the other
+    ranks can be told.
 
     Parameters
     ----------
@@ -20,17 +23,64 @@ def connect(comm: Any = None) -> Transport:
     Raises
     ------
     ConfigurationError
-        Where ``comm`` is something else: nothing was sent then.
+        For any other ``comm``; nothing was sent then.
     LaunchError
-        Where MPI has not begun in this process, or is over.
+        Before MPI_Init and after MPI_Finalize.
     """
     if isinstance(comm, Transport):
         return comm
     from mpicomp.transport.mpi import MPITransport  # starts MPI, which import mpicomp must not
-    from mpicomp.transport.mpi_comm import check_begun, check_comm
 
-    check_begun()
-    abort.install()  # where the program itself has begun MPI after the import
+    _check_initialized()
+    abort.install()  # for a program that has called MPI_Init itself, after the import
     if comm is not None:
-        check_comm(comm)
+        _check_comm(comm)
     return MPITransport(comm)
+
+
+def _check_initialized() -> None:
+    """Raise before a call of MPI would end this process without a message."""
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        raise LaunchError(
+            "mpi: MPI has not begun in this process, since mpi4py.rc.initialize is False; call MPI.Init_thread() "
+            "first, or leave that setting out"
+        )
+    if MPI.Is_finalized():
+        raise LaunchError(
+            "mpi: MPI has come to its end in this process and cannot begin again; do this before MPI.Finalize()"
+        )
+
+
+def _check_comm(comm: Any) -> None:
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Comm):
+        raise ConfigurationError(
+            f"mpi: {_EXPECTED}, got {_describe(comm)}; comm=None is all ranks, and MPI.COMM_WORLD.Split(color, key) "
+            "makes one of some of them"
+        )
+    if comm == MPI.COMM_NULL:
+        raise ConfigurationError(
+            f"mpi: {_EXPECTED}, got COMM_NULL, which is what Split(MPI.UNDEFINED) returns on ranks outside of all "
+            "parts, and what is left of a communicator after Free(); ranks outside exchange nothing, and Free() comes "
+            "after the last use"
+        )
+    try:
+        is_inter = comm.Is_inter()
+    except MPI.Exception as error:
+        raise ConfigurationError(
+            f"mpi: {_EXPECTED}, got one that MPI does not know any more ({error}); call Free() after the last use"
+        ) from None
+    if is_inter:
+        raise ConfigurationError(
+            f"mpi: {_EXPECTED}, got an intercommunicator, whose two groups would be averaged apart or not at all; "
+            "comm.Merge() makes an intracommunicator of both"
+        )
+
+
+def _describe(comm: Any) -> str:
+    if any(cls.__name__ == "ProcessGroup" and cls.__module__.startswith("torch") for cls in type(comm).__mro__):
+        return f"a process group of torch ({type(comm).__name__})"
+    return f"{comm!r:.60} ({type(comm).__name__})"

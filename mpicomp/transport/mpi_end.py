@@ -20,10 +20,10 @@ from mpi4py import MPI
 
 from mpicomp.errors import RankFailedError
 from mpicomp.system import abort
+from mpicomp.transport.base import SHORTEST_S, Naps
 from mpicomp.transport.mpi_failures import all_end, fault_tolerant
 from mpicomp.transport.mpi_pool import Pool, pools
 from mpicomp.transport.mpi_watch import lookout
-from mpicomp.transport.naps import SHORTEST_S, Naps
 from mpicomp.transport.scheduler import leave_all
 
 _LAST_ROUNDS_S = 3.0  # seconds that rounds may take which nobody has waited for

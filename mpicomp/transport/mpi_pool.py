@@ -19,11 +19,10 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
+from mpicomp.transport.base import wait
 from mpicomp.transport.mpi_failures import fault_tolerant, kept
-from mpicomp.transport.mpi_layout import hosts_of_ranks
 from mpicomp.transport.mpi_rounds import Channel
 from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, StallWatchdog, check_seconds, lookout, wanted_seconds
-from mpicomp.transport.naps import wait
 from mpicomp.transport.unreported_deaths import Process, UnreportedDeaths, running_process
 
 _NAMES = (WORLD, HOST, ACROSS)
@@ -325,3 +324,15 @@ def _world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
     group.Free()
     world.Free()
     return names
+
+
+def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
+    """Return the host of each rank, numbered in the order in which they first appear. Collective."""
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    first = np.array([comm.rank], np.int64)
+    shared.Bcast(first, 0)
+    shared.Free()
+    firsts = np.empty(comm.size, np.int64)
+    comm.Allgather(first, firsts)
+    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(firsts.tolist()))}
+    return [numbers[rank] for rank in firsts.tolist()]

@@ -11,8 +11,8 @@ from mpi4py import MPI
 
 from mpicomp.errors import RankFailedError
 from mpicomp.rounds import Graph, Pending, Round
+from mpicomp.transport.base import Naps, wait
 from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant, kept
-from mpicomp.transport.naps import Naps, wait
 
 SEGMENT = 1 << 19
 """Bytes of one message between two ranks: longer arrays go in several, so that the first can be worked on."""

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from mpicomp.errors import ClosedError, MpicompError
 from mpicomp.rounds import Pending, Returned, Round, Rounds, advance
 from mpicomp.system import processors
-from mpicomp.transport.base import RoundLog, Transport
-from mpicomp.transport.naps import Naps
+from mpicomp.transport.base import Naps, RoundLog, Transport
 
 Value = TypeVar("Value")
 

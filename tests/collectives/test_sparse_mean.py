@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.collectives.allgather import SparseMean
 from mpicomp.workspace import Workspace
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpicomp.collectives.sparse_rows import mean_of_rows
+from mpicomp.collectives.selection import mean_of_rows
 from mpicomp.transport import LocalWorld
 
 

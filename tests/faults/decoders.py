@@ -22,7 +22,7 @@ from mpicomp.algorithms.matrix_batches import Matrix
 from mpicomp.arrays import Described
 from mpicomp.checkpoint.file import Header, RankFile, encode, write_file
 from mpicomp.collectives import Context, bind, dense_message, fitting, variants
-from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.collectives.allgather import SparseMean
 from mpicomp.compressors import COMPRESSORS, Quantiser, Selection, compressor_class
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.compressors.wire_format import (

@@ -47,10 +47,10 @@ from schemes import OWN, UNBIASED, USERS, pairs
 
 import mpicomp
 from mpicomp.errors import MpicompError, NonFiniteError, UnknownNameError
+from mpicomp.transport.base import wait
 from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
 from mpicomp.transport.mpi_pool import _MANY as MANY
 from mpicomp.transport.mpi_pool import pools
-from mpicomp.transport.naps import wait
 from mpicomp.transport.scheduler import ProgressThread
 
 PAIRS = pairs(OWN) + pairs(UNBIASED) + pairs(USERS)

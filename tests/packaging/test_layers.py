@@ -35,6 +35,7 @@ HOMES = {
     "mpi4py": (
         "mpicomp/transport/mpi",
         "mpicomp/transport/gpu_routes.py",
+        "mpicomp/transport/connect.py",
         "mpicomp/system/abort.py",
         "mpicomp/doctor/",
     ),

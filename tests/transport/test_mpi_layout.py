@@ -22,7 +22,7 @@ def one_core():
 @pytest.mark.mpi
 @pytest.mark.parametrize("hosts", ["one", "each its own", "two"])
 def test_cores_that_some_rank_of_a_host_may_run_on_are_counted_once(comm, hosts, one_core):
-    from mpicomp.transport.mpi_layout import cores_of_a_rank
+    from mpicomp.transport.mpi import cores_of_a_rank
 
     layout = {"one": [0] * comm.size, "each its own": list(range(comm.size)), "two": [r % 2 for r in range(comm.size)]}
     bound = comm.allgather(one_core(comm.rank))
@@ -35,7 +35,7 @@ def test_cores_that_some_rank_of_a_host_may_run_on_are_counted_once(comm, hosts,
 
 @pytest.mark.mpi
 def test_ranks_that_may_run_anywhere_share_all_cores(comm):
-    from mpicomp.transport.mpi_layout import cores_of_a_rank
+    from mpicomp.transport.mpi import cores_of_a_rank
 
     assert cores_of_a_rank(comm, [0] * comm.size) == len(os.sched_getaffinity(0)) / comm.size
     assert cores_of_a_rank(comm, list(range(comm.size))) == len(os.sched_getaffinity(0))
@@ -46,7 +46,7 @@ def test_ranks_that_may_run_anywhere_share_all_cores(comm):
     ("said", "cores", "naps"), [(None, 0.5, True), (None, 1.0, False), ("0", 0.5, False), ("1", 2.0, True)]
 )
 def test_who_shares_a_core_takes_naps(comm, monkeypatch, said, cores, naps):
-    from mpicomp.transport.mpi_layout import takes_naps
+    from mpicomp.transport.mpi import takes_naps
 
     monkeypatch.delenv("MPICOMP_NAPS", raising=False)
     if said is not None:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
-from mpicomp.collectives.values_at import exchange_at
+from mpicomp.collectives.selection import exchange_at
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense

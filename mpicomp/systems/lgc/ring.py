@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.collectives.allgather import SparseMean
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, far_from_largest, gain_of
-from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.collectives.allgather import SparseMean
 from mpicomp.collectives.scheme import (
     Exchange,
     Result,
@@ -14,7 +15,6 @@ from mpicomp.collectives.scheme import (
     gain_of,
     undelivered,
 )
-from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual

@@ -1,0 +1,256 @@
+"""Parts of an array, one a rank: their bounds, the headers that owners read, and means of arriving segments."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp import kernels
+from mpicomp.collectives.dense_message import read_header, read_headers
+from mpicomp.collectives.scheme import Result, check_undamaged, gain_of
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
+from mpicomp.compressors.wire_format import DAMAGED
+from mpicomp.device import pick, received_on_host, to_python
+from mpicomp.errors import MessageError
+from mpicomp.rounds import parts_of
+
+
+def even_bounds(numel: int, size: int) -> list[int]:
+    """Return the starts of regions of equal length, and the end of the last one.
+
+    Examples
+    --------
+    >>> even_bounds(10, 4)
+    [0, 3, 6, 8, 10]
+    """
+    return [0, *accumulate(parts_of(numel, size))]
+
+
+def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
+    """Return where a rank would cut between ``size`` regions: -1 everywhere if it has selected nothing.
+
+    Parameters
+    ----------
+    indices : array of uint32
+        Positions that it has selected; ascending.
+    size : int
+        Number of regions.
+
+    Returns
+    -------
+    list of int
+        The first indices of all regions but the first one; they do not descend.
+
+    Examples
+    --------
+    >>> quantiles(np.array([1, 2, 3, 50], np.uint32), 2), quantiles(np.array([], np.uint32), 3)
+    ([3], [-1, -1])
+    """
+    count = indices.size
+    if not count:
+        return [-1] * (size - 1)
+    found: list[int] = pick(indices, [place * count // size for place in range(1, size)]).tolist()
+    return found
+
+
+def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
+    """Return the boundaries that follow from all ranks' quantiles: their means, rounded down.
+
+    Parameters
+    ----------
+    cuts : array of int64, shape (ranks, ranks - 1)
+        Results of `quantiles` on each.
+    before : sequence of int
+        The boundaries until now; they stay where no rank has selected anything.
+
+    Examples
+    --------
+    >>> mean_bounds(np.array([[3], [-1], [6]]), [0, 5, 10])
+    [0, 4, 10]
+    """
+    told = [[int(cut) for cut in own] for own in cuts if -1 not in own]
+    if not told:
+        return list(before)
+    return [before[0], *(sum(column) // len(told) for column in zip(*told, strict=True)), before[-1]]
+
+
+def overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[int]:
+    """Return the number of a rank's elements that go to each when a list that ranks hold in pieces is cut anew.
+
+    Parameters
+    ----------
+    counts, targets : sequence of int
+        Elements that each rank holds, and is to hold, of the list; with the same sum.
+    rank : int
+        The rank whose elements are dealt out.
+
+    Examples
+    --------
+    >>> [overlaps([6, 0, 3], [3, 3, 3], rank) for rank in range(3)]
+    [[3, 3, 0], [0, 0, 0], [0, 0, 3]]
+    """
+    start = sum(counts[:rank])
+    stop = start + counts[rank]
+    bounds = pairwise([0, *accumulate(targets)])
+    return [max(0, min(stop, end) - max(start, begin)) for begin, end in bounds]
+
+
+def read_sent(
+    collective: str, messages: NDArray[np.uint8], count: int
+) -> tuple[int, float, float, MessageError | None]:
+    """Read the messages that an owner received.
+
+    Parameters
+    ----------
+    collective : str
+        Its name, for the error.
+    messages : array of uint8, shape (ranks, bytes)
+        One from each rank.
+    count : int
+        Elements of the owner's part.
+
+    Returns
+    -------
+    flags : int
+        Of all ranks, for the answer; `DAMAGED` where a message cannot be read.
+    energy, lost : float
+        Sums over ranks.
+    problem : MessageError or None
+        What is wrong.
+    """
+    try:
+        return *read_headers(messages, count), None
+    except MessageError as error:
+        return DAMAGED, 0.0, 0.0, MessageError(f"{collective}: {error}")
+
+
+def read_answers(
+    collective: str,
+    messages: NDArray[np.uint8],
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    problem: MessageError | None,
+) -> tuple[int, float, float, MessageError | None]:
+    """Read the answers of all owners.
+
+    Parameters
+    ----------
+    collective : str
+        Its name, for errors.
+    messages : array of uint8
+        One from each owner, one after the other.
+    sizes, counts : sequence of int
+        Bytes and elements of each.
+    problem : MessageError or None
+        The error that this rank has found as an owner.
+
+    Returns
+    -------
+    flags, energy, lost : int, float, float
+        Of all ranks.
+    problem : MessageError or None
+        What is wrong with one of them: the other ranks do not know of it.
+
+    Raises
+    ------
+    MessageError
+        On all ranks, where some owner was sent what it could not read.
+    """
+    flags, energy, lost, start = 0, 0.0, 0.0, 0
+    unread: MessageError | None = None
+    for rank, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        try:
+            seen, energy, own_lost = read_header(messages[start : start + size], count)  # all say the same energy
+            flags, lost = flags | seen, lost + own_lost
+        except MessageError as error:
+            unread = unread or MessageError(f"{collective}: from rank {rank}: {error}")
+        start += size
+    check_undamaged(collective, flags, problem)
+    return flags, energy, lost, unread
+
+
+class SegmentedMean:
+    """Adds and divides segments while others are under way, and notes whether all of them are finite.
+
+    Arrays have ``numel + TRAILER`` elements: behind the values stand the numbers of non-finite and of stale ranks, the
+    energy and the lost energy, which are summed and never divided.
+
+    Parameters
+    ----------
+    accumulated : GradientWithResidual
+        This rank's own.
+    ranks : int
+        Number of ranks, by which sums are divided.
+    """
+
+    def __init__(self, accumulated: GradientWithResidual, ranks: int) -> None:
+        self._accumulated = accumulated
+        self._ranks = ranks
+        self._finite: Any = True
+
+    def adds(
+        self,
+        array: NDArray[np.floating],
+        offset: int,
+        other: Callable[[int, int], NDArray[np.floating]],
+        complete: bool,
+    ) -> Callable[[int, int], None]:
+        """Return a function that adds to segments of ``array`` and, where sums are complete, divides them.
+
+        Parameters
+        ----------
+        array : array, shape (numel + TRAILER,)
+            Where segments arrive.
+        offset : int
+            Where the part that they are segments of begins.
+        other : callable
+            Returns the part of the array that is added, between two places.
+        complete : bool
+            Whether that was the last rank's share.
+        """
+
+        def arrived(start: int, stop: int) -> None:
+            segment = array[offset + start : offset + stop]
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(segment, other(offset + start, offset + stop), out=segment)
+            if complete:
+                self.divide(array, offset + start, offset + stop)
+
+        return arrived
+
+    def sees(self, array: NDArray[np.floating], offset: int) -> Callable[[int, int], None]:
+        """Return a function that checks whether segments of ``array``, which are means already, are finite."""
+
+        def arrived(start: int, stop: int) -> None:
+            values = self._values(array, offset + start, offset + stop)
+            # Squares of finite numbers overflow too, and are then not worth a fast answer.
+            on_host = isinstance(values, np.ndarray)
+            quick = on_host and bool(np.isfinite(kernels.energy(values)))
+            self._finite = self._finite & (quick or np.isfinite(values).all())
+
+        return arrived
+
+    def divide(self, array: NDArray[np.floating], start: int, stop: int) -> None:
+        """Make sums means in place, the tail left as it is."""
+        values = self._values(array, start, stop)
+        self._finite = self._finite & kernels.is_finite(kernels.scale(values, 1 / self._ranks), values.dtype)
+
+    def result(self, array: NDArray[np.floating]) -> Result:
+        """Return the result, once all segments of ``array`` were divided or seen."""
+        numel = self._accumulated.numel
+        nonfinite, stale, energy, lost = received_on_host(array[numel : numel + TRAILER]).tolist()
+        [finite] = to_python(self._finite)
+        return Result(
+            mean=array[:numel],
+            sent=self._accumulated.array(),
+            energy=energy,
+            gain=gain_of(lost, energy),
+            kept=float(numel),
+            nonfinite=nonfinite > 0 or not finite,
+            stale=stale > 0,
+        )
+
+    def _values(self, array: NDArray[np.floating], start: int, stop: int) -> NDArray[np.floating]:
+        return array[start : min(stop, self._accumulated.numel)]
