@@ -183,8 +183,8 @@ class Accordion(Adaptive):
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         super().load_state_dict(state, cost)
         self._looked = int(state.get("looked", 0))
-        self._sums = {str(part): float(own) for part, own in state.get("sums", {}).items()}
-        self._norms = {str(part): float(own) for part, own in state.get("norms", {}).items()}
+        self._sums = {str(part): float(value) for part, value in state.get("sums", {}).items()}
+        self._norms = {str(part): float(value) for part, value in state.get("norms", {}).items()}
         self._quiet = set(state.get("quiet", []))
         self._highest = state.get("highest_lr")
         self._current.clear()
@@ -219,8 +219,8 @@ class Accordion(Adaptive):
             if bucket not in told.surveys:
                 return None
             energies = told.surveys[bucket].sum(axis=0, dtype=np.float64)
-            own = energies if self.by_layer else energies.sum(keepdims=True)
-            norms |= zip(self._parts(bucket), np.sqrt(own).tolist(), strict=True)
+            squares = energies if self.by_layer else energies.sum(keepdims=True)
+            norms |= zip(self._parts(bucket), np.sqrt(squares).tolist(), strict=True)
         return norms if all(math.isfinite(norm) for norm in norms.values()) else None
 
     def _begin(self) -> None:
@@ -230,7 +230,7 @@ class Accordion(Adaptive):
 
     def _compare(self) -> None:
         """Choose ratios from this period and the one before, and begin the next one."""
-        norms = {part: own / self._looked for part, own in self._sums.items()}
+        norms = {part: total / self._looked for part, total in self._sums.items()}
         self._quiet = {
             part
             for part, norm in norms.items()

@@ -53,8 +53,8 @@ from mpicomp.workspace import Workspace
 
 _SCALINGS = ("exponential", "geometric")
 _GAINS = ("spectrum", "multilevel")
-_STRIDE = 16  # of a survey: one group of elements in so many
-_FEW = 3  # steps at a ratio, of which an interrupted one could pass for the median
+_STRIDE = 16  # a survey reads one group of elements in so many
+_MIN_STEPS = 3  # at a ratio: of fewer, an interrupted one could be the median
 
 
 class LevelsSurvey:
@@ -85,7 +85,7 @@ class LevelsSurvey:
         most = num_kept(self._less, accumulated.size)
         second = first if first.size <= most else self._selected(first, most / first.size, step, "second")
         with np.errstate(over="ignore"):
-            return np.array(to_python(*(kernels.energy(own) for own in (accumulated, first, second))), np.float32)
+            return np.array(to_python(*(kernels.energy(values) for values in (accumulated, first, second))), np.float32)
 
     def _selected(self, array: NDArray[np.floating], ratio: float, step: int, level: str) -> NDArray[np.floating]:
         """Return the values that a ratio of an array selects."""
@@ -190,16 +190,16 @@ class GraVAC(Adaptive):
         self._share = 1.0
         self._floor, self._candidate = 0, min(1, len(self._ratios) - 1)
         self._ended = False
-        self._steps = 0  # that were learnt from
-        self._unseen = 0  # steps since gradients were last looked at
-        self._looked = -1  # the last such step of which ranks have heard
-        self._gains: NDArray[np.float64] | None = None  # of all candidates; NaN where one is not known
+        self._steps = 0  # with gains
+        self._unsurveyed = 0  # steps since the last survey
+        self._surveyed = -1  # the last step whose survey has arrived
+        self._gains: NDArray[np.float64] | None = None  # of all candidates; NaN where unknown
         self._timings = 1 if self.published else self.window  # of which the median is a throughput
         self._throughputs = [deque[float](maxlen=self._timings) for _ in self._ratios]
         self._level: int | None = 0 if self.published else None  # of the next step; None is dense
         begins = f"floor {self.most:.4g}" if self.published else "dense"
-        self._reason = f"{begins} until gradients have been looked at"
-        self._run: dict[int, _Run] = {}  # of steps that were not undone, and not heard of yet
+        self._reason = f"{begins}: no gradient statistics yet"
+        self._run: dict[int, _Run] = {}  # of steps that were not undone, until their report arrives
         self._before: _Step | None = None
 
     @property
@@ -209,13 +209,13 @@ class GraVAC(Adaptive):
 
     def survey(self, bucket: int) -> Survey | None:
         # At every step until there are gains, then every few steps
-        if self._gains is not None and self._unseen + 1 < self.every:
+        if self._gains is not None and self._unsurveyed + 1 < self.every:
             return None
         if self.gains == "spectrum":
             return self._surveys.setdefault((0, 0, 0), SpectrumSurvey(_STRIDE))
         key = bucket, self._floor, self._candidate
         if key not in self._surveys:
-            self._surveys = {old: own for old, own in self._surveys.items() if old[1:] == key[1:]}
+            self._surveys = {old: survey for old, survey in self._surveys.items() if old[1:] == key[1:]}
             self._surveys[key] = LevelsSurvey(self.compressor, *(self._ratios[level] for level in key[1:]))
         return self._surveys[key]
 
@@ -245,7 +245,7 @@ class GraVAC(Adaptive):
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         # Remember the decision until the report of this step arrives
         self._run[step] = _Run(self._level, self._floor, self._candidate)
-        self._unseen = 0 if self.survey(0) is not None else self._unseen + 1
+        self._unsurveyed = 0 if self.survey(0) is not None else self._unsurveyed + 1
 
     def on_telemetry(self, report: StepReport) -> None:
         super().on_telemetry(report)
@@ -254,10 +254,10 @@ class GraVAC(Adaptive):
             self._throughputs[self._before.level].append(self._before.gain / (began - self._before.began))
         self._before = None
         run = self._run.get(report.step)
-        self._run = {step: own for step, own in self._run.items() if step > report.step}
+        self._run = {step: past for step, past in self._run.items() if step > report.step}
         if run is None:
             return
-        self._look(report, run)
+        self._update_gains(report, run)
         if self._gains is None:
             return
         if run.level is not None and self._timed:
@@ -274,8 +274,8 @@ class GraVAC(Adaptive):
             "candidate": self._candidate,
             "ended": self._ended,
             "steps": self._steps,
-            "gains": None if self._gains is None else [None if own != own else own for own in self._gains.tolist()],
-            "throughputs": [list(own) for own in self._throughputs],
+            "gains": None if self._gains is None else [None if gain != gain else gain for gain in self._gains.tolist()],
+            "throughputs": [list(values) for values in self._throughputs],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
@@ -285,7 +285,7 @@ class GraVAC(Adaptive):
             return
         self._floor, self._candidate = int(state["floor"]), int(state["candidate"])
         self._ended, self._steps = bool(state["ended"]), int(state["steps"])
-        self._throughputs = [deque(own, maxlen=self._timings) for own in state["throughputs"]]
+        self._throughputs = [deque(values, maxlen=self._timings) for values in state["throughputs"]]
         self._before = None
         self._run.clear()
         if state["gains"] is not None:
@@ -293,53 +293,54 @@ class GraVAC(Adaptive):
             self._decide(self._gains)
 
     def _candidates(self) -> list[float]:
-        """Return all ratios that may be run, descending."""
+        """Return all ratios that may run, descending."""
         ratios, exponent = [self.most], 1
         while ratios[-1] > self.least:
             ratios.append(max(self.most / 2**exponent, self.least))
             exponent = 2 * exponent if self.scaling == "exponential" else exponent + 1
         return ratios
 
-    def _look(self, told: StepReport, run: "_Run") -> None:
-        """Take the gains of a step into account, if it was looked at."""
-        if len(told.surveys) < len(self._shapes):
+    def _update_gains(self, report: StepReport, run: "_Run") -> None:
+        """Average the gains of a step, if it was surveyed."""
+        if len(report.surveys) < len(self._shapes):
             return
-        gains = self._gains_of(told) if self.gains == "spectrum" else self._gains_at(told, run)
+        gains = self._gains_of(report) if self.gains == "spectrum" else self._gains_at(report, run)
         if gains is None:
             return
         before = gains if self._gains is None else self._gains
-        average = before + (1 - (1 - self._share) ** max(1, told.step - self._looked)) * (gains - before)
-        # At a level that is known in this step alone, or that was known before, there is nothing to average.
+        average = before + (1 - (1 - self._share) ** max(1, report.step - self._surveyed)) * (gains - before)
+        # A level that is known only from this step, or only from before, has nothing to average
         self._gains = np.where(np.isnan(gains), before, np.where(np.isnan(before), gains, average))
-        self._looked = told.step
+        self._surveyed = report.step
 
-    def _gains_at(self, told: StepReport, run: "_Run") -> NDArray[np.float64] | None:
+    def _gains_at(self, report: StepReport, run: "_Run") -> NDArray[np.float64] | None:
         """Return the gains of a step at its floor and its candidate, NaN elsewhere; None where they are not known."""
-        energy, *selected = sum(own.astype(np.float64).sum(axis=0) for own in told.surveys.values()).tolist()
+        energy, *selected = sum(surveys.astype(np.float64).sum(axis=0) for surveys in report.surveys.values()).tolist()
         if not 0 < energy < np.inf:
             return None
         gains = np.full(len(self._ratios), np.nan)
         gains[[run.floor, run.candidate]] = np.array(selected) / energy
         return gains
 
-    def _gains_of(self, told: StepReport) -> NDArray[np.float64] | None:
+    def _gains_of(self, report: StepReport) -> NDArray[np.float64] | None:
         """Return the gain of each candidate in a step, over all buckets; None where it is not known."""
         lost, energy = np.zeros(len(self._ratios)), 0.0
-        for bucket, surveys in told.surveys.items():
+        for bucket, surveys in report.surveys.items():
             spectra = Spectra(self._shapes[bucket].sizes, surveys)
-            own = float(spectra.energies.sum())
-            lost += own * lost_share(self.compressor, spectra, self._ratios)
-            energy += own
+            bucket_energy = float(spectra.energies.sum())
+            lost += bucket_energy * lost_share(self.compressor, spectra, self._ratios)
+            energy += bucket_energy
         return 1 - lost / energy if 0 < energy < np.inf else None
 
     def _search(self, gains: NDArray[np.float64]) -> None:
-        """Move on to the next candidate, raise the floor, or end."""
+        """Try the next candidate, raise the floor, or end the search."""
         tried = self._candidate
         self._candidate = min(tried + 1, len(self._ratios) - 1)
         if abs(gains[self._floor] - gains[tried]) <= self.omega * gains[self._floor]:
             self._floor = tried
-        enough = min(_FEW, self._timings)
-        medians = [(statistics.median(own), level) for level, own in enumerate(self._throughputs) if len(own) >= enough]
+        enough = min(_MIN_STEPS, self._timings)
+        timed = [(values, level) for level, values in enumerate(self._throughputs) if len(values) >= enough]
+        medians = [(statistics.median(values), level) for values, level in timed]
         if len(medians) > 1:
             (second, one), (first, other) = sorted(medians)[-2:]
             if first - second <= self.omega * second:
@@ -363,7 +364,7 @@ class GraVAC(Adaptive):
 
 @dataclass(frozen=True)
 class _Run:
-    """What a step ran: its level, None for dense, and the floor and the candidate at that time."""
+    """Level of a step, None for dense, and the floor and the candidate at that time."""
 
     level: int | None
     floor: int
@@ -372,7 +373,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose end is not known yet: when it began, its level and the gain there."""
+    """A step that has not ended yet: its start, level and gain."""
 
     step: int
     began: float

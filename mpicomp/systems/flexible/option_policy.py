@@ -212,8 +212,8 @@ class Flexible(Policy):
             self._asking = True
             return
         spectra = [Spectra(shape.sizes, report.surveys[bucket]) for bucket, shape in enumerate(self._shapes)]
-        energies = np.array([own.energies.sum() for own in spectra])
-        shares = np.array([lost_share(self.compressor, own, self._ratios) for own in spectra])
+        energies = np.array([spectrum.energies.sum() for spectrum in spectra])
+        shares = np.array([lost_share(self.compressor, spectrum, self._ratios) for spectrum in spectra])
         lost = energies @ shares / energies.sum() if energies.sum() > 0 else shares.mean(axis=0)
         self._spectral, self._since = 1 - lost, 0
         self._note()
@@ -271,8 +271,8 @@ class Flexible(Policy):
         ratio = 1 + (self.most - 1) * self._ramped / self.ramp
         option = self._option_of_ramp(ratio)
         reason = f"ratio {ratio:.4g}, step {self._ramped} of the ramp"
-        rows, own = self._rows[bucket][option], at_ratio(self.compressor, ratio)
-        return replace(self._selector.plan(bucket, rows, reason, own), settled=False, prediction=None)
+        rows, compressor = self._rows[bucket][option], at_ratio(self.compressor, ratio)
+        return replace(self._selector.plan(bucket, rows, reason, compressor), settled=False, prediction=None)
 
     def _option_of_ramp(self, ratio: float) -> Option:
         return next(option for option in self._options if option.ratio == self._ratios[-1])
@@ -280,11 +280,11 @@ class Flexible(Policy):
     def _ladder(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
         levels: list[tuple[Compressor, Sequence[str]]] = []
         for ratio in self._ratios:
-            own = at_ratio(self.compressor, ratio)
-            names = names_for(own, group)
-            if own.message == "sparse":
+            compressor = at_ratio(self.compressor, ratio)
+            names = names_for(compressor, group)
+            if compressor.message == "sparse":
                 names = [name for name in names if name.partition(":")[0] in _KINDS]
-            levels.append((own, [self._pinned] if self._pinned else names))
+            levels.append((compressor, [self._pinned] if self._pinned else names))
         levels.append((Dense(), names_for(Dense(), group)))
         return levels
 
@@ -296,15 +296,15 @@ class Flexible(Policy):
             if level < len(self._ratios):
                 option = Option(self._ratios[level], self._kind_of(scheme.id))
             found.setdefault(option, []).append(row)
-        return {option: np.array(own) for option, own in found.items()}
+        return {option: np.array(rows) for option, rows in found.items()}
 
     def _kind_of(self, collective: str) -> str:
         return collective.partition(":")[0]
 
-    def _follow_gain(self, delivered: Sequence[BucketOutcome]) -> None:
-        energy = sum(own.energy for own in delivered)
+    def _follow_gain(self, outcomes: Sequence[BucketOutcome]) -> None:
+        energy = sum(outcome.energy for outcome in outcomes)
         if self._current is not None and 0 < energy < math.inf:
-            gain = sum(own.energy * own.gain for own in delivered) / energy
+            gain = sum(outcome.energy * outcome.gain for outcome in outcomes) / energy
             self._ran += 1
             self._gain += (gain - self._gain) / min(self._ran, self._window)
 
@@ -341,8 +341,8 @@ class Flexible(Policy):
         objectives = self.objectives()
         places = np.arange(len(self._options)) if self.solver == "exact" else self._evolve(objectives)
         best = places[pareto.front(objectives[places])]
-        own = objectives[best]
-        place = int(best[pareto.weighted(own, _WEIGHTS) if self.choice == "weighted" else pareto.knee(own)])
+        front = objectives[best]
+        place = int(best[pareto.weighted(front, _WEIGHTS) if self.choice == "weighted" else pareto.knee(front)])
         option = self._options[place]
         if option != self._current:
             self._current = option
@@ -356,7 +356,7 @@ class Flexible(Policy):
         """Return the options that are nearest to what NSGA-II finds, with the logarithm of the ratio and the kind."""
         kinds = list(dict.fromkeys(option.kind for option in self._options))
         places = {kind: [p for p, option in enumerate(self._options) if option.kind == kind] for kind in kinds}
-        grids = {kind: np.log([self._options[place].ratio for place in own]) for kind, own in places.items()}
+        grids = {kind: np.log([self._options[place].ratio for place in members]) for kind, members in places.items()}
 
         def evaluate(variables: NDArray[np.float64]) -> pareto.Objectives:
             out = np.empty((len(variables), 2))

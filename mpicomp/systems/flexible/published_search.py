@@ -71,12 +71,12 @@ class FlexibleSearch(Flexible):
         self._action_due = False  # whether the last step has ended with an action
         self._candidate_of: dict[int, int] = {}  # by step, until its seconds are known
         self._energies = np.zeros((2, len(self._tried)))  # that were sent and that there were, in trials
-        self._seconds: list[list[tuple[float, float]]] = []  # own and in rounds, of each step of each candidate
+        self._seconds: list[list[tuple[float, float]]] = []  # computing and in rounds, of each step of each candidate
         self._objectives: pareto.Objectives | None = None
         self._changes = deque[float](maxlen=_CHANGES)  # of the gain, relative, from step to step
         self._last_gain = 0.0  # of the step before; 0 where there is none
         self._link = 0.0, 0.0
-        self._reason = "the largest ratio until others have been tried"
+        self._reason = "the largest ratio until every candidate has run"
 
     @property
     def bucket_bytes(self) -> int:
@@ -143,8 +143,8 @@ class FlexibleSearch(Flexible):
         self._selector.on_telemetry(report)
         trial = self._candidate_of.pop(report.step, None)
         if trial is not None:
-            begin, end, own, _ = report.times.max(axis=0).T
-            self._seconds[trial].append((float(own.sum()), float((end - begin - own).sum())))
+            begin, end, work, _ = report.times.max(axis=0).T
+            self._seconds[trial].append((float(work.sum()), float((end - begin - work).sum())))
         if self._awaited is None or report.step < self._awaited:
             return
         self._awaited, self._candidate_of = None, {}
@@ -152,7 +152,7 @@ class FlexibleSearch(Flexible):
             self._asking = True
             return
         gains = self._energies[0] / np.where(self._energies[1] > 0, self._energies[1], 1.0)
-        columns = [*np.transpose([np.mean(own, axis=0) for own in self._seconds]), 1 / np.maximum(gains, _LEAST_GAIN)]
+        columns = [*np.transpose([np.mean(work, axis=0) for work in self._seconds]), 1 / np.maximum(gains, _LEAST_GAIN)]
         first = self._objectives is None
         self._objectives, self._since = np.stack(columns, axis=1), 0
         self._renew()
@@ -167,7 +167,7 @@ class FlexibleSearch(Flexible):
         self._objectives = None
 
     def objectives(self) -> pareto.Objectives:
-        """Return seconds of own work, seconds in rounds and 1 / gain of each candidate, shape (candidates, 3)."""
+        """Return seconds of computation, seconds in rounds and 1 / gain of each candidate, shape (candidates, 3)."""
         assert self._objectives is not None
         return self._objectives
 
@@ -182,10 +182,10 @@ class FlexibleSearch(Flexible):
             )
         yield from agree(None, problem, self._group, self.id)
 
-    def _deliver_trial(self, trial: int, step: int, delivered: Sequence[BucketOutcome]) -> None:
+    def _deliver_trial(self, trial: int, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         self._candidate_of[step] = trial
         self._energies[:, trial] += [
-            sum(own.energy * own.gain for own in delivered), sum(own.energy for own in delivered),
+            sum(outcome.energy * outcome.gain for outcome in outcomes), sum(outcome.energy for outcome in outcomes),
         ]  # fmt: skip
         self._steps += 1
         if self._steps == TRIAL:
@@ -193,11 +193,11 @@ class FlexibleSearch(Flexible):
         if self._trial == len(self._tried):
             self._trial, self._awaited = None, step
 
-    def _follow_gain(self, delivered: Sequence[BucketOutcome]) -> None:
-        energy = sum(own.energy for own in delivered)
+    def _follow_gain(self, outcomes: Sequence[BucketOutcome]) -> None:
+        energy = sum(outcome.energy for outcome in outcomes)
         if self._current is None or not 0 < energy < math.inf:
             return
-        gain = sum(own.energy * own.gain for own in delivered) / energy
+        gain = sum(outcome.energy * outcome.gain for outcome in outcomes) / energy
         if self._last_gain > 0:
             self._changes.append(abs(gain - self._last_gain) / self._last_gain)
         self._last_gain = gain
@@ -224,8 +224,8 @@ class FlexibleSearch(Flexible):
             points = pareto.evolve(evaluate, [grid[0]], [grid[-1]])
         found = evaluate(points)
         best = pareto.front(found)
-        own = found[best]
-        place = int(best[pareto.weighted(own, _WEIGHTS) if self.choice == "weighted" else pareto.knee(own)])
+        front = found[best]
+        place = int(best[pareto.weighted(front, _WEIGHTS) if self.choice == "weighted" else pareto.knee(front)])
         ratio = min(self._ratios, key=lambda ratio: abs(math.log(ratio) - points[place, 0]))
         option = self._option(ratio)
         if option != self._current:

@@ -154,21 +154,21 @@ class LGreCo(Adaptive):
         first, *others = self._families
         if others and named.collective != "auto":
             raise ConfigurationError(
-                f"{self.id}: no collective carries all of {', '.join(own.id for own in self._families)}, so none can "
-                f"be named with families, got '{named.collective}'; leave collective out"
+                f"{self.id}: no collective carries all of {', '.join(family.id for family in self._families)}, so none "
+                f"can be named with families, got '{named.collective}'; leave collective out"
             )
-        kinds = [own.layer_setting for own in self._families]
-        for place, own in enumerate(others, 1):
-            if own.layer_setting in kinds[:place]:
+        kinds = [family.layer_setting for family in self._families]
+        for place, family in enumerate(others, 1):
+            if family.layer_setting in kinds[:place]:
                 raise ConfigurationError(
-                    f"{self.id}: families must differ in what they set, and two of them set {own.layer_setting}: "
-                    f"{self._families[kinds.index(own.layer_setting)].id} and {own.id}; leave one of them out"
+                    f"{self.id}: families must differ in what they set, and two of them set {family.layer_setting}: "
+                    f"{self._families[kinds.index(family.layer_setting)].id} and {family.id}; leave one of them out"
                 )
-            feedback = feedback_of(own, self.feedback if named.feedback is None else named.feedback)
-            if feedback != self.feedback or own.entry != first.entry:
+            feedback = feedback_of(family, self.feedback if named.feedback is None else named.feedback)
+            if feedback != self.feedback or family.entry != first.entry:
                 what = "residuals" if feedback != self.feedback else "clipping and momentum"
                 raise ConfigurationError(
-                    f"{self.id}: families must agree in {what}, and {own.id} and {first.id} do not; "
+                    f"{self.id}: families must agree in {what}, and {family.id} and {first.id} do not; "
                     "leave one of them out"
                 )
 
@@ -211,25 +211,25 @@ class LGreCo(Adaptive):
         other = None if self._inner is None else self._inner.survey(bucket)
         # What the last step before an adjustment would tell comes too late.
         looks = self._count >= self._period - 1 - _SURVEYS and self._count != self._period - 1
-        own = self._tables[bucket].survey if looks else None
+        survey = self._tables[bucket].survey if looks else None
         whole = self._sums[bucket]
-        if own is not None and whole is not None:
+        if survey is not None and whole is not None:
             if self._count == max(0, self._period - 1 - _SURVEYS):
                 whole.begin()
             whole.last = self._count == self._period - 2
-            own = whole
-        self._looked[bucket] = other, own
-        return Both(other, own) if other is not None and own is not None else other or own
+            survey = whole
+        self._looked[bucket] = other, survey
+        return Both(other, survey) if other is not None and survey is not None else other or survey
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         self._tables = [self._table(shape) for shape in shapes]
         sums = [None if self.error == "mean" else table.survey for table in self._tables]
-        self._sums = [None if own is None else SumSurvey(own) for own in sums]
+        self._sums = [None if survey is None else SumSurvey(survey) for survey in sums]
         self._bases, self._solved = [None] * len(shapes), [None] * len(shapes)
         self._plans = [None] * len(shapes)
         self._looked = [(None, None)] * len(shapes)
         self._surveyed = {}
-        names = {name for table in self._tables for name in table.own(self.compressor)}
+        names = {name for table in self._tables for name in table.settings_of(self.compressor)}
         if not names <= self._chosen.keys():
             self._count, self._adjusted = 0, False
         if self._inner is not None:
@@ -244,7 +244,7 @@ class LGreCo(Adaptive):
                 found.append(family)
                 continue
             ratio, span = family.get_config()["ratio"], self._span_of(family)
-            found += [at_ratio(family, own) for own in ladder(ratio / span, min(1.0, ratio * span))]
+            found += [at_ratio(family, value) for value in ladder(ratio / span, min(1.0, ratio * span))]
         return found
 
     def refresh(self, transport: Transport) -> Rounds[None]:
@@ -254,7 +254,7 @@ class LGreCo(Adaptive):
         due = self._count >= self._period
         if due:
             for table in self._tables:
-                table.renew()
+                table.update_errors()
         known = all(table.known for table in self._tables)
         if due and known:
             self._count, self._adjusted = 0, True
@@ -270,9 +270,9 @@ class LGreCo(Adaptive):
         plan = self._plans[bucket]
         if plan is None or plan[0] != base:
             table = self._tables[bucket]
-            own = table.own(base)
-            adjusted = all(self._instead.get(name) == setting for name, setting in own.items()) and bool(own)
-            chosen = {name: self._chosen[name] for name in own} if adjusted else own
+            current = table.settings_of(base)
+            adjusted = all(self._instead.get(name) == setting for name, setting in current.items()) and bool(current)
+            chosen = {name: self._chosen[name] for name in current} if adjusted else current
             reason = self._reason if adjusted else "every layer alike"
             plan = self._plans[bucket] = base, table.compressor(base, chosen), reason
         return plan[1], "; ".join(filter(None, (why, plan[2])))
@@ -287,15 +287,15 @@ class LGreCo(Adaptive):
     def on_telemetry(self, report: StepReport) -> None:
         super().on_telemetry(report)
         pairs = self._surveyed.get(report.step, [])
-        self._surveyed = {step: own for step, own in self._surveyed.items() if step > report.step}
+        self._surveyed = {step: pairs for step, pairs in self._surveyed.items() if step > report.step}
         others: dict[int, NDArray[np.float32]] = {}
         for bucket, surveys in report.surveys.items() if pairs else ():
-            other, own = pairs[bucket]
+            other, survey = pairs[bucket]
             width = 0 if other is None else other.width(self._shapes[bucket].sizes)
             if other is not None:
                 others[bucket] = surveys[:, :width]
-            if own is not None and surveys.shape[1] > width:  # of a sum there is nothing to tell before the last step
-                self._tables[bucket].take(surveys[: 1 if self.published else None, width:])
+            if survey is not None and surveys.shape[1] > width:  # a sum is surveyed in its last step only
+                self._tables[bucket].observe(surveys[: 1 if self.published else None, width:])
         if self._inner is not None:
             self._inner.on_telemetry(replace(report, surveys=others))
 
@@ -327,7 +327,7 @@ class LGreCo(Adaptive):
         return _RATIOS if compressor.layer_setting == "ratio" else _NARROW * (1 if self._inner is None else 2)
 
     def _table(self, shape: Shape) -> Table:
-        tables = [table_for(own, shape, self._span_of(own), self.published) for own in self._families]
+        tables = [table_for(family, shape, self._span_of(family), self.published) for family in self._families]
         return mixed_table(self._families, tables, shape) if self.families else tables[0]
 
     def _solve(self) -> None:
@@ -336,21 +336,22 @@ class LGreCo(Adaptive):
         self._plans = [None] * len(self._tables)
         pairs = [(table, base) for table, base in zip(self._tables, self._bases, strict=True) if base is not None]
         settings = [table.settings(base) for table, base in pairs]
-        errors = [own for (table, _), columns in zip(pairs, settings, strict=True) for own in table.errors(columns)]
-        sizes = [
-            own for (table, base), columns in zip(pairs, settings, strict=True) for own in table.sizes(columns, base)
-        ]
-        columns = [own for part in settings for own in part]
-        before = [table.own(base) for table, base in pairs]
-        values = [value for own in before for value in own.values()]
-        default = np.array([np.searchsorted(own, value) for own, value in zip(columns, values, strict=True)], np.int64)
+        errors, sizes = [], []
+        for (table, base), columns in zip(pairs, settings, strict=True):
+            errors += table.errors(columns)
+            sizes += table.sizes(columns, base)
+        columns = [column for of_bucket in settings for column in of_bucket]
+        before = [table.settings_of(base) for table, base in pairs]
+        values = [value for of_bucket in before for value in of_bucket.values()]
+        places = [np.searchsorted(column, value) for column, value in zip(columns, values, strict=True)]
+        default = np.array(places, np.int64)
         limit = self.alpha * total(errors, default)
         choice = least_total(errors, sizes, limit, default, strict=self.published)
-        found = [own[place].item() for own, place in zip(columns, choice, strict=True)]
+        found = [column[place].item() for column, place in zip(columns, choice, strict=True)]
         nbytes, uniform = self._nbytes(pairs, found), self._nbytes(pairs, values)
         if not self.published and nbytes > uniform and total(errors, default) <= limit:
             found, nbytes = values, uniform  # sizes of layers do not quite add up to a message
-        names = [name for own in before for name in own]
+        names = [name for of_bucket in before for name in of_bucket]
         self._chosen, self._instead = dict(zip(names, found, strict=True)), dict(zip(names, values, strict=True))
         share = nbytes / uniform if uniform else 1.0
         self._reason = f"layers at {share:.2f} of the bytes of all alike"
@@ -359,7 +360,7 @@ class LGreCo(Adaptive):
         """Return the bytes of all buckets' messages."""
         nbytes, place = 0.0, 0
         for table, base in pairs:
-            layers = len(table.own(base))
+            layers = len(table.settings_of(base))
             nbytes += table.nbytes(values[place : place + layers], base)
             place += layers
         return nbytes

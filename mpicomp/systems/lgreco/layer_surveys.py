@@ -29,7 +29,8 @@ class Both:
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        return np.concatenate([own.measure(accumulated, residual, sizes, step) for own in (self._first, self._second)])
+        surveys = (self._first, self._second)
+        return np.concatenate([survey.measure(accumulated, residual, sizes, step) for survey in surveys])
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
         cut = self._first.width(sizes)
@@ -51,7 +52,7 @@ class TailSurvey:
 
     def width(self, sizes: Sequence[int]) -> int:
         # For each layer its energy, then the energy left out at each count
-        return sum(1 + own.size for own in self._counts)
+        return sum(1 + counts.size for counts in self._counts)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
@@ -65,14 +66,14 @@ class TailSurvey:
             return np.concatenate(parts).astype(np.float32)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        starts = np.cumsum([0, *(1 + own.size for own in self._counts)])[:-1]
-        own: NDArray[np.float64] = measured[starts].astype(np.float64)
-        return own
+        starts = np.cumsum([0, *(1 + counts.size for counts in self._counts)])[:-1]
+        energies: NDArray[np.float64] = measured[starts].astype(np.float64)
+        return energies
 
-    def lost(self, told: NDArray[np.float32]) -> list[NDArray[np.float64]]:
+    def lost(self, surveys: NDArray[np.float32]) -> list[NDArray[np.float64]]:
         """Return the energy that ranks leave out of each layer at each number; surveys have shape (ranks, width)."""
-        ends = np.cumsum([1 + own.size for own in self._counts])[:-1]
-        return [own[1:] for own in np.split(told.astype(np.float64).sum(axis=0), ends)]
+        ends = np.cumsum([1 + part.size for part in self._counts])[:-1]
+        return [part[1:] for part in np.split(surveys.astype(np.float64).sum(axis=0), ends)]
 
 
 class SumSurvey:
@@ -152,18 +153,18 @@ class RankSurvey:
         layers = [accumulated[start:stop] for start, stop in itertools.pairwise(bounds)]
         parts = [np.array(to_python(*(kernels.energy(layer) for layer in layers)))]
         for matrix, (least, most) in zip(self._matrices, self._ranks, strict=True):
-            own = accumulated[matrix.start : matrix.stop].reshape(matrix.rows, matrix.columns)
-            parts.append(_lost_at_ranks(own, most)[least - 1 :])
+            values = accumulated[matrix.start : matrix.stop].reshape(matrix.rows, matrix.columns)
+            parts.append(_lost_at_ranks(values, most)[least - 1 :])
         with np.errstate(over="ignore"):
             return np.concatenate(parts).astype(np.float32)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
         return measured[: len(sizes)].astype(np.float64)
 
-    def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
+    def lost(self, surveys: NDArray[np.float32], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
         """Return the energy that each matrix loses at each rank of its factors; surveys have shape (ranks, width)."""
         cuts = np.cumsum([len(sizes), *(most - least + 1 for least, most in self._ranks)])
-        return np.split(told.astype(np.float64).sum(axis=0), cuts)[1:-1]
+        return np.split(surveys.astype(np.float64).sum(axis=0), cuts)[1:-1]
 
 
 class BitsSurvey:
@@ -196,15 +197,15 @@ class BitsSurvey:
         out = np.zeros((len(sizes), 1 + len(self._quantisers)))
         workspace = self._workspaces.setdefault(current_device(), Workspace(current_device()))
         for row, start, size in zip(out, np.cumsum([0, *sizes]), sizes, strict=False):
-            own = self._sample(accumulated[start : start + size], workspace, step)
-            sent = workspace.array("sent", own.size, own.dtype)
-            [energy] = to_python(kernels.energy(own))
+            sample = self._sample(accumulated[start : start + size], workspace, step)
+            sent = workspace.array("sent", sample.size, sample.dtype)
+            [energy] = to_python(kernels.energy(sample))
             lost = []
             for quantiser in self._quantisers:
-                message = workspace.array("message", quantiser.packed_bytes(own.size), np.dtype(np.uint8))
-                lost.append(quantiser.pack(own, message, sent, step))
+                message = workspace.array("message", quantiser.packed_bytes(sample.size), np.dtype(np.uint8))
+                lost.append(quantiser.pack(sample, message, sent, step))
             row[:] = [energy, *lost]
-            row *= size / max(1, own.size)
+            row *= size / max(1, sample.size)
         with np.errstate(over="ignore"):
             return out.reshape(-1).astype(np.float32)
 
@@ -221,9 +222,9 @@ class BitsSurvey:
         # Exact to some percent where a stride has left elements out
         return measured.reshape(len(sizes), -1)[:, 0].astype(np.float64)
 
-    def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
+    def lost(self, surveys: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
         """Return the energy that all ranks lose, shape (layers, quantisers); surveys have shape (ranks, width)."""
-        lost: NDArray[np.float64] = told.astype(np.float64).sum(axis=0).reshape(len(sizes), -1)[:, 1:]
+        lost: NDArray[np.float64] = surveys.astype(np.float64).sum(axis=0).reshape(len(sizes), -1)[:, 1:]
         return lost
 
 

@@ -22,18 +22,18 @@ from mpicomp.systems.lgreco.layer_surveys import BitsSurvey, Both, RankSurvey, T
 Column = NDArray[Any]
 """Settings of one layer, ascending: ratios, ranks or bits."""
 
-_STRIDE = 8  # of a survey of selections or bits: one group of elements in so many
+_STRIDE = 8  # a survey of selections or bits reads one group of elements in so many
 
 
 class Table(ABC):
-    """One bucket's layers that can have settings of their own.
+    """Layers of one bucket that can have different settings.
 
     Errors are L2 norms, not squared, of what all ranks leave out of their accumulated gradients; energies are averaged
     over surveys.
     """
 
     survey: Survey | None
-    """The survey that ranks make of the bucket; None where no layer can have a setting of its own."""
+    """The survey that ranks make of the bucket; None where no layer can have one."""
 
     @property
     @abstractmethod
@@ -41,15 +41,15 @@ class Table(ABC):
         """Whether there are surveys to compute errors from."""
 
     @abstractmethod
-    def take(self, told: NDArray[np.float32]) -> None:
-        """Take up the surveys of all ranks; they count after `renew`."""
+    def observe(self, surveys: NDArray[np.float32]) -> None:
+        """Add the surveys of all ranks; they count after `update_errors`."""
 
     @abstractmethod
-    def renew(self) -> None:
-        """Compute errors anew from the surveys taken up since the last call, if there were any."""
+    def update_errors(self) -> None:
+        """Compute errors from the surveys that were added since the last call, if any."""
 
     @abstractmethod
-    def own(self, base: Compressor) -> dict[str, Any]:
+    def settings_of(self, base: Compressor) -> dict[str, Any]:
         """Return the settings that a compressor has for the layers, by name."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class Table(ABC):
 
     @abstractmethod
     def compressor(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
-        """Return a compressor for this bucket with these settings, and its own for the rest."""
+        """Return a compressor for this bucket with these settings, and those of ``base`` for the rest."""
 
 
 def table_for(compressor: Compressor, shape: Shape, span: float, whole: bool = False) -> Table:
@@ -88,7 +88,7 @@ def table_for(compressor: Compressor, shape: Shape, span: float, whole: bool = F
     span : float
         Factor by which the candidates go below and above the uniform setting.
     whole : bool
-        Whether surveys of selections and bits look at all elements, and errors of selections are exact.
+        Whether surveys of selections and bits read all elements, and errors of selections are exact.
     """
     assert compressor.layer_setting is not None
     made: Table
@@ -119,7 +119,7 @@ def mixed_table(compressors: Sequence[Compressor], tables: Sequence[Table], shap
 
 
 class _Selections(Table):
-    """Ratios: every layer is a selection of its own."""
+    """Ratios: every layer is selected by itself."""
 
     def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
         self._shape = shape
@@ -134,20 +134,20 @@ class _Selections(Table):
     def known(self) -> bool:
         return self._known is not None
 
-    def take(self, told: NDArray[np.float32]) -> None:
-        spectra = Spectra(self._shape.sizes, told)
+    def observe(self, surveys: NDArray[np.float32]) -> None:
+        spectra = Spectra(self._shape.sizes, surveys)
         self._count += 1
         self._mean = spectra if self._mean is None else self._mean.mixed(spectra, 1 / self._count)
 
-    def renew(self) -> None:
+    def update_errors(self) -> None:
         if self._mean is not None:
             self._known, self._mean, self._count = self._mean, None, 0
 
-    def own(self, base: Any) -> dict[str, Any]:
+    def settings_of(self, base: Any) -> dict[str, Any]:
         return {name: match_layer_setting(base.layers, name, base.ratio) for name in self._shape.names}
 
     def settings(self, base: Any) -> list[Column]:
-        return [np.sort(np.append(self._ratios, ratio)) for ratio in self.own(base).values()]
+        return [np.sort(np.append(self._ratios, ratio)) for ratio in self.settings_of(base).values()]
 
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
         assert self._known is not None
@@ -156,7 +156,8 @@ class _Selections(Table):
     def sizes(self, settings: Sequence[Column], base: Any) -> list[NDArray[np.float64]]:
         # Bytes per element change little with the count, so those of now are used
         counts = self._counts(settings)
-        places = [np.searchsorted(own, ratio) for own, ratio in zip(settings, self.own(base).values(), strict=True)]
+        ratios = self.settings_of(base).values()
+        places = [np.searchsorted(column, ratio) for column, ratio in zip(settings, ratios, strict=True)]
         count = int(counts[np.arange(len(places)), places].sum())
         return list(counts * (self._message(count, base) / count))
 
@@ -169,9 +170,8 @@ class _Selections(Table):
 
     def _counts(self, settings: Sequence[Column]) -> NDArray[np.int64]:
         """Return the elements that layers keep, shape (layers, settings)."""
-        return np.array(
-            [[num_kept(ratio, size) for ratio in own] for own, size in zip(settings, self._shape.sizes, strict=True)]
-        )
+        pairs = zip(settings, self._shape.sizes, strict=True)
+        return np.array([[num_kept(ratio, size) for ratio in column] for column, size in pairs])
 
     def _message(self, count: int, base: Any) -> float:
         numel = self._shape.numel
@@ -194,14 +194,14 @@ class _WholeSelections(_Selections):
     def known(self) -> bool:
         return self._lost is not None
 
-    def take(self, told: NDArray[np.float32]) -> None:
-        lost = self._tails.lost(told)
-        if all(np.isfinite(own).all() for own in lost):
+    def observe(self, surveys: NDArray[np.float32]) -> None:
+        lost = self._tails.lost(surveys)
+        if all(np.isfinite(errors).all() for errors in lost):
             self._taken.append(lost)
 
-    def renew(self) -> None:
+    def update_errors(self) -> None:
         if self._taken:
-            self._lost = [np.mean(own, axis=0) for own in zip(*self._taken, strict=True)]
+            self._lost = [np.mean(errors, axis=0) for errors in zip(*self._taken, strict=True)]
             self._taken = []
 
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
@@ -234,42 +234,42 @@ class _Matrices(Table):
     def known(self) -> bool:
         return self._lost is not None
 
-    def take(self, told: NDArray[np.float32]) -> None:
-        lost = self._survey.lost(told, self._shape.sizes)
-        if all(np.isfinite(own).all() for own in lost):
+    def observe(self, surveys: NDArray[np.float32]) -> None:
+        lost = self._survey.lost(surveys, self._shape.sizes)
+        if all(np.isfinite(errors).all() for errors in lost):
             self._taken.append(lost)
 
-    def renew(self) -> None:
+    def update_errors(self) -> None:
         if self._taken:
-            self._lost = [np.mean(own, axis=0) for own in zip(*self._taken, strict=True)]
+            self._lost = [np.mean(errors, axis=0) for errors in zip(*self._taken, strict=True)]
             self._taken = []
 
-    def own(self, base: Any) -> dict[str, Any]:
+    def settings_of(self, base: Any) -> dict[str, Any]:
         return {name: min(base.rank_of(name), matrix.rows, matrix.columns) for name, matrix in self._matrices.items()}
 
     def settings(self, base: Any) -> list[Column]:
         # A rank that was not measured is kept
         return [
             np.arange(least, most + 1) if least <= rank <= most else np.array([rank])
-            for rank, (least, most) in zip(self.own(base).values(), self._ranks, strict=True)
+            for rank, (least, most) in zip(self.settings_of(base).values(), self._ranks, strict=True)
         ]
 
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
         assert self._lost is not None
         return [
-            np.sqrt(lost) if own.size == lost.size and own[0] == least else np.zeros(own.size)
-            for own, lost, (least, _) in zip(settings, self._lost, self._ranks, strict=True)
+            np.sqrt(lost) if column.size == lost.size and column[0] == least else np.zeros(column.size)
+            for column, lost, (least, _) in zip(settings, self._lost, self._ranks, strict=True)
         ]
 
     def sizes(self, settings: Sequence[Column], base: Any) -> list[NDArray[np.float64]]:
         itemsize = self._shape.dtype.itemsize if base.wire is None else 2
         return [
-            (matrix.rows + matrix.columns) * itemsize * own.astype(float)
-            for own, matrix in zip(settings, self._matrices.values(), strict=True)
+            (matrix.rows + matrix.columns) * itemsize * column.astype(float)
+            for column, matrix in zip(settings, self._matrices.values(), strict=True)
         ]
 
     def nbytes(self, chosen: Sequence[Any], base: Any) -> float:
-        return float(sum(own[0] for own in self.sizes([np.array([rank]) for rank in chosen], base)))
+        return float(sum(size[0] for size in self.sizes([np.array([rank]) for rank in chosen], base)))
 
     def compressor(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
         return _within(base, chosen, self._shape)
@@ -283,8 +283,8 @@ class _Quantised(Table):
         least = max(compressor.least_bits, math.floor(compressor.bits / span))
         asked = range(least, min(MOST_BITS, math.ceil(compressor.bits * span)) + 1)
         # Where residuals shrink at the uniform bits they are to do so at all.
-        self._bits = [own for own in asked if compressor.at_bits(own).contractive or not compressor.contractive]
-        self._survey = BitsSurvey([compressor.at_bits(own) for own in self._bits], compressor.bucket, stride)
+        self._bits = [bits for bits in asked if compressor.at_bits(bits).contractive or not compressor.contractive]
+        self._survey = BitsSurvey([compressor.at_bits(bits) for bits in self._bits], compressor.bucket, stride)
         self.survey = self._survey
         self._taken: list[NDArray[np.float64]] = []
         self._lost: NDArray[np.float64] | None = None
@@ -293,34 +293,34 @@ class _Quantised(Table):
     def known(self) -> bool:
         return self._lost is not None
 
-    def take(self, told: NDArray[np.float32]) -> None:
-        lost = self._survey.lost(told, self._shape.sizes)
+    def observe(self, surveys: NDArray[np.float32]) -> None:
+        lost = self._survey.lost(surveys, self._shape.sizes)
         if np.isfinite(lost).all():
             self._taken.append(lost)
 
-    def renew(self) -> None:
+    def update_errors(self) -> None:
         if self._taken:
             self._lost, self._taken = np.mean(self._taken, axis=0), []
 
-    def own(self, base: Any) -> dict[str, Any]:
+    def settings_of(self, base: Any) -> dict[str, Any]:
         return {name: base.bits_of(name) for name in self._shape.names}
 
     def settings(self, base: Any) -> list[Column]:
         # Bits that were not measured are kept
-        return [np.array(self._bits if bits in self._bits else [bits]) for bits in self.own(base).values()]
+        return [np.array(self._bits if bits in self._bits else [bits]) for bits in self.settings_of(base).values()]
 
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
         assert self._lost is not None
-        measured = [own.size == len(self._bits) for own in settings]
+        measured = [column.size == len(self._bits) for column in settings]
         return [
-            np.sqrt(lost) if whole else np.zeros(own.size)
-            for own, whole, lost in zip(settings, measured, self._lost, strict=True)
+            np.sqrt(lost) if whole else np.zeros(column.size)
+            for column, whole, lost in zip(settings, measured, self._lost, strict=True)
         ]
 
     def sizes(self, settings: Sequence[Column], base: Any) -> list[NDArray[np.float64]]:
         return [
-            np.array([float(base.at_bits(int(bits)).packed_bytes(size)) for bits in own])
-            for own, size in zip(settings, self._shape.sizes, strict=True)
+            np.array([float(base.at_bits(int(bits)).packed_bytes(size)) for bits in column])
+            for column, size in zip(settings, self._shape.sizes, strict=True)
         ]
 
     def nbytes(self, chosen: Sequence[Any], base: Any) -> float:
@@ -341,8 +341,8 @@ class _Mixed(Table):
     def __init__(self, compressors: Sequence[Compressor], tables: Sequence[Table], shape: Shape) -> None:
         self._compressors, self._tables, self._shape = compressors, tables, shape
         self._candidates: list[tuple[int, Any]] = []
-        for family, (own, table) in enumerate(zip(compressors, tables, strict=True)):
-            columns = table.settings(own)
+        for family, (compressor, table) in enumerate(zip(compressors, tables, strict=True)):
+            columns = table.settings(compressor)
             if not columns and family == 0:
                 self._candidates.append((0, None))
             self._candidates += [(family, value.item()) for column in columns for value in column]
@@ -355,20 +355,20 @@ class _Mixed(Table):
     def known(self) -> bool:
         return all(table.known for table in self._tables)
 
-    def take(self, told: NDArray[np.float32]) -> None:
+    def observe(self, surveys: NDArray[np.float32]) -> None:
         start = 0
         for table in self._tables:
             if table.survey is not None:
                 stop = start + table.survey.width(self._shape.sizes)
-                table.take(told[:, start:stop])
+                table.observe(surveys[:, start:stop])
                 start = stop
 
-    def renew(self) -> None:
+    def update_errors(self) -> None:
         for table in self._tables:
-            table.renew()
+            table.update_errors()
 
-    def own(self, base: Compressor) -> dict[str, Any]:
-        first = self._tables[0].own(base)
+    def settings_of(self, base: Compressor) -> dict[str, Any]:
+        first = self._tables[0].settings_of(base)
         [name] = self._shape.names
         return {name: self._candidates.index((0, first.get(name)))}
 
@@ -377,8 +377,8 @@ class _Mixed(Table):
 
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
         found = [np.zeros(1)] if self._candidates[0] == (0, None) else []
-        for own, table in zip(self._compressors, self._tables, strict=True):
-            found += table.errors(table.settings(own))
+        for compressor, table in zip(self._compressors, self._tables, strict=True):
+            found += table.errors(table.settings(compressor))
         return [np.concatenate(found)]
 
     def sizes(self, settings: Sequence[Column], base: Compressor) -> list[NDArray[np.float64]]:
@@ -394,17 +394,17 @@ class _Mixed(Table):
     def compressor(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
         shape = self._shape
         family, value = self._candidates[chosen[shape.names[0]]]
-        own = self._compressors[family]
+        chosen_family = self._compressors[family]
         if value is not None:
-            assert own.layer_setting is not None
-            own = get_compressor(own.get_config() | {own.layer_setting: value})
-        made: Compressor = own.bind(shape.names, shape.sizes, shape.shapes)
+            assert chosen_family.layer_setting is not None
+            chosen_family = get_compressor(chosen_family.get_config() | {chosen_family.layer_setting: value})
+        made: Compressor = chosen_family.bind(shape.names, shape.sizes, shape.shapes)
         return made
 
 
 def _within(base: Compressor, chosen: Mapping[str, Any], shape: Shape) -> Compressor:
     """Return a compressor with settings for layers of these names alone, and for the rest what it has."""
     config = base.get_config()
-    layers = {glob.escape(name): own for name, own in chosen.items()} | (config["layers"] or {})
+    layers = {glob.escape(name): value for name, value in chosen.items()} | (config["layers"] or {})
     made = get_compressor(config | {"layers": layers or None})
     return made.bind(shape.names, shape.sizes, shape.shapes)
