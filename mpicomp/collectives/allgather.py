@@ -48,13 +48,6 @@ class SparseMean:
     """Sums sparse selections into an array that it clears only where the step before has written.
 
     Memory of a device is cleared whole, which takes one launch.
-
-    Parameters
-    ----------
-    numel : int
-        Length of the array.
-    dtype : numpy.dtype
-        float32 or float64.
     """
 
     def __init__(self, numel: int, dtype: np.dtype[Any]) -> None:
@@ -83,22 +76,10 @@ class SparseMean:
         return added
 
     def add_messages(self, messages: NDArray[np.uint8], told: Sequence[MessageHeader], factor: float) -> bool:
-        """Add ``factor`` times the selections of several messages, in their order.
+        """Add ``factor`` times the selections of several undamaged messages, in order; return whether all were sound.
 
-        Parameters
-        ----------
-        messages : array of uint8
-            Holds all of them.
-        told : sequence of MessageHeader
-            Of each, with its places in ``messages``; none is damaged.
-        factor : float
-            Factor of all values.
-
-        Returns
-        -------
-        bool
-            Whether all indices ascend below the length of the mean and all scales of values are sound; else the mean
-            may hold anything. On a device a 0-d array, or True where there are no messages.
+        Sound are indices that ascend below the length of the mean, and scales that are finite. If any is not, the mean
+        may hold anything. On a device the answer is a 0-d array.
         """
         right = True
         for (stored, coding), group in groupby(told, key=lambda own: (own.stored, own.coding)):
@@ -171,12 +152,10 @@ class Allgather(Scheme[Sparsifier]):
     needs_whole_message: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """One allgatherv, with one for the counts before it where they vary; see `Scheme.rounds`."""
         gather = Round("allgatherv", [self._bytes(self.compressor.expected(numel), numel, dtype)] * group.size, _BYTE)
         return [gather] if self.compressor.count(numel) is not None else [self._ask(group), gather]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Select, gather, decode; see `Scheme.exchange`."""
         group, workspace = context.group, context.workspace
         numel, dtype = accumulated.numel, accumulated.dtype
         selection = self.compressor.select(accumulated, context)

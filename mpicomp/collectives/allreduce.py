@@ -29,13 +29,11 @@ class Allreduce(Scheme[Dense]):
     messages: ClassVar[str] = "dense"
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """One allreduce; see `Scheme.rounds`."""
         if not self._summable(group):
             return ScatterReduce(self.compressor).rounds(numel, dtype, group, step)
         return [Round("allreduce", (numel + TRAILER,), dtype)]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Sum and divide; see `Scheme.exchange`."""
         group, numel = context.group, accumulated.numel
         if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))

@@ -115,23 +115,9 @@ def read_headers(messages: NDArray[np.uint8], count: int) -> tuple[int, float, f
 def pack(
     array: NDArray[np.floating], wire: str | None, message: NDArray[np.uint8], sent: NDArray[np.floating]
 ) -> float:
-    """Write an array behind a message's header.
+    """Write an array behind a message's header; return the squared L2 norm of what rounding took away.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64.
-    wire : {None, "fp16", "bf16"}
-        None: in full.
-    message : array of uint8
-        As long as `dense_bytes` says.
-    sent : array, shape (n,)
-        Receives what the receiver will see where that is rounded, and is left as it is where it is not.
-
-    Returns
-    -------
-    float
-        Squared L2 norm of what rounding took away.
+    ``sent`` receives what the receiver will see, if that is rounded.
     """
     if wire is None:
         _payload(message, array.size, array.dtype)[:] = array

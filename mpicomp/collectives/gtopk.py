@@ -68,13 +68,11 @@ class Gtopk(Scheme[Sparsifier]):
     may_drop_selected = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return the hops of a rank, idle ones too, and a bcast; see `Scheme.rounds`."""
         asked = [] if self.compressor.count(numel) is not None else [self._ask(group)]
         room = self._room(self.compressor.expected(numel), numel, dtype)
         return [*asked, *_hops(group, room), Round("bcast", (room,), _BYTE)]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Select, merge, hand out; see `Scheme.exchange`."""
         group, workspace, numel, dtype = context.group, context.workspace, accumulated.numel, accumulated.dtype
         selection = self.compressor.select(accumulated, context)
         count = self.compressor.count(numel)
@@ -134,15 +132,7 @@ class Gtopk(Scheme[Sparsifier]):
 
 
 class _Node:
-    """State of one rank on its way up the tree: the selection that it holds, and the flags, energy and loss so far.
-
-    Attributes
-    ----------
-    sent : Selection
-        This rank's own part of the selection that it passes on.
-    problem : MessageError or None
-        The error in the last message that it received; None where it could be read.
-    """
+    """State of one rank on its way up the tree: the selection that it holds, and the flags, energy and loss so far."""
 
     def __init__(self, selection: Selection, count: int, accumulated: GradientWithResidual, context: Context) -> None:
         self.sent = selection

@@ -47,13 +47,6 @@ class Hierarchical(Scheme[Compressor]):
     ranks of each host. So a host counts as one participant: a sparsifier selects from a host's sum, slice by
     slice, and its ratio is that of a host. All links between hosts carry an even share.
 
-    Parameters
-    ----------
-    compressor : Compressor
-        Compressor of the owners' sums.
-    inner : Scheme
-        That compressor bound to the collective between hosts.
-
     Notes
     -----
     With sparse messages error feedback moves inside a host: an owner's accumulated array becomes the host's sum in its
@@ -118,7 +111,6 @@ class Hierarchical(Scheme[Compressor]):
         ]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Sum in the host, exchange between hosts, share in the host; see `Scheme.exchange`."""
         group = context.group
         if group.hosts == 1:
             return (yield from ScatterReduce(Dense()).exchange(accumulated, context))
@@ -200,21 +192,7 @@ class Hierarchical(Scheme[Compressor]):
         hosts: int,
         workspace: Workspace,
     ) -> GradientWithResidual:
-        """Sum an owned slice over the host, in rank order.
-
-        Parameters
-        ----------
-        accumulated : GradientWithResidual
-            This rank's; with sparse messages the sum is made in its place, by whoever sweeps over it first.
-        incoming : array, shape (ranks of the host, elements of the slice, and `TRAILER` more for the last one)
-            What the ranks sent; overwritten.
-        own : slice
-            The slice's place.
-        hosts : int
-            Number of hosts.
-        workspace : Workspace
-            This scheme's.
-        """
+        """Sum an owned slice over the host, in rank order."""
         owned = own.stop - own.start
         with np.errstate(over="ignore", invalid="ignore"):
             total = incoming[0]
@@ -292,14 +270,7 @@ def _slices(numel: int, group: Group) -> list[int]:
 def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], energy: float, hosts: int) -> bool:
     """Return whether whatever is kept back of a host's sum can be taken from an array, if all hosts say so.
 
-    Parameters
-    ----------
-    total, array : arrays
-        The sum, and the owner's own array.
-    energy : float
-        Squared norm of the sum.
-    hosts : int
-        An owner also answers for what the mean over hosts loses, times their number.
+    An owner also answers for what the mean over hosts loses, times their number.
     """
     [own_energy] = to_python(kernels.energy(array))
     if far_from_largest((energy + own_energy) * hosts**2, array.dtype):

@@ -51,13 +51,6 @@ class IntegerSum(Scheme[SharedQuantiser]):
     messages: ClassVar[str] = "integers"
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """One allgatherv of headers, and an allreduce of words, or two; see `Scheme.rounds`.
-
-        Raises
-        ------
-        ConfigurationError
-            Where the sum over so many ranks needs more than 31 bits.
-        """
         limit, *finer = self.compressor.scales
         largest = 2 * limit * group.size
         if limit > _FINEST or largest > _MOST:
@@ -71,7 +64,6 @@ class IntegerSum(Scheme[SharedQuantiser]):
         return [tell, ask, add] if finer else [tell, add]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Agree on the grid, round, add; see `Scheme.exchange`."""
         group, workspace = context.group, context.workspace
         array, numel, dtype = accumulated.array(), accumulated.numel, accumulated.dtype
         scales = np.array(self.compressor.scales, np.float64)

@@ -93,7 +93,6 @@ class Oktopk(Scheme[Sparsifier]):
     by_value = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return the rounds of an exchange in which nothing is found anew or shared out; see `Scheme.rounds`."""
         size = group.size
         parts = list(zip(parts_of(self.compressor.expected(numel), size), parts_of(numel, size), strict=True))
         known = {part: self.bytes_of(*part, dtype) for part in set(parts)}  # of thousands of ranks, few differ
@@ -107,7 +106,6 @@ class Oktopk(Scheme[Sparsifier]):
         ]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Select, scatter, sum, share out, gather; see `Scheme.exchange`."""
         return (yield from _Step(self, accumulated, context).run())
 
     def bytes_of(self, count: int, length: int, dtype: np.dtype[Any]) -> int:

@@ -32,12 +32,10 @@ class PackedAllgather(Scheme[Quantiser]):
     messages: ClassVar[str] = "packed"
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """One allgatherv of bytes; see `Scheme.rounds`."""
         [packer] = packers(self.compressor, [numel])
         return [Round("allgatherv", [HEADER_BYTES + packer.packed_bytes] * group.size, _BYTE)]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Pack, gather, decode; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
         [packer] = packers(self.compressor, [numel])

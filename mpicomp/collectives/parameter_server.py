@@ -82,7 +82,6 @@ class ParameterServer(Scheme[Compressor]):
         return [*([] if self.compressor.count(numel) is not None else [_ask(group)]), gather, *replies]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Gather, average, send back; see `Scheme.exchange`."""
         if isinstance(self.compressor, Sparsifier):
             return (yield from self._exchange_sparse(self.compressor, accumulated, context))
         return (yield from self._exchange_dense(accumulated, context))

@@ -38,7 +38,6 @@ class RecursiveDoubling(Scheme[Dense]):
 
     @classmethod
     def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Carry full numbers only; see `Scheme.supports`."""
         return super().supports(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
@@ -50,7 +49,6 @@ class RecursiveDoubling(Scheme[Dense]):
         ]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Sum with every partner in turn; see `Scheme.exchange`."""
         group, whole, dtype = context.group, accumulated.numel + TRAILER, accumulated.dtype
         workspace = context.workspace
         segments = SegmentedMean(accumulated, group.size)

@@ -31,18 +31,6 @@ def even_bounds(numel: int, size: int) -> list[int]:
 def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
     """Return where a rank would cut between ``size`` regions: -1 everywhere if it has selected nothing.
 
-    Parameters
-    ----------
-    indices : array of uint32
-        Positions that it has selected; ascending.
-    size : int
-        Number of regions.
-
-    Returns
-    -------
-    list of int
-        The first indices of all regions but the first one; they do not descend.
-
     Examples
     --------
     >>> quantiles(np.array([1, 2, 3, 50], np.uint32), 2), quantiles(np.array([], np.uint32), 3)
@@ -58,13 +46,6 @@ def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
 def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
     """Return the boundaries that follow from all ranks' quantiles: their means, rounded down.
 
-    Parameters
-    ----------
-    cuts : array of int64, shape (ranks, ranks - 1)
-        Results of `quantiles` on each.
-    before : sequence of int
-        The boundaries until now; they stay where no rank has selected anything.
-
     Examples
     --------
     >>> mean_bounds(np.array([[3], [-1], [6]]), [0, 5, 10])
@@ -78,13 +59,6 @@ def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
 
 def overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[int]:
     """Return the number of a rank's elements that go to each when a list that ranks hold in pieces is cut anew.
-
-    Parameters
-    ----------
-    counts, targets : sequence of int
-        Elements that each rank holds, and is to hold, of the list; with the same sum.
-    rank : int
-        The rank whose elements are dealt out.
 
     Examples
     --------
@@ -100,26 +74,7 @@ def overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[i
 def read_sent(
     collective: str, messages: NDArray[np.uint8], count: int
 ) -> tuple[int, float, float, MessageError | None]:
-    """Read the messages that an owner received.
-
-    Parameters
-    ----------
-    collective : str
-        Its name, for the error.
-    messages : array of uint8, shape (ranks, bytes)
-        One from each rank.
-    count : int
-        Elements of the owner's part.
-
-    Returns
-    -------
-    flags : int
-        Of all ranks, for the answer; `DAMAGED` where a message cannot be read.
-    energy, lost : float
-        Sums over ranks.
-    problem : MessageError or None
-        What is wrong.
-    """
+    """Read the messages that an owner received; return flags for the answer, energy, lost energy, and the error."""
     try:
         return *read_headers(messages, count), None
     except MessageError as error:
@@ -134,24 +89,6 @@ def read_answers(
     problem: MessageError | None,
 ) -> tuple[int, float, float, MessageError | None]:
     """Read the answers of all owners.
-
-    Parameters
-    ----------
-    collective : str
-        Its name, for errors.
-    messages : array of uint8
-        One from each owner, one after the other.
-    sizes, counts : sequence of int
-        Bytes and elements of each.
-    problem : MessageError or None
-        The error that this rank has found as an owner.
-
-    Returns
-    -------
-    flags, energy, lost : int, float, float
-        Of all ranks.
-    problem : MessageError or None
-        What is wrong with one of them: the other ranks do not know of it.
 
     Raises
     ------
@@ -176,13 +113,6 @@ class SegmentedMean:
 
     Arrays have ``numel + TRAILER`` elements: behind the values stand the numbers of non-finite and of stale ranks, the
     energy and the lost energy, which are summed and never divided.
-
-    Parameters
-    ----------
-    accumulated : GradientWithResidual
-        This rank's own.
-    ranks : int
-        Number of ranks, by which sums are divided.
     """
 
     def __init__(self, accumulated: GradientWithResidual, ranks: int) -> None:
@@ -197,19 +127,7 @@ class SegmentedMean:
         other: Callable[[int, int], NDArray[np.floating]],
         complete: bool,
     ) -> Callable[[int, int], None]:
-        """Return a function that adds to segments of ``array`` and, where sums are complete, divides them.
-
-        Parameters
-        ----------
-        array : array, shape (numel + TRAILER,)
-            Where segments arrive.
-        offset : int
-            Where the part that they are segments of begins.
-        other : callable
-            Returns the part of the array that is added, between two places.
-        complete : bool
-            Whether that was the last rank's share.
-        """
+        """Return a function that adds to segments of ``array`` and, where sums are complete, divides them."""
 
         def arrived(start: int, stop: int) -> None:
             segment = array[offset + start : offset + stop]

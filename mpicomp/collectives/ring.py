@@ -43,7 +43,6 @@ class Ring(Scheme[Dense]):
 
     @classmethod
     def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Carry full numbers only; see `Scheme.supports`."""
         return super().supports(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
@@ -72,7 +71,6 @@ class Ring(Scheme[Dense]):
         return tasks
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Sum on the way round, divide, pass round; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         size, workspace = group.size, context.workspace
         segments = SegmentedMean(accumulated, size)

@@ -32,14 +32,12 @@ class ScatterReduce(Scheme[Dense]):
     messages: ClassVar[str] = "dense"
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
         parts = parts_of(numel, group.size)
         known = {part: dense_bytes(part, dtype, self.compressor.wire) for part in set(parts)}
         counts = [known[part] for part in parts]
         return [Round(operation, counts, np.dtype(np.uint8)) for operation in ("alltoallv", "allgatherv")]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Scatter, sum, gather; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         wire = self.compressor.wire
         workspace = context.workspace

@@ -149,17 +149,7 @@ def plus(number: float, more: float) -> float:
 
 
 def undelivered(accumulated: GradientWithResidual, problem: MessageError, stale: bool) -> Result:
-    """Return the result of an exchange in which this rank could not read a message.
-
-    Parameters
-    ----------
-    accumulated : GradientWithResidual
-        Of the exchange.
-    problem : MessageError
-        The error in the message.
-    stale : bool
-        Whether all ranks were told to agree anew.
-    """
+    """Return the result of an exchange in which this rank could not read a message."""
     return Result(
         mean=current_device().zeros(accumulated.numel, accumulated.dtype),
         sent=accumulated.array(),
@@ -173,17 +163,7 @@ def undelivered(accumulated: GradientWithResidual, problem: MessageError, stale:
 
 
 def check_undamaged(collective: str, flags: int, problem: MessageError | None) -> None:
-    """Raise on all ranks, at the end of an exchange, where some rank could not read a message.
-
-    Parameters
-    ----------
-    collective : str
-        Its name.
-    flags : int
-        Of all ranks; see `mpicomp.compressors.wire_format`.
-    problem : MessageError or None
-        The error of the message that this rank could not read.
-    """
+    """Raise on all ranks, at the end of an exchange, where some rank could not read a message."""
     if flags & DAMAGED:
         raise MessageError(f"{collective}: some rank was sent a damaged message") from problem
 
@@ -191,18 +171,9 @@ def check_undamaged(collective: str, flags: int, problem: MessageError | None) -
 def check_counts(
     collective: str, counts: Iterable[int], least: int, most: int, own: tuple[int, int] | None = None
 ) -> list[int]:
-    """Return the numbers of elements that all ranks were told, or raise on all of them before memory is taken for any.
+    """Return the numbers of elements that all ranks have received, or raise on all of them before memory is allocated.
 
-    Parameters
-    ----------
-    collective : str
-        Its name.
-    counts : iterable of int
-        What each rank has told.
-    least, most : int
-        Between which all have to be.
-    own : (int, int), optional
-        This rank and what it has told.
+    ``own`` is this rank and the number that it has sent.
     """
     found = [int(count) for count in counts]
     wrong = next((place for place, count in enumerate(found) if not least <= count <= most), None)
@@ -222,17 +193,7 @@ def cause_of(error: MessageError) -> MessageError | None:
 
 
 def is_finite(mean: NDArray[np.floating], energy: float, ranks: int) -> bool:
-    """Return whether all of a mean is finite; it is looked at only where so much energy allows for anything else.
-
-    Parameters
-    ----------
-    mean : array
-        Of what ranks have sent; the same on all of them, as ``energy`` is.
-    energy : float
-        Of what they have sent it from, over all ranks.
-    ranks : int
-        Number of ranks.
-    """
+    """Return whether all of a mean is finite; it is looked at only where so much energy allows for anything else."""
     return far_from_largest(energy * ranks, mean.dtype) or bool(np.isfinite(mean).all())
 
 

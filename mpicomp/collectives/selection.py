@@ -76,20 +76,8 @@ def exchange_at(
 ) -> Exchange:
     """Average the values at some positions with another collective, as if they were the whole array.
 
-    Where positions are wrong this rank takes part with zeros, and asks all ranks to agree anew.
-
-    Parameters
-    ----------
-    indices : array of uint32, shape (count,)
-        The same on all ranks, without repetition.
-    weights : array, shape (count,), or float
-        Factor of values before they are sent.
-    accumulated, context
-        As in `Scheme.exchange`.
-    inner : Scheme
-        The other collective; its compressor sends all elements.
-    problem : MessageError or None
-        What is wrong with the indices, of which then only the number counts.
+    ``indices`` are the same on all ranks, without repetition. If they are wrong (``problem``), this rank takes part
+    with zeros and asks all ranks to agree again.
     """
     array, dtype = accumulated.array(), accumulated.dtype
     buffer = context.workspace.array("positions", indices.size + TRAILER, dtype)
@@ -152,23 +140,8 @@ def mean_of_rows(
 ) -> Rounds[tuple[NDArray[np.int64], NDArray[np.floating]] | None]:
     """Average rows over all ranks, as rounds; a rank's missing rows are zeros. The same bits on every rank.
 
-    Three allgathervs: how many rows each rank has, which, and the rows themselves.
-
-    Parameters
-    ----------
-    indices : array of int64, shape (n,), or None
-        Which rows this rank has, ascending without repetition; None where it has no gradient at all.
-    rows : array of float32 or float64, shape (n, width)
-        The rows; the width and the dtype are the same on all ranks.
-    group : Group
-        All ranks.
-
-    Returns
-    -------
-    indices : array of int64, shape (m,)
-        Which rows some rank has, ascending.
-    rows : array, shape (m, width)
-        Their means. Instead of both None, where no rank has a gradient.
+    Three allgathervs: how many rows each rank has, which, and the rows themselves. ``indices`` ascend without
+    repetition; None stands for no gradient. The result is (indices, means), or None if no rank has a gradient.
     """
     width = rows.shape[1]
     lengths = yield from gather_rows(np.array(_NONE if indices is None else indices.size, _INDEX), group)

@@ -20,15 +20,7 @@ from mpicomp.rounds import Group, Round
 
 
 class SharedPositions(Scheme[SharedSparsifier]):
-    """No indices on the wire: the values at the common positions are exchanged as a short array.
-
-    Parameters
-    ----------
-    compressor : SharedSparsifier
-        Picks the positions.
-    inner : Scheme
-        Averages the values; its name is this scheme's.
-    """
+    """No indices on the wire: the values at the common positions are exchanged as a short array."""
 
     paper: ClassVar[str] = "none: the collective's own, on a shorter array"
     messages: ClassVar[str] = "dense"
@@ -39,11 +31,9 @@ class SharedPositions(Scheme[SharedSparsifier]):
         self.id = inner.id  # type: ignore[misc]  # one class for as many names as there are collectives
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return the inner collective's rounds for the values; see `Scheme.rounds`."""
         return self._inner.rounds(self.compressor.count(numel), dtype, group, step)
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Gather, sum, scatter; see `Scheme.exchange`."""
         numel = accumulated.numel
         indices = context.workspace.array("indices", self.compressor.count(numel), np.uint32)
         self.compressor.positions(numel, context, indices)
@@ -55,13 +45,6 @@ class Leading(Scheme[Sparsifier]):
 
     Values need no indices, so their sum costs what a dense one of k elements does, whatever the number of ranks.
     16-bit values are summed as those of `mpicomp.Dense` are.
-
-    Parameters
-    ----------
-    compressor : Sparsifier
-        Selects on the rank that leads.
-    inner : Scheme
-        Sums the values.
     """
 
     may_drop_selected = True
@@ -85,19 +68,7 @@ class Leading(Scheme[Sparsifier]):
     def _exchange_led(
         self, leader: int, count: int, chosen: Selection | None, accumulated: GradientWithResidual, context: Context
     ) -> Exchange:
-        """Average the values at the leader's indices.
-
-        Parameters
-        ----------
-        leader : int
-            The rank whose indices are taken; the same on all ranks, as ``count`` is.
-        count : int
-            Number of indices, possibly 0.
-        chosen : Selection or None
-            The leader's selection; not looked at elsewhere.
-        accumulated, context
-            As in `Scheme.exchange`.
-        """
+        """Average the values at the leader's indices."""
         workspace, numel = context.workspace, accumulated.numel
         share = self._share(leader, count, numel)
         coded = share.dtype == np.uint8

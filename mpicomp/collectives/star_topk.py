@@ -28,13 +28,11 @@ class StarTopk(Leading):
     messages: ClassVar[str] = "sparse"
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return a bcast of indices, asked for their number first where it varies, and a sum; see `Scheme.rounds`."""
         leader = step % group.size
         asked = [] if self.compressor.count(numel) is not None else [self._ask(leader)]
         return [*asked, *self._rounds_led(leader, self.compressor.expected(numel), numel, dtype, group, step)]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Select on one rank, sum on all; see `Scheme.exchange`."""
         leader = context.step % context.group.size
         leads = context.group.rank == leader
         chosen = self.compressor.select(accumulated, context) if leads else None

@@ -39,12 +39,10 @@ class TwoPhase(Scheme[Quantiser]):
     messages: ClassVar[str] = "packed"
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
         counts = [HEADER_BYTES + own.packed_bytes for own in packers(self.compressor, parts_of(numel, group.size))]
         return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Pack, scatter, average, pack, gather; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
         array = accumulated.array()

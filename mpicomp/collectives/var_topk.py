@@ -35,14 +35,12 @@ class VarTopk(Leading):
     by_value = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return an allgatherv of headers, a bcast of indices, here from rank 0, and a sum; see `Scheme.rounds`."""
         return [
             self._compare(group),
             *self._rounds_led(0, self.compressor.expected(numel), numel, dtype, group, step),
         ]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Select on all ranks, sum at one rank's indices; see `Scheme.exchange`."""
         group = context.group
         chosen = self.compressor.select(accumulated, context)
         compare = self._compare(group)

@@ -77,20 +77,6 @@ class CudaDevice(Device):
 
     All work goes into a stream that no other stream waits for. `wait_stream` and `unflatten` order it with other
     streams by events; the host waits in `to_python`, `to_host` and `received_on_host` only.
-
-    Parameters
-    ----------
-    number : int
-        Number of the device.
-
-    Attributes
-    ----------
-    stream : int
-        Address of its stream.
-    reads : int
-        How often the host has waited for numbers.
-    to_host_bytes, from_host_bytes : int
-        Bytes that were copied between the device and the host.
     """
 
     def __init__(self, number: int) -> None:
@@ -100,6 +86,7 @@ class CudaDevice(Device):
         self._cupy = sys.modules["cupy"]
         self.number: int = number
         self.stream = driver.stream(number)
+        # How often the host has waited for numbers, and bytes that were copied.
         self.reads = self.to_host_bytes = self.from_host_bytes = 0
         with self._cupy.cuda.Device(number):
             self._cupy_stream = self._cupy.cuda.ExternalStream(self.stream)

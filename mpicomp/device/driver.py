@@ -32,22 +32,12 @@ _PLAIN_EVENT = 2  # CU_EVENT_DISABLE_TIMING; a thread that sleeps meanwhile woul
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """Where an array is on a GPU.
+    """Where an array is on a GPU."""
 
-    Attributes
-    ----------
-    address : int
-        Of its first element.
-    shape, strides : tuple of int
-        Strides in bytes; they may be negative or 0.
-    dtype : numpy.dtype
-        bfloat16 comes as uint16.
-    """
-
-    address: int
+    address: int  # of its first element
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype[Any]
+    strides: tuple[int, ...]  # in bytes; they may be negative or 0
+    dtype: np.dtype[Any]  # bfloat16 comes as uint16
 
     @property
     def size(self) -> int:

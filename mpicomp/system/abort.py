@@ -144,20 +144,6 @@ def meet(
 
     It is no collective operation: a rank may call it alone. When all of them come, the job needs no abort and
     the exit of each is an ordinary one.
-
-    Parameters
-    ----------
-    note
-        A few bytes that are sent to the others.
-    limit_s
-        Seconds to wait.
-    enough
-        Returns whether the notes that have come are all that this rank needs.
-
-    Returns
-    -------
-    dict
-        Rank to note, of this rank and those that came in time.
     """
     global _met
     mpi = running()

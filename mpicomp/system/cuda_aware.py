@@ -181,21 +181,6 @@ def probe(
     The child is an MPI job of its own with one rank, so what fails is known for certain, and what works says nothing
     of the way to other ranks. It starts a process: call it before MPI is initialised, and on one rank of a host.
 
-    Parameters
-    ----------
-    command
-        The child's.
-    environ
-        The environment; that of this process when it is not given. The child gets it without what a launcher has put
-        in.
-    timeout_s
-        Seconds for the child; a library that waits for what it cannot reach would wait forever.
-
-    Returns
-    -------
-    Awareness or None
-        None where there is no GPU to try it with.
-
     Examples
     --------
     >>> probe([sys.executable, "-c", "import os; os.abort()"])

@@ -34,11 +34,6 @@ class Gpu:
 def installed(listing: str | None = None) -> list[Gpu]:
     r"""Return the NVIDIA GPUs that this process may open; a container or Slurm may keep others from it.
 
-    Parameters
-    ----------
-    listing
-        Output of ``nvidia-smi -L``; it is called when this is not given.
-
     Examples
     --------
     >>> [str(gpu) for gpu in installed("GPU 0: A (UUID: GPU-aa)\n  MIG 1g.5gb Device 0: (UUID: MIG-bb)")]
@@ -56,13 +51,6 @@ def installed(listing: str | None = None) -> list[Gpu]:
 
 def visible(environ: Mapping[str, str] | None = None, listing: str | None = None) -> list[Gpu]:
     r"""Return the GPUs that CUDA shows this process, in the order in which it numbers them.
-
-    Parameters
-    ----------
-    environ
-        The environment, for ``CUDA_VISIBLE_DEVICES``; that of this process when it is not given.
-    listing
-        See `installed`.
 
     Raises
     ------

@@ -28,24 +28,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Launch:
-    """The launcher of this process, the number of ranks, and this rank's place.
+    """The launcher of this process, the number of ranks, and this rank's place."""
 
-    Parameters
-    ----------
-    name
-        ``"hydra"`` (MPICH and its relatives), ``"openmpi"``, ``"slurm"``, ``"pmi"`` or ``"pmix"`` (something
-        else that speaks this protocol).
-    size
-        Number of processes that were started together.
-    rank
-        Number of this process, from 0.
-    local_rank, local_size
-        The same among the processes of this host, or None where the launcher does not say.
-    """
-
+    # "hydra" (MPICH and its relatives), "openmpi", "slurm", "pmi" or "pmix" (others that speak this protocol).
     name: str
-    size: int
-    rank: int
+    size: int  # number of processes that were started together
+    rank: int  # number of this process, from 0
+    # The same among the processes of this host; None if the launcher does not say.
     local_rank: int | None = None
     local_size: int | None = None
 
@@ -120,16 +109,6 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     Where several have left their variables (a launcher inside a Slurm job), the innermost is meant: the ones
     that set the rank of an MPI process come before Slurm's own.
 
-    Parameters
-    ----------
-    environ
-        The environment; that of this process when it is not given.
-
-    Returns
-    -------
-    Launch or None
-        None for a process that nobody started as one of several: a plain ``python``, also in a batch script.
-
     Examples
     --------
     >>> detect({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
@@ -150,16 +129,6 @@ def describe(launch: Launch) -> str:
 
 def protocol(environ: Mapping[str, str] | None = None) -> str | None:
     """Return by which protocol processes that were started together can find each other.
-
-    Parameters
-    ----------
-    environ
-        The environment; that of this process when it is not given.
-
-    Returns
-    -------
-    str or None
-        ``"PMIx"`` or ``"PMI"`` (its first and second version); None where the launcher offers none.
 
     Examples
     --------
@@ -195,19 +164,6 @@ def singletons(
     """Return the problem if N processes were started and every one of them is rank 0 of 1.
 
     This happens without any error when the launcher and the MPI library do not speak the same protocol.
-
-    Parameters
-    ----------
-    environ
-        The environment; None for that of this process.
-    comm_size
-        The size of the world communicator.
-    mpi
-        The MPI library that was loaded: ``"mpich"`` or ``"openmpi"``.
-    python
-        The running Python, beside which the launcher is sought; ``sys.executable`` when not given.
-    command
-        The command line to start instead; that of this process when not given.
 
     Examples
     --------

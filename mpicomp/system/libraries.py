@@ -10,13 +10,7 @@ _LIBRARY = re.compile(r"/(libmpi|libmpi_abi|libmpich|libmpi_(gnu|cray|intel|nvid
 
 
 def files(maps: Iterable[str] | None = None) -> list[str]:
-    """Return the paths of the files that are mapped into this process, libraries among them.
-
-    Parameters
-    ----------
-    maps
-        The lines of a ``/proc/self/maps``; those of this process when not given.
-    """
+    """Return the paths of the files that are mapped into this process, libraries among them."""
     if maps is None:
         try:
             maps = Path("/proc/self/maps").read_text().splitlines()
@@ -27,11 +21,6 @@ def files(maps: Iterable[str] | None = None) -> list[str]:
 
 def library(maps: Iterable[str] | None = None) -> str | None:
     """Return the path of the MPI library that is loaded into this process.
-
-    Parameters
-    ----------
-    maps
-        See `files`.
 
     Examples
     --------

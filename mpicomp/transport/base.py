@@ -203,17 +203,7 @@ LONGEST_S = 200e-6  # seconds up to which naps double
 
 
 class Naps:
-    """Rests between questions whether something is done: first the core is offered to others, then naps grow.
-
-    Parameters
-    ----------
-    eager : int
-        Number of rests that only yield the core, after the start and after each `reset`.
-    meanwhile : callable, optional
-        Called before every nap.
-    longest : float
-        Seconds up to which naps double.
-    """
+    """Rests between questions whether something is done: first the core is offered to others, then naps grow."""
 
     def __init__(
         self, eager: int = 200, meanwhile: Callable[[], None] | None = None, longest: float = LONGEST_S

@@ -17,20 +17,9 @@ def compare_clocks(transport: Transport) -> Rounds[float]:
     middle between question and answer; of five questions the one that is answered fastest counts. Ranks of one host
     have one clock. With one host nothing is asked, nor where the transport has one clock anyway.
 
-    The error is no larger than what is given back, and far smaller where both ways take equally long. Clocks of two
-    machines part by some microseconds a second: compare them anew now and then. An offset no larger than its error is
-    taken for none, as where hosts share a clock.
-
-    Parameters
-    ----------
-    transport : Transport
-        This rank's end of what the rounds run through.
-
-    Returns
-    -------
-    float
-        Seconds by which a rank's clock may differ from rank 0's: half of the longest of the hosts' fastest answers.
-        The same on all ranks.
+    The result is the largest error in seconds: half of the longest of the hosts' fastest answers, the same on all
+    ranks. Clocks of two machines part by some microseconds a second: compare them anew now and then. An offset no
+    larger than its error is taken for none, as where hosts share a clock.
     """
     group = transport.group
     transport.offset = 0.0

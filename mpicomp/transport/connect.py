@@ -15,11 +15,6 @@ def connect(comm: Any = None) -> Transport:
     Call it before any check that may fail on one rank alone: from then on a rank that fails ends the job, and the other
     ranks can be told.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm, Transport or None
-        None stands for MPI.COMM_WORLD.
-
     Raises
     ------
     ConfigurationError

@@ -40,18 +40,6 @@ _BYTE = np.dtype(np.uint8)
 class RouteTable:
     """Measured seconds of both routes, the same on all ranks.
 
-    Parameters
-    ----------
-    sizes : sequence of int
-        Bytes, ascending.
-    seconds : mapping of str to sequence of float
-        Seconds of each size, by route.
-    identical_sums : bool
-        Whether a library's sum of floating numbers on the direct route has the same bits on all ranks.
-    sums : mapping of str to sequence of float, optional
-        Seconds of a library's sum of as many bytes, by route, which may be slow where messages are fast; ``seconds``
-        by default.
-
     Examples
     --------
     >>> table = RouteTable((1_000, 100_000), {"direct": (4e-6, 8e-5), "staged": (9e-6, 5e-5)}, True)
@@ -62,9 +50,11 @@ class RouteTable:
     'staged'
     """
 
-    sizes: Sequence[int]
-    seconds: Mapping[str, Sequence[float]]
+    sizes: Sequence[int]  # bytes, ascending
+    seconds: Mapping[str, Sequence[float]]  # seconds of each size, by route
+    # Whether a library's sum of floating numbers on the direct route has the same bits on all ranks.
     identical_sums: bool
+    # Seconds of a library's sum of as many bytes, which may be slow where messages are fast; ``seconds`` by default.
     sums: Mapping[str, Sequence[float]] | None = None
 
     @classmethod
@@ -93,16 +83,8 @@ def faster_route(device: Device, task: Round) -> str:
 def run_on_device(device: Device, exchange: Rounds[Value], route: str | None = None) -> Rounds[Value]:
     """Run an exchange on a device and pass its rounds on, by a route. As rounds.
 
-    The device is active while the exchange computes, and not while its rounds are under way.
-
-    Parameters
-    ----------
-    device : Device
-        Device of the exchange's arrays. The host passes rounds on unchanged.
-    exchange : generator
-        Yields rounds.
-    route : {"direct", "staged"}, optional
-        Route of rounds whose arrays are on the device; by default the faster one, see `faster_route`.
+    The device is active while the exchange computes, and not while its rounds are under way. The host passes rounds on
+    unchanged. ``route`` is the faster one by default, see `faster_route`.
     """
     if device is HOST:
         return (yield from exchange)
@@ -214,15 +196,9 @@ def _when_active(device: Device, arrived: Callable[[int, int], None]) -> Callabl
 class DeviceBuffer:
     """An array of a device while a transport has it, which MPI takes as a buffer.
 
-    It supports what transports do with arrays of the host, in any thread: slices, assignment to a part, copies to the
-    host, and use as a buffer of MPI. An assignment is complete when it returns, as MPI waits for no stream.
-
-    Parameters
-    ----------
-    device : CudaDevice
-        Device of the array.
-    array : cupy.ndarray
-        Contiguous; no work that is still in a stream touches it.
+    It supports what transports do with arrays of the host, in any thread: slices, assignment to a part, copies to
+    the host, and use as a buffer of MPI. No work that is still in a stream may touch the array. An assignment is
+    complete when it returns, as MPI waits for no stream.
     """
 
     def __init__(self, device: Any, array: Any) -> None:
@@ -268,13 +244,6 @@ def choose_routes(devices: Sequence[Device], transport: Transport) -> Rounds[Non
     Messages and the library's sums are measured separately: some libraries pass on GPU memory fast and sum it slowly.
     Messages are staged, unmeasured, where no rank has a GPU or where the MPI library of some rank takes no GPU memory.
     Sums of floating numbers are staged where the library's sums of GPU memory differ between ranks.
-
-    Parameters
-    ----------
-    devices : sequence of Device
-        Devices of this rank's buckets, which may differ from those of other ranks.
-    transport : Transport
-        Transport of all ranks.
     """
     gpu = next((device for device in devices if device is not HOST), HOST)
     takes_gpu_memory = gpu is HOST or transport.takes_device_memory

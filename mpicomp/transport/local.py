@@ -19,13 +19,7 @@ Network = Callable[[Round, Group], float]
 
 
 class _Done(Pending):
-    """A round in lockstep is done when all ranks have asked for it.
-
-    Attributes
-    ----------
-    end : float
-        When it ends on the clock of a simulated network.
-    """
+    """A round in lockstep is done when all ranks have asked for it."""
 
     def __init__(self, task: Round, end: float = 0.0) -> None:
         self.task = task
@@ -59,11 +53,9 @@ class LocalTransport(Transport):
         return _Done(task)
 
     def channels(self, count: int) -> list[Transport]:
-        """See `Transport.channels`."""
         return [LocalTransport(self.group, self.members, self.network) for _ in range(count)]
 
     def wait(self, pending: Pending) -> NDArray[Any]:
-        """See `Transport.wait`."""
         return received(pending.task)
 
     def clock(self) -> float:

@@ -89,17 +89,10 @@ class MPITransport(Transport):
         self.group = self._with_sums(pool.group)
 
     def _open(self, pool: Pool, front: ChannelSet, back: ChannelSet, naps: bool) -> None:
-        """Take channels up, which the pool gets back when this is closed or collected.
+        """Take over channels, which return to the pool when this is closed or collected.
 
-        Parameters
-        ----------
-        pool : Pool
-            Of these ranks.
-        front, back : ChannelSet
-            For rounds that are waited for at once and for those in the background, so that these need not begin in one
-            order with the others.
-        naps : bool
-            Whether ranks share cores.
+        Rounds in the background have channels of their own (``back``), so that they need not begin in one order with
+        the others.
         """
         super().__init__()
         self._pool = pool
@@ -117,12 +110,10 @@ class MPITransport(Transport):
 
     @functools.cached_property
     def takes_device_memory(self) -> bool:  # type: ignore[override]
-        """See `Transport.takes_device_memory`: as `mpicomp doctor` says."""
         version = MPI.Get_library_version()
         return cuda_aware.cuda_aware(MPI.get_vendor()[0], libraries.library(), version=version).value
 
     def subgroup(self, count: int) -> "MPITransport | None":
-        """See `Transport.subgroup`."""
         whole = self._front[WORLD].comm
         part = whole.Split(0 if whole.rank < count else MPI.UNDEFINED, whole.rank)
         if part == MPI.COMM_NULL:
@@ -132,7 +123,6 @@ class MPITransport(Transport):
         return some
 
     def start(self, task: Round) -> Pending:
-        """See `Transport.start`."""
         channel = self._channel(task)
         started = channel.start(task)
         if self._watch is not None and not task.background:
@@ -140,7 +130,6 @@ class MPITransport(Transport):
         return started
 
     def wait(self, pending: Pending) -> NDArray[Any]:
-        """See `Transport.wait`."""
         assert isinstance(pending, Started)
         channel = self._channel(pending.task)
         if self._watch is not None and pending.task.background:
@@ -154,7 +143,6 @@ class MPITransport(Transport):
         return received(pending.task)
 
     def perform(self, task: Round) -> NDArray[Any]:
-        """See `Transport.perform`."""
         channel = self._channel(task)
         if self._watch is not None:
             self._watch.begin(self, channel, channel.begun + 1, task.operation, self.user)
@@ -166,7 +154,6 @@ class MPITransport(Transport):
         return received(task)
 
     def channels(self, count: int) -> list[Transport]:
-        """See `Transport.channels`."""
         made: list[Transport] = []
         for own in self._pool.acquire(self._front[WORLD].comm, count):
             channel = MPITransport.__new__(MPITransport)
@@ -177,12 +164,10 @@ class MPITransport(Transport):
         return made
 
     def set_activity(self, what: str) -> None:
-        """See `Transport.set_activity`."""
         if self._watch is not None:
             self._watch.about = what
 
     def enter(self) -> int:
-        """See `Transport.enter`."""
         number = self._front[WORLD].begun  # all ranks come here after the same round
         for own in self._sets:
             own.users.add(number)
@@ -190,12 +175,10 @@ class MPITransport(Transport):
         return number
 
     def retire(self, user: int) -> None:
-        """See `Transport.retire`."""
         for own in self._sets:
             own.users.discard(user)
 
     def check_threads(self, alone: bool) -> None:
-        """See `Transport.check_threads`."""
         provided = self._pool.thread_level
         if provided < (MPI.THREAD_SERIALIZED if alone else MPI.THREAD_MULTIPLE):
             level = "SERIALIZED" if alone else "MULTIPLE"
@@ -206,7 +189,6 @@ class MPITransport(Transport):
             )
 
     def abort_exchange(self, error: BaseException) -> None:
-        """See `Transport.abort_exchange`."""
         if self._refusal is None and self.group.size > 1:
             self._refusal = (
                 f"mpi: {type(error).__name__} broke off an exchange on this rank while others go on with it, so that "
@@ -217,16 +199,13 @@ class MPITransport(Transport):
                 self._watch.abort_exchange(channels, "".join(traceback.format_exception(error)))
 
     def check_survives(self, subsystem: str) -> None:
-        """See `Transport.check_survives`."""
         check_survives(subsystem)
         abort.crash_at_once()
 
     def revoke(self) -> None:
-        """See `Transport.revoke`; of all transports of these ranks."""
         self._pool.revoke()
 
     def agree(self, flag: bool) -> bool:
-        """See `Transport.agree`."""
         try:
             with self._inside_mpi():
                 return bool(self._front[WORLD].comm.Agree(int(flag)))
@@ -236,7 +215,6 @@ class MPITransport(Transport):
             return False  # MPI says so to all of them
 
     def shrink(self) -> list[int]:
-        """See `Transport.shrink`."""
         before, offset, generation = self._front[WORLD].comm, self.offset, self.generation
         with self._inside_mpi():
             comm = before.Shrink()
@@ -271,7 +249,6 @@ class MPITransport(Transport):
             self._watch.inside_mpi = False
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if self._finalizer.detach() is not None:
             self._refusal = self._refusal or "mpi: the transport was closed; make a new one"
             self._pool.release(self._sets)
@@ -309,13 +286,6 @@ def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
     """Return the cores for each rank on the host where they are fewest; the same on all ranks. Collective.
 
     Those count that some rank of a host may run on.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        All ranks.
-    hosts : sequence of int
-        The host of each rank.
     """
     mine = np.zeros(_CORES, np.bool_)
     mine[[core for core in os.sched_getaffinity(0) if core < _CORES]] = True
@@ -329,13 +299,6 @@ def takes_naps(comm: MPI.Comm, cores: float) -> bool:
     """Return whether ranks have to leave their core to others while they wait, the same on all ranks. Collective.
 
     ``MPICOMP_NAPS=0/1`` overrides what follows from the cores.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        All ranks.
-    cores : float
-        Of each rank.
     """
     said = os.environ.get("MPICOMP_NAPS")
     mine = cores < 1 if said not in ("0", "1") else said == "1"
@@ -347,12 +310,7 @@ def takes_naps(comm: MPI.Comm, cores: float) -> bool:
 def sums_are_identical(comm: MPI.Comm, naps: bool) -> bool:
     """Sum numbers for which the order matters and compare the bits. Collective.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        Whose sums; each communicator may have algorithms of its own.
-    naps : bool
-        Whether calls that block are not in use; they may have other algorithms than those that do not.
+    Each communicator may have its own algorithms, and so may calls that block, which are not in use with ``naps``.
     """
     if comm.size <= 2:
         return True  # a + b is b + a

@@ -35,27 +35,13 @@ _OF_A_SET = 1 + len(_NAMES)  # numbers in an offer: which, and the rounds begun 
 
 @dataclass(eq=False)
 class ChannelSet:
-    """A channel for each group that this rank is in; groups of the same ranks share one.
+    """A channel for each group that this rank is in; groups of the same ranks share one."""
 
-    Attributes
-    ----------
-    number : int
-        The same on all ranks.
-    channels : dict of str to Channel
-        By the group's name.
-    free : bool
-        Whether it was given back.
-    users : set of int
-        What uses it now, by numbers that are the same on all ranks.
-    last_user : int
-        The highest of those numbers so far; 0 where there was none.
-    """
-
-    number: int
-    channels: dict[str, Channel]
-    free: bool = False
-    users: set[int] = field(default_factory=set)
-    last_user: int = 0
+    number: int  # the same on all ranks
+    channels: dict[str, Channel]  # by the group's name
+    free: bool = False  # whether it was given back
+    users: set[int] = field(default_factory=set)  # what uses it now, by numbers that are the same on all ranks
+    last_user: int = 0  # the highest of those numbers so far; 0 where there was none
 
     @property
     def begun(self) -> list[int]:
@@ -71,35 +57,14 @@ class Pool:
     """The communicators that this process keeps for one list of ranks, handed out as sets of channels.
 
     Making one, and `acquire`, are collective over a communicator of these ranks.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        Of the ranks, in this order.
-    names : sequence of int
-        Numbers by which ranks are named in messages that are printed.
-    layout : sequence of int or None
-        The host of each rank, by number; None finds it out.
-    limit : int
-        Bytes of one call, at most.
-
-    Attributes
-    ----------
-    group : Group
-        All ranks; whether sums are identical was not found out yet.
-    thread_level : int
-        The lowest of all ranks, after the first `acquire`.
-    over : bool
-        Whether this rank has left, so that nothing can be begun any more.
-    abandoned : bool
-        Whether one of these ranks has died, so that nothing of it works any more.
     """
 
     def __init__(self, comm: MPI.Comm, names: Sequence[int], layout: Sequence[int] | None, limit: int) -> None:
         self.hosts = list(hosts_of_ranks(comm) if layout is None else layout)
         self.group, self.members = layout_groups(self.hosts, comm.rank)
         self.thread_level = MPI.Query_thread()
-        self.over = self.abandoned = False
+        self.over = False  # this rank has left, so that nothing can be begun any more
+        self.abandoned = False  # one of these ranks has died, so that nothing works any more
         self.watch = None if comm.size == 1 else StallWatchdog(comm.Dup(), names, self._is_closed)
         self._everyones_members = [layout_groups(self.hosts, rank)[1] for rank in range(comm.size)]
         self._limit = limit
@@ -115,13 +80,6 @@ class Pool:
 
     def acquire(self, comm: MPI.Comm, count: int) -> list[ChannelSet]:
         """Return sets of channels that nobody else uses, the same on all ranks. Collective over ``comm``.
-
-        Parameters
-        ----------
-        comm : mpi4py.MPI.Comm
-            Of these ranks; it is duplicated where there are too few.
-        count : int
-            Number of sets.
 
         Raises
         ------
@@ -146,15 +104,7 @@ class Pool:
         return taken
 
     def release(self, sets: Iterable[ChannelSet], dropped: bool = False) -> None:
-        """Take back sets of channels; not collective.
-
-        Parameters
-        ----------
-        sets : iterable of ChannelSet
-            Nothing is begun on them any more.
-        dropped : bool
-            Whether the program forgot to close what had them.
-        """
+        """Take back sets of channels; not collective. ``dropped``: the program forgot to close their owner."""
         self._dropped |= dropped
         for back in sets:
             if self.watch is not None:

@@ -32,26 +32,16 @@ _Some = Callable[[list[MPI.Request]], list[int] | None]
 
 
 class Started(Pending):
-    """A round whose requests were made. Only one thread at a time may ask for it.
-
-    Attributes
-    ----------
-    some : callable
-        Finds requests that are complete, as MPI_Testsome does.
-    number : int
-        Number of the round on its channel, from 1 on.
-    beside : collection of Started
-        Rounds that are under way on its channel, this one among them: whoever asks for one of them moves all on.
-    """
+    """A round whose requests were made. Only one thread at a time may ask for it."""
 
     def __init__(self, task: Round) -> None:
         self.task = task
         self.some: _Some = MPI.Request.Testsome
-        self.number = 0
+        self.number = 0  # number of the round on its channel, from 1
+        # Rounds under way on its channel, this one among them: a test of one of them moves all on.
         self.beside: Collection[Started] = (self,)
 
     def test(self) -> bool:
-        """See `Pending.test`."""
         try:
             for other in self.beside:
                 if other is not self:
@@ -91,24 +81,7 @@ class Started(Pending):
 
 
 class Channel:
-    """A communicator on which rounds are run: all of its ranks begin them in the same order.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        A communicator that is used for nothing else.
-    limit : int
-        Bytes, counts and displacements in one call are not larger.
-    key : int
-        A number that no other channel of the same ranks has, the same on all of them.
-    members : sequence of int
-        The ranks that take part, as places among the ranks of the transport.
-
-    Attributes
-    ----------
-    begun : int
-        Rounds that this rank has begun.
-    """
+    """A communicator on which rounds are run: all of its ranks begin them in the same order."""
 
     def __init__(self, comm: MPI.Comm, limit: int, key: int, members: Sequence[int]) -> None:
         self.comm = comm
@@ -323,7 +296,6 @@ class _Calls(Started):
 
     @property
     def left(self) -> int:
-        """See `Started.left`."""
         return len(self._requests)
 
     def _advance(self, some: _Some) -> bool:
@@ -361,7 +333,6 @@ class _Messages(Started):
 
     @property
     def left(self) -> int:
-        """See `Started.left`."""
         return len(self._requests) + len(self._incoming) + len(self._outgoing)
 
     @property

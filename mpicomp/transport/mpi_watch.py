@@ -100,16 +100,10 @@ class Inquiry:
 
 
 class StallWatchdog:
-    """Watches the rounds of one list of ranks: finds out why a round does not end, and answers other ranks' questions.
+    """Finds out why a round of some ranks does not end, and answers other ranks' questions.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        Of all of them, nobody else's; never freed.
-    names : sequence of int
-        Numbers by which ranks are named in messages that are printed: their places in MPI.COMM_WORLD.
-    is_closed : callable
-        Returns, of a channel's key and a user, whether this rank has closed what begins rounds there.
+    ``names`` are the ranks' numbers in MPI.COMM_WORLD, for messages; ``is_closed`` returns for a channel's key and a
+    user whether this rank has closed what begins rounds there.
     """
 
     def __init__(self, comm: MPI.Comm, names: Sequence[int], is_closed: Callable[[int, int], bool]) -> None:

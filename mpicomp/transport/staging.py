@@ -24,25 +24,15 @@ CHUNKS = 3  # pinned chunks in use: one is filled, one travels, and one has just
 
 @dataclass
 class _Arrival:
-    """Pinned memory of one array, and whether it is there.
-
-    Attributes
-    ----------
-    array : array or None
-        Kept as long as it is copied from.
-    step : int
-        The last one in which it was copied.
-    view : array or None
-        It on the host, once it was asked for.
-    """
+    """Pinned memory of one array, and whether it is there."""
 
     where: int
     memory: NDArray[np.uint8]
     made: int
     here: int
-    array: Any = None
-    step: int = -1
-    view: NDArray[Any] | None = None
+    array: Any = None  # kept as long as it is copied from
+    step: int = -1  # the last one in which it was copied
+    view: NDArray[Any] | None = None  # it on the host, once it was asked for
 
 
 class Staging:

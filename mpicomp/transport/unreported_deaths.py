@@ -36,17 +36,7 @@ def running_process(pid: int) -> Process:
 
 
 class UnreportedDeaths:
-    """Watches the processes of other ranks on this host.
-
-    Parameters
-    ----------
-    rank : int
-        This rank, as messages name it.
-    peers : mapping of int to Process
-        The other ranks, by the same numbers.
-    waits : callable
-        Returns whether this rank waits for others.
-    """
+    """Watches the processes of other ranks on this host."""
 
     def __init__(self, rank: int, peers: Mapping[int, Process], waits: Callable[[], bool]) -> None:
         self._rank = rank
