@@ -26,7 +26,7 @@ WORK_DTYPES: dict[str, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True)
-class Described:
+class ArraySpec:
     """Name, dtype and shape of one array, which have to be the same on all ranks."""
 
     name: str
@@ -66,7 +66,7 @@ def _library_of(kind: type) -> str | None:
     return None
 
 
-def describe(arrays: Mapping[str, Any]) -> list[Described]:
+def describe(arrays: Mapping[str, Any]) -> list[ArraySpec]:
     """Describe every array of a mapping, or say which one cannot be reduced.
 
     Raises
@@ -94,11 +94,11 @@ def describe(arrays: Mapping[str, Any]) -> list[Described]:
             raise ArrayTypeError(
                 f"reduce: '{name}' must be one of {', '.join(WORK_DTYPES)}, got {dtype}; cast it first"
             )
-        described.append(Described(name, dtype, tuple(int(size) for size in array.shape)))
+        described.append(ArraySpec(name, dtype, tuple(int(size) for size in array.shape)))
     return described
 
 
-class Describer:
+class SpecCache:
     """Describes arrays of every step as `describe` does, and only compares them where they are like those before.
 
     All that a description is made of is compared itself, so that no other array can be taken for one that was there.
@@ -107,9 +107,9 @@ class Describer:
     def __init__(self) -> None:
         self._kind: type | None = None
         self._looks: list[tuple[Any, ...]] = []
-        self._described: list[Described] = []
+        self._described: list[ArraySpec] = []
 
-    def describe(self, arrays: Mapping[str, Any]) -> list[Described]:
+    def describe(self, arrays: Mapping[str, Any]) -> list[ArraySpec]:
         """Return what `describe` does, or raise it. The list is not to be written to: it may be returned again."""
         try:
             looks = [
@@ -144,14 +144,14 @@ def to_host(array: Any) -> NDArray[Any]:
     return host.view(np.uint16) if _name_of(host.dtype) == "bfloat16" else host
 
 
-def from_host(mean: NDArray[np.floating], described: Described, like: Any, out: NDArray[Any] | None) -> Any:
+def from_host(mean: NDArray[np.floating], described: ArraySpec, like: Any, out: NDArray[Any] | None) -> Any:
     """Return a flat host mean as the kind of array that came in.
 
     Parameters
     ----------
     mean : array, shape (numel,)
         float32 or float64.
-    described : Described
+    described : ArraySpec
         Of the array that came in.
     like : array
         The array that came in.

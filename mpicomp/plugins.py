@@ -109,8 +109,8 @@ def _found(name: str) -> ModuleSpec:
         if not os.path.isfile(path):
             raise ConfigurationError(f"plugin: there is no file '{name}'")
         # Files of one name in several folders are different modules.
-        own = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
-        spec = importlib.util.spec_from_file_location(f"mpicomp_plugin_{Path(name).stem}_{own}", path)
+        digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
+        spec = importlib.util.spec_from_file_location(f"mpicomp_plugin_{Path(name).stem}_{digest}", path)
         if spec is None:
             raise ConfigurationError(f"plugin: a file's name has to end in .py, got '{name}'")
         return spec

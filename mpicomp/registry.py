@@ -1,4 +1,4 @@
-"""One register for compressors, collectives, policies and training tasks, built in or a user's own.
+"""One register for compressors, collectives, policies and training tasks, built in or from a plugin.
 
 A class is registered where it is defined. Built-in ones stand in packages whose modules are all imported at the first
 look-up, and so are plugins: a new one is one file, and nothing else names it.

@@ -45,8 +45,8 @@ class Workspace:
 
         The array is the caller's until the same name and dtype are asked for again.
         """
-        own: NDArray[Any] = self._named(name, size, dtype, self.device)
-        return own
+        array: NDArray[Any] = self._named(name, size, dtype, self.device)
+        return array
 
     def host_array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """Return such an array in host memory, wherever the others are: for counts and other short messages."""

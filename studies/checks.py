@@ -15,7 +15,7 @@ from mpicomp.bench.replica import threads_of_rank
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
 
-from mpicomp.arrays import Describer
+from mpicomp.arrays import SpecCache
 from mpicomp.cli import run_program
 from mpicomp.cli.options import add_task, check_writable
 from mpicomp.collectives import allgather, is_finite, packed_allgather, parameter_server
@@ -59,7 +59,7 @@ def _without(reducer: Any) -> Iterator[None]:
     transport, layout = reducer.transport, reducer._core.layout
     watch = transport._watch
     with instead(
-        (Describer, "describe", lambda self, gradients: layout.members),
+        (SpecCache, "describe", lambda self, gradients: layout.members),
         (Layout, "knows", lambda self, members: True),
         (GradientWithResidual, "finite", True),
         (Pace, "note", lambda *words: None),
@@ -83,7 +83,7 @@ def _counted(reducer: Any, inside: Inside) -> Iterator[None]:
 
     watch = type(reducer.transport._watch)
     with instead(
-        (Describer, "describe", inside.of(Describer.describe)),
+        (SpecCache, "describe", inside.of(SpecCache.describe)),
         (Layout, "knows", inside.of(Layout.knows)),
         (GradientWithResidual, "finite", property(finite)),
         *((module, "is_finite", inside.of(is_finite)) for module in _CHECKED),

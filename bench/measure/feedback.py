@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.compressors import (
     Compressor,
     Context,
@@ -28,7 +28,7 @@ _PLAIN = Wire()
 
 def make_bucket(numel: int, compressor: Compressor, feedback: bool, threads: int = 1, device: Device = HOST) -> Bucket:
     """Make a bucket of one array on a device, with the compressor's momentum before the sum."""
-    return Bucket(0, [Described("gradient", DTYPE.name, (numel,))], feedback, compressor.entry, threads, device)
+    return Bucket(0, [ArraySpec("gradient", DTYPE.name, (numel,))], feedback, compressor.entry, threads, device)
 
 
 @dataclass

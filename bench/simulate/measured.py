@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from mpicomp.bench.simulate.dense import Corrections, Timed
 
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.bucket import cut
@@ -97,7 +97,7 @@ class Measured:
     def cut(self, bucket_bytes: int) -> Self:
         """Return the same with the gradients cut into other buckets, as a reducer does; there ``auto`` knows none."""
         gradients = {gradient.name: gradient for bucket in self.buckets for gradient in bucket.gradients}
-        members = [Described(gradient.name, "float32", gradient.shape) for gradient in gradients.values()]
+        members = [ArraySpec(gradient.name, "float32", gradient.shape) for gradient in gradients.values()]
         buckets = [Bucket(tuple(gradients[member.name] for member in part)) for part in cut(members, bucket_bytes)]
         return replace(self, buckets=buckets, auto=None)
 

@@ -32,7 +32,7 @@ LAST = 10**18 - 1
 _LARGEST = 2**63 - 1  # largest number of a checkpoint: rank 0 sends numbers to the others as int64
 _PART = 1 << 20  # bytes that are worked on at a time
 _START = b'{"__metadata__": {"mpicomp": '
-_START_BYTES = 4096  # bytes at the start of a file that hold its own description
+_START_BYTES = 4096  # bytes at the start of a file that hold its description
 _TREE_LIMIT = 20 << 20  # safetensors reads no header above 100 MB, and JSON within JSON grows
 _BLANK = "0" * 8
 """In place of a CRC-32 that is not known yet: of four bytes, as hexadecimal digits."""
@@ -95,10 +95,10 @@ def header_of(path: Path) -> Header | None:
 
 
 def _header(about: dict[str, Any]) -> Header:
-    """Check a file's own description, in a known schema."""
+    """Return the header in a file's description, if its schema is known."""
     header = Header(**{key: about[key] for key in about.keys() - {"schema", "mpicomp"}})
     values = asdict(header).values()
-    if about["schema"] != SCHEMA or any(type(own) is not int or not 0 <= own <= _LARGEST for own in values):
+    if about["schema"] != SCHEMA or any(type(value) is not int or not 0 <= value <= _LARGEST for value in values):
         raise ValueError(header)
     if header.checkpoint > LAST or header.rank >= header.ranks:
         raise ValueError(header)
@@ -142,9 +142,9 @@ def _encode(value: Any, path: str, arrays: list[tuple[Leaf, Any]]) -> Any:
                 raise CheckpointError(
                     f"save_checkpoint: keys must be strings or ints, got {key!r} ({_type_name(key)}) in {path}"
                 )
-        return {"dict": [[key, _encode(own, f"{path}[{key!r}]", arrays)] for key, own in value.items()]}
+        return {"dict": [[key, _encode(inner, f"{path}[{key!r}]", arrays)] for key, inner in value.items()]}
     if isinstance(value, list | tuple):
-        items = [_encode(own, f"{path}[{place}]", arrays) for place, own in enumerate(value)]
+        items = [_encode(inner, f"{path}[{place}]", arrays) for place, inner in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     leaf = _leaf(value, path)
     if leaf is None:
@@ -192,11 +192,11 @@ def _type_name(value: Any) -> str:
 def write_file(path: Path, header: Header, tree: str, arrays: Sequence[tuple[Leaf, Any]]) -> None:
     """Write a file that does not exist yet, and have it on the disk.
 
-    The package's own writer is not used: what it does about permissions and errors of the disk differs between its
+    The writer of safetensors is not used: what it does about permissions and errors of the disk differs between its
     versions, and it needs all arrays in host memory at once.
 
     The metadata has a CRC-32 of each array, in the order of the file, and one of the header that is made with zeros in
-    its own place. They are to find what disks and networks damage, all of which CRC-32 notices where it is within four
+    its place. They are to find what disks and networks damage, all of which CRC-32 notices where it is within four
     bytes, and else all but one in four billion; nobody is kept from changing a file and its checksums. It takes a
     quarter of a second for a GB where BLAKE2 takes more than one, as long as writing does.
     """
@@ -307,8 +307,8 @@ class RankFile:
         """Return the checksum of each array, after that of the header was compared."""
         with open(self.path, "rb") as file:
             text = file.read(int.from_bytes(file.read(8), "little"))
-        own, sums = (self._metadata.get(key, "") for key in _CHECKSUMS)
-        if _crc32(_with_field(text, "header_crc32", own, _BLANK)) != own:
+        header_sum, sums = (self._metadata.get(key, "") for key in _CHECKSUMS)
+        if _crc32(_with_field(text, "header_crc32", header_sum, _BLANK)) != header_sum:
             raise self._error("cannot be read: its header has changed since it was written")
         names = [name for name in json.loads(text) if name != "__metadata__"]
         return {name: sums[8 * place : 8 * place + 8] for place, name in enumerate(names)}
@@ -349,12 +349,12 @@ def _open(path: Path) -> Any:
 
 def _decode(node: Any, fetch: Callable[[Leaf], Any]) -> Any:
     if isinstance(node, list):
-        return [_decode(own, fetch) for own in node]
+        return [_decode(inner, fetch) for inner in node]
     if not isinstance(node, dict):
         return node
     if "dict" in node:
-        return {key: _decode(own, fetch) for key, own in node["dict"]}
+        return {key: _decode(inner, fetch) for key, inner in node["dict"]}
     if "tuple" in node:
-        return tuple(_decode(own, fetch) for own in node["tuple"])
+        return tuple(_decode(inner, fetch) for inner in node["tuple"])
     (kind,) = node.keys() - {"dtype", "shape"}
     return fetch(Leaf(kind, node[kind], node["dtype"], tuple(node["shape"])))

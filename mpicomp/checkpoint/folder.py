@@ -1,6 +1,6 @@
 """The folder of a job's checkpoints, which rank 0 alone changes.
 
-Each checkpoint is a folder of its own, ``00000012``; one that is being written, or removed, is called
+Each checkpoint is a folder, ``00000012``; one that is being written, or removed, is called
 ``00000012.part``. What else is there stays as it is, folders that somebody else named by a number among them: which
 ones mpicomp has made is told by the headers of the files in them.
 """
@@ -60,7 +60,7 @@ def _list(folder: Path) -> tuple[list[_Found], list[_Found]]:
             if number is not None:
                 (parts if match[2] else complete).append(_Found(path, int(match[1]), number))
     # Of two copies the one that was not renamed.
-    return sorted(complete, key=lambda own: (own.number, own.named == own.number, own.named)), parts
+    return sorted(complete, key=lambda entry: (entry.number, entry.named == entry.number, entry.named)), parts
 
 
 def _number(path: Path, named: int) -> int | None:
@@ -104,7 +104,7 @@ def begin(folder: Path) -> int:
     complete, parts = _list(folder)
     for part in parts:
         _remove(part)
-    number = max([0, *(own.number for own in complete + parts)]) + 1
+    number = max([0, *(entry.number for entry in complete + parts)]) + 1
     while not taken.isdisjoint((complete_folder(folder, number).name, part_folder(folder, number).name)):
         number += 1
     if number > LAST:
@@ -127,9 +127,9 @@ def finish(folder: Path, number: int, ranks: int) -> None:
 def drop_older(folder: Path, keep: int) -> None:
     """Remove all but the newest checkpoints, as far as one may."""
     with contextlib.suppress(OSError):
-        complete = [own for own in _list(folder)[0] if own.named == own.number]
-        for own in complete[:-keep]:
-            _remove(own, part_folder(folder, own.named))
+        complete = [entry for entry in _list(folder)[0] if entry.named == entry.number]
+        for entry in complete[:-keep]:
+            _remove(entry, part_folder(folder, entry.named))
 
 
 def _sync(folder: Path) -> None:

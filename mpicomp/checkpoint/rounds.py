@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.checkpoint.file import Header, RankFile, encode, file_name, write_file
 from mpicomp.checkpoint.folder import begin, complete_folder, drop_older, finish, newest, part_folder
 from mpicomp.checkpoint.shares import STATES, reducers, shared_anew, weights
@@ -35,7 +35,7 @@ def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1)
     state : dict, list or tuple
         A tree of dicts with strings or ints as keys, lists, tuples, None, bool, int, float, str, NumPy arrays and
         numbers, and dense torch tensors of any dtype and device. What is derived from dict, list or tuple comes back
-        as one of these, a parameter as a tensor. Each rank passes its own.
+        as one of these, a parameter as a tensor. Each rank passes its state.
     comm : mpi4py.MPI.Comm, Transport or None
         None stands for MPI.COMM_WORLD.
     keep : int
@@ -64,7 +64,7 @@ def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1)
 def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
     """Read the newest checkpoint below a folder, on any number of ranks.
 
-    Collective over ``comm``. With as many ranks as wrote it, each gets its own state. Otherwise rank ``r`` of N gets
+    Collective over ``comm``. With as many ranks as wrote it, each gets its state. Otherwise rank ``r`` of N gets
     that of rank ``r * M // N`` of M, but residuals and velocities of reducers are distributed anew: their means over
     the ranks are what they were. Nothing is modified.
 
@@ -98,10 +98,10 @@ def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds[A
             raise ConfigurationError(f"save_checkpoint: keep must be at least 1, got {keep!r}")
         tree, arrays = encode(state)
         members = [
-            Described(f"{place}[{kind!r}][{name!r}]", str(array.dtype).removeprefix("torch."), tuple(array.shape))
-            for place, own in reducers(state)
+            ArraySpec(f"{place}[{kind!r}][{name!r}]", str(array.dtype).removeprefix("torch."), tuple(array.shape))
+            for place, reducer_state in reducers(state)
             for kind in STATES
-            for name, array in own[kind].items()
+            for name, array in reducer_state[kind].items()
         ]
         signature = Signature({"folder": str(path), "keep": keep}, members)
     except Exception as error:  # whatever it is, the others have to know

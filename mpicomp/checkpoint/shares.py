@@ -45,31 +45,35 @@ def reducers(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, An
         if "schema" in tree and all(_holds_arrays(tree.get(kind)) for kind in STATES):
             yield path, tree
             return
-        for key, own in tree.items():
-            yield from reducers(own, f"{path}[{key!r}]")
+        for key, inner in tree.items():
+            yield from reducers(inner, f"{path}[{key!r}]")
     elif isinstance(tree, list | tuple):
-        for place, own in enumerate(tree):
-            yield from reducers(own, f"{path}[{place}]")
+        for place, inner in enumerate(tree):
+            yield from reducers(inner, f"{path}[{place}]")
 
 
 def shared_anew(state: Any, parts: Iterable[tuple[float, RankFile]]) -> Any:
     """Return a state in which reducers' arrays are replaced by weighted sums over files, made in float64."""
     sums: dict[tuple[str, str, str], Any] = {}
     for weight, file in parts:
-        for path, own in reducers(file.tree()):
+        for path, reducer_state in reducers(file.tree()):
             for kind in STATES:
-                for name, leaf in own[kind].items():
+                for name, leaf in reducer_state[kind].items():
                     share = weight * to_host(file.read(leaf)).astype(np.float64)
                     sums[path, kind, name] = sums.get((path, kind, name), 0.0) + share
-    for path, own in reducers(state):
+    for path, reducer_state in reducers(state):
         for kind in STATES:
-            own[kind] = {name: _like(old, sums[path, kind, name]) for name, old in own[kind].items()}
+            reducer_state[kind] = {
+                name: _like(old, sums[path, kind, name]) for name, old in reducer_state[kind].items()
+            }
     return state
 
 
 def _holds_arrays(value: Any) -> bool:
     """Return whether it is a dict of NumPy arrays, tensors, or descriptions of either."""
-    return isinstance(value, dict) and all(hasattr(own, "dtype") and hasattr(own, "shape") for own in value.values())
+    return isinstance(value, dict) and all(
+        hasattr(array, "dtype") and hasattr(array, "shape") for array in value.values()
+    )
 
 
 def _like(old: Any, values: NDArray[np.float64]) -> Any:

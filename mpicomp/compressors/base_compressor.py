@@ -181,7 +181,7 @@ COMPRESSORS: Registry[Compressor] = Registry(
 
 @functools.cache
 def _parameters(compressor: type[Compressor]) -> list[Field[Any]]:
-    """Return a compressor's parameters: its own first, then those that many have."""
+    """Return the parameters of a class, those that it shares with others last."""
     parameters = [entry for entry in fields(compressor) if _BOUND not in entry.metadata]
     return sorted(parameters, key=lambda entry: bool(entry.kw_only))
 
@@ -199,7 +199,7 @@ def match_layer_setting(layers: Mapping[str, Any] | None, name: str, default: An
     >>> match_layer_setting({"embedding.*": 8, "*": 4}, "embedding.weight", 2)
     8
     """
-    return next((own for pattern, own in (layers or {}).items() if fnmatchcase(name, pattern)), default)
+    return next((setting for pattern, setting in (layers or {}).items() if fnmatchcase(name, pattern)), default)
 
 
 def num_kept(ratio: float, numel: int) -> int:

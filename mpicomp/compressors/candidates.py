@@ -163,7 +163,7 @@ class Candidates:
         return selection, threshold
 
     def spare(self, k: int) -> int:
-        """Return the magnitude bits of the candidate of rank 3 k / 2, or of the last one, as `select` returns its own.
+        """Return the magnitude bits of the candidate of rank 3 k / 2, or of the last one, as `select` returns them.
 
         0 where there are fewer than k of them.
         """

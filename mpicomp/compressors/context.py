@@ -40,8 +40,8 @@ class Context:
 
     def random(self, shared: bool) -> np.random.Generator:
         """Return this step's and bucket's random numbers, the same on all ranks (``shared``) or different on each."""
-        own = () if shared else (self.rank,)
-        return np.random.default_rng([self.seed, self.step, self.bucket, *own])
+        rank = () if shared else (self.rank,)
+        return np.random.default_rng([self.seed, self.step, self.bucket, *rank])
 
     def key(self, shared: bool, part: int = 0) -> int:
         """Return 64 bits for a kernel that draws random numbers by itself.
@@ -53,6 +53,6 @@ class Context:
         part : int
             Tells draws of one step apart.
         """
-        own = () if shared else (self.rank,)
-        entropy = [self.seed, self.step, self.bucket, part, *own]
+        rank = () if shared else (self.rank,)
+        entropy = [self.seed, self.step, self.bucket, part, *rank]
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])

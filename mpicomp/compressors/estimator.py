@@ -79,7 +79,7 @@ class Search:
         if self.waits and ranks:
             array, dtype = accumulated.array(), accumulated.dtype
             bits = accumulated.to_host(*(kernels.kth_magnitude(array, rank) for rank in ranks))
-            self._magnitudes = {rank: cpu.magnitude_of(own, dtype) for rank, own in zip(ranks, bits, strict=True)}
+            self._magnitudes = {rank: cpu.magnitude_of(word, dtype) for rank, word in zip(ranks, bits, strict=True)}
 
     @property
     def numel(self) -> int:

@@ -47,7 +47,7 @@ class GlobalRandKMaxNorm(SharedSparsifier):
     turns is therefore ``ratio`` times the gradient: steps are as much smaller, for which a larger learning rate can
     make up. In the other form nothing has to: all that gradients hold is sent sooner or later.
 
-    Different from the paper and its code: error feedback; the permutation; and in the code each rank keeps its own
+    Different from the paper and its code: error feedback; the permutation; and in the code each rank keeps its
     gradient where nothing is selected, with which models of different ranks grow apart.
 
     Examples

@@ -253,15 +253,15 @@ class GradientWithResidual:
         self._moments = cpu.Moments(nonzero, total, energy, finite)
         return told
 
-    def with_trailer(self, *own: float) -> NDArray[np.floating]:
+    def with_trailer(self, *trailer: float) -> NDArray[np.floating]:
         """Return the sum with four numbers behind it, a contiguous array of shape (numel + TRAILER,).
 
-        Where the caller has none of its ``own`` they are what ranks sum along: whether the sum is not finite, whether
+        Without ``trailer`` they are what ranks sum along: whether the sum is not finite, whether
         this rank is stale, the energy, and the energy that is missing.
         """
         moments, tail = self.device_moments, self._buffer[self.numel :]
-        if own:
-            for place, number in enumerate(own):
+        if trailer:
+            for place, number in enumerate(trailer):
                 with np.errstate(over="ignore"):  # of an energy in float32
                     tail[place] = number
         else:
@@ -272,7 +272,7 @@ class GradientWithResidual:
     def _divisible(self) -> bool:
         """Whether a part of the sum can be made by itself."""
         gathers = getattr(self.kernels, "GATHERS", False)
-        return not gathers and bool(self._pieces) and all(own.gradient.flags.c_contiguous for own in self._pieces)
+        return not gathers and bool(self._pieces) and all(piece.gradient.flags.c_contiguous for piece in self._pieces)
 
     def _sum(self, start: int, stop: int, regions: Sequence[Region] = ()) -> cpu.Moments:
         """Make a part of the sum and return its moments."""
@@ -283,13 +283,13 @@ class GradientWithResidual:
         for part, gradient in self._parts(out, start, stop):
             residual = None if self._residual is None else self._residual[part]
             for cut, region in _cuts(part, regions):
-                own = slice(part.start + cut.start, part.start + cut.stop)
+                region_slice = slice(part.start + cut.start, part.start + cut.stop)
                 behind = None if residual is None else residual[cut]
                 if region is None:
-                    added = kernels.accumulate(gradient[cut], behind, out[own], self.threads)
+                    added = kernels.accumulate(gradient[cut], behind, out[region_slice], self.threads)
                 else:
                     region.found, added = kernels.accumulate_candidates(
-                        gradient[cut], behind, out[own], region.bound, own.start, region.index, region.bits,
+                        gradient[cut], behind, out[region_slice], region.bound, region_slice.start, region.index, region.bits,
                         region.found, self.threads,
                     )  # fmt: skip
                 moments = added if moments is None else moments + added

@@ -34,7 +34,7 @@ class Grid(Quantiser):
         ``"stochastic"`` rounds to one of the two neighbouring grid points at random, so that the expected value is
         exact; ``"nearest"`` rounds to the nearest point.
     layers : mapping of str to int, optional
-        Bits of their own for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
+        Bits of parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
         pattern that matches counts. Buckets of elements then end where bits change.
     """
 
@@ -58,9 +58,9 @@ class Grid(Quantiser):
         if self.layers is not None:
             if not isinstance(self.layers, Mapping):
                 raise ConfigurationError(f"{self.id}: layers must map names to bits, got {self.layers!r}")
-            for name, own in self.layers.items():
-                self._check_bits(f"layers['{name}']", own)
-            object.__setattr__(self, "layers", {str(name): int(own) for name, own in self.layers.items()})
+            for name, bits in self.layers.items():
+                self._check_bits(f"layers['{name}']", bits)
+            object.__setattr__(self, "layers", {str(name): int(bits) for name, bits in self.layers.items()})
 
     def _check_bits(self, name: str, bits: object) -> None:
         if not is_integer(bits) or not self.least_bits <= bits <= MOST_BITS:  # type: ignore[operator]

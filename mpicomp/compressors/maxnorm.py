@@ -115,7 +115,7 @@ def check_bits(subsystem: str, bits: object) -> int | tuple[int, ...]:
     several = isinstance(bits, Sequence) and not isinstance(bits, str)
     given: list[Any] = list(bits) if several else [bits]  # type: ignore[call-overload]
     whole = all(map(is_integer, given))
-    if not given or not whole or not all(2 <= own <= 16 for own in given):
+    if not given or not whole or not all(2 <= number <= 16 for number in given):
         raise ConfigurationError(f"{subsystem}: bits must be a whole number from 2 to 16, or several, got {bits!r}")
     if sorted(set(given)) != given:
         raise ConfigurationError(f"{subsystem}: bits of several grids must ascend without repetition, got {bits!r}")

@@ -1,4 +1,4 @@
-"""Packing of a bucket whose parts have quantisers of their own, whole or in the pieces that owners have of it."""
+"""Packing of a bucket whose parts have different quantisers, whole or in the pieces of owners."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ class Packer:
     """
 
     def __init__(self, parts: Sequence[tuple[int, Quantiser]]) -> None:
-        self._parts = [(size, own, own.packed_bytes(size)) for size, own in parts]
+        self._parts = [(size, quantiser, quantiser.packed_bytes(size)) for size, quantiser in parts]
         self.packed_bytes = sum(nbytes for _, _, nbytes in self._parts)
         """Length of the message."""
 
@@ -29,24 +29,24 @@ class Packer:
     ) -> float:
         """Pack the piece; see `Quantiser.pack`."""
         lost, start, place = 0.0, 0, 0
-        for number, (size, own, nbytes) in enumerate(self._parts):
+        for number, (size, quantiser, nbytes) in enumerate(self._parts):
             part = slice(start, start + size)
-            lost += own.pack(array[part], message[place : place + nbytes], sent[part], key + number & _MOST)
+            lost += quantiser.pack(array[part], message[place : place + nbytes], sent[part], key + number & _MOST)
             start, place = start + size, place + nbytes
         return lost
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
         """Write the packed values; see `Quantiser.unpack`."""
         start, place = 0, 0
-        for size, own, nbytes in self._parts:
-            own.unpack(message[place : place + nbytes], out[start : start + size])
+        for size, quantiser, nbytes in self._parts:
+            quantiser.unpack(message[place : place + nbytes], out[start : start + size])
             start, place = start + size, place + nbytes
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
         """Add ``factor`` times the packed values; see `Quantiser.unpack_add`."""
         start, place = 0, 0
-        for size, own, nbytes in self._parts:
-            own.unpack_add(message[place : place + nbytes], factor, out[start : start + size])
+        for size, quantiser, nbytes in self._parts:
+            quantiser.unpack_add(message[place : place + nbytes], factor, out[start : start + size])
             start, place = start + size, place + nbytes
 
 
@@ -68,12 +68,12 @@ def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:
     for size in sizes:
         inside: list[tuple[int, Quantiser]] = []
         while size:
-            whole, own = left.pop()
+            whole, quantiser = left.pop()
             taken = min(size, whole)
             if taken:
-                inside.append((taken, own))
+                inside.append((taken, quantiser))
             if taken < whole:
-                left.append((whole - taken, own))
+                left.append((whole - taken, quantiser))
             size -= taken
         made.append(Packer(inside))
     return made

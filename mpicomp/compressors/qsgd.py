@@ -35,7 +35,7 @@ class QSGD(Grid):
     norm : {"max", "l2"}
         A bucket's largest magnitude, or the L2 norm of the paper.
     layers : mapping of str to int, optional
-        Bits of their own for parameters by patterns of names; see `Grid`.
+        Bits of parameters by patterns of names; see `Grid`.
 
     Notes
     -----

@@ -175,15 +175,15 @@ def one_of_each(
     drawn = _host_room(out, context)
     for first in range(0, k, _CHUNK):
         bounds = _bounds(first, min(first + _CHUNK, k), numel, k)
-        own = draws[: bounds.size - 1]
-        random.random(out=own)
-        own *= np.diff(bounds)
-        np.floor(own, out=own)
+        offsets = draws[: bounds.size - 1]
+        random.random(out=offsets)
+        offsets *= np.diff(bounds)
+        np.floor(offsets, out=offsets)
         if turn:
-            own += turn
-            own %= np.diff(bounds)
-        own += bounds[:-1]
-        drawn[first : first + own.size] = own
+            offsets += turn
+            offsets %= np.diff(bounds)
+        offsets += bounds[:-1]
+        drawn[first : first + offsets.size] = offsets
     _hand_over(drawn, out)
 
 

@@ -74,7 +74,8 @@ class SIDCo(Estimator):
     With ``published`` no law is suspended, but no message is bounded either: the residual keeps what an estimate has
     left out, all of it if need be. Still different then: the gamma quantile is exact, where the authors' code has that
     or an approximation; logarithms of zeros, which that code takes to be those of its smallest number, are left out;
-    each bucket has its own number of stages. All three distributions are the paper's, and so is any number of stages.
+    the number of stages is adapted for each bucket. All three distributions are the paper's, and so is any number of
+    stages.
     """
 
     id: ClassVar[str] = "sidco"

@@ -40,7 +40,7 @@ class TernGrad(SharedQuantiser):
 
     Different from the paper:
 
-    - elements are clipped at the scale that ranks share, not each rank's at its own, so fewer of them are;
+    - elements are clipped at the scale that ranks share, not at that of each rank, so fewer of them are;
     - the mean square is taken about zero, not about the mean. Gradients have a mean near zero, where it is the same;
       but the standard deviation of equal elements, or of a single one, is zero, and would clip all of them to nothing;
     - a bucket has one scale, not each of its layers.

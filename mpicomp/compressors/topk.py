@@ -42,8 +42,8 @@ class TopK(Sparsifier):
     ratio : float
         Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     layers : mapping of str to float, optional
-        Ratios of their own for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
-        pattern that matches counts. Each of them then is a selection of its own, and so is what none matches.
+        Ratios of parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
+        pattern that matches counts. Each of these parameters is one selection, and so is each run of the others.
     wire, indices
         See `Sparsifier`.
 
@@ -67,7 +67,7 @@ class TopK(Sparsifier):
     ratio: float = 0.01
     layers: Mapping[str, float] | None = None
     parts: tuple[tuple[int, int], ...] = bound(())
-    """Elements and k of each selection in a bucket, where parts of it have ratios of their own."""
+    """Elements and k of each selection in a bucket, where its parts have different ratios."""
 
     @classmethod
     def suggested(cls) -> "list[TopK]":
@@ -80,7 +80,7 @@ class TopK(Sparsifier):
         if self.layers is not None:
             if not isinstance(self.layers, Mapping):
                 raise ConfigurationError(f"topk: layers must map names to ratios, got {self.layers!r}")
-            ratios = {str(name): check_ratio(f"topk: layers['{name}']", own) for name, own in self.layers.items()}
+            ratios = {str(name): check_ratio(f"topk: layers['{name}']", ratio) for name, ratio in self.layers.items()}
             object.__setattr__(self, "layers", ratios)
 
     def bind(
@@ -96,11 +96,11 @@ class TopK(Sparsifier):
             return self
         parts: list[tuple[int, float, bool]] = []  # elements, ratio, whether a pattern gave it
         for name, size in zip(names, sizes, strict=True):
-            own = match_layer_setting(self.layers, name, None)
-            if own is None and parts and not parts[-1][2]:
+            layer_ratio = match_layer_setting(self.layers, name, None)
+            if layer_ratio is None and parts and not parts[-1][2]:
                 parts[-1] = (parts[-1][0] + size, self.ratio, False)
             else:
-                parts.append((size, self.ratio if own is None else own, own is not None))
+                parts.append((size, self.ratio if layer_ratio is None else layer_ratio, layer_ratio is not None))
         return replace(self, parts=tuple((size, num_kept(ratio, size)) for size, ratio, _ in parts))
 
     def count(self, numel: int) -> int:
@@ -116,8 +116,8 @@ class TopK(Sparsifier):
 
     def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
         """Return elements and k of every selection in its bucket, or in any array of another length."""
-        own = bool(self.parts) and sum(size for size, _ in self.parts) == numel
-        return self.parts if own else [(numel, num_kept(self.ratio, numel))]
+        is_bound = bool(self.parts) and sum(size for size, _ in self.parts) == numel
+        return self.parts if is_bound else [(numel, num_kept(self.ratio, numel))]
 
 
 def largest_of_parts(
@@ -155,7 +155,7 @@ def largest_of_parts(
         bits += [threshold, entry.spare(k)]
     bits = accumulated.to_host(*bits)
     # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
-    magnitudes = [cpu.magnitude_of(own, accumulated.dtype) for own in bits[::2]]
+    magnitudes = [cpu.magnitude_of(word, accumulated.dtype) for word in bits[::2]]
     thresholds = [threshold if math.isfinite(threshold) else 0.0 for threshold in magnitudes]
     context.memory["thresholds"] = thresholds
     found = [

@@ -32,7 +32,7 @@ class Uniform(Grid):
         To the nearest point, which runs with error feedback where it contracts, or at random, which is right on the
         average and needs none.
     layers : mapping of str to int, optional
-        Bits of their own for parameters by patterns of names; see `Grid`.
+        Bits of parameters by patterns of names; see `Grid`.
 
     Notes
     -----

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 
 
 class MeanPart(NamedTuple):
     """The part of a flat mean that belongs to one array, and what returns it as the kind of array that came in."""
 
     start: int
-    described: Described
+    described: ArraySpec
     like: Any
     out: Any
     """Array of uint16, shape (numel,), for 16-bit results; None for others."""

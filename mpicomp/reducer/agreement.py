@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpicomp import errors
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.errors import DisagreementError, MessageError, MpicompError, OutOfMemoryError
 from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.rounds.reports import checked_lengths, read_object
@@ -28,7 +28,7 @@ class Signature:
     """The reducer's settings and its arrays in order, which have to be the same on all ranks."""
 
     settings: dict[str, Any]
-    members: list[Described]
+    members: list[ArraySpec]
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able form that is equal where signatures are."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
 from mpicomp.compressors.wire_format import Selection
@@ -36,7 +36,7 @@ class Bucket:
     """
 
     index: int
-    members: list[Described]
+    members: list[ArraySpec]
     feedback: bool
     entry: Entry = field(default_factory=Entry)
     threads: int = 1
@@ -133,27 +133,27 @@ class Bucket:
         own: NDArray[np.floating] = self._residual[self._spans[name]]
         return own
 
-    def residuals(self) -> Iterator[tuple[Described, NDArray[np.floating]]]:
+    def residuals(self) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
         """Return every member with the flat part of the residual that is its own, writable."""
         return self.parts(self._residual)
 
-    def velocities(self) -> Iterator[tuple[Described, NDArray[np.floating]]]:
+    def velocities(self) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
         """Return every member with its part of the velocity, writable; nothing where there is no momentum."""
         return self.parts(self._velocity) if self.entry.momentum else iter(())
 
-    def parts(self, flat: NDArray[np.floating]) -> Iterator[tuple[Described, NDArray[np.floating]]]:
+    def parts(self, flat: NDArray[np.floating]) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
         """Cut a flat array of the bucket into its members'."""
         for member, offset in zip(self.members, self.offsets, strict=True):
             yield member, flat[offset : offset + member.numel]
 
 
-def cut(members: Sequence[Described], limit_bytes: int) -> list[list[Described]]:
+def cut(members: Sequence[ArraySpec], limit_bytes: int) -> list[list[ArraySpec]]:
     """Cut arrays into groups, in their order; those of one work dtype stay together.
 
     A group is closed when it has reached the limit, so that small arrays travel with large ones. Arrays without
     elements are in none.
     """
-    groups: list[list[Described]] = []
+    groups: list[list[ArraySpec]] = []
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
         filled = limit_bytes
         for member in members:
@@ -168,12 +168,12 @@ def cut(members: Sequence[Described], limit_bytes: int) -> list[list[Described]]
 
 
 def make_buckets(
-    members: Sequence[Described],
+    members: Sequence[ArraySpec],
     feedback: bool,
     limit_bytes: int,
     entry: Entry,
     threads: int,
-    device_of: Callable[[Sequence[Described]], Device] = lambda members: HOST,
+    device_of: Callable[[Sequence[ArraySpec]], Device] = lambda members: HOST,
     decay: float = 1.0,
 ) -> list[Bucket]:
     """Cut arrays into buckets, see `cut`. ``device_of`` returns where a bucket of some arrays lives."""

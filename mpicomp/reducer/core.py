@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpicomp.arrays import Describer
+from mpicomp.arrays import SpecCache
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.cost import CostModel
 from mpicomp.device import HOST, Device
@@ -81,7 +81,7 @@ class Core:
         Whether all ranks know that some rank was asked to stop.
     number : int
         Tells reducers of this process apart.
-    describer : Describer
+    describer : SpecCache
         Describes the gradients of a step.
     """
 
@@ -106,7 +106,7 @@ class Core:
     lost: list[int] = field(default_factory=list)
     stop: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
-    describer: Describer = field(default_factory=Describer)
+    describer: SpecCache = field(default_factory=SpecCache)
 
     def expect(self, gradients: Mapping[str, Any]) -> None:
         """Begin to take gradients to where they are exchanged, in the thread that made them; nothing waits."""

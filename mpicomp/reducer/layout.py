@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.device import HOST, Device, common_device
 from mpicomp.errors import ConfigurationError, UnknownNameError
@@ -33,7 +33,7 @@ class Layout:
 
     Attributes
     ----------
-    members : list of Described or None
+    members : list of ArraySpec or None
         The arrays, in the order in which they were first passed; None before the first step.
     buckets : list of Bucket
         In the order of exchange.
@@ -46,11 +46,11 @@ class Layout:
     def __init__(
         self, feedback: bool, bucket_bytes: int | None, entry: Entry, threads: int, decay: float = 1.0
     ) -> None:
-        self.members: list[Described] | None = None
+        self.members: list[ArraySpec] | None = None
         self.buckets: list[Bucket] = []
         self.delivered: dict[str, NDArray[np.uint16]] = {}
         self.conditional: list[str] = []
-        self._known: dict[str, Described] = {}
+        self._known: dict[str, ArraySpec] = {}
         self._bucket_of: dict[str, Bucket] = {}
         self._feedback = feedback
         self._decay = decay
@@ -60,13 +60,13 @@ class Layout:
         self._kept: dict[str, dict[str, NDArray[np.floating]]] = {kind: {} for kind in _STATES}
         self._memories: dict[str, dict[str, Any]] = {}
 
-    def knows(self, members: Sequence[Described] | None) -> bool:
+    def knows(self, members: Sequence[ArraySpec] | None) -> bool:
         """Return whether these are the arrays that it holds, in whatever order."""
         if members is None or self.members is None:
             return False
         return members == self.members or set(members) == set(self.members)
 
-    def check(self, members: Sequence[Described]) -> None:
+    def check(self, members: Sequence[ArraySpec]) -> None:
         """Refuse arrays whose residual has another shape."""
         shapes = {name: residual.shape for name, residual in self._kept["residuals"].items()}
         if self._feedback:
@@ -74,16 +74,16 @@ class Layout:
         for member in members:
             _check_shape(member, shapes.get(member.name))
 
-    def make(self, members: Sequence[Described], arrays: Mapping[str, Any]) -> list[Bucket]:
+    def make(self, members: Sequence[ArraySpec], arrays: Mapping[str, Any]) -> list[Bucket]:
         """Make buckets for other arrays, each where its own are, and leave everything as it is."""
 
-        def device_of(group: Sequence[Described]) -> Device:
+        def device_of(group: Sequence[ArraySpec]) -> Device:
             return common_device([arrays[member.name] for member in group])
 
         limit = LARGE_BUCKET if self.bucket_bytes is None else self.bucket_bytes
         return make_buckets(members, self._feedback, limit, self._entry, self._threads, device_of, self._decay)
 
-    def adopt(self, members: list[Described], buckets: list[Bucket]) -> None:
+    def adopt(self, members: list[ArraySpec], buckets: list[Bucket]) -> None:
         """Take these for the old ones; residuals follow their names."""
         for kind in _STATES:
             self._kept[kind] = self._states(kind)
@@ -179,7 +179,7 @@ class Layout:
         return own.copy() if device is HOST else device.to_host(own)
 
 
-def _check_shape(member: Described, shape: tuple[int, ...] | None) -> None:
+def _check_shape(member: ArraySpec, shape: tuple[int, ...] | None) -> None:
     if shape is not None and shape != member.shape:
         raise ConfigurationError(
             f"reducer: the residual of '{member.name}' has shape {shape} and cannot be kept for shape {member.shape}; "

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import plugins
-from mpicomp.arrays import Described, to_host
+from mpicomp.arrays import ArraySpec, to_host
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.device import HOST, Device, MeanPart, on_device
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError, RankFailedError
@@ -53,7 +53,7 @@ class Step:
         self._done: list[Exchanged] = []
         self._gradients: Mapping[str, Any] = {}
         self._absent: Collection[str] = ()
-        self._members: list[Described] | None = None
+        self._members: list[ArraySpec] | None = None
         self._known = False  # whether they are the layout's
         self._made: list[Bucket] | None = None  # for other arrays than those of the layout
         self._problem: MpicompError | None = None
@@ -401,7 +401,7 @@ class Step:
                 means |= self._give(np.empty(0, member.work_dtype), [(member, 0)], HOST)
         return {name: means[name] for name in self._gradients if name in means}
 
-    def _give(self, mean: Any, parts: Sequence[tuple[Described, int]], device: Device) -> dict[str, Any]:
+    def _give(self, mean: Any, parts: Sequence[tuple[ArraySpec, int]], device: Device) -> dict[str, Any]:
         """Return the means of some arrays, of the kinds that came in, by name; ``parts`` says where each begins."""
         delivered = self._core.layout.delivered
         wanted = [

@@ -1,4 +1,4 @@
-"""The kit: laws that every compressor, collective and policy has to obey, mpicomp's and a user's own.
+"""The kit: laws that every compressor, collective and policy has to obey, built in or of a user.
 
 With pytest, a test for each law::
 

@@ -61,7 +61,7 @@ def check_nothing_is_lost(cls: type[Scheme[Any]]) -> None:
         energy = sum(map(norm2, outcome.after))
         assert math.isclose(first.energy, energy, rel_tol=1e-5), f"energy is {first.energy}, not {energy}: {where}"
         if not math.isnan(first.gain):
-            left = sum(norm2(array - own) for array, own in zip(outcome.after, sent, strict=True))
+            left = sum(norm2(array - share) for array, share in zip(outcome.after, sent, strict=True))
             gain = 1 - left / energy
             assert abs(first.gain - gain) <= 1e-5 * (1 + abs(gain)), f"gain is {first.gain}, not {gain}: {where}"
 
@@ -154,7 +154,7 @@ def _exchange(
         exchanges.append(scheme.exchange(accumulated[-1], Context(group=end.group, step=step, memory=memory)))
     before = [array.copy() for array in arrays]
     results = world.run(exchanges)
-    return _Outcome(scheme, world, results, before, [own.array() for own in accumulated])
+    return _Outcome(scheme, world, results, before, [state.array() for state in accumulated])
 
 
 def _gradients(ranks: int, numel: int, dtype: np.dtype[Any], step: int = 0) -> list[Array]:

@@ -82,8 +82,8 @@ def check_awkward_arrays(compressor: Sparsifier) -> None:
             context = Context()
             for step in range(4):
                 context.step = step
-                own = array.astype(dtype)
-                _check_selection(compressor, own, compressor.select(accumulated(own), context), name)
+                narrowed = array.astype(dtype)
+                _check_selection(compressor, narrowed, compressor.select(accumulated(narrowed), context), name)
                 _json(context.memory)
 
 
@@ -185,7 +185,7 @@ def check_packing(compressor: Quantiser) -> None:
 def check_nothing_is_lost(compressor: Compressor) -> None:
     """Check that gradients and residuals before equal the mean times ranks and the residuals after, over all ranks.
 
-    The mean has the same bits everywhere. Momentum and clipping change what enters, and are left to tests of their own.
+    The mean has the same bits everywhere. Momentum and clipping change what enters, and have other tests.
     """
     if compressor.entry.momentum or compressor.entry.clip is not None:
         return

@@ -32,9 +32,9 @@ def representatives() -> list[Compressor]:
             continue
         cls = COMPRESSORS.cls(name)
         plain = example(cls)
-        for own in (plain, *_narrow(plain)):
-            varies = isinstance(own, Sparsifier) and own.count(_LENGTH) is None
-            found.setdefault((own.message, varies, getattr(own, "wire", None)), own)
+        for candidate in (plain, *_narrow(plain)):
+            varies = isinstance(candidate, Sparsifier) and candidate.count(_LENGTH) is None
+            found.setdefault((candidate.message, varies, getattr(candidate, "wire", None)), candidate)
     return list(found.values())
 
 

@@ -70,7 +70,9 @@ def make_reducers(
 def reduce_one(world: LocalWorld, reducers: list[Reducer], gradients: list[Array]) -> list[Array]:
     """Reduce one array a rank, given as a matrix: to some compressors the shape matters."""
     shape = _matrix(gradients[0].size)
-    exchanges = [reducer.rounds({"w": own.reshape(shape)}) for reducer, own in zip(reducers, gradients, strict=True)]
+    exchanges = [
+        reducer.rounds({"w": gradient.reshape(shape)}) for reducer, gradient in zip(reducers, gradients, strict=True)
+    ]
     return [means["w"].flatten() for means in world.run(exchanges)]
 
 

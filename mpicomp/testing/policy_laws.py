@@ -39,8 +39,8 @@ def check_ranks_have_the_same_plans(policy: Policy) -> None:
         for step in range(_STEPS):
             means = _reduce(world, reducers, step)
             plans = [_plans(reducer) for reducer in reducers]
-            assert all(own == plans[0] for own in plans), f"plans differ at step {step} of {ranks} ranks: {plans}"
-            assert all(_same(own, means[0]) for own in means), f"means differ at step {step} of {ranks} ranks"
+            assert all(plan == plans[0] for plan in plans), f"plans differ at step {step} of {ranks} ranks: {plans}"
+            assert all(_same(mean, means[0]) for mean in means), f"means differ at step {step} of {ranks} ranks"
 
 
 def check_nothing_is_lost(policy: Policy) -> None:
@@ -80,7 +80,7 @@ def check_it_goes_on_after_a_checkpoint(policy: Policy) -> None:
         for step in range(_HALFWAY, _STEPS):
             means, again = _reduce(world, reducers, step), _reduce(other_world, resumed, step)
             plans = [_plans(reducer) for reducer in resumed]
-            assert all(own == plans[0] for own in plans), f"resumed ranks differ at step {step}: {plans}"
+            assert all(plan == plans[0] for plan in plans), f"resumed ranks differ at step {step}: {plans}"
             if policy.resumes:
                 where = f"at step {step}, {step - _HALFWAY} after resuming"
                 for first, second in zip(_plans(reducers[0]), plans[0], strict=True):
@@ -89,7 +89,7 @@ def check_it_goes_on_after_a_checkpoint(policy: Policy) -> None:
 
 
 def check_a_step_does_not_wait(policy: Policy) -> None:
-    """Check that policies have no rounds of their own, but for the beginning and when something has changed.
+    """Check that policies add no rounds, except at the beginning and when something has changed.
 
     What they have to know comes in messages that nobody waits for; see `Policy.on_telemetry`.
     """
@@ -102,7 +102,7 @@ def check_a_step_does_not_wait(policy: Policy) -> None:
         record = reducers[0].last_step
         assert record is not None
         waited = sum(isinstance(task, Round) and not task.background for task in asked)
-        late += step >= _BEGINNING and waited > sum(len(own.rounds) for own in record.buckets)
+        late += step >= _BEGINNING and waited > sum(len(bucket.rounds) for bucket in record.buckets)
     assert late <= _SELDOM, f"in {late} of {_STEPS - _BEGINNING} steps ranks waited for rounds of no plan"
 
 
@@ -134,7 +134,7 @@ def _reduce(world: LocalWorld, reducers: list[Reducer], step: int) -> list[dict[
 def _plans(reducer: Reducer) -> list[tuple[Any, ...]]:
     record = reducer.last_step
     assert record is not None
-    return [(own.collective, own.compressor, own.reason) for own in record.buckets]
+    return [(bucket.collective, bucket.compressor, bucket.reason) for bucket in record.buckets]
 
 
 def _same(first: dict[str, Array], second: dict[str, Array]) -> bool:

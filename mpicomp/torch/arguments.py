@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ConfigurationError
 from mpicomp.torch.states import name_of
 
@@ -35,9 +35,9 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def array_specs(tensors: Mapping[str, torch.Tensor]) -> list[Described]:
+def array_specs(tensors: Mapping[str, torch.Tensor]) -> list[ArraySpec]:
     """Return names, dtypes and shapes, for ranks to compare."""
-    return [Described(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return [ArraySpec(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Group, Round, Rounds
@@ -95,13 +95,13 @@ def _run(rounds: Callable[[Group], Rounds[None]], comm: Any) -> None:
 
 def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:
     problem: MpicompError | None = None
-    specs: list[Described] | None = None
+    specs: list[ArraySpec] | None = None
     try:
         modules = dict(_modules_with_state(model))
         tensors = _tensors_of(model, modules)
         states = {name: _packed_state(name, module) for name, module in modules.items()} if group.rank == root else {}
-        specs = [Described(name, _kind(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
-        specs += [Described(name, "extra state", ()) for name in modules]
+        specs = [ArraySpec(name, _kind(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
+        specs += [ArraySpec(name, "extra state", ()) for name in modules]
     except MpicompError as error:
         problem = error
     problem = _check_root(root, group, _PARAMETERS) or problem

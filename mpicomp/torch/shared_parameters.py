@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
@@ -196,7 +196,7 @@ class SharedParameters(Beside):
     def agree(self, given: Given) -> Rounds[Given | None]:
         """Compare settings and the shared parameters."""
         specs = [
-            Described(name, dtype_name(self._parameters[name]), tuple(shared.shape))
+            ArraySpec(name, dtype_name(self._parameters[name]), tuple(shared.shape))
             for name, shared in self.values.items()
         ]
         group = self.reducer.transport.group

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
 from mpicomp.compressors.base_compressor import num_kept
@@ -75,7 +75,7 @@ def step_bytes(model: str, config: Mapping[str, Any], collective: str, ranks: in
     Buckets are those of training: parameters in the order of backward, 32 MB each. Steps differ in who leads, so that
     several are counted.
     """
-    members = [Described(name, "float32", (size,)) for name, size in reversed(parameters(model))]
+    members = [ArraySpec(name, "float32", (size,)) for name, size in reversed(parameters(model))]
     whole = {member.name: member.numel for member in members}
     sent = np.zeros((_STEPS, ranks))
     for bucket in cut(members, LARGE_BUCKET):

@@ -12,7 +12,7 @@ from mpicomp.bench.replay import Replay
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ConfigurationError, DisagreementError
 from mpicomp.reducer.bucket import make_buckets
 
@@ -87,7 +87,7 @@ def test_parts_of_the_recorded_run_have_their_share(recorded, ranks, steps):
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20), limit=st.integers(1, 100))
 def test_any_arrays_are_cut_as_they_were(sizes, limit):
-    members = [Described(str(number), "float32", (size,)) for number, size in enumerate(sizes)]
+    members = [ArraySpec(str(number), "float32", (size,)) for number, size in enumerate(sizes)]
 
     def cut(limit_bytes):
         buckets = make_buckets(members, True, limit_bytes, mpicomp.Dense().entry, 1)

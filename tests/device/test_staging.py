@@ -166,7 +166,7 @@ def test_chunks_are_under_way_together(cupy, monkeypatch):
     array = cupy.empty(10 * staging.CHUNKS + 5, np.float32)
     mean = np.arange(array.shape[0], dtype=np.float32)
     [given] = Staging().unflatten(
-        mean, [MeanPart(0, mpicomp.arrays.Described("w", "float32", array.shape), array, None)]
+        mean, [MeanPart(0, mpicomp.arrays.ArraySpec("w", "float32", array.shape), array, None)]
     )
     left = sum(callable(work) for work in cupy.driver.streams[1])
     assert left == staging.CHUNKS
@@ -193,7 +193,7 @@ def test_arrays_that_grow_or_move(cupy):
         values = np.arange(size, dtype=np.float32)
         array = cupy.made(values)
         np.testing.assert_array_equal(array_staging.host("w", array), values)
-        described = mpicomp.arrays.Described("w", "float32", (size,))
+        described = mpicomp.arrays.ArraySpec("w", "float32", (size,))
         [given] = array_staging.unflatten(values + 1, [MeanPart(0, described, array, None)])
         assert given.device == array.device
         np.testing.assert_array_equal(given.get(), values + 1)

@@ -19,7 +19,7 @@ from mpicomp.bench.replay import Replay
 import mpicomp
 from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix
-from mpicomp.arrays import Described
+from mpicomp.arrays import ArraySpec
 from mpicomp.checkpoint.file import Header, RankFile, encode, write_file
 from mpicomp.collectives import Context, bind, dense_message, fitting, variants
 from mpicomp.collectives.allgather import SparseMean
@@ -426,7 +426,7 @@ _STEPS = 24  # after which a policy that exchanges surveys now and then has done
 def _agreement(rng, fence):
     """What ranks tell each other of their arrays, where they differ: three rounds."""
     own = [
-        Signature({"seed": 1, "policy": "static"}, [Described(name, "float32", (3, 4)) for name in names])
+        Signature({"seed": 1, "policy": "static"}, [ArraySpec(name, "float32", (3, 4)) for name in names])
         for names in (("a", "b"), ("a", "c"))
     ]
     rank, heard = int(rng.integers(2)), []

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpicomp.arrays import Describer, describe
+from mpicomp.arrays import SpecCache, describe
 from mpicomp.errors import ArrayTypeError
 
 torch = pytest.importorskip("torch")
@@ -14,7 +14,7 @@ def arrays():
 
 
 def describer():
-    known = Describer()
+    known = SpecCache()
     known.describe(arrays())
     return known
 
@@ -77,7 +77,7 @@ def test_a_mapping_is_needed_at_any_step():
 
 
 def test_other_bytes_of_a_number_are_described_anew():
-    known = Describer()
+    known = SpecCache()
     known.describe({"n": np.zeros(4, "<f4")})
     with pytest.raises(ArrayTypeError, match="int32"):
         known.describe({"n": np.zeros(4, ">i4")})

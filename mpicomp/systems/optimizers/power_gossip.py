@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.arrays import WORK_DTYPES, Described
+from mpicomp.arrays import WORK_DTYPES, ArraySpec
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import Signature, agree, together
 from mpicomp.rounds import Graph, Rounds, make_graph
@@ -225,7 +225,7 @@ class _Models:
         self._transport = transport
         self._owned = owned
         self._settings = settings
-        self._members: list[Described] = []
+        self._members: list[ArraySpec] = []
         self._gossip: Gossip | None = None
         self._kept: Mapping[str, Any] = {}
         self._flat: NDArray[np.floating] = np.empty(0)
@@ -239,7 +239,7 @@ class _Models:
             for real, parameter in zip(reals, parameters, strict=True)
         ]
         members = [
-            Described(str(place), str(real.dtype).removeprefix("torch."), shape)
+            ArraySpec(str(place), str(real.dtype).removeprefix("torch."), shape)
             for place, (real, shape) in enumerate(zip(reals, shapes, strict=True))
         ]
         if self._gossip is None or members != self._members:
@@ -276,7 +276,7 @@ class _Models:
         if self._owned:
             self._transport.close()
 
-    def _meet(self, members: list[Described]) -> Rounds[None]:
+    def _meet(self, members: list[ArraySpec]) -> Rounds[None]:
         """Make sure that all ranks mean the same, and begin."""
         problem = None
         for member in members:  # of parameters that were put into a group later
