@@ -15,7 +15,7 @@ from mpicomp.compressors import Compressor
 
 if TYPE_CHECKING:  # they load torch
     from mpicomp.bench.tasks import Task
-    from mpicomp.bench.train import Settings
+    from mpicomp.bench.training_run import Settings
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mpicomp.bench import gloo
 from mpicomp.bench.measure.timings import gather
-from mpicomp.bench.training import TORCHFT_DILOCO
+from mpicomp.bench.training_rows import TORCHFT_DILOCO
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
 
 from mpicomp.errors import ConfigurationError

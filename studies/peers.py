@@ -10,7 +10,7 @@ from typing import Any
 
 import lab_jobs
 from lab_jobs import Network
-from mpicomp.bench.training import DDP, DDP_BF16, DDP_POWERSGD, OTHERS
+from mpicomp.bench.training_rows import DDP, DDP_BF16, DDP_POWERSGD, OTHERS
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list

@@ -20,7 +20,7 @@ from mpicomp.bench import devices
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task
 from mpicomp.bench.tasks.updating import plain
-from mpicomp.bench.training import DEMO_COMPRESSOR, DEMO_SETTINGS
+from mpicomp.bench.training_rows import DEMO_COMPRESSOR, DEMO_SETTINGS
 from penalties import steps_behind
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

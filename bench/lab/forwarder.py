@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from mpicomp.bench.lab import namespaces
-from mpicomp.bench.lab.settings import Link
+from mpicomp.bench.lab.lab_settings import Link
 
 _PRIORITY = 20  # realtime priority of the process that carries packets
 _TUNSETIFF = 0x400454CA

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mpicomp.bench.lab import host, launch, namespaces, network
 from mpicomp.bench.lab.forwarder import Forwarder
-from mpicomp.bench.lab.settings import Settings
+from mpicomp.bench.lab.lab_settings import Settings
 
 _SCRATCH = "/dev/shm/mpicomp-lab"
 _GRACE_S = 2.0  # seconds that processes have to end before they are killed

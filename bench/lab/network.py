@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from mpicomp.bench.lab import namespaces
-from mpicomp.bench.lab.settings import Link
+from mpicomp.bench.lab.lab_settings import Link
 
 CONTROL_NETWORK = "10.99.1"
 DATA_NETWORK = "10.99.0"

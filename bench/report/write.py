@@ -9,8 +9,8 @@ from typing import Any
 import jinja2
 from mpicomp.bench.report import draw
 from mpicomp.bench.report.chosen import chosen
-from mpicomp.bench.report.comparison import verdict
 from mpicomp.bench.report.learning import behind, loss
+from mpicomp.bench.report.run_comparison import verdict
 from mpicomp.bench.report.runs import Run, read_runs
 from mpicomp.bench.report.section_parts import Table, amount, digits, seconds, times
 from mpicomp.bench.report.step_lines import read_lines

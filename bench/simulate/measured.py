@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from mpicomp.bench.simulate.dense import Corrections, Timed
+from mpicomp.bench.simulate.dense_timing import Corrections, Timed
 
 from mpicomp.arrays import ArraySpec
 from mpicomp.cost import CostModel

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.measure.timings import gather
-from mpicomp.bench.simulate.dense import time_dense
+from mpicomp.bench.simulate.dense_timing import time_dense
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 from numpy.typing import NDArray
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from mpicomp.bench.simulate.clock import Clock
 from mpicomp.bench.simulate.compute_time import ComputeTime
-from mpicomp.bench.simulate.dense import Corrections
+from mpicomp.bench.simulate.dense_timing import Corrections
 from mpicomp.bench.simulate.measured import Measured
 from mpicomp.bench.simulate.topology import Topology
 

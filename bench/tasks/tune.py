@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench.tasks.registry import get_task, list_tasks
 from mpicomp.bench.tasks.task import Task
+from mpicomp.bench.tasks.task_registry import get_task, list_tasks
 from mpicomp.bench.tasks.updating import Updater
 
 Factory = Callable[[Task, torch.nn.Module], torch.optim.Optimizer]

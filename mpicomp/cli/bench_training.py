@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mpicomp.cli.options import add_device, add_task, load_task
 
 if TYPE_CHECKING:
-    from mpicomp.bench.training import Exchange
+    from mpicomp.bench.training_rows import Exchange
 
 HELP = "train with several exchanges in turn and compare their throughput with that of no exchange at all"
 
@@ -117,10 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
     transport = MPITransport()
     group, hosts = transport.group, transport.hosts()
     task = load_task(_COMMAND, arguments, group=group)
+    from mpicomp.bench.exchange_replicas import train_all
     from mpicomp.bench.measure import results
     from mpicomp.bench.replica import CPU
-    from mpicomp.bench.trainers import train_all
-    from mpicomp.bench.training import Settings, rows_of
+    from mpicomp.bench.training_rows import Settings, rows_of
     from mpicomp.reducer.agreement import together
 
     device, name = CPU, "cpu"
@@ -167,7 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _exchange(word: str, ratio: float) -> "Exchange":
     """Read the name of an exchange."""
     from mpicomp.bench.replay import Replay
-    from mpicomp.bench.training import (
+    from mpicomp.bench.training_rows import (
         AUTO,
         DEMO,
         DEMO_COMPRESSOR,

@@ -13,7 +13,7 @@ from mpicomp.cli.options import add_device, add_plugin, add_task, load_task
 if TYPE_CHECKING:
     from mpicomp.bench.outcome import Outcome
     from mpicomp.bench.tasks import Task
-    from mpicomp.bench.train import Settings
+    from mpicomp.bench.training_run import Settings
     from mpicomp.compressors import Compressor
     from mpicomp.policies import Policy
 
@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure.progress import Progress
     from mpicomp.bench.replica import CPU
     from mpicomp.bench.resuming import Checkpoints
-    from mpicomp.bench.train import Settings, Stopped, train
+    from mpicomp.bench.training_run import Settings, Stopped, train
     from mpicomp.reducer.agreement import agree, together
 
     device = CPU if gpu is None else together(lambda: devices.torch_device("train", gpu), transport, "train")
@@ -351,7 +351,7 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
 
 def _expand(arguments: argparse.Namespace) -> None:
     """Replace ``--exchange demo`` by what it is short for; what else is named stays as it is."""
-    from mpicomp.bench.training import DEMO, DEMO_COMPRESSOR, DEMO_SETTINGS
+    from mpicomp.bench.training_rows import DEMO, DEMO_COMPRESSOR, DEMO_SETTINGS
 
     if arguments.exchange == DEMO:
         ratio = {} if arguments.ratio is None else {"ratio": arguments.ratio}

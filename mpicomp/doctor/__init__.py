@@ -4,9 +4,9 @@
 pieces are there for others too, `cuda_aware` above all.
 """
 
+from mpicomp.doctor.formatting import render
 from mpicomp.doctor.job import SCHEMA, examine, local
 from mpicomp.doctor.probes import gpus, origin, packages, wheels
-from mpicomp.doctor.text import render
 from mpicomp.system.cuda_aware import cuda_aware
 from mpicomp.system.libraries import library
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mpicomp.doctor import probes
-from mpicomp.doctor.checks import NOTES, PROBLEMS, Facts, mpi_wheels, run_checks
-from mpicomp.doctor.ranks import by_host, gather_ranks, spans
+from mpicomp.doctor.health_checks import NOTES, PROBLEMS, Facts, mpi_wheels, run_checks
+from mpicomp.doctor.rank_report import by_host, gather_ranks, spans
 from mpicomp.doctor.transports import adapters, detect_transports, fork_safety
 from mpicomp.system import cuda_aware, launcher
 from mpicomp.system.launcher import Problem

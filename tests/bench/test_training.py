@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from marks import slow
-from mpicomp.bench.training import (
+from mpicomp.bench.training_rows import (
     BACKWARD,
     COMPRESS,
     DECODE,
@@ -169,8 +169,8 @@ def exchanges():
 
 
 def train_digits(transport):
+    from mpicomp.bench.exchange_replicas import train_all
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import train_all
 
     task = get_task("digits", 1)
     trained, numel, threads = train_all(exchanges(), task, Settings(2, 2, 3), 1, transport, silent)
@@ -198,8 +198,8 @@ def test_exchanges_of_one_rank_train_the_same():
 
 
 def test_block_of_updates_has_means_over_steps():
+    from mpicomp.bench.exchange_replicas import Job, trainers
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import Job, trainers
 
     transport = LocalWorld(1).transports[0]
     job = Job(get_task("digits", 1), Settings(6, 1, 3, every=3), 1, transport)
@@ -214,9 +214,9 @@ def test_block_of_updates_has_means_over_steps():
 
 
 def test_demo_moves_each_parameter_by_the_rate():
+    from mpicomp.bench.exchange_replicas import Job, trainers
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import Job, trainers
-    from mpicomp.bench.training import DEMO_COMPRESSOR
+    from mpicomp.bench.training_rows import DEMO_COMPRESSOR
 
     task = get_task("digits", 1)
     exchange = Exchange("demo", get_compressor(DEMO_COMPRESSOR))
@@ -234,9 +234,9 @@ def test_demo_moves_each_parameter_by_the_rate():
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
 def test_torchft_diloco_ends_where_update_optimizer_does(comm):
+    from mpicomp.bench.exchange_replicas import Job, trainers
     from mpicomp.bench.tasks import get_task
     from mpicomp.bench.tasks.updating import Updater
-    from mpicomp.bench.trainers import Job, trainers
 
     from mpicomp.torch import UpdateOptimizer
     from mpicomp.transport.mpi import MPITransport
@@ -296,12 +296,12 @@ def test_ranks_train_with_each_exchange(comm):
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_replay_runs_recorded_plans_in_the_steps_that_count(comm, tmp_path):
+    from mpicomp.bench.exchange_replicas import train_all
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.train import Settings as Training
-    from mpicomp.bench.train import train
-    from mpicomp.bench.trainers import train_all
+    from mpicomp.bench.training_run import Settings as Training
+    from mpicomp.bench.training_run import train
 
     from mpicomp.policies import get_policy
     from mpicomp.transport.mpi import MPITransport
@@ -327,8 +327,8 @@ def test_replay_runs_recorded_plans_in_the_steps_that_count(comm, tmp_path):
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_ddp_averages_as_mpicomp_does(comm):
+    from mpicomp.bench.exchange_replicas import Job, trainers
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import Job, trainers
 
     from mpicomp.transport.mpi import MPITransport
 
@@ -384,8 +384,8 @@ def test_plain_topk_averages_the_largest_and_keeps_the_rest(comm, over):
 @pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
 def test_torchft_ddp_ends_where_ddp_does(comm):
     pytest.importorskip("torchft")
+    from mpicomp.bench.exchange_replicas import train_all
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import train_all
 
     from mpicomp.transport.mpi import MPITransport
 
@@ -399,8 +399,8 @@ def test_torchft_ddp_ends_where_ddp_does(comm):
 
 
 def test_hook_that_pytorch_refuses_is_a_configuration_error():
+    from mpicomp.bench.exchange_replicas import train_all
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import train_all
 
     from mpicomp.errors import ConfigurationError
 

@@ -4,14 +4,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from mpicomp.bench import train as train_command
+from mpicomp.bench import training_run
+from mpicomp.bench.exchange_replicas import train_all
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.gpt import GPT, TextGPT, TextGPT10M
 from mpicomp.bench.tasks.updating import Updater, warm_up_and_cosine
-from mpicomp.bench.trainers import train_all
-from mpicomp.bench.training import Exchange, Settings
+from mpicomp.bench.training_rows import Exchange, Settings
 
 import mpicomp
 from mpicomp.policies import get_policy
@@ -208,9 +208,9 @@ def threads():
 
 @pytest.mark.usefixtures("threads")
 def test_rate_of_the_command_follows_its_steps(tiny, tmp_path):
-    settings = train_command.Settings(mpicomp.Dense(), "auto", get_policy("static"), 10, 0, probes=False)
+    settings = training_run.Settings(mpicomp.Dense(), "auto", get_policy("static"), 10, 0, probes=False)
     with MetricsWriter(str(tmp_path / "m.jsonl")) as metrics:
-        train_command.train(tiny, settings, LocalWorld(1).transports[0], Progress(False), metrics)
+        training_run.train(tiny, settings, LocalWorld(1).transports[0], Progress(False), metrics)
     rates = [json.loads(line)["lr"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     expected = [tiny.rate * (0.55 + 0.45 * math.cos(math.pi * step / 9)) for step in range(10)]
     assert rates == pytest.approx(expected)

@@ -18,8 +18,8 @@ from recordings import PHASES, write_lines, write_outcome
 pytest.importorskip("matplotlib")
 pytest.importorskip("msgspec")
 
-from mpicomp.bench.report.comparison import verdict
 from mpicomp.bench.report.draw import DARK, LIGHT
+from mpicomp.bench.report.run_comparison import verdict
 from mpicomp.bench.report.runs import read_runs
 from mpicomp.bench.report.section_parts import Bins
 from mpicomp.bench.report.step_lines import read_lines

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpicomp.bench.simulate.clock import Clock
 from mpicomp.bench.simulate.compute_time import ComputeTime
-from mpicomp.bench.simulate.dense import Timed, time_dense
+from mpicomp.bench.simulate.dense_timing import Timed, time_dense
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured, read
 from mpicomp.bench.simulate.rows import Plan, Simulation
 from mpicomp.bench.simulate.topology import Links, Topology

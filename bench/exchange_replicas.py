@@ -16,7 +16,7 @@ from mpicomp.bench.replay import Replay
 from mpicomp.bench.replica import CPU, Replica, threads_of_rank
 from mpicomp.bench.replica_group import replica_group
 from mpicomp.bench.tasks import Task
-from mpicomp.bench.training import (
+from mpicomp.bench.training_rows import (
     BACKWARD,
     COMPRESS,
     DDP_BF16,

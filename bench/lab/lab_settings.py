@@ -90,7 +90,7 @@ def make_settings(
     seed: int = 0,
 ) -> Settings:
     """Check the user's settings."""
-    from mpicomp.bench.lab.settings import read_schedule
+    from mpicomp.bench.lab.lab_settings import read_schedule
 
     if not 1 <= hosts <= MOST_HOSTS:
         raise LabError(f"--hosts must be between 1 and {MOST_HOSTS}, got {hosts}")

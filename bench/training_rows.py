@@ -15,7 +15,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.transport import Transport
 
 if TYPE_CHECKING:  # trainers load torch
-    from mpicomp.bench.trainers import NoExchange
+    from mpicomp.bench.exchange_replicas import NoExchange
 
 NONE, AUTO = "none", "auto"
 DDP, DDP_FP16, DDP_BF16 = "ddp", "ddp-fp16", "ddp-bf16"
