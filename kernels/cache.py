@@ -1,8 +1,8 @@
 """Cache of compiled functions, and the sharing of compilation between processes of one host.
 
-Numba alone keeps them beside the source or in the home folder. On a cluster both lie on a file system that all hosts
+Numba alone keeps them next to the source or in the home folder. On a cluster both lie on a file system that all hosts
 share, or that none may write to: then every rank compiles, hosts with other processors overwrite each other's files,
-and without any place to write to the import fails. Here each host has a folder of its own, the first process that needs
+and without any place to write to the import fails. Here each host has its folder, the first process that needs
 a function compiles it while the others wait, and whatever goes wrong with a file costs time and nothing else.
 """
 
@@ -50,7 +50,7 @@ def cached(function: Function) -> Function:
     dispatcher: Any = function
     if not hasattr(dispatcher, "py_func"):  # with NUMBA_DISABLE_JIT, Numba leaves functions as they are
         return function
-    dispatcher._cache = HostCache(dispatcher.py_func)  # what enable_caching() sets to a cache of Numba's own
+    dispatcher._cache = HostCache(dispatcher.py_func)  # what enable_caching() sets to Numba's cache
     return function
 
 
@@ -95,7 +95,7 @@ class HostCache(NullCache):  # type: ignore[misc]
             self._files.save_overload(signature, compiled)
         except OSError:  # a full disk, a quota
             pass
-        except Exception:  # the list of what is there cannot be read, see _load: it begins anew
+        except Exception:  # the list of what is there cannot be read, see _load: it starts over
             with contextlib.suppress(OSError):
                 self._files.flush()
                 self._files.save_overload(signature, compiled)
@@ -104,7 +104,7 @@ class HostCache(NullCache):  # type: ignore[misc]
 
     @functools.cached_property
     def _files(self) -> Any:
-        """Numba's own cache in this host's folder, or None where it cannot be."""
+        """Numba's cache in this host's folder, or None where it cannot be."""
         place = folder()
         if place is None:
             return None
@@ -191,7 +191,7 @@ def local_folder() -> Path | None:
     """Return a folder of this user that only processes of this host share; None where none can be made.
 
     A temporary folder is mostly of the host itself. In case it is not, its name has what the kernel draws when it
-    starts. Hosts of an emulated cluster share it: each shows another such name to MPI, and the machine's own is in
+    starts. Hosts of an emulated cluster share it: each shows another such name to MPI, and the machine's is in
     ``MPICOMP_BOOT_ID``.
     """
     try:

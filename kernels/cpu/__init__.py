@@ -2,7 +2,7 @@
 
 Magnitudes are compared as integers: the bits of a float without its sign order like its absolute value,
 with infinity above every finite number and NaN above infinity. One integer maximum in a sweep thus finds
-the largest magnitude and tells whether everything was finite.
+the largest magnitude and shows whether everything was finite.
 """
 
 import typing

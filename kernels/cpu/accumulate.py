@@ -68,7 +68,7 @@ def accumulate_candidates(
     count: int,
     threads: int = 1,
 ) -> tuple[int, Moments]:
-    """Do what `accumulate` does and list the elements of at least a given magnitude, in the same sweep.
+    """Do what `accumulate` does and list the elements of at least some magnitude, in the same sweep.
 
     Parameters
     ----------
@@ -97,22 +97,22 @@ def accumulate_candidates(
     words = as_bits(out)
     parts = cut(out.size, threads)
     room = max(0, index.size - count)
-    rooms = [slice(count + room * p // len(parts), count + room * (p + 1) // len(parts)) for p in range(len(parts))]
+    slots = [slice(count + room * p // len(parts), count + room * (p + 1) // len(parts)) for p in range(len(parts))]
 
     def sweep(part: slice) -> tuple[int, Moments]:
         second = None if residual is None else residual[part]
-        own = rooms[parts.index(part)]
+        slot = slots[parts.index(part)]
         target, place = out[part], base + part.start
-        sums = _accumulate(gradient[part], second, target, words[part], mask, limit, place, index[own], bits[own])
+        sums = _accumulate(gradient[part], second, target, words[part], mask, limit, place, index[slot], bits[slot])
         return int(sums[0]), _moments(sums, target)
 
     outcomes = spread(sweep, parts)
-    moments = sum((own for _, own in outcomes[1:]), outcomes[0][1])
-    for own, (found, _) in zip(rooms, outcomes, strict=True):
-        stored = min(found, own.stop - own.start)
-        if own.start > count and count + stored <= index.size:
-            index[count : count + stored] = index[own.start : own.start + stored]
-            bits[count : count + stored] = bits[own.start : own.start + stored]
+    moments = sum((moments for _, moments in outcomes[1:]), outcomes[0][1])
+    for slot, (found, _) in zip(slots, outcomes, strict=True):
+        stored = min(found, slot.stop - slot.start)
+        if slot.start > count and count + stored <= index.size:
+            index[count : count + stored] = index[slot.start : slot.start + stored]
+            bits[count : count + stored] = bits[slot.start : slot.start + stored]
         if found > stored and len(parts) > 1:
             count = max(count, index.size)  # a part without room: not all of them are stored, whatever the sum
         count += found
@@ -154,7 +154,7 @@ def _top(bits, mask):  # type: ignore[no-untyped-def]
 
 
 # The kernel goes through memory once, block by block, and lets each of the loops above run over a block while it lies
-# in the first-level cache: apart they vectorise, together they do not, since an array and its bits are the same memory.
+# in the first-level cache: separately they vectorise, in one loop they do not, as an array and its bits share memory.
 # Blocks are slices because an index that starts at zero needs no check of its sign.
 
 
@@ -165,11 +165,13 @@ def _accumulate(gradient, residual, out, bits, mask, bound, base, index, found):
     for start in range(0, out.size, _BLOCK):
         block = slice(start, min(start + _BLOCK, out.size))
         part = out[block]
-        own = _add(gradient[block], None, part) if residual is None else _add(gradient[block], residual[block], part)
-        sums = (own[1], own[2])
-        if own[0] > 0 and not (LEAST < own[2] < MOST):
+        sums_of_block = (
+            _add(gradient[block], None, part) if residual is None else _add(gradient[block], residual[block], part)
+        )
+        sums = (sums_of_block[1], sums_of_block[2])
+        if sums_of_block[0] > 0 and not (LEAST < sums_of_block[2] < MOST):
             sums = _sums(part)
-        nonzero += own[0]
+        nonzero += sums_of_block[0]
         total += sums[0]
         energy += sums[1]
         if bound is not None:

@@ -1,4 +1,4 @@
-"""Bits of 64-bit words, for which Numba has no functions of its own."""
+"""Bits of 64-bit words, for which Numba has no functions."""
 
 from typing import Any
 

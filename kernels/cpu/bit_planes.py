@@ -1,6 +1,6 @@
 """Small integers in bit planes: for every 64 of them one word a bit, so that b bits take b / 8 bytes, whatever b is.
 
-Words of the same 64 stand together, that of the lowest bit first; bit j of a word belongs to integer j.
+Words of the same 64 are neighbors, that of the lowest bit first; bit j of a word belongs to integer j.
 """
 
 from typing import Any
@@ -52,8 +52,8 @@ def _write(typingctx: Any, codes: Any, start: Any, planes: Any, words: Any, firs
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        own, start, planes, out, first = arguments
-        address = builder.bitcast(_address(context, builder, codes, own, start), _BYTES.as_pointer())
+        array, start, planes, out, first = arguments
+        address = builder.bitcast(_address(context, builder, codes, array, start), _BYTES.as_pointer())
         free = builder.trunc(builder.sub(ir.Constant(planes.type, 8), planes), ir.IntType(8))
         left = cgutils.alloca_once(builder, _BYTES)
         builder.store(builder.shl(builder.load(address, align=1), _everywhere(builder, free)), left)
@@ -73,11 +73,11 @@ def _read(typingctx: Any, words: Any, first: Any, planes: Any, codes: Any, start
     """Read one group: from the top plane down, each doubles what was read and adds its bit."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        own, first, planes, out, start = arguments
+        array, first, planes, out, start = arguments
         read = cgutils.alloca_once_value(builder, ir.Constant(_BYTES, [0] * LANES))
         with cgutils.for_range(builder, planes) as loop:
             place = builder.sub(builder.add(first, planes), builder.add(loop.index, ir.Constant(planes.type, 1)))
-            word = builder.load(_address(context, builder, words, own, place))
+            word = builder.load(_address(context, builder, words, array, place))
             ones = builder.zext(builder.bitcast(word, _TRUTHS), _BYTES)
             before = builder.load(read)
             builder.store(builder.add(builder.add(before, before), ones), read)

@@ -46,13 +46,13 @@ def narrow(
 
 
 def widen(source: NDArray[np.uint16], wire: str, out: NDArray[np.floating]) -> None:
-    """Write 16-bit numbers, given as integers, to a float32 or float64 array of the same length."""
+    """Write 16-bit numbers, stored as integers, to a float32 or float64 array of the same length."""
     kernel_of = _widen_bf16 if wire == "bf16" else _widen_fp16
     kernel_of(source, out)
 
 
 def widen_add(source: NDArray[np.uint16], wire: str, out: NDArray[np.floating]) -> None:
-    """Add 16-bit numbers, given as integers, to a float32 or float64 array of the same length."""
+    """Add 16-bit numbers, stored as integers, to a float32 or float64 array of the same length."""
     kernel_of = _widen_add_bf16 if wire == "bf16" else _widen_add_fp16
     kernel_of(source, out)
 
@@ -80,7 +80,7 @@ def _bf16_of(single):  # type: ignore[no-untyped-def]
     magnitude = bits & ~_SIGN
     half = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     if magnitude > _INFINITY:
-        half = (bits >> np.uint32(16)) | np.uint32(0x40)  # a NaN keeps a bit that says so
+        half = (bits >> np.uint32(16)) | np.uint32(0x40)  # a NaN keeps a bit of its fraction
     elif magnitude < _INFINITY and (half & np.uint32(0x7FFF)) == np.uint32(0x7F80):
         half -= np.uint32(1)  # rounding went up to infinity
     return np.uint16(half)

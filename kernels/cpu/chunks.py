@@ -6,7 +6,7 @@ from mpicomp.kernels.cpu.compile import kernel
 from numpy.typing import NDArray
 
 _FEW = 8  # elements of a chunk up to which a sorted list of the largest is faster than a radix selection
-_DIGIT = 11  # most bits of a digit of the radix selection: its counters stay in the first-level cache beside a chunk
+_DIGIT = 11  # most bits of a digit of the radix selection: its counters stay in the first-level cache with a chunk
 
 
 def select_in_chunks(

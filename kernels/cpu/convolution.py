@@ -1,7 +1,7 @@
 """Layers of a small convolutional network: the same bits on every processor, which the layers of torch do not promise.
 
 Each has a bias and, behind it, a leaky rectifier. Places are the last dimension; beyond both ends there are zeros. A
-loop runs over places, of which each has a sum of its own, so that it vectorises although no sum changes its order.
+loop runs over places, each with its sum, so that it vectorises although no sum changes its order.
 """
 
 import numpy as np
@@ -121,7 +121,7 @@ def conv_mix(values: Floats, weights: NDArray[np.float32], bias: NDArray[np.floa
 def _halve(values, weights, bias, slope, gate, gated, scratch, out):  # type: ignore[no-untyped-def]
     number = out.dtype.type
     inputs, places = values.shape[0], out.shape[1]
-    # Every second place apart from the others, so that the loop over them reads one after the other.
+    # Every second place separated from the others, so that the loop over them reads one after the other.
     width = _TILE + 1
     even = scratch[: inputs * width].reshape(inputs, width)
     odd = scratch[inputs * width : 2 * inputs * width].reshape(inputs, width)  # the first is the one before the tile
@@ -149,20 +149,20 @@ def _double(values, weights, bias, slope, gate, gated, scratch, out):  # type: i
     number = out.dtype.type
     inputs, places = values.shape
     width = _TILE + 1
-    own = scratch[: inputs * width].reshape(inputs, width)  # the last is the one after the tile
+    window = scratch[: inputs * width].reshape(inputs, width)  # the last is the one after the tile
     even = scratch[inputs * width : (inputs + 1) * width]
     odd = scratch[(inputs + 1) * width : (inputs + 2) * width]
     for start in range(0, places, _TILE):
         size = min(_TILE, places - start)
         for c in range(inputs):
-            own[c, :size] = values[c, start : start + size]
-            own[c, size] = values[c, start + size] if start + size < places else number(0)
+            window[c, :size] = values[c, start : start + size]
+            window[c, size] = values[c, start + size] if start + size < places else number(0)
         for o in range(out.shape[0]):
             even[:] = number(bias[o])
             odd[:] = number(bias[o])
             for c in range(inputs):
                 first, second, third = number(weights[c, o, 0]), number(weights[c, o, 1]), number(weights[c, o, 2])
-                here, after = own[c], own[c, 1:]
+                here, after = window[c], window[c, 1:]
                 for t in range(size):
                     even[t] = even[t] + second * here[t]
                 for t in range(size):

@@ -1,4 +1,4 @@
-"""Count sketches: an array summed into a small table, from which its large elements can be told.
+"""Count sketches: an array summed into a small table, from which its large elements can be found.
 
 Every row of a table puts each element into one of its columns, with a sign, both by a hash of the element's index.
 Tables with one key can be summed, as the arrays could have been.
@@ -100,21 +100,21 @@ def _sketch_add(array, low, high, table):  # type: ignore[no-untyped-def]
 def _sketch_estimate(table, low, high, out):  # type: ignore[no-untyped-def]
     rows = table.shape[0]
     words = np.empty(_BLOCK, np.uint32)
-    told = np.empty((rows, _BLOCK), table.dtype)
+    rows_of_estimates = np.empty((rows, _BLOCK), table.dtype)
     for start in range(0, out.size, _BLOCK):
         part = out[start : start + _BLOCK]
         for row in range(rows):
             own_low, own_high = _row_key(row, low, high)
             _hash(start, own_low, own_high, words[: part.size])
-            cells, own = table[row], told[row]
+            cells, estimates = table[row], rows_of_estimates[row]
             for j in range(part.size):
                 cell = cells[_column(words[j], cells.size)]
-                own[j] = -cell if words[j] & np.uint32(1) else cell
+                estimates[j] = -cell if words[j] & np.uint32(1) else cell
         # Bubbles: once the upper half is in its place the middle is, too.
         for last in range(rows - 1, rows // 2 - 1, -1):
             for row in range(last):
-                _order(told[row], told[row + 1], part.size)
-        part[:] = told[rows // 2, : part.size]
+                _order(rows_of_estimates[row], rows_of_estimates[row + 1], part.size)
+        part[:] = rows_of_estimates[rows // 2, : part.size]
 
 
 @exact

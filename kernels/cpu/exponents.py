@@ -29,7 +29,7 @@ def pack_exponents(
     sent: NDArray[np.floating],
     key: int,
 ) -> float:
-    """Round every magnitude to one of the two powers of two beside it, the nearer the likelier.
+    """Round every magnitude to one of the two nearest powers of two at random, the nearer the likelier.
 
     Parameters
     ----------
@@ -122,11 +122,11 @@ def _pack_exponents(array, words, exponents, sent, key):  # type: ignore[no-unty
 
 @kernel
 def _read(words, exponents, start, negative, rounded):  # type: ignore[no-untyped-def]
-    own = exponents[start : start + _BLOCK]
-    read_planes(words, start // LANES, (own.size + LANES - 1) // LANES, 1, negative)
-    for i in range(own.size):
+    codes = exponents[start : start + _BLOCK]
+    read_planes(words, start // LANES, (codes.size + LANES - 1) // LANES, 1, negative)
+    for i in range(codes.size):
         sign = np.uint32(np.uint32(negative[i]) << _SIGN)
-        rounded[i] = np.uint32(sign | np.uint32(np.uint32(own[i]) << _FRACTION))
+        rounded[i] = np.uint32(sign | np.uint32(np.uint32(codes[i]) << _FRACTION))
 
 
 @exact

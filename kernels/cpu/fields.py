@@ -139,7 +139,7 @@ def resolve_levels(words: NDArray[np.uint64], ranks: int, level: int, levels: ND
     Parameters
     ----------
     words : array of uint64
-        The sum of what `pack_out_of_range` has given on each rank.
+        The sum of what `pack_out_of_range` wrote on each rank.
     ranks : int
         As there.
     level : int
@@ -155,9 +155,9 @@ def _spread(levels, table, out):  # type: ignore[no-untyped-def]
     """Write each element's entry of a table. A pass for each entry vectorises, where looking them up does not."""
     out[: levels.size] = table[0]
     for level in range(1, table.size):
-        own, number = table[level], np.uint8(level)
+        factor, number = table[level], np.uint8(level)
         for i in range(levels.size):
-            out[i] = own if levels[i] == number else out[i]
+            out[i] = factor if levels[i] == number else out[i]
 
 
 @kernel
@@ -192,11 +192,11 @@ def _pack_fields(array, levels, inverses, steps, limit, fields, width, low, high
     grid = np.empty((2, SPAN), array.dtype)
     units = 0.0
     for place in range(0, words.size, SPAN):
-        own = words[place : place + SPAN]
-        own[:] = 0
+        span = words[place : place + SPAN]
+        span[:] = 0
         for field in range(fields):
-            first = place * fields + field * own.size
-            last = min(first + own.size, array.size)
+            first = place * fields + field * span.size
+            last = min(first + span.size, array.size)
             if first >= last:
                 break
             if levels is None:
@@ -213,7 +213,7 @@ def _pack_fields(array, levels, inverses, steps, limit, fields, width, low, high
                 )  # fmt: skip
             shift = np.uint64(field * width)
             for k in range(last - first):
-                own[k] |= np.uint64(codes[k]) << shift
+                span[k] |= np.uint64(codes[k]) << shift
     return units
 
 
@@ -223,30 +223,30 @@ def _unpack_fields(words, levels, factors, offset, fields, width, out):  # type:
     factor = factors[0]
     grid = np.empty(SPAN, out.dtype)
     for place in range(0, words.size, SPAN):
-        own = words[place : place + SPAN]
+        span = words[place : place + SPAN]
         for field in range(fields):
-            first = place * fields + field * own.size
+            first = place * fields + field * span.size
             shift = np.uint64(field * width)
             if levels is not None:
-                _spread(levels[first : first + own.size], factors, grid)
-            for k in range(min(own.size, out.size - first)):
+                _spread(levels[first : first + span.size], factors, grid)
+            for k in range(min(span.size, out.size - first)):
                 if levels is not None:
                     factor = grid[k]
-                total = np.int32(np.int32((own[k] >> shift) & mask) - offset)
+                total = np.int32(np.int32((span[k] >> shift) & mask) - offset)
                 out[first + k] = out.dtype.type(total) * factor
 
 
 @kernel
 def _pack_out_of_range(array, inverse, limit, fields, width, words):  # type: ignore[no-untyped-def]
     for place in range(0, words.size, SPAN):
-        own = words[place : place + SPAN]
-        own[:] = 0
+        span = words[place : place + SPAN]
+        span[:] = 0
         for field in range(fields):
-            first = place * fields + field * own.size
+            first = place * fields + field * span.size
             shift = np.uint64(field * width)
-            for k in range(min(own.size, array.size - first)):
+            for k in range(min(span.size, array.size - first)):
                 objects = not abs(array[first + k] * inverse) <= limit
-                own[k] |= np.uint64(objects) << shift
+                span[k] |= np.uint64(objects) << shift
 
 
 @kernel
@@ -254,14 +254,14 @@ def _resolve_levels(words, fields, width, level, levels):  # type: ignore[no-unt
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     objects = np.empty(SPAN, np.uint32)
     for place in range(0, words.size, SPAN):
-        own = words[place : place + SPAN]
+        span = words[place : place + SPAN]
         for field in range(fields):
-            first = place * fields + field * own.size
+            first = place * fields + field * span.size
             shift = np.uint64(field * width)
-            part = levels[first : first + own.size]
+            part = levels[first : first + span.size]
             # Narrowed in two steps, and chosen by a product: so both loops vectorise, and no branch is mispredicted.
             for k in range(part.size):
-                objects[k] = np.uint32((own[k] >> shift) & mask)
+                objects[k] = np.uint32((span[k] >> shift) & mask)
             for k in range(part.size):
                 stays = np.uint8(objects[k] != np.uint32(0))
                 part[k] = part[k] * stays + level * (np.uint8(1) - stays)

@@ -79,10 +79,10 @@ def pack_grid(
     >>> steps.tolist(), [int(word) for word in words], sent.tolist()
     ([1.0], [4, 4, 1], [1.0, -3.0, 0.0])
     """
-    own = None if key is None else halves(key)
+    halves_of_key = None if key is None else halves(key)
     keys = array.view(_SIGNED[array.dtype])
     flip = np.iinfo(keys.dtype).max
-    return float(_pack_grid(array, keys, flip, bucket, bits, norm == "l2", steps, words, sent, own))
+    return float(_pack_grid(array, keys, flip, bucket, bits, norm == "l2", steps, words, sent, halves_of_key))
 
 
 def pack_range(
@@ -123,10 +123,10 @@ def pack_range(
     >>> bases.tolist(), steps.tolist(), [int(word) for word in words], sent.tolist()
     ([-2.0], [1.0], [1, 5], [1.0, -2.0, 0.0])
     """
-    own = None if key is None else halves(key)
+    halves_of_key = None if key is None else halves(key)
     keys = array.view(_SIGNED[array.dtype])
     flip = np.iinfo(keys.dtype).max
-    return float(_pack_range(array, keys, flip, bucket, bits, bases, steps, words, sent, own))
+    return float(_pack_range(array, keys, flip, bucket, bits, bases, steps, words, sent, halves_of_key))
 
 
 def unpack_grid(
@@ -181,7 +181,7 @@ def _real(typingctx: Any, bits: Any) -> Any:
     return real(bits), generate
 
 
-# Loops are told where to start and to stop, as unsigned numbers: such an index needs no check of its sign, and slices
+# Loops start and stop at unsigned numbers: such an index needs no check of its sign, and slices
 # of arrays would take as long as the loop over a short bucket.
 
 
@@ -220,7 +220,7 @@ def _extremes(keys, flip, start, stop):  # type: ignore[no-untyped-def]
 
 @kernel
 def _inverse(array, step):  # type: ignore[no-untyped-def]
-    # In the array's own type. 0 stands for one that is too large: it takes every element to the offset.
+    # In the array's dtype. 0 stands for one that is too large: it takes every element to the offset.
     number = array.dtype.type
     inverse = number(1) / number(step) if step > 0 else number(0)
     return inverse if np.isfinite(inverse) else number(0)
@@ -264,7 +264,7 @@ def _lost(array, sent, start, stop):  # type: ignore[no-untyped-def]
 
 
 @exact
-def _put(codes, place, base, step, offset, out, start, stop):  # type: ignore[no-untyped-def]
+def _write(codes, place, base, step, offset, out, start, stop):  # type: ignore[no-untyped-def]
     number = out.dtype.type
     for i in range(start, stop):
         out[i] = base + number(np.int32(np.int32(codes[i - start + place]) - offset)) * step
@@ -305,7 +305,7 @@ def _pack(array, first, last, bucket, bits, points, offset, bases, steps, words,
     for which in range(first // bucket, (last - 1) // bucket + 1):
         start, stop = max(first, which * bucket), min(last, (which + 1) * bucket)
         base, step = number(0) if bases is None else number(bases[which]), number(steps[which])
-        _put(codes, np.uintp(start - first), base, step, offset, sent, np.uintp(start), np.uintp(stop))
+        _write(codes, np.uintp(start - first), base, step, offset, sent, np.uintp(start), np.uintp(stop))
     return _lost(array, sent, np.uintp(first), np.uintp(last))
 
 
@@ -352,7 +352,7 @@ def _unpack_grid(bases, steps, words, bucket, bits, out):  # type: ignore[no-unt
         for first in range(which * bucket, stop, _BLOCK):
             last = min(first + _BLOCK, stop)
             read_planes(words, first // LANES * bits, (last - first + LANES - 1) // LANES, bits, codes)
-            _put(codes, np.uintp(0), base, step, offset, out, np.uintp(first), np.uintp(last))
+            _write(codes, np.uintp(0), base, step, offset, out, np.uintp(first), np.uintp(last))
 
 
 @exact

@@ -129,7 +129,7 @@ def decode_indices_of(
     place = 0
     for start, count in zip(starts, counts, strict=True):
         stop = start + index_bytes(count, numel)
-        # What is sliced does not tell of a place before the first byte.
+        # A slice does not show a start before the first byte.
         if start < 0 or not decode_indices(messages[start:stop], count, numel, out[place : place + count]):
             return False
         place += count
@@ -157,7 +157,7 @@ def _ascending(earlier, later):  # type: ignore[no-untyped-def]
     return wrong == 0
 
 
-# Nothing checks bounds in the kernels below, so each says why its places are inside the arrays. Integers are
+# Nothing checks bounds in the kernels below: comments show why indices are inside the arrays. Integers are
 # unsigned and 64 bits wide throughout: Numba makes floats of signed with unsigned ones.
 
 

@@ -205,8 +205,8 @@ def _merge_add(indices_a, values_a, indices_b, values_b, out_indices, out_values
     while a < indices_a.size and b < indices_b.size:
         first, second = indices_a[a], indices_b[b]
         out_indices[count] = min(first, second)
-        own, other = values_a[a], values_b[b]
-        out_values[count] = (own if first <= second else nothing) + (other if second <= first else nothing)
+        left, right = values_a[a], values_b[b]
+        out_values[count] = (left if first <= second else nothing) + (right if second <= first else nothing)
         a += first <= second
         b += second <= first
         count += 1
@@ -230,8 +230,8 @@ def _merge_subtract(indices_a, values_a, indices_b, values_b, out_indices, out_v
     while a < indices_a.size and b < indices_b.size:
         first, second = indices_a[a], indices_b[b]
         out_indices[count] = min(first, second)
-        own, other = values_a[a], values_b[b]
-        difference = (own if first <= second else nothing) - (other if second <= first else nothing)
+        left, right = values_a[a], values_b[b]
+        difference = (left if first <= second else nothing) - (right if second <= first else nothing)
         out_values[count] = difference
         a += first <= second
         b += second <= first

@@ -15,7 +15,7 @@ from mpicomp.kernels.cpu.scatter import scatter_add
 from mpicomp.kernels.cpu.sweep import energy as energy_of
 from numpy.typing import NDArray
 
-NONFINITE = 1 << 8  # the bit of the first word that says so
+NONFINITE = 1 << 8  # the bit of the first word
 HALVES = ("fp16", "bf16")
 
 _HEADER = struct.Struct("<Qdd")
@@ -48,7 +48,7 @@ def write_header(
         `mpicomp.kernels.cpu.energy` makes it. The difference, or 0 where it is negative, is lost; nothing of it with
         None.
     rounding : float
-        What is lost beside it.
+        What is lost besides.
 
     Examples
     --------
@@ -104,7 +104,7 @@ def sparse_add(
     out: NDArray[np.floating],
     right: bool = True,
 ) -> bool:
-    """Add ``factor`` times each of several selections to ``out``, in the order given.
+    """Add ``factor`` times each of several selections to ``out``, in their order.
 
     Parameters
     ----------

@@ -7,12 +7,12 @@ from mpicomp.kernels.cpu.compile import kernel
 from mpicomp.kernels.cpu.threads import cut, spread
 from numpy.typing import NDArray
 
-# Sums over a block are taken in the array's own type; where the sum of squares leaves this range they are taken again
+# Sums over a block are taken in the array's dtype; where the sum of squares leaves this range they are taken again
 # in float64, since squares may have vanished or overflowed.
 LEAST = 1e-25
 MOST = 1e30
 
-_BLOCK = 1024  # elements that are summed in the array's own type
+_BLOCK = 1024  # elements that are summed in the array's dtype
 
 # For the logarithm of a float32: where its fraction is cut, how subnormal numbers are lifted, and the polynomial.
 _MIDDLE = np.uint32(0x3F3504F3)  # bits of 1/sqrt(2)
@@ -41,7 +41,7 @@ class Moments(NamedTuple):
     """Whether no element is infinite or NaN."""
 
     def __add__(self, other: "Moments") -> "Moments":  # type: ignore[override]
-        """Return the moments of two arrays taken together."""
+        """Return the moments of two arrays as of one."""
         return Moments(
             self.nonzero + other.nonzero,
             self.total + other.total,

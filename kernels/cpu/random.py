@@ -34,7 +34,7 @@ def draw(index, low, high):  # type: ignore[no-untyped-def]
     Parameters
     ----------
     index : int
-        Of the element. Those that are 2**32 apart have the same.
+        Of the element. Indices that differ by 2**32 have the same.
     low, high : uint32
         What `halves` makes of the key.
 

@@ -13,7 +13,7 @@ def gather(array: NDArray[np.floating], indices: NDArray[np.uint32], out: NDArra
 def scatter_add(
     indices: NDArray[np.uint32], values: NDArray[np.floating], factor: float, out: NDArray[np.floating]
 ) -> bool:
-    """Add ``factor * values`` to ``out`` at ``indices``, in the order given.
+    """Add ``factor * values`` to ``out`` at ``indices``, in their order.
 
     Parameters
     ----------

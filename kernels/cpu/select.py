@@ -6,7 +6,7 @@ from mpicomp.kernels.cpu.compile import kernel
 from numpy.typing import NDArray
 
 # Bits that a radix pass looks at. More of them make fewer passes, and more counters to clear: those that a large array
-# fills lie close together and stay in the first-level cache.
+# fills lie close to each other and stay in the first-level cache.
 _DIGIT = 11
 _LARGE_DIGIT = 16  # from _LARGE elements on
 _LARGE = 1 << 19  # elements

@@ -92,12 +92,12 @@ def _pack_signs(array, bits, block, scales, words, sent):  # type: ignore[no-unt
     for number in range(scales.size):
         start = number * block
         part = array[start : start + block]
-        own = words[start // LANES : (start + block) // LANES]
+        words_of_block = words[start // LANES : (start + block) // LANES]
         total = energy = 0.0
         for first in range(0, part.size, _PART):
             more, squares = _sums(part[first : first + _PART])
             total, energy = total + more, energy + squares
-            _signs(bits[start + first : start + min(first + _PART, part.size)], own[first // LANES :])
+            _signs(bits[start + first : start + min(first + _PART, part.size)], words_of_block[first // LANES :])
         single = _scale(part, total)
         scales[number] = single
         wide = np.float64(single)
@@ -105,7 +105,7 @@ def _pack_signs(array, bits, block, scales, words, sent):  # type: ignore[no-unt
         if not left < 0:  # both were rounded; NaN stays
             lost += left
         if sent is not None:
-            _put(own, array.dtype.type(single), sent[start : start + block])
+            _write(words_of_block, array.dtype.type(single), sent[start : start + block])
     return lost
 
 
@@ -123,7 +123,7 @@ def _signs(bits, words):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _put(words, value, out):  # type: ignore[no-untyped-def]
+def _write(words, value, out):  # type: ignore[no-untyped-def]
     whole = out.size // LANES
     for w in range(whole):
         put_signed(out, w * LANES, words[w], value)
@@ -144,13 +144,13 @@ def _add(words, value, out):  # type: ignore[no-untyped-def]
 def _unpack_signs(scales, words, block, out):  # type: ignore[no-untyped-def]
     for number in range(scales.size):
         start = number * block
-        own = words[start // LANES : (start + block) // LANES]
-        _put(own, out.dtype.type(scales[number]), out[start : start + block])
+        words_of_block = words[start // LANES : (start + block) // LANES]
+        _write(words_of_block, out.dtype.type(scales[number]), out[start : start + block])
 
 
 @kernel
 def _unpack_signs_add(scales, words, block, factor, out):  # type: ignore[no-untyped-def]
     for number in range(scales.size):
         start = number * block
-        own = words[start // LANES : (start + block) // LANES]
-        _add(own, out.dtype.type(factor * scales[number]), out[start : start + block])
+        words_of_block = words[start // LANES : (start + block) // LANES]
+        _add(words_of_block, out.dtype.type(factor * scales[number]), out[start : start + block])

@@ -1,4 +1,4 @@
-"""Sixty-four elements at once: the vector instructions that Numba's own loops do not reach."""
+"""Sixty-four elements at once: the vector instructions that Numba's loops do not reach."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -80,8 +80,8 @@ def _signed(out: Any, add: bool) -> Any:
         vector = ir.VectorType(value.type, lanes)
         plus, minus = (_everywhere(builder, number, vector) for number in (value, builder.fneg(value)))
         for offset, address in _addresses(context, builder, signature, arguments, vector):
-            own = builder.trunc(builder.lshr(word, ir.Constant(_PLACE, offset)), ir.IntType(lanes))
-            values = builder.select(builder.bitcast(own, ir.VectorType(ir.IntType(1), lanes)), minus, plus)
+            bits = builder.trunc(builder.lshr(word, ir.Constant(_PLACE, offset)), ir.IntType(lanes))
+            values = builder.select(builder.bitcast(bits, ir.VectorType(ir.IntType(1), lanes)), minus, plus)
             if add:
                 values = builder.fadd(builder.load(address, align=width // 8), values)
             builder.store(values, address, align=width // 8)
@@ -93,7 +93,7 @@ def _signed(out: Any, add: bool) -> Any:
 def _addresses(
     context: Any, builder: Any, signature: Any, arguments: Any, vector: ir.VectorType
 ) -> Iterator[tuple[int, Any]]:
-    """Give, for each vector of the array's elements from ``start`` on, its first lane and its address."""
+    """Yield, for each vector of the array's elements from ``start`` on, its first lane and its address."""
     data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
     for offset in range(0, LANES, vector.count):
         address = builder.gep(data, [builder.add(arguments[1], ir.Constant(_PLACE, offset))])

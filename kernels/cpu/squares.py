@@ -1,9 +1,9 @@
-"""A few bits an element: its sign, and one of the levels of its block, which lie apart like the squares of integers.
+"""A few bits an element: its sign, and one of the levels of its block, which are spaced like the squares of integers.
 
 An element travels as a code of 2, 4 or 8 bits. The highest of them is its sign and the others are a number j; its
 magnitude comes out as ``base + j**2 * step``, where base and step are float32 numbers of its block of 256 elements, of
-which the last block may have fewer. Levels are close to each other at the base and far apart at the end: of elements
-that were selected for their size most are just above a threshold, and a few are much larger.
+which the last block may have fewer. Levels are dense at the base and sparse at the end: of elements that were selected
+for their size most are just above a threshold, and a few are much larger.
 
 Codes fill bytes from the lowest bits on, and zeros the last word of 8 bytes. Behind them each block has its base and
 its step.
@@ -196,12 +196,12 @@ def _code(wide, bits_of, start, count, base, step, last, bits, codes):  # type: 
 
 
 @exact
-def _put(codes, count, base, step, last, out, start):  # type: ignore[no-untyped-def]
+def _write(codes, count, base, step, last, out, start):  # type: ignore[no-untyped-def]
     number = out.dtype.type
-    low, apart = np.float64(base), np.float64(step)
+    low, spacing = np.float64(base), np.float64(step)
     for i in range(count):
         level = np.int32(codes[i]) & np.int32(last)
-        magnitude = low + np.float64(np.int32(level * level)) * apart
+        magnitude = low + np.float64(np.int32(level * level)) * spacing
         out[start + i] = number(-magnitude if np.int32(codes[i]) > np.int32(last) else magnitude)
 
 
@@ -251,7 +251,7 @@ def _pack_squares(array, bits_of, bits, packed, scales, sent):  # type: ignore[n
             codes[:] = 0
         codes[count:] = 0
         _fold(codes, bits, packed[block * length : (block + 1) * length])
-        _put(codes, count, base, step, last, sent, start)
+        _write(codes, count, base, step, last, sent, start)
         lost += _lost(wide, sent, start, count)
     return lost
 
@@ -272,5 +272,5 @@ def _unpack_squares(packed, scales, bits, out):  # type: ignore[no-untyped-def]
         base, step = scales[2 * block], scales[2 * block + 1]
         right &= _sound(base, step, last)
         _unfold(packed[block * length : (block + 1) * length], bits, codes)
-        _put(codes, min(SQUARES_BLOCK, out.size - start), base, step, last, out, start)
+        _write(codes, min(SQUARES_BLOCK, out.size - start), base, step, last, out, start)
     return right

@@ -78,7 +78,7 @@ def share_rounding(
     ranks : int
         Number of ranks that receive the rounded mean.
     array, sent : arrays, shape (n,)
-        The owner's own array, and what it has sent of it; ``sent`` is changed in place.
+        The owner's array, and what it has sent of it; ``sent`` is changed in place.
 
     Returns
     -------

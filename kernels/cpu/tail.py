@@ -12,7 +12,7 @@ from mpicomp.kernels.cpu.simd import LANES, at_least
 from mpicomp.kernels.cpu.threads import spread
 from numpy.typing import NDArray
 
-_BLOCK = 1024  # elements that are summed in the array's own type
+_BLOCK = 1024  # elements that are summed in the array's dtype
 
 
 class Tail(NamedTuple):

@@ -6,7 +6,7 @@ Bit j of word w is set where element ``64 * w + j`` is negative, by its sign bit
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits
 from mpicomp.kernels.cpu.compile import kernel
-from mpicomp.kernels.cpu.signs import _put, _signs
+from mpicomp.kernels.cpu.signs import _signs, _write
 from numpy.typing import NDArray
 
 _PLANES = 33  # bits of a count, with room for the carry
@@ -93,4 +93,4 @@ def _majority(votes, out):  # type: ignore[no-untyped-def]
 
 @kernel
 def _unpack_votes(words, value, out):  # type: ignore[no-untyped-def]
-    _put(words, value, out)
+    _write(words, value, out)

@@ -18,7 +18,7 @@ _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
 def twin_of(host: Callable[Parameters, Any]) -> Callable[[Callable[..., Any]], Callable[Parameters, Any]]:
-    """Give a device kernel the types and the docstring of the host's kernel of the same name.
+    """Copy types and docstring of the host's kernel of the same name to a device kernel.
 
     Its arrays are device arrays, numbers that it returns are 0-d device arrays, and ``threads`` has no meaning.
     """

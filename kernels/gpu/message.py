@@ -38,7 +38,7 @@ def write_pairs(message: Any, lead: int, finite: Any, energy: Any, values: Any, 
     message : device array of uint8
         Aligned to 8 bytes.
     lead, finite, energy
-        As in `write_header`, which gives the same bits where ``kept`` is ``values``.
+        As in `write_header`, which writes the same bits where ``kept`` is ``values``.
     values, indices : device arrays, shape (k,)
         Of float32 or float64, and of uint32.
     middle : int

@@ -1,4 +1,4 @@
-"""CountSketch: a sum of sketches says where the sum of all gradients is large; exact values are summed there."""
+"""CountSketch: a sum of sketches shows where the sum of all gradients is large; exact values are summed there."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -52,7 +52,7 @@ class CountSketch(Sketch):
 
     - All candidates' sums are delivered, not the k largest of them: every rank has them, and what is not delivered
       would have to wait. On gradients of heavy tails the same bytes delivered 13 % of the energy in place of 10.
-    - Each step has hashes of its own. With the same ones at every step elements that share cells hide each other for as
+    - Each step has other hashes. With the same ones at every step elements that share cells hide each other for as
       long as they are kept back: 8 % of the energy in place of 13.
     - Momentum is off unless asked for.
     - Numbers travel in 16 bits unless asked otherwise. On the task ``digits`` 2 bytes an element for twice as large a
@@ -120,7 +120,7 @@ class CountSketch(Sketch):
 
 @register
 class Sketched(Scheme[CountSketch]):
-    """The ranks' tables are summed, each rank tells the largest estimates from the sum, and values there are summed.
+    """The ranks' tables are summed, each rank finds the largest estimates in the sum, and values there are summed.
 
     The mean table has the same bits on all ranks, and so have the estimates: all ranks find the same positions.
 

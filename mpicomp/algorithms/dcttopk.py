@@ -27,8 +27,8 @@ from mpicomp.workspace import Workspace
 class DCTTopK(Compressor):
     """DeMo (arXiv 2411.19870): chunks go through a cosine transform, and its largest coefficients are sent.
 
-    What moves together in a chunk is told by few coefficients. The transform is orthonormal: energy, error feedback and
-    means are the same in it, and what is not sent stays in the residual as it is without it.
+    Few coefficients describe elements of a chunk that move in common. The transform is orthonormal: energy, error
+    feedback and means are the same in it, and what is not sent stays in the residual as it is without it.
 
     Parameters
     ----------
@@ -191,10 +191,10 @@ def _transform(
 ) -> None:
     """Write the orthonormal cosine transform of each chunk, along both of its sides, or the inverse of that."""
     scratch = workspace.array("transformed rows", source.size, source.dtype)
-    for own, rows, found in zip(*(_squares(array, side) for array in (source, scratch, out)), strict=True):
-        height, width = own.shape[1:]
-        left, right = (current_device().to_device(_cosines(length, own.dtype, back)) for length in (height, width))
-        np.matmul(own.reshape(-1, width), right.T, out=rows.reshape(-1, width))
+    for chunks, rows, found in zip(*(_squares(array, side) for array in (source, scratch, out)), strict=True):
+        height, width = chunks.shape[1:]
+        left, right = (current_device().to_device(_cosines(length, chunks.dtype, back)) for length in (height, width))
+        np.matmul(chunks.reshape(-1, width), right.T, out=rows.reshape(-1, width))
         np.matmul(left, rows, out=found)
 
 
@@ -211,4 +211,4 @@ def _comes_back_finite(array: NDArray[np.floating], side: int) -> bool:
     """Return whether no number that is made of a chunk can exceed the largest: none exceeds the chunk's norm."""
     most = float(np.finfo(array.dtype).max) / 4
     host = current_device().to_host(array).astype(np.float64)
-    return all(float(np.sqrt(np.square(own).sum(axis=(1, 2)).max())) < most for own in _squares(host, side))
+    return all(float(np.sqrt(np.square(chunks).sum(axis=(1, 2)).max())) < most for chunks in _squares(host, side))

@@ -26,7 +26,7 @@ from mpicomp.setting_checks import check_range
 class FetchSGD(Sketch):
     """FetchSGD (arXiv 2007.07682): momentum and error feedback in tables that are the same on all ranks.
 
-    Ranks sum their sketches in one round and keep nothing of their own. With the mean table ``S``, each rank makes the
+    Ranks sum their sketches in one round and keep nothing else. With the mean table ``S``, each rank makes the
     server's step: ``V = momentum * V + S``, ``E = E + V``; the k largest estimates from ``E`` are delivered, and the
     cells that they are in are set to zero in ``V`` and ``E``.
 
@@ -40,7 +40,7 @@ class FetchSGD(Sketch):
         Of the table, as a fraction of the elements, in (0, 1]. Several times the ratio: in a table of about as many
         columns as elements are delivered, most cells would be set to zero in each step.
     momentum : float
-        Where it is not 0 the optimizer must not apply its own.
+        Where it is not 0 the optimizer must not apply momentum.
     wire : {None, "fp16", "bf16"}
         How numbers travel; the 16-bit forms are summed in at least float32, and what they round away is lost.
 
@@ -58,7 +58,7 @@ class FetchSGD(Sketch):
 
     - The learning rate is outside: what waits in the table is delivered at the rate of that step, as in published code.
     - Momentum is off unless asked for.
-    - ``gain`` is not told: what a step delivers is not of that step's gradients.
+    - ``gain`` is NaN: what a step delivers is not of that step's gradients.
 
     A bucket of other length than before begins with empty tables, and one that is not finite leaves them as they were.
 
@@ -162,7 +162,7 @@ class SketchedMemory(Scheme[FetchSGD]):
         if first.problem is not None:
             return undelivered(accumulated, first.problem, first.stale)
         # 2. Momentum and error feedback in the sketch: velocity = momentum velocity + mean, error = error + velocity.
-        # What is remembered is not written to, so that a step can be undone by forgetting what it gives.
+        # What is remembered is not written to, so that a step can be undone by dropping its results.
         turn = 1 - before["turn"]
         velocity, error = (
             workspace.array(f"{kind} {turn}", shape[0] * shape[1], accumulated.dtype).reshape(shape) for kind in _KINDS

@@ -1,4 +1,4 @@
-"""Matrices inside a flat array, those of one shape together, so that one product serves them all."""
+"""Matrices inside a flat array, those of one shape in a stack, so that one product serves them all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -47,7 +47,7 @@ class PowerSGD(Compressor):
     warm_start : bool
         Whether a step begins with the factor of the one before, and not with a random one.
     layers : mapping of str to int, optional
-        Ranks of their own for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
+        Other ranks for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
         pattern that matches counts.
     iterations : int
         Power iterations in a step. Each sends both factors: it takes two sums, and as many bytes as the first one. With
@@ -65,7 +65,7 @@ class PowerSGD(Compressor):
     ``iterations`` and ``rows``.
     Different from the paper and published code:
 
-    - What a rank has sent is the product of the common factor with its **own** other one, not with the mean: so
+    - What a rank has sent is the product of the common factor with **its** other one, not with the mean: so
       nothing is lost over all ranks, and the residual is what the projection left out.
     - Factors are made orthonormal by a QR decomposition in float64, which a rank-deficient or zero matrix does not
       upset.
@@ -87,7 +87,7 @@ class PowerSGD(Compressor):
     message: ClassVar[str] = "factors"
     needs_identical_blas: ClassVar[bool] = True
     paper: ClassVar[str] = (
-        "Vogels et al. 2019, arXiv 1905.13727; residuals are of each rank's own projection, QR in float64"
+        "Vogels et al. 2019, arXiv 1905.13727; residuals are of each rank's projection, QR in float64"
     )
 
     layer_setting: ClassVar[str | None] = "rank"
@@ -111,9 +111,9 @@ class PowerSGD(Compressor):
         if self.layers is not None:
             if not isinstance(self.layers, Mapping):
                 raise ConfigurationError(f"powersgd: layers must map names to ranks, got {self.layers!r}")
-            for pattern, own in self.layers.items():
-                check_least("powersgd", f"layers['{pattern}']", own, 1)
-            object.__setattr__(self, "layers", {str(pattern): own for pattern, own in self.layers.items()})
+            for pattern, rank in self.layers.items():
+                check_least("powersgd", f"layers['{pattern}']", rank, 1)
+            object.__setattr__(self, "layers", {str(pattern): rank for pattern, rank in self.layers.items()})
         check_range("powersgd", "min_compression_rate", self.min_compression_rate, 0, float("inf"))
         check_choice("powersgd", "warm_start", self.warm_start, (True, False))
         check_choice("powersgd", "wire", self.wire, (None, "fp16", "bf16"))
@@ -146,9 +146,9 @@ class PowerSGD(Compressor):
                 most = self.rows or rows
                 parts = [(first, min(most, rows - first)) for first in range(0, rows, most)]
                 found += [
-                    Matrix(start + first * columns, own, columns, rank)
-                    for first, own in parts
-                    if (rank := self._rank_within(name, own, columns))
+                    Matrix(start + first * columns, height, columns, rank)
+                    for first, height in parts
+                    if (rank := self._rank_within(name, height, columns))
                 ]
             start += size
         return replace(self, start_step=self.start_step if warm_up else 0, matrices=tuple(found))
@@ -168,7 +168,7 @@ class PowerSGD(Compressor):
 class LowRank(Scheme[PowerSGD]):
     """The mean of every matrix's left factors, then that of the right ones; all other parameters go with the first.
 
-    The right factor of the step before, or a random one, gives the left factor of each rank's matrix; its mean, made
+    The right factor of the step before, or a random one, yields the left factor of each rank's matrix; its mean, made
     orthonormal, is the basis on which every rank projects. Sums are linear in the matrices, so that any dense
     collective does them. In further iterations the mean of the right factors takes the place of the one of the step
     before; what the last one projects is delivered.
@@ -403,8 +403,8 @@ def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> l
 
 def _largest(factors: list[NDArray[np.floating]]) -> tuple[list[NDArray[np.floating]], bool]:
     """Return the largest magnitude in each column of factors, shape (count, 1, rank), and whether one of them is 0."""
-    largest = [np.abs(own).max(axis=1, keepdims=True) for own in factors]
-    [empty] = to_python((np.concatenate([own.reshape(-1) for own in largest]) == 0).any())
+    largest = [np.abs(factor).max(axis=1, keepdims=True) for factor in factors]
+    [empty] = to_python((np.concatenate([factor.reshape(-1) for factor in largest]) == 0).any())
     return largest, empty
 
 
@@ -415,10 +415,10 @@ def _scale(
     out: list[NDArray[np.floating]],
     context: Context,
 ) -> None:
-    """Write factors to begin anew with: only their spans matter, which must not grow from step to step."""
-    for own, size, scaled in zip(factors, largest, out, strict=True):
+    """Write factors to start the next step with: only their spans matter, which must not grow from step to step."""
+    for factor, size, scaled in zip(factors, largest, out, strict=True):
         with np.errstate(invalid="ignore"):
-            np.divide(own, np.where(size > 0, size, 1), out=scaled)
+            np.divide(factor, np.where(size > 0, size, 1), out=scaled)
     if empty:
         for size, scaled in zip(largest, out, strict=True):
             drawn = context.random(shared=True).standard_normal(scaled.shape).astype(scaled.dtype)

@@ -38,7 +38,7 @@ class SignSGD(Compressor):
     gradients: start from that of Adam, 0.001 or less, or set ``scale`` to a typical magnitude of a gradient. Those that
     are always zero move too: a zero counts as plus, as does a tie. A negative zero counts as minus, by its sign bit.
 
-    There is no error feedback: magnitudes do not travel, so what was not sent cannot be told. `EFSign` and `OneBit`
+    There is no error feedback: magnitudes do not travel, so what was not sent is unknown. `EFSign` and `OneBit`
     send a magnitude with the signs, and have it.
 
     Examples
@@ -92,7 +92,7 @@ class MajorityVote(Scheme[SignSGD]):
     """Alltoallv of signs, a count by each part's owner, Allgatherv of the signs that have won.
 
     About two bits an element leave a rank, whatever the number of ranks. What all ranks are delivered is each one's
-    share of it; the gain is not told, for which magnitudes would have to travel.
+    share of it; the gain is NaN: for it magnitudes would have to travel.
     """
 
     id: ClassVar[str] = "majority-vote"
@@ -138,7 +138,7 @@ class MajorityVote(Scheme[SignSGD]):
         gather.recv = workspace.array("replies", places[-1], _BYTE)
         replies = yield gather
 
-        # 3. Put the parts together: the update is the majority times the scale.
+        # 3. Assemble the parts: the update is the majority times the scale.
         flags, energy, _, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
         if problem is not None:
             return undelivered(accumulated, problem, stale=False)
