@@ -46,7 +46,7 @@ from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Round, observe
 from mpicomp.rounds.drive import Returned, advance, drive
-from mpicomp.systems.lgc.lead import Lead, follow, leader_of
+from mpicomp.systems.lgc.leader_message import LeaderMessage, leader_of, share_selection
 from mpicomp.systems.lgreco.layer_surveys import RankSurvey
 from mpicomp.testing.examples import example, representatives
 from mpicomp.transport import LocalWorld
@@ -298,19 +298,19 @@ def _lead(instance):
         compressor = compressor.bind(names, sizes, shapes)
         selected = compressor.selected(numel)
         frame, signs = bool(rng.integers(2)), bool(rng.integers(2))
-        lead = Lead(selected, numel, frame=frame, signs=frame and signs)
+        lead = LeaderMessage(selected, numel, frame=frame, signs=frame and signs)
         ends = LocalWorld(2).transports
         contexts = [Context(end.group, step=int(rng.integers(99)), workspace=Workspace(fence)) for end in ends]
         contexts[1].step = contexts[0].step
         first = leader_of(contexts[0])
         arrays = [_accumulated(fence, _array(rng, numel, dtype)) for _ in ends]
         with activated(fence):
-            task = advance(follow(lead, arrays[first](), contexts[first]))
+            task = advance(share_selection(lead, arrays[first](), contexts[first]))
         message, arrived = task.send.tobytes(), []
 
         def decode(message):
             with activated(fence):
-                exchange = follow(lead, arrays[1 - first](), contexts[1 - first])
+                exchange = share_selection(lead, arrays[1 - first](), contexts[1 - first])
                 asked = advance(exchange)
                 arrived[:] = [asked.recv]
                 _fill(asked, message)

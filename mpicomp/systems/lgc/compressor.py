@@ -169,7 +169,7 @@ class LGC(Compressor):
     wire: str | None = None
     published: bool = field(default=False, kw_only=True)
     exceptions: tuple[str | None, str | None] | None = bound(None)
-    """Names of the model's layers that travel dense, and sparse; None before the model is known."""
+    """Names of the model's layers that travel dense, and sparse; None before the model is memory."""
     parts: tuple[Part, ...] = bound(())
     """The parts of a bucket, each with the number of its elements that are sent."""
 

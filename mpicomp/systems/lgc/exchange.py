@@ -1,69 +1,106 @@
 """The exchange of learned codes: dense at first, then sparse while one rank learns, then in the code."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.collectives.allgather import Allgather
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
 from mpicomp.collectives.selection import exchange_at
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
+from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device
 from mpicomp.errors import MpicompError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.compressor import LGC, Selected
-from mpicomp.systems.lgc.lead import Lead, follow, leader_of, make_frame, relative
+from mpicomp.systems.lgc.leader_message import (
+    LeaderMessage,
+    leader_of,
+    local_values,
+    make_frame,
+    relative,
+    share_selection,
+)
 from mpicomp.systems.lgc.learned_code import LearnedCode
-from mpicomp.systems.lgc.own import gather_own
 from mpicomp.systems.lgc.ring import CodeRing
 from mpicomp.systems.lgc.server import CodeServer
 from mpicomp.workspace import Workspace
 
-_MEMORY = "lgc"  # what the bucket's memory has it under
+_MEMORY = "lgc"  # key in the bucket's memory
 _TRAINER = 0
 _WEIGHT = np.dtype(np.float32)
 
 
 @dataclass
-class _Known:
+class _BucketMemory:
     """Memory of a bucket: the same on all ranks, except for the trainer's code while it learns.
 
     Attributes
     ----------
-    of : str
+    key : str
         Parts of the bucket and kind of code that the memory belongs to.
     steps : int
-        Number of exchanges so far, those that failed left out.
+        Successful exchanges so far.
     learnt : dict or None
         On the trainer in the second phase: the state of the code.
     weights : array of float32, shape (size,), or None
         Weights of the code, once all ranks have them; None before.
     """
 
-    of: str
+    key: str
     steps: int = 0
     learnt: dict[str, Any] | None = None
     weights: NDArray[np.float32] | None = None
 
     @classmethod
-    def remembered(cls, of: str, context: Context) -> "_Known":
+    def load(cls, key: str, context: Context) -> "_BucketMemory":
         """Return the remembered state; an empty one where the memory belongs to other parts or another code."""
         entry = context.memory.get(_MEMORY, {})
-        return cls(**entry) if entry.get("of") == of else cls(of)
+        return cls(**entry) if entry.get("key") == key else cls(key)
 
 
 @dataclass
-class _Held:
+class _LoadedCode:
     """A code in use, and the entry of the memory that it was loaded from: a restored memory has other entries."""
 
     code: LearnedCode
     entry: Any = None
+
+
+@dataclass(frozen=True, repr=False)
+class LocalLargest(Sparsifier):
+    """The largest values of each layer on this rank, and all of dense layers: the second phase as published.
+
+    Parameters
+    ----------
+    selected : Selected
+        The number of elements of each layer.
+    wire, indices
+        See `Sparsifier`.
+    """
+
+    id: ClassVar[str] = "lgc"
+    paper: ClassVar[str] = LGC.paper
+
+    selected: Selected = field(default_factory=lambda: Selected(()))
+
+    def count(self, numel: int) -> int:
+        return self.selected.count
+
+    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
+        return Selection(*local_values(self.selected, accumulated, context))
+
+
+def gather_local(compressor: LGC, selected: Selected) -> Allgather:
+    """Return the exchange of the largest values of every rank in a bucket."""
+    return Allgather(LocalLargest(selected, wire=compressor.wire))
 
 
 @register
@@ -73,28 +110,28 @@ class Learned(Scheme[LGC]):
     1. **Dense**: the inner collective averages everything.
     2. **Learning**: one rank, drawn at random, broadcasts the indices of its largest values; the inner collective
        averages all ranks' values there. Values to be coded are also gathered on rank 0, which learns from them once it
-       knows that all are finite, while the others go on. As published every rank sends its own largest values with
-       their indices to all, and rank 0 learns from these.
+       knows that all are finite, while the others go on. As published every rank sends its largest values with their
+       indices to all, and rank 0 learns from these.
     3. **Coded**: rank 0 has broadcast what it has learnt, once. One rank, drawn at random, broadcasts its indices and
        what values are relative to; for the rest see `mpicomp.systems.lgc.ring.CodeRing` and
        `mpicomp.systems.lgc.server.CodeServer`.
 
-    How many exchanges a bucket has behind it is in its memory; a step that was undone does not count. Where the bucket
-    is another one than memory tells of, or a code with a decoder for each rank was learnt among more or fewer of them,
-    it begins with the first phase. A bucket with too few values for the code stays in the second phase, and nothing is
-    gathered; one that holds nothing but the first layer stays in the first.
+    The number of exchanges is in the bucket's memory; a step that was undone does not count. A bucket with other parts
+    than the memory's, or with decoders for another number of ranks, starts with the first phase. A bucket with too few
+    values for the code stays in the second phase, without gathering them; one that holds only the first layer stays in
+    the first phase.
 
     Parameters
     ----------
     compressor : LGC
-        Knows the bucket's layers, and the lengths of the phases.
+        With the bucket's layers, and the lengths of the phases.
     inner : Scheme
         Sums arrays.
 
     Raises
     ------
     ConfigurationError
-        Where what it takes to learn is not installed.
+        Where a package for learning is not installed.
     """
 
     id: ClassVar[str] = "learned"
@@ -117,7 +154,7 @@ class Learned(Scheme[LGC]):
         return Dense(wire=compressor.wire)
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return the rounds of a step if the bucket's memory began with step 0; see `Scheme.rounds`."""
+        # For a bucket whose memory starts with step 0
         selected = self.compressor.selected(numel)
         if step < self.compressor.dense_steps or not selected.indices:
             return self._sum.rounds(numel, dtype, group, step)
@@ -125,49 +162,51 @@ class Learned(Scheme[LGC]):
         able = selected.coded_count >= code.least
         learnt = self.compressor.dense_steps + self.compressor.training_steps
         if able and step >= learnt:
-            given = [self._give(code, group)] if step == learnt else []
-            return [*given, *self._instance(code).rounds(numel, dtype, group, step)]
+            broadcast = [self._weights_round(code, group)] if step == learnt else []
+            return [*broadcast, *self._instance(code).rounds(numel, dtype, group, step)]
         leader = leader_of(Context(group=group, step=step))
         if self.compressor.published:
-            tasks = gather_own(self.compressor, selected).rounds(numel, dtype, group, step)
+            tasks = gather_local(self.compressor, selected).rounds(numel, dtype, group, step)
         else:
-            tasks = [Lead(selected, numel).round(leader), *self._sum.rounds(selected.count, dtype, group, step)]
+            tasks = [
+                LeaderMessage(selected, numel).round(leader),
+                *self._sum.rounds(selected.count, dtype, group, step),
+            ]
         return [*tasks, _collect(selected, dtype, group)] if able else tasks
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Exchange by the current phase; see `Scheme.exchange`."""
         compressor = self.compressor
         selected = compressor.selected(accumulated.numel)
-        known = _Known.remembered(self._of(selected, context), context)
-        held = context.workspace.made(("learned", known.of), lambda: _Held(self._fresh(context)))
+        memory = _BucketMemory.load(self._key(selected, context), context)
+        loaded = context.workspace.made(("learned", memory.key), lambda: _LoadedCode(self._fresh(context)))
         # Phase 1: dense.
-        if known.steps < compressor.dense_steps or not selected.indices:
+        if memory.steps < compressor.dense_steps or not selected.indices:
             result = yield from self._sum.exchange(accumulated, context)
             result.note = "lgc: dense"
         # A bucket with too few values for a code: one rank's indices, and the values there.
-        elif selected.coded_count < held.code.least:
+        elif selected.coded_count < loaded.code.least:
             result, _ = yield from self._exchange_values(selected, accumulated, context)
-            result.note = _why_not(selected, held.code)
+            result.note = _why_not(selected, loaded.code)
         # Phase 2: the same, and rank 0 learns from the values of all ranks.
-        elif known.steps < compressor.dense_steps + compressor.training_steps:
+        elif memory.steps < compressor.dense_steps + compressor.training_steps:
             result, values = yield from self._exchange_values(selected, accumulated, context)
             everyones = yield from _collected(values, selected, context)
             result.note = "lgc: learning"
             sound = everyones is not None and not (result.nonfinite or result.stale)
-            if everyones is not None and sound and np.isfinite(everyones).all():  # what has come here may be damaged
-                result.code_error = self._learn(held, known, everyones, selected, context)
-        # Phase 3: rank 0 broadcasts what it has learnt, once; values travel in the code.
+            if everyones is not None and sound and np.isfinite(everyones).all():  # a message may be damaged
+                result.code_error = self._learn(loaded, memory, everyones, selected, context)
+        # Phase 3: rank 0 broadcasts the weights, once; values travel in the code.
         else:
-            yield from self._share(held, known, context)
-            result = yield from self._instance(held.code).exchange(accumulated, context)
+            yield from self._share(loaded, memory, context)
+            result = yield from self._instance(loaded.code).exchange(accumulated, context)
             result.note = f"lgc: {compressor.code} code, {compressor.instance}"
         if not (result.nonfinite or result.stale):
-            known.steps += 1
-            context.memory[_MEMORY] = vars(known)
+            memory.steps += 1
+            context.memory[_MEMORY] = vars(memory)
         return result
 
-    def _of(self, selected: Selected, context: Context) -> str:
-        """Return the identity of a code: where it changes, the learnt state is of no use."""
+    def _key(self, selected: Selected, context: Context) -> str:
+        """Return the identity of a code: a state of another one is of no use."""
         compressor = self.compressor
         kind: tuple[Any, ...] = (compressor.instance, compressor.code)
         if compressor.code == "autoencoder":
@@ -190,60 +229,65 @@ class Learned(Scheme[LGC]):
     def _exchange_values(
         self, selected: Selected, accumulated: GradientWithResidual, context: Context
     ) -> Rounds[tuple[Result, NDArray[np.floating]]]:
-        """Average the values at one rank's indices as they are, or all ranks' own; return this rank's, too."""
+        """Average the values at one rank's indices or the largest of each rank; return this rank's, too."""
         if self.compressor.published:
-            result = yield from gather_own(self.compressor, selected).exchange(accumulated, context)
+            result = yield from gather_local(self.compressor, selected).exchange(accumulated, context)
             if isinstance(result.sent, Selection):
                 return result, result.sent.values
             return result, np.zeros(selected.count, accumulated.dtype)  # of a message that could not be read
-        led = yield from follow(Lead(selected, accumulated.numel), accumulated, context)
-        result = yield from exchange_at(led.indices, 1.0, accumulated, context, self._sum, led.problem)
-        return result, led.values
+        received = yield from share_selection(LeaderMessage(selected, accumulated.numel), accumulated, context)
+        result = yield from exchange_at(received.indices, 1.0, accumulated, context, self._sum, received.problem)
+        return result, received.values
 
     def _learn(
-        self, held: _Held, known: _Known, everyones: NDArray[np.floating], selected: Selected, context: Context
+        self,
+        loaded: _LoadedCode,
+        memory: _BucketMemory,
+        everyones: NDArray[np.floating],
+        selected: Selected,
+        context: Context,
     ) -> float:
         """Learn from all ranks' values, shape (ranks, count); return the error before that. On the trainer alone."""
         leader = leader_of(context)
-        lead = Lead(selected, 0, frame=True, signs=self.compressor.signs)
+        lead = LeaderMessage(selected, 0, frame=True, signs=self.compressor.signs)
         frame = np.empty_like(everyones[0])
         make_frame(lead, everyones[leader], frame)
         values = np.empty_like(everyones)
-        for own, out in zip(everyones, values, strict=True):
-            relative(own, frame, out)
-        self._load(held, known, context)
-        error = held.code.learn(values, leader if self.compressor.instance == "server" else None)
-        known.learnt = held.entry = held.code.state()
+        for of_rank, out in zip(everyones, values, strict=True):
+            relative(of_rank, frame, out)
+        self._load(loaded, memory, context)
+        error = loaded.code.learn(values, leader if self.compressor.instance == "server" else None)
+        memory.learnt = loaded.entry = loaded.code.state()
         return error
 
-    def _load(self, held: _Held, known: _Known, context: Context) -> None:
+    def _load(self, loaded: _LoadedCode, memory: _BucketMemory, context: Context) -> None:
         """Restore the trainer's code to its remembered state."""
-        if known.learnt is None:
-            held.code = self._fresh(context)
-        elif held.entry is not known.learnt:
-            held.code.load(known.learnt)
-        held.entry = known.learnt
+        if memory.learnt is None:
+            loaded.code = self._fresh(context)
+        elif loaded.entry is not memory.learnt:
+            loaded.code.load(memory.learnt)
+        loaded.entry = memory.learnt
 
-    def _share(self, held: _Held, known: _Known, context: Context) -> Rounds[None]:
+    def _share(self, loaded: _LoadedCode, memory: _BucketMemory, context: Context) -> Rounds[None]:
         """Broadcast the weights to ranks that have none, and have the code use them."""
-        if known.weights is None:
-            task = self._give(held.code, context.group)
+        if memory.weights is None:
+            task = self._weights_round(loaded.code, context.group)
             if context.group.rank == _TRAINER:
-                if known.learnt is None:
+                if memory.learnt is None:
                     raise MpicompError(
                         f"learned: rank {_TRAINER} does not remember what it has learnt; each rank has to load the "
                         "state that it saved"
                     )
-                self._load(held, known, context)
-                task.send = held.code.weights()
+                self._load(loaded, memory, context)
+                task.send = loaded.code.weights()
             task.recv = np.empty(task.counts[0], _WEIGHT)
-            known.weights = yield task
-            known.learnt = None
-        if held.entry is not known.weights:
-            held.code.use(known.weights)
-            held.entry = known.weights
+            memory.weights = yield task
+            memory.learnt = None
+        if loaded.entry is not memory.weights:
+            loaded.code.use(memory.weights)
+            loaded.entry = memory.weights
 
-    def _give(self, code: LearnedCode, group: Group) -> Round:
+    def _weights_round(self, code: LearnedCode, group: Group) -> Round:
         """Return the shape of the broadcast of weights."""
         size = code.size(group.size if self.compressor.instance == "server" else 1)
         return Round("bcast", (size,), _WEIGHT, root=_TRAINER, once=True)

@@ -15,7 +15,7 @@ from mpicomp.compressors.wire_format import DAMAGED, Selection
 from mpicomp.device import to_python
 from mpicomp.rounds import Group, Round
 from mpicomp.systems.lgc.compressor import LGC
-from mpicomp.systems.lgc.lead import Lead, follow, leader_of, relative
+from mpicomp.systems.lgc.leader_message import LeaderMessage, leader_of, relative, share_selection
 from mpicomp.systems.lgc.learned_code import LearnedCode
 
 _TOLD = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
@@ -65,20 +65,20 @@ class CodeRing:
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel)
         # 1. One rank, drawn at random, broadcasts its indices and what values are relative to.
-        led = yield from follow(lead, accumulated, context)
+        received = yield from share_selection(lead, accumulated, context)
         coded = lead.selected.coded
         count = lead.selected.coded_count
         length = code.length(count)
         # 2. Encode this rank's values there, and sum the codes; what is not coded travels beside them.
-        own = led.values[coded]
+        own = received.values[coded]
         shares = workspace.array("relative", count, dtype)
-        relative(own, led.frame, shares)
-        rest = led.values.size - count
+        relative(own, received.frame, shares)
+        rest = received.values.size - count
         travels = workspace.array("code", length + rest + TRAILER, dtype)
         code.turn(context.step)
         code.encode(shares, travels[:length])
-        travels[length : length + coded.start] = led.values[: coded.start]
-        travels[length + coded.start : length + rest] = led.values[coded.stop :]
+        travels[length : length + coded.start] = received.values[: coded.start]
+        travels[length + coded.start : length + rest] = received.values[coded.stop :]
         moments = accumulated.device_moments
         part = GradientWithResidual.ready(travels, moments.energy, 0.0, moments.finite, accumulated.stale)
         summed = yield from self._sum.exchange(part, context)
@@ -88,8 +88,8 @@ class CodeRing:
         decoded = workspace.array("decoded", count, dtype)
         code.decode_near(summed.sent[:length], summed.mean[:length], shares, decoded)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            np.multiply(shares, led.frame, out=shares)
-            np.multiply(decoded, led.frame, out=decoded)
+            np.multiply(shares, received.frame, out=shares)
+            np.multiply(decoded, received.frame, out=decoded)
         # 4. Gather how well decoded values fit, and scale them by the factor that leaves least over all ranks.
         task = _tell(group)
         uncoded, rounded = travels[length : length + rest], 0.0
@@ -100,21 +100,21 @@ class CodeRing:
         energy, sparse, rounded, match, decoded_energy, coded_energy = to_python(
             moments.energy, sparse, rounded, product(own, shares), kernels.energy(shares), kernels.energy(own)
         )
-        told = (energy, sparse - rounded, float(match), decoded_energy)
-        problem = led.problem or summed.problem
+        code_part = (energy, sparse - rounded, float(match), decoded_energy)
+        problem = received.problem or summed.problem
         if problem is not None:
-            told = (*told[:3], _DAMAGED)
-        task.send = np.array([told], _TOLD).view(_BYTE)
-        task.recv = workspace.host_array("told", sum(task.counts), _BYTE)
+            code_part = (*code_part[:3], _DAMAGED)
+        task.send = np.array([code_part], _TOLD).view(_BYTE)
+        task.recv = workspace.host_array("code_part", sum(task.counts), _BYTE)
         everyones = (yield task).view(_TOLD)
         check_undamaged("learned", DAMAGED * bool((everyones["decoded"] == _DAMAGED).any()), problem)
         factor = 1.0 if self._compressor.published else _best(everyones, dtype)
         lost = _lost(everyones, factor)
         finite = _is_finite(everyones, factor, dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            missed = max(coded_energy + factor * (factor * told[3] - 2 * told[2]), 0.0)  # NaN stays
+            missed = max(coded_energy + factor * (factor * code_part[3] - 2 * code_part[2]), 0.0)  # NaN stays
 
-        mean, sent = (workspace.array(f"learned {name}", led.values.size, dtype) for name in ("mean", "sent"))
+        mean, sent = (workspace.array(f"learned {name}", received.values.size, dtype) for name in ("mean", "sent"))
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             np.multiply(decoded, dtype.type(factor), out=mean[coded])
             np.multiply(shares, dtype.type(factor), out=sent[coded])
@@ -123,21 +123,21 @@ class CodeRing:
         sent[: coded.start] = summed.sent[length : length + coded.start]
         sent[coded.stop :] = summed.sent[length + coded.start :]
         whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
-        whole.add(led.indices, mean, 1.0)
+        whole.add(received.indices, mean, 1.0)
         [mean_finite] = to_python(np.isfinite(mean).all())
         return Result(
             mean=whole.array,
-            sent=Selection(led.indices, led.values if self._compressor.error == "selected" else sent),
+            sent=Selection(received.indices, received.values if self._compressor.error == "selected" else sent),
             energy=summed.energy,
             gain=gain_of(lost, float(everyones["energy"].sum())),
-            kept=float(led.values.size),
+            kept=float(received.values.size),
             nonfinite=summed.nonfinite or not finite or not mean_finite,
             stale=summed.stale,
             code_error=1 - gain_of(missed, coded_energy),  # of this rank's share in what is decoded
         )
 
-    def _lead(self, numel: int) -> Lead:
-        return Lead(self._compressor.selected(numel), numel, frame=True, signs=self._compressor.signs)
+    def _lead(self, numel: int) -> LeaderMessage:
+        return LeaderMessage(self._compressor.selected(numel), numel, frame=True, signs=self._compressor.signs)
 
 
 def _tell(group: Group) -> Round:

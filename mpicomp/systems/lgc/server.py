@@ -34,7 +34,7 @@ from mpicomp.device import received_on_host, to_python
 from mpicomp.errors import MessageError
 from mpicomp.rounds import Group, Round
 from mpicomp.systems.lgc.compressor import LGC
-from mpicomp.systems.lgc.lead import Lead, Led, follow, leader_of
+from mpicomp.systems.lgc.leader_message import LeaderMessage, ReceivedSelection, leader_of, share_selection
 from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.systems.lgc.ring import product
 
@@ -75,76 +75,82 @@ class CodeServer:
         count = lead.selected.coded_count
         code.turn(context.step)
         # 1. One rank, drawn at random, broadcasts its indices, what values are relative to, and the code of its values.
-        led = yield from follow(lead, accumulated, context, code)
-        common = led.code[: lead.code_bytes].view(dtype)
+        received = yield from share_selection(lead, accumulated, context, code)
+        common = received.code[: lead.code_bytes].view(dtype)
 
         task = self._gather(lead, dtype, group)
         task.send = workspace.array("message", task.counts[0], _BYTE)
         task.recv = workspace.array("messages", sum(task.counts), _BYTE)
-        if led.problem is not None:
+        if received.problem is not None:
             write_damaged(self._parts(lead, task.send, dtype)[2])
             yield task
-            check_undamaged("learned", DAMAGED, led.problem)
+            check_undamaged("learned", DAMAGED, received.problem)
         # 2. Decode it by this rank's own decoder, and select the innovation: the values that are missed most.
         decoded = workspace.array("decoded", count, dtype)
-        self._decode(common, group.rank, led, decoded)
-        missed, coded_energy = self._write(lead, led, decoded, accumulated, context, task.send)
+        self._decode(common, group.rank, received, decoded)
+        missed, coded_energy = self._write(lead, received, decoded, accumulated, context, task.send)
         # 3. Gather factors, innovations and what is not coded; decode for every rank, and average.
         messages = yield task
 
-        mean, sent = (workspace.array(f"learned {name}", led.values.size, dtype) for name in ("mean", "sent"))
-        values = workspace.array("relative", led.values.size, dtype)
+        mean, sent = (workspace.array(f"learned {name}", received.values.size, dtype) for name in ("mean", "sent"))
+        values = workspace.array("relative", received.values.size, dtype)
         mean[:] = 0
         flags, energy, lost = 0, 0.0, 0.0
         unread: MessageError | None = None
         for rank, message in enumerate(messages.reshape(group.size, -1)):
             stored, rest, sparse = self._parts(lead, message, dtype)
-            self._decode(common, rank, led, values[coded])
+            self._decode(common, rank, received, values[coded])
             try:
-                told = parse_message(sparse, count, dtype, workspace, self._innovations(lead))
+                code_part = parse_message(sparse, count, dtype, workspace, self._innovations(lead))
             except MessageError as error:
                 unread = unread or MessageError(f"learned: from rank {rank}: {error}")
                 continue
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 np.multiply(values[coded], dtype.type(received_on_host(stored)[0]), out=values[coded])
-                values[coded][told.selection.indices] = told.selection.values
+                values[coded][code_part.selection.indices] = code_part.selection.values
                 values[: coded.start] = rest[: coded.start]
                 values[coded.stop :] = rest[coded.start :]
                 np.add(mean, values, out=mean)
             if rank == group.rank:
                 sent[:] = values
-            flags, energy, lost = flags | told.flags, energy + told.energy, lost + told.lost
+            flags, energy, lost = flags | code_part.flags, energy + code_part.energy, lost + code_part.lost
             # What a rank has sent, and what stays in its residual, are finite with these; all ranks find the same.
-            flags |= NONFINITE * (not far_from_largest(told.energy + told.lost, dtype))
+            flags |= NONFINITE * (not far_from_largest(code_part.energy + code_part.lost, dtype))
         check_undamaged("learned", flags, None)
         if unread is not None:
             return undelivered(accumulated, unread, stale=False)
         with np.errstate(under="ignore", invalid="ignore"):
             np.multiply(mean, dtype.type(1 / group.size), out=mean)
         whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
-        whole.add(led.indices, mean, 1.0)
+        whole.add(received.indices, mean, 1.0)
         [mean_finite] = to_python(np.isfinite(mean).all())
         return Result(
             mean=whole.array,
-            sent=Selection(led.indices, led.values if self._compressor.error == "selected" else sent),
+            sent=Selection(received.indices, received.values if self._compressor.error == "selected" else sent),
             energy=energy,
             gain=gain_of(lost, energy),
-            kept=float(led.values.size),
+            kept=float(received.values.size),
             nonfinite=bool(flags & NONFINITE) or not mean_finite,
             stale=bool(flags & STALE),
             code_error=1 - gain_of(missed, coded_energy),  # of this rank's values, innovation included
         )
 
-    def _decode(self, common: NDArray[np.floating], rank: int, led: Led, out: NDArray[np.floating]) -> None:
+    def _decode(
+        self,
+        common: NDArray[np.floating],
+        rank: int,
+        received: ReceivedSelection,
+        out: NDArray[np.floating],
+    ) -> None:
         """Write the values that a rank's decoder makes of the code."""
         self._code.decode(common, out, rank)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            np.multiply(out, led.frame, out=out)
+            np.multiply(out, received.frame, out=out)
 
     def _write(
         self,
-        lead: Lead,
-        led: Led,
+        lead: LeaderMessage,
+        received: ReceivedSelection,
         decoded: NDArray[np.floating],
         accumulated: GradientWithResidual,
         context: Context,
@@ -155,7 +161,7 @@ class CodeServer:
         And that of all of them.
         """
         workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
-        own = led.values[coded]
+        own = received.values[coded]
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             match, energy = map(float, to_python(product(own, decoded), kernels.energy(decoded)))
             best = match / energy if match > 0 and energy > 0 else 0.0  # loses least on this rank
@@ -167,7 +173,7 @@ class CodeServer:
         off = workspace.array("innovation.off", places.size, dtype)
         kernels.select_largest(missed, kernels.kth_magnitude(missed, places.size), places, off)
         # Lost is what is not listed, and what is missed of what is coded but for the innovation.
-        energies = (kernels.energy(array) for array in (missed, off, led.values, own))
+        energies = (kernels.energy(array) for array in (missed, off, received.values, own))
         missed_energy, off_energy, listed_energy, coded_energy = to_python(*energies)
         left_out = max(missed_energy - off_energy, 0.0)  # NaN stays
         left = listed_energy - left_out
@@ -176,34 +182,34 @@ class CodeServer:
 
         stored, rest, sparse = self._parts(lead, message, dtype)
         stored[0] = factor
-        rest[: coded.start] = led.values[: coded.start]
-        rest[coded.start :] = led.values[coded.stop :]
+        rest[: coded.start] = received.values[: coded.start]
+        rest[coded.start :] = received.values[coded.stop :]
         selection, moments = Selection(places, innovation), accumulated.device_moments
         flags = STALE * accumulated.stale
         write_message(sparse, selection, own.size, self._wire(lead), flags, moments.energy, left, moments.finite)
         return left_out, coded_energy
 
-    def _lead(self, numel: int, dtype: np.dtype[Any]) -> Lead:
+    def _lead(self, numel: int, dtype: np.dtype[Any]) -> LeaderMessage:
         selected = self._compressor.selected(numel)
         length = self._code.length(selected.coded_count)
-        return Lead(selected, numel, True, self._compressor.signs, length * dtype.itemsize)
+        return LeaderMessage(selected, numel, True, self._compressor.signs, length * dtype.itemsize)
 
-    def _innovations(self, lead: Lead) -> int:
+    def _innovations(self, lead: LeaderMessage) -> int:
         """Return the number of values that travel as they are."""
         return num_kept(self._compressor.innovation, lead.selected.coded_count)
 
-    def _wire(self, lead: Lead) -> Wire:
+    def _wire(self, lead: LeaderMessage) -> Wire:
         return Wire(None, compact(self._innovations(lead), lead.selected.coded_count))
 
-    def _gather(self, lead: Lead, dtype: np.dtype[Any], group: Group) -> Round:
+    def _gather(self, lead: LeaderMessage, dtype: np.dtype[Any], group: Group) -> Round:
         innovation = message_bytes(self._innovations(lead), lead.selected.coded_count, dtype, self._wire(lead))
         return Round("allgatherv", [_FACTOR + self._rest_bytes(lead, dtype) + innovation] * group.size, _BYTE)
 
-    def _rest_bytes(self, lead: Lead, dtype: np.dtype[Any]) -> int:
+    def _rest_bytes(self, lead: LeaderMessage, dtype: np.dtype[Any]) -> int:
         return -(-(lead.selected.count - lead.selected.coded_count) * dtype.itemsize // 8) * 8
 
     def _parts(
-        self, lead: Lead, message: NDArray[np.uint8], dtype: np.dtype[Any]
+        self, lead: LeaderMessage, message: NDArray[np.uint8], dtype: np.dtype[Any]
     ) -> tuple[NDArray[np.float64], NDArray[np.floating], NDArray[np.uint8]]:
         """Return the factor, the values not coded and the innovation's message, as views of a rank's message."""
         rest = lead.selected.count - lead.selected.coded_count

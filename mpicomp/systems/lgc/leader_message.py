@@ -25,7 +25,7 @@ _LANES = 64  # signs in a 64-bit word
 
 
 @dataclass(frozen=True)
-class Lead:
+class LeaderMessage:
     """The leading rank's message.
 
     Parts follow each other, each a multiple of 8 bytes: for each coded layer the scale of its values, a float64; for
@@ -82,7 +82,7 @@ class Lead:
 
 
 @dataclass
-class Led:
+class ReceivedSelection:
     """Indices, values and frame that every rank has after the broadcast, in the workspace's arrays.
 
     Attributes
@@ -111,14 +111,14 @@ def leader_of(context: Context) -> int:
     return int(context.random(shared=True).integers(context.group.size))
 
 
-def follow(
-    lead: Lead, accumulated: GradientWithResidual, context: Context, code: LearnedCode | None = None
-) -> Rounds[Led]:
+def share_selection(
+    lead: LeaderMessage, accumulated: GradientWithResidual, context: Context, code: LearnedCode | None = None
+) -> Rounds[ReceivedSelection]:
     """Select on the leading rank and broadcast its message; as rounds.
 
     Parameters
     ----------
-    lead : Lead
+    lead : LeaderMessage
         The message of the leading rank.
     accumulated, context
         See `Scheme.exchange`.
@@ -132,11 +132,11 @@ def follow(
         task.send = workspace.array("lead", task.counts[0], _BYTE)
         _write(lead, accumulated, context, code, task.send)
     task.recv = workspace.array("led", task.counts[0], _BYTE)
-    scales, signs, told, indices = lead.cut((yield task))
+    scales, signs, code_part, indices = lead.cut((yield task))
     frame = workspace.array("frame", lead.selected.coded_count * lead.frame, accumulated.dtype)
     try:
-        own, ascending = _decoded(lead, indices, workspace)
-        listed = _listed(lead, own, workspace)
+        chosen, ascending = _decoded(lead, indices, workspace)
+        listed = _listed(lead, chosen, workspace)
         values, known = _gathered(listed, accumulated, workspace)
         _check_indices(lead, accumulated.numel, leader, *to_python(ascending, known))
         if lead.frame:
@@ -150,22 +150,22 @@ def follow(
             current_device().to_device(np.arange(count, dtype=np.uint32)),
             current_device().zeros(count, accumulated.dtype),
         )
-        return Led(*none, frame, told, error)
-    return Led(listed, values, frame, told)
+        return ReceivedSelection(*none, frame, code_part, error)
+    return ReceivedSelection(listed, values, frame, code_part)
 
 
-def own_values(
+def local_values(
     selected: Selected, accumulated: GradientWithResidual, context: Context
 ) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
     """Return the indices of this rank's largest values and of all that travels dense, ascending, and the values."""
-    workspace, lead = context.workspace, Lead(selected, accumulated.numel)
+    workspace, lead = context.workspace, LeaderMessage(selected, accumulated.numel)
     chosen = largest_of_parts(accumulated, context, selected.regions).indices
     indices = _listed(lead, chosen, workspace)
     return indices, _gathered(indices, accumulated, workspace)[0]
 
 
-def make_frame(lead: Lead, values: NDArray[np.floating], frame: NDArray[np.floating]) -> None:
-    """Write the divisors of coded values as if a rank with these values led; for the rank that learns."""
+def make_frame(lead: LeaderMessage, values: NDArray[np.floating], frame: NDArray[np.floating]) -> None:
+    """Write the divisors of coded values as if a rank with these values received; for the rank that learns."""
     words = np.empty(sum(-(-(layer.stop - layer.start) // _LANES) for layer in lead.layers), np.uint64)
     _unpack_frame(lead, _pack_frame(lead, values, words), words, frame)
 
@@ -178,7 +178,7 @@ def relative(values: NDArray[np.floating], frame: NDArray[np.floating], out: NDA
 
 
 def _write(
-    lead: Lead,
+    lead: LeaderMessage,
     accumulated: GradientWithResidual,
     context: Context,
     code: LearnedCode | None,
@@ -187,7 +187,7 @@ def _write(
     """Fill the leader's message."""
     workspace = context.workspace
     chosen = largest_of_parts(accumulated, context, lead.selected.regions).indices
-    scales, signs, told, indices = lead.cut(message)
+    scales, signs, code_part, indices = lead.cut(message)
     if _plain(lead):
         indices[:] = 0  # and what is left of the last word
         indices.view(np.uint32)[: chosen.size] = chosen
@@ -204,15 +204,15 @@ def _write(
         _unpack_frame(lead, of_layers, signs.view(np.uint64), frame)
         own = workspace.array("relative", values.size, accumulated.dtype)
         relative(values, frame, own)
-        code.encode(own, told[: lead.code_bytes].view(accumulated.dtype))
+        code.encode(own, code_part[: lead.code_bytes].view(accumulated.dtype))
 
 
-def _plain(lead: Lead) -> bool:
+def _plain(lead: LeaderMessage) -> bool:
     """Return whether indices travel as they are."""
     return compact(lead.selected.indices, lead.numel) == "plain"
 
 
-def _decoded(lead: Lead, message: NDArray[np.uint8], workspace: Workspace) -> tuple[NDArray[np.uint32], bool]:
+def _decoded(lead: LeaderMessage, message: NDArray[np.uint8], workspace: Workspace) -> tuple[NDArray[np.uint32], bool]:
     """Return a message's indices, and whether they ascend below the length of the bucket, which nobody waits for."""
     count = lead.selected.indices
     if _plain(lead):
@@ -222,16 +222,16 @@ def _decoded(lead: Lead, message: NDArray[np.uint8], workspace: Workspace) -> tu
     return indices, kernels.decode_indices(message, count, lead.numel, indices)
 
 
-def _check_indices(lead: Lead, numel: int, leader: int, ascending: bool, known: bool) -> None:
+def _check_indices(lead: LeaderMessage, numel: int, leader: int, ascending: bool, known: bool) -> None:
     """Raise where indices are wrong."""
     if not ascending:
         raise MessageError(f"learned: from rank {leader}: indices do not ascend below {lead.numel}")
     if not known:
-        raise MessageError(f"learned: an index that all ranks were told is not below {numel}")
+        raise MessageError(f"learned: an index that all ranks were code_part is not below {numel}")
 
 
-def _listed(lead: Lead, indices: NDArray[np.uint32], workspace: Workspace) -> NDArray[np.uint32]:
-    """Return the indices of everything that is sent: those of dense parts are known."""
+def _listed(lead: LeaderMessage, indices: NDArray[np.uint32], workspace: Workspace) -> NDArray[np.uint32]:
+    """Return the indices of everything that is sent: those of dense parts are memory."""
     selected = lead.selected
     if selected.count == selected.indices:
         return indices
@@ -267,7 +267,7 @@ def _check_scales(scales: NDArray[np.float64], leader: int) -> None:
             raise MessageError(f"learned: from rank {leader}: scales must be positive numbers, got {scale}")
 
 
-def _pack_frame(lead: Lead, values: NDArray[np.floating], signs: NDArray[np.uint64]) -> NDArray[np.float64]:
+def _pack_frame(lead: LeaderMessage, values: NDArray[np.floating], signs: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return the root mean square of each layer's values, in host memory, and write their signs."""
     start, energies = 0, []
     for layer in lead.layers:
@@ -288,7 +288,7 @@ def _pack_frame(lead: Lead, values: NDArray[np.floating], signs: NDArray[np.uint
 
 
 def _unpack_frame(
-    lead: Lead, scales: NDArray[np.float64], signs: NDArray[np.uint64], frame: NDArray[np.floating]
+    lead: LeaderMessage, scales: NDArray[np.float64], signs: NDArray[np.uint64], frame: NDArray[np.floating]
 ) -> None:
     start = 0
     for layer, scale in zip(lead.layers, scales.tolist(), strict=True):
