@@ -1,5 +1,7 @@
 """Large elements, listed in the sweep that makes the sum, and queries that need no further sweep."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,10 +29,10 @@ class Candidates:
         Magnitude from which on elements are listed; 0 lists nothing.
     room : int
         Elements that can be listed.
-    part : slice, optional
-        Of the bucket; all of it when not given.
+    part : slice
+        Part of the bucket.
     place : int
-        Number of this part, which tells its arrays from those of others.
+        Number of this part, a part of the names of its arrays.
     """
 
     def __init__(
@@ -39,13 +41,13 @@ class Candidates:
         scope: Context,
         bound: float,
         room: int,
-        part: slice | None = None,
-        place: int = 0,
+        part: slice,
+        place: int,
     ) -> None:
         self._accumulated = accumulated
         self._workspace = scope.workspace
         self._name = f"candidates.{place}"
-        self.part = slice(0, accumulated.numel) if part is None else part
+        self.part = part
         dtype = accumulated.dtype
         self._word = np.dtype(np.uint32 if dtype == np.float32 else np.uint64)
         room = min(room, self.numel) if bound > 0 else 0
@@ -60,7 +62,7 @@ class Candidates:
     @property
     def numel(self) -> int:
         """Elements of this part."""
-        return self.part.stop - self.part.start
+        return int(self.part.stop - self.part.start)
 
     @property
     def moments(self) -> cpu.Moments:
@@ -221,6 +223,19 @@ class Candidates:
             workspace.array(f"{self._name}.indices", room, np.uint32),
             workspace.array(f"{self._name}.values", room, dtype),
         )
+
+
+def list_candidates(
+    accumulated: GradientWithResidual, context: Context, parts: Sequence[tuple[slice, float, int]]
+) -> list[Candidates]:
+    """Return the candidates of each part (slice, bound, room), listed in the sweep that makes the sum.
+
+    A sum that is made already is not swept again: the lists are empty, and the answers are the same.
+    """
+    found = [Candidates(accumulated, context, bound, room, part, n) for n, (part, bound, room) in enumerate(parts)]
+    if not accumulated.is_computed:
+        accumulated.sweep([candidates.region for candidates in found if candidates.region.bound > 0])
+    return found
 
 
 def _arrays(selection: Selection) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpicomp import kernels
 from mpicomp.compressors.base_compressor import num_kept
-from mpicomp.compressors.candidates import Candidates
+from mpicomp.compressors.candidates import list_candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
@@ -70,9 +70,8 @@ class Search:
         self.waits = current_device().number is not None
         """Whether the host waits for every number."""
         self._bound = 0.0 if self.waits else context.memory.get(f"{name}.bound", 0.0)
-        self.candidates = Candidates(accumulated, context, self._bound, self.room)
-        if not accumulated.is_computed:
-            accumulated.sweep([self.candidates.region] if self._bound > 0 else [])
+        whole = slice(0, accumulated.numel), self._bound, self.room
+        [self.candidates] = list_candidates(accumulated, context, [whole])
         self._found = self.candidates.region.found
         self._counts: dict[float, int] = {}  # by threshold
         self._magnitudes: dict[int, float] = {}  # by rank

@@ -283,13 +283,13 @@ class GradientWithResidual:
         for part, gradient in self._parts(out, start, stop):
             residual = None if self._residual is None else self._residual[part]
             for cut, region in _cuts(part, regions):
-                region_slice = slice(part.start + cut.start, part.start + cut.stop)
+                where = slice(part.start + cut.start, part.start + cut.stop)
                 behind = None if residual is None else residual[cut]
                 if region is None:
-                    added = kernels.accumulate(gradient[cut], behind, out[region_slice], self.threads)
+                    added = kernels.accumulate(gradient[cut], behind, out[where], self.threads)
                 else:
                     region.found, added = kernels.accumulate_candidates(
-                        gradient[cut], behind, out[region_slice], region.bound, region_slice.start, region.index, region.bits,
+                        gradient[cut], behind, out[where], region.bound, where.start, region.index, region.bits,
                         region.found, self.threads,
                     )  # fmt: skip
                 moments = added if moments is None else moments + added

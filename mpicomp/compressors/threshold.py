@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp.compressors.base_compressor import num_kept
-from mpicomp.compressors.candidates import Candidates
+from mpicomp.compressors.candidates import list_candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
@@ -70,9 +70,8 @@ class Threshold(Sparsifier):
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         below = _predecessor(self.limit, accumulated.dtype)
         room = context.memory.get("threshold.room", self.expected(accumulated.numel))
-        candidates = Candidates(accumulated, context, below, 2 * room + _SLACK)
-        if not accumulated.is_computed:
-            accumulated.sweep([candidates.region] if below > 0 else [])
+        whole = slice(0, accumulated.numel), below, 2 * room + _SLACK
+        [candidates] = list_candidates(accumulated, context, [whole])
         selection = candidates.above(below, room)
         context.memory["threshold.room"] = selection.indices.size
         return selection

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.compressors.base_compressor import bound, match_layer_setting, num_kept
-from mpicomp.compressors.candidates import Candidates
+from mpicomp.compressors.candidates import list_candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
@@ -142,12 +142,8 @@ def largest_of_parts(
         return _fused(accumulated, context, parts[0][2])
     bounds = _remembered(context, "bounds", 0.0, len(parts))
     before = _remembered(context, "thresholds", 0.0, len(parts))
-    candidates = [
-        Candidates(accumulated, context, bound, _ROOM * k, slice(start, stop), place)
-        for place, ((start, stop, k), bound) in enumerate(zip(parts, bounds, strict=True))
-    ]
-    if not accumulated.is_computed:
-        accumulated.sweep([entry.region for entry in candidates if entry.region.bound > 0])
+    wanted = [(slice(start, stop), bound, _ROOM * k) for (start, stop, k), bound in zip(parts, bounds, strict=True)]
+    candidates = list_candidates(accumulated, context, wanted)
     outcomes, bits = [], []
     for entry, (_, _, k) in zip(candidates, parts, strict=True):
         selection, threshold = entry.select(k)
