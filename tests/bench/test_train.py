@@ -5,12 +5,21 @@ import json
 import numpy as np
 import pytest
 from marks import slow
+from mpicomp.bench.measure.metrics import MetricsWriter
+from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.measure.run_fields import RunObject
+from mpicomp.bench.tasks import get_task
 
+from mpicomp import Dense
 from mpicomp.cli import main
+from mpicomp.policies import get_policy
+from mpicomp.transport import LocalWorld
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
+
+from mpicomp.bench.training_run import Settings
+from mpicomp.bench.training_run import train as train_replica
 
 
 def train(mpiexec, tmp_path, ranks, *arguments, timeout=90):
@@ -221,15 +230,12 @@ def test_warmup_runs_dense_steps_first(mpiexec, tmp_path, arguments, warmup, den
     assert f"warmup {warmup}" in done.stdout if warmup else "warmup" not in done.stdout
 
 
-def test_inner_sgd_steps_by_plain_gradients_at_the_scaled_rate(mpiexec, tmp_path):
-    import torch
-    from mpicomp.bench.tasks import get_task
-
-    words = ["--task", "digits", "--compressor", "dense", "--steps", "5", "--lr-scale", "20", "--no-verdict"]
-    done, result, _ = train(mpiexec, tmp_path, 1, *words, "--exchange", '{"id": "updates", "inner": "sgd"}')
-    assert done.returncode == 0, done.stderr
-    assert result["updates"] == {"sync_every": 1, "inner": "sgd"}
+def test_inner_sgd_steps_by_plain_gradients_at_the_scaled_rate(one_thread):
     task = get_task("digits", 0)
+    updates = {"sync_every": 1, "inner": "sgd"}
+    settings = Settings(Dense(), "auto", get_policy("static"), 5, 0, probes=False, updates=updates, lr_scale=20.0)
+    with MetricsWriter(None) as metrics:
+        outcome = train_replica(task, settings, LocalWorld(1).transports[0], Progress(False), metrics)
     model = task.model()
     before = task.evaluate(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=20 * 8e-3)
@@ -237,8 +243,8 @@ def test_inner_sgd_steps_by_plain_gradients_at_the_scaled_rate(mpiexec, tmp_path
         optimizer.zero_grad()
         task.loss(model, task.batch(step, 0, 1)).backward()
         optimizer.step()
-    assert result["quality"]["value"] == pytest.approx(task.evaluate(model), abs=0.002)
-    assert result["quality"]["value"] > before + 0.05
+    assert outcome.quality == pytest.approx(task.evaluate(model), abs=0.002)
+    assert outcome.quality > before + 0.05
 
 
 def test_demo_sets_compressor_and_updates(mpiexec, tmp_path):
