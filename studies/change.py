@@ -21,7 +21,7 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import check_writable, read_compressors, read_list, read_numels, read_ratios
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies.plan_selector import names_for
+from mpicomp.policies.plan_selector import collectives_for
 from mpicomp.rounds import Group
 from mpicomp.setting_checks import check_least
 from mpicomp.system import launcher
@@ -215,7 +215,7 @@ def _in_labs(arguments: argparse.Namespace, compressor: Compressor) -> int:
         steps = [Step(**step) for step in json.loads(path.read_text())["steps"]]
     fixed = {}
     # Auto chooses among these and dense ones, which are timed in any case.
-    names = ",".join(names_for(compressor, Group(0, arguments.hosts), whole=True))
+    names = ",".join(collectives_for(compressor, Group(0, arguments.hosts), complete=True))
     for network in dict.fromkeys(networks):
         words = [*options, "--limit", str(arguments.limit), "--collective", names]
         found, _ = rows_in_lab(arguments.hosts, network, words, lambda line: None)

@@ -25,9 +25,9 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind, variants
 from mpicomp.cost import Network, sample_views
-from mpicomp.policies import behind, joint, tradeoff
-from mpicomp.policies.elements import Elements
-from mpicomp.policies.tradeoff import Balance
+from mpicomp.policies import auto, convergence_penalty, plan_tradeoff
+from mpicomp.policies.convergence_penalty import ElementStatistics
+from mpicomp.policies.plan_tradeoff import PlanTradeoff
 from mpicomp.rounds import WORLD, Group
 
 _STUDY = "constants"
@@ -36,12 +36,15 @@ _NETWORKS = "50mbit/1ms,200mbit/1ms,1gbit/0us,2.5gbit/0us"
 _COMPUTE_S = {"digits": 0.005, "text-lstm": 0.13, "text-gpt": 0.28}  # of a step without exchange, on such a machine
 _FIDELITY = 0.7
 _FITTED = {
-    "exponent": (behind, "_EXPONENT", (1.0, 1.25, 1.5, 1.75, 2.0)),
-    "factor": (behind, "_FACTOR", (1.0, 2.0, 4.0)),
-    "factor of selections": (behind, "_FACTOR_OF_SELECTIONS", (1.0, 2.0, 4.0, 8.0)),
+    "exponent": (convergence_penalty, "_IMPORTANCE_EXPONENT", (1.0, 1.25, 1.5, 1.75, 2.0)),
+    "factor": (convergence_penalty, "_LOSS_FACTOR", (1.0, 2.0, 4.0)),
+    "factor of selections": (convergence_penalty, "_SELECTION_LOSS_FACTOR", (1.0, 2.0, 4.0, 8.0)),
 }
 """Of each constant that is fitted: where it is, and the values among which it is chosen with a task left out."""
-_SET = {"pays": (joint, "_PAYS", (0.0, 0.05, 0.1, 0.2)), "more": (tradeoff, "_MORE", (1.0, 2.0, 4.0))}
+_SET = {
+    "pays": (auto, "_MIN_GAIN", (0.0, 0.05, 0.1, 0.2)),
+    "more": (plan_tradeoff, "_BUCKET_PENALTY_RATIO", (1.0, 2.0, 4.0)),
+}
 _FIDELITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
 _PARTS = (50, 100, 200, 400, 800)
 _PROBLEMS, _BUCKETS, _ROWS = 200, 8, 40
@@ -61,10 +64,10 @@ class Trained:
             for row in rows
             if row is not dense
         }
-        self._observed: list[tuple[int, Elements]] = []
+        self._observed: list[tuple[int, ElementStatistics]] = []
         for state in dense["elements"]:
-            elements = Elements(1, (len(state["sums"]) - 3) // 2)
-            elements.give(state)
+            elements = ElementStatistics(1, (len(state["sums"]) - 3) // 2)
+            elements.load_state_dict(state)
             self._observed.append((state["step"], elements))
         self.predicted()
         self.numel = sum(parameter.numel() for parameter in get_task(self.task).model().parameters())
@@ -93,12 +96,13 @@ class Trained:
         seconds = np.array([seconds_of(name, self.numel, network) for name in names])
         guess = np.array([0.0, *predictions.values()])
         truth = np.array([0.0, *(max(0.0, self.behind[name]) for name in predictions)])
-        balance = Balance([guess], [seconds], [1.0], [0.0], _COMPUTE_S[self.task], 1 - fidelity)
-        [row] = balance.best()
-        if balance.worth([row]) > (1 - joint._PAYS) * balance.worth([0]):
+        tradeoff = PlanTradeoff([guess], [seconds], [1.0], [0.0], _COMPUTE_S[self.task], 1 - fidelity)
+        [row] = tradeoff.best()
+        if tradeoff.time_per_dense_step([row]) > (1 - auto._MIN_GAIN) * tradeoff.time_per_dense_step([0]):
             row = 0
-        real = replace(balance, behind=[truth])
-        return real.worth([row]) / min(real.worth([other]) for other in range(len(names))) - 1, float(truth[row])
+        real = replace(tradeoff, penalties=[truth])
+        least = min(real.time_per_dense_step([other]) for other in range(len(names)))
+        return real.time_per_dense_step([row]) / least - 1, float(truth[row])
 
 
 def seconds_of(exchange: str, numel: int, network: Network) -> float:
@@ -180,20 +184,20 @@ def parts() -> list[dict[str, Any]]:
     problems = [_problem(seed) for seed in range(_PROBLEMS)]
 
     def worths(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        with setting(tradeoff, "_BINS", count):
-            return np.array([problem.worth(problem.best()) for problem in problems])
+        with setting(plan_tradeoff, "_PENALTY_BINS", count):
+            return np.array([problem.time_per_dense_step(problem.best()) for problem in problems])
 
     least = worths(20_000)
     found = {count: worths(count) / least - 1 for count in _PARTS}
     return [{"parts": count, "mean": float(over.mean()), "worst": float(over.max())} for count, over in found.items()]
 
 
-def _problem(seed: int) -> Balance:
+def _problem(seed: int) -> PlanTradeoff:
     random = np.random.default_rng(seed)
     behind_of = [np.concatenate((np.sort(random.exponential(0.2, _ROWS)), [0.0])) for _ in range(_BUCKETS)]
     seconds = [np.concatenate((-np.sort(-random.exponential(0.05, _ROWS)), [0.3])) for _ in range(_BUCKETS)]
     ready = np.linspace(-0.2, 0.0, _BUCKETS).tolist()
-    return Balance(behind_of, seconds, random.dirichlet(np.ones(_BUCKETS)).tolist(), ready, 0.3, 1 - _FIDELITY)
+    return PlanTradeoff(behind_of, seconds, random.dirichlet(np.ones(_BUCKETS)).tolist(), ready, 0.3, 1 - _FIDELITY)
 
 
 def parser() -> argparse.ArgumentParser:

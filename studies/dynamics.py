@@ -37,7 +37,10 @@ _CONSTANTS: dict[ModuleType, tuple[str, ...]] = {
         "_LINK_SD", "_FACTOR_SD", "_LINK_DRIFT_VARIANCE", "_FACTOR_DRIFT_VARIANCE", "_LINK_MAX_VARIANCE", "_OUTLIER_SD",
         "MIN_CHANGE_LOG",
     ),
-    plan_selector: ("WORTH", "_SETTLED", "_SELDOM", "_PAUSE_S", "_STEPS", "_TOO_SLOW"),
+    plan_selector: (
+        "SWITCH_MARGIN", "_UNTIMED_STEPS", "_MAX_SILENT_STEPS", "_LEARNING_INTERVAL_S", "_MEDIAN_STEPS",
+        "_TOO_SLOW_RATIO",
+    ),
 }  # fmt: skip
 
 

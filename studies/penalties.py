@@ -23,7 +23,7 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind
 from mpicomp.compressors import Quantiser
-from mpicomp.policies.elements import Elements, ElementSurvey
+from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
 from mpicomp.transport import LocalWorld
 
 _STUDY = "penalties"
@@ -56,18 +56,18 @@ def steps_behind(dense: NDArray[np.floating], late: NDArray[np.floating]) -> flo
     return float(middle - before[np.abs(np.maximum.accumulate(curve(before)[::-1])[::-1] - loss).argmin()]) / middle
 
 
-def predict(elements: Elements, exchange: str, age: int) -> float | None:
+def predict(elements: ElementStatistics, exchange: str, age: int) -> float | None:
     """Return the share of steps by which training would fall behind with an exchange; None where that is unknown."""
     compressor, collective = exchange_of(exchange)
     if not elements.known:
         return None
     if isinstance(compressor, Quantiser):
-        return elements.behind_with(_QUANTISERS.index(exchange), _RANKS, age) if exchange in _QUANTISERS else None
+        return elements.quantiser_penalty(_QUANTISERS.index(exchange), _RANKS, age) if exchange in _QUANTISERS else None
     if not compressor.selects_by_ratio:
         return None
     may_drop_selected = collective != "auto" and bind(compressor, collective).may_drop_selected
     ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
-    return float(elements.behind(ratio, _RANKS, age, compressor.by_magnitude)[may_drop_selected][0])
+    return float(elements.selection_penalties(ratio, _RANKS, age, compressor.by_magnitude)[may_drop_selected][0])
 
 
 def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:
@@ -91,7 +91,7 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
     numel = sum(parameter.numel() for parameter in shared.parameters.values())
     quantisers = [cast(Quantiser, exchange_of(name)[0]) for name in _QUANTISERS]
     surveys = [ElementSurvey(numel, quantisers) for _ in range(_RANKS)]
-    elements = Elements(numel, len(quantisers))
+    elements = ElementStatistics(numel, len(quantisers))
     first, last = (int(share * steps) for share in _SPAN)
     losses, sent, lost, signals = [], 0.0, 0.0, []
     predicted: dict[str, list[float]] = {name: [] for name in exchanges}
@@ -113,7 +113,7 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
                 sent, lost = sent + gain * energy, lost + (1 - gain) * energy
             signals.append(elements.signal)
             if exchange == "dense" and step % _EVERY == 0:
-                states.append({"step": step, **elements.state()})
+                states.append({"step": step, **elements.state_dict()})
             for name in exchanges if step % _EVERY == 0 else ():
                 prediction = predict(elements, name, step)
                 if prediction is not None:

@@ -14,7 +14,7 @@ from mpicomp.bench.simulate.topology import Topology
 from mpicomp.collectives import Scheme, bind
 from mpicomp.compressors import Dense
 from mpicomp.cost import Network
-from mpicomp.policies.plan_selector import names_for
+from mpicomp.policies.plan_selector import collectives_for
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Round
 from mpicomp.rounds.reports import from_one
@@ -71,7 +71,7 @@ def _time(longest: int, transport: Transport) -> list[Timed]:
     for numel in sorted({max(1, longest // _SHORTER), longest}):
         gradient = {"gradient": np.random.default_rng(transport.group.rank).standard_normal(numel, np.float32)}
         best = math.inf
-        for name in names_for(Dense(), transport.group):
+        for name in collectives_for(Dense(), transport.group):
             reducer = Reducer(Dense(), name, comm=transport, bucket_bytes=4 * numel, warmup=0)
             rows: list[tuple[float, float]] = []
             while len(rows) < _COLD + _TIMED and (len(rows) < _COLD or np.sum(rows) < _LIMIT_S):

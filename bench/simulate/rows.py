@@ -14,7 +14,7 @@ from mpicomp.bench.simulate.topology import Topology
 
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
-from mpicomp.policies.plan_selector import names_for
+from mpicomp.policies.plan_selector import collectives_for
 
 AUTO = "auto"
 
@@ -90,7 +90,7 @@ class Simulation:
         bound = compressor.bind(bucket.names, bucket.sizes, bucket.shapes, warm_up=False)
         names = [collective]
         if collective == AUTO:
-            names = names_for(bound, self._topology.group(0), whole=True)
+            names = collectives_for(bound, self._topology.group(0), complete=True)
         best: tuple[str, Seconds] | None = None
         for name in names:
             most = math.inf if best is None else best[1].whole

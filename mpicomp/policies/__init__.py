@@ -1,7 +1,7 @@
 """Policies choose plans: which scheme each bucket uses in a step. One file each, one registry."""
 
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.joint import Joint
+from mpicomp.policies.auto import Auto
 from mpicomp.policies.policy import POLICIES, BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings
 from mpicomp.policies.schedule import Schedule
 from mpicomp.policies.static import Static
@@ -9,8 +9,8 @@ from mpicomp.policies.static import Static
 __all__ = [
     "POLICIES",
     "Adaptive",
+    "Auto",
     "BucketOutcome",
-    "Joint",
     "Plan",
     "Policy",
     "Schedule",

@@ -1,20 +1,21 @@
-"""One compressor at several ratios, among which policies choose."""
+"""The compressors and ratios that policies choose from."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors import Compressor, TopK
+from mpicomp.compressors import COMPRESSORS, Compressor, Quantiser, TopK
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.surveys import Spectra
 from mpicomp.setting_checks import check_ratio
 
 
 def check_ratios(policy: str, least: object, most: object) -> None:
-    """Raise where two ratios are no range in (0, 1]."""
+    """Raise unless two ratios are a range in (0, 1]."""
     for name, ratio in (("least", least), ("most", most)):
         check_ratio(policy, ratio, name)
     if least > most:  # type: ignore[operator]
@@ -22,12 +23,28 @@ def check_ratios(policy: str, least: object, most: object) -> None:
 
 
 def default_compressor() -> Compressor:
-    """Return the compressor whose settings policies choose where none is named: top-k."""
+    """Return the compressor that policies choose settings of unless the user names one: top-k."""
     return TopK()
 
 
+def suggested_compressors(named: Compressor | None) -> tuple[list[Compressor], list[Quantiser]]:
+    """Return the compressors with a ratio, and the quantizers, that registered compressors suggest.
+
+    A compressor that the user named is the only one.
+    """
+    if named is not None:
+        return [named], []
+    names = sorted(COMPRESSORS.names(), key=lambda name: COMPRESSORS.plugin(name) is not None)
+    # A class that derives from another one suggests the same.
+    suggested: list[Any] = list(dict.fromkeys(each for name in names for each in COMPRESSORS.cls(name).suggested()))
+    return (
+        [compressor for compressor in suggested if compressor.selects_by_ratio],
+        [compressor for compressor in suggested if compressor.message == "packed"],
+    )
+
+
 def check_adaptable(policy: str, compressor: Compressor) -> None:
-    """Raise where the gain of a compressor at other ratios cannot be told."""
+    """Raise if the gain of a compressor at other ratios is not known."""
     if not compressor.selects_by_ratio:
         raise ConfigurationError(
             f"{policy}: needs the gain at other ratios, which {compressor.id} cannot give; use a compressor that "
@@ -54,16 +71,16 @@ def ladder(least: float, most: float, step: float = math.sqrt(2)) -> list[float]
     [0.01, 0.02, 0.04, 0.08]
     """
     count = max(1, math.ceil(math.log(most / least) / math.log(step) - 1e-9))
-    return [float(f"{least * (most / least) ** (place / count):.4g}") for place in range(count + 1)]
+    return [float(f"{least * (most / least) ** (index / count):.4g}") for index in range(count + 1)]
 
 
 def lost_share(compressor: Compressor, spectra: Spectra, ratios: Sequence[float]) -> NDArray[np.float64]:
-    """Return the share of a bucket's energy that a compressor leaves out at each ratio, where all that is kept is sent.
+    """Return the share of a bucket's energy that a compressor leaves out at each ratio.
 
-    What selects without regard to magnitudes keeps the same share of the energy as of the elements.
+    Selections that ignore magnitudes keep the same share of the energy as of the elements.
     """
-    asked = np.asarray(ratios, float)
+    kept = np.asarray(ratios, float)
     if not compressor.by_magnitude:
-        return 1 - asked
+        return 1 - kept
     energy = float(spectra.energies.sum())
-    return spectra.lost_together(asked) / energy if energy > 0 else np.zeros(asked.size)
+    return spectra.lost_together(kept) / energy if energy > 0 else np.zeros(kept.size)

@@ -16,7 +16,7 @@ import paper_runs
 from numpy.typing import NDArray
 
 from mpicomp.cli import run_program
-from mpicomp.policies.allocate import Choice, least_total, total
+from mpicomp.policies.plan_tradeoff import Choice, least_total, total
 from mpicomp.setting_checks import check_least
 from mpicomp.systems.lgreco import layer_policy as policy
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mpicomp.policies.allocate import least_makespan, least_total, total
+from mpicomp.policies.plan_tradeoff import least_makespan, least_total, total
 
 
 def choices(errors):

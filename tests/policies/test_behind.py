@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 from trainings import Adam
 
-from mpicomp.policies.behind import behind_at_random, behind_of_all, behind_of_selections, behind_of_waiting, waits
+from mpicomp.policies.convergence_penalty import (
+    delay_penalty,
+    mean_waits,
+    quantiser_penalty,
+    random_penalties,
+    selection_penalties,
+)
 
 RANKS, ELEMENTS, STEPS = 4, 3000, 500
 CLASSES = [(1.0, 0.05), (0.3, 0.2), (0.1, 0.02)]  # scale, and share of signal
@@ -52,7 +58,7 @@ def top(ratio):
 @pytest.mark.parametrize("ratio", [0.3, 0.1, 0.03])
 def test_what_selections_lose(ratio):
     lost, _ = progress_lost(top(ratio))
-    [told], _ = behind_of_selections(*classes(), np.array([ratio]), RANKS, 1e9)
+    [told], _ = selection_penalties(*classes(), np.array([ratio]), RANKS, 1e9)
     assert told == pytest.approx(min(1, 4 * lost), abs=0.14)  # what is lost counts four times
 
 
@@ -62,7 +68,7 @@ def test_what_a_selection_at_random_loses(ratio):
         return np.where(random.random(waiting.shape[1]) < ratio, waiting, 0)
 
     lost, _ = progress_lost(select)
-    [told] = behind_at_random(*classes(), np.array([ratio]), RANKS, 1e9)
+    [told] = random_penalties(*classes(), np.array([ratio]), RANKS, 1e9)
     assert told == pytest.approx(min(1, 4 * lost), abs=0.14)  # what is lost counts four times
 
 
@@ -70,7 +76,7 @@ def test_what_a_selection_at_random_loses(ratio):
 def test_how_long_elements_wait(threshold):
     _, steps = progress_lost(lambda waiting, random: np.where(np.abs(waiting) >= threshold, waiting, 0))
     _, scales, signals = classes()
-    told = waits(scales, signals, np.array(threshold))
+    told = mean_waits(scales, signals, np.array(threshold))
     counted = steps < 60  # others hardly come to an end here
     assert counted.any()
     np.testing.assert_allclose(told[counted], steps[counted], rtol=0.15 if threshold else 1e-9)
@@ -88,7 +94,7 @@ def test_what_few_bits_lose():
 
     lost, _ = progress_lost(select)
     _, scales, _ = classes()
-    told = behind_of_all(*classes(), *(energies / STEPS / scales**2), RANKS, 1e9)
+    told = quantiser_penalty(*classes(), *(energies / STEPS / scales**2), RANKS, 1e9)
     assert told == pytest.approx(min(1, 2 * lost), abs=0.07)  # what is lost counts twice
 
 
@@ -96,8 +102,8 @@ def test_what_waits_is_a_share_of_the_steps_so_far():
     """What is drawn at every t-th step in the mean has waited for t - 1 steps in the mean."""
     one = np.ones(1), np.ones(1), np.full(1, 0.999999)
     for steps, age in ((1, 50.0), (11, 50.0), (41, 50.0), (201, 50.0)):
-        [never] = behind_at_random(*one, np.array([1 / steps]), 1, 1e12)
-        [now] = behind_at_random(*one, np.array([1 / steps]), 1, age)
+        [never] = random_penalties(*one, np.array([1 / steps]), 1, 1e12)
+        [now] = random_penalties(*one, np.array([1 / steps]), 1, age)
         arrived = (1 - never / 4) * (1 - min(1.0, (steps - 1) / age))
         assert now == pytest.approx(min(1, 4 * (1 - arrived)), rel=1e-3)
 
@@ -111,17 +117,17 @@ def test_without_an_optimizer_that_normalises_only_what_waits_is_lost():
         waiting[random.random(ELEMENTS) < ratio] = 0.0
         missing += waiting.mean() / steps if step >= 100 else 9.0 / steps
     one = np.ones(1), np.ones(1), np.full(1, 0.999999)
-    [told] = behind_at_random(*one, np.array([ratio]), RANKS, age, normalises=False)
+    [told] = random_penalties(*one, np.array([ratio]), RANKS, age, normalises=False)
     assert told == pytest.approx(4 * missing / age, rel=0.02)
-    both = behind_of_selections(*classes(), np.array([0.03, 0.3]), RANKS, 1e12, normalises=False)
+    both = selection_penalties(*classes(), np.array([0.03, 0.3]), RANKS, 1e12, normalises=False)
     assert np.max(both) < 1e-6
-    assert behind_of_waiting(2.0, 0.2, RANKS, 100, normalises=False) == pytest.approx(2 * 2 / 100)
-    assert behind_of_all(*one, np.full(1, 9.0), np.full(1, 100.0), 1, 100, normalises=False) == pytest.approx(0.2)
+    assert delay_penalty(2.0, 0.2, RANKS, 100, normalises=False) == pytest.approx(2 * 2 / 100)
+    assert quantiser_penalty(*one, np.full(1, 9.0), np.full(1, 100.0), 1, 100, normalises=False) == pytest.approx(0.2)
 
 
 def test_the_fewer_are_kept_the_more_is_lost():
     ratios = np.geomspace(0.0005, 1, 30)
-    both = behind_of_selections(*classes(), ratios, RANKS, 100)
+    both = selection_penalties(*classes(), ratios, RANKS, 100)
     for lost in both:
         assert (np.diff(lost) <= 1e-12).all()
         assert lost[-1] < 0.01
@@ -131,20 +137,20 @@ def test_the_fewer_are_kept_the_more_is_lost():
 
 def test_elements_that_never_change_do_not_count():
     shares, scales, signals = classes()
-    [all_change], _ = behind_of_selections(shares, scales, signals, np.array([0.1]), RANKS, 100)
-    [half], _ = behind_of_selections(shares / 2, scales, signals, np.array([0.05]), RANKS, 100)
-    [more], _ = behind_of_selections(shares / 20, scales, signals, np.array([0.05]), RANKS, 100)
+    [all_change], _ = selection_penalties(shares, scales, signals, np.array([0.1]), RANKS, 100)
+    [half], _ = selection_penalties(shares / 2, scales, signals, np.array([0.05]), RANKS, 100)
+    [more], _ = selection_penalties(shares / 20, scales, signals, np.array([0.05]), RANKS, 100)
     assert half == pytest.approx(all_change)
     assert more < 0.01
 
 
 def test_what_waiting_costs():
-    assert behind_of_waiting(0.0, 0.1, RANKS, 100) == 0
-    assert behind_of_waiting(10.0, 1e-9, RANKS, 100) == pytest.approx(0.2)  # noise has no bursts
+    assert delay_penalty(0.0, 0.1, RANKS, 100) == 0
+    assert delay_penalty(10.0, 1e-9, RANKS, 100) == pytest.approx(0.2)  # noise has no bursts
     signal, late = 0.2, 2.0
     bursts = (1 + late) * signal + (1 - signal) / RANKS
     expected = 1 - (1 - late / 100) * np.sqrt((signal + (1 - signal) / RANKS) / bursts)
-    assert behind_of_waiting(late, signal, RANKS, 100) == pytest.approx(2 * expected)
+    assert delay_penalty(late, signal, RANKS, 100) == pytest.approx(2 * expected)
 
 
 @pytest.mark.parametrize("signal", [0.02, 0.5])
@@ -153,5 +159,5 @@ def test_how_late_what_waits_is(signal):
     noise = np.random.default_rng(0).standard_normal((10, 100_000))
     residual = (np.sqrt(signal) + np.sqrt(1 - signal) * noise).sum(axis=0)
     one = np.ones(1), np.ones(1), np.full(1, signal)
-    told = behind_of_all(*one, np.ones(1), np.array([(residual**2).mean()]), 1, 100)
+    told = quantiser_penalty(*one, np.ones(1), np.array([(residual**2).mean()]), 1, 100)
     assert told == pytest.approx(2 * 10 / 100, rel=0.01)

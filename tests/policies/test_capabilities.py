@@ -11,7 +11,8 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.compressors import COMPRESSORS
-from mpicomp.policies import families, get_policy
+from mpicomp.policies import get_policy
+from mpicomp.policies.ratio_levels import suggested_compressors
 
 ROOT = Path(__file__).resolve().parents[2] / "mpicomp"
 FILES = sorted((ROOT / "policies").glob("*.py"))
@@ -67,7 +68,7 @@ def test_a_compressor_with_ratios_of_layers_is_for_lgreco_and_accordion():
 
 @pytest.mark.usefixtures("registry")
 def test_what_a_compressor_suggests_is_a_candidate():
-    before = families.families(None)
+    before = suggested_compressors(None)
 
     @mpicomp.register
     @dataclass(frozen=True, repr=False)
@@ -78,7 +79,7 @@ def test_what_a_compressor_suggests_is_a_candidate():
         def suggested(cls):
             return [cls(block=64)]
 
-    wires, quantisers = families.families(None)
+    wires, quantisers = suggested_compressors(None)
     assert wires == before[0]
     assert quantisers == [*before[1], Half(block=64)]
     ranks = Ranks(2, policy="auto", network=Link(1e-5, 1e9))
@@ -86,6 +87,6 @@ def test_what_a_compressor_suggests_is_a_candidate():
 
 
 def test_what_is_built_in_suggests_what_it_did():
-    wires, quantisers = families.families(None)
+    wires, quantisers = suggested_compressors(None)
     assert wires == [mpicomp.TopK(wire="bf16"), mpicomp.TopK(wire="q4"), mpicomp.TopK()]
     assert quantisers == [mpicomp.QSGD(rounding="nearest")]

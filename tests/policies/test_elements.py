@@ -9,7 +9,7 @@ from networks import Link
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.policies.elements import Elements, ElementSurvey
+from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
 
 NUMEL, RANKS = 6000, 3
 
@@ -26,7 +26,7 @@ def gradients(signal, steps, scales, rank=0):
 def learnt(signal, scales, steps=60, quantisers=(), feedback=False):
     """Return what ranks learn that look at all gradients, and their surveys of the last step."""
     surveys = [ElementSurvey(scales.size, quantisers) for _ in range(RANKS)]
-    elements = Elements(scales.size, len(quantisers))
+    elements = ElementStatistics(scales.size, len(quantisers))
     for step, own in enumerate(zip(*(gradients(signal, steps, scales, rank) for rank in range(RANKS)), strict=True)):
         residual = np.float32(step) * np.ones_like(own[0]) if feedback else None
         given = own if residual is None else [array + residual for array in own]
@@ -46,7 +46,7 @@ def test_scales_and_signal(signal):
     scales = np.repeat([1.0, 0.06], NUMEL // 2)
     elements = learnt(signal, scales)
     assert elements.known
-    shares, found, signals = elements._classes()
+    shares, found, signals = elements.classes()
     found = found * np.sqrt((scales**2).mean())  # they are relative
     assert shares.sum() == pytest.approx(1)
     for scale in (1.0, 0.06):
@@ -58,7 +58,7 @@ def test_scales_and_signal(signal):
 
 def test_what_ranks_have_of_their_own_is_signal():
     """Ranks whose data are of different kinds: each has a mean of its own, and no noise."""
-    elements, surveys = Elements(NUMEL), [ElementSurvey(NUMEL) for _ in range(RANKS)]
+    elements, surveys = ElementStatistics(NUMEL), [ElementSurvey(NUMEL) for _ in range(RANKS)]
     own = [np.random.default_rng(rank).standard_normal(NUMEL).astype(np.float32) for rank in range(RANKS)]
     for step in range(20):
         elements.observe(
@@ -75,9 +75,9 @@ def test_residuals_are_no_signal():
 def test_a_part_stands_for_a_large_bucket():
     scales = np.tile(np.repeat([1.0, 0.1], 512), 200)
     elements = learnt(0.2, scales, steps=30)
-    [some], _ = elements.behind(np.array([0.05]), RANKS, 1000)
+    [some], _ = elements.selection_penalties(np.array([0.05]), RANKS, 1000)
     small = learnt(0.2, np.tile(np.repeat([1.0, 0.1], 512), 20), steps=30)
-    assert some == pytest.approx(small.behind(np.array([0.05]), RANKS, 1000)[0][0], abs=0.02)
+    assert some == pytest.approx(small.selection_penalties(np.array([0.05]), RANKS, 1000)[0][0], abs=0.02)
 
 
 def test_what_quantisers_send():
@@ -95,12 +95,12 @@ def test_what_quantisers_send():
     assert told[0] == pytest.approx(sent / whole, rel=0.1)
     left = sum((residual**2).sum() for residual in residuals) / (whole / 40)
     assert told[1] == pytest.approx(left, rel=0.3)  # a mean over the last looks
-    signs, bits = (elements.behind_with(place, RANKS, 100) for place in range(2))
+    signs, bits = (elements.quantiser_penalty(place, RANKS, 100) for place in range(2))
     assert 0 <= bits < 0.1 < signs < 0.7
 
 
 def test_what_is_not_finite_or_too_large_teaches_nothing():
-    survey, elements = ElementSurvey(300), Elements(300)
+    survey, elements = ElementSurvey(300), ElementStatistics(300)
     for bad in (np.nan, np.inf, 3e38):
         array = np.ones(300, np.float32)
         array[7] = bad
@@ -112,10 +112,10 @@ def test_what_is_not_finite_or_too_large_teaches_nothing():
 
 
 def test_a_bucket_without_elements():
-    survey, elements = ElementSurvey(0, [mpicomp.OneBit()]), Elements(0, 1)
+    survey, elements = ElementSurvey(0, [mpicomp.OneBit()]), ElementStatistics(0, 1)
     elements.observe(survey.measure(np.zeros(0, np.float32), None, (0,), 0)[None])
     assert elements.known
-    assert elements.idle
+    assert elements.is_zero
 
 
 @pytest.mark.parametrize("compressor", [None, "topk"])
@@ -127,24 +127,26 @@ def test_empty_arrays_are_reduced(compressor):
 
 
 def test_parameters_that_never_change():
-    survey, elements = ElementSurvey(300, [mpicomp.OneBit()]), Elements(300, 1)
+    survey, elements = ElementSurvey(300, [mpicomp.OneBit()]), ElementStatistics(300, 1)
     for step in range(20):
         elements.observe(survey.measure(np.zeros(300, np.float32), None, (300,), step)[None])
     assert elements.known
-    assert elements.idle
-    assert elements.behind_with(0, RANKS, 100) == 0
-    assert [own.tolist() for own in elements.behind(np.array([0.1, 0.01]), RANKS, 100)] == [[0, 0], [0, 0]]
+    assert elements.is_zero
+    assert elements.quantiser_penalty(0, RANKS, 100) == 0
+    assert [own.tolist() for own in elements.selection_penalties(np.array([0.1, 0.01]), RANKS, 100)] == [[0, 0], [0, 0]]
 
 
 def test_gradients_that_become_smaller():
     survey, fixed = ElementSurvey(NUMEL), ElementSurvey(NUMEL)
-    falling, steady = Elements(NUMEL), Elements(NUMEL)
+    falling, steady = ElementStatistics(NUMEL), ElementStatistics(NUMEL)
     for step, own in enumerate(gradients(0.2, 100, np.repeat([1.0, 0.2], NUMEL // 2))):
         small = own * np.float32(0.97**step)
         falling.observe(survey.measure(small, None, (NUMEL,), step)[None])
         steady.observe(fixed.measure(own, None, (NUMEL,), step)[None])
     ratios = np.array([0.1, 0.01])
-    np.testing.assert_allclose(falling.behind(ratios, 4, 1e3)[0], steady.behind(ratios, 4, 1e3)[0], atol=0.05)
+    np.testing.assert_allclose(
+        falling.selection_penalties(ratios, 4, 1e3)[0], steady.selection_penalties(ratios, 4, 1e3)[0], atol=0.05
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1.0, 1e16])
@@ -152,15 +154,17 @@ def test_any_scale(scale):
     one = learnt(0.1, np.full(NUMEL, scale), 20)
     unit = learnt(0.1, np.ones(NUMEL), 20)
     ratio = np.array([0.1])
-    np.testing.assert_allclose(one.behind(ratio, RANKS, 100), unit.behind(ratio, RANKS, 100), atol=0.02)
+    np.testing.assert_allclose(
+        one.selection_penalties(ratio, RANKS, 100), unit.selection_penalties(ratio, RANKS, 100), atol=0.02
+    )
 
 
 def test_what_is_known_survives():
     elements = learnt(0.1, np.linspace(0.01, 1, NUMEL))
-    again = Elements(NUMEL)
-    again.give(json.loads(json.dumps(elements.state())))
+    again = ElementStatistics(NUMEL)
+    again.load_state_dict(json.loads(json.dumps(elements.state_dict())))
     ratios = np.array([0.3, 0.01])
-    np.testing.assert_allclose(again.behind(ratios, 4, 50), elements.behind(ratios, 4, 50))
-    other = Elements(NUMEL, quantisers=2)
-    other.give(elements.state())
+    np.testing.assert_allclose(again.selection_penalties(ratios, 4, 50), elements.selection_penalties(ratios, 4, 50))
+    other = ElementStatistics(NUMEL, quantisers=2)
+    other.load_state_dict(elements.state_dict())
     assert not other.known

@@ -3,33 +3,33 @@
 import numpy as np
 import pytest
 
-from mpicomp.policies.tradeoff import Balance
+from mpicomp.policies.plan_tradeoff import PlanTradeoff
 
 
 def random_balance(seed, buckets):
     random = np.random.default_rng(seed)
     rows = random.integers(2, 6, buckets)
-    return Balance(
-        behind=[np.concatenate((random.random(count - 1), [0.0])) for count in rows],
+    return PlanTradeoff(
+        penalties=[np.concatenate((random.random(count - 1), [0.0])) for count in rows],
         seconds=[random.exponential(0.1, count) for count in rows],
         weights=random.dirichlet(np.ones(buckets)).tolist(),
         ready=[*sorted((-random.exponential(0.2, buckets - 1)).tolist()), 0.0],
-        beside=float(random.exponential(0.2)),
-        most=float(random.random()),
+        compute_s=float(random.exponential(0.2)),
+        limit=float(random.random()),
     )
 
 
 def everything(balance):
     """Return each choice that loses no more than may be lost with its worth, one by one."""
-    for place in np.ndindex(*[own.size for own in balance.behind]):
-        behind = [own[row] for own, row in zip(balance.behind, place, strict=True)]
+    for place in np.ndindex(*[own.size for own in balance.penalties]):
+        behind = [own[row] for own, row in zip(balance.penalties, place, strict=True)]
         lost = sum(own * weight for own, weight in zip(behind, balance.weights, strict=True))
-        if lost > balance.most or max(behind) > 2 * balance.most:
+        if lost > balance.limit or max(behind) > 2 * balance.limit:
             continue
         end = -1e9
         for own, row, ready in zip(balance.seconds, place, balance.ready, strict=True):
             end = max(end, ready) + own[row]
-        yield place, (balance.beside + end) / (1 - lost)
+        yield place, (balance.compute_s + end) / (1 - lost)
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 4])
@@ -40,17 +40,17 @@ def test_the_best_choice(seed, buckets):
     worths = dict(everything(balance))
     assert worths
     assert balance.allows(found)
-    assert balance.worth(found) <= min(worths.values()) * 1.02  # what is lost is cut into 400 parts
-    assert tuple(found) not in worths or balance.worth(found) == pytest.approx(worths[tuple(found)])
+    assert balance.time_per_dense_step(found) <= min(worths.values()) * 1.02  # what is lost is cut into 400 parts
+    assert tuple(found) not in worths or balance.time_per_dense_step(found) == pytest.approx(worths[tuple(found)])
 
 
 def test_no_bucket_loses_much_more_than_all():
     rows = [np.array([0.9, 0.0])] * 2, [np.array([0.0, 1.0])] * 2
-    balance = Balance(*rows, [0.01, 0.99], [0.0, 0.0], beside=1.0, most=0.3)
+    balance = PlanTradeoff(*rows, [0.01, 0.99], [0.0, 0.0], compute_s=1.0, limit=0.3)
     assert balance.best()[0] == 1  # its weight is small, but next to nothing of it would arrive
     assert not balance.allows([0, 1])
 
 
 def test_where_nothing_may_be_lost():
-    balance = Balance([np.array([0.2, 0.0])], [np.array([0.1, 5.0])], [1.0], [0.0], beside=0.0, most=0.0)
+    balance = PlanTradeoff([np.array([0.2, 0.0])], [np.array([0.1, 5.0])], [1.0], [0.0], compute_s=0.0, limit=0.0)
     assert balance.best() == [1]

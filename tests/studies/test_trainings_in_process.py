@@ -14,15 +14,15 @@ import penalties  # noqa: E402, some need torch
 import update_exchanges  # noqa: E402
 from mpicomp.bench.tasks import get_task  # noqa: E402
 
-from mpicomp.policies import behind as formulas  # noqa: E402
-from mpicomp.policies.elements import Elements, ElementSurvey  # noqa: E402
+from mpicomp.policies import convergence_penalty as formulas  # noqa: E402
+from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey  # noqa: E402
 
 RANKS = 4
 SLOWER = {"topk:0.1": 0.1, "topk:0.01": 0.4, "qsgd": 0.0}
 
 
 def observed(signal=0.3):
-    elements, random = Elements(4000, 2), np.random.default_rng(0)
+    elements, random = ElementStatistics(4000, 2), np.random.default_rng(0)
     surveys = [
         ElementSurvey(4000, [penalties.exchange_of(name)[0] for name in ("qsgd", "onebit")]) for _ in range(RANKS)
     ]
@@ -35,7 +35,7 @@ def observed(signal=0.3):
 def rows(task, signal=0.3):
     """Rows of trainings that are slower by known shares."""
     steps, same = np.arange(200), {"task": task, "seed": 0, "steps": 200}
-    elements = [{"step": 100, **observed(signal).state()}]
+    elements = [{"step": 100, **observed(signal).state_dict()}]
     yield same | {"exchange": "dense", "losses": np.exp(2 - 0.02 * steps), "elements": elements}
     for name, share in SLOWER.items():
         yield same | {"exchange": name, "losses": np.exp(2 - 0.02 * (1 - share) * steps), "elements": []}
@@ -51,7 +51,7 @@ def test_steps_behind_are_the_share_by_which_training_is_slower(share):
 
 def test_behind_predicts_more_for_smaller_ratios():
     elements = observed()
-    assert penalties.predict(Elements(4000, 2), "topk:0.1", 100) is None
+    assert penalties.predict(ElementStatistics(4000, 2), "topk:0.1", 100) is None
     exchanges = ("topk:0.3", "topk:0.1", "qsgd", "powersgd", "topk:0.1:star-topk")
     few, more, qsgd, powersgd, star = (penalties.predict(elements, name, 100) for name in exchanges)
     assert powersgd is None
@@ -74,14 +74,14 @@ def test_behind_makes_each_row_once(tmp_path, capsys):
 def test_constants_predict_again_from_rows():
     trained = constants.Trained(made := list(rows("digits")))
     assert trained.behind == pytest.approx(SLOWER, abs=0.03)
-    elements = Elements(4000, 2)
-    elements.give(made[0]["elements"][0])
+    elements = ElementStatistics(4000, 2)
+    elements.load_state_dict(made[0]["elements"][0])
     expected = {name: penalties.predict(elements, name, 100) for name in SLOWER}
     assert trained.predicted() == pytest.approx(expected)
-    before = formulas._FACTOR_OF_SELECTIONS
-    with constants.setting(formulas, "_FACTOR_OF_SELECTIONS", before / 2):
+    before = formulas._SELECTION_LOSS_FACTOR
+    with constants.setting(formulas, "_SELECTION_LOSS_FACTOR", before / 2):
         other = trained.predicted()
-    assert before == formulas._FACTOR_OF_SELECTIONS
+    assert before == formulas._SELECTION_LOSS_FACTOR
     assert other["qsgd"] == expected["qsgd"]
     assert other["topk:0.1"] == pytest.approx(expected["topk:0.1"] / 2, rel=1e-6)
 

@@ -463,7 +463,7 @@ def test_collectives_are_chosen_too():
     assert len(set(ratios)) > 3
     bucket = timed.reducers[0].last_step.buckets[0]
     assert bucket.predicted_s > 0
-    assert "least predicted seconds of" in bucket.reason or "as in the step before" in bucket.reason
+    assert "least predicted seconds of" in bucket.reason or "repeating the last plan" in bucket.reason
 
 
 @pytest.mark.parametrize("collective", [name for name in fitting(mpicomp.TopK()) if "hierarchical" not in name])

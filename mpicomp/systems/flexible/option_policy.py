@@ -12,7 +12,7 @@ from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies.plan_selector import PlanSelector, PlanTable, names_for
+from mpicomp.policies.plan_selector import PlanSelector, PlanTable, collectives_for
 from mpicomp.policies.policy import BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, default_compressor, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
@@ -227,7 +227,7 @@ class Flexible(Policy):
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         # The last choice runs on until gradients have been surveyed
-        self._selector.give(cost)
+        self._selector.load_cost(cost)
         current = state.get("current")
         self._current = None if current is None else Option(float(current[0]), str(current[1]))
         if self._options and self._current not in self._options:
@@ -281,11 +281,11 @@ class Flexible(Policy):
         levels: list[tuple[Compressor, Sequence[str]]] = []
         for ratio in self._ratios:
             compressor = at_ratio(self.compressor, ratio)
-            names = names_for(compressor, group)
+            names = collectives_for(compressor, group)
             if compressor.message == "sparse":
                 names = [name for name in names if name.partition(":")[0] in _KINDS]
             levels.append((compressor, [self._pinned] if self._pinned else names))
-        levels.append((Dense(), names_for(Dense(), group)))
+        levels.append((Dense(), collectives_for(Dense(), group)))
         return levels
 
     def _by_option(self, table: PlanTable) -> dict[Option, NDArray[np.int64]]:

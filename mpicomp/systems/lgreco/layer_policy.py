@@ -13,7 +13,7 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import get_policy
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.allocate import least_total, total
+from mpicomp.policies.plan_tradeoff import least_total, total
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.policies.surveys import Survey

@@ -16,7 +16,7 @@ from mpicomp.bench.simulate.topology import Links, Topology
 import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.cost import CostModel, Network
-from mpicomp.policies.plan_selector import names_for
+from mpicomp.policies.plan_selector import collectives_for
 from mpicomp.rounds import WORLD
 from mpicomp.transport import LocalWorld
 
@@ -103,7 +103,7 @@ def test_time_dense_has_every_exchange_at_two_lengths(comm, per_host):
     transport = MPITransport(comm, layout=[rank // per_host for rank in range(comm.size)])
     timed = [timing for timing in time_dense(N // 16, transport) if timing.ranks == comm.size]
     if comm.size > 1:
-        names = names_for(DENSE, transport.group)
+        names = collectives_for(DENSE, transport.group)
         assert ("hierarchical:ring" in names) == (1 < per_host < comm.size)
         assert [(timing.numel, timing.collective) for timing in timed] == list(product((N // 64, N // 16), names))
     assert all(timing.own_s > 0 and timing.rounds_s >= 0 for timing in timed)

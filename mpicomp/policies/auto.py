@@ -1,0 +1,394 @@
+"""The joint choice: ratio, collective and wire of every bucket, by predicted seconds and convergence penalty."""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import bind
+from mpicomp.compressors import Compressor, Dense
+from mpicomp.cost import CostModel
+from mpicomp.cost.formulas import ring
+from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey, local_steps_penalty
+from mpicomp.policies.plan_selector import SWITCH_MARGIN, MeasuredPolicy, PlanSelector, collectives_for
+from mpicomp.policies.plan_tradeoff import PlanTradeoff
+from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
+from mpicomp.policies.ratio_levels import (
+    at_ratio,
+    check_adaptable,
+    default_compressor,
+    ladder,
+    suggested_compressors,
+)
+from mpicomp.policies.surveys import Survey
+from mpicomp.registry import register
+from mpicomp.rounds import Group, Rounds
+from mpicomp.setting_checks import is_number
+from mpicomp.transport.base import Transport
+
+_MIN_RATIO = 0.001  # below it indices take more bytes than values
+_MAX_RATIO = 0.25  # above it four bits of all elements are fewer
+_RATIO_STEP = 2 ** (1 / 2)  # from one ratio to the next: the best one of them is within 5 % of the best of all
+_MIN_SEARCH_INTERVAL = 10  # steps between two surveys and the searches that follow, at first
+_SEARCH_INTERVAL_FRACTION = 0.1  # of the steps so far, later: statistics change as slowly as training does
+_INTERVAL_GROWTH = 2  # factor of the interval after a search that has changed nothing, up to all steps so far
+_LR_CHANGE_FACTOR = 2.0  # of the learning rate since the last survey, up or down, from which on another one is due
+_READY_SMOOTHING = 0.1  # weight of a step in the moving average of when buckets are ready
+_DENSE_BYTES_RATIO = 8  # bytes of dense exchange over those of all elements in four bits
+_WAKEUP_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
+_COMPUTE_STEPS = 15  # whose median is the time outside of exchanges
+_MIN_GAIN = 0.1  # fraction by which compressed plans have to be faster than dense ones: penalties are not exact
+
+
+@register
+@dataclass(eq=False)
+class Auto(MeasuredPolicy):
+    """Choose compressor, ratio, collective and wire of every bucket together, so that the model learns fastest.
+
+    Residuals arrive later and in bursts, so training falls behind dense by a share of its steps, the convergence
+    penalty (`mpicomp.policies.convergence_penalty`). The plans minimize ``seconds of a step / (1 - penalty)`` with a
+    penalty of at most ``1 - fidelity``. It is predicted for every plan, whether it runs or not, from the scales of
+    elements and the share of signal in their gradients, which ranks survey now and then.
+
+    Candidates are selections at many ratios, all elements in few bits, and dense. Seconds come from the cost model, in
+    the order in which buckets become ready. A dynamic program over the penalty (L-GreCo's, with the end of the last
+    bucket in place of bytes) finds the best plans. If ranks exchange updates of local steps, their number is chosen,
+    too.
+
+    Parameters
+    ----------
+    fidelity : float
+        In (0, 1]. Training may fall behind by ``1 - fidelity`` of its steps; 1 is dense. docs/policies.md says what it
+        costs.
+    """
+
+    id: ClassVar[str] = "auto"
+    paper: ClassVar[str] = (
+        "none; L-GreCo's dynamic program with time in place of bytes, GraVAC's moving gain, Flexible Communication's "
+        "collectives"
+    )
+    resumes: ClassVar[bool] = False
+
+    fidelity: float = 0.7
+
+    def check(self) -> None:
+        if not is_number(self.fidelity) or not 0 < self.fidelity <= 1:
+            raise ConfigurationError(f"auto: fidelity must be in (0, 1], got {self.fidelity!r}")
+
+    def configure(self, settings: UserSettings) -> None:
+        self._pinned = None if settings.collective == "auto" else settings.collective
+        self.compressor = settings.compressor or default_compressor()
+        wires, quantisers = suggested_compressors(settings.compressor)
+        self._wires = [compressor for compressor in wires if self._fits(compressor)]
+        self._quantisers = [compressor for compressor in quantisers if self._fits(compressor)]
+        compresses = bool(self._wires or self._quantisers)
+        if not compresses:
+            assert self._pinned is not None
+            bind(Dense() if settings.compressor is None else self.compressor, self._pinned)  # raises if it does not fit
+        is_dense = not compresses or self.compressor.message == "dense" or self.fidelity == 1
+        if settings.feedback is False and not is_dense:
+            if settings.compressor is not None:
+                raise ConfigurationError(
+                    "auto: lets gradients be late, which needs error feedback to keep them; leave feedback out, or use "
+                    "policy='static'"
+                )
+            is_dense = True
+        if not is_dense:
+            check_adaptable("auto", self.compressor)
+        self.feedback = feedback_of(self.compressor, settings.feedback)
+        self._normalises = settings.normalises
+        self._local_choices = list(settings.local_steps)
+        self._local_steps = self._local_choices[0]
+        self._executed = 1  # steps that ranks have made since the last exchange
+        self._local_after: dict[int, int] = {}  # by exchange since the last report, the local steps after it
+        self._compresses = not is_dense
+        self._chooses = False  # whether there are plans that are not dense: not on one rank
+        self._ladder = self._ratios = np.array([])  # of one wire; of all levels that have a ratio
+        self._dense = [Dense()]
+        self._selector = PlanSelector("auto", self.feedback, settings.cost)
+        self._shapes: list[Shape] = []
+        self._surveys: list[ElementSurvey] = []
+        self._statistics: list[ElementStatistics] = []
+        self._is_known = True  # whether all statistics are known
+        self._restored: dict[str, Mapping[str, Any]] = {}
+        self._allowed: list[NDArray[np.int64]] = []  # by bucket, the rows that may run
+        self._sends_jointly: list[NDArray[np.bool_]] = []  # by bucket and row, whether all ranks send the same elements
+        self._reason = "dense: no gradient statistics yet"
+        self._age = self._trained = 0  # exchanges, and the steps that ranks have made
+        self._reset_surveys()
+        self._search_is_due = False
+        self._compute_times: deque[float] = deque(maxlen=_COMPUTE_STEPS)
+        self._ready: NDArray[np.float64] | None = None  # of buckets, relative to the last one
+        self._last_report: tuple[int, float] | None = None  # step, and when its last bucket was ready
+
+    def _reset_surveys(self) -> None:
+        self._step, self._next_survey = 0, 0.0  # since the buckets were laid out
+        self._interval = 0.0  # steps from one survey to the next
+        self._surveyed_step = -1  # of the second one of two surveys in a row
+        self._survey_lr: float | None = None  # the learning rate since which surveys are scheduled
+        self._searched_s = math.nan  # predicted seconds of the plans of the last search
+
+    @property
+    def local_steps(self) -> int:
+        return self._local_steps
+
+    def survey(self, bucket: int) -> Survey | None:
+        """Return the survey of a bucket until statistics are known, and then in two steps in a row now and then."""
+        is_due = self._chooses and (self._step >= self._next_survey or not self._is_known)
+        return self._surveys[bucket] if is_due else None
+
+    def bucket_limit(self, nbytes: int, transport: Transport) -> Rounds[int | None]:
+        """Return the length at which the time that is left after backward is least.
+
+        Of k buckets, backward hides all but the last one's share 1/k of the time on the links, and each adds a constant
+        time: ``T / k + k t`` is least for ``k = sqrt(T / t)``. T is that of four bits an element, which is about that
+        of any plan that leaves time to hide.
+        """
+        cost = yield from self._selector.share_cost(transport)
+        if cost is None:
+            return None
+        latency, rate, ranks = cost.network.latency, cost.network.seconds_per_byte, transport.group.size
+        total_s = ring(ranks, nbytes / _DENSE_BYTES_RATIO).seconds(0.0, rate)
+        bucket_s = _WAKEUP_S + ring(ranks, 0).seconds(latency, 0.0)
+        return math.ceil(nbytes / max(1, round(math.sqrt(total_s / bucket_s))))
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
+        self._restored |= self._statistics_by_name()
+        self._shapes = list(shapes)
+        self._restore()
+        self._reset_surveys()
+        self._ready = self._last_report = None
+        self._compute_times.clear()
+        self._ranks = transport.group.size
+        self._chooses = self._compresses and self._ranks > 1
+        if self._chooses:
+            self._ladder = np.array(ladder(_MIN_RATIO, _MAX_RATIO, _RATIO_STEP))
+            self._ratios = np.tile(self._ladder, len(self._wires))
+            is_narrow = any(getattr(compressor, "wire", None) == "bf16" for compressor in self._wires)
+            self._dense = [Dense(wire="bf16"), Dense()] if is_narrow else [Dense()]
+        levels = [self._levels(transport.group) for _ in shapes]
+        yield from self._selector.start(levels, self._shapes, transport)
+        self._sends_jointly = [
+            np.array([scheme.may_drop_selected for scheme in table.schemes]) for table in self._selector.tables
+        ]
+        self._allowed = [self._dense_rows(bucket) for bucket in range(len(shapes))]
+
+    def refresh(self, transport: Transport) -> Rounds[None]:
+        """Search for better plans after surveys, and at once after a change of the network."""
+        changed = yield from self._selector.refresh(transport)
+        if changed or self._search_is_due:
+            self._search_is_due = False
+            before = self._allowed
+            self._search_plans()
+            if changed or not all(map(np.array_equal, before, self._allowed)):
+                scheduled = self._next_survey if self._next_survey > self._step else math.inf
+                self._schedule_next_search(0)
+                self._next_survey = min(self._next_survey, scheduled)
+
+    def plan(self, bucket: int) -> Plan:
+        return self._selector.plan(bucket, self._allowed[bucket], self._reason)
+
+    def _schedule_next_search(self, interval: float) -> None:
+        """Schedule the next survey ``interval`` steps ahead, clamped by the age of training."""
+        least = max(_MIN_SEARCH_INTERVAL, _SEARCH_INTERVAL_FRACTION * self._age, interval)
+        self._interval = min(least, max(_MIN_SEARCH_INTERVAL, self._age))
+        self._next_survey = self._step + self._interval
+
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        if self._step > self._next_survey and self._is_known:  # the second survey in a row
+            self._surveyed_step = step
+            self._schedule_next_search(_INTERVAL_GROWTH * self._interval)
+        self._age += 1
+        self._trained += self._executed
+        self._executed = self._local_steps
+        if len(self._local_choices) > 1 and self._selector.measured:
+            self._local_after[step] = self._local_steps
+        self._step += 1
+
+    def on_telemetry(self, report: StepReport) -> None:
+        """Learn seconds, the learning rate and statistics; a step that was undone reports, too."""
+        if self._selector.on_telemetry(report):
+            self._observe_times(report)
+            seconds = [self._selector.seconds(bucket)[rows].min() for bucket, rows in enumerate(self._allowed)]
+            predicted_s = sum(map(float, seconds))
+            if math.isnan(self._searched_s):
+                self._searched_s = predicted_s
+            margin_s = _MIN_GAIN * (self._searched_s + self._compute_s)
+            self._search_is_due |= abs(predicted_s - self._searched_s) > margin_s
+        if report.lr and not 1 / _LR_CHANGE_FACTOR < report.lr / (self._survey_lr or report.lr) < _LR_CHANGE_FACTOR:
+            self._interval, self._next_survey, self._survey_lr = 0.0, self._step, None
+        self._survey_lr = self._survey_lr or report.lr
+        if report.surveys:
+            for bucket, surveys in report.surveys.items():
+                self._statistics[bucket].observe(surveys)
+            was_known, self._is_known = self._is_known, all(statistics.known for statistics in self._statistics)
+            self._search_is_due |= self._is_known and (not was_known or report.step == self._surveyed_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "age": self._age,
+            "trained": self._trained,
+            "local_steps": self._local_steps,
+            "elements": self._statistics_by_name(),
+        }
+
+    def _statistics_by_name(self) -> dict[str, Mapping[str, Any]]:
+        """Return the statistics of each bucket by its first parameter."""
+        pairs = zip(self._shapes, self._statistics, strict=True)
+        return {shape.names[0]: statistics.state_dict() for shape, statistics in pairs}
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        self._age = int(state.get("age", 0))
+        self._trained = int(state.get("trained", self._age))
+        if state.get("local_steps") in self._local_choices:
+            self._local_steps = int(state["local_steps"])
+        self._search_is_due = True
+        self._restored = {str(name): statistics for name, statistics in state.get("elements", {}).items()}
+        self._restore()
+        self._selector.load_cost(cost)
+
+    def _restore(self) -> None:
+        """Begin with the statistics of buckets that begin with the same parameter, or with none."""
+        count = len(self._quantisers)
+        self._surveys = [ElementSurvey(shape.numel, self._quantisers) for shape in self._shapes]
+        self._statistics = [ElementStatistics(shape.numel, count, self._normalises) for shape in self._shapes]
+        for shape, statistics in zip(self._shapes, self._statistics, strict=True):
+            if shape.names[0] in self._restored:
+                statistics.load_state_dict(self._restored.pop(shape.names[0]))
+        self._is_known = all(statistics.known for statistics in self._statistics)
+
+    def _fits(self, compressor: Compressor) -> bool:
+        """Return whether the collective that the user named carries a compressor."""
+        if self._pinned is not None:
+            try:
+                bind(compressor, self._pinned)
+            except IncompatiblePairError:
+                return False
+        return True
+
+    def _levels(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
+        """Return the levels of a bucket: ratios of each wire, quantizers, and dense at last."""
+        levels: list[tuple[Compressor, Sequence[str]]] = []
+        for wire, ratio in itertools.product(self._wires, self._ladder.tolist()):
+            # Further wires are for fast networks, where kernel seconds matter.
+            selection = at_ratio(wire, ratio)
+            levels.append((selection, self._names(selection, group, wire is not self._wires[0])))
+        if self._chooses:
+            levels += [(quantiser, self._names(quantiser, group)) for quantiser in self._quantisers]
+        for dense in self._dense:
+            levels.append((dense, self._names(dense, group) if self._fits(dense) else collectives_for(dense, group)))
+        return levels
+
+    def _names(self, compressor: Compressor, group: Group, complete: bool = False) -> list[str]:
+        """Return the names of the collectives that may carry a compressor."""
+        return [self._pinned] if self._pinned else collectives_for(compressor, group, complete)
+
+    def _dense_rows(self, bucket: int) -> NDArray[np.int64]:
+        levels = self._selector.tables[bucket].levels
+        return np.flatnonzero(levels > levels[-1] - len(self._dense))
+
+    def _fastest_dense(self, bucket: int) -> int:
+        rows = self._dense_rows(bucket)
+        return int(rows[self._selector.seconds(bucket)[rows].argmin()])
+
+    def _observe_times(self, report: StepReport) -> None:
+        """Learn when buckets are ready, and the seconds of a step outside of exchanges."""
+        ready, ends = report.latest[:, 3], report.latest[:, 1]
+        last = float(ready[-1])
+        relative = ready - last
+        self._ready = relative if self._ready is None else self._ready + _READY_SMOOTHING * (relative - self._ready)
+        if self._last_report is not None and report.step > self._last_report[0]:
+            last_step, last_ready = self._last_report
+            steps = [self._local_after.get(step, 1) for step in range(last_step, report.step)]
+            compute_s = (last - last_ready) - len(steps) * (float(ends[-1]) - last)
+            self._compute_times.append(compute_s / sum(steps))
+        self._local_after = {step: steps for step, steps in self._local_after.items() if step >= report.step}
+        self._last_report = report.step, last
+
+    @property
+    def _compute_s(self) -> float:
+        """Median seconds of a step outside of exchanges."""
+        return max(0.0, median(self._compute_times or [0.0]))
+
+    def _search_plans(self) -> None:
+        """Search for better plans with the current state, and for the number of local steps."""
+        self._searched_s = math.nan
+        tradeoff = self._tradeoff(self._local_steps)
+        if tradeoff is None:
+            self._allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
+            return
+        rows = self._best_rows(tradeoff)
+        least = (1 - SWITCH_MARGIN) * tradeoff.time_per_dense_step(rows)
+        # Fewer exchanges save nothing that is known before the time outside of them is.
+        for steps in self._local_choices if self._selector.measured and self._compute_times else ():
+            other = None if steps == self._local_steps else self._tradeoff(steps)
+            if other is not None:
+                other_rows = self._best_rows(other)
+                if other.time_per_dense_step(other_rows) < least:
+                    self._local_steps, tradeoff, rows = steps, other, other_rows
+                    least = other.time_per_dense_step(other_rows)
+        self._allowed = [
+            np.flatnonzero(penalties <= penalties[row] * (1 + 1e-9))
+            for penalties, row in zip(tradeoff.penalties, rows, strict=True)
+        ]
+        pairs = zip(self._statistics, tradeoff.weights, strict=True)
+        signal = sum(statistics.signal * weight for statistics, weight in pairs)
+        self._reason = (
+            f"convergence penalty {tradeoff.penalty(rows):.2g} of at most {tradeoff.limit:.2g}, "
+            f"signal is {signal:.2g} of the energy"
+        )
+        if len(self._local_choices) > 1:
+            self._reason += f", {self._local_steps} local steps"
+
+    def _tradeoff(self, local_steps: int) -> PlanTradeoff | None:
+        """Return time against penalty of all rows with so many local steps; None if too little is known."""
+        if not self._chooses or not self._is_known or all(statistics.is_zero for statistics in self._statistics):
+            return None
+        buckets = range(len(self._shapes))
+        # An optimizer that divides by the root of a mean square moves all elements by the same, whatever their scale.
+        numel = sum(shape.numel for shape in self._shapes)
+        return PlanTradeoff(
+            penalties=[self._penalties(bucket, self._trained / local_steps) for bucket in buckets],
+            seconds=[self._selector.seconds(bucket) for bucket in buckets],
+            weights=[shape.numel / numel for shape in self._shapes],
+            ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
+            compute_s=self._compute_s,
+            limit=1 - self.fidelity,
+            local_steps=local_steps,
+            local_penalty=local_steps_penalty(local_steps, self._trained),
+        )
+
+    def _best_rows(self, tradeoff: PlanTradeoff) -> list[int]:
+        """Return the row to run of every bucket: dense unless others gain enough, and the last ones within a margin."""
+        buckets = range(len(self._shapes))
+        dense = [self._fastest_dense(bucket) for bucket in buckets]
+        best, last = tradeoff.best(), [self._selector.row(bucket) for bucket in buckets]
+        limit_s = (1 - _MIN_GAIN) * tradeoff.time_per_dense_step(dense)
+        if tradeoff.time_per_dense_step(best) > limit_s:
+            best = dense
+        if tradeoff.allows(last):
+            limit_s = min(limit_s, (1 + SWITCH_MARGIN) * tradeoff.time_per_dense_step(best))
+            if tradeoff.time_per_dense_step(last) <= limit_s:
+                best = last
+        return best
+
+    def _penalties(self, bucket: int, age: float) -> NDArray[np.float64]:
+        """Return the convergence penalty of each of a bucket's rows at an age of training."""
+        table, statistics, ranks = self._selector.tables[bucket], self._statistics[bucket], self._ranks
+        of_levels = np.zeros((2, table.kept.size))  # of ranks that select separately, and jointly
+        count = self._ratios.size
+        if count:
+            both = statistics.selection_penalties(self._ladder, ranks, age, self.compressor.by_magnitude)
+            of_levels[:, :count] = np.tile(both, len(self._wires))
+        for index in range(len(self._quantisers)):
+            of_levels[:, count + index] = statistics.quantiser_penalty(index, ranks, age)
+        separate, joint = of_levels[:, table.levels]
+        penalties: NDArray[np.float64] = np.where(self._sends_jointly[bucket], joint, separate)
+        return penalties

@@ -1,0 +1,365 @@
+"""The convergence penalty: the share of its steps by which compressed training falls behind a dense run.
+
+An optimizer such as Adam divides by the root of a gradient's mean square. The accumulated gradient of an element that
+is sent seldom comes in bursts, whose mean square is larger, so its steps are smaller for good; and what waits in
+residuals is not applied yet. Both depend on the element: large and noisy ones are sent at once, small ones late. The
+penalty follows from scales and shares of signal that ranks survey now and then, up to two fitted constants.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.kinds import Quantiser
+from mpicomp.device import current_device
+from mpicomp.workspace import Workspace
+
+Array = NDArray[np.float64]
+
+# By how much a walk of Gaussian steps overshoots a threshold, in standard deviations of a step:
+# -zeta(1/2) / sqrt(2 pi); Siegmund 1979, doi:10.2307/1426855.
+_OVERSHOOT = 0.5826
+# Exponent of an element's scale in its importance: 1 is the first-order gain of a step of Adam, 2 of a plain one.
+_IMPORTANCE_EXPONENT = 1.5
+# A loss counts more than that of the elements by themselves, since what others learn is worth less without them; for
+# selections twice as much, since measurements differ most there: docs/policies.md has both.
+_LOSS_FACTOR = 2.0
+_SELECTION_LOSS_FACTOR = 4.0
+_STEPS_PER_LOCAL_STEP = 5.0  # by which training falls behind for each local step beyond the first: docs/policies.md
+_THRESHOLDS = 48  # that are tried; penalties between them are interpolated
+_THRESHOLD_RANGE = 0.1, 1e4  # times the smallest and the largest scale: none, and one that hardly anything exceeds
+
+_MAX_SAMPLE = 1 << 14  # elements of a bucket that are followed: their classes are known to some percent
+_TOP_LOG2 = 15  # of the largest mean square of an element over that of all
+_CLASSES = 40  # of elements by scale, two for every power of two, from there down
+_MAX_ENERGY = 1e38  # in float32
+_MIN_WEIGHT = 0.1  # of a survey in running means; the first ones count equally
+_MIN_SURVEYS = 10  # until scales are known: the first ones take one gradient's magnitude for its scale
+_MIN_SIGNAL = 1e-4  # some thousand elements in some dozen surveys resolve no less
+
+
+class ElementSurvey:
+    """Follows some elements of a bucket: running means of squares, and of products of two successive gradients.
+
+    These are of different batches, so what they have in common on one rank is signal, even if ranks have data of
+    different kinds. Two surveys in a row are needed for a product. Elements are classed by their scale, the root of
+    their mean square, relative to that of all: gradients become smaller as training goes on. What quantizers send of
+    them, and what waits, is measured by packing them, each with a residual of its own.
+
+    Parameters
+    ----------
+    numel : int
+        Elements of the bucket.
+    quantisers : sequence of Quantiser
+        The quantizers to measure.
+    """
+
+    def __init__(self, numel: int, quantisers: Sequence[Quantiser] = ()) -> None:
+        self._indices = np.arange(numel)
+        if numel > _MAX_SAMPLE:
+            self._indices = np.unique(np.random.default_rng(numel).integers(0, numel, _MAX_SAMPLE))
+        self._quantisers = tuple(quantisers)
+        self._workspace = Workspace()
+        self._residuals = [np.zeros(self._indices.size, np.float32) for _ in quantisers]
+        self._last = np.zeros(self._indices.size, np.float32)
+        self._squares = np.zeros(self._indices.size, np.float32)
+        self._products = np.zeros(self._indices.size, np.float32)
+        self._surveys = self._pairs = 0
+        self._last_step = -2
+
+    def width(self, sizes: Sequence[int]) -> int:
+        """Return 1 + classes times sums: the followed elements or 0, then each class's sums over the mean square."""
+        return 1 + (3 + 2 * len(self._quantisers)) * _CLASSES
+
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
+        """See `Survey.measure`; one object surveys one bucket."""
+        device = current_device()
+        indices = device.to_device(self._indices)
+        with np.errstate(invalid="ignore"):
+            followed = accumulated[indices] if residual is None else accumulated[indices] - residual[indices]
+        gradient = device.to_host(followed).astype(np.float32)
+        out = np.zeros(self.width(sizes), np.float32)
+        if not float(np.abs(gradient).max(initial=0.0)) ** 2 * gradient.size < _MAX_ENERGY or not gradient.size:
+            return out
+        self._surveys += 1
+        weight = max(_MIN_WEIGHT, 1 / self._surveys)
+        self._squares += weight * (gradient * gradient - self._squares)
+        is_pair, self._last_step = step == self._last_step + 1, step
+        if is_pair:
+            self._products += max(_MIN_WEIGHT, 1 / (self._pairs + 1)) * (gradient * self._last - self._products)
+            self._pairs += 1
+        self._last = gradient
+        sums = [np.ones_like(gradient), self._squares, self._products]
+        for quantiser, waiting in zip(self._quantisers, self._residuals, strict=True):
+            sent = self._workspace.array("sent", gradient.size, gradient.dtype)
+            message = self._workspace.array("message", quantiser.packed_bytes(gradient.size), np.uint8)
+            waiting += gradient
+            quantiser.pack(waiting, message, sent, step)
+            waiting -= sent
+            sums += [sent * sent, waiting * waiting]
+        mean, changes = float(self._squares.mean()), self._squares > 0
+        if is_pair:
+            out[0] = gradient.size
+        if is_pair and mean > 0:
+            classes = np.floor(np.log2(self._squares[changes] / mean)).astype(np.int64) + _CLASSES - _TOP_LOG2
+            classes = np.clip(classes, 0, _CLASSES - 1)
+            counts, *energies = [np.bincount(classes, values[changes], _CLASSES) for values in sums]
+            out[1:] = np.concatenate([counts, *(energy / mean for energy in energies)])
+        return out
+
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
+        """Return None: the survey knows no layers."""
+
+
+@dataclass
+class ElementStatistics:
+    """Scales and signal of a bucket's elements, learned from all ranks' surveys; the same on all ranks.
+
+    Attributes
+    ----------
+    numel : int
+        Elements of the bucket.
+    quantisers : int
+        Number of quantizers that surveys measure.
+    normalises : bool
+        Whether the optimizer divides by the root of a mean square, as Adam does.
+    surveys : int
+        Surveys so far.
+    """
+
+    numel: int
+    quantisers: int = 0
+    normalises: bool = True
+    surveys: int = 0
+
+    def __post_init__(self) -> None:
+        self._followed = 1.0
+        self._sums = np.zeros((3 + 2 * self.quantisers, _CLASSES))
+
+    @property
+    def known(self) -> bool:
+        """Whether there were enough surveys; none is needed without elements."""
+        return self.surveys >= _MIN_SURVEYS or self.numel == 0
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all gradients were zero."""
+        return not self._sums[1].any()
+
+    def observe(self, surveys: NDArray[np.float32]) -> None:
+        """Learn from the surveys of all ranks, shape (ranks, width)."""
+        rows = surveys[surveys[:, 0] > 0].astype(np.float64)
+        if not rows.size:
+            return
+        self.surveys += 1
+        self._followed = float(rows[:, 0].sum())
+        weight = max(_MIN_WEIGHT, 1 / self.surveys)
+        self._sums += weight * (rows[:, 1:].sum(axis=0).reshape(self._sums.shape) - self._sums)
+
+    @property
+    def signal(self) -> float:
+        """Share of signal in the energy of a rank's gradient."""
+        if self.is_zero:
+            return _MIN_SIGNAL
+        shares, scales, signals = self.classes()
+        energies = shares * scales * scales
+        return float((energies * signals).sum() / energies.sum())
+
+    def classes(self) -> tuple[Array, Array, Array]:
+        """Return the share of all elements, the relative scale and the share of signal of each class that has any."""
+        counts, energies, products, *_ = self._sums[:, self._sums[1] > 0]
+        return counts / self._followed, np.sqrt(energies / counts), np.clip(products / energies, _MIN_SIGNAL, 1)
+
+    def quantiser_energies(self, quantiser: int) -> tuple[Array, Array]:
+        """Return the energies of each class that a quantizer sends in a step, and that wait, over a gradient's."""
+        is_used = self._sums[1] > 0
+        sent, waiting = self._sums[3 + 2 * quantiser : 5 + 2 * quantiser, is_used] / self._sums[1, is_used]
+        return sent, waiting
+
+    def selection_penalties(
+        self, ratios: Array, ranks: int, age: float, by_magnitude: bool = True
+    ) -> tuple[Array, Array]:
+        """Return the penalties of selections at some ratios, by each rank and by all together; see the functions."""
+        if self.is_zero:
+            return np.zeros(ratios.size), np.zeros(ratios.size)
+        if by_magnitude:
+            return selection_penalties(*self.classes(), ratios, ranks, age, self.normalises)
+        drawn = random_penalties(*self.classes(), ratios, ranks, age, self.normalises)
+        return drawn, drawn
+
+    def quantiser_penalty(self, quantiser: int, ranks: int, age: float) -> float:
+        """Return the penalty of one of the quantizers; see `quantiser_penalty`."""
+        if self.is_zero:
+            return 0.0
+        energies = self.quantiser_energies(quantiser)
+        return quantiser_penalty(*self.classes(), *energies, ranks, age, self.normalises)
+
+    def delay_penalty(self, delay: float, ranks: int, age: float) -> float:
+        """Return the penalty of a delay of all elements; see `delay_penalty`."""
+        return delay_penalty(delay, self.signal, ranks, age, self.normalises)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that has to survive a restart, JSON-able."""
+        return {"surveys": self.surveys, "followed": self._followed, "sums": self._sums.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of the same number of quantizers; ignore another one."""
+        sums = np.array(state["sums"], float)
+        if sums.shape == self._sums.shape:
+            self.surveys, self._followed = int(state["surveys"]), float(state["followed"])
+            self._sums = sums
+
+
+def mean_waits(scales: Array, signals: Array, thresholds: Array) -> Array:
+    """Return the mean steps, at least 1, after which an element's accumulated gradient reaches a threshold.
+
+    A gradient is taken to be Gaussian: a mean, which is signal, and noise around it. Their sum over steps leaves the
+    interval (-h, h) on average after ``(h / mean) tanh(h mean / variance)`` steps, with h the threshold and the
+    overshoot (Wald's identity).
+
+    Parameters
+    ----------
+    scales, signals : arrays
+        Root mean square of each element's gradients, and the share of signal in their energy, in (0, 1].
+    thresholds : array
+        Broadcast against them.
+    """
+    means, noise = scales * np.sqrt(signals), scales * scales * (1 - signals)
+    reach = thresholds + _OVERSHOOT * np.sqrt(noise)
+    with np.errstate(divide="ignore", over="ignore"):
+        steps: Array = np.maximum(1.0, reach / means * np.tanh(reach * means / noise))
+    return steps
+
+
+def selection_penalties(
+    shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float, normalises: bool = True
+) -> tuple[Array, Array]:
+    """Return the penalties of sending elements once they exceed a threshold.
+
+    Parameters
+    ----------
+    shares, scales, signals : arrays, shape (classes,)
+        Share of each class of elements in all, the root mean square of their gradients on a rank, and the share of
+        signal in their energy; shares need not add up to 1.
+    ratios : array, shape (ratios,)
+        Kept fractions; thresholds follow from them.
+    ranks : int
+        Number of ranks, each with its own threshold.
+    age : float
+        Steps of training so far: what waits is a share of them.
+    normalises : bool
+        Whether the optimizer divides by the root of a mean square; else bursts cost nothing.
+
+    Returns
+    -------
+    separate, joint : arrays, shape (ratios,)
+        Penalties in [0, 1] of ranks that send what exceeds their own threshold, and of ranks that all send the same
+        elements.
+    """
+    low, high = _THRESHOLD_RANGE
+    thresholds = np.geomspace(low * scales.min(), high * scales.max(), _THRESHOLDS)[:, None]
+    steps = mean_waits(scales, signals, thresholds)
+    log_kept = np.log((shares / steps).sum(axis=1))[::-1]
+    reach = thresholds / scales + _OVERSHOOT * np.sqrt(1 - signals)
+    bursts = (reach * reach / steps + (ranks - 1) * signals) / ranks, _joint_bursts(steps, signals, ranks)
+    weights = shares * importance(scales, signals)
+    separate, joint = (
+        _penalty(weights, steps, burst if normalises else None, signals, ranks, age, _SELECTION_LOSS_FACTOR)
+        for burst in bursts
+    )
+    return np.interp(np.log(ratios), log_kept, separate[::-1]), np.interp(np.log(ratios), log_kept, joint[::-1])
+
+
+def random_penalties(
+    shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float, normalises: bool = True
+) -> Array:
+    """Return the penalties of ranks that send the same random elements; see `selection_penalties`."""
+    # Times between draws vary: their mean square is that of equal ones that are nearly twice as long.
+    steps = np.broadcast_to(2 / ratios[:, None] - 1, (ratios.size, scales.size))
+    bursts = _joint_bursts(steps, signals, ranks) if normalises else None
+    weights = shares * importance(scales, signals)
+    return _penalty(weights, steps, bursts, signals, ranks, age, _SELECTION_LOSS_FACTOR)
+
+
+def quantiser_penalty(
+    shares: Array,
+    scales: Array,
+    signals: Array,
+    sent: Array,
+    waiting: Array,
+    ranks: int,
+    age: float,
+    normalises: bool = True,
+) -> float:
+    """Return the penalty of sending all elements in few bits.
+
+    An element too small for its grid is sent as 0 for a while and then as too large a number; one larger than its grid
+    waits. The energy that has waited for t steps is ``t`` times the noise and ``t**2`` times the signal, which gives t.
+
+    Parameters
+    ----------
+    shares, scales, signals, ranks, age, normalises
+        See `selection_penalties`.
+    sent, waiting : arrays, shape (classes,)
+        Energy of each class that is sent in a step, and that waits in residuals, over that of a gradient.
+    """
+    noise = 1 - signals
+    delay = (np.sqrt(noise * noise + 4 * signals * waiting) - noise) / (2 * signals)
+    bursts = (sent + (ranks - 1) * signals) / ranks if normalises else None
+    weights = shares * importance(scales, signals)
+    [penalty] = _penalty(weights, 1 + 2 * delay[None], bursts, signals, ranks, age, _LOSS_FACTOR)
+    return float(penalty)
+
+
+def delay_penalty(delay: float, signal: float, ranks: int, age: float, normalises: bool = True) -> float:
+    """Return the penalty of delaying all elements together.
+
+    Parameters
+    ----------
+    delay : float
+        Steps that energy waits in residuals.
+    signal : float
+        Share of signal in the energy of a gradient.
+    ranks, age, normalises
+        See `selection_penalties`.
+    """
+    [burst] = _joint_bursts(np.array([1 + delay]), np.array([signal]), ranks)
+    efficiency = 1 / np.sqrt(burst / (signal + (1 - signal) / ranks)) if normalises else 1.0
+    lost = 1 - efficiency * (1 - min(1.0, delay / max(age, 1.0)))
+    return float(min(_LOSS_FACTOR * lost, 1.0))
+
+
+def local_steps_penalty(steps: int, trained: float) -> float:
+    """Return the penalty of ``steps`` local steps from one exchange to the next, after ``trained`` steps.
+
+    A rank's steps follow its own gradients, and those of others come late: much at the beginning and little later.
+    """
+    return float(min(_STEPS_PER_LOCAL_STEP * (steps - 1) / max(trained, 1.0), 1.0))
+
+
+def importance(scales: Array, signals: Array) -> Array:
+    """Return the importance of an element of each class."""
+    weights: Array = scales**_IMPORTANCE_EXPONENT * signals
+    return weights
+
+
+def _joint_bursts(steps: Array, signals: Array, ranks: int) -> Array:
+    """Return the mean square, per step, of ranks' mean of what has waited for some steps, over a gradient's."""
+    bursts: Array = steps * signals + (1 - signals) / ranks
+    return bursts
+
+
+def _penalty(
+    weights: Array, steps: Array, bursts: Array | None, signals: Array, ranks: int, age: float, factor: float
+) -> Array:
+    """Return penalties, shape (thresholds,), from waits and bursts, shape (thresholds, classes)."""
+    dense = signals + (1 - signals) / ranks
+    efficiency = 1.0 if bursts is None else 1 / np.sqrt(np.maximum(bursts / dense, 1.0))
+    applied = 1 - np.minimum(1.0, (steps - 1) / 2 / max(age, 1.0))
+    penalty: Array = np.minimum(factor * (1 - (weights * efficiency * applied).sum(axis=1) / weights.sum()), 1.0)
+    return penalty

@@ -1,0 +1,104 @@
+"""A warning that the compressor the user named makes training fall behind, with one that would not."""
+
+import logging
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from mpicomp.collectives import Scheme
+from mpicomp.compressors import Compressor, Quantiser
+from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
+from mpicomp.policies.policy import BucketOutcome, Shape, StepReport
+from mpicomp.policies.ratio_levels import suggested_compressors
+
+_MAX_PENALTY = 0.1  # share of steps by which training may fall behind without a warning
+_SHORT_STEPS = 300  # of a short training, at whose end what waits is a share of them
+
+_log = logging.getLogger("mpicomp.watch")
+
+
+class PenaltyWarning:
+    """Surveys some elements in the first steps, and judges the compressor that the user named, once.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        A compressor with error feedback.
+    normalises : bool
+        See `ElementStatistics`.
+    """
+
+    def __init__(self, compressor: Compressor, normalises: bool = True) -> None:
+        self._normalises = normalises
+        self._compressor = compressor
+        self._quantisers = [compressor] if isinstance(compressor, Quantiser) else suggested_compressors(None)[1]
+        self._ranks = 1
+        self._surveys: list[ElementSurvey] = []
+        self._statistics: list[ElementStatistics] = []
+        self._logs = False
+        self._is_done = compressor.message == "dense"
+
+    def start(self, shapes: Sequence[Shape], rank: int, ranks: int) -> None:
+        """Begin with new buckets; rank 0 logs for all."""
+        if self._is_done:
+            return
+        self._ranks, self._logs = ranks, rank == 0
+        count = len(self._quantisers)
+        self._surveys = [ElementSurvey(shape.numel, self._quantisers) for shape in shapes]
+        self._statistics = [ElementStatistics(shape.numel, count, self._normalises) for shape in shapes]
+
+    def survey(self, bucket: int) -> ElementSurvey | None:
+        """Return the survey of a bucket, until the compressor is judged."""
+        return None if self._is_done or self._ranks == 1 else self._surveys[bucket]
+
+    def on_telemetry(self, report: StepReport) -> None:
+        """Learn from a step, and judge the compressor once enough is known."""
+        if self._is_done or not report.surveys:
+            return
+        for bucket, surveys in report.surveys.items():
+            self._statistics[bucket].observe(surveys)
+        if all(statistics.known for statistics in self._statistics):
+            self._judge(report)
+            self._is_done, self._surveys, self._statistics = True, [], []
+
+    def _judge(self, report: StepReport) -> None:
+        parts = zip(self._statistics, report.plans, report.outcomes, strict=True)
+        penalty = self._mean([self._penalty(statistics, plan.scheme, outcome) for statistics, plan, outcome in parts])
+        if penalty <= _MAX_PENALTY or not self._logs:
+            return
+        penalties = [
+            self._mean([bucket.quantiser_penalty(index, self._ranks, _SHORT_STEPS) for bucket in self._statistics])
+            for index in range(len(self._quantisers))
+        ]
+        least, best = min(zip(penalties, self._quantisers, strict=True), key=itemgetter(0), default=(1.0, None))
+        advice = f"compressor=mpicomp.{best!r} ({least:.2f})" if least <= _MAX_PENALTY else "dense exchange"
+        ratio = f" at a ratio of {self._compressor.ratio:g}" if hasattr(self._compressor, "ratio") else ""
+        _log.warning(
+            "mpicomp: with %s%s training is predicted to fall behind dense by %.2f of its steps, since most elements "
+            "arrive late%s (step %d); use %s, or policy='auto', which weighs that against seconds",
+            self._compressor.id,
+            ratio,
+            penalty,
+            " and in bursts" if self._normalises else "",
+            report.step,
+            advice,
+        )
+
+    def _penalty(self, statistics: ElementStatistics, scheme: Scheme[Any], outcome: BucketOutcome) -> float:
+        compressor = self._compressor
+        if isinstance(compressor, Quantiser):
+            return statistics.quantiser_penalty(0, self._ranks, _SHORT_STEPS)
+        if compressor.selects_by_ratio:
+            ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
+            penalties = statistics.selection_penalties(ratio, self._ranks, _SHORT_STEPS, compressor.by_magnitude)
+            separate, joint = penalties
+            return float(joint[0] if scheme.may_drop_selected else separate[0])
+        delay = 1 / outcome.gain - 1 if 0 < outcome.gain <= 1 else 0.0
+        return statistics.delay_penalty(delay, self._ranks, _SHORT_STEPS)
+
+    def _mean(self, of_buckets: Sequence[float]) -> float:
+        """Return the mean over elements."""
+        numels = [statistics.numel for statistics in self._statistics]
+        return float(np.average(of_buckets, weights=numels)) if sum(numels) > 0 else 0.0

@@ -1,0 +1,256 @@
+"""Time against convergence: dynamic programs over a discretized error, and the plans that train fastest."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Choice = NDArray[np.int64]
+Array = NDArray[np.float64]
+
+_PENALTY_BINS = 400  # from 0 to the largest penalty
+_MIN_PROGRESS = 1e-3  # fraction of a step that counts as left at least, so that seconds are finite
+_BUCKET_PENALTY_RATIO = 2.0  # of one bucket's penalty over the largest of all: layers need each other
+_PENALTY_SLACK = 1.1  # factor by which plans that run may exceed the largest penalty
+
+
+@dataclass(frozen=True)
+class PlanTradeoff:
+    """Seconds and convergence penalty of every row of every bucket, and the state of training.
+
+    Training that falls behind by a share of its steps takes ``seconds of a step / (1 - share)`` for a step of dense
+    training.
+
+    Parameters
+    ----------
+    penalties : sequence of arrays, shape (rows,)
+        Share of steps by which each row of each bucket falls behind; each bucket has a row of none.
+    seconds : sequence of arrays, shape (rows,)
+        Seconds of each row.
+    weights : sequence of float
+        Shares of the buckets in the progress of a step.
+    ready : sequence of float
+        Seconds at which each bucket is ready, relative to the last one.
+    compute_s : float
+        Seconds of a step outside of exchanges.
+    limit : float
+        The largest share of steps that may be lost, at least 0.
+    local_steps : int
+        Steps that ranks make between two exchanges.
+    local_penalty : float
+        Share of steps that is lost because ranks diverge in these, whatever is exchanged.
+    """
+
+    penalties: Sequence[Array]
+    seconds: Sequence[Array]
+    weights: Sequence[float]
+    ready: Sequence[float]
+    compute_s: float
+    limit: float
+    local_steps: int = 1
+    local_penalty: float = 0.0
+
+    def penalty(self, rows: Sequence[int]) -> float:
+        """Return the share of steps that is lost with a row for every bucket."""
+        parts = zip(self.penalties, rows, self.weights, strict=True)
+        return self.local_penalty + float(sum(penalty[row] * weight for penalty, row, weight in parts))
+
+    def time_per_dense_step(self, rows: Sequence[int]) -> float:
+        """Return the seconds in which training proceeds by a step of dense training."""
+        end = -math.inf
+        for seconds, row, ready in zip(self.seconds, rows, self.ready, strict=True):
+            end = max(end, ready) + seconds[row]
+        step_s = (self.local_steps * self.compute_s + end) / self.local_steps
+        return float(step_s / max(1 - self.penalty(rows), _MIN_PROGRESS))
+
+    def allows(self, rows: Sequence[int]) -> bool:
+        """Return whether the penalty of rows is within the limit, with some slack."""
+        worst = max(penalty[row] for penalty, row in zip(self.penalties, rows, strict=True))
+        within = self.penalty(rows) <= _PENALTY_SLACK * self.limit
+        return within and worst <= _PENALTY_SLACK * _BUCKET_PENALTY_RATIO * self.limit
+
+    def best(self) -> list[int]:
+        """Return the rows of least `time_per_dense_step` within the limit."""
+        pairs = zip(self.penalties, self.seconds, strict=True)
+        rows = [_undominated(penalty, seconds, _BUCKET_PENALTY_RATIO * self.limit) for penalty, seconds in pairs]
+        parts = zip(self.penalties, rows, self.weights, strict=True)
+        penalties = [penalty[kept] * weight for penalty, kept, weight in parts]
+        seconds = [of_bucket[kept] for of_bucket, kept in zip(self.seconds, rows, strict=True)]
+        limit = max(0.0, self.limit - self.local_penalty)
+        ends, solutions = least_makespan(penalties, seconds, self.ready, limit, _PENALTY_BINS)
+        totals = self.local_penalty + np.minimum(np.arange(ends.size) / _PENALTY_BINS, 1.0) * limit
+        times = (self.local_steps * self.compute_s + ends) / np.maximum(1 - totals, _MIN_PROGRESS)
+        choice = solutions.at(int(times.argmin()))
+        return [int(kept[setting]) for kept, setting in zip(rows, choice, strict=True)]
+
+
+def _undominated(penalty: Array, seconds: Array, limit: float) -> NDArray[np.int64]:
+    """Return the rows to which no other one is superior in both; at least one of the least penalty."""
+    order = np.lexsort((penalty, seconds))
+    order = order[penalty[order] <= max(limit, float(penalty.min()))]
+    lowest = np.minimum.accumulate(penalty[order])
+    return order[np.concatenate(([True], penalty[order][1:] < lowest[:-1]))]
+
+
+def least_total(
+    errors: Sequence[Array],
+    sizes: Sequence[Array],
+    limit: float,
+    default: Choice | None = None,
+    bins: int = 10_000,
+    strict: bool = False,
+) -> Choice:
+    """Choose a setting for every part so that the sum of sizes is least and that of errors at most ``limit``.
+
+    L-GreCo's dynamic program (arXiv 2210.17357). Errors are rounded up to bins of ``limit / bins``, and one bin a part
+    is added to the capacity: rounding alone then excludes no choice within the limit, and the error is at most ``limit
+    * (1 + parts / bins)``. The choice is never larger than ``default`` if that is within the limit. With ``strict`` no
+    bin is added and nothing is compared: the error is at most ``limit``, and ``default`` is taken only if rounding
+    leaves nothing within it.
+
+    Parameters
+    ----------
+    errors, sizes : sequences of arrays, shape (settings,)
+        Error and size of each setting of each part, not negative.
+    limit : float
+        The largest sum of errors.
+    default : array of int64, shape (parts,), optional
+        Taken if it is smaller than the solution, or nothing is within the limit.
+    bins : int
+        Number of bins of the limit.
+    strict : bool
+        Whether the limit is never exceeded, as published.
+
+    Returns
+    -------
+    array of int64, shape (parts,)
+        If nothing is within the limit and there is no default, the setting of least error of each part.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> errors = [np.array([0.0, 3.0]), np.array([0.0, 2.0])]
+    >>> least_total(errors, [np.array([9.0, 1.0]), np.array([5.0, 1.0])], 3.0).tolist()
+    [1, 0]
+    """
+    best = np.full(bins + 1 + (0 if strict else len(errors)), np.inf)
+    best[0] = 0.0
+    tables: list[NDArray[np.int32]] = []
+    for error, size in zip(errors, sizes, strict=True):
+        best, chosen = _extend(best, _units(error, limit, bins), size)
+        tables.append(chosen)
+    if not np.isfinite(best).any():
+        return _least_errors(errors) if default is None else default
+    found = _walk_back(tables, errors, limit, bins, int(best.argmin()))
+    if strict or default is None:
+        return found
+    if total(errors, default) <= limit and total(sizes, default) <= total(sizes, found):
+        return default
+    return found
+
+
+def least_makespan(
+    errors: Sequence[Array],
+    seconds: Sequence[Array],
+    ready: Sequence[float],
+    limit: float,
+    bins: int = 1000,
+) -> tuple[Array, "Solutions"]:
+    """Choose a setting for every bucket so that the last one ends soonest, for every limit of the sum of errors.
+
+    Bucket b begins when it is ready and the one before it has ended: ``F_b = max(F_{b-1}, ready_b) + seconds``. F grows
+    with F of the bucket before, so the dynamic program of `least_total` is exact with it, to rounding of errors.
+
+    Parameters
+    ----------
+    errors, seconds : sequences of arrays, shape (settings,)
+        Error and seconds of each setting of each bucket.
+    ready : sequence of float
+        Seconds at which each bucket is ready, ascending.
+    limit : float
+        The largest sum of errors.
+    bins : int
+        Number of bins of the limit.
+
+    Returns
+    -------
+    ends : array, shape (bins + buckets + 1,)
+        Least end of the last bucket with errors of at most ``index * limit / bins``; infinite without a choice.
+    solutions : Solutions
+        Has the choice for each of them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> errors, seconds = [np.array([0.0, 1.0])] * 2, [np.array([5.0, 1.0])] * 2
+    >>> ends, solutions = least_makespan(errors, seconds, [0.0, 4.0], 1.0, bins=10)
+    >>> float(ends[10]), solutions.at(10).tolist()
+    (6.0, [0, 1])
+    """
+    best = np.full(bins + len(errors) + 1, -np.inf)  # the first bucket has no end to wait for
+    tables: list[NDArray[np.int32]] = []
+    for error, bucket_s, ready_s in zip(errors, seconds, ready, strict=True):
+        best, chosen = _extend(np.maximum(best, ready_s), _units(error, limit, bins), bucket_s)
+        tables.append(chosen)
+    return np.minimum.accumulate(best), Solutions(best, tables, errors, limit, bins)
+
+
+class Solutions:
+    """Choices for the ends that `least_makespan` found."""
+
+    def __init__(
+        self, best: Array, tables: list[NDArray[np.int32]], errors: Sequence[Array], limit: float, bins: int
+    ) -> None:
+        self._best = best
+        self._problem = tables, errors, limit, bins
+
+    def at(self, index: int) -> Choice:
+        """Return the setting of every bucket, shape (buckets,); that of least error if there is no choice."""
+        start = int(self._best[: index + 1].argmin())
+        tables, errors, limit, bins = self._problem
+        if not np.isfinite(self._best[start]):
+            return _least_errors(errors)
+        return _walk_back(tables, errors, limit, bins, start)
+
+
+def total(table: Sequence[Array], choice: Choice) -> float:
+    """Return the sum of a table's values over a choice."""
+    return float(sum(values[setting] for values, setting in zip(table, choice, strict=True)))
+
+
+def _least_errors(errors: Sequence[Array]) -> Choice:
+    return np.array([error.argmin() for error in errors])
+
+
+def _units(errors: Array, limit: float, bins: int) -> NDArray[np.int64]:
+    """Return errors in bins, rounded up; above any capacity if they exceed the limit or are NaN.
+
+    A billionth of a bin is ignored, so that a whole number of bins stays one after a division.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        units = np.ceil(np.where(errors == 0, 0.0, errors / limit * bins) - 1e-9)
+    return np.where(units <= bins, units, 1 << 40).astype(np.int64)
+
+
+def _extend(best: Array, units: NDArray[np.int64], values: Array) -> tuple[Array, NDArray[np.int32]]:
+    """Add a part: return the best value for every sum of errors, and the setting for it."""
+    out = np.full(best.size, np.inf)
+    chosen = np.zeros(best.size, np.int32)
+    for setting, (error, value) in enumerate(zip(units.tolist(), values.tolist(), strict=True)):
+        if error >= best.size:
+            continue
+        candidate = best[: best.size - error] + value
+        is_better = candidate < out[error:]
+        np.copyto(out[error:], candidate, where=is_better)
+        np.copyto(chosen[error:], setting, where=is_better)
+    return out, chosen
+
+
+def _walk_back(tables: list[NDArray[np.int32]], errors: Sequence[Array], limit: float, bins: int, index: int) -> Choice:
+    found = np.zeros(len(tables), np.int64)
+    for part in range(len(tables) - 1, -1, -1):
+        found[part] = tables[part][index]
+        index -= int(_units(errors[part], limit, bins)[found[part]])
+    return found
