@@ -119,10 +119,10 @@ class Autoencoder(LearnedCode):
         _move(values, self._shift, layer[0])
         *convolutions, (weights, bias) = self._there[0]
         scratch = self._scratch(values.dtype)
-        for place, (own, own_bias) in enumerate(convolutions):
+        for place, (kernel, kernel_bias) in enumerate(convolutions):
             places //= 2
-            below, layer = layer, self._array(f"layer {place}", len(own), places, values.dtype)
-            kernels.conv_halve(below, own, own_bias, _SLOPE, layer, scratch, layer)
+            below, layer = layer, self._array(f"layer {place}", len(kernel), places, values.dtype)
+            kernels.conv_halve(below, kernel, kernel_bias, _SLOPE, layer, scratch, layer)
         kernels.conv_mix(layer, weights, bias, out.reshape(_CHANNELS, places))
 
     def decode(self, code: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0) -> None:
@@ -153,8 +153,8 @@ class Autoencoder(LearnedCode):
         errors = []
         for _ in range(self._passes):
             start, shift = random.integers([values.shape[1] - stretch + 1, 1 if self._published else self._stride])
-            for own, moved in zip(values[:, start : start + stretch], places, strict=True):
-                _move(own, shift, moved)
+            for of_rank, moved in zip(values[:, start : start + stretch], places, strict=True):
+                _move(of_rank, shift, moved)
             noise = random.standard_normal(places.shape, np.float32)
             if not np.square(places if leader is not None else places.mean(axis=0)).sum() > 0:
                 errors.append(0.0)
@@ -235,13 +235,13 @@ class Autoencoder(LearnedCode):
         places = layers[0].shape[1]
         *convolutions, (weights, bias) = self._there[1][worker]
         scratch = self._scratch(dtype)
-        for depth, (own, own_bias) in enumerate(convolutions):
+        for depth, (kernel, kernel_bias) in enumerate(convolutions):
             places *= 2
             below = layers
-            layers = [self._array(f"layer {depth} of {n}", len(own_bias), places, dtype) for n in range(len(codes))]
+            layers = [self._array(f"layer {depth} of {n}", len(kernel_bias), places, dtype) for n in range(len(codes))]
             gate = layers[0]
             for values, layer in zip(below, layers, strict=True):
-                kernels.conv_double(values, own, own_bias, _SLOPE, gate, scratch, layer)
+                kernels.conv_double(values, kernel, kernel_bias, _SLOPE, gate, scratch, layer)
         whole = self._array("values", 1, places, dtype)
         for layer, out in zip(layers, outs, strict=True):
             kernels.conv_mix(layer, weights, bias, whole)
@@ -257,16 +257,16 @@ class Autoencoder(LearnedCode):
 
         def encoded(layer: Any) -> Any:
             *convolutions, (weights, bias) = encoder
-            for own, own_bias in convolutions:
-                layer = functional.conv1d(layer, own, own_bias, stride=2, padding=1)
+            for kernel, kernel_bias in convolutions:
+                layer = functional.conv1d(layer, kernel, kernel_bias, stride=2, padding=1)
                 layer = functional.leaky_relu(layer, _SLOPE)
             return functional.conv1d(layer, weights[:, :, None], bias)
 
         def decoded(layer: Any, worker: int = 0, slopes: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
             *convolutions, (weights, bias) = decoders[worker]
             used = []
-            for depth, (own, own_bias) in enumerate(convolutions):
-                layer = functional.conv_transpose1d(layer, own, own_bias, stride=2, padding=1, output_padding=1)
+            for depth, (kernel, kernel_bias) in enumerate(convolutions):
+                layer = functional.conv_transpose1d(layer, kernel, kernel_bias, stride=2, padding=1, output_padding=1)
                 used.append(slopes[depth] if slopes else torch.where(layer.detach() < 0, _SLOPE, 1.0))
                 layer = layer * used[-1]
             return functional.conv1d(layer, weights[:, :, None], bias), used
@@ -283,8 +283,8 @@ class Autoencoder(LearnedCode):
             codes = encoded(noise)
             _, slopes = decoded(codes.mean(dim=0, keepdim=True))
             return error + missed(decoded(codes, slopes=slopes)[0], noise), error.detach()
-        own = codes[leader : leader + 1]
-        error = missed(torch.cat([decoded(own, worker)[0] for worker in range(len(values))]), values)
+        leaders_code = codes[leader : leader + 1]
+        error = missed(torch.cat([decoded(leaders_code, worker)[0] for worker in range(len(values))]), values)
         unlike = (codes - mean).square().sum() / (codes.square().sum() + _TINY)
         return error + _SIMILARITY * unlike, error.detach()
 

@@ -70,8 +70,8 @@ class Selected:
     def coded(self) -> slice:
         """The place of the coded elements in the list; empty where nothing is coded."""
         places = self.places
-        own = [place for part, place in zip(self.parts, places, strict=True) if part.travels == "coded"]
-        return slice(own[0].start, own[-1].stop) if own else slice(0, 0)
+        coded = [place for part, place in zip(self.parts, places, strict=True) if part.travels == "coded"]
+        return slice(coded[0].start, coded[-1].stop) if coded else slice(0, 0)
 
     @property
     def coded_count(self) -> int:
@@ -169,7 +169,7 @@ class LGC(Compressor):
     wire: str | None = None
     published: bool = field(default=False, kw_only=True)
     exceptions: tuple[str | None, str | None] | None = bound(None)
-    """Names of the model's layers that travel dense, and sparse; None before the model is memory."""
+    """Names of the model's layers that travel dense, and sparse; None before the model is known."""
     parts: tuple[Part, ...] = bound(())
     """The parts of a bucket, each with the number of its elements that are sent."""
 
@@ -206,8 +206,8 @@ class LGC(Compressor):
             channels = getattr(self, name)
             if isinstance(channels, str) or not isinstance(channels, Sequence) or not channels:
                 raise ConfigurationError(f"lgc: {name} must list numbers of channels, got {channels!r}")
-            for own in channels:
-                check_least(self.id, f"channels in {name}", own, 1)
+            for number in channels:
+                check_least(self.id, f"channels in {name}", number, 1)
             object.__setattr__(self, name, tuple(channels))
         check_choice("lgc", "wire", self.wire, (None, "fp16", "bf16"))
         if self.wire is not None and self.instance == "server":
@@ -263,7 +263,7 @@ class LGC(Compressor):
         exceptions = made.exceptions
         if model is not None or exceptions is None:
             exceptions = made._exceptions_of(model if model is not None else dict(zip(names, sizes, strict=True)))
-        layers = [(name, sum(own)) for name, own in _layers(names, sizes)]
+        layers = [(name, sum(numbers)) for name, numbers in _layers(names, sizes)]
         coded = [place for place, (name, _) in enumerate(layers) if name not in exceptions]
         parts, start = [], 0
         for place, (name, size) in enumerate(layers):
@@ -277,7 +277,7 @@ class LGC(Compressor):
 
     def _exceptions_of(self, model: Mapping[str, int]) -> tuple[str | None, str | None]:
         """Return the names of the layers of a model that travel dense, and sparse."""
-        layers = [(name, sum(own)) for name, own in _layers(list(model), list(model.values()))]
+        layers = [(name, sum(numbers)) for name, numbers in _layers(list(model), list(model.values()))]
         if not self.backward:
             layers.reverse()
         if len(layers) < _LAYERS:
@@ -288,8 +288,8 @@ class LGC(Compressor):
 
     def selected(self, numel: int) -> Selected:
         """Return the elements that are sent of its bucket, or of any array of another length."""
-        own = bool(self.parts) and self.parts[-1].stop == numel
-        return Selected(self.parts if own else (Part(0, numel, num_kept(self.ratio, numel), "coded"),))
+        is_bucket = bool(self.parts) and self.parts[-1].stop == numel
+        return Selected(self.parts if is_bucket else (Part(0, numel, num_kept(self.ratio, numel), "coded"),))
 
     def make_code(self, workspace: Workspace, seed: int = 0) -> LearnedCode:
         """Make a code that has learned nothing yet."""
@@ -314,7 +314,7 @@ def index_bytes(count: int, numel: int) -> int:
 def _layers(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, list[int]]]:
     """Return the sizes of the parameters of each layer, in their order."""
     pairs = zip(names, sizes, strict=True)
-    return [(name, [size for _, size in own]) for name, own in groupby(pairs, lambda pair: _layer_of(pair[0]))]
+    return [(name, [size for _, size in members]) for name, members in groupby(pairs, lambda pair: _layer_of(pair[0]))]
 
 
 def _layer_of(name: str) -> str:

@@ -165,7 +165,7 @@ def local_values(
 
 
 def make_frame(lead: LeaderMessage, values: NDArray[np.floating], frame: NDArray[np.floating]) -> None:
-    """Write the divisors of coded values as if a rank with these values received; for the rank that learns."""
+    """Write the divisors of coded values as if a rank with these values led; for the rank that learns."""
     words = np.empty(sum(-(-(layer.stop - layer.start) // _LANES) for layer in lead.layers), np.uint64)
     _unpack_frame(lead, _pack_frame(lead, values, words), words, frame)
 
@@ -202,9 +202,9 @@ def _write(
     if code is not None:
         frame = workspace.array("frame", values.size, accumulated.dtype)
         _unpack_frame(lead, of_layers, signs.view(np.uint64), frame)
-        own = workspace.array("relative", values.size, accumulated.dtype)
-        relative(values, frame, own)
-        code.encode(own, code_part[: lead.code_bytes].view(accumulated.dtype))
+        relative_values = workspace.array("relative", values.size, accumulated.dtype)
+        relative(values, frame, relative_values)
+        code.encode(relative_values, code_part[: lead.code_bytes].view(accumulated.dtype))
 
 
 def _plain(lead: LeaderMessage) -> bool:
@@ -227,11 +227,11 @@ def _check_indices(lead: LeaderMessage, numel: int, leader: int, ascending: bool
     if not ascending:
         raise MessageError(f"learned: from rank {leader}: indices do not ascend below {lead.numel}")
     if not known:
-        raise MessageError(f"learned: an index that all ranks were code_part is not below {numel}")
+        raise MessageError(f"learned: an index that all ranks know is not below {numel}")
 
 
 def _listed(lead: LeaderMessage, indices: NDArray[np.uint32], workspace: Workspace) -> NDArray[np.uint32]:
-    """Return the indices of everything that is sent: those of dense parts are memory."""
+    """Return the indices of everything that is sent: those of dense parts are known."""
     selected = lead.selected
     if selected.count == selected.indices:
         return indices
@@ -271,11 +271,11 @@ def _pack_frame(lead: LeaderMessage, values: NDArray[np.floating], signs: NDArra
     """Return the root mean square of each layer's values, in host memory, and write their signs."""
     start, energies = 0, []
     for layer in lead.layers:
-        own = values[layer]
-        energies.append(kernels.energy(own))
+        layer_values = values[layer]
+        energies.append(kernels.energy(layer_values))
         if lead.signs:
-            words = -(-own.size // _LANES)
-            kernels.pack_votes(own, signs[start : start + words])
+            words = -(-layer_values.size // _LANES)
+            kernels.pack_votes(layer_values, signs[start : start + words])
             start += words
     scales = np.ones(len(energies))
     for number, (layer, energy) in enumerate(
@@ -292,10 +292,10 @@ def _unpack_frame(
 ) -> None:
     start = 0
     for layer, scale in zip(lead.layers, scales.tolist(), strict=True):
-        own = frame[layer]
+        divisors = frame[layer]
         if lead.signs:
-            words = -(-own.size // _LANES)
-            kernels.unpack_votes(signs[start : start + words], scale, own)
+            words = -(-divisors.size // _LANES)
+            kernels.unpack_votes(signs[start : start + words], scale, divisors)
             start += words
         else:
-            own[:] = scale
+            divisors[:] = scale

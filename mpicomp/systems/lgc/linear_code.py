@@ -100,8 +100,8 @@ class LinearCode(LearnedCode):
         if leader is not None:
             if not self._crossed.size:
                 self._crossed = np.zeros((len(whole), self._block, self._block))
-            for own, target in zip(self._crossed, targets, strict=True):
-                own += blocks.T @ self._blocks(target)
+            for sums, target in zip(self._crossed, targets, strict=True):
+                sums += blocks.T @ self._blocks(target)
         self._solve()
         return error
 
@@ -171,5 +171,5 @@ class LinearCode(LearnedCode):
         if self._crossed.size:
             # Along eigenvectors coordinates are not correlated: each has its own least squares, whoever else travels.
             seen = np.where(energies > _SEEN * energies[-1], energies, np.inf)[::-1]
-            decoders = [(basis @ own) / seen[:, np.newaxis] for own in self._crossed]
+            decoders = [(basis @ sums) / seen[:, np.newaxis] for sums in self._crossed]
         self.use(np.stack([basis, *decoders]))

@@ -18,7 +18,7 @@ from mpicomp.systems.lgc.compressor import LGC
 from mpicomp.systems.lgc.leader_message import LeaderMessage, leader_of, relative, share_selection
 from mpicomp.systems.lgc.learned_code import LearnedCode
 
-_TOLD = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
+_REPORT = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
 """Squared norms of a rank's whole array and of what is not coded, of which rounding is taken off; then, of what is
 coded, the product of its values with its share of what is decoded, and the squared norm of this share, both before it
 is scaled.
@@ -57,11 +57,11 @@ class CodeRing:
         return [
             lead.round(leader_of(Context(group=group, step=step))),
             *self._sum.rounds(travels, dtype, group, step),
-            _tell(group),
+            _report_round(group),
         ]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Encode, sum, decode, scale; see `Scheme.exchange`."""
+        """Encode, sum, decode, scale."""
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel)
         # 1. One rank, drawn at random, broadcasts its indices and what values are relative to.
@@ -70,9 +70,9 @@ class CodeRing:
         count = lead.selected.coded_count
         length = code.length(count)
         # 2. Encode this rank's values there, and sum the codes; what is not coded travels beside them.
-        own = received.values[coded]
+        values = received.values[coded]
         shares = workspace.array("relative", count, dtype)
-        relative(own, received.frame, shares)
+        relative(values, received.frame, shares)
         rest = received.values.size - count
         travels = workspace.array("code", length + rest + TRAILER, dtype)
         code.turn(context.step)
@@ -91,28 +91,28 @@ class CodeRing:
             np.multiply(shares, received.frame, out=shares)
             np.multiply(decoded, received.frame, out=decoded)
         # 4. Gather how well decoded values fit, and scale them by the factor that leaves least over all ranks.
-        task = _tell(group)
+        task = _report_round(group)
         uncoded, rounded = travels[length : length + rest], 0.0
         sparse = kernels.energy(uncoded)
         if self._compressor.wire is not None:
             np.subtract(uncoded, summed.sent[length:], out=uncoded)
             rounded = kernels.energy(uncoded)
         energy, sparse, rounded, match, decoded_energy, coded_energy = to_python(
-            moments.energy, sparse, rounded, product(own, shares), kernels.energy(shares), kernels.energy(own)
+            moments.energy, sparse, rounded, product(values, shares), kernels.energy(shares), kernels.energy(values)
         )
-        code_part = (energy, sparse - rounded, float(match), decoded_energy)
+        report = (energy, sparse - rounded, float(match), decoded_energy)
         problem = received.problem or summed.problem
         if problem is not None:
-            code_part = (*code_part[:3], _DAMAGED)
-        task.send = np.array([code_part], _TOLD).view(_BYTE)
-        task.recv = workspace.host_array("code_part", sum(task.counts), _BYTE)
-        everyones = (yield task).view(_TOLD)
+            report = (*report[:3], _DAMAGED)
+        task.send = np.array([report], _REPORT).view(_BYTE)
+        task.recv = workspace.host_array("report", sum(task.counts), _BYTE)
+        everyones = (yield task).view(_REPORT)
         check_undamaged("learned", DAMAGED * bool((everyones["decoded"] == _DAMAGED).any()), problem)
         factor = 1.0 if self._compressor.published else _best(everyones, dtype)
         lost = _lost(everyones, factor)
         finite = _is_finite(everyones, factor, dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            missed = max(coded_energy + factor * (factor * code_part[3] - 2 * code_part[2]), 0.0)  # NaN stays
+            missed = max(coded_energy + factor * (factor * report[3] - 2 * report[2]), 0.0)  # NaN stays
 
         mean, sent = (workspace.array(f"learned {name}", received.values.size, dtype) for name in ("mean", "sent"))
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -140,8 +140,8 @@ class CodeRing:
         return LeaderMessage(self._compressor.selected(numel), numel, frame=True, signs=self._compressor.signs)
 
 
-def _tell(group: Group) -> Round:
-    return Round("allgatherv", [_TOLD.itemsize] * group.size, _BYTE)
+def _report_round(group: Group) -> Round:
+    return Round("allgatherv", [_REPORT.itemsize] * group.size, _BYTE)
 
 
 def product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:

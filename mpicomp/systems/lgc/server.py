@@ -101,21 +101,21 @@ class CodeServer:
             stored, rest, sparse = self._parts(lead, message, dtype)
             self._decode(common, rank, received, values[coded])
             try:
-                code_part = parse_message(sparse, count, dtype, workspace, self._innovations(lead))
+                parsed = parse_message(sparse, count, dtype, workspace, self._innovations(lead))
             except MessageError as error:
                 unread = unread or MessageError(f"learned: from rank {rank}: {error}")
                 continue
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 np.multiply(values[coded], dtype.type(received_on_host(stored)[0]), out=values[coded])
-                values[coded][code_part.selection.indices] = code_part.selection.values
+                values[coded][parsed.selection.indices] = parsed.selection.values
                 values[: coded.start] = rest[: coded.start]
                 values[coded.stop :] = rest[coded.start :]
                 np.add(mean, values, out=mean)
             if rank == group.rank:
                 sent[:] = values
-            flags, energy, lost = flags | code_part.flags, energy + code_part.energy, lost + code_part.lost
+            flags, energy, lost = flags | parsed.flags, energy + parsed.energy, lost + parsed.lost
             # What a rank has sent, and what stays in its residual, are finite with these; all ranks find the same.
-            flags |= NONFINITE * (not far_from_largest(code_part.energy + code_part.lost, dtype))
+            flags |= NONFINITE * (not far_from_largest(parsed.energy + parsed.lost, dtype))
         check_undamaged("learned", flags, None)
         if unread is not None:
             return undelivered(accumulated, unread, stale=False)
@@ -161,24 +161,24 @@ class CodeServer:
         And that of all of them.
         """
         workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
-        own = received.values[coded]
+        values = received.values[coded]
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            match, energy = map(float, to_python(product(own, decoded), kernels.energy(decoded)))
+            match, energy = map(float, to_python(product(values, decoded), kernels.energy(decoded)))
             best = match / energy if match > 0 and energy > 0 else 0.0  # loses least on this rank
             factor = dtype.type(1.0 if self._compressor.published else best)
-            missed = workspace.array("missed", own.size, dtype)
+            missed = workspace.array("missed", values.size, dtype)
             np.multiply(decoded, factor, out=missed)
-            np.subtract(own, missed, out=missed)
+            np.subtract(values, missed, out=missed)
         places = workspace.array("innovation.places", self._innovations(lead), np.uint32)
         off = workspace.array("innovation.off", places.size, dtype)
         kernels.select_largest(missed, kernels.kth_magnitude(missed, places.size), places, off)
         # Lost is what is not listed, and what is missed of what is coded but for the innovation.
-        energies = (kernels.energy(array) for array in (missed, off, received.values, own))
+        energies = (kernels.energy(array) for array in (missed, off, received.values, values))
         missed_energy, off_energy, listed_energy, coded_energy = to_python(*energies)
         left_out = max(missed_energy - off_energy, 0.0)  # NaN stays
         left = listed_energy - left_out
         innovation = workspace.array("innovation.values", places.size, dtype)
-        kernels.gather(own, places, innovation)
+        kernels.gather(values, places, innovation)
 
         stored, rest, sparse = self._parts(lead, message, dtype)
         stored[0] = factor
@@ -186,7 +186,7 @@ class CodeServer:
         rest[coded.start :] = received.values[coded.stop :]
         selection, moments = Selection(places, innovation), accumulated.device_moments
         flags = STALE * accumulated.stale
-        write_message(sparse, selection, own.size, self._wire(lead), flags, moments.energy, left, moments.finite)
+        write_message(sparse, selection, values.size, self._wire(lead), flags, moments.energy, left, moments.finite)
         return left_out, coded_energy
 
     def _lead(self, numel: int, dtype: np.dtype[Any]) -> LeaderMessage:

@@ -103,9 +103,9 @@ class Gossip:
         # 1. Project this rank's matrices on the vectors that it shares with each neighbour.
         matrices = [stack.of(model) for stack in self._stacks]
         wide = [_side_by_side(probe) for probe in self.probes]
-        for own, probe, answer in zip(matrices, wide, self._cut(mine, not rows), strict=True):
-            seen = np.empty((*own.shape[:1], answer.shape[2], probe.shape[2]), self._dtype)
-            multiply(own.transpose(0, 2, 1) if rows else own, probe, seen)
+        for matrix, probe, answer in zip(matrices, wide, self._cut(mine, not rows), strict=True):
+            seen = np.empty((*matrix.shape[:1], answer.shape[2], probe.shape[2]), self._dtype)
+            multiply(matrix.transpose(0, 2, 1) if rows else matrix, probe, seen)
             answer[:] = _one_by_one(seen, neighbours)
         place = length - self._plain
         for start, stop in self._gaps:
@@ -203,8 +203,8 @@ class Gossip:
         empty = [np.broadcast_to((part == 0).all(axis=2, keepdims=True), part.shape) for part in parts]
         if any(where.any() for where in empty):
             drawn = self._cut(self._draw(answers.shape[1]), rows)
-            for part, own, where in zip(parts, drawn, empty, strict=True):
-                part[where] = own[where]
+            for part, values, where in zip(parts, drawn, empty, strict=True):
+                part[where] = values[where]
 
 
 def _matrices_of(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Matrix]:
@@ -215,9 +215,9 @@ def _matrices_of(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Matrix]:
         size: int = prod(shape)
         if len(shape) > 1 and size:
             rows, columns = shape[0], prod(shape[1:])
-            own = min(rank, rows, columns)
-            if own * (rows + columns) < size:
-                found.append(Matrix(start, rows, columns, own))
+            vectors = min(rank, rows, columns)
+            if vectors * (rows + columns) < size:
+                found.append(Matrix(start, rows, columns, vectors))
         start += size
     return found
 

@@ -136,7 +136,7 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
         return make_graph(edges, transport.group.size)
 
     try:
-        own = together(make, transport, "PowerGossip")
+        checked_graph = together(make, transport, "PowerGossip")
     except BaseException:
         if transport is not comm:
             transport.close()
@@ -146,7 +146,7 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
     wrapped = wrap(optimizer, _Gossiping, "Gossiping")
     wrapped.transport = transport
     settings = {"rank": rank, "iterations": iterations, "rate": float(rate), "seed": seed}
-    wrapped._mpicomp_models = _Models(own, transport, transport is not comm, settings)
+    wrapped._mpicomp_models = _Models(checked_graph, transport, transport is not comm, settings)
     return wrapped
 
 

@@ -163,7 +163,7 @@ class SketchedAMSGrad(CollectiveOptimizer):
 
     def _variance_of(self, name: str) -> torch.Tensor:
         """Return the values that the squares of a parameter's momenta are compared to."""
-        parameter = next(parameter for parameter, own in self._names.items() if own == name)
+        parameter = next(parameter for parameter, known in self._names.items() if known == name)
         variance: torch.Tensor = self.state[parameter]["max_exp_avg_sq"]
         return variance
 
