@@ -18,8 +18,8 @@ from mpicomp.transport import LocalWorld
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-from mpicomp.bench.training_run import Settings
-from mpicomp.bench.training_run import train as train_replica
+from mpicomp.bench.training_run import Settings  # noqa: E402, it loads torch
+from mpicomp.bench.training_run import train as train_replica  # noqa: E402
 
 
 def train(mpiexec, tmp_path, ranks, *arguments, timeout=90):
