@@ -261,7 +261,7 @@ class _Bench:
         return timing
 
     def _compile(self, plan: Plan) -> None:
-        """Have kernels compiled and connections made, before anything is timed."""
+        """Compile kernels and open connections before anything is timed."""
         if plan not in self.compiled:
             self.compiled.append(plan)
             runner = self._runner(plan, Gradients(_COMPILING, device=self.device), None)

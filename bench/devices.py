@@ -13,7 +13,7 @@ Found = int | MpicompError
 
 
 def find() -> Found:
-    """Look for the GPU of this process before MPI starts, as that calls another program."""
+    """Find the GPU of this process, before MPI starts: it calls another program."""
     try:
         return gpus.local_device()
     except LaunchError as error:

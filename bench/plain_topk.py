@@ -25,7 +25,7 @@ class PlainTopK:
         self.phases_s = np.zeros(3)
 
     def average(self, parameters: Iterable[Tensor]) -> None:
-        """Put the mean into each ``grad``. Collective.
+        """Write the mean into each ``grad``. Collective.
 
         Leaves what it took in ``phases_s``, seconds up to the exchange, in it and after it, and the payload of a rank
         in ``sent_bytes``.

@@ -229,7 +229,7 @@ class TorchTopk(Kernel):
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
-        """Have torch compute with the threads of the row, or in the stream of a GPU."""
+        """Set torch's threads to those of the row, or its stream to that of the GPU."""
         if self.device.number is not None:
             with self._torch.cuda.stream(
                 self._torch.cuda.ExternalStream(self.device.stream, device=self.device.number)

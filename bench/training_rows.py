@@ -142,7 +142,7 @@ class Exchange:
 
     @property
     def updates(self) -> bool:
-        """Whether what ranks' optimizers change is exchanged, in place of gradients."""
+        """Whether updates of the optimizers are exchanged in place of gradients."""
         return self.name.startswith(UPDATES) or self.name in (TORCHFT_DILOCO, DEMO)
 
     @property

@@ -247,7 +247,7 @@ def train(
 
 
 def _wrapped(optimizer: Any, model: torch.nn.Module, settings: Settings, transport: Transport) -> Any:
-    """Have the task's optimizer exchange as the settings say. Collective."""
+    """Wrap the task's optimizer in the exchange of the settings. Collective."""
     words: dict[str, Any] = {
         "named_parameters": model.named_parameters(),
         "compressor": settings.compressor,

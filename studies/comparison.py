@@ -367,7 +367,7 @@ def _run_each(comparison: Comparison, runs: Sequence[Any], end: float, path: str
 
 @contextlib.contextmanager
 def terminated() -> Iterator[None]:
-    """Have SIGTERM, which batch systems send, end this process as an error does: what it has started ends with it."""
+    """Turn SIGTERM, which batch systems send, into an error, so that child processes end with this one."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -187,7 +187,7 @@ class _Estimator:
 def measure(
     name: str, data: Data, ratios: Sequence[float], steps: int, only: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Let estimators, all or ``only`` these, select from the same data, with a residual each if there is feedback.
+    """Select with all estimators, or ``only`` these, from the same data, with a residual each if there is feedback.
 
     Data are of `WARM` steps and those that are counted. docs/studies.md describes the rows.
     """

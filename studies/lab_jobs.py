@@ -67,7 +67,7 @@ def read_networks(study: str, text: str) -> list[Network]:
 
 @dataclass
 class Finished:
-    """What became of a run."""
+    """Result of a run."""
 
     run: Any
     status: str

@@ -44,7 +44,7 @@ class Settings:
     loss: float = 0.0
     """Share of packets that get lost on the way; with any, packets are as large as Ethernet's."""
     seed: int = 0
-    """Of which packets these are."""
+    """Seed of the choice of lost packets."""
 
     @property
     def all_links(self) -> tuple[Link, ...]:

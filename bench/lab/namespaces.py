@@ -66,7 +66,7 @@ def set_hostname(name: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it ends."""
+    """Ask the kernel to kill this process when the thread that forked it ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0), "prctl")
 
 

@@ -75,7 +75,7 @@ class Choices:
         self._sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
 
     def add(self, record: StepRecord) -> None:
-        """Take up one step."""
+        """Add a step."""
         self.ratios.append(kept_share(record))
         self._energies.append(_energies(record))
         self._steps.append([])

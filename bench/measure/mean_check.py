@@ -33,7 +33,7 @@ class Check:
 
     @property
     def correct(self) -> bool:
-        """Whether the exchange did what it should."""
+        """Whether error and bits are right."""
         return self.identical and self.error <= self.tolerance
 
 

@@ -64,7 +64,7 @@ class MetricsWriter:
 
     @property
     def wanted(self) -> bool:
-        """Whether lines are written, so that others need not make them."""
+        """Whether lines are written at all."""
         return self._file is not None
 
     def write(self, line: Callable[[], Mapping[str, Any]]) -> None:

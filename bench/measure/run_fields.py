@@ -29,7 +29,7 @@ class Phases(TypedDict):
 
 
 class Layer(TypedDict):
-    """What was sent of a parameter; in a line that of rank 0."""
+    """The sent part of a parameter; in a line that of rank 0."""
 
     name: Annotated[str, "of the parameter"]
     numel: Annotated[int, "elements in it"]
@@ -65,7 +65,7 @@ class Ratios(TypedDict):
 
 
 class RankEntry(TypedDict):
-    """What a rank took."""
+    """Times of a rank."""
 
     rank: Annotated[int, "its number, among the ranks that were there in the end"]
     slowest: Annotated[
@@ -86,7 +86,7 @@ class PlanEntry(TypedDict):
 
 
 class CorrelationEntry(TypedDict):
-    """What ranks' gradients had in common."""
+    """Correlation of ranks' gradients over a run."""
 
     every: Annotated[int, "from one look to the next; in steps"]
     looks: Annotated[int, "how many there were; one at a gradient that is not finite does not count"]
@@ -99,7 +99,7 @@ class CorrelationEntry(TypedDict):
 
 
 class Common(TypedDict):
-    """What the gradients of two ranks have in common."""
+    """Correlation of the gradients of two ranks."""
 
     correlation: Annotated[
         float,

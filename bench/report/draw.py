@@ -172,7 +172,7 @@ def spread(heights: Sequence[float], distance: float, low: float, high: float) -
 
 
 def shortened(text: str, length: int) -> str:
-    """Leave out the middle of a long text.
+    """Shorten a long text in its middle.
 
     Examples
     --------

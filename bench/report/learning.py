@@ -86,7 +86,7 @@ def _loss_against(unit: str, runs: Sequence[Run]) -> Picture:
 
 
 def _limit_loss(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Have the axis hold all medians; a logarithmic one where one from 0 would hide some."""
+    """Scale the axis to hold all medians; logarithmic if an axis from 0 would hide some."""
     medians = _finite([curve.middle for curve in curves])
     if medians.size == 0:
         return

@@ -169,7 +169,7 @@ _REQUIRED_FIELDS = {
 
 
 def _shorten_names(runs: Sequence[Run]) -> None:
-    """Leave out the words that all names begin with, and number names that are the same."""
+    """Remove the common prefix of all names, and number equal names."""
     same = takewhile(lambda letters: len(set(letters)) == 1, zip(*(run.name for run in runs), strict=False))
     common = "".join(letters[0] for letters in same) if len(runs) > 1 else ""
     cut = max(common.rfind(mark) for mark in "-_. ") + 1

@@ -47,7 +47,7 @@ class _Message:
 
 
 class Clock:
-    """Tells the seconds of schemes among the ranks of a topology."""
+    """Predicts the seconds of schemes among the ranks of a topology."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology

@@ -1,4 +1,4 @@
-"""What is simulated from: a cost model and a recorded backward, which ``mpicomp train --measured`` writes."""
+"""Input of a simulation: a cost model and a recorded backward, which ``mpicomp train --measured`` writes."""
 
 import json
 import math
@@ -65,7 +65,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run has measured."""
+    """Measurements of one run."""
 
     task: str  # what was trained
     ranks: int  # of the run

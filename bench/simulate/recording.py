@@ -15,7 +15,7 @@ from mpicomp.transport import Transport
 
 
 class Backward:
-    """Notes, step by step, when each parameter's gradient is complete."""
+    """Records in each step when the gradient of each parameter is complete."""
 
     def __init__(self, parameters: Sequence[tuple[str, Any]]) -> None:
         self.names = [name for name, _ in parameters]
@@ -34,7 +34,7 @@ class Backward:
         return hook
 
     def add(self, began: float, forward: float, ended: float, update_s: float) -> None:
-        """Note a step whose backward is over."""
+        """Record a step after its backward."""
         ready = np.where(np.isnan(self._now), ended, self._now) - forward  # what backward does not reach is zero then
         self._rows.append(np.concatenate(([forward - began, ended - forward, update_s], ready)))
         self._now = np.full(len(self.names), np.nan)
@@ -44,7 +44,7 @@ class Backward:
         return np.array(self._rows)
 
     def close(self) -> None:
-        """Take the hooks out of the model."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 

@@ -23,7 +23,7 @@ _DTYPE = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is simulated."""
+    """A compressor and a collective to simulate."""
 
     compressor: Compressor | None  # none lets mpicomp choose, bucket by bucket
     # A name, or ``"auto"`` for the fastest of those that deliver all that the compressor selects

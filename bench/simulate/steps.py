@@ -17,7 +17,7 @@ from mpicomp.collectives import Scheme
 
 @dataclass(frozen=True)
 class Seconds:
-    """What one bucket's exchange takes: the slowest rank's computation, and rounds."""
+    """Seconds of one bucket's exchange: computation of the slowest rank, and rounds."""
 
     compute: float
     rounds: float

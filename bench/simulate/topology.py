@@ -44,7 +44,7 @@ class Topology:
             self.notes.append("links inside a host were not measured; they are taken for a usual machine's")
 
     def _fold(self, measured: int) -> None:
-        """Take out of Allreduce's factors what they owe to the number of hosts that was measured, see `folding`.
+        """Remove from Allreduce's factors the part that the measured number of hosts explains, see `folding`.
 
         Of ranks where there was one host. Where it is a power of two nobody knows whether the library folds, and it is
         taken not to.
@@ -74,7 +74,7 @@ class Topology:
         self.network.set_link(WORLD, latency, per_byte, 0.1)
 
     def _through_switch(self, slowness: float) -> None:
-        """Have operations take longer for which the switch is slower than the links that are at work at a time.
+        """Slow down the operations for which the switch is slower than the links that send at a time.
 
         What a root gathers comes through its link alone. A broadcast brings every host all of it, of which the others
         pass on their parts.

@@ -1,4 +1,4 @@
-"""What all language models learn from: tokens of a text, in samples, with those of whole documents held out."""
+"""Data of language models: tokens of a text, in samples, with whole documents held out."""
 
 from __future__ import annotations
 

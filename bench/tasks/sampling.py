@@ -1,4 +1,4 @@
-"""Which samples a rank sees in a step, and which are held out to be seen now and then."""
+"""Samples of each rank in each step, and samples that are held out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sampler:
 
 
 class Shards:
-    """Give every rank a part of the samples to draw from, its classes where there are several.
+    """Assign every rank a part of the samples to draw from: classes, if there are several.
 
     Groups are dealt to ranks in turn: rank r of R has groups r, r + R, r + 2 R and so on. With more ranks than groups
     they go round, and a group that several ranks have is cut into as many blocks, equally long and in the order of the

@@ -66,7 +66,7 @@ class Task(Protocol):
         ...
 
     def shard(self) -> None:
-        """Have every rank draw its samples from a part of its own: its classes, or its part of the text.
+        """Draw the samples of every rank from a different part: its classes, or its part of the text.
 
         To be called before the first batch. It sets `shards`. Held-out data stay those of all.
 

@@ -98,7 +98,7 @@ def _report(error: Exception) -> None:
 
 
 def _watch_over(launch: launcher.Launch | None) -> None:
-    """Have the job end with this rank, which is about to leave with an error.
+    """End the job with this rank, which is about to leave with an error.
 
     A rank that leaves before it has initialized MPI keeps the others waiting in MPI_Init, where no launcher
     notices that it is gone; so it joins them first.

@@ -25,7 +25,7 @@ _WALL_CLOCK_S = 1.0  # difference of wall clocks that is tolerated: timestamps o
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a job: input of the checks."""
+    """Facts about a job: input of the checks."""
 
     ranks: Sequence[Rank] = ()
     launcher: str | None = None  # a name of `mpicomp.system.launcher.Launch`

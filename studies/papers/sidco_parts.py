@@ -91,7 +91,7 @@ def of_many(turns: int) -> list[dict[str, Any]]:
 
 
 def adapting(turns: int) -> list[dict[str, Any]]:
-    """Let stages adapt to arrays of three kinds by the paper's rule: one number for all kinds, and one for each."""
+    """Adapt stages to arrays of three kinds by the paper's rule: one number for all kinds, and one for each."""
     kinds = {kind: estimators.DISTRIBUTIONS[kind] for kind in ("laplace", "normal", "student")}
     rows = []
     for shared in (True, False):

@@ -48,7 +48,7 @@ def arms(ratio: float) -> dict[str, paper_runs.Arm]:
 
 
 def estimate(data: str, steps: int) -> dict[str, Any]:
-    """Let one estimator, in all its forms, select from data; return its rows."""
+    """Select from data with one estimator in all its forms; return its rows."""
     import resnet  # noqa: F401, registers its task
 
     drawn = sorted(estimators.DISTRIBUTIONS)

@@ -1,4 +1,4 @@
-"""How many threads a rank computes with: no more than its host has cores for it, and what the user says before all."""
+"""Threads of a rank: at most its share of the host's cores, unless the user has set them."""
 
 import math
 import os

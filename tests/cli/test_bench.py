@@ -16,7 +16,7 @@ TRAINING = ["bench", "training", "--task", "digits", "--steps", "6", "--blocks",
 
 
 def table(text):
-    """Give the lines of a plain table below its header, cut into words."""
+    """Return the lines of a plain table below its header, split into words."""
     lines = [line.split() for line in text.splitlines()]
     header = next(index for index, words in enumerate(lines) if words[:1] == ["name"])
     return lines[header], lines[header + 1 :]

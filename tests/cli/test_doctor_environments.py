@@ -13,7 +13,7 @@ ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Give the Python of an environment with these wheels, made once."""
+    """Return the Python of an environment with these wheels, made once."""
     made = {}
 
     def get(*wheels):

@@ -1,4 +1,4 @@
-"""What the ranks of test_wire_bytes.py run: reduce some arrays; rank 0 prints every rank's recorded wire bytes."""
+"""Program of test_on_hosts.py: reduce some arrays; rank 0 prints every rank's recorded wire bytes."""
 
 import json
 import sys

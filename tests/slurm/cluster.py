@@ -118,7 +118,7 @@ class Cluster:
         )
 
     def logs(self):
-        """Give the ends of the daemons' logs."""
+        """Return the ends of the daemons' logs."""
         files = sorted(self.folder.glob("*.log"))
         return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files)
 

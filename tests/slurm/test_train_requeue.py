@@ -30,7 +30,7 @@ runpy.run_path({str(SLURM / "train.py")!r}, run_name="__main__")
 
 
 def states(folder):
-    """Give what each rank has in the one checkpoint of a folder."""
+    """Return each rank's part of the one checkpoint of a folder."""
     [checkpoint] = folder.glob("[0-9]*")
     files = sorted(checkpoint.iterdir())
     assert len(files) == RANKS
@@ -102,7 +102,7 @@ def set_state(slurm, nodes, state):
 
 @pytest.fixture
 def all_nodes(slurm):
-    """Have all nodes afterwards, whatever was done to them."""
+    """Restore all nodes afterwards."""
     yield
     slurm.run("scontrol", "update", "NodeName=n[1-4]", "State=RESUME")
     slurm.wait()

@@ -153,7 +153,7 @@ def test_table_has_the_median_and_the_worst():
 
 
 def simgrid_seconds(tmp_path, cases):
-    """Have SimGrid simulate cases; skip where it is not there."""
+    """Simulate cases by SimGrid; skip where it is not installed."""
     try:
         study.check_simgrid(PYTHON)
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""What is said of the plans of a run."""
+"""Summaries of the plans of a run."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from mpicomp.transport import LocalWorld
 
 
 def bucket(names, numel, kept, compressor, collective="allgather", gain=0.5, gains=None):
-    """Give the record of a bucket whose parameters are equally long, and of each of which as much was sent."""
+    """Return the record of a bucket whose parameters are equally long and equally sent."""
     share = numel // len(names)
     layers = Layers(tuple(names), np.full(len(names), share), np.full(len(names), kept // len(names)), gains)
     return mpicomp.BucketRecord(

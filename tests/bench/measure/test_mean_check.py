@@ -1,4 +1,4 @@
-"""Whether the check of a mean sees what is wrong, and nothing else."""
+"""The check of a mean finds errors, and nothing else."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ NUMEL = 30_011
 
 
 def exchange(compressor, collective, ranks=3, steps=5):
-    """Give what each rank puts in, keeps before and after, and gets in the last of some steps."""
+    """Return gradient, residual before and after, and mean of each rank in the last of some steps."""
     random = np.random.default_rng(1)
     world = Ranks(ranks, compressor, collective)
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""What the best dense exchange is found to take, by a clock that the test moves."""
+"""Probes of exchanges, by a clock that the test moves."""
 
 import pytest
 from mpicomp.bench.measure import probe
