@@ -57,7 +57,7 @@ def sidco(
 ) -> Estimate:
     """Select the elements above an estimated threshold, and leave the rest as the new residual.
 
-    The rule is that of `mpicomp.SIDCo`, with a fixed number of stages. It takes ``stages + 13`` launches for float32 and
+    The rule is that of `mpicomp.SIDCo`, with a fixed number of stages: ``stages + 13`` launches for float32 and
     three more for float64, of 2048 elements and more; one more for gamma. The device decides which of them do anything;
     the others end at once. Usually one sweep goes through memory, and a few sample 2 to 4 million elements. Without
     a good bound two sweeps follow; where an exact selection has to take the estimate's place, four or seven more do.
