@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 from device.kinds import with_specials
+from marks import slow
 from mpicomp.kernels import cpu, gpu
 
 SIZES = [0, 1, 63, 64, 65, 127, 128, 1000, 1024, 1025, 5000]
@@ -50,7 +51,9 @@ def made(size, dtype):
     return array.astype(dtype)
 
 
+FAST = [(2, "max"), (5, "max"), (8, "max"), (3, "l2"), (8, "l2"), (1, "range"), (4, "range"), (8, "range")]
 KINDS = [*SYMMETRIC, *[(bits, "range") for bits in range(1, 9)]]
+KINDS = [kind if kind in FAST else slow(*kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize("key", [None, KEY])
