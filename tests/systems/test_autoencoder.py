@@ -208,7 +208,7 @@ def test_the_learning_rate_falls():
 
 
 @pytest.mark.parametrize("leader", [None, 1])
-def test_as_published_it_is_plain_descent_on_all_values_where_they_are(leader):
+def test_autoencoder_as_published_is_plain_descent(leader):
     """Against torch's own optimizer, with the paper's losses written out: as shares of energies."""
     rng, ranks = np.random.default_rng(4), 3 if leader else 1
     code = make(ranks=ranks, learning_rate=0.05, passes=1, published=True)

@@ -128,7 +128,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("size", [slow(1), slow(2), 3, slow(4)])
-def test_trials_begin_from_the_checkpoint_and_training_goes_on_from_it(size):
+def test_trials_start_from_the_checkpoint_and_training_too(size):
     training, plain = Training(size, gain_threshold=1e6, solver="exact"), Slow(size)
     energies = np.zeros((5, 2))
     for step in range(70):
@@ -237,7 +237,7 @@ def test_the_choice_is_near_the_best_of_a_fine_grid(solver):
 
 
 @pytest.mark.slow
-def test_a_change_of_the_network_makes_the_choice_anew_without_trials():
+def test_search_network_change_chooses_without_trials():
     training = Training(4, latency=1e-2, solver="exact", gain_threshold=1e6)
     for _ in range(60):
         training.step()
@@ -273,7 +273,7 @@ def test_a_change_of_the_gain_has_all_candidates_tried_again():
     assert tried[:50] == [ratio for ratio in CANDIDATES for _ in range(10)]
 
 
-def test_gains_that_are_measured_again_count_where_the_network_changes():
+def test_search_network_change_uses_the_latest_gains():
     training = Training(2, latency=1e-2, solver="exact")
 
     def one(parameters, step, rank):
@@ -332,7 +332,7 @@ def test_the_ramp_without_the_search():
         (2e-4, 1e8, {"ring", "recursive-doubling"}),
     ],
 )
-def test_a_kind_of_ar_topk_that_is_named_has_its_sum_named_by_the_rule(latency, bits, kinds):
+def test_search_named_ar_topk_has_its_sum_named_by_the_rule(latency, bits, kinds):
     training = Training(4, "var-topk", latency=latency, bits=bits, solver="exact")
     assert training.step().collective == training.policy._option(0.1).kind
     seen = {training.policy._option(ratio).kind for ratio in CANDIDATES}

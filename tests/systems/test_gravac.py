@@ -269,7 +269,7 @@ def test_as_published_two_compressions_give_the_gains(kind, record, scaling, siz
     assert timed.state == json.loads(json.dumps(timed.state, allow_nan=False))
 
 
-def test_published_is_the_papers_values_and_no_dense_step_that_gains_do_not_ask_for():
+def test_gravac_as_published_is_dense_only_for_gains():
     policy = mpicomp.get_policy({"id": "gravac", "as_published": True})
     config = policy.get_config()
     assert (config["window"], config["every"], config["gains"], config["published"]) == (500, 1, "multilevel", True)

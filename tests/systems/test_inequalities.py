@@ -81,7 +81,7 @@ def test_dense_rings_of_the_papers_second_table(row):
 
 @pytest.mark.parametrize("parameters", [1e8, 1e9])
 @pytest.mark.parametrize(("place", "ratio"), [(3, 0.1), (4, 0.001)])
-def test_what_the_second_table_has_beside_the_exchange_is_the_same_on_all_networks(parameters, place, ratio):
+def test_table_two_compression_is_equal_on_all_networks(parameters, place, ratio):
     """It is the compression: what is printed less the formula, so that both sides are the paper's."""
     rows = [row for row in TABLE_II if row[0] == parameters]
     assert len(rows) >= 2

@@ -381,7 +381,7 @@ def test_every_parameter_may_have_a_bucket_of_its_own(instance):
 
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
-def test_what_only_follows_is_the_same_on_ranks_that_round_sums_on_their_own(instance):
+def test_learned_results_equal_on_ranks_that_round_differently(instance):
     together = Ranks(3, lgc(instance=instance), identical_sums=False)
     rng = np.random.default_rng(7)
     for _ in range(DENSE + LEARNING + 3):

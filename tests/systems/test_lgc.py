@@ -224,7 +224,7 @@ def test_what_it_costs_once_is_in_no_step():
     assert once == [0, 4 * weights / 2, 0, 0]
 
 
-def test_without_its_first_steps_there_is_a_code_at_the_second_one():
+def test_lgc_without_first_phases_has_a_code_at_step_two():
     compressor = LGC(ratio=0.3, code="linear", instance="server").bind([], [], warm_up=False)
     together = Ranks(2, compressor, "learned")
     for _ in range(2):

@@ -142,7 +142,7 @@ def test_no_more_error_than_uniform_and_fewer_bytes(size, bucket_bytes):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_errors_are_those_of_the_window_and_the_choice_is_nearly_the_best(size):
+def test_lgreco_errors_of_the_window_and_near_best_choice(size):
     """Against the paper's programme on exact errors, by brute force over the same candidates."""
     ranks = Ranks(size, {"id": "lgreco", "span": 2.0, **PERIODS}, mpicomp.TopK(ratio=0.05), collective="allgather")
     for step in range(13):

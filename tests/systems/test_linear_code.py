@@ -84,7 +84,7 @@ def test_values_of_few_dimensions_come_back(dtype):
     assert max(errors[1:]) < 1e-10
 
 
-def test_values_that_have_nothing_in_common_keep_a_quarter_of_their_energy():
+def test_linear_code_of_noise_keeps_a_quarter_of_its_energy():
     code, rng = made(), np.random.default_rng(3)
     errors = [code.learn(rng.standard_normal((2, 16_000))) for _ in range(6)]
     # 1,000 blocks of 4 of 16 coordinates: the share has a deviation of sqrt(2 * 0.25 * 0.75 / 16,000) = 0.005.
@@ -242,6 +242,6 @@ def largest_residual(turns, steps=1200, size=1024, count=64):
     return np.abs(residual).max()
 
 
-def test_what_is_left_out_does_not_pile_up_where_directions_take_turns():
+def test_linear_code_that_rotates_leaves_no_growing_residual():
     assert largest_residual(turns=True) < 0.3 * largest_residual(turns=False)
     assert largest_residual(turns=True, steps=2400) < 1.5 * largest_residual(turns=True)

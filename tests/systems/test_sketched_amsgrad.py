@@ -189,7 +189,7 @@ def test_step_runs_a_closure_and_follows_the_learning_rate():
     optimizer.close()
 
 
-def test_groups_have_settings_of_their_own_and_names_may_be_left_out():
+def test_sketched_amsgrad_groups_have_their_settings():
     model = linear()
     groups = [{"params": [model.weight], "lr": 0.0}, {"params": [("offset", model.bias)]}]
     optimizer = alone(groups, lr=0.1)
@@ -208,7 +208,7 @@ def test_groups_have_settings_of_their_own_and_names_may_be_left_out():
     assert late.detach().min() == pytest.approx(0.9)  # the first step of an element is the learning rate
 
 
-def test_parameters_of_several_types_and_strides_and_without_gradients():
+def test_power_gossip_types_strides_and_missing_gradients():
     torch.manual_seed(0)
     half = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
     double = torch.nn.Parameter(torch.randn(5, 6).double().t())
