@@ -19,7 +19,7 @@ Object = TypeVar("Object")
 Class = TypeVar("Class", bound=type)
 
 REGISTRIES: "dict[str, Registry[Any]]" = {}
-"""By kind; a registry stands beside the base class of its kind, and is here once that is imported."""
+"""Registries by kind; importing the base class of a kind adds its registry."""
 
 
 def register(cls: Class) -> Class:
@@ -29,7 +29,7 @@ def register(cls: Class) -> Class:
     ----------
     cls : type
         Derived from `mpicomp.Compressor`, `mpicomp.collectives.Scheme`, `mpicomp.policies.Policy` or
-        `mpicomp.bench.tasks.Task`, which tell what kind it is. The name is its ``id``; a task's is its ``name``.
+        `mpicomp.bench.tasks.Task`, which have a ``kind``. Its name is its ``id``, or ``name`` for a task.
 
     Raises
     ------
@@ -134,7 +134,7 @@ class Registry(Generic[Object]):
         return sorted(self._classes)
 
     def cls(self, name: str) -> type[Object]:
-        """Return the class behind a name."""
+        """Return the class with a name."""
         found: type[Object] = self._class(name)
         return found
 

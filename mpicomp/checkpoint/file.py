@@ -82,12 +82,12 @@ def is_file_name(name: str) -> bool:
 
 
 def header_of(path: Path) -> Header | None:
-    """Return the header of a rank's file, though it may be torn or damaged behind it; None where there is none."""
+    """Return the header of a rank's file, even of a file that is torn or damaged after it; None if there is none."""
     try:
         with open(path, "rb") as file:
             start = file.read(_START_BYTES)[8:]
         if not start.startswith(_START):
-            return RankFile(path).header  # another tool wrote it anew
+            return RankFile(path).header  # rewritten by another tool
         about, _ = json.JSONDecoder().raw_decode(start[len(_START) :].decode("ascii", "replace"))
         return _header(json.loads(about))
     except Exception:  # whatever is in a file of others
@@ -106,7 +106,7 @@ def _header(about: dict[str, Any]) -> Header:
 
 
 def encode(state: Any) -> tuple[str, list[tuple[Leaf, Any]]]:
-    """Take a tree apart.
+    """Return a tree as JSON and arrays.
 
     Returns
     -------

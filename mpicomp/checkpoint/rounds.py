@@ -65,7 +65,7 @@ def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
     """Read the newest checkpoint below a folder, on any number of ranks.
 
     Collective over ``comm``. With as many ranks as wrote it, each gets its state. Otherwise rank ``r`` of N gets
-    that of rank ``r * M // N`` of M, but residuals and velocities of reducers are distributed anew: their means over
+    that of rank ``r * M // N`` of M, but residuals and velocities of reducers are redistributed: their means over
     the ranks are what they were. Nothing is modified.
 
     Parameters
@@ -180,7 +180,7 @@ def _path(folder: Any, subsystem: str) -> Path:
 
 
 def _problem(error: Exception, what: str) -> MpicompError:
-    """Return an error that all ranks can be told of: one of mpicomp as it is."""
+    """Return an error that can be raised on all ranks; errors of mpicomp are returned unchanged."""
     if isinstance(error, MpicompError):
         return error
     text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

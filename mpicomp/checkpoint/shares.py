@@ -1,4 +1,4 @@
-"""Residuals and velocities of a reducer, shared out anew to another number of ranks."""
+"""Residuals and velocities of a reducer, distributed to another number of ranks."""
 
 import sys
 from collections.abc import Iterable, Iterator

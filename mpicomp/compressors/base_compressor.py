@@ -75,7 +75,7 @@ class Compressor(ABC):
     @property
     @abstractmethod
     def feedback(self) -> bool:
-        """Whether it runs with error feedback when nothing else is said."""
+        """Whether it runs with error feedback by default."""
 
     @property
     def contractive(self) -> bool:
@@ -103,7 +103,7 @@ class Compressor(ABC):
 
     @property
     def selects_by_ratio(self) -> bool:
-        """Whether it selects elements, as many as its parameter ``ratio`` says, which policies may then choose."""
+        """Whether its parameter ``ratio`` gives the number of selected elements, so that policies may choose it."""
         return self.message in ("sparse", "shared") and any(entry.name == "ratio" for entry in fields(self))
 
     @property

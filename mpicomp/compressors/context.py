@@ -11,7 +11,7 @@ from mpicomp.workspace import Workspace
 
 @dataclass
 class Context:
-    """Everything that a compressor and a scheme know of a step apart from the array.
+    """What a compressor and a scheme know of a step, except for the array.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ class Context:
     memory : dict
         This bucket's memory from step to step. Numbers and strings in it are part of a checkpoint.
     workspace : Workspace
-        Provides arrays that are needed at every step, without allocating them anew.
+        Provides arrays that are needed at every step, without allocations.
     """
 
     group: Group = field(default_factory=lambda: Group(0, 1))
@@ -51,7 +51,7 @@ class Context:
         shared : bool
             Whether all ranks get the same.
         part : int
-            Tells draws of one step apart.
+            Distinguishes the draws of one step.
         """
         rank = () if shared else (self.rank,)
         entropy = [self.seed, self.step, self.bucket, part, *rank]

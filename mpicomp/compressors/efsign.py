@@ -80,7 +80,7 @@ class EFSign(Quantiser):
         kernels.unpack_signs_add(scales, words, _block(out.size), factor, out)
 
     def _parts(self, message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-        """Return a message's words of signs, and the magnitude behind them; none where there are no elements."""
+        """Return a message's words of signs, and the magnitude after them."""
         self.check_length(message, numel)
         end = 8 * -(-numel // _WORD)
         return message[:end].view(np.uint64), message[end:].view(np.float32)[: min(numel, 1)]

@@ -167,9 +167,9 @@ class Estimator(Sparsifier):
 
     To add one: derive from it and give `threshold`.
 
-    Messages stay bounded and nothing waits for ever: where the estimate selects nothing (of equal magnitudes none may
-    exceed it) or more than 4 k + 1024 elements, and where there are infinities or NaN, exactly the k largest are sent.
-    Of an array of zeros nothing is.
+    Messages stay bounded, and every element is sent in time: if the estimate selects nothing (equal magnitudes may all
+    be below it) or more than 4 k + 1024 elements, or if some element is not finite, exactly the k largest are sent.
+    Of an array of zeros nothing is sent.
 
     Parameters
     ----------
@@ -199,4 +199,4 @@ class Estimator(Sparsifier):
 
     @abstractmethod
     def threshold(self, search: Search) -> float:
-        """Estimate the magnitude above which there are about ``search.k`` elements; NaN where it cannot be told."""
+        """Estimate the magnitude above which there are about ``search.k`` elements; NaN if that is unknown."""

@@ -48,7 +48,7 @@ class GlobalRandKMaxNorm(SharedSparsifier):
     make up. In the other form nothing has to: all that gradients hold is sent sooner or later.
 
     Different from the paper and its code: error feedback; the permutation; and in the code each rank keeps its
-    gradient where nothing is selected, with which models of different ranks grow apart.
+    gradient where nothing is selected, so that models of different ranks diverge.
 
     Examples
     --------

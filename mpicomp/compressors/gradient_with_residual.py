@@ -12,7 +12,7 @@ from mpicomp.device import to_python
 from mpicomp.kernels import cpu
 
 TRAILER = 4
-"""Elements behind the array in its buffer: room for flags and energies that travel with it through a sum."""
+"""Elements after the array in its buffer: room for flags and energies that are summed with it."""
 
 
 @dataclass
@@ -66,9 +66,9 @@ class GradientWithResidual:
     residual : array, shape (numel,), or None
         Of the dtype of ``buffer``; None where there is no error feedback.
     pieces : sequence of Piece
-        The gradients, which together fill the bucket; an empty sequence stands for zeros with no residual.
+        The gradients, which fill the bucket; an empty sequence stands for zeros without a residual.
     stale : bool
-        Whether this rank asks all ranks to agree anew.
+        Whether this rank asks all ranks to agree again.
     threads : int
         Number of threads that share a sweep.
     scale : float
@@ -212,7 +212,7 @@ class GradientWithResidual:
         Parameters
         ----------
         regions : sequence of Region
-            Where elements are listed: ascending, apart from each other. They receive what is found.
+            Where elements are listed: ascending and disjoint. They receive the elements found.
         """
         assert not self.is_computed, "the sum was made before"
         assert self._made == 0, "parts of the sum were made before"
@@ -249,12 +249,12 @@ class GradientWithResidual:
         """Return Python numbers for what kernels have returned; moments that nobody has read are read with them."""
         if self._moments is not None:
             return list(to_python(*more))
-        nonzero, total, energy, finite, *told = to_python(*self.device_moments, *more)
+        nonzero, total, energy, finite, *values = to_python(*self.device_moments, *more)
         self._moments = cpu.Moments(nonzero, total, energy, finite)
-        return told
+        return values
 
     def with_trailer(self, *trailer: float) -> NDArray[np.floating]:
-        """Return the sum with four numbers behind it, a contiguous array of shape (numel + TRAILER,).
+        """Return the sum with four numbers after it, a contiguous array of shape (numel + TRAILER,).
 
         Without ``trailer`` they are what ranks sum along: whether the sum is not finite, whether
         this rank is stale, the energy, and the energy that is missing.
@@ -284,12 +284,12 @@ class GradientWithResidual:
             residual = None if self._residual is None else self._residual[part]
             for cut, region in _cuts(part, regions):
                 where = slice(part.start + cut.start, part.start + cut.stop)
-                behind = None if residual is None else residual[cut]
+                residual_cut = None if residual is None else residual[cut]
                 if region is None:
-                    added = kernels.accumulate(gradient[cut], behind, out[where], self.threads)
+                    added = kernels.accumulate(gradient[cut], residual_cut, out[where], self.threads)
                 else:
                     region.found, added = kernels.accumulate_candidates(
-                        gradient[cut], behind, out[where], region.bound, where.start, region.index, region.bits,
+                        gradient[cut], residual_cut, out[where], region.bound, where.start, region.index, region.bits,
                         region.found, self.threads,
                     )  # fmt: skip
                 moments = added if moments is None else moments + added

@@ -22,7 +22,7 @@ MOST_BITS = 8
 
 @dataclass(frozen=True, repr=False)
 class Grid(Quantiser):
-    """Codes of some bits in bit planes, and behind them a float32 or two for each bucket.
+    """Codes in bit planes, followed by one or two float32 for each bucket.
 
     Parameters
     ----------

@@ -36,8 +36,8 @@ class Sparsifier(Compressor):
     Notes
     -----
     What was selected is sent in few bits by Qsparse-local-SGD, Basu et al. 2019, arXiv 1906.02367, and by SparseLoCo,
-    Sarfi et al. 2025, arXiv 2508.15706, whose two bits stand for levels that are not symmetric. Here they are, and lie
-    apart like squares: they are dense where most values are, just above the threshold, see
+    Sarfi et al. 2025, arXiv 2508.15706, whose two bits stand for levels that are not symmetric. Here they are, and are
+    spaced like squares: dense where most values are, just above the threshold, see
     `mpicomp.kernels.cpu.squares`. No block of values loses more energy than it has.
     """
 
@@ -163,7 +163,7 @@ class Quantiser(Compressor):
     message: ClassVar[str] = "packed"
 
     parts: tuple[tuple[int, "Quantiser"], ...] = bound(())
-    """Elements and quantiser of each part of a bucket, where parts of it are packed apart; see `packers`."""
+    """Elements and quantiser of each part of a bucket, if its parts are packed separately; see `packers`."""
 
     @property
     def feedback(self) -> bool:

@@ -35,7 +35,7 @@ class MaxNorm(SharedQuantiser):
     Parameters
     ----------
     bits : int, or sequence of int
-        From 2 to 16, sign included. Several, ascending, are one grid each: integers are as wide as the first says, and
+        From 2 to 16, sign included. Several, ascending, are one grid each: the first gives the width of integers, and
         an element goes on the finest grid on which it fits into that width on every rank. ``[6, 10]`` is the paper's
         two-scale form.
     norm : {"max", "l2"}
@@ -54,7 +54,7 @@ class MaxNorm(SharedQuantiser):
 
     Different from the paper and its code:
 
-    - bits count the sign, of which the paper's ``s = 2**bits - 1`` takes one more than it says;
+    - bits count the sign, of which the paper's ``s = 2**bits - 1`` takes one more;
     - on the wire an integer takes as many bits as its sum over ranks can need, not 8, 16 or 32, so that it never
       overflows;
     - elements are compared to a finer grid before they are rounded. To look at the rounded ones sends those near its

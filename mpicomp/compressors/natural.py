@@ -1,4 +1,4 @@
-"""Natural compression: the sign and a power of two, without the bits behind the exponent."""
+"""Natural compression: the sign and a power of two, without the mantissa."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +16,7 @@ _WORD = 64  # signs in a word
 @register
 @dataclass(frozen=True, repr=False)
 class Natural(Quantiser):
-    """Every magnitude to one of the two powers of two beside it, at random so that it is right on the average.
+    """Every magnitude is rounded at random to one of its two neighboring powers of two, without bias.
 
     ::
 
@@ -30,7 +30,7 @@ class Natural(Quantiser):
 
     Notes
     -----
-    Random bits are added to those behind a float32's exponent, which carry into it: exactly unbiased, down to the least
+    Random bits are added to the mantissa of a float32 and carry into its exponent: exactly unbiased, down to the least
     subnormal number. Elements beyond 2**127, the largest power of two, become that. float64 elements are taken to the
     nearest float32 first.
 
@@ -74,7 +74,7 @@ class Natural(Quantiser):
         kernels.unpack_exponents_add(words, exponents, factor, out)
 
     def _parts(self, message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-        """Return a message's words of signs, and the exponents behind them."""
+        """Return a message's words of signs, and the exponents after them."""
         self.check_length(message, numel)
         end = 8 * -(-numel // _WORD)
         return message[:end].view(np.uint64), message[end : end + numel]

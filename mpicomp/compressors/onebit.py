@@ -84,7 +84,7 @@ class OneBit(Quantiser):
         return -(-numel // self.block)
 
     def _parts(self, message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-        """Return a message's words of signs, and the magnitudes behind them."""
+        """Return a message's words of signs, and the magnitudes after them."""
         self.check_length(message, numel)
         end = 8 * -(-numel // _WORD)
         return message[:end].view(np.uint64), message[end:].view(np.float32)[: self._blocks(numel)]

@@ -56,7 +56,7 @@ def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:
     Parameters
     ----------
     compressor : Quantiser
-        Where it is bound to a bucket of as many elements as the array has, parts of that are packed apart.
+        Where it is bound to a bucket of as many elements as the array has, its parts are packed separately.
     sizes : sequence of int
         Elements of each piece, in order.
     """

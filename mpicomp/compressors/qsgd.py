@@ -39,7 +39,7 @@ class QSGD(Grid):
 
     Notes
     -----
-    Different from the paper: norms of buckets, a largest magnitude in place of the L2 norm if nothing else is said, and
+    Different from the paper: norms of buckets, by default the largest magnitude in place of the L2 norm, and
     b bits for every element in place of an Elias code, which has no fixed length. At 4 bits, 15 of 16 codes are used.
 
     How much is lost. Rounding at random has, in a bucket v of n elements with norm w, an expected error of
@@ -54,8 +54,8 @@ class QSGD(Grid):
     nearest with the largest magnitude as norm, any bucket contracts: the largest element is sent, and no error is
     larger than its element.
 
-    Elements are right but for rounding: the step travels as a float32, a place on the grid has 23 bits behind its
-    point, and norms of float64 elements beyond float32 are taken to nearly its largest number.
+    Elements are right but for rounding: the step travels as a float32, a place on the grid has 23 fractional
+    bits, and norms of float64 elements beyond float32 are taken to nearly its largest number.
 
     Examples
     --------

@@ -104,7 +104,7 @@ class RandomK(_Random):
 @register
 @dataclass(frozen=True, repr=False)
 class BlockRandomK(_Random):
-    """Block random-k (arXiv 2009.09271): k neighbours from a random element on; behind the last comes the first.
+    """Block random-k (arXiv 2009.09271): k neighbours from a random element on; the first follows the last.
 
     ::
 
@@ -160,7 +160,7 @@ def one_of_each(
     Parameters
     ----------
     numel : int
-        Length of all parts together.
+        Length of all parts.
     random : numpy.random.Generator
         Draws a position of each part.
     context : Context
@@ -168,7 +168,7 @@ def one_of_each(
     out : array of uint32, shape (k,)
         Receives the positions, ascending.
     turn : int
-        How many positions further to go; behind a part's last one comes its first.
+        How many positions further to go; the first of a part follows its last.
     """
     k = out.size
     draws = context.workspace.host_array("randomk.draws", min(k, _CHUNK), np.float64)

@@ -39,7 +39,7 @@ class RedSync(Estimator):
 
     Notes
     -----
-    Different from the paper's system: with the binary search too the threshold is found anew at every step, the form of
+    Different from the paper's system: the threshold is found again at every step with either search, the form of
     the search does not depend on a layer's size, and values travel as they are, not as one mean. Different from
     published code: where the threshold selects nothing or more than 4 k + 1024 elements, and where there are infinities
     or NaN, exactly the k largest are sent. Of an array of zeros nothing is.

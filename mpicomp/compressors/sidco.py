@@ -113,7 +113,7 @@ class SIDCo(Estimator):
         return super().select(accumulated, context)
 
     def _fused(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """Let one kernel make the sum, estimate and select; what it tells is read at once."""
+        """Sum, estimate and select in one kernel, and read its numbers at once."""
         memory, workspace = context.memory, context.workspace
         k = num_kept(self.ratio, accumulated.numel)
         stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
@@ -209,20 +209,7 @@ def _seen(numel: int, stride: int) -> int:
 
 
 def _adapt(memory: dict[str, Any], reached: float, ratio: float, climbs: bool = True) -> None:
-    """Note how well a step did, and change the number of stages where it is due.
-
-    Parameters
-    ----------
-    memory : dict
-        With ``sidco.`` before their names: ``stages``; ``sum`` and ``steps`` since the last look; ``direction`` of the
-        last change, and ``miss`` where the last look made one.
-    reached : float
-        Selected elements over those asked for.
-    ratio : float
-        The ratio asked for, which limits the number of stages.
-    climbs : bool
-        Whether to turn round where a change did not help; if not, too many elements mean fewer stages, as in the paper.
-    """
+    """Change the number of stages every `_STEPS` steps, if the mean of ``reached`` (selected / k) misses the band."""
     memory["sidco.sum"] = memory.get("sidco.sum", 0.0) + reached
     memory["sidco.steps"] = memory.get("sidco.steps", 0) + 1
     if memory["sidco.steps"] < _STEPS:

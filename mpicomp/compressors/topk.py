@@ -130,7 +130,7 @@ def largest_of_parts(
     accumulated, context
         See `Sparsifier.select`; what bounds the candidates of the next step goes into the memory.
     parts : sequence of (int, int, int)
-        Start, stop and k of each, ascending and apart from each other, none empty.
+        Start, stop and k of each; ascending, disjoint, none empty.
 
     Returns
     -------

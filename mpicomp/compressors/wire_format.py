@@ -1,4 +1,4 @@
-"""The sparse message on the wire: a header, the values, the indices; each `write_...` stands beside its `parse_...`.
+"""The sparse message on the wire: a header, the values, the indices; with a `parse_...` for each `write_...`.
 
 ==========  =====  =======================================================================================
 offset      bytes  what

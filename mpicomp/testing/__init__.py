@@ -112,7 +112,7 @@ def check_compressor(compressor: Compressor) -> None:
     Raises
     ------
     AssertionError
-        At the first law that is broken; the message says what was seen, and for which array.
+        At the first law that is broken, with the result and the array.
 
     Examples
     --------

@@ -33,9 +33,9 @@ class _Outcome:
 
 
 def check_registered(cls: type[Scheme[Any]]) -> None:
-    """Check that it is registered, says what it carries and where it comes from, and that something fits it."""
+    """Check that it is registered, names its messages and its paper, and that a compressor fits it."""
     assert collective_class(cls.id) is cls, f"'{cls.id}' is registered for another class"
-    assert ":" not in cls.id, f"a colon stands between a collective and what it is built upon, got '{cls.id}'"
+    assert ":" not in cls.id, f"a colon separates a collective from its inner one, got '{cls.id}'"
     assert cls.paper, "paper is empty: say where it comes from"
     assert _carried(cls), f"no built-in compressor has {cls.messages!r} messages that it carries"
 
@@ -51,7 +51,7 @@ def check_nothing_is_lost(cls: type[Scheme[Any]]) -> None:
         for result in outcome.results:
             assert result.mean.tobytes() == first.mean.tobytes(), f"means differ: {where}"
             same = (result.kept, result.energy, result.nonfinite, result.stale)
-            assert same == (first.kept, first.energy, False, False), f"ranks are told different things: {where}"
+            assert same == (first.kept, first.energy, False, False), f"ranks get different results: {where}"
         sent = [_dense(result.sent, numel) for result in outcome.results]
         room = 4 * ranks * float(np.finfo(dtype).eps) * float(np.abs(outcome.before).sum(axis=0).max())
         lost = np.abs(np.sum(sent, axis=0) - ranks * first.mean.astype(np.float64)).max()
@@ -67,7 +67,7 @@ def check_nothing_is_lost(cls: type[Scheme[Any]]) -> None:
 
 
 def check_bytes_are_those_of_rounds(cls: type[Scheme[Any]]) -> None:
-    """Check that `rounds` says what `exchange` does, where no values decide it: all operations and all bytes."""
+    """Check that `exchange` runs the `rounds`, unless values decide them: all operations and all bytes."""
     for where, outcome in _exchanges(cls):
         if outcome.scheme.by_value:
             continue
@@ -95,11 +95,11 @@ def check_one_bad_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
             arrays[culprit][33] = bad
             for result in _exchange(compressor, cls.id, arrays, LocalWorld(ranks)).results:
                 where = f"{compressor!r}, {ranks} ranks"
-                assert result.nonfinite, f"{bad} on rank {culprit} is not told to all: {where}"
+                assert result.nonfinite, f"{bad} on rank {culprit} is not seen by all: {where}"
 
 
 def check_one_stale_rank_is_heard_by_all(cls: type[Scheme[Any]]) -> None:
-    """Check that any rank's wish to agree anew comes to all of them, and is not taken for a bad number."""
+    """Check that a request of one rank to agree again reaches all ranks, and is not taken for a bad number."""
     for compressor, ranks in itertools.product(_carried(cls), (1, 2, 3, 4)):
         for culprit in range(ranks):
             outcome = _exchange(compressor, cls.id, _gradients(ranks, 50, DTYPES[0]), LocalWorld(ranks), culprit)

@@ -218,7 +218,7 @@ def check_unbiased(compressor: Compressor) -> None:
     Errors are summed over a block as they are, and once more with the elements' signs, which shows what shrinks them.
     """
     rng = np.random.default_rng(8)
-    # Not further apart: what is drawn a few times in all has no standard error that could be seen.
+    # Elements that are drawn a few times only have no measurable standard error.
     sizes = np.repeat(10.0 ** rng.integers(-1, 2, 1024 // _BLOCK), _BLOCK)
     array = (sizes * rng.standard_t(4, sizes.size)).astype(np.float32)
     exact = array.astype(np.float64)
@@ -255,7 +255,7 @@ def check_feedback_contracts(compressor: Compressor) -> None:
         record = reducers[0].last_step
         assert record is not None
         gain = record.buckets[0].gain
-        assert gain is not None, f"gain cannot be told at step {step}"
+        assert gain is not None, f"gain is unknown at step {step}"
         gains.append(gain)
         seen = float(np.mean(gains[-window:]))
         if len(gains) >= window:

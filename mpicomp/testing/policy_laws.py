@@ -63,7 +63,7 @@ def check_nothing_is_lost(policy: Policy) -> None:
 def check_it_goes_on_after_a_checkpoint(policy: Policy) -> None:
     """Check that reducers that take up the state of others act as these do.
 
-    Policies that look at gradients anew then (see `Policy.resumes`) have to agree among ranks and no more.
+    Policies that survey gradients again then (see `Policy.resumes`) only have to agree among ranks.
     """
     for ranks in _RANKS:
         reducers, world = _begin(policy, ranks)

@@ -28,7 +28,7 @@ STATES = [
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(2, 1), slow(2, 0), *(slow(n, rank) for n in (1, 3) for rank in (0, 1))])
-def test_every_flipped_byte_is_an_error_that_names_file_and_array(tmp_path, rank, ranks):
+def test_load_of_a_flipped_byte_names_file_and_array(tmp_path, rank, ranks):
     save(tmp_path, STATES)
     path = file_of(tmp_path, rank)
     whole = path.read_bytes()
@@ -63,7 +63,7 @@ def test_checksums_whose_names_are_damaged_are_missed(tmp_path):
     assert f"'{path}' cannot be read: its header has changed" in the_one(load_errors(tmp_path, 1))
 
 
-def test_a_flipped_byte_in_what_only_other_ranks_read_is_an_error_of_all(tmp_path):
+def test_load_of_a_flipped_byte_is_an_error_of_all_ranks(tmp_path):
     def state(rank):
         kept = {"w": np.full(50, 1.0 + rank)}
         return {"reducer": {"schema": 1, "step": 3, "residuals": kept, "velocities": {}}}

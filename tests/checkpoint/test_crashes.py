@@ -129,7 +129,7 @@ def test_a_file_that_the_system_does_not_take(two_ranks):
 
 
 @pytest.mark.parametrize("bad", [0, 2])
-def test_an_error_of_one_rank_is_raised_on_all_and_changes_nothing(two_ranks, monkeypatch, bad):
+def test_save_with_an_error_on_one_rank_raises_on_all(two_ranks, monkeypatch, bad):
     write = rounds.write_file
 
     def full(path, header, *rest):

@@ -34,7 +34,7 @@ def test_a_file_is_what_other_tools_can_read(tmp_path):
     }
 
 
-def test_a_file_is_on_the_disk_as_a_whole_before_the_folder_gets_its_name(tmp_path, monkeypatch):
+def test_save_syncs_files_before_it_renames_the_folder(tmp_path, monkeypatch):
     events = []
 
     def fsync(handle):

@@ -67,7 +67,7 @@ def test_files_and_links_with_a_number_as_name_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("extra", ["notes.txt", "rank-00000.safetensors.bak", "rank-0.safetensors", "model/weights"])
-def test_a_checkpoint_to_which_somebody_added_a_file_is_left_alone(tmp_path, extra):
+def test_save_keeps_a_checkpoint_with_a_foreign_file(tmp_path, extra):
     save(tmp_path, [{"epoch": 1}])
     path = tmp_path / "00000001" / extra
     path.parent.mkdir(exist_ok=True)
@@ -93,7 +93,7 @@ def test_other_ones_go_on_being_removed(tmp_path):
     assert names(tmp_path) == ["00000002", "00000003", "00000003.part", "00000005"]
 
 
-def test_copies_under_another_number_are_left_alone_and_older_than_what_was_saved_after(tmp_path):
+def test_save_keeps_copies_under_another_number(tmp_path):
     save(tmp_path, [{"epoch": 1}])
     shutil.copytree(tmp_path / "00000001", tmp_path / "20240511")
     shutil.copytree(tmp_path / "00000001", tmp_path / "20240512.part")
@@ -152,7 +152,7 @@ def test_half_written_ones_that_hold_more_are_left_alone(tmp_path, alone, text):
     assert names(tmp_path)[0] == "00000002.part"
 
 
-def test_checkpoints_of_earlier_versions_are_removed_as_one_s_own(tmp_path):
+def test_save_removes_checkpoints_of_earlier_versions(tmp_path):
     for number in (1, 2):
         path = file_of(tmp_path, 0, number)
         write_before(path, about(checkpoint=number), {"dict": [["epoch", number]]})

@@ -238,7 +238,7 @@ def test_damaged_files_are_one_error_of_all_ranks(tmp_path, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damaged_files_from_before_are_one_error_of_all_ranks_or_none(tmp_path, seed):
+def test_load_of_old_damaged_files_is_one_error_of_all_ranks(tmp_path, seed):
     rng = np.random.default_rng(seed)
     kept = {"array": "w", "dtype": "float32", "shape": [4]}
     reducer = {"dict": [["schema", 1], ["residuals", {"dict": [["w", kept]]}], ["velocities", {"dict": []}]]}

@@ -163,7 +163,7 @@ HOLDS_ITSELF.append(HOLDS_ITSELF)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_stored_is_refused_on_all_ranks_before_a_file_is_touched(tmp_path, state, message):
+def test_save_of_a_bad_tree_is_refused_on_all_ranks(tmp_path, state, message):
     folder = tmp_path / "folder"
     errors = save_errors(folder, [{"a": 1}, state, {"a": 1}])
     text = the_one(errors)

@@ -88,7 +88,7 @@ def test_bytes_are_those_of_the_table_and_the_values():
     assert mpicomp.CountSketch(wire=None).wire_bytes_per_element(4) == 2 * per_element
 
 
-def test_momentum_is_applied_before_and_cleared_where_something_was_sent():
+def test_countsketch_momentum_is_cleared_where_sent():
     world = Ranks(1, mpicomp.CountSketch(ratio=0.1, rows=7, columns=1.0, candidates=1, momentum=0.5, wire=None))
     # The first element would come to 12 in the second step; the other one waits, and gathers 1 + 1.5 + 1.75.
     for gradient, place, value in [([8, 1], 0, 8), ([8, 1], 0, 8), ([0, 1], 1, 4.25)]:

@@ -154,7 +154,7 @@ def test_the_clip_is_over_all_arrays_of_a_rank():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_step_that_is_undone_leaves_velocity_and_residual_as_they_were(bad, clip):
+def test_dgc_undone_step_keeps_velocity_and_residual(bad, clip):
     compressor = DGC(ratio=0.05, momentum=0.9, clip=clip)
     together, undisturbed = Ranks(2, compressor, nonfinite="skip"), Ranks(2, compressor)
     rng = np.random.default_rng(0)

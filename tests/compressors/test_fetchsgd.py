@@ -129,7 +129,7 @@ def test_the_tables_stay_bounded():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_leaves_the_tables_as_they_were(bad):
+def test_fetchsgd_undone_step_keeps_tables(bad):
     world, rng = Ranks(2, mpicomp.FetchSGD(ratio=0.05, momentum=0.9), nonfinite="skip"), np.random.default_rng(4)
     gradients = [{"w": rng.normal(size=300).astype(np.float32)} for _ in range(2)]
     world.reduce(gradients)

@@ -64,7 +64,7 @@ def test_what_is_not_selected_is_zero_on_all_ranks(compressor):
 
 
 @pytest.mark.slow
-def test_the_papers_form_delivers_the_ratio_of_a_gradient_on_the_average():
+def test_globalrandk_of_the_paper_delivers_the_ratio():
     compressor = GlobalRandKMaxNorm(ratio=0.25, bits=4, rounding="stochastic")
     assert not compressor.feedback
     assert not compressor.unbiased

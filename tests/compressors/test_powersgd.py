@@ -88,7 +88,7 @@ TWINS = {"a.w": (8, 12), "a.b": (8,), "b.w": (8, 12), "b.b": (8,), "c.w": (8, 12
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_matrices_of_one_shape_go_together_and_are_what_each_is_alone(rank):
+def test_powersgd_batch_of_matrices_equals_each_alone(rank):
     """A step of a bucket of several, some of which begin at equal distances, from factors that are known."""
     compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=1, iterations=2)
     means, _ = run(compressor, 2, 3, make=lambda step, r: gradients(step, r, TWINS))
@@ -165,7 +165,7 @@ def test_bytes_grow_with_the_iterations():
     assert mpicomp.PowerSGD(rank=1, iterations=3).bind(*described(SHAPES)).matrices == (Matrix(247, 12, 27, 1),)
 
 
-def test_a_bucket_without_a_matrix_goes_dense_and_the_record_says_so():
+def test_powersgd_bucket_without_a_matrix_is_recorded_as_dense():
     shapes = {"b": (70,), "s": ()}
     means, (first, _) = run(mpicomp.PowerSGD(rank=1), 2, 2, make=lambda step, rank: gradients(step, rank, shapes))
     for name in shapes:

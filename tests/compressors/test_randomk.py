@@ -28,7 +28,7 @@ def test_positions_ascend_without_repetition(cls, numel, ratio):
 
 
 @pytest.mark.parametrize("cls", BOTH)
-def test_positions_are_the_same_on_all_ranks_and_differ_otherwise(cls):
+def test_randomk_positions_differ_by_step_and_not_by_rank(cls):
     compressor = cls(ratio=0.01)
     first = positions(compressor, 5000, rank=0, step=4, bucket=1, seed=2)
     assert positions(compressor, 5000, rank=7, step=4, bucket=1, seed=2).tolist() == first.tolist()

@@ -25,7 +25,7 @@ def test_equal_elements_are_not_clipped_to_nothing(value, numel):
     np.testing.assert_array_equal(result.mean, 3)
 
 
-def test_the_squares_of_tiny_elements_vanish_and_the_elements_do_not():
+def test_terngrad_of_elements_whose_squares_vanish_keeps_them():
     assert TernGrad().reach(np.array([1e-200, -2e-200])) == 2e-200
 
 

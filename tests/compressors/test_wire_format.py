@@ -251,7 +251,7 @@ def test_a_corrupted_header_is_refused(place, value, text):
         read(out)
 
 
-def test_a_message_of_a_double_is_refused_where_singles_are_expected():
+def test_message_of_doubles_where_singles_belong_is_refused():
     with pytest.raises(MessageError, match="values must be float32"):
         read(message(3, np.float64)[0], np.float32)
     with pytest.raises(MessageError, match="values must be float64"):
@@ -330,7 +330,7 @@ def test_a_thousandth_in_half_precision_takes_less_than_half():
 
 
 @pytest.mark.parametrize("values", BITS)
-def test_a_thousandth_in_few_bits_takes_little_more_than_its_indices(values):
+def test_message_in_few_bits_is_little_longer_than_its_indices(values):
     numel, single = 25_600_000, np.dtype(np.float32)
     count = numel // 1000
     size = message_bytes(count, numel, single, Wire(values, compact(count, numel)))
