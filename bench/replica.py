@@ -58,7 +58,6 @@ class Replica:
 
     @property
     def numel(self) -> int:
-        """Number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.parameters)
 
     def step(

@@ -41,7 +41,6 @@ class Ran:
     ratio_reached: float  # kept fraction, mean over what it has carried
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able object."""
         config = self.compressor.get_config()
         names = {"compressor": config["id"], "compressor_config": config}
         return names | {"ratio": self.ratio, "collective": self.collective, "share": self.share}
@@ -59,7 +58,6 @@ class Layer:
     gain: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able object."""
         return {"name": self.name, "numel": self.numel, "ratio": self.ratio, "gain": self.gain}
 
 
@@ -75,7 +73,6 @@ class Choices:
         self._sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
 
     def add(self, record: StepRecord) -> None:
-        """Add a step."""
         self.ratios.append(kept_share(record))
         self._energies.append(_energies(record))
         self._steps.append([])

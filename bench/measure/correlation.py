@@ -53,7 +53,6 @@ class Common:
         return self.control / self.entropy if self.entropy > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able object."""
         fields = {name: getattr(self, name) for name in _FIELDS}
         return fields | {"share": self.share, "control_share": self.control_share}
 
@@ -118,7 +117,6 @@ class Correlations:
     layers: dict[str, tuple[int, Common]]  # by name: elements, and the mean over looks and pairs of ranks
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able object."""
         layers = [{"name": name, "numel": numel} | layer.to_json() for name, (numel, layer) in self.layers.items()]
         whole = None if self.whole is None else self.whole.to_json()
         return {"every": self.every, "looks": self.looks, "bins": BINS, "whole": whole, "layers": layers}

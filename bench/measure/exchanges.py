@@ -36,7 +36,6 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Return both names."""
         return name_of(self.compressor.id, self.collective)
 
 
@@ -135,7 +134,6 @@ class Runner:
         self._last = None
 
     def close(self) -> None:
-        """Release its resources; measurements stay."""
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = None

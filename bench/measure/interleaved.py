@@ -63,7 +63,6 @@ class Kernel(ABC):
         """Run the timed part."""
 
     def reset(self) -> None:
-        """Drop the measurements so far."""
         self.seconds.clear()
 
     def facts(self) -> dict[str, Any]:

@@ -64,7 +64,6 @@ class MetricsWriter:
 
     @property
     def wanted(self) -> bool:
-        """Whether lines are written at all."""
         return self._file is not None
 
     def write(self, line: Callable[[], Mapping[str, Any]]) -> None:

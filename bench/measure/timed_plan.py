@@ -119,7 +119,6 @@ class TimedPlan:
 
     @property
     def title(self) -> str:
-        """The plan in words."""
         ratio = getattr(self.plan.compressor, "ratio", None)
         at = "" if ratio is None else f" at {ratio:g}"
         which = f" ({self.settings})" if self.settings else ""

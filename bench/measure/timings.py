@@ -31,7 +31,6 @@ class Timings:
     rows: list[list[float]] = field(default_factory=list)
 
     def add(self, seconds: float, phases: Mapping[str, float], choosing_s: float) -> None:
-        """Add a step."""
         self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
 
     def everyones(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:

@@ -83,7 +83,6 @@ class Run:
 
     @cached_property
     def steps(self) -> int:
-        """Number of steps."""
         return int(self.recorded.step.size if self.recorded is not None else (self.outcome or {})["steps"])
 
     @cached_property

@@ -40,12 +40,10 @@ class Timed:
     rounds_s: float  # median of the rest, from the last rank's start to the last rank's end
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON-able object that `from_json` takes."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Build one from the result of `to_json`."""
         numbers = float(content["own_s"]), float(content["rounds_s"])
         return cls(str(content["collective"]), int(content["ranks"]), int(content["numel"]), *numbers)
 

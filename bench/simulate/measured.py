@@ -27,7 +27,6 @@ class Gradient:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -39,22 +38,18 @@ class Bucket:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its gradients."""
         return tuple(gradient.name for gradient in self.gradients)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each."""
         return tuple(gradient.numel for gradient in self.gradients)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each."""
         return tuple(gradient.shape for gradient in self.gradients)
 
     @property
     def numel(self) -> int:
-        """Elements of all."""
         return sum(self.sizes)
 
     @property
@@ -102,7 +97,6 @@ class Measured:
         return replace(self, buckets=buckets, auto=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON-able object that `read` takes."""
         return {
             "schema": SCHEMA,
             "task": self.task,

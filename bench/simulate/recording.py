@@ -34,7 +34,6 @@ class Backward:
         return hook
 
     def add(self, began: float, forward: float, ended: float, update_s: float) -> None:
-        """Record a step after its backward."""
         ready = np.where(np.isnan(self._now), ended, self._now) - forward  # what backward does not reach is zero then
         self._rows.append(np.concatenate(([forward - began, ended - forward, update_s], ready)))
         self._now = np.full(len(self.names), np.nan)
@@ -44,7 +43,6 @@ class Backward:
         return np.array(self._rows)
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 

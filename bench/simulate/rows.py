@@ -31,7 +31,6 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """Its name among others."""
         if self.compressor is None:
             return AUTO
         ratio = getattr(self.compressor, "ratio", None)
