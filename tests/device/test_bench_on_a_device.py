@@ -105,7 +105,7 @@ def test_figures_of_a_device_have_names_of_their_own(eager):
         assert CostModel.from_json(model.to_json()).to_json() == model.to_json()
 
 
-def test_what_was_saved_of_the_host_stays_and_is_not_taken_for_a_device(eager):
+def test_costs_saved_on_the_host_are_not_used_for_a_device(eager):
     saved = CostModel.from_json(costs([np.asarray] * 2)[0].to_json())
     before = dict(saved.kernels)
     assert not any(key.endswith(SUFFIX) for key in before)

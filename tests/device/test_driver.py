@@ -58,7 +58,7 @@ def in_a_thread(run):
     return thread.ident
 
 
-def test_a_thread_without_a_context_gets_that_of_the_device_in_use(cuda):
+def test_a_thread_without_a_context_gets_that_of_its_device(cuda):
     cuda.record(3, 1, 1)
     assert not cuda._library.stack
     other = in_a_thread(driver.make_current)

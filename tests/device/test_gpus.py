@@ -99,7 +99,7 @@ def test_a_mask_of_another_rank(mask):
         gpus.local_device(slurm(1, 1, CUDA_VISIBLE_DEVICES=mask), FOUR)
 
 
-def test_a_launcher_that_does_not_say_which_of_a_hosts_ranks_this_is():
+def test_a_launcher_without_a_local_rank_is_refused():
     pmix = {"PMIX_SIZE": "4", "PMIX_RANK": "2"}
     with pytest.raises(LaunchError, match=r"speaks PMIX does not say .* set CUDA_VISIBLE_DEVICES for each rank"):
         gpus.local_device(pmix, FOUR)

@@ -240,7 +240,7 @@ def test_a_threshold_that_is_no_number_spoils_nothing(there, bad):
             assert scratch.numbers[gpu.select.Field.USABLE].item() == 1
 
 
-def test_the_bound_goes_through_a_checkpoint_and_other_counts_share_room(there):
+def test_bounds_survive_a_checkpoint_and_counts_share_memory(there):
     size, rng = 5000, np.random.default_rng(0)
     context = Context(workspace=Workspace(there))
     for step, ratio in enumerate([0.01, 0.011, 0.012, 0.03]):

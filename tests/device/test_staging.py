@@ -145,7 +145,7 @@ def test_every_array_is_copied_once_each_way(cupy):
     assert cupy.driver.copied == {"fetch": 600, "send": 600}
 
 
-def test_later_buckets_are_on_their_way_before_the_first_one_travels(cupy):
+def test_later_buckets_are_copied_before_the_first_one_travels(cupy):
     """All copies are in the stream before the first round; the first bucket waits for its own alone."""
     reducer = alone(bucket_bytes=40)
     gradients = {name: cupy.made(np.full(10, place, np.float32)) for place, name in enumerate("abcd")}

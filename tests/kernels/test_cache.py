@@ -90,7 +90,7 @@ def test_hosts_that_share_a_folder_share_no_file(tmp_path, monkeypatch):
     assert call(fresh(tmp_path)) == "loaded"
 
 
-def test_a_temporary_folder_that_hosts_share_is_taken_by_each_alone(tmp_path, monkeypatch):
+def test_hosts_that_share_a_temporary_folder_share_no_file(tmp_path, monkeypatch):
     for boot in ("one", "two"):
         (tmp_path / boot).write_text(boot)
         monkeypatch.setattr(cache, "_BOOT", tmp_path / boot)
@@ -179,7 +179,7 @@ def compiling_elsewhere(function):
         yield
 
 
-def test_who_has_waited_long_enough_compiles_for_itself_and_writes_nothing(tmp_path, monkeypatch):
+def test_a_process_compiles_in_memory_after_its_patience(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "PATIENCE_S", 0.1)
     function = fresh(tmp_path)
     with compiling_elsewhere(function):
@@ -189,7 +189,7 @@ def test_who_has_waited_long_enough_compiles_for_itself_and_writes_nothing(tmp_p
     assert files(tmp_path)
 
 
-def test_what_is_there_is_loaded_while_another_signature_is_compiled(tmp_path):
+def test_cached_code_loads_while_another_signature_compiles(tmp_path):
     call(fresh(tmp_path))
     function = fresh(tmp_path)
     with compiling_elsewhere(function):  # for a minute: it would not return in time

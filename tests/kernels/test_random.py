@@ -47,7 +47,7 @@ def test_every_bit_is_set_half_the_time(key):
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_numbers_are_spread_evenly_and_neighbours_know_nothing_of_each_other(key):
+def test_numbers_are_uniform_and_neighbors_uncorrelated(key):
     numbers = many(key) / 2**32
     counts = np.histogram(numbers, 64, (0, 1))[0]
     assert np.square(counts - COUNT / 64).sum() / (COUNT / 64) < 63 + 5 * np.sqrt(2 * 63)  # chi squared
@@ -55,7 +55,7 @@ def test_numbers_are_spread_evenly_and_neighbours_know_nothing_of_each_other(key
         assert abs(np.corrcoef(numbers[apart:], numbers[:-apart])[0, 1]) < 5 / np.sqrt(COUNT)
 
 
-def test_keys_know_nothing_of_each_other():
+def test_keys_are_uncorrelated():
     drawn = [many(key) / 2**32 for key in KEYS]
     apart = np.abs(np.corrcoef(drawn) - np.eye(len(KEYS)))
     assert apart.max() < 5 / np.sqrt(COUNT)

@@ -112,7 +112,7 @@ def assert_same_elements(taken, expected, array, threshold):
 
 @pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("sample", [own if own == "laplace" else slow(own) for own in SAMPLES])
+@pytest.mark.parametrize("sample", [name if name == "laplace" else slow(name) for name in SAMPLES])
 def test_thresholds_are_those_of_the_cpu(place, dtype, distribution, sample):
     size = 30_011
     gradient = SAMPLES[sample](np.random.default_rng(0), size).astype(dtype)
@@ -150,7 +150,7 @@ def test_a_large_array_is_fitted_by_a_sample(place, dtype, distribution, size, m
         assert_same_elements(taken, expected, gradient, threshold)
 
 
-def test_corrections_keep_away_from_the_ends_of_what_brackets_them(place):
+def test_corrections_stay_inside_their_brackets(place):
     """A first threshold that nearly fits, and outliers that make the second one far too high."""
     size = 30_000
     array = np.ones(size, np.float32)
@@ -222,8 +222,8 @@ def test_steps_of_error_feedback_select_what_the_cpu_does(place, dtype, sample, 
         )
         assert_same_elements(taken, expected, gradient + residual, told.threshold.item())
         rule._adapt(memory, told.reached.item(), ratio)
-        own = {name: context.memory[name] for name in memory}
-        assert own == pytest.approx(memory, rel=1e-4)
+        on_host = {name: context.memory[name] for name in memory}
+        assert on_host == pytest.approx(memory, rel=1e-4)
         residual = left
         hits += told.hit.item()
     assert hits > 0

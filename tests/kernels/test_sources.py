@@ -47,7 +47,7 @@ def architectures():
 
 
 @pytest.mark.parametrize("real", ["float", slow("double")])
-@pytest.mark.parametrize("source", [own if own in KINDS else slow(own) for own in SOURCES])
+@pytest.mark.parametrize("source", [name if name in KINDS else slow(name) for name in SOURCES])
 def test_every_source_compiles_without_a_spilled_register(architectures, source, real, tmp_path):
     nvcc, known = architectures
     text = (FOLDER / "common.cuh").read_text() + (FOLDER / f"{source}.cu").read_text()
@@ -165,13 +165,13 @@ def test_names_are_those_of_the_cpu():
 
 @pytest.mark.parametrize("name", cpu.__all__)
 def test_parameters_are_those_of_the_cpu(name):
-    own, there = getattr(cpu, name), getattr(gpu, name)
-    if isinstance(own, int):
-        assert there == own
+    host, there = getattr(cpu, name), getattr(gpu, name)
+    if isinstance(host, int):
+        assert there == host
         return
-    ours, theirs = inspect.signature(own).parameters, inspect.signature(there).parameters
+    ours, theirs = inspect.signature(host).parameters, inspect.signature(there).parameters
     assert list(theirs) == list(ours)
     assert [entry.default for entry in theirs.values()] == [entry.default for entry in ours.values()]
     assert [entry.kind for entry in theirs.values()] == [entry.kind for entry in ours.values()]
-    for member in set(dir(own)) - set(dir(object)):
+    for member in set(dir(host)) - set(dir(object)):
         assert hasattr(there, member), member

@@ -68,19 +68,19 @@ def step(place, gradient, residual, bound, k, workspace, shift=0):
 def test_the_next_bound_goes_where_it_is_wanted(place):
     array, k = np.random.default_rng(0).laplace(size=9001).astype(np.float32), 90
     workspaces = [gpu.Workspace(array.size, 4 * k, np.float32) for _ in range(2)]
-    bound, following, own = (place.zeros(1, np.uint64) for _ in range(3))
+    bound, following, in_place = (place.zeros(1, np.uint64) for _ in range(3))
     indices, values = place.empty(k, np.uint32), place.empty(k, np.float32)
     for _ in range(2):
         before, out = bound.get()[0], place.empty(array.size, np.float32)
         gpu.topk(place.put(array), None, out, bound, indices, values, workspaces[0], following=following)
         assert bound.get()[0] == before
-        gpu.topk(place.put(array), None, out, own, indices, values, workspaces[1])
-        assert following.get()[0] == own.get()[0] > 0
+        gpu.topk(place.put(array), None, out, in_place, indices, values, workspaces[1])
+        assert following.get()[0] == in_place.get()[0] > 0
         bound, following = following, bound
 
 
 @pytest.mark.parametrize("kernel", ["histogram", "count_tiles", "write_tiles"])
-def test_a_call_that_an_exception_ends_leaves_nothing_for_the_next_one(place, kernel, monkeypatch):
+def test_a_call_that_raised_leaves_nothing_for_the_next(place, kernel, monkeypatch):
     rng = np.random.default_rng(0)
     gradient, residual = rng.laplace(size=(2, 50_021)).astype(np.float32)
     k = 500
@@ -155,19 +155,19 @@ def test_steps_of_error_feedback_select_what_the_cpu_does(place, dtype, sample, 
     rng, context, compressor = np.random.default_rng(3), Context(), mpicomp.TopK(ratio=ratio)
     k = compressor.count(size)
     workspace, bound = gpu.Workspace(size, 4 * k, dtype), place.zeros(1, np.uint64)
-    residual, own = place.zeros(size, dtype), np.zeros(size, dtype)
+    residual, host_residual = place.zeros(size, dtype), np.zeros(size, dtype)
     for _ in range(5):
         gradient = rng.standard_t(3, size) if sample == "student" else rng.laplace(size=size, scale=2)
         gradient = (np.round(gradient) if sample == "tied" else gradient).astype(dtype)
-        accumulated = GradientWithResidual(np.empty(size + TRAILER, dtype), own, [Piece(0, gradient)])
+        accumulated = GradientWithResidual(np.empty(size + TRAILER, dtype), host_residual, [Piece(0, gradient)])
         expected = compressor.select(accumulated, context)
         indices, values = place.empty(k, np.uint32), place.empty(k, dtype)
         gpu.topk(place.put(gradient), residual, residual, bound, indices, values, workspace)
         np.testing.assert_array_equal(indices.get(), expected.indices)
         np.testing.assert_array_equal(values.get().view(word(dtype)), expected.values.view(word(dtype)))
-        own = accumulated.array().copy()
-        own[expected.indices] = 0
-        np.testing.assert_array_equal(residual.get().view(word(dtype)), own.view(word(dtype)))
+        host_residual = accumulated.array().copy()
+        host_residual[expected.indices] = 0
+        np.testing.assert_array_equal(residual.get().view(word(dtype)), host_residual.view(word(dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
