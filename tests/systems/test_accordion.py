@@ -139,7 +139,7 @@ def test_a_drop_of_the_learning_rate():
     assert steady == [MOST] * 11 + [LEAST] * 11 + [MOST] * 4 + [LEAST] * 14
 
 
-def test_the_reason():
+def test_accordion_reason_counts_quiet_layers():
     ranks = Ranks(2, mpicomp.TopK(), policy=policy(every=1), feedback=False)
     other = Ranks(2, mpicomp.SIDCo(), policy=policy(every=1), feedback=False)
     gradients = [{name: np.arange(1, n + 1, dtype=np.float32) for name, n in SIZES.items()}] * 2
@@ -147,8 +147,11 @@ def test_the_reason():
     for _ in range(4):
         ranks.reduce(gradients)
         other.reduce(gradients)
-        reasons.append([each.reducers[0].last_step.buckets[0].reason.split(",")[0] for each in (ranks, other)])
-    assert reasons[0] == ["accordion: gradients of 0 of 3 layers change little", "accordion: its gradient changes much"]
+        reasons.append([each.reducers[0].last_step.buckets[0].reason.split(";")[0] for each in (ranks, other)])
+    assert reasons[0] == [
+        "accordion: gradients of 0 of 3 layers change little",
+        "accordion: its gradient changes much, or may",
+    ]
     assert reasons[3] == [
         "accordion: gradients of 3 of 3 layers change little",
         "accordion: its gradient changes little",
