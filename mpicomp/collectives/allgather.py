@@ -75,26 +75,26 @@ class SparseMean:
             self._touched.pop()
         return added
 
-    def add_messages(self, messages: NDArray[np.uint8], told: Sequence[MessageHeader], factor: float) -> bool:
+    def add_messages(self, messages: NDArray[np.uint8], all_headers: Sequence[MessageHeader], factor: float) -> bool:
         """Add ``factor`` times the selections of several undamaged messages, in order; return whether all were sound.
 
         Sound are indices that ascend below the length of the mean, and scales that are finite. If any is not, the mean
         may hold anything. On a device the answer is a 0-d array.
         """
         right = True
-        for (stored, coding), group in groupby(told, key=lambda own: (own.stored, own.coding)):
-            own = list(group)
-            counts = [each.count for each in own]
-            indices, indices_at = messages, [each.indices_at for each in own]
+        for (stored, coding), group in groupby(all_headers, key=lambda header: (header.stored, header.coding)):
+            headers = list(group)
+            counts = [header.count for header in headers]
+            indices, indices_at = messages, [header.indices_at for header in headers]
             if coding != "plain":
                 decoded = self._workspace.array("decoded", sum(counts), np.uint32)
                 sound = kernels.decode_indices_of(messages, indices_at, counts, self.array.size, decoded)
                 right = _both(right, sound)
                 indices, indices_at = decoded, [4 * start for start in accumulate(counts[:-1], initial=0)]
-            values, values_at = messages, [each.values_at for each in own]
+            values, values_at = messages, [header.values_at for header in headers]
             if stored in SHARING:
                 unpacked = self._workspace.array("values", sum(counts), self.array.dtype)
-                right = _both(right, unpack_sharing(messages, own, unpacked))
+                right = _both(right, unpack_sharing(messages, headers, unpacked))
                 values, stored = unpacked.view(np.uint8), self.array.dtype.name
                 values_at = [self.array.dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
             if self._on_host:
@@ -180,18 +180,18 @@ class Allgather(Scheme[Sparsifier]):
 
         mean = SparseMean.cleared(workspace, numel, dtype)
         bounds = list(pairwise([0, *accumulate(sizes)]))
-        told: list[MessageHeader] = []
+        headers: list[MessageHeader] = []
         try:
             for (start, stop), count in zip(bounds, counts, strict=True):
-                told.append(parse_header(received[start:stop], numel, dtype, count, start))
-            readable = [own for own in told if not own.flags & DAMAGED]
+                headers.append(parse_header(received[start:stop], numel, dtype, count, start))
+            readable = [header for header in headers if not header.flags & DAMAGED]
             [right] = to_python(mean.add_messages(received, readable, 1 / group.size))
             if not right:
                 return undelivered(accumulated, self._wrong(received, bounds, numel, dtype, workspace), False)
         except MessageError as error:
-            return undelivered(accumulated, MessageError(f"allgather: from rank {len(told)}: {error}"), False)
-        flags = functools.reduce(operator.or_, (own.flags for own in told))
-        energy, lost = sum(own.energy for own in told), sum(own.lost for own in told)
+            return undelivered(accumulated, MessageError(f"allgather: from rank {len(headers)}: {error}"), False)
+        flags = functools.reduce(operator.or_, (header.flags for header in headers))
+        energy, lost = sum(header.energy for header in headers), sum(header.lost for header in headers)
         return Result(
             mean=mean.array,
             sent=selection,

@@ -80,8 +80,8 @@ class Gtopk(Scheme[Sparsifier]):
             ask = self._ask(group)
             ask.send = np.array([selection.indices.size], _COUNT)
             ask.recv = workspace.host_array("counts", group.size, _COUNT)
-            own = group.rank, selection.indices.size
-            count = max(check_counts(self.id, (yield ask), 0, numel, own))
+            sent = group.rank, selection.indices.size
+            count = max(check_counts(self.id, (yield ask), 0, numel, sent))
         wire, room = self.compressor.wire_for(count, numel), self._room(count, numel, dtype)
         node = _Node(selection, count, accumulated, context)
         message = workspace.array("message", room, _BYTE)

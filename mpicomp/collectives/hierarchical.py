@@ -129,10 +129,10 @@ class Hierarchical(Scheme[Compressor]):
         slices = _slices(numel, group)
         owner = host.rank < len(slices)
         last = host.rank == len(slices) - 1
-        own = slice(0, 0)
+        owned_slice = slice(0, 0)
         if owner:
-            own = slice(sum(slices[: host.rank]), sum(slices[: host.rank + 1]))
-        owned = own.stop - own.start
+            owned_slice = slice(sum(slices[: host.rank]), sum(slices[: host.rank + 1]))
+        owned = owned_slice.stop - owned_slice.start
 
         scatter, *_, tell, gather = self.rounds(numel, dtype, group, context.step)
         scatter.send = accumulated.with_trailer()
@@ -147,12 +147,12 @@ class Hierarchical(Scheme[Compressor]):
             sent = Selection(workspace.array("none", 0, np.uint32), mean)
         if owner and self._exchanged(owned):
             assert across is not None
-            part = self._part(accumulated, incoming, own, group.hosts, workspace)
+            part = self._part(accumulated, incoming, owned_slice, group.hosts, workspace)
             result, damaged = yield from self._between_hosts(part, context, across)
             report, mean, problem = self._report(result, damaged, last), result.mean, result.problem
             if self._sparse and isinstance(result.sent, Selection):
                 indices = workspace.array("indices", result.sent.indices.size, np.uint32)
-                np.add(result.sent.indices, np.uint32(own.start), out=indices)
+                np.add(result.sent.indices, np.uint32(owned_slice.start), out=indices)
                 sent = Selection(indices, result.sent.values)
             elif isinstance(result.sent, Selection) or not np.may_share_memory(result.sent, part.array()):
                 kept_back = part.array()
@@ -163,11 +163,11 @@ class Hierarchical(Scheme[Compressor]):
                         kernels.subtract_at(result.sent.indices, result.sent.values, kept_back)
                     else:
                         np.subtract(kept_back, result.sent, out=kept_back)
-                    np.subtract(sent[own], kept_back, out=sent[own])
+                    np.subtract(sent[owned_slice], kept_back, out=sent[owned_slice])
         if self._sparse:
             array = accumulated.array()
-            array[: own.start] = 0
-            array[own.stop :] = 0
+            array[: owned_slice.start] = 0
+            array[owned_slice.stop :] = 0
 
         tell.send = report
         tell.recv = workspace.host_array("reports", _REPORT * len(slices), _NUMBER)
@@ -188,12 +188,12 @@ class Hierarchical(Scheme[Compressor]):
         self,
         accumulated: GradientWithResidual,
         incoming: NDArray[np.floating],
-        own: slice,
+        owned_slice: slice,
         hosts: int,
         workspace: Workspace,
     ) -> GradientWithResidual:
         """Sum an owned slice over the host, in rank order."""
-        owned = own.stop - own.start
+        owned = owned_slice.stop - owned_slice.start
         with np.errstate(over="ignore", invalid="ignore"):
             total = incoming[0]
             for other in incoming[1:-1]:
@@ -202,7 +202,7 @@ class Hierarchical(Scheme[Compressor]):
             if total.size > owned:
                 nonfinite, stale, energy, lost = current_device().to_host(total[owned:] + incoming[-1, owned:]).tolist()
             if self._sparse:
-                buffer = accumulated.with_trailer(*[0.0] * TRAILER)[own.start : own.stop + TRAILER]
+                buffer = accumulated.with_trailer(*[0.0] * TRAILER)[owned_slice.start : owned_slice.stop + TRAILER]
                 pieces = [Piece(0, incoming[-1, :owned])]
                 return GradientWithResidual(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
         buffer = workspace.array("slice", owned + TRAILER, accumulated.dtype)
@@ -213,7 +213,7 @@ class Hierarchical(Scheme[Compressor]):
         finite = nonfinite == 0 and finite_there
         if finite and self.compressor != Dense():
             # What is kept back of the host's sum is taken from what the owner has sent of its own array.
-            finite = _differ_finitely(buffer[:owned], accumulated.array()[own], energy_there, hosts)
+            finite = _differ_finitely(buffer[:owned], accumulated.array()[owned_slice], energy_there, hosts)
         return GradientWithResidual.ready(buffer, energy, lost, finite, stale > 0)
 
     def _between_hosts(
@@ -275,7 +275,7 @@ def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], e
     [own_energy] = to_python(kernels.energy(array))
     if far_from_largest((energy + own_energy) * hosts**2, array.dtype):
         return True
-    top = max(to_python(*(np.abs(own).max() for own in (total, array) if own.size)), default=0.0)
+    top = max(to_python(*(np.abs(values).max() for values in (total, array) if values.size)), default=0.0)
     return 16 * hosts * float(top) < float(np.finfo(array.dtype).max)
 
 

@@ -139,8 +139,8 @@ class _Step:
         target, arrived = yield from self._scatter(selection, regions)
         sums = self._sum([message.selection for message in arrived])
         kernels.scale(sums.values, 1 / ranks)
-        counts, threshold, own = yield from self._agree(sums, selection, target)
-        chosen, _ = parted(sums, threshold, own, self.workspace, "sums")
+        counts, threshold, num_chosen = yield from self._agree(sums, selection, target)
+        chosen, _ = parted(sums, threshold, num_chosen, self.workspace, "sums")
         energy, kept = self._energies(arrived, chosen) if wire is None else (0.0, 0.0)
         error = None if wire is None else self._round(chosen, wire)
         chosen.indices += np.uint32(regions[self.group.rank][0])
@@ -200,8 +200,8 @@ class _Step:
         outgoing = self.workspace.array("outgoing", sum(sizes), _BYTE)
         kept = kernels.energy(selection.values)
         for part, region, out in zip(pairwise(cuts), regions, _cut(outgoing, sizes), strict=True):
-            own = slice(*part)
-            piece = Selection(selection.indices[own], selection.values[own])
+            span = slice(*part)
+            piece = Selection(selection.indices[span], selection.values[span])
             self._write(piece, region, out, self.accumulated.energy, kept)
         received = [self._bytes(count, own_region) for count in coming]
         scatter = Round("alltoallv", sizes, _BYTE, send=outgoing, received=received)
@@ -251,7 +251,7 @@ class _Step:
             check_counts("oktopk", cuts.reshape(-1), -1, self.numel)
             state["bounds"] = sorted(mean_bounds(cuts, state["bounds"]))
 
-        reached, own = sum(counts), counts[rank]
+        reached, num_chosen = sum(counts), counts[rank]
         due = state["exchanges"] % _RENEW_THRESHOLD == 0
         if sum(found) > 0 and (due or reached > 2 * target or 2 * reached < target):
             gather = Round("allgatherv", found, self.dtype, send=sums.values)
@@ -261,23 +261,25 @@ class _Step:
             threshold = kernels.magnitude_of(bits, self.dtype)
             state["threshold"] = threshold if math.isfinite(threshold) else None
             parts = _cut(magnitudes, found)
-            *counts, own = to_python(*(kernels.count_reaching(part, bits) for part in (*parts, sums.values)))
-            if own != counts[rank]:
+            *counts, num_chosen = to_python(*(kernels.count_reaching(part, bits) for part in (*parts, sums.values)))
+            if num_chosen != counts[rank]:
                 text = f"oktopk: of the {sums.values.size} sums of rank {rank} others came back than it has sent"
                 self.problem = self.problem or MessageError(text)
         elif state["threshold"] is not None and 3 * reached > 4 * target:
             state["threshold"] *= _ADJUST
         elif state["threshold"] is not None and 3 * reached < 2 * target:
             state["threshold"] /= _ADJUST
-        return counts, bits, own
+        return counts, bits, num_chosen
 
     def _energies(self, arrived: Sequence[Sparse], chosen: Selection) -> tuple[float, float]:
         """Return the energy of all messages to this owner, and that of their delivered elements."""
         energy, kept = 0.0, 0.0
         for message in arrived:
             delivered = common(message.selection, chosen.indices, self.workspace, "delivered")
-            own = to_python(kernels.energy(message.selection.values), kernels.energy(delivered.values))
-            energy, kept = energy + own[0], kept + own[1]
+            sent_energy, kept_energy = to_python(
+                kernels.energy(message.selection.values), kernels.energy(delivered.values)
+            )
+            energy, kept = energy + sent_energy, kept + kept_energy
         return energy, kept
 
     def _round(self, chosen: Selection, wire: str) -> NDArray[np.floating]:
@@ -369,10 +371,10 @@ class _Step:
             if sparse.selection.indices.size < stop - start:  # damaged, and nothing of it will be delivered
                 messages.append(sparse)
                 continue
-            own = Selection(whole.indices[start:stop], whole.values[start:stop])
-            np.add(sparse.selection.indices, np.uint32(span[0]), out=own.indices)
-            own.values[:] = sparse.selection.values
-            messages.append(Sparse(own, sparse.flags, sparse.energy, sparse.lost))
+            part = Selection(whole.indices[start:stop], whole.values[start:stop])
+            np.add(sparse.selection.indices, np.uint32(span[0]), out=part.indices)
+            part.values[:] = sparse.selection.values
+            messages.append(Sparse(part, sparse.flags, sparse.energy, sparse.lost))
         return messages
 
 

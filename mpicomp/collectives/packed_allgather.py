@@ -56,8 +56,8 @@ class PackedAllgather(Scheme[Quantiser]):
             return undelivered(accumulated, MessageError(f"packed-allgather: {error}"), False)
         mean = workspace.array("mean", numel, dtype)
         mean[:] = 0
-        for own in messages:
-            packer.unpack_add(own[HEADER_BYTES:], 1 / group.size, mean)
+        for message in messages:
+            packer.unpack_add(message[HEADER_BYTES:], 1 / group.size, mean)
         return Result(
             mean=mean,
             sent=sent,

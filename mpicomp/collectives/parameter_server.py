@@ -163,8 +163,8 @@ class ParameterServer(Scheme[Compressor]):
             except MessageError as error:
                 problem = error
                 tell.send = np.array([-1], _COUNT)
-        own = None if tell.send is None else (0, int(tell.send[0]))
-        [told] = check_counts(self.id, (yield tell), -1, numel, own)
+        sent = None if tell.send is None else (0, int(tell.send[0]))
+        [told] = check_counts(self.id, (yield tell), -1, numel, sent)
         if told < 0:
             raise MessageError(f"parameter-server: rank {_SERVER} was sent a damaged message") from problem
 

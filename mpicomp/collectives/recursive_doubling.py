@@ -55,13 +55,13 @@ class RecursiveDoubling(Scheme[Dense]):
         tasks = self.rounds(accumulated.numel, dtype, group)
         mean = workspace.array("mean", whole, dtype)
         spare = workspace.array("spare", whole if len(tasks) > 1 else 0, dtype)
-        own = accumulated.with_trailer()  # only read: the part that was sent is subtracted later
+        mine = accumulated.with_trailer()  # only read: the part that was sent is subtracted later
         beyond = group.rank >= _power_of_two(group.size)
         last = len(tasks) - 1 - (group.size > _power_of_two(group.size))
-        total = own
+        total = mine
         if not tasks:
             total = mean
-            total[:] = own
+            total[:] = mine
             segments.divide(total, 0, whole)
         for place, task in enumerate(tasks):
             received = spare if total is mean else mean

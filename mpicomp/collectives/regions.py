@@ -51,10 +51,10 @@ def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
     >>> mean_bounds(np.array([[3], [-1], [6]]), [0, 5, 10])
     [0, 4, 10]
     """
-    told = [[int(cut) for cut in own] for own in cuts if -1 not in own]
-    if not told:
+    rows = [[int(cut) for cut in row] for row in cuts if -1 not in row]
+    if not rows:
         return list(before)
-    return [before[0], *(sum(column) // len(told) for column in zip(*told, strict=True)), before[-1]]
+    return [before[0], *(sum(column) // len(rows) for column in zip(*rows, strict=True)), before[-1]]
 
 
 def overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[int]:

@@ -169,19 +169,19 @@ def check_undamaged(collective: str, flags: int, problem: MessageError | None) -
 
 
 def check_counts(
-    collective: str, counts: Iterable[int], least: int, most: int, own: tuple[int, int] | None = None
+    collective: str, counts: Iterable[int], least: int, most: int, sent: tuple[int, int] | None = None
 ) -> list[int]:
     """Return the numbers of elements that all ranks have received, or raise on all of them before memory is allocated.
 
-    ``own`` is this rank and the number that it has sent.
+    ``sent`` is this rank and the number that it has sent.
     """
     found = [int(count) for count in counts]
     wrong = next((place for place, count in enumerate(found) if not least <= count <= most), None)
     problem = None
     if wrong is not None:
         problem = f"from rank {wrong}: a number of elements must be from {least} to {most}, got {found[wrong]}"
-    elif own is not None and found[own[0]] != own[1]:
-        problem = f"rank {own[0]} has told of {own[1]} elements and heard of {found[own[0]]}"
+    elif sent is not None and found[sent[0]] != sent[1]:
+        problem = f"rank {sent[0]} has sent the number {sent[1]} and received {found[sent[0]]}"
     if problem is not None:
         raise MessageError(f"{collective}: a damaged number of elements") from MessageError(f"{collective}: {problem}")
     return found

@@ -42,8 +42,8 @@ class StarTopk(Leading):
             ask.recv = context.workspace.host_array("count", 1, np.int64)
             if chosen is not None:
                 ask.send = np.array([chosen.indices.size], np.int64)
-            own = None if chosen is None else (0, chosen.indices.size)
-            [count] = check_counts(self.id, (yield ask), 0, accumulated.numel, own)
+            sent = None if chosen is None else (0, chosen.indices.size)
+            [count] = check_counts(self.id, (yield ask), 0, accumulated.numel, sent)
         return (yield from self._exchange_led(leader, count, chosen, accumulated, context))
 
     def _ask(self, leader: int) -> Round:

@@ -39,7 +39,9 @@ class TwoPhase(Scheme[Quantiser]):
     messages: ClassVar[str] = "packed"
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        counts = [HEADER_BYTES + own.packed_bytes for own in packers(self.compressor, parts_of(numel, group.size))]
+        counts = [
+            HEADER_BYTES + packer.packed_bytes for packer in packers(self.compressor, parts_of(numel, group.size))
+        ]
         return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:

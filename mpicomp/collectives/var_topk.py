@@ -49,8 +49,8 @@ class VarTopk(Leading):
         compare.send = header.view(np.uint8)
         compare.recv = context.workspace.host_array("headers", sum(compare.counts), np.uint8)
         headers = (yield compare).view(_HEADER)
-        own = group.rank, chosen.indices.size
-        counts = check_counts(self.id, headers["count"], 0, accumulated.numel, own)
+        sent = group.rank, chosen.indices.size
+        counts = check_counts(self.id, headers["count"], 0, accumulated.numel, sent)
         leader = _leader(headers["energy"])
         return (yield from self._exchange_led(leader, counts[leader], chosen, accumulated, context))
 

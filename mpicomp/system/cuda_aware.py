@@ -187,10 +187,10 @@ def probe(
     Awareness(value=False, reason='a child process that gave it GPU memory was ended by SIGABRT')
     """
     given = os.environ if environ is None else environ
-    own = {name: value for name, value in given.items() if not name.startswith(_LAUNCHERS)}
+    child_environ = {name: value for name, value in given.items() if not name.startswith(_LAUNCHERS)}
     try:
         ended = subprocess.run(
-            command, env=own, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
+            command, env=child_environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
         )
     except OSError as error:
         return Awareness(False, f"a child process that was to try it did not start: {error}")

@@ -163,12 +163,12 @@ class LocalWorld:
             tasks = [asked.pop(other) for other in members]
             perform_together(tasks)
             end = self._pass_time(members, tasks[0])
-            for other, own in zip(members, tasks, strict=True):
-                if own.background:
-                    replies[other] = _Done(own, end)
+            for other, task in zip(members, tasks, strict=True):
+                if task.background:
+                    replies[other] = _Done(task, end)
                 else:
-                    replies[other] = received(own)
-                    self.transports[other].note(own, 0.0)
+                    replies[other] = received(task)
+                    self.transports[other].note(task, 0.0)
         return replies
 
     def _members(self, rank: int, task: Round) -> tuple[int, ...]:

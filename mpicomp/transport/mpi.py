@@ -155,10 +155,10 @@ class MPITransport(Transport):
 
     def channels(self, count: int) -> list[Transport]:
         made: list[Transport] = []
-        for own in self._pool.acquire(self._front[WORLD].comm, count):
+        for channel_set in self._pool.acquire(self._front[WORLD].comm, count):
             channel = MPITransport.__new__(MPITransport)
             # A channel never blocks, so that what it begins in one order may be under way together.
-            channel._open(self._pool, own, own, self._naps)
+            channel._open(self._pool, channel_set, channel_set, self._naps)
             channel.group, channel.cores = self.group, self.cores
             made.append(channel)
         return made
@@ -169,14 +169,14 @@ class MPITransport(Transport):
 
     def enter(self) -> int:
         number = self._front[WORLD].begun  # all ranks come here after the same round
-        for own in self._sets:
-            own.users.add(number)
-            own.last_user = number
+        for channel_set in self._sets:
+            channel_set.users.add(number)
+            channel_set.last_user = number
         return number
 
     def retire(self, user: int) -> None:
-        for own in self._sets:
-            own.users.discard(user)
+        for channel_set in self._sets:
+            channel_set.users.discard(user)
 
     def check_threads(self, alone: bool) -> None:
         provided = self._pool.thread_level
@@ -195,7 +195,7 @@ class MPITransport(Transport):
                 "nothing more can be exchanged; let the error end the program"
             )
             if self._watch is not None:
-                channels = [channel for own in self._sets for channel in own.channels.values()]
+                channels = [channel for channel_set in self._sets for channel in channel_set.channels.values()]
                 self._watch.abort_exchange(channels, "".join(traceback.format_exception(error)))
 
     def check_survives(self, subsystem: str) -> None:
@@ -291,8 +291,8 @@ def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
     mine[[core for core in os.sched_getaffinity(0) if core < _CORES]] = True
     everyones = np.empty((comm.size, _CORES // 8), np.uint8)
     comm.Allgather(np.packbits(mine), everyones)
-    own = [everyones[np.array(hosts) == host] for host in set(hosts)]
-    return float(min(np.unpackbits(np.bitwise_or.reduce(masks)).sum() / len(masks) for masks in own))
+    by_host = [everyones[np.array(hosts) == host] for host in set(hosts)]
+    return float(min(np.unpackbits(np.bitwise_or.reduce(masks)).sum() / len(masks) for masks in by_host))
 
 
 def takes_naps(comm: MPI.Comm, cores: float) -> bool:

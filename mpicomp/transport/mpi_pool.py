@@ -11,18 +11,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
 from mpicomp.transport.base import wait
 from mpicomp.transport.mpi_failures import fault_tolerant, kept
 from mpicomp.transport.mpi_rounds import Channel
-from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, StallWatchdog, check_seconds, lookout, wanted_seconds
+from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, StallWatchdog, lookout
 from mpicomp.transport.unreported_deaths import Process, UnreportedDeaths, running_process
 
 _NAMES = (WORLD, HOST, ACROSS)
@@ -91,9 +92,9 @@ class Pool:
         offers = everyones[:, _LEAD:].reshape(comm.size, _OFFERS, _OF_A_SET)
         stall_s, end_s = (everyones[0, [0, 3]] / 1e6).tolist()
         taken = [self._sets[number] for number in self._common(offers)[:count]] if min(stall_s, end_s) >= 0 else []
-        for own in offered:
-            own.free = own not in taken
-        check_seconds(stall_s, end_s)
+        for channel_set in offered:
+            channel_set.free = channel_set not in taken
+        _check_seconds(stall_s, end_s)
         if self.watch is not None:
             self.watch.seconds, self.watch.end_s = stall_s, end_s
         self.thread_level = int(everyones[:, 1].min())
@@ -114,8 +115,8 @@ class Pool:
 
     def revoke(self) -> None:
         """Have everything that ranks are in, or begin, on these communicators end with an error; not collective."""
-        for own in self._sets.values():
-            for channel in own.channels.values():
+        for channel_set in self._sets.values():
+            for channel in channel_set.channels.values():
                 channel.comm.Revoke()
 
     def abandon(self) -> None:
@@ -132,7 +133,7 @@ class Pool:
 
     def progress(self) -> bool:
         """Move on everything that is under way and return whether nothing is."""
-        return False not in [own.progress() for own in list(self._sets.values())]
+        return False not in [channel_set.progress() for channel_set in list(self._sets.values())]
 
     def _watch_processes(self, comm: MPI.Comm, names: Sequence[int]) -> UnreportedDeaths:
         """StallWatchdog the processes of the other ranks on this rank's host. Collective."""
@@ -146,22 +147,24 @@ class Pool:
 
     def _offer(self) -> list[ChannelSet]:
         """Return the channels that this rank knows to be free; nobody else offers them meanwhile."""
-        if sum(not own.free for own in self._sets.values()) > _MANY:
+        if sum(not channel_set.free for channel_set in self._sets.values()) > _MANY:
             gc.collect()  # what had them may be garbage that nobody has looked at yet
         with self._lock:
-            offered = [own for own in self._sets.values() if own.free and own.progress()][:_OFFERS]
-            for own in offered:
-                own.free = False
+            free = [channel_set for channel_set in self._sets.values() if channel_set.free and channel_set.progress()]
+            offered = free[:_OFFERS]
+            for channel_set in offered:
+                channel_set.free = False
         return offered
 
     def _meet(self, comm: MPI.Comm, offered: Sequence[ChannelSet]) -> NDArray[np.int64]:
         """Exchange the ranks' offers before channels are handed out, a row for each."""
         mine = np.full(_LEAD + _OFFERS * _OF_A_SET, -1, np.int64)
-        stall, end = (round(own * 1e6) for own in (wanted_seconds(), wanted_seconds("MPICOMP_STALL_END", STALL_END_S)))
+        limits_s = wanted_seconds(), wanted_seconds("MPICOMP_STALL_END", STALL_END_S)
+        stall, end = (round(seconds * 1e6) for seconds in limits_s)
         mine[:_LEAD] = stall, MPI.Query_thread(), self._next, end  # microseconds
-        for place, own in enumerate(offered):
-            start = _LEAD + place * _OF_A_SET
-            mine[start : start + _OF_A_SET] = own.number, *own.begun
+        for position, channel_set in enumerate(offered):
+            start = _LEAD + position * _OF_A_SET
+            mine[start : start + _OF_A_SET] = channel_set.number, *channel_set.begun
         everyones = np.empty((comm.size, mine.size), np.int64)
         self._meeting.begun += 1
         watch = self.watch
@@ -176,7 +179,7 @@ class Pool:
 
     def _common(self, offers: NDArray[np.int64]) -> list[int]:
         """Return the numbers that all ranks offer, with as many rounds begun on a channel as its other ranks have."""
-        of_rank = [{int(own[0]): own[1:].tolist() for own in offer if own[0] >= 0} for offer in offers]
+        of_rank = [{int(row[0]): row[1:].tolist() for row in offer if row[0] >= 0} for offer in offers]
         return [
             number
             for number in sorted(set.intersection(*map(set, of_rank)))
@@ -286,3 +289,32 @@ def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
     comm.Allgather(first, firsts)
     numbers = {rank: number for number, rank in enumerate(dict.fromkeys(firsts.tolist()))}
     return [numbers[rank] for rank in firsts.tolist()]
+
+
+def wanted_seconds(
+    name: str = "MPICOMP_STALL", default: float = STALL_S, environ: Mapping[str, str] = os.environ
+) -> float:
+    """Return a limit that the environment sets, -1 where it is no number of seconds.
+
+    Examples
+    --------
+    >>> [wanted_seconds(environ={"MPICOMP_STALL": text}) for text in ("", "2.5", "soon")]
+    [60.0, 2.5, -1.0]
+    """
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        return -1.0
+    return seconds if 0 <= seconds < float("inf") else -1.0
+
+
+def _check_seconds(stall_s: float, end_s: float) -> None:
+    """Raise on all ranks if a limit of rank 0 is not a number of seconds."""
+    for name, seconds in (("MPICOMP_STALL", stall_s), ("MPICOMP_STALL_END", end_s)):
+        if seconds < 0:
+            raise ConfigurationError(
+                f"mpi: {name} must be a number of seconds, or 0 for never, and on rank 0 it is not"
+            )

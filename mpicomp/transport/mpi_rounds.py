@@ -39,11 +39,11 @@ class Started(Pending):
         self.some: _Some = MPI.Request.Testsome
         self.number = 0  # number of the round on its channel, from 1
         # Rounds under way on its channel, this one among them: a test of one of them moves all on.
-        self.beside: Collection[Started] = (self,)
+        self.under_way: Collection[Started] = (self,)
 
     def test(self) -> bool:
         try:
-            for other in self.beside:
+            for other in self.under_way:
                 if other is not self:
                     other._advance(other.some)
             return self._advance(self.some)
@@ -56,7 +56,7 @@ class Started(Pending):
             near, far = Naps(meanwhile=meanwhile), Naps(_EAGER, meanwhile, _LONGEST_S)
             before = None
             while not self.test():
-                left = sum(own.left for own in self.beside)
+                left = sum(started.left for started in self.under_way)
                 rests = far if left > _RECEIVES + _SENDS else near
                 if left != before:
                     rests.reset()  # what comes next begins with a handshake, which must not be slept through
@@ -65,7 +65,7 @@ class Started(Pending):
             return
         # MPI waits for one round alone, and others have to be moved on.
         try:
-            while not (self.test() if len(self.beside) > 1 else self._advance(MPI.Request.Waitsome)):
+            while not (self.test() if len(self.under_way) > 1 else self._advance(MPI.Request.Waitsome)):
                 pass
         except MPI.Exception as error:
             raise failure_of(error) from None
@@ -142,7 +142,7 @@ class Channel:
         if self._survives:
             started.some = functools.partial(completed, self.comm)
         started.number = self.begun
-        started.beside = self._under_way
+        started.under_way = self._under_way
         self._under_way[started] = None
         return started
 
@@ -174,7 +174,7 @@ class Channel:
         return self._graphs[task.graph]
 
     def _exchange(self, task: Round) -> Started:
-        messages = [own for own in self._under_way if isinstance(own, _Messages)]
+        messages = [started for started in self._under_way if isinstance(started, _Messages)]
         ahead = messages[-1] if messages else None
         made = _Messages(task, self.comm, self.begun % _TAGS, *self._messages(task), ahead)
         if self._survives:

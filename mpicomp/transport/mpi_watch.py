@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomp.device.driver import make_current
-from mpicomp.errors import ConfigurationError, RankFailedError
+from mpicomp.errors import RankFailedError
 from mpicomp.system import abort, processors
 from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant
 
@@ -66,20 +66,16 @@ class Wait(NamedTuple):
     channel: Counted
     number: int
     operation: str
-    user: int
-    """What the round belongs to; see `mpicomp.transport.Transport.enter`."""
+    user: int  # see `mpicomp.transport.Transport.enter`
 
 
 class WaitState(NamedTuple):
     """Where another rank is: of a round that one waits in, and of all others."""
 
     where: int
-    key: int
-    """The channel of the round that it has waited in for longest."""
-    number: int
-    """Which round of that channel; 0 where it waits for nothing."""
-    begun: int
-    """Rounds that it has begun on all channels."""
+    key: int  # channel of the round that it has waited in for longest
+    number: int  # round of that channel; 0 while it waits for nothing
+    begun: int  # rounds that it has begun on all channels
 
 
 class Inquiry:
@@ -94,9 +90,9 @@ class Inquiry:
         self.shown = False
         self.before: dict[int, WaitState] | None = None  # answers when it was shown
 
-    def of(self, *places: int) -> list[int]:
-        """Return the ranks that are in one of these places."""
-        return [rank for rank in self.others if rank in self.answers and self.answers[rank].where in places]
+    def of(self, *states: int) -> list[int]:
+        """Return the ranks in one of these states."""
+        return [rank for rank in self.others if rank in self.answers and self.answers[rank].where in states]
 
 
 class StallWatchdog:
@@ -107,15 +103,12 @@ class StallWatchdog:
     """
 
     def __init__(self, comm: MPI.Comm, names: Sequence[int], is_closed: Callable[[int, int], bool]) -> None:
-        self.about = ""
-        """Purpose of the rounds, for messages that are printed."""
+        self.about = ""  # purpose of the rounds, for messages
         self.seconds = STALL_S
         self.end_s = STALL_END_S
         self.left = False
-        self.inside_mpi = False
-        """Whether this rank waits in a call of MPI that asks nobody meanwhile."""
-        self.failed = False
-        """Whether one of the ranks has died, so that nobody hears or says anything any more."""
+        self.inside_mpi = False  # whether this rank waits in a blocking call of MPI
+        self.failed = False  # whether one of the ranks has died, so that no message arrives any more
         self._comm = comm
         self._names = names
         self._is_closed = is_closed
@@ -128,7 +121,7 @@ class StallWatchdog:
         self._sent: list[tuple[MPI.Request, Any]] = []
         self._file: Path | None = None  # that stacks are written to
         self._looked_at = 0.0
-        self._one_at_a_time = threading.RLock()  # messages; the thread that looks, and whoever has something to tell
+        self._lock = threading.RLock()  # for messages of the watching thread and of others
 
     @property
     def period_s(self) -> float:
@@ -138,7 +131,7 @@ class StallWatchdog:
 
     @property
     def alone(self) -> bool:
-        """Whether all the other ranks have left, and know that this one has; or one has died, and nobody waits here."""
+        """Whether all other ranks have left and know that this one has, or one has died."""
         return self.failed or (len(self._gone) == self._comm.size - 1 and not self._sent)
 
     @property
@@ -151,39 +144,39 @@ class StallWatchdog:
         self._channels |= {channel.key: channel for channel in channels}
 
     def begin(self, what: Any, channel: Counted, number: int, operation: str, user: int = 0) -> None:
-        """Note that something has begun to wait for a round of a channel."""
+        """Note the start of a wait for a round of a channel."""
         if len(channel.members) > 1:
             self._waits[what] = Wait(time.monotonic(), channel, number, operation, user)
 
     def end(self, what: Any) -> None:
-        """Note that it waits no longer."""
+        """Note the end of a wait."""
         self._waits.pop(what, None)
 
     def forget(self, channels: Collection[Counted]) -> None:
-        """Note that nothing waits on these any more."""
+        """Drop all waits on these channels."""
         self._waits = {what: wait for what, wait in dict(self._waits).items() if wait.channel not in channels}
 
     def abort_exchange(self, channels: Iterable[Counted], why: str) -> None:
-        """Note that this rank begins no more rounds on these: a rank that waits there has the job ended."""
-        with self._one_at_a_time:
+        """Begin no more rounds on these channels: a rank that waits there ends the job."""
+        with self._lock:
             for channel in channels:
                 self._broken.setdefault(channel.key, why)
             self._tell_all(_BROKE)
         lookout.wake()
 
     def leave(self) -> None:
-        """Announce to the other ranks that this rank begins no more rounds at all."""
-        with self._one_at_a_time, self._noting_death():
+        """Announce to the other ranks that this rank begins no more rounds."""
+        with self._lock, self._noting_death():
             self.left = True
             self._tell_all(_LEFT)
 
     def tick(self) -> None:
-        """Look, unless that was done a moment ago."""
+        """Look, unless the last look was a moment ago."""
         if time.monotonic() - self._looked_at > self.period_s:
             self.look()
 
     def look(self) -> None:
-        """Receive and answer questions, ask the others where this rank has waited for long, and report the answers."""
+        """Answer questions, ask the other ranks about a long wait, and report their answers."""
         with self._noting_death():
             self._look()
 
@@ -199,7 +192,7 @@ class StallWatchdog:
             lookout.drop(self)
 
     def _look(self) -> None:
-        with self._one_at_a_time:
+        with self._lock:
             self._looked_at = time.monotonic()
             status = MPI.Status()
             while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
@@ -210,7 +203,7 @@ class StallWatchdog:
                 self._write(text.tobytes().decode(errors="replace"))
             if fault_tolerant():
                 done = completed(self._comm, [request for request, _ in self._sent])
-                self._sent = [own for place, own in enumerate(self._sent) if place not in done]
+                self._sent = [sent for position, sent in enumerate(self._sent) if position not in done]
             else:
                 self._sent = [(request, message) for request, message in self._sent if not request.Test()]
             oldest = min(dict(self._waits).values(), key=lambda wait: wait.since, default=None)
@@ -267,7 +260,7 @@ class StallWatchdog:
         ]
 
     def _show(self, inquiry: Inquiry) -> None:
-        if any(place.number > 0 for rank, place in inquiry.answers.items() if rank < self._comm.rank):
+        if any(state.number > 0 for rank, state in inquiry.answers.items() if rank < self._comm.rank):
             return  # one of those who wait is enough
         self._file = Path(f"mpicomp-stacks-{os.getpid()}.txt").absolute()
         self._write(self._stacks())
@@ -347,16 +340,16 @@ class StallWatchdog:
     def _hear(self, other: int) -> None:
         message = np.empty(_FIELDS, np.int64)
         self._comm.Recv(message, other, 0)
-        kind, key, number, *place = message.tolist()
+        kind, key, number, *fields = message.tolist()
         inquiry = self._inquiry
         if kind == _ASK:
-            self._answer(other, key, number, place[0])
+            self._answer(other, key, number, fields[0])
         elif kind == _STACKS:
             stacks = np.frombuffer(self._stacks().encode(), np.uint8)
             self._sent.append((self._comm.Isend(stacks, other, _TEXT), stacks))
         elif kind == _ANSWER:
             if inquiry is not None and (inquiry.wait.channel.key, inquiry.wait.number) == (key, number):
-                inquiry.answers[other] = WaitState(*place)
+                inquiry.answers[other] = WaitState(*fields)
         else:
             (self._gone if kind == _LEFT else self._breakers).add(other)
             if inquiry is not None:
@@ -412,7 +405,7 @@ class Lookout:
         self._stopping = False
 
     def add(self, watch: StallWatchdog) -> None:
-        """StallWatchdog these rounds, too."""
+        """Watch these rounds too."""
         self.watches.append(watch)
         # Open MPI's agreement breaks where another thread moves messages on meanwhile.
         if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE and not fault_tolerant():
@@ -420,7 +413,7 @@ class Lookout:
             self._thread.start()
 
     def drop(self, watch: StallWatchdog) -> None:
-        """StallWatchdog these rounds no longer."""
+        """Watch these rounds no longer."""
         if watch in self.watches:
             self.watches.remove(watch)
 
@@ -448,32 +441,3 @@ class Lookout:
 
 
 lookout = Lookout()
-
-
-def wanted_seconds(
-    name: str = "MPICOMP_STALL", default: float = STALL_S, environ: Mapping[str, str] = os.environ
-) -> float:
-    """Return a limit that the environment sets, -1 where it is no number of seconds.
-
-    Examples
-    --------
-    >>> [wanted_seconds(environ={"MPICOMP_STALL": said}) for said in ("", "2.5", "soon")]
-    [60.0, 2.5, -1.0]
-    """
-    said = environ.get(name)
-    if not said:
-        return default
-    try:
-        seconds = float(said)
-    except ValueError:
-        return -1.0
-    return seconds if 0 <= seconds < float("inf") else -1.0
-
-
-def check_seconds(stall_s: float, end_s: float) -> None:
-    """Refuse limits of rank 0 that are none, on all ranks."""
-    for name, seconds in (("MPICOMP_STALL", stall_s), ("MPICOMP_STALL_END", end_s)):
-        if seconds < 0:
-            raise ConfigurationError(
-                f"mpi: {name} must be a number of seconds, or 0 for never, and on rank 0 it is not"
-            )

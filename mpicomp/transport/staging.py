@@ -105,7 +105,7 @@ class Staging:
         On a device they are there for what is put into its library's current stream from now on. Each is the same array
         at every step.
         """
-        return [self._unflatten(own.of(mean), own) for own in parts]
+        return [self._unflatten(part.of(mean), part) for part in parts]
 
     def _unflatten(self, mean: NDArray[np.floating], to: MeanPart) -> Any:
         cuda, described = device.driver(), to.described
