@@ -97,7 +97,7 @@ def test_leaving_with_an_error_ends_the_job(job, statement, status):
         assert "gone wrong" in ended.stderr
 
 
-def test_leaving_through_an_exit_that_was_looked_up_before_mpi_was_initialised(mpiexec, tmp_path):
+def test_exit_looked_up_before_mpi_was_initialised(mpiexec, tmp_path):
     program = tmp_path / "program.py"
     body = PROGRAM.replace("from mpi4py import MPI\n", "") + one_fails("return 3")
     head, _, rest = body.partition("\nabort.install()")

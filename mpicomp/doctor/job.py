@@ -14,8 +14,8 @@ from mpicomp.doctor.health_checks import NOTES, PROBLEMS, Facts, mpi_wheels, run
 from mpicomp.doctor.rank_report import by_host, gather_ranks, spans
 from mpicomp.doctor.transports import adapters, detect_transports, fork_safety
 from mpicomp.system import cuda_aware, launcher
+from mpicomp.system.cuda_aware import files, library
 from mpicomp.system.launcher import Problem
-from mpicomp.system.libraries import files, library
 
 SCHEMA = 1
 

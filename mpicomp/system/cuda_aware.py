@@ -1,4 +1,4 @@
-"""Whether the MPI library may be given pointers to GPU memory.
+"""The MPI library of this process: its file, and whether it may be given pointers to GPU memory.
 
 A wrong yes ends in a segmentation fault and a wrong no in a copy through the host: only what is certain is a yes. A
 library that was built for CUDA is not enough, as it may be told at run time to do without; what says so is looked at
@@ -20,6 +20,9 @@ _ADVICE = f"{_OVERRIDE}=1 overrules this"
 _OFF = ("0", "false", "no", "off", "disable", "disabled")
 # What launchers leave for the processes of a job, which the child is not one of.
 _LAUNCHERS = ("PMI", "PMIX_", "OMPI_COMM_", "OMPI_FILE_", "MPI_LOCAL", "HYD", "PRTE_", "SLURM_", "PALS_")
+# libmpi.so.12, libmpi_abi.so.1, libmpich.so.12, libmpi_gnu_123.so.12 (Cray), but not libmpicxx or libmpi_cxx,
+# libmpi_mpifh and their like, which only stand on it.
+_LIBRARY = re.compile(r"/(libmpi|libmpi_abi|libmpich|libmpi_(gnu|cray|intel|nvidia)\w*)\.(so|dylib)[.\d]*$")
 NO_GPU = 3
 """Exit status of a probe that found no GPU to try it with."""
 PROBE = "mpicomp.transport.gpu_routes"
@@ -82,7 +85,7 @@ def cuda_aware(
     answer = _query(path)
     if answer is not None:
         return Awareness(answer, f"the loaded {vendor} library was asked{_and(probed)}")
-    if cray and any("libmpi_gtl_cuda" in line for line in _maps(loaded)):
+    if cray and any("libmpi_gtl_cuda" in path for path in files(loaded)):
         return Awareness(True, f"MPICH_GPU_SUPPORT_ENABLED=1, and Cray's libmpi_gtl_cuda is loaded{_and(probed)}")
     if vendor == "Open MPI":
         answer = _ompi_info(path)
@@ -150,13 +153,25 @@ def _query(path: str) -> bool | None:
     return None
 
 
-def _maps(lines: Iterable[str] | None) -> Iterable[str]:
-    if lines is not None:
-        return lines
-    try:
-        return Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return ()
+def files(maps: Iterable[str] | None = None) -> list[str]:
+    """Return the paths of the files that are mapped into this process, libraries among them."""
+    if maps is None:
+        try:
+            maps = Path("/proc/self/maps").read_text().splitlines()
+        except OSError:
+            return []
+    return list(dict.fromkeys(path[0] for line in maps if (path := line.split(maxsplit=5)[5:])))
+
+
+def library(maps: Iterable[str] | None = None) -> str | None:
+    """Return the path of the MPI library that is loaded into this process.
+
+    Examples
+    --------
+    >>> library(["7f00-7f01 r-xp 00000000 08:01 42    /opt/mpi/lib/libmpi.so.40.40.7"])
+    '/opt/mpi/lib/libmpi.so.40.40.7'
+    """
+    return next((path for path in files(maps) if _LIBRARY.search(path)), None)
 
 
 def _ompi_info(path: str) -> bool | None:

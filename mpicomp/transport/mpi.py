@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mpicomp.errors import ClosedError, LaunchError, RankFailedError
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Pending, Round
-from mpicomp.system import abort, cuda_aware, launcher, libraries
+from mpicomp.system import abort, cuda_aware, launcher
 from mpicomp.transport import mpi_end
 from mpicomp.transport.base import Transport, received, wait
 from mpicomp.transport.mpi_failures import check_survives, failure_of, fault_tolerant
@@ -111,7 +111,7 @@ class MPITransport(Transport):
     @functools.cached_property
     def takes_device_memory(self) -> bool:  # type: ignore[override]
         version = MPI.Get_library_version()
-        return cuda_aware.cuda_aware(MPI.get_vendor()[0], libraries.library(), version=version).value
+        return cuda_aware.cuda_aware(MPI.get_vendor()[0], cuda_aware.library(), version=version).value
 
     def subgroup(self, count: int) -> "MPITransport | None":
         whole = self._front[WORLD].comm

@@ -28,7 +28,7 @@ def test_sixteen_bits_are_not_rounded_at_every_hop(collective, wire):
     assert collective in fitting(mpicomp.Dense)
 
 
-def test_what_is_tied_to_places_or_ranks_does_not_move_inside_a_host():
+def test_hierarchical_refuses_compressors_tied_to_positions():
     for compressor in (mpicomp.TopK(layers={"bias": 1.0}), mpicomp.DGC(momentum=0.9)):
         assert "hierarchical" not in fitting(compressor)
         with pytest.raises(IncompatiblePairError, match=r"(TopK|DGC)\(.*does not fit collective 'hierarchical'"):

@@ -300,7 +300,7 @@ def test_a_message_that_all_receive_damaged(collective):
     ],
     ids=str,
 )
-def test_a_step_that_is_undone_for_one_bucket_is_forgotten_by_the_others(compressor, nonfinite):
+def test_step_undone_for_one_bucket_is_undone_for_all(compressor, nonfinite):
     world = LocalWorld(2)
     feedback = None if compressor.feedback else False
     reducers = [

@@ -79,7 +79,7 @@ def test_ranks_round_by_themselves():
     assert np.var(mean) == pytest.approx(0.25 / 8, rel=0.1)
 
 
-def test_between_the_end_of_the_finer_grid_and_its_next_point_nothing_is_biased():
+def test_values_behind_the_finer_grid_are_unbiased():
     """What is looked at after rounding is on the finer grid only where it was rounded down."""
     numel, draws = 400, 500
     array = np.full(numel, 31.5 / 511, np.float32)

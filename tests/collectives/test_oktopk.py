@@ -173,7 +173,7 @@ def test_sums_beyond_the_largest_number_are_told_to_all():
     assert not any(result.nonfinite for result in results)
 
 
-def test_memory_fits_into_a_checkpoint_and_survives_steps_that_are_undone():
+def test_memory_survives_checkpoints_and_undone_steps():
     together = Ranks(2, mpicomp.TopK(ratio=0.5), "oktopk")
     good = {"w": np.array([1, -2, 3, 4], np.float32)}
     together.reduce([good] * 2)

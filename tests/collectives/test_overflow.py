@@ -234,7 +234,7 @@ def test_a_mean_of_the_largest_number(compressor, collective):
     check_step(together, "as large as can be", [np.full(70, LARGEST) for _ in range(MANY)], "skip")
 
 
-def test_all_that_is_sent_may_be_beyond_the_largest_number_where_no_sum_is():
+def test_sum_of_messages_may_overflow_where_no_element_does():
     """The first rank has what is -3e38 and is given 5.7e38 to add; what comes to that is small, and is dropped."""
     arrays = [[-1.0, 0.5, 0.0], [1.0, 0.48, 0.0], [0.9, 0.0, 1.0]]
     for nonfinite in ("skip", "pass"):
@@ -242,7 +242,7 @@ def test_all_that_is_sent_may_be_beyond_the_largest_number_where_no_sum_is():
         check_step(together, "dropped", HUGE * np.array(arrays), nonfinite)
 
 
-def test_a_remembered_table_stays_finite_where_no_estimate_shows_otherwise():
+def test_remembered_table_stays_finite_unless_estimates_overflow():
     """Two elements of two steps share a cell in one row of five, so that the medians are right and the cell is not."""
     compressor = mpicomp.FetchSGD(ratio=0.01, rows=5, columns=0.5)
     together = Together([0], compressor, "sketched-memory", "skip", (100,))

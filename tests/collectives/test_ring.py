@@ -103,7 +103,7 @@ def test_one_rank_of_halves_is_heard_by_all(ranks, halved):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_rounds_of_halves_are_what_is_asked_for_and_two_are_under_way(ranks, halved):
+def test_halves_are_announced_and_two_are_under_way(ranks, halved):
     world, scheme = LocalWorld(ranks), bind(mpicomp.Dense(), "ring")
     asked = [[] for _ in range(ranks)]
     exchanges = []
@@ -131,7 +131,7 @@ def test_rounds_of_halves_are_what_is_asked_for_and_two_are_under_way(ranks, hal
             assert place < 1 or place == len(halves) - 1 or 1 <= len(under_way) <= 2
 
 
-def test_only_the_first_half_is_accumulated_before_something_is_sent(halved):
+def test_first_half_is_accumulated_before_a_send(halved):
     size = 4
     group = LocalWorld(size).transports[1].group
     buffer = np.full(NUMEL + TRAILER, np.nan, np.float32)

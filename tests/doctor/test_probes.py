@@ -10,8 +10,8 @@ import pytest
 from mpicomp import doctor
 from mpicomp.doctor import probes
 from mpicomp.doctor.probes import cpus_per_task, gpus, measure, packages, resolves, thread_count, visible_gpus
+from mpicomp.system.cuda_aware import files
 from mpicomp.system.launcher import protocol, singletons
-from mpicomp.system.libraries import files
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-aa11)

@@ -310,7 +310,7 @@ except {caught}:
     ("caught", "then"),
     [("()", "pass"), slow("ZeroDivisionError", "sys.exit(0)"), slow("ZeroDivisionError", "sys.exit(2)")],
 )
-def test_a_constructor_that_fails_on_one_rank_by_an_error_of_the_user(job, caught, then):
+def test_constructor_fails_on_one_rank_by_an_error_of_the_user(job, caught, then):
     wrong = """
     class Mine(mpicomp.TopK):
         def get_config(self):
@@ -402,7 +402,7 @@ mpi4py.rc.thread_level = "serialized" if launcher.detect().rank == 1 else "multi
 
 
 @pytest.mark.slow
-def test_ranks_of_a_part_of_the_job_are_called_what_the_job_calls_them(job):
+def test_ranks_of_a_part_have_their_numbers_of_the_job(job):
     body = """
 part = MPI.COMM_WORLD.Split(rank > 1, rank)
 reducer = mpicomp.Reducer("dense", "allreduce", comm=part)

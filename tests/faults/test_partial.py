@@ -91,7 +91,7 @@ print(f"bits {rank} {digest.hexdigest()}\\n", end="", flush=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", ["allgather", "star-topk:ring"])
-def test_a_rank_that_is_stopped_for_a_while_is_named_and_changes_nothing(mpiexec, tmp_path, collective):
+def test_stopped_rank_is_named_and_changes_nothing(mpiexec, tmp_path, collective):
     def bits(done):
         assert done.returncode == 0, done.stderr
         return sorted(re.findall(r"bits \d \w+", done.stdout))
@@ -139,7 +139,7 @@ print(f"goes on {mean.max()}\\n", end="", flush=True)
 """
 
 
-def test_a_rank_without_memory_for_the_arrays_of_a_step_is_one_error_on_all(mpiexec):
+def test_rank_without_memory_for_a_step_is_one_error(mpiexec):
     done = mpiexec(3, "-c", LIMIT)
     assert done.returncode == 0, done.stderr
     said = re.findall(r"^(\S+) s: OutOfMemoryError (reduce: no memory is left .*)$", done.stdout, flags=re.M)
@@ -181,7 +181,7 @@ except MemoryError:
 
 
 @pytest.mark.parametrize("then", [slow("raise"), "sleep"])
-def test_a_rank_without_memory_in_the_middle_of_an_exchange_ends_the_job(mpiexec, then):
+def test_rank_without_memory_in_an_exchange_ends_the_job(mpiexec, then):
     """Within two seconds, also where the error is caught, and the rank does something else."""
     done = mpiexec(3, "-c", MIDDLE, then)
     ended = time.time()
@@ -226,7 +226,7 @@ print("goes on\\n", end="", flush=True)
 """
 
 
-def test_a_full_disk_is_one_error_on_all_ranks_and_the_checkpoint_before_stays(mpiexec, disk):
+def test_full_disk_is_one_error_and_keeps_the_last_checkpoint(mpiexec, disk):
     done = mpiexec(3, "-c", SAVES, disk)
     assert done.returncode == 0, done.stderr
     said = re.findall("^said (.*)$", done.stdout, flags=re.M)
@@ -240,7 +240,7 @@ def test_a_full_disk_is_one_error_on_all_ranks_and_the_checkpoint_before_stays(m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["metrics", "json"])
-def test_training_goes_on_where_its_files_cannot_be_written_and_ends_with_an_error(mpiexec, disk, what):
+def test_training_without_writable_files_ends_with_an_error(mpiexec, disk, what):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     file = disk / "file.json"

@@ -68,7 +68,7 @@ def test_several_ranks_do_not_step_alone():
     assert LocalWorld(1).transports[0].run(ask("allreduce", 4.0)) == [4.0]
 
 
-def test_rounds_in_the_background_pass_the_link_one_after_the_other():
+def test_background_rounds_pass_the_link_in_turn():
     """Two of a second each: whoever computes for no time waits for both, and for a third one that is waited for."""
     world = LocalWorld(2, hosts=2, network=lambda task, group: 1.0)
 

@@ -21,7 +21,7 @@ def one_core():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("hosts", ["one", "each its own", "two"])
-def test_cores_that_some_rank_of_a_host_may_run_on_are_counted_once(comm, hosts, one_core):
+def test_cores_shared_by_ranks_of_a_host_count_once(comm, hosts, one_core):
     from mpicomp.transport.mpi import cores_of_a_rank
 
     layout = {"one": [0] * comm.size, "each its own": list(range(comm.size)), "two": [r % 2 for r in range(comm.size)]}

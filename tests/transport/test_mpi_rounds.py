@@ -53,7 +53,7 @@ NAMES = ("world", "host", "across")
 
 
 @pytest.mark.parametrize("numel", [0, 1, 70_000, 700_001])
-def test_arrived_parts_cover_the_array_once_and_hold_what_was_sent(comm, naps, numel):
+def test_arrived_parts_cover_the_array_once_as_sent(comm, naps, numel):
     from mpicomp.transport.mpi import MPITransport
     from mpicomp.transport.mpi_rounds import SEGMENT
 
@@ -117,7 +117,7 @@ def test_a_part_arrives_while_the_rest_was_not_sent(comm):
     transport.close()
 
 
-def test_background_rounds_that_begin_at_another_time_on_each_rank(comm, naps):
+def test_background_rounds_begin_at_another_time_on_each_rank(comm, naps):
     """Even ranks begin it before other rounds, odd ones after: it has communicators of its own."""
     from mpicomp.transport.mpi import MPITransport
 
@@ -138,7 +138,7 @@ def test_background_rounds_that_begin_at_another_time_on_each_rank(comm, naps):
     transport.close()
 
 
-def test_closing_leaves_what_nobody_waited_for_to_the_next_transport(comm, naps):
+def test_closing_leaves_open_rounds_to_the_next_transport(comm, naps):
     from mpicomp.transport.mpi import MPITransport
 
     recv = np.zeros(1)
@@ -153,7 +153,7 @@ def test_closing_leaves_what_nobody_waited_for_to_the_next_transport(comm, naps)
         MPITransport(comm).close()
 
 
-def test_rounds_of_segments_in_the_background_go_one_after_the_other(comm, naps):
+def test_background_segments_go_one_after_the_other(comm, naps):
     """Whoever waits for any of them moves all on, so they are done wherever one waits first."""
     from mpicomp.transport.mpi import MPITransport
     from mpicomp.transport.mpi_rounds import SEGMENT
