@@ -41,7 +41,7 @@ def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
     compressor : Compressor
         Compressor that turns arrays into messages.
     collective : str
-        Its name. One that is built upon another may name it behind a colon, as in ``"star-topk:ring"``; if not, it is
+        Its name. One that is built on another may name it behind a colon, as in ``"star-topk:ring"``; if not, it is
         the first one that fits. Of packed messages ``"scatter-reduce"`` is another name of ``"two-phase"``.
 
     Raises
@@ -106,7 +106,7 @@ def variants(compressor: Compressor) -> list[str]:
 
 
 def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
-    """Return the variants in which no collective is built upon itself."""
+    """Return the variants in which no collective is built on itself."""
     names = []
     values = _values_of(compressor) if isinstance(compressor, SharedSparsifier) else compressor
     for name in fitting(values):

@@ -105,10 +105,10 @@ def read_headers(messages: NDArray[np.uint8], count: int) -> tuple[int, float, f
     flags, energy, lost = 0, 0.0, 0.0
     for rank, message in enumerate(messages):
         try:
-            told = read_header(message, count)
+            fields = read_header(message, count)
         except MessageError as error:
             raise MessageError(f"from rank {rank}: {error}") from error
-        flags, energy, lost = flags | told[0], energy + told[1], lost + told[2]
+        flags, energy, lost = flags | fields[0], energy + fields[1], lost + fields[2]
     return flags, energy, lost
 
 

@@ -147,12 +147,12 @@ class _Node:
         self._lost = 0.0  # by the ranks above
         self._turns: dict[str, int] = {}
 
-    def merge(self, given: Sparse) -> None:
+    def merge(self, message: Sparse) -> None:
         """Add another rank's selection and drop all but the largest elements."""
-        self._flags |= given.flags
-        self._energy += given.energy
-        self._lost += given.lost
-        self._held = added(self._held, given.selection, self._workspace, self._other("union"))
+        self._flags |= message.flags
+        self._energy += message.energy
+        self._lost += message.lost
+        self._held = added(self._held, message.selection, self._workspace, self._other("union"))
         if self._held.indices.size > self._count:
             threshold = kernels.kth_magnitude(self._held.values, self._count)
             self._held, left = parted(self._held, threshold, self._count, self._workspace, "merged")
@@ -169,7 +169,7 @@ class _Node:
         [change] = to_python(kernels.norm_change(array, self.sent.indices, self.sent.values))
         lost = max(0.0, self._accumulated.energy + change)
         if not far_from_largest(self._energy * self._ranks**4, array.dtype):
-            # What was given may add up to more than the largest number where what is held on the way does not.
+            # Messages may add up to more than the largest number where what is held on the way does not.
             with np.errstate(over="ignore", invalid="ignore"):
                 left = array[self.sent.indices] - self.sent.values
             self._flags |= NONFINITE * (not bool(np.isfinite(left).all()))

@@ -33,7 +33,7 @@ from mpicomp.workspace import Workspace
 
 _NUMBER = np.dtype(np.float64)
 _REPORT = 7
-"""Numbers that an owner tells its host of its slice: energy, lost energy, kept elements, non-finite, stale; whether
+"""Numbers of a slice that its owner sends to its host: energy, lost energy, kept elements, non-finite, stale; whether
 some owner of the slice was sent a damaged message, and whether this one was and those on other hosts do not know.
 """
 
@@ -134,7 +134,7 @@ class Hierarchical(Scheme[Compressor]):
             owned_slice = slice(sum(slices[: host.rank]), sum(slices[: host.rank + 1]))
         owned = owned_slice.stop - owned_slice.start
 
-        scatter, *_, tell, gather = self.rounds(numel, dtype, group, context.step)
+        scatter, *_, report_round, gather = self.rounds(numel, dtype, group, context.step)
         scatter.send = accumulated.with_trailer()
         width = owned + TRAILER * last
         scatter.recv = workspace.array("incoming", width * host.size, dtype)
@@ -169,9 +169,9 @@ class Hierarchical(Scheme[Compressor]):
             array[: owned_slice.start] = 0
             array[owned_slice.stop :] = 0
 
-        tell.send = report
-        tell.recv = workspace.host_array("reports", _REPORT * len(slices), _NUMBER)
-        reports = yield tell
+        report_round.send = report
+        report_round.recv = workspace.host_array("reports", _REPORT * len(slices), _NUMBER)
+        reports = yield report_round
         gather.send = mean
         gather.recv = workspace.array("mean", numel, dtype)
         return _put_together(reports, (yield gather), sent, problem)
@@ -289,8 +289,8 @@ def _put_together(
 
     ``problem`` is what this rank could not read as an owner.
     """
-    told = (float(number) for number in reports.reshape(-1, _REPORT).sum(axis=0))
-    energy, lost, kept, nonfinite, stale, damaged, alone = told
+    numbers = (float(number) for number in reports.reshape(-1, _REPORT).sum(axis=0))
+    energy, lost, kept, nonfinite, stale, damaged, alone = numbers
     if problem is not None:
         problem = MessageError(f"hierarchical: between hosts: {problem}")
     check_undamaged("hierarchical", DAMAGED * (damaged > 0), problem)

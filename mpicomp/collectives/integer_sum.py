@@ -58,10 +58,10 @@ class IntegerSum(Scheme[SharedQuantiser]):
                 f"integer-sum: integers up to {limit} from {group.size} ranks need fields of {largest.bit_length()} "
                 f"bits, and 31 are the most; use fewer bits"
             )
-        tell = Round("allgatherv", [HEADER_BYTES] * group.size, _BYTE)
+        headers = Round("allgatherv", [HEADER_BYTES] * group.size, _BYTE)
         ask = Round("allreduce", (len(finer) * sizes.words_of(numel, group.size),), _WORD)
         add = Round("allreduce", (sizes.words_of(numel, largest) + 1,), _WORD)
-        return [tell, ask, add] if finer else [tell, add]
+        return [headers, ask, add] if finer else [headers, add]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, workspace = context.group, context.workspace
@@ -69,14 +69,14 @@ class IntegerSum(Scheme[SharedQuantiser]):
         scales = np.array(self.compressor.scales, np.float64)
         limit = self.compressor.scales[0]
         largest = 2 * limit * group.size
-        tell, *asked, add = self.rounds(numel, dtype, group)
+        headers, *asked, add = self.rounds(numel, dtype, group)
         moments = accumulated.device_moments
 
-        tell.send = workspace.host_array("header", HEADER_BYTES, _BYTE)
+        headers.send = workspace.host_array("header", HEADER_BYTES, _BYTE)
         reach, energy, finite = to_python(self.compressor.reach(array), moments.energy, moments.finite)
-        write_header(tell.send, numel, STALE * accumulated.stale, energy, reach, finite)
-        tell.recv = workspace.host_array("headers", sum(tell.counts), _BYTE)
-        flags, energy, norm, problem = _read((yield tell).reshape(group.size, -1), numel)
+        write_header(headers.send, numel, STALE * accumulated.stale, energy, reach, finite)
+        headers.recv = workspace.host_array("headers", sum(headers.counts), _BYTE)
+        flags, energy, norm, problem = _read((yield headers).reshape(group.size, -1), numel)
 
         steps = _clipped(norm, scales[-1] * group.size, dtype) / scales
         device, inverses = current_device(), (1 / steps).astype(dtype)
@@ -147,13 +147,13 @@ def _read(messages: NDArray[np.uint8], numel: int) -> tuple[int, float, float, M
     problem: MessageError | None = None
     for rank, message in enumerate(messages):
         try:
-            told = read_header(message, numel)
+            fields = read_header(message, numel)
         except MessageError as error:
             problem = problem or MessageError(f"integer-sum: from rank {rank}: {error}")
             continue
-        flags |= told[0]
-        energies.append(told[1])
-        norms.append(told[2])
+        flags |= fields[0]
+        energies.append(fields[1])
+        norms.append(fields[2])
     return flags, sum(energies), float(np.max(norms, initial=0.0)), problem
 
 

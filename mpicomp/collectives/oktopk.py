@@ -47,8 +47,8 @@ _COUNT = np.dtype(np.int64)
 _ENERGY = np.dtype(np.float64)
 
 # As in the paper.
-_RENEW_REGIONS = 64  # exchanges of a bucket after which regions are balanced anew
-_RENEW_THRESHOLD = 32  # exchanges of a bucket after which the threshold is found anew
+_RENEW_REGIONS = 64  # exchanges of a bucket after which regions are balanced again
+_RENEW_THRESHOLD = 32  # exchanges of a bucket after which the threshold is found again
 _ADJUST = 1.008  # factor by which the threshold changes in between
 
 _WORTH = 1 << 14
@@ -159,7 +159,7 @@ class _Step:
         lost = sum(message.lost for message in arrived) + owners_lost
         if error is not None:
             sent = less(sent, Selection(chosen.indices, error), self.workspace, "sent.rounded")
-            lost = yield from self._tell_lost(sent)
+            lost = yield from self._sum_lost(sent)
             check_undamaged("oktopk", DAMAGED * math.isnan(lost), self.problem)
         self.state["exchanges"] += 1
         self.context.memory["oktopk"] = self.state
@@ -210,7 +210,7 @@ class _Step:
         return target, self._read(incoming, received, coming, [(0, own_region[1] - own_region[0])] * ranks, "arrived")
 
     def _within(self, counts: NDArray[np.int64], most: int) -> list[int]:
-        """Return numbers of elements that each rank has told this one; a wrong one is taken to what may be, and noted.
+        """Return numbers of elements that each rank has sent this one; a wrong one is taken to what may be, and noted.
 
         The others have heard nothing of it, so this rank has to go on with them.
         """
@@ -327,7 +327,7 @@ class _Step:
         everything = room(self.workspace, "delivered.all", sum(counts), self.dtype)
         return everything, sum(part.lost for part in messages)
 
-    def _tell_lost(self, sent: Selection) -> Rounds[float]:
+    def _sum_lost(self, sent: Selection) -> Rounds[float]:
         """Return the energy that all ranks lost, each of which knows its own; NaN where one read what is damaged."""
         [change] = to_python(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
         lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan

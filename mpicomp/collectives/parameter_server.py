@@ -52,7 +52,7 @@ class ParameterServer(Scheme[Compressor]):
     Two steps whatever the number of ranks, but all bytes pass through the link of one of them.
 
     Dense arrays come back as they were sent: with a 16-bit wire rank 0 takes the error of the second rounding, times
-    the number of ranks, into its residual. Of sparse messages comes back the union: its length is told first, by a
+    the number of ranks, into its residual. Of sparse messages comes back the union: its length comes first, by a
     bcast of one integer; values are not rounded a second time; where the whole array is shorter it comes in place of
     the union.
     """
@@ -154,25 +154,25 @@ class ParameterServer(Scheme[Compressor]):
             gather.recv = workspace.array("messages", sum(sizes), _BYTE)
         messages = yield gather
 
-        tell = Round("bcast", (1,), _COUNT, root=_SERVER, recv=workspace.host_array("told", 1, _COUNT))
+        announce = Round("bcast", (1,), _COUNT, root=_SERVER, recv=workspace.host_array("told", 1, _COUNT))
         answer, problem = None, None
         if group.rank == _SERVER:
             try:
                 count, answer = _average(messages, sizes, counts, numel, dtype, workspace)
-                tell.send = np.array([count], _COUNT)
+                announce.send = np.array([count], _COUNT)
             except MessageError as error:
                 problem = error
-                tell.send = np.array([-1], _COUNT)
-        sent = None if tell.send is None else (0, int(tell.send[0]))
-        [told] = check_counts(self.id, (yield tell), -1, numel, sent)
-        if told < 0:
+                announce.send = np.array([-1], _COUNT)
+        sent = None if announce.send is None else (0, int(announce.send[0]))
+        [count_sent] = check_counts(self.id, (yield announce), -1, numel, sent)
+        if count_sent < 0:
             raise MessageError(f"parameter-server: rank {_SERVER} was sent a damaged message") from problem
 
-        reply = _reply(told, numel, dtype)
+        reply = _reply(count_sent, numel, dtype)
         reply.send = answer
         reply.recv = workspace.array("reply", reply.counts[0], _BYTE)
         received = yield reply
-        if _as_dense(told, numel, dtype):
+        if _as_dense(count_sent, numel, dtype):
             mean = workspace.array("mean", numel, dtype)
             flags, energy, lost, problem = read_answers(self.id, received, reply.counts, [numel], None)
             if problem is not None:
@@ -180,7 +180,7 @@ class ParameterServer(Scheme[Compressor]):
             unpack(received, None, mean)
         else:
             try:
-                union = parse_message(received, numel, dtype, workspace, told)
+                union = parse_message(received, numel, dtype, workspace, count_sent)
             except MessageError as error:
                 problem = MessageError(f"parameter-server: from rank {_SERVER}: {error}")
                 return undelivered(accumulated, problem, stale=False)

@@ -58,7 +58,7 @@ def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
 
 
 def overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[int]:
-    """Return the number of a rank's elements that go to each when a list that ranks hold in pieces is cut anew.
+    """Return the number of a rank's elements that go to each when a list that ranks hold in pieces is cut again.
 
     Examples
     --------

@@ -92,7 +92,7 @@ class Ring(Scheme[Dense]):
                 yield under_way.popleft()
             if task.operation == "allgatherv":
                 task.send, task.recv = accumulated.with_trailer()[numel:], tails
-                told = yield task
+                pending_tails = yield task
                 continue
             out, into = next(spans)
             place, begun = begun // turns, begun + 1
@@ -108,7 +108,7 @@ class Ring(Scheme[Dense]):
         if halved:
             while under_way:
                 yield under_way.popleft()
-            yield told
+            yield pending_tails
             with np.errstate(over="ignore", invalid="ignore"):
                 mean[numel:] = tails.reshape(size, TRAILER).sum(axis=0)
         return segments.result(mean)

@@ -42,7 +42,7 @@ class Result:
     kept : float
         Kept elements of a rank, averaged over ranks. The same on every rank.
     nonfinite, stale : bool
-        Whether some rank held NaN or infinity; whether some rank asked to agree anew. The same on every rank.
+        Whether some rank held NaN or infinity; whether some rank asked for a new agreement. The same on every rank.
     thinned : sequence of (int, int, int)
         Parts of the array, from start to stop, for all of which fewer numbers have travelled, and how many. Whatever
         else is in ``sent`` has travelled element by element.
@@ -53,7 +53,7 @@ class Result:
         Text that the record appends to the reason of the plan; empty where there is nothing to say.
     problem : MessageError or None
         The message that this rank, and perhaps no other, could not read; apart from ``stale`` all other fields are then
-        void. The others know of it where they are told that the exchange is stale; where they are not, it was in the
+        void. The others know of it where the exchange is stale; where they are not, it was in the
         last message.
     """
 
@@ -113,7 +113,7 @@ class Scheme(ABC, Generic[CompressorType]):
 
     @classmethod
     def inner_compressor(cls, compressor: Compressor) -> Compressor | None:
-        """Return what has to be carried by the collective that this one is built upon.
+        """Return the compressor that the collective inside of this one has to carry.
 
         None where it stands alone. Otherwise the constructor's second argument is a scheme of that compressor.
         """
@@ -201,7 +201,7 @@ def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:
     """Return whether arrays of this squared norm stay far below the largest number of the dtype.
 
     There is a factor of 16 between: sums of a few of them, and what rounding adds, are finite too. The squared norm of
-    a sum over ranks is at most that of all ranks' arrays together, times the ranks.
+    a sum over ranks is at most that of all ranks' arrays, times the ranks.
 
     Examples
     --------
@@ -217,7 +217,7 @@ def _largest(dtype: np.dtype[Any]) -> float:
 
 
 def gain_of(lost: float, energy: float) -> float:
-    """Return the retained share of energy: 1 where there was none or none was lost, NaN where it cannot be told."""
+    """Return the retained share of energy: 1 where there was none or none was lost, NaN where it is unknown."""
     if energy == 0 or lost == 0:
         return 1.0
     with np.errstate(invalid="ignore", over="ignore"):

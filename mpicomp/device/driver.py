@@ -59,15 +59,15 @@ def device_array(array: Any) -> DeviceArray | None:
         return None
     if getattr(array, "is_cuda", False):
         return _of_torch(array)
-    told = getattr(array, "__cuda_array_interface__", None)
-    if told is None:
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
         return None
     # bfloat16 has no type string of its own: two bytes without a meaning.
-    typestr = told["typestr"]
+    typestr = interface["typestr"]
     dtype = np.dtype(np.uint16 if typestr[1:] == "V2" and str(array.dtype) == "bfloat16" else typestr)
-    shape = tuple(told["shape"])
-    strides = told.get("strides")
-    return DeviceArray(told["data"][0], shape, _strides(shape, dtype) if strides is None else strides, dtype)
+    shape = tuple(interface["shape"])
+    strides = interface.get("strides")
+    return DeviceArray(interface["data"][0], shape, _strides(shape, dtype) if strides is None else strides, dtype)
 
 
 def streams_of(arrays: Iterable[Any]) -> set[int]:
@@ -86,10 +86,10 @@ def streams_of(arrays: Iterable[Any]) -> set[int]:
     for array in arrays:
         if getattr(array, "is_cuda", False):
             devices.add(array.device)
-        elif (told := getattr(array, "__cuda_array_interface__", None)) is not None:
+        elif (interface := getattr(array, "__cuda_array_interface__", None)) is not None:
             # Before version 3 nothing was said of streams: what the legacy stream waits for is all that can be waited
             # for.
-            stream = told.get("stream", LEGACY)
+            stream = interface.get("stream", LEGACY)
             if stream == 0:
                 raise ArrayTypeError(
                     "device: an array on a GPU must name its stream as None, 1, 2 or an address, got 0, which could be "
@@ -130,7 +130,7 @@ class Driver(Protocol):
         """Return the number of devices."""
 
     def memory(self, device: int, nbytes: int) -> int:
-        """Return the address of memory on a device, which is never given back."""
+        """Return the address of memory on a device, which is never freed."""
 
     def device_of(self, address: int) -> int:
         """Return the number of the device that an address belongs to."""

@@ -201,8 +201,8 @@ def probe(
     >>> probe([sys.executable, "-c", "import os; os.abort()"])
     Awareness(value=False, reason='a child process that gave it GPU memory was ended by SIGABRT')
     """
-    given = os.environ if environ is None else environ
-    child_environ = {name: value for name, value in given.items() if not name.startswith(_LAUNCHERS)}
+    parent_environ = os.environ if environ is None else environ
+    child_environ = {name: value for name, value in parent_environ.items() if not name.startswith(_LAUNCHERS)}
     try:
         ended = subprocess.run(
             command, env=child_environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False

@@ -53,7 +53,7 @@ class Transport(ABC):
     one_clock: bool = False
     """Whether all ranks read one clock, wherever they are, so that there is nothing to compare."""
     takes_device_memory: bool = False
-    """Whether rounds may be given arrays in the memory of a GPU, as far as this rank knows."""
+    """Whether rounds may have arrays in GPU memory, as far as this rank knows."""
     user: int = 0
     """What the rounds that come next belong to, see `enter`; 0 where nothing has said so."""
     cores: float = math.inf
@@ -68,7 +68,7 @@ class Transport(ABC):
         """Begin a round. Collective over its group."""
 
     def channels(self, count: int) -> "list[Transport]":
-        """Return other transports of the same ranks, for rounds that are under way together with this one's.
+        """Return other transports of the same ranks, for rounds at the same time as this one's.
 
         Collective over the group, as are the beginnings of all rounds on one of them: in one order on all ranks.
         Between them and to this one there is no order. Whoever asked for them closes them.
@@ -143,7 +143,7 @@ class Transport(ABC):
         assert group is not None
         self.log.append(RoundLog(task.operation, task.sent_bytes(group), task.wire_bytes(group), seconds))
 
-    def set_activity(self, what: str) -> None:  # noqa: B027, a transport may not tell anybody
+    def set_activity(self, what: str) -> None:  # noqa: B027, optional
         """Note the purpose of the rounds, for messages about ranks that wait."""
 
     def enter(self) -> int:
@@ -189,7 +189,7 @@ class Transport(ABC):
         """
         raise MpicompError(f"transport: {type(self).__name__} has no ranks that die")
 
-    def close(self) -> None:  # noqa: B027, a transport may have nothing to give back
+    def close(self) -> None:  # noqa: B027, a transport may hold nothing
         """Release the transport's resources. It waits for nobody; a second call does nothing."""
 
 

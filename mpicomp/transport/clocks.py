@@ -1,4 +1,4 @@
-"""The ranks' clocks, compared, so that times of different ranks can be set beside each other."""
+"""The offsets of the ranks' clocks, by which times of different ranks are compared."""
 
 import math
 
@@ -18,7 +18,7 @@ def compare_clocks(transport: Transport) -> Rounds[float]:
     have one clock. With one host nothing is asked, nor where the transport has one clock anyway.
 
     The result is the largest error in seconds: half of the longest of the hosts' fastest answers, the same on all
-    ranks. Clocks of two machines part by some microseconds a second: compare them anew now and then. An offset no
+    ranks. Clocks of two machines part by some microseconds a second: compare them again now and then. An offset no
     larger than its error is taken for none, as where hosts share a clock.
     """
     group = transport.group
@@ -34,11 +34,11 @@ def compare_clocks(transport: Transport) -> Rounds[float]:
         answers = []
         for _ in range(1 + _QUESTIONS):
             asked = transport.clock()
-            yield _tell(group, first, 0, math.nan)
-            told = yield _tell(group, 0, first, transport.clock())
+            yield _send_number(group, first, 0, math.nan)
+            reply = yield _send_number(group, 0, first, transport.clock())
             answered = transport.clock()
             if group.rank == first:
-                answers.append((answered - asked, told[0] - (asked + answered) / 2))
+                answers.append((answered - asked, reply[0] - (asked + answered) / 2))
         if group.rank == first:
             fastest, offset = min(answers[1:])
     counts = [2 if rank == first_on[host] else 0 for rank, host in enumerate(layout)]
@@ -51,7 +51,7 @@ def compare_clocks(transport: Transport) -> Rounds[float]:
     return float(of_host[:, 1].max())
 
 
-def _tell(group: Group, source: int, to: int, number: float) -> Round:
+def _send_number(group: Group, source: int, to: int, number: float) -> Round:
     """Return the round in which one rank sends a number to another one, as this rank sees it."""
     sends, receives = group.rank == source, group.rank == to
     return Round(

@@ -13,7 +13,7 @@ def connect(comm: Any = None) -> Transport:
     """Return a new transport of a communicator; a transport is returned as it is. Collective over ``comm``.
 
     Call it before any check that may fail on one rank alone: from then on a rank that fails ends the job, and the other
-    ranks can be told.
+    ranks learn of it.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """The end of a rank: it completes rounds that nobody waits for, and leaves once all other ranks leave, too.
 
 MPI's own end waits for all ranks as well, but without a word, and a rank that still waits for this one would do so
-forever. Here the others are told, so that such a rank ends the job; see `mpicomp.transport.mpi_watch`.
+forever. Here the others learn of it, so that such a rank ends the job; see `mpicomp.transport.mpi_watch`.
 
 Where a rank of the job has died, none that has a transport comes to MPI's own end, even if it had nothing to do with
 the dead one. That end has a barrier of Open MPI's launcher, which may last forever where a process ends without it at
@@ -81,10 +81,10 @@ def install() -> None:
 def _finalize_after_leaving() -> Any:
     """Call mpi4py's function of this name, when all ranks are there."""
     leave()
-    return _finalize() if _together() else None
+    return _finalize() if _all_ranks_came() else None
 
 
-def _together() -> bool:
+def _all_ranks_came() -> bool:
     """Return whether all ranks of the job have come to this end alive, after a wait for those that have not.
 
     Who knows of a death does not wait: others may be about to go on without the dead one, and wait for this rank.
@@ -99,7 +99,7 @@ def _together() -> bool:
 
 def _end() -> None:
     """End this process where a rank has died: MPI's own end, which comes last, may wait for ever."""
-    if os.getpid() == _process and abort.running() is not None and not _together():
+    if os.getpid() == _process and abort.running() is not None and not _all_ranks_came():
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -40,7 +40,7 @@ class ChannelSet:
 
     number: int  # the same on all ranks
     channels: dict[str, Channel]  # by the group's name
-    free: bool = False  # whether it was given back
+    free: bool = False  # whether its owner has returned it
     users: set[int] = field(default_factory=set)  # what uses it now, by numbers that are the same on all ranks
     last_user: int = 0  # the highest of those numbers so far; 0 where there was none
 
@@ -191,7 +191,7 @@ class Pool:
         ]
 
     def _make(self, world: MPI.Comm) -> ChannelSet:
-        """Make another set upon a communicator that is nobody else's. Collective."""
+        """Make another set on a communicator that nothing else uses. Collective."""
         number = self._next
         self._next += 1
         whole = Channel(world, self._limit, number * len(_NAMES), self.members[WORLD])

@@ -1,7 +1,7 @@
 """Which rank is missing where others wait, and the end of a job in which nobody will ever come.
 
-MPI says nothing about a rank that never comes: the others wait, and nobody knows for whom. A thread beside whatever
-waits asks the other ranks' threads how far they have come, in messages that nobody waits for:
+MPI does not report a rank that never enters a collective. A watchdog thread asks the other ranks' threads how far they
+have come, in messages that nobody waits for:
 
 - ranks that have waited for ``MPICOMP_STALL`` seconds (60 if it is not set, 0 for never) are told who is missing, and
   the stacks of all ranks that answer go into a file. Nothing is ended by that: a rank may have a reason, such as
@@ -161,14 +161,14 @@ class StallWatchdog:
         with self._lock:
             for channel in channels:
                 self._broken.setdefault(channel.key, why)
-            self._tell_all(_BROKE)
+            self._send_all(_BROKE)
         lookout.wake()
 
     def leave(self) -> None:
         """Announce to the other ranks that this rank begins no more rounds."""
         with self._lock, self._noting_death():
             self.left = True
-            self._tell_all(_LEFT)
+            self._send_all(_LEFT)
 
     def tick(self) -> None:
         """Look, unless the last look was a moment ago."""
@@ -182,7 +182,7 @@ class StallWatchdog:
 
     @contextlib.contextmanager
     def _noting_death(self) -> Iterator[None]:
-        """Give up where a rank has died: whoever waits for it is told by MPI."""
+        """Give up after a death: MPI reports it to the ranks that wait."""
         try:
             yield
         except (MPI.Exception, RankFailedError) as error:
@@ -196,7 +196,7 @@ class StallWatchdog:
             self._looked_at = time.monotonic()
             status = MPI.Status()
             while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
-                self._hear(status.Get_source())
+                self._receive(status.Get_source())
             while self._comm.Iprobe(MPI.ANY_SOURCE, _TEXT, status):
                 text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 self._comm.Recv(text, status.Get_source(), _TEXT)
@@ -265,7 +265,7 @@ class StallWatchdog:
         self._file = Path(f"mpicomp-stacks-{os.getpid()}.txt").absolute()
         self._write(self._stacks())
         for rank in inquiry.others:
-            self._tell(rank, _STACKS)
+            self._send(rank, _STACKS)
         where = "`py-spy dump --pid` shows where one is"
         if self._file is not None:
             where = f"Stacks of all ranks that answer are in {self._file}"
@@ -318,7 +318,7 @@ class StallWatchdog:
         )
 
     def _end(self, inquiry: Inquiry, why: str, hint: str) -> None:
-        """End the job, in a thread beside the one that waits: its stack is shown."""
+        """End the job from another thread than the waiting one, whose stack is printed."""
         if not abort.wanted():
             if not inquiry.shown:
                 inquiry.shown = True
@@ -335,9 +335,9 @@ class StallWatchdog:
     def _ask(self, inquiry: Inquiry, ranks: Iterable[int]) -> None:
         for rank in ranks:
             inquiry.asked.add(rank)
-            self._tell(rank, _ASK, inquiry.wait.channel.key, inquiry.wait.number, inquiry.wait.user)
+            self._send(rank, _ASK, inquiry.wait.channel.key, inquiry.wait.number, inquiry.wait.user)
 
-    def _hear(self, other: int) -> None:
+    def _receive(self, other: int) -> None:
         message = np.empty(_FIELDS, np.int64)
         self._comm.Recv(message, other, 0)
         kind, key, number, *fields = message.tolist()
@@ -369,7 +369,7 @@ class StallWatchdog:
         else:
             answer = _ELSEWHERE if rounds else _BUSY
         begun = sum(channel.begun for channel in list(self._channels.values()))
-        self._tell(other, _ANSWER, key, number, *WaitState(answer, *(rounds or [(0, 0)])[0], begun))
+        self._send(other, _ANSWER, key, number, *WaitState(answer, *(rounds or [(0, 0)])[0], begun))
         if answer == _BROKEN and abort.wanted():
             print(
                 f"mpicomp: rank {self._names[self._comm.rank]} broke off what rank {self._names[other]} still waits "
@@ -379,12 +379,12 @@ class StallWatchdog:
             )
             abort.end_job(1)
 
-    def _tell_all(self, kind: int) -> None:
+    def _send_all(self, kind: int) -> None:
         for other in range(self._comm.size):
             if other != self._comm.rank:
-                self._tell(other, kind)
+                self._send(other, kind)
 
-    def _tell(self, other: int, *fields: int) -> None:
+    def _send(self, other: int, *fields: int) -> None:
         message = np.zeros(_FIELDS, np.int64)
         message[: len(fields)] = fields
         self._sent.append((self._comm.Isend(message, other, 0), message))

@@ -1,7 +1,7 @@
 """Several generators of rounds at once on one transport, driven by whoever waits for them or by a thread.
 
 Non-blocking communication makes little progress by itself: somebody has to ask for it. A thread that asks and sleeps in
-between leaves the core to the computation that goes on beside it.
+between leaves the core to the computation.
 """
 
 import threading
@@ -109,7 +109,7 @@ class RoundScheduler:
 
 
 class ProgressThread:
-    """Runs generators of rounds in a thread, beside the computation of the others.
+    """Runs generators of rounds in a thread, while other threads compute.
 
     While nothing moves it sleeps, so it takes little of a core; while it has nothing to do it takes nothing. Making
     one is collective over the transport's group, as is `submit`.

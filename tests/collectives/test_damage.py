@@ -380,18 +380,18 @@ def test_the_last_message_over_mpi(comm, monkeypatch):
     reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.05), "allgather", comm=comm)
     given = gradients(comm.size, 0)[comm.rank]
     reducer.reduce(given)
-    genuine = allgather.look_at
+    genuine = allgather.parse_header
 
     def torn(*arguments):
         raise MessageError("torn")
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(allgather, "look_at", torn)
+        monkeypatch.setattr(allgather, "parse_header", torn)
         with pytest.raises(
             MessageError, match=r"allgather: from rank 0: torn .on rank .*nothing was applied on this rank"
         ):
             reducer.reduce(given)
-        monkeypatch.setattr(allgather, "look_at", genuine)
+        monkeypatch.setattr(allgather, "parse_header", genuine)
     else:
         reducer.reduce(given)
     if comm.size > 1:
