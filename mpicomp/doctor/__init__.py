@@ -7,7 +7,6 @@ pieces are there for others too, `cuda_aware` above all.
 from mpicomp.doctor.formatting import render
 from mpicomp.doctor.job import SCHEMA, examine, local
 from mpicomp.doctor.probes import gpus, origin, packages, wheels
-from mpicomp.system.cuda_aware import cuda_aware
-from mpicomp.system.libraries import library
+from mpicomp.system.cuda_aware import cuda_aware, library
 
 __all__ = ["SCHEMA", "cuda_aware", "examine", "gpus", "library", "local", "origin", "packages", "render", "wheels"]
