@@ -1,4 +1,4 @@
-"""The base class of policies: a policy chooses the scheme that each bucket uses in a step."""
+"""The base class of policies, which choose the plan of each bucket in a step."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -31,11 +31,11 @@ class Plan:
     reason : str
         Reason for the choice, for the record.
     prediction : Prediction or None
-        Predicted seconds, or None where nothing is known yet.
+        Predicted seconds, or None before any are known.
     settled : bool
-        Whether it was run for some steps before. Seconds measured earlier say nothing about what it takes.
+        Whether the plan ran in some steps before: seconds measured earlier include allocation.
     row : int
-        Its place among the bucket's candidates, for the policy that chose it.
+        Its number among the bucket's candidates, for the policy that chose it.
     """
 
     scheme: Scheme[Any]
@@ -47,9 +47,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shape:
-    """A bucket: names, lengths and shapes of its parameters, the dtype in which they are exchanged, and where it lives.
+    """A bucket: names, lengths and shapes of its parameters, the dtype of the exchange, and its device.
 
-    Ranks may differ in the last, which is no part of what is compared.
+    Ranks may differ in the device, which is not compared.
     """
 
     names: tuple[str, ...]
@@ -66,12 +66,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class UserSettings:
-    """Settings named by the user, for the policy to work with.
+    """Settings of the user that a policy has to respect.
 
     Parameters
     ----------
     compressor : Compressor or None
-        The compressor; None lets the policy take its own.
+        The compressor; None leaves it to the policy.
     collective : str
         Name of a collective, or ``"auto"``.
     feedback : bool or None
@@ -81,7 +81,7 @@ class UserSettings:
     normalises : bool
         See `mpicomp.Reducer`.
     local_steps : sequence of int
-        Steps that ranks may make by themselves from one exchange to the next, ascending; the policy chooses among them.
+        Numbers of local steps between two exchanges that the policy may choose, ascending.
     """
 
     compressor: Compressor | None = None
@@ -110,14 +110,14 @@ class StepReport:
     step : int
         Number of the step.
     lr : float or None
-        The learning rate that rank 0 was passed in it.
+        The learning rate on rank 0.
     plans, outcomes : sequence of Plan, of BucketOutcome
-        Of its buckets: the plan that was run, and its outcome.
+        The plan that each bucket ran, and its outcome.
     times : array of float64, shape (ranks, buckets, 4)
-        Start and end of each bucket's exchange on the clock that ranks share, the seconds of own work in it, and when
-        its gradients were handed over.
+        Start and end of each bucket's exchange on the clock that ranks share, the kernel seconds in it, and when its
+        gradients were ready.
     surveys : mapping of int to array of float32, shape (ranks, width)
-        By bucket, the survey of every rank, where the policy asked for one.
+        By bucket, the surveys of all ranks, if the policy requested them.
     """
 
     step: int
@@ -129,7 +129,7 @@ class StepReport:
 
     @functools.cached_property
     def latest(self) -> NDArray[np.float64]:
-        """Of each of the times the latest, or the most, over ranks, shape (buckets, 4)."""
+        """Maximum of `times` over ranks, shape (buckets, 4)."""
         latest: NDArray[np.float64] = self.times.max(axis=0)
         return latest
 
@@ -138,9 +138,8 @@ class StepReport:
 class Policy(ABC):
     """Chooses plans, the same on all ranks. Its fields are its settings; one object serves one reducer.
 
-    To add one: derive a dataclass from it, give `id`, `configure`, `plan` and what else it needs, and register it with
-    `mpicomp.register`. It may decide by nothing but what these methods tell it: that is the same on all
-    ranks.
+    To add a policy, derive a dataclass that defines `id`, `configure`, `plan` and what else it needs, and register it
+    with `mpicomp.register`. It may decide only by the arguments of these methods, which are the same on all ranks.
     """
 
     kind: ClassVar[str] = "policy"
@@ -149,64 +148,64 @@ class Policy(ABC):
     paper: ClassVar[str] = "none"
     """The paper that the policy comes from, and the deviations from it."""
     resumes: ClassVar[bool] = True
-    """Whether plans are the same after a checkpoint as without one; not where gradients are looked at anew first."""
+    """Whether plans are the same after a checkpoint as without one; not if gradients are surveyed again first."""
 
     def __post_init__(self) -> None:
         self.compressor: Compressor
-        """The compressor that it works with; known once a reducer has adopted it."""
+        """The compressor whose settings are chosen; set by `configure`."""
         self.feedback = True
         """Whether there are residuals."""
         self.serves = False
-        """Whether it is some reducer's."""
+        """Whether a reducer uses it."""
         self.check()
 
-    def check(self) -> None:  # noqa: B027, most settings cannot be wrong
-        """Raise `ConfigurationError` where a setting cannot be."""
+    def check(self) -> None:  # noqa: B027, most settings have no check
+        """Raise `ConfigurationError` for a wrong setting."""
 
     @abstractmethod
     def configure(self, settings: UserSettings) -> None:
-        """Take up the settings named by the user, and set `compressor` and `feedback`.
+        """Apply the settings of the user; set `compressor` and `feedback`.
 
         Raises
         ------
         ConfigurationError
-            For what this policy cannot work with.
+            For settings that this policy cannot use.
         """
 
     @property
     def cost(self) -> CostModel | None:
-        """The cost model that it predicts seconds with; None before the first step, or where it predicts nothing."""
+        """The cost model that predicts seconds; None before the first step, or if the policy predicts none."""
         return None
 
     @property
     def local_steps(self) -> int:
-        """Steps that ranks are to make by themselves until the next exchange, the same on all ranks."""
+        """Local steps until the next exchange, the same on all ranks."""
         return 1
 
     @property
     def bucket_bytes(self) -> int | None:
-        """Length at which arrays are cut into buckets, whatever was named, where the policy works with no other one."""
+        """Length at which arrays are cut into buckets, if the policy needs a fixed one."""
         return None
 
     @property
     def wants_telemetry(self) -> bool:
-        """Whether ranks are to tell each other of this step; see `on_telemetry`."""
+        """Whether ranks are to share the telemetry of this step; see `on_telemetry`."""
         return False
 
     def survey(self, bucket: int) -> Survey | None:
-        """Return the survey that ranks are to make of a bucket in this step; its result comes with `on_telemetry`."""
+        """Return the survey of a bucket for this step, or None; `on_telemetry` gets its results."""
         return None
 
     def bucket_limit(self, nbytes: int, transport: Transport) -> Rounds[int | None]:
         """Return the length at which arrays of ``nbytes`` in all are cut into buckets, the same on all ranks.
 
-        None where the policy cannot tell what exchanging takes. Collective over all ranks, as rounds.
+        None if the policy predicts no seconds. Collective over all ranks, as rounds.
         """
         return None
         yield
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        """Take up new buckets. Collective over all ranks, as rounds."""
+        """Prepare new buckets. Collective over all ranks, as rounds."""
         return
         yield
 
@@ -217,28 +216,28 @@ class Policy(ABC):
 
     @abstractmethod
     def plan(self, bucket: int) -> Plan:
-        """Return a bucket's plan for this step; asked for once a step."""
+        """Return a bucket's plan for this step; called once a step."""
 
-    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:  # noqa: B027, most have nothing to learn
-        """Learn from the results of a step, at its end; a step that was undone is passed over."""
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:  # noqa: B027, most learn nothing
+        """Learn from the outcomes of a step, at its end; not called for a step that was undone."""
 
-    def on_telemetry(self, report: StepReport) -> None:  # noqa: B027, most have nothing to learn
-        """Learn from the telemetry of a step for which it was listening, or had a survey."""
+    def on_telemetry(self, report: StepReport) -> None:  # noqa: B027, most learn nothing
+        """Learn from the telemetry of a step with `wants_telemetry` or a survey, one step later."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, JSON-able; not the cost model."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:  # noqa: B027, most have none
-        """Restore the state that `state_dict` returned, and a cost model where there is one. Not collective."""
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:  # noqa: B027, most have no state
+        """Restore the state that `state_dict` returned, and a cost model if there is one. Not collective."""
 
     def get_config(self) -> dict[str, Any]:
-        """Return a JSON-able configuration that `mpicomp.policies.get_policy` turns into an equal policy."""
+        """Return a JSON-able configuration from which `mpicomp.policies.get_policy` builds an equal policy."""
         return {"id": self.id} | {field.name: getattr(self, field.name) for field in fields(self) if field.init}
 
     @classmethod
     def from_config(cls, settings: Mapping[str, Any]) -> Self:
-        """Build one from its settings, refusing those that it does not have."""
+        """Build a policy from its settings; raise for unknown ones."""
         known = [field.name for field in fields(cls) if field.init]
         for name in settings:
             if name not in known:
@@ -254,7 +253,7 @@ def model_of(shapes: Sequence[Shape]) -> dict[str, int]:
 
 
 def feedback_of(compressor: Compressor, feedback: bool | None) -> bool:
-    """Return whether there are residuals, and refuse what a compressor cannot do with or without them."""
+    """Return whether there are residuals; raise if the compressor needs the opposite."""
     chosen = compressor.feedback if feedback is None else feedback
     if chosen and not compressor.contractive:
         form = compressor.contractive_variant

@@ -16,8 +16,8 @@ from mpicomp.setting_checks import check_choice, check_least, check_range, check
 from mpicomp.transport.base import Transport
 
 _SHAPES = ("linear", "exponential", "step", "varco")
-_LEVELS = 33  # ratios, at most, for which seconds are predicted
-_MOST_SLOPE = 1e6  # a ramp of one step, however long training is
+_MAX_LEVELS = 33  # ratios for which seconds are predicted
+_MAX_SLOPE = 1e6  # a ramp of one step, however long training is
 
 
 @register
@@ -25,8 +25,8 @@ _MOST_SLOPE = 1e6  # a ramp of one step, however long training is
 class Schedule(Adaptive):
     """A ratio that goes from one value to another in the first steps and then stays.
 
-    It may fall, as in a warm-up, or rise. Of a compressor that was named everything but its ratio counts; ratios of
-    their own that top-k has for some layers stay as they are. Steps that were undone do not count.
+    It may fall, as in a warm-up, or rise. Only the ratio of the compressor changes; ratios that top-k has for some
+    layers stay as they are. Steps that were undone do not count.
 
     With t the steps so far:
 
@@ -75,16 +75,14 @@ class Schedule(Adaptive):
     slope: float = 5.0
 
     def check(self) -> None:
-        """See `Policy.check`."""
         check_ratio(f"{self.id}: begin", self.begin)
         check_ratio(f"{self.id}: end", self.end)
         check_choice(self.id, "shape", self.shape, _SHAPES)
         check_least(self.id, "steps", self.steps, 3 if self.shape == "varco" else 1)
         check_least(self.id, "stages", self.stages, 2)
-        check_range(self.id, "slope", self.slope, 1, _MOST_SLOPE)
+        check_range(self.id, "slope", self.slope, 1, _MAX_SLOPE)
 
     def check_compressor(self) -> None:
-        """See `Adaptive.check_compressor`: what has a ratio will do."""
         if not self.compressor.selects_by_ratio:
             raise ConfigurationError(
                 f"{self.id}: changes the ratio, which {self.compressor.id} does not have; use a compressor that "
@@ -92,13 +90,11 @@ class Schedule(Adaptive):
             )
 
     def configure(self, settings: UserSettings) -> None:
-        """See `Policy.configure`. Where no compressor was named it is top-k."""
         super().configure(settings)
-        self._done = 0
-        self._current: dict[int, tuple[float, Compressor]] = {}  # by bucket: the last ratio, and what it gave
+        self._steps_done = 0
+        self._current: dict[int, tuple[float, Compressor]] = {}  # by bucket, the last ratio and its compressor
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        """See `Policy.start`."""
         self._current.clear()
         yield from super().start(shapes, transport)
 
@@ -120,31 +116,26 @@ class Schedule(Adaptive):
         return ratio
 
     def levels(self) -> list[Compressor]:
-        """See `Adaptive.levels`."""
         least, most = sorted((self.begin, self.end))
-        apart = max(2**0.5, (most / least) ** (1 / (_LEVELS - 1)))
-        return [at_ratio(self.compressor, ratio) for ratio in dict.fromkeys(ladder(least, most, apart))]
+        step = max(2**0.5, (most / least) ** (1 / (_MAX_LEVELS - 1)))
+        return [at_ratio(self.compressor, ratio) for ratio in dict.fromkeys(ladder(least, most, step))]
 
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
-        """See `Adaptive.choose`."""
-        ratio = self.ratio(self._done)
-        before = self._current.get(bucket)
-        if before is None or before[0] != ratio:
+        ratio = self.ratio(self._steps_done)
+        current = self._current.get(bucket)
+        if current is None or current[0] != ratio:
             shape = self._shapes[bucket]
             compressor = at_ratio(self.compressor, ratio).bind(shape.names, shape.sizes, shape.shapes)
-            self._current[bucket] = before = ratio, compressor
-        ends = "the end of the ramp" if ratio == self.end else f"step {self._done} of the ramp"
-        return before[1], f"ratio {ratio:.4g}, {ends}"
+            self._current[bucket] = current = ratio, compressor
+        ends = "the end of the ramp" if ratio == self.end else f"step {self._steps_done} of the ramp"
+        return current[1], f"ratio {ratio:.4g}, {ends}"
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        """See `Policy.on_step_end`: a step more."""
-        self._done += 1
+        self._steps_done += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Policy.state_dict`."""
-        return {"steps": self._done}
+        return {"steps": self._steps_done}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        """See `Policy.load_state_dict`: training goes on where it was."""
-        self._done = int(state.get("steps", 0))
+        self._steps_done = int(state.get("steps", 0))
         super().load_state_dict(state, cost)

@@ -1,4 +1,4 @@
-"""Surveys: statistics of accumulated gradients that ranks measure and exchange now and then, equal on all ranks."""
+"""Surveys: statistics of accumulated gradients that ranks measure and exchange now and then."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -13,16 +13,16 @@ from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 
 BINS = 64
-"""Bins that a layer's spectrum travels in: four for every power of two, from its largest magnitude down."""
+"""Bins of a layer's spectrum in a message: four for every power of two, from its largest magnitude down."""
 
 _PER_BIN = 2  # of the kernel's bins, eight for every power of two
 _ALL = cpu.BINS // _PER_BIN
-_FINITE = 2040 // _PER_BIN  # bins from here on hold infinity and NaN
-WHOLE = 1 << 16  # elements; a shorter layer is looked at as a whole
+_FINITE = 2040 // _PER_BIN  # bins from this one on hold infinity and NaN
+WHOLE = 1 << 16  # elements; a shorter layer is surveyed without a stride
 
 
 class Survey(Protocol):
-    """Measures layers of a bucket on one rank. Ranks send each other what it gives, whose length is the same on all."""
+    """Measures layers of a bucket on one rank; ranks exchange the results, of the same length on all."""
 
     def width(self, sizes: Sequence[int]) -> int:
         """Return the length of the survey of a bucket with layers of these sizes."""
@@ -36,9 +36,9 @@ class Survey(Protocol):
         Parameters
         ----------
         accumulated : array, shape (sum of sizes,)
-            Gradient plus residual of this rank; not to be written to.
+            Gradient plus residual of this rank, read-only.
         residual : array, shape (sum of sizes,), or None
-            What is in it of earlier steps, if there is feedback; not to be written to.
+            The residual in it, if there is feedback, read-only.
         sizes : sequence of int
             Elements of its layers.
         step : int
@@ -47,7 +47,7 @@ class Survey(Protocol):
         ...
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
-        """Return the squared L2 norm of each layer on this rank, from what was measured; shape (layers,), or None."""
+        """Return the squared L2 norm of each layer on this rank, shape (layers,), or None if the survey has none."""
         ...
 
 
@@ -57,7 +57,7 @@ class SpectrumSurvey:
     Parameters
     ----------
     stride : int
-        1 looks at all elements of a layer; n at every n-th group of 256 of them, other ones at every step.
+        1 surveys all elements of a layer; n every n-th group of 256 of them, different ones at each step.
     """
 
     def __init__(self, stride: int = 1) -> None:
@@ -65,13 +65,12 @@ class SpectrumSurvey:
         self._workspaces: dict[Device, Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: a layer takes its top bin, counts and energies."""
+        """Return the length: a layer's top bin, counts and energies."""
         return len(sizes) * (1 + 2 * BINS)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """See `Survey.measure`."""
         out = np.zeros((len(sizes), 1 + 2 * BINS), np.float32)
         for row, size, (counts, energies) in zip(out, sizes, self._bins(accumulated, sizes, step), strict=True):
             filled = np.flatnonzero(energies[:_FINITE])
@@ -80,9 +79,9 @@ class SpectrumSurvey:
             share = size / max(1, int(counts.sum()))
             counts, energies = counts[:_FINITE], energies[:_FINITE]
             with np.errstate(over="ignore"):
-                for place, of_bins in ((1, counts), (1 + BINS, energies)):
-                    row[place : place + top + 1 - least] = share * of_bins[least : top + 1]
-                    row[place] += share * of_bins[:least].sum()
+                for first, bins in ((1, counts), (1 + BINS, energies)):
+                    row[first : first + top + 1 - least] = share * bins[least : top + 1]
+                    row[first] += share * bins[:least].sum()
             row[0] = least
         return out.reshape(-1)
 
@@ -92,23 +91,23 @@ class SpectrumSurvey:
         """Yield counts and energies of each layer's magnitudes in host memory, shape (_ALL,)."""
         device = current_device()
         workspace = self._workspaces.setdefault(device, Workspace(device))
-        # On the host one layer's bins stay in the cache; those of a device come to the host all at once.
-        together = 1 if device is HOST else len(sizes)
-        counts = workspace.array("counts", together * cpu.BINS, np.int64).reshape(together, cpu.BINS)
-        energies = workspace.array("energies", together * cpu.BINS, np.float64).reshape(together, cpu.BINS)
+        # On the host one layer's bins stay in the cache; those of a device are copied to the host at once.
+        rows = 1 if device is HOST else len(sizes)
+        counts = workspace.array("counts", rows * cpu.BINS, np.int64).reshape(rows, cpu.BINS)
+        energies = workspace.array("energies", rows * cpu.BINS, np.float64).reshape(rows, cpu.BINS)
         start = 0
         for number, size in enumerate(sizes):
             layer = accumulated[start : start + size]
             start += size
             stride = self._stride if size >= WHOLE * self._stride else 1
-            row = number % together
+            row = number % rows
             kernels.spectrum(layer[cpu.GROUP * (step % stride) :], counts[row], energies[row], stride)
-            if row == together - 1:
-                both = [own.reshape(together, _ALL, _PER_BIN).sum(axis=2) for own in (counts, energies)]
-                yield from zip(*(device.to_host(own) for own in both), strict=True)
+            if row == rows - 1:
+                both = [bins.reshape(rows, _ALL, _PER_BIN).sum(axis=2) for bins in (counts, energies)]
+                yield from zip(*(device.to_host(bins) for bins in both), strict=True)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """See `Survey.energies`; good to some percent where a stride has left elements out."""
+        """Return the squared L2 norm of each layer; with a stride, to some percent."""
         total: NDArray[np.float64] = measured.reshape(len(sizes), -1)[:, 1 + BINS :].sum(axis=1, dtype=np.float64)
         return total
 
@@ -120,32 +119,32 @@ class Spectra:
     ----------
     sizes : sequence of int
         Elements of the layers.
-    told : array of float32, shape (ranks, width)
-        Results of `SpectrumSurvey` on every rank.
+    surveys : array of float32, shape (ranks, width)
+        Results of `SpectrumSurvey` on all ranks.
     """
 
-    def __init__(self, sizes: Sequence[int], told: NDArray[np.float32]) -> None:
+    def __init__(self, sizes: Sequence[int], surveys: NDArray[np.float32]) -> None:
         self.sizes = tuple(sizes)
-        rows = told.reshape(len(told), len(sizes), 1 + 2 * BINS).astype(np.float64)
+        rows = surveys.reshape(len(surveys), len(sizes), 1 + 2 * BINS).astype(np.float64)
         first = rows[:, :, :1]
-        right = (first >= 0) & (first <= _FINITE - BINS) & (first == np.floor(first))
-        if not right.all():
-            rank, found = int(np.argwhere(~right)[0, 0]), first[~right][0]
+        is_valid = (first >= 0) & (first <= _FINITE - BINS) & (first == np.floor(first))
+        if not is_valid.all():
+            rank, found = int(np.argwhere(~is_valid)[0, 0]), first[~is_valid][0]
             raise MessageError(
                 f"survey: from rank {rank}: bins must begin at one from 0 to {_FINITE - BINS}, got {found}"
             )
-        places = first.astype(np.int64) + np.arange(BINS)
-        layers = np.broadcast_to(np.arange(len(sizes))[:, None], places.shape)
+        bins = first.astype(np.int64) + np.arange(BINS)
+        layers = np.broadcast_to(np.arange(len(sizes))[:, None], bins.shape)
         self._bins = np.zeros((2, len(sizes), _ALL))  # counts and energies, from zero upwards
-        np.add.at(self._bins[0], (layers, places), rows[:, :, 1 : 1 + BINS] / len(told))
-        np.add.at(self._bins[1], (layers, places), rows[:, :, 1 + BINS :])
+        np.add.at(self._bins[0], (layers, bins), rows[:, :, 1 : 1 + BINS] / len(surveys))
+        np.add.at(self._bins[1], (layers, bins), rows[:, :, 1 + BINS :])
 
     def mixed(self, other: "Spectra", share: float) -> "Spectra":
-        """Return the spectra of a mixture: ``share`` of the other ones, the rest of these."""
-        made = object.__new__(Spectra)
-        made.sizes = self.sizes
-        made._bins = (1 - share) * self._bins + share * other._bins
-        return made
+        """Return ``1 - share`` of these spectra plus ``share`` of others."""
+        mixture = object.__new__(Spectra)
+        mixture.sizes = self.sizes
+        mixture._bins = (1 - share) * self._bins + share * other._bins
+        return mixture
 
     @property
     def energies(self) -> NDArray[np.float64]:
@@ -156,24 +155,21 @@ class Spectra:
     def lost(self, ratios: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the energy that selections of each layer's largest elements leave out, shape (layers, ratios).
 
-        Ratios are the same for all layers, shape (ratios,), or each layer's own, shape (layers, ratios).
+        Ratios have shape (ratios,), for all layers, or (layers, ratios).
         """
-        own = np.broadcast_to(ratios, (len(self.sizes), ratios.shape[-1]))
-        parts = zip(self._layers(), self.sizes, own, strict=True)
-        return np.array([_lost(layer[0], layer[1], size * asked) for layer, size, asked in parts])
+        ratios = np.broadcast_to(ratios, (len(self.sizes), ratios.shape[-1]))
+        parts = zip(self._bins.transpose(1, 0, 2), self.sizes, ratios, strict=True)
+        return np.array([_lost(layer[0], layer[1], size * of_layer) for layer, size, of_layer in parts])
 
     def lost_together(self, ratios: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the energy that selections of the whole bucket's largest elements leave out, shape (ratios,)."""
         counts, energies = self._bins.sum(axis=1)
         return _lost(counts, energies, sum(self.sizes) * ratios)
 
-    def _layers(self) -> NDArray[np.float64]:
-        return self._bins.transpose(1, 0, 2)
-
 
 def _lost(counts: NDArray[np.float64], energies: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the energy beside the ``kept`` largest elements; inside a bin all are taken to be alike."""
-    above = np.concatenate(([0.0], np.cumsum(counts[::-1])))
-    of_them = np.concatenate(([0.0], np.cumsum(energies[::-1])))
-    lost: NDArray[np.float64] = np.maximum(of_them[-1] - np.interp(kept, above, of_them), 0.0)
+    """Return the energy of all but the ``kept`` largest elements; in a bin all count as equal."""
+    counts_above = np.concatenate(([0.0], np.cumsum(counts[::-1])))
+    energy_above = np.concatenate(([0.0], np.cumsum(energies[::-1])))
+    lost: NDArray[np.float64] = np.maximum(energy_above[-1] - np.interp(kept, counts_above, energy_above), 0.0)
     return lost
