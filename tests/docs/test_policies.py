@@ -62,7 +62,7 @@ def test_the_blocks_run(mpiexec, tmp_path):
 def test_a_policy_in_one_file(capsys):
     runpy.run_path(str(DOCS / "examples" / "use_flush.py"))
     reasons = capsys.readouterr().out.splitlines()
-    assert [reason.split(",")[0] for reason in reasons] == [
+    assert [reason.split(";")[0] for reason in reasons] == [
         "flush: 0 steps after a flush",
         "flush: 1 steps after a flush",
         "flush: flush",
