@@ -129,7 +129,6 @@ class _Step:
         self.problem: MessageError | None = None
 
     def run(self) -> Exchange:
-        """See `Scheme.exchange`."""
         wire, ranks = self.scheme.compressor.wire, self.group.size
         selection = self.scheme.compressor.select(self.accumulated, self.context)
         if wire is not None and np.may_share_memory(selection.values, self.accumulated.array()):

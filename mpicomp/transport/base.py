@@ -71,12 +71,12 @@ class Transport(ABC):
         """Return other transports of the same ranks, for rounds at the same time as this one's.
 
         Collective over the group, as are the beginnings of all rounds on one of them: in one order on all ranks.
-        Between them and to this one there is no order. Whoever asked for them closes them.
+        Between them and to this one there is no order. The caller closes them.
         """
         raise MpicompError(f"transport: {type(self).__name__} does not run several rounds at once")
 
     def subgroup(self, count: int) -> "Transport | None":
-        """Return a transport of the first ranks; None on the others. Collective. Whoever asked for it closes it."""
+        """Return a transport of the first ranks; None on the others. Collective. The caller closes it."""
         raise MpicompError(f"transport: {type(self).__name__} does not run rounds of some ranks")
 
     def check_threads(self, alone: bool) -> None:  # noqa: B027, a transport may not mind

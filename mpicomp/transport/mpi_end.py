@@ -87,7 +87,7 @@ def _finalize_after_leaving() -> Any:
 def _all_ranks_came() -> bool:
     """Return whether all ranks of the job have come to this end alive, after a wait for those that have not.
 
-    Who knows of a death does not wait: others may be about to go on without the dead one, and wait for this rank.
+    A rank that knows of a death does not wait: others may be about to go on without the dead one, and wait for it.
     """
     global _all_came
     if abort.ranks_died:

@@ -273,7 +273,7 @@ class StallWatchdog:
 
     def _missing(self, inquiry: Inquiry) -> str:
         """Return who is missing, in words."""
-        # Who waits elsewhere may wait for the same missing rank, one hop before.
+        # A rank that waits elsewhere may wait for the same missing rank, one hop before.
         missing = sorted(set(inquiry.others) - set(inquiry.of(_THERE, _PAST, _ELSEWHERE)))
         crossed = self._crossed(inquiry)
         if missing:
