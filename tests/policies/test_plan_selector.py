@@ -154,15 +154,15 @@ def test_a_change_of_the_network_is_followed_within_ten_steps():
         assert np.median(ran) <= 1.03 * least
 
 
-def test_short_steps_are_learnt_from_a_few_times_a_second():
+def test_selector_short_steps_learns_few_times_a_second():
     ranks = Ranks(4, Link(1e-4, 1e9), mpicomp.TopK(ratio=0.01))
 
     def learnt(steps):
         [candidates] = [own.candidates for own in ranks.reducers[0].policy._selector.tables]
-        before, began = candidates._step, ranks.world.transports[0].clock()
+        before, began = candidates.steps, ranks.world.transports[0].clock()
         for _ in range(steps):
             ranks.step()
-        return candidates._step - before, ranks.world.transports[0].clock() - began
+        return candidates.steps - before, ranks.world.transports[0].clock() - began
 
     ranks.step()
     learnt(100)  # the first steps are of plans that were never run
@@ -217,7 +217,7 @@ def test_a_pinned_plan_stays_and_says_what_it_is_predicted_to_take():
     assert plain.step()[2].predicted_s is None
 
 
-def test_one_rank_has_nothing_to_choose():
+def test_selector_one_rank_runs_the_first_that_fits():
     ranks = Ranks(1, LINKS["slow"], mpicomp.TopK(ratio=0.01))
     name, _, bucket = ranks.step()
     assert (name, bucket.reason) == ("allgather", "auto: seconds cannot be measured, so the first collective that fits")
