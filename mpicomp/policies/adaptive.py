@@ -1,18 +1,46 @@
-"""The base class of policies that choose settings of one compressor, each with its fastest collective."""
+"""Base classes of policies that predict seconds, and of those that choose settings of one compressor."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense, get_compressor
-from mpicomp.policies.plan_selector import MeasuredPolicy, PlanSelector, collectives_for
-from mpicomp.policies.policy import Plan, Shape, UserSettings, feedback_of
+from mpicomp.cost import CostModel
+from mpicomp.policies.plan_selector import PlanSelector, collectives_for
+from mpicomp.policies.policy import Plan, Policy, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import default_compressor
 from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
+
+
+@dataclass(eq=False)
+class MeasuredPolicy(Policy):
+    """Base class of policies whose plans a `PlanSelector` chooses by predicted seconds."""
+
+    def __post_init__(self) -> None:
+        self._selector: PlanSelector
+        super().__post_init__()
+
+    @property
+    def cost(self) -> CostModel | None:
+        return self._selector.cost
+
+    @property
+    def wants_telemetry(self) -> bool:
+        return self._selector.wants_telemetry
+
+    def refresh(self, transport: Transport) -> Rounds[None]:
+        yield from self._selector.refresh(transport)
+
+    def on_telemetry(self, report: StepReport) -> None:
+        self._selector.on_telemetry(report)
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        self._selector.load_cost(cost)
 
 
 @dataclass(eq=False)

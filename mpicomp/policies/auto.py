@@ -16,8 +16,9 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.policies.adaptive import MeasuredPolicy
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey, local_steps_penalty
-from mpicomp.policies.plan_selector import SWITCH_MARGIN, MeasuredPolicy, PlanSelector, collectives_for
+from mpicomp.policies.plan_selector import SWITCH_MARGIN, PlanSelector, collectives_for
 from mpicomp.policies.plan_tradeoff import PlanTradeoff
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import (

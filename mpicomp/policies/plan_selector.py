@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from mpicomp.cost import (
 )
 from mpicomp.cost.network_model import MIN_CHANGE_LOG
 from mpicomp.device import HOST
-from mpicomp.policies.policy import Plan, Policy, Shape, StepReport
+from mpicomp.policies.policy import Plan, Shape, StepReport
 from mpicomp.rounds import Group, Rounds
 from mpicomp.transport.base import Transport
 
@@ -363,32 +363,6 @@ class PlanSelector:
             assert table.candidates is not None
             if plan.settled:
                 table.candidates.check_outlier(plan.row, end - start)
-
-
-@dataclass(eq=False)
-class MeasuredPolicy(Policy):
-    """Base class of policies whose plans a `PlanSelector` chooses by predicted seconds."""
-
-    def __post_init__(self) -> None:
-        self._selector: PlanSelector
-        super().__post_init__()
-
-    @property
-    def cost(self) -> CostModel | None:
-        return self._selector.cost
-
-    @property
-    def wants_telemetry(self) -> bool:
-        return self._selector.wants_telemetry
-
-    def refresh(self, transport: Transport) -> Rounds[None]:
-        yield from self._selector.refresh(transport)
-
-    def on_telemetry(self, report: StepReport) -> None:
-        self._selector.on_telemetry(report)
-
-    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        self._selector.load_cost(cost)
 
 
 def choose_plan(
