@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import socket
+import weakref
 
 import numpy as np
 import torch
@@ -11,52 +12,95 @@ import mpicomp
 
 SMALL = 64  # bytes of a bucket, so that there are several
 
+_made = []  # weak references to optimizers of the test
+
 
 class Reference:
     """What a distributed run with dense exchange has to come to.
 
-    A parameter for which no rank has a gradient has none; a rank's missing gradient counts as zeros.
+    A parameter for which no rank has a gradient has none; a rank's missing gradient counts as zeros. ``loss`` gets a
+    model, a step and a rank, and returns a loss or several.
     """
 
     def __init__(self, model, make, ranks):
         self.model = copy.deepcopy(model)
         self.optimizer = make(self.model)
-        self.ranks = ranks
+        self.ranks = range(ranks)
 
-    def gradients(self, loss):
-        """Average over the ranks; ``loss(model, rank)`` runs forward, and backward is run here."""
-        total = {}
-        for rank in range(self.ranks):
+    def gradients(self, loss, step, ranks=None):
+        """Average over all ranks, or over some of them."""
+        total, ranks = {}, self.ranks if ranks is None else ranks
+        for rank in ranks:
             self.model.zero_grad(set_to_none=True)
-            losses = loss(self.model, rank)
-            for each in losses if isinstance(losses, list) else [losses]:
-                each.backward()
+            losses = loss(self.model, step, rank)
+            for one in losses if isinstance(losses, list) else [losses]:
+                one.backward()
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:
-                    own = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                    total[name] = total.get(name, 0) + own.double()
+                    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                    wide = torch.complex128 if gradient.is_complex() else torch.float64
+                    total[name] = total.get(name, 0) + gradient.resolve_conj().to(wide)
         for name, parameter in self.model.named_parameters():
-            parameter.grad = (total[name] / self.ranks).to(parameter.dtype) if name in total else None
+            parameter.grad = (total[name] / len(ranks)).to(parameter.dtype) if name in total else None
 
-    def step(self, loss, before_step=None):
-        self.gradients(loss)
-        if before_step is not None:
-            before_step(self.model)
+    def step(self, loss, step, change=None, ranks=None):
+        self.gradients(loss, step, ranks)
+        if change is not None:
+            change(self.model)
         self.optimizer.step()
 
 
+class Pair:
+    """A model that ranks train with `distribute`, and the same in one process."""
+
+    def __init__(self, comm, model=None, make=None, loss=None, reference=None, transport=None, **settings):
+        self.comm, self.loss = comm, loss or square
+        self.model, make = network() if model is None else model, make or sgd
+        self.reference = Reference(self.model if reference is None else reference, make, comm.size)
+        self.optimizer = distribute(self.model, transport or comm, make(self.model), **settings)
+
+    def backward(self, step):
+        self.optimizer.zero_grad()
+        loss = self.loss(self.model, step, self.comm.rank)
+        loss.backward()
+        return loss
+
+    def step(self, step, change=None):
+        """Step on both; ``change`` is called with a model whose gradients are means."""
+        self.backward(step)
+        if change is not None:
+            self.optimizer.synchronize()
+            change(self.model)
+        self.optimizer.step()
+        self.reference.step(self.loss, step, change)
+
+    def run(self, steps, change=None):
+        for step in steps:
+            self.step(step, change)
+
+    def check(self, **tolerances):
+        assert_same(self.model, self.reference, **tolerances)
+        assert_replicas(self.model, self.comm)
+
+
 def assert_same(model, reference, rtol=2e-5, atol=2e-6):
-    for (name, own), other in zip(model.named_parameters(), reference.model.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, value), other in zip(model.named_parameters(), reference.model.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_equal(model, other):
+    """Two models hold the same bits."""
+    for (name, left), right in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(left, right), name
 
 
 def assert_replicas(model, comm):
     """All ranks hold the same bits."""
-    own = [p.detach().contiguous().reshape(-1).view(torch.uint8) for p in model.parameters()]
-    mine = torch.cat(own).numpy()
-    everyones = np.empty((comm.size, mine.size), np.uint8)
-    comm.Allgather(mine, everyones)
-    assert (everyones == everyones[0]).all()
+    values = [p.detach().contiguous().reshape(-1).view(torch.uint8) for p in model.parameters()]
+    mine = torch.cat(values).numpy()
+    rows = np.empty((comm.size, mine.size), np.uint8)
+    comm.Allgather(mine, rows)
+    assert (rows == rows[0]).all()
 
 
 def batch(step, rank, columns=6, rows=4):
@@ -74,24 +118,63 @@ def sgd(model, **more):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, **more)
 
 
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def descent(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
 def distribute(model, comm, optimizer=None, compressor="dense", collective="allreduce", **settings):
     settings = {"bucket_bytes": SMALL, "overlap": True} | settings
-    return mpicomp.torch.DistributedOptimizer(
+    made = mpicomp.torch.DistributedOptimizer(
         optimizer or sgd(model), model.named_parameters(), compressor, collective, comm=comm, **settings
     )
+    return close_at_end(made)
+
+
+def close_at_end(optimizer):
+    """Return an optimizer, which is closed at the end of the test, if it still exists."""
+    _made.append(weakref.ref(optimizer))
+    return optimizer
+
+
+def close_all():
+    while _made:
+        optimizer = _made.pop()()
+        if optimizer is not None:
+            optimizer.close()
 
 
 def square(model, step, rank):
     return model(batch(step, rank)).square().mean()
 
 
-def train(model, optimizer, reference, comm, steps):
-    """Do steps on the ranks' batches, and the same in the reference."""
-    for step in range(steps):
+def train(model, optimizer, steps, rank, loss=square):
+    """Step on a rank's batches."""
+    for step in steps:
         optimizer.zero_grad()
-        square(model, step, comm.rank).backward()
+        loss(model, step, rank).backward()
         optimizer.step()
-        reference.step(lambda own, rank, step=step: square(own, step, rank))
+
+
+class Words(torch.nn.Module):
+    """An embedding with sparse gradients, and a head."""
+
+    def __init__(self, sparse=True, words=50):
+        super().__init__()
+        torch.manual_seed(5)
+        self.words = torch.nn.Embedding(words, 3, sparse=sparse)
+        self.head = torch.nn.Linear(3, 1)
+
+    def forward(self, tokens):
+        return self.head(self.words(tokens).mean(1))
+
+
+def words_loss(model, step, rank):
+    tokens = np.random.default_rng((step, rank)).integers(0, model.words.num_embeddings, (4, 5))
+    return model(torch.from_numpy(tokens)).square().sum()
 
 
 class Branches(torch.nn.Module):
@@ -110,6 +193,12 @@ class Branches(torch.nn.Module):
         return hidden
 
 
+def branches_loss(model, step, rank):
+    """Enter other branches on each rank and in each step, some in none."""
+    order = [place for place in range(4) if (step + place) % 3 and (rank + step * place) % 2]
+    return model(batch(step, rank), order).square().mean()
+
+
 @contextlib.contextmanager
 def gloo(comm):
     """A process group of the communicator's ranks."""
@@ -118,8 +207,7 @@ def gloo(comm):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-    port = comm.bcast(port)
-    address = f"tcp://127.0.0.1:{port}"
+    address = f"tcp://127.0.0.1:{comm.bcast(port)}"
     torch.distributed.init_process_group("gloo", init_method=address, rank=comm.rank, world_size=comm.size)
     try:
         yield

@@ -1,43 +1,36 @@
 """Ranks with different numbers of batches: the loop that they run, and what training comes to."""
 
-import copy
-
 import torch
-from replicas import square
+from replicas import Pair, square
 
 BATCHES = [4, 7, 0, 5]  # of each rank; one has none
 
 
-class Uneven:
-    """What training comes to, one process and one model: means are of the ranks that have a batch."""
+class UnevenPair(Pair):
+    """Means of the reference are of the ranks that have a batch."""
 
-    def __init__(self, model, make, batches):
-        self.model = copy.deepcopy(model)
-        self.optimizer = make(self.model)
-        self.batches = batches
-        self.active = []
+    def __init__(self, comm, *args, batches=BATCHES, **settings):
+        super().__init__(comm, *args, **settings)
+        self.batches = batches[: comm.size]
 
-    def run(self, loss, first=0, before_step=None, after_step=None):
+    def join(self, change=None, body=None, first=0):
+        """Train both, each rank on its batches; ``body`` makes a step in place of `step_as_usual`."""
+        with self.optimizer.join():
+            for step in range(first, first + self.batches[self.comm.rank]):
+                (body or self.step_as_usual)(step, *(() if change is None else (change,)))
+
+    def step_as_usual(self, step, change=None):
+        self.backward(step)
+        if change is not None:
+            self.optimizer.synchronize()
+            change(self.model)
+        self.optimizer.step()
+
+    def follow(self, change=None, loss=None, first=0):
+        """Make the same steps in the reference."""
         for step in range(max(self.batches)):
-            self.active = [rank for rank, own in enumerate(self.batches) if step < own]
-            total = {}
-            for rank in self.active:
-                self.model.zero_grad()
-                losses = loss(self.model, first + step, rank)
-                for each in losses if isinstance(losses, list) else [losses]:
-                    each.backward()
-                for name, parameter in self.model.named_parameters():
-                    if parameter.grad is not None:
-                        own = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                        total[name] = total.get(name, 0) + own.double()
-            for name, parameter in self.model.named_parameters():
-                some = total.get(name)
-                parameter.grad = None if some is None else (some / len(self.active)).to(parameter.dtype)
-            if before_step is not None:
-                before_step(self.model)
-            self.optimizer.step()
-            if after_step is not None:
-                after_step(self.optimizer)
+            active = [rank for rank, count in enumerate(self.batches) if step < count]
+            self.reference.step(loss or self.loss, first + step, change, active)
 
 
 def loop(model, optimizer, comm, batches, first=0, after_step=None):
@@ -57,7 +50,7 @@ def steps_of(optimizer):
 
 def assert_same_state(optimizer, comm):
     """Momenta and settings are the same on all ranks, too."""
-    own = [[torch.as_tensor(v).tolist() for v in state.values()] for state in optimizer.state.values()]
+    state = [[torch.as_tensor(v).tolist() for v in values.values()] for values in optimizer.state.values()]
     settings = [{key: float(group[key]) for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
-    everyones = comm.allgather((own, settings))
-    assert all(other == everyones[0] for other in everyones)
+    reports = comm.allgather((state, settings))
+    assert all(report == reports[0] for report in reports)

@@ -9,10 +9,9 @@ from mpicomp.errors import ArrayTypeError, ConfigurationError, DisagreementError
 
 torch = pytest.importorskip("torch")
 
-from replicas import assert_replicas, network, sgd, square  # noqa: E402
+from replicas import assert_equal, assert_replicas, close_at_end, network, sgd, square, train  # noqa: E402
 
-torch.set_num_threads(1)
-share = mpicomp.torch.broadcast_parameters
+broadcast, broadcast_state = mpicomp.torch.broadcast_parameters, mpicomp.torch.broadcast_optimizer_state
 
 
 class Scaled(torch.nn.Linear):
@@ -45,7 +44,7 @@ def test_broadcast_of_extra_state_and_sparse_buffers(comm):
             )
         model.register_buffer("turned", torch.full((2,), 1j * (1 + rank), dtype=torch.complex64).conj())
         model.register_buffer("expanded", torch.full((1,), 1.0 + rank).expand(4))
-        share(model, root=root, comm=comm)
+        broadcast(model, root=root, comm=comm)
         assert model[0].scale["amax"].tolist() == [1, 1]
         assert model[0].scale["steps"] == 0
         assert model.coo._values().tolist() == [1, 2, 3]
@@ -56,8 +55,37 @@ def test_broadcast_of_extra_state_and_sparse_buffers(comm):
         assert_replicas(model, comm)
 
 
-def lazy():
-    return torch.nn.LazyLinear(2)
+@pytest.mark.mpi
+def test_broadcast_of_all_kinds_of_tensors(comm):
+    for root in range(comm.size):
+        scale = 1.0 if comm.rank == root else -7.0
+        model = torch.nn.BatchNorm1d(3)
+        model.weight.data.fill_(scale)
+        model.num_batches_tracked.fill_(int(scale * 5))
+        extra = {
+            "half": torch.full((2, 3), scale, dtype=torch.bfloat16).T,
+            "flag": torch.tensor(scale > 0),
+            "empty": torch.empty(0, 4),
+            "odd": torch.full((1, 6), scale)[:, ::6],
+            "wide": torch.full((5,), scale, dtype=torch.float64),
+        }
+        broadcast(model, root=root, comm=comm)
+        broadcast(extra, root=root, comm=comm)
+        assert model.weight.tolist() == [1, 1, 1]
+        assert model.num_batches_tracked.item() == 5
+        assert extra["half"].tolist() == [[1, 1]] * 3
+        assert extra["flag"].item() is True
+        assert extra["odd"].tolist() == [[1]]
+        assert extra["wide"].tolist() == [1] * 5
+
+
+@pytest.mark.mpi(min_size=2)
+def test_broadcast_of_models_that_differ_is_refused(comm):
+    model = torch.nn.Linear(3, 4 if comm.rank == 0 else 5)
+    with pytest.raises(DisagreementError, match="broadcast_parameters: 'weight' must have the same shape"):
+        broadcast(model, comm=comm)
+    with pytest.raises(ConfigurationError, match=f"root must be a rank from 0 to {comm.size - 1}, got 9"):
+        broadcast(torch.nn.Linear(2, 2), root=9, comm=comm)
 
 
 def unregistered():
@@ -73,7 +101,7 @@ def used_up():
 
 
 REFUSED = {
-    "lazy": (lazy, "'weight' has no shape yet; run one batch"),
+    "lazy": (lambda: torch.nn.LazyLinear(2), "'weight' has no shape yet; run one batch"),
     "meta": (lambda: torch.nn.Linear(2, 2, device="meta"), r"'weight' is on the device 'meta'.*to_empty"),
     "unregistered": (unregistered, "there is no tensor to send; models in a plain list .*ModuleList"),
     "used_up": (used_up, r"no tensor to send; an iterator such as model.named_parameters\(\) is used up"),
@@ -88,20 +116,13 @@ REFUSED = {
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_broadcast_of_what_cannot_be_sent_is_refused(comm, make, message):
+def test_broadcast_without_values_to_send_is_refused(comm, make, message):
     with pytest.raises(ConfigurationError, match=message):
-        share(make(), comm=comm)
+        broadcast(make(), comm=comm)
     wrong = make() if comm.rank == 0 else torch.nn.Linear(2, 2)
     if comm.size > 1:
         with pytest.raises((ConfigurationError, DisagreementError, ArrayTypeError)):
-            share(wrong, comm=comm)
-
-
-def train(model, optimizer, steps, rank):
-    for step in range(steps):
-        optimizer.zero_grad()
-        square(model, step, rank).backward()
-        optimizer.step()
+            broadcast(wrong, comm=comm)
 
 
 OPTIMIZERS = {
@@ -115,8 +136,8 @@ OPTIMIZERS = {
 @pytest.mark.mpi
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("started", [False, True])
-def test_state_of_an_optimizer_that_resumed_on_one_rank(comm, make, started):
-    """All ranks go on as one that never stopped, with state of their own before or without."""
+def test_state_resumed_on_one_rank_reaches_all(comm, make, started):
+    """All ranks continue as one that never stopped, whether or not they had state before."""
     model = network()
     optimizer = make(model)
     other = network(seed=1 + comm.rank)
@@ -126,15 +147,14 @@ def test_state_of_an_optimizer_that_resumed_on_one_rank(comm, make, started):
     step_all(model, optimizer, 3, 0)
     optimizer.param_groups[0]["lr"] *= 0.5
     root = comm.size - 1
-    mine, own = (model, optimizer) if comm.rank == root else (other, fresh)
-    share(mine, root=root, comm=comm)
-    mpicomp.torch.broadcast_optimizer_state(own, root=root, comm=comm)
-    assert str(own.state_dict()) == str(optimizer.state_dict())
+    received, received_state = (model, optimizer) if comm.rank == root else (other, fresh)
+    broadcast(received, root=root, comm=comm)
+    broadcast_state(received_state, root=root, comm=comm)
+    assert str(received_state.state_dict()) == str(optimizer.state_dict())
     step_all(model, optimizer, 2, 0)
-    if mine is not model:
-        step_all(mine, own, 2, 0)
-    for left, right in zip(mine.parameters(), model.parameters(), strict=True):
-        assert torch.equal(left, right)
+    if received is not model:
+        step_all(received, received_state, 2, 0)
+    assert_equal(received, model)
 
 
 def step_all(model, optimizer, steps, rank):
@@ -153,49 +173,47 @@ def step_all(model, optimizer, steps, rank):
 def test_state_is_overwritten_in_place_and_cleared(comm):
     model = network()
     optimizer = sgd(model)
-    train(model, optimizer, 1, comm.rank)
+    train(model, optimizer, range(1), comm.rank)
     momentum = optimizer.state[model[0].weight]["momentum_buffer"]
-    mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+    broadcast_state(optimizer, comm=comm)
     assert optimizer.state[model[0].weight]["momentum_buffer"] is momentum
     if comm.rank == 0:
         optimizer = sgd(model)
-    mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+    broadcast_state(optimizer, comm=comm)
     assert not optimizer.state
 
 
 @pytest.mark.mpi
-def test_state_of_wrapped_optimizers_that_resumed_on_one_rank(comm):
+def test_state_of_a_wrapped_optimizer_reaches_all(comm):
     before = network()
     plain = sgd(before)
-    train(before, plain, 2, 0)
+    train(before, plain, range(2), 0)
     state = copy.deepcopy(plain.state_dict())
     state["param_groups"][0]["lr"] = 0.02
     model = network(seed=1 + comm.rank)
     if comm.rank == 0:
         model.load_state_dict(before.state_dict())
-    optimizer = mpicomp.torch.DistributedOptimizer(sgd(model), model, comm=comm)
+    optimizer = close_at_end(mpicomp.torch.DistributedOptimizer(sgd(model), model, comm=comm))
     if comm.rank == 0:
         optimizer.load_state_dict(state)
-    share(model, comm=comm)
-    mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+    broadcast(model, comm=comm)
+    broadcast_state(optimizer, comm=comm)
     assert optimizer.param_groups[0]["lr"] == 0.02
-    train(model, optimizer, 3, comm.rank)
+    train(model, optimizer, range(3), comm.rank)
     assert_replicas(model, comm)
-    optimizer.close()
 
 
 @pytest.mark.mpi
-def test_steps_of_onebit_adam_that_resumed_on_one_rank(comm):
+def test_steps_of_onebit_adam_reach_all(comm):
     """Ranks that are still in their warm-up would exchange other things than one that is not."""
     model = network()
-    optimizer = mpicomp.torch.OneBitAdam(model, warmup_steps=2, comm=comm)
+    optimizer = close_at_end(mpicomp.torch.OneBitAdam(model, warmup_steps=2, comm=comm))
     if comm.rank == 0:
         optimizer.steps = 1
-    mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+    broadcast_state(optimizer, comm=comm)
     assert optimizer.steps == 1
-    train(model, optimizer, 3, comm.rank)
+    train(model, optimizer, range(3), comm.rank)
     assert_replicas(model, comm)
-    optimizer.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -208,10 +226,10 @@ def test_steps_of_onebit_adam_that_resumed_on_one_rank(comm):
     ],
     ids=["class", "groups", "parameters"],
 )
-def test_states_of_optimizers_that_differ(comm, make):
+def test_states_of_optimizers_that_differ_are_refused(comm, make):
     model = network()
     optimizer = make(model) if comm.rank == 1 else sgd(model)
     with pytest.raises(DisagreementError, match="broadcast_optimizer_state"):
-        mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+        broadcast_state(optimizer, comm=comm)
     with pytest.raises(ConfigurationError, match="a torch optimizer is needed, got Sequential"):
-        mpicomp.torch.broadcast_optimizer_state(model, comm=comm)
+        broadcast_state(model, comm=comm)

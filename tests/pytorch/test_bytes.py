@@ -10,8 +10,6 @@ torch = pytest.importorskip("torch")
 from counted import Count  # noqa: E402
 from replicas import batch, distribute  # noqa: E402
 
-torch.set_num_threads(1)
-
 
 class Mixed(torch.nn.Module):
     """Sparse rows, a part that is used now and then, and one that is unfrozen later."""
@@ -69,7 +67,6 @@ def test_the_record_has_all_bytes(comm, monkeypatch, policy, overlap):
     assert not all(agreed)
     if comm.size > 1:
         assert record.overhead_bytes > 8 * len(model.words.weight[0])
-    optimizer.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -87,4 +84,3 @@ def test_rows_of_a_step_that_raises_are_counted(comm, monkeypatch):
     record = optimizer.reducer.last_step
     assert record.step == 1
     assert record.sent_bytes == count.take()[0]
-    optimizer.close()

@@ -9,12 +9,13 @@ from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
 
-from replicas import Reference, assert_replicas, assert_same, batch, distribute, gloo  # noqa: E402
+from replicas import Reference, adam, assert_replicas, assert_same, descent, distribute, gloo, square, train  # noqa: E402
+from uneven import UnevenPair  # noqa: E402
 
 from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
 from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
 
-torch.set_num_threads(1)
+CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
 
 class Spectral(torch.nn.Module):
@@ -36,82 +37,51 @@ class Spectral(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(values))
 
     def factor(self, name):
-        own = getattr(self, name)
-        return own if own.is_complex() else torch.view_as_complex(own.reshape(*self.shapes[name], 2))
+        values = getattr(self, name)
+        return values if values.is_complex() else torch.view_as_complex(values.reshape(*self.shapes[name], 2))
 
     def forward(self, inputs):
         hidden = torch.tanh(self.enter(inputs)).to(self.factor("weight").dtype)
         return self.leave((hidden @ self.factor("weight") + self.factor("turned").conj()).abs().float())
 
 
-def square(model, step, rank):
-    return model(batch(step, rank)).square().mean()
-
-
-class InPairs(Reference):
-    """Averages complex gradients in NumPy."""
-
-    def gradients(self, loss):
-        total = {}
-        for rank in range(self.ranks):
-            self.model.zero_grad(set_to_none=True)
-            loss(self.model, rank).backward()
-            for name, parameter in self.model.named_parameters():
-                wide = np.complex128 if parameter.is_complex() else np.float64
-                total[name] = total.get(name, 0) + parameter.grad.resolve_conj().numpy().astype(wide)
-        for name, parameter in self.model.named_parameters():
-            parameter.grad = torch.from_numpy(total[name] / self.ranks).to(parameter.dtype)
-
-
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
 def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05)
+    return descent(model, lr=0.05)
+
+
+def resolve(model):
+    """Torch's Adam fails with a lazy conjugate, and its SGD adds one with other rounding."""
+    if model.turned.grad.is_conj():
+        model.turned.grad = model.turned.grad.resolve_conj()
 
 
 def updating(model, comm, optimizer, *settings, **more):
     return mpicomp.torch.UpdateOptimizer(optimizer, model, *settings, comm=comm, **more)
 
 
+MAKES = {
+    "overlap": (adam, lambda model, comm: distribute(model, comm, adam(model), overlap=True)),
+    "later": (adam, lambda model, comm: distribute(model, comm, adam(model), overlap=False)),
+    "onebit": (adam, lambda model, comm: mpicomp.torch.OneBitAdam(model, lr=0.01, warmup_steps=9, comm=comm)),
+    "updates": (sgd, lambda model, comm: updating(model, comm, sgd(model), 1, "dense")),
+}
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model, comm: distribute(model, comm, adam(model), overlap=True),
-        lambda model, comm: distribute(model, comm, adam(model), overlap=False),
-        lambda model, comm: mpicomp.torch.OneBitAdam(model, lr=0.01, warmup_steps=9, comm=comm),
-    ],
-    ids=["overlap", "later", "onebit"],
-)
-def test_complex_gradients_are_averaged(comm, make, dtype):
+@pytest.mark.parametrize("make", MAKES)
+def test_complex_gradients_and_updates_are_averaged(comm, make, dtype):
+    plain, wrapped = MAKES[make]
     model = Spectral(dtype)
-    reference = InPairs(model, adam, comm.size)
-    optimizer = make(model, comm)
+    reference = Reference(model, plain, comm.size)
+    optimizer = wrapped(model, comm)
     for step in range(5):
-        optimizer.zero_grad()
-        square(model, step, comm.rank).backward()
-        optimizer.step()
-        reference.step(lambda m, r, s=step: square(m, s, r))
-        assert_same(model, reference, rtol=2e-4, atol=2e-5)
+        train(model, optimizer, [step], comm.rank)
+        reference.step(square, step)
+        assert_same(model, reference, **CLOSE)
     assert_replicas(model, comm)
-    optimizer.close()
-
-
-@pytest.mark.mpi
-def test_complex_updates_are_averaged(comm):
-    model = Spectral()
-    reference = InPairs(model, sgd, comm.size)
-    optimizer = updating(model, comm, sgd(model), 1, "dense")
-    for step in range(5):
-        optimizer.zero_grad()
-        square(model, step, comm.rank).backward()
-        optimizer.step()
-        reference.step(lambda m, r, s=step: square(m, s, r))
-    assert_same(model, reference, rtol=2e-4, atol=2e-5)
-    assert torch.equal(optimizer.shared()["turned"], model.turned)
+    if make == "updates":
+        assert torch.equal(optimizer.shared()["turned"], model.turned)
     optimizer.close()
 
 
@@ -120,24 +90,22 @@ def test_complex_second_moments_are_shared(comm):
     """Ranks with the same batches have the same moments, so that sharing them changes nothing."""
     model, plain = Spectral(), Spectral()
     moments = {"sync_every": 1, "compressor": "dense"}
-    optimizer, reference = (
-        updating(model, comm, adam(model), 1, "dense", second_moments=moments, same_batches=True),
-        adam(plain),
-    )
+    optimizer = updating(model, comm, adam(model), 1, "dense", second_moments=moments, same_batches=True)
+    members = ((model, optimizer), (plain, adam(plain)))
     for step in range(5):
-        for own, each in ((model, optimizer), (plain, reference)):
-            each.zero_grad()
-            square(own, step, 0).backward()
-            own.turned.grad = own.turned.grad.resolve_conj()  # Adam of torch fails with one that is not
-            each.step()
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+        for member, stepped in members:
+            stepped.zero_grad()
+            square(member, step, 0).backward()
+            resolve(member)
+            stepped.step()
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5)
     optimizer.close()
 
 
 WRAPPERS = {
     "distributed": lambda model, comm: distribute(
-        model, comm, torch.optim.SGD(model.parameters(), lr=0.05), mpicomp.TopK(0.2), "allgather", overlap=False
+        model, comm, sgd(model), mpicomp.TopK(0.2), "allgather", overlap=False
     ),
     "updates": lambda model, comm: updating(
         model, comm, sgd(model), 2, mpicomp.TopK(0.2), "allgather", sync_delay=1, warmup=0
@@ -153,17 +121,15 @@ WRAPPERS = {
 def test_complex_parameters_train_as_real_pairs_do(comm, make):
     models = Spectral(), Spectral(pairs=True)
     for model in models:
-        optimizer = make(model, comm)
-        for step in range(6):
-            optimizer.zero_grad()
-            square(model, step, comm.rank).backward()
-            if model.turned.grad.is_conj():
-                model.turned.grad = model.turned.grad.resolve_conj()  # SGD of torch adds it with other rounding
-            optimizer.step()
-        optimizer.close()
+        with make(model, comm) as optimizer:
+            for step in range(6):
+                optimizer.zero_grad()
+                square(model, step, comm.rank).backward()
+                resolve(model)
+                optimizer.step()
     for name, shape in models[0].shapes.items():
-        own, pairs = getattr(models[0], name).detach(), getattr(models[1], name).detach()
-        torch.testing.assert_close(torch.view_as_real(own), pairs.reshape(*shape, 2), rtol=1e-5, atol=1e-6)
+        values, pairs = getattr(models[0], name).detach(), getattr(models[1], name).detach()
+        torch.testing.assert_close(torch.view_as_real(values), pairs.reshape(*shape, 2), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.mpi
@@ -171,43 +137,29 @@ def test_complex_parameters_train_as_real_pairs_do(comm, make):
 @pytest.mark.parametrize("views", [True, False])
 def test_buckets_of_complex_gradients_are_averaged(comm, overlap, views):
     with gloo(comm):
-        own = Spectral()
-        reference = InPairs(own, sgd, comm.size)
-        model = torch.nn.parallel.DistributedDataParallel(own, bucket_cap_mb=1e-4, gradient_as_bucket_view=views)
+        plain = Spectral()
+        reference = Reference(plain, sgd, comm.size)
+        model = torch.nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=1e-4, gradient_as_bucket_view=views)
         state = mpicomp.torch.DDPState(model, "dense", "allreduce", comm=comm, overlap=overlap)
         model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)
         optimizer = sgd(model)
         for step in range(4):
-            optimizer.zero_grad()
-            square(model, step, comm.rank).backward()
-            optimizer.step()
-            reference.step(lambda m, r, s=step: square(m, s, r))
-            assert_same(own, reference, rtol=2e-4, atol=2e-5)
-        assert_replicas(own, comm)
+            train(model, optimizer, [step], comm.rank)
+            reference.step(square, step)
+            assert_same(plain, reference, **CLOSE)
+        assert_replicas(plain, comm)
         state.close()
 
 
 @pytest.mark.mpi
-def test_join_averages_complex_gradients_of_ranks_with_batches(comm):
-    model = Spectral()
-    reference = InPairs(model, sgd, comm.size)
-    optimizer = distribute(model, comm, sgd(model))
-    with optimizer.join():
-        for step in range(2 + comm.rank):
-            optimizer.zero_grad()
-            square(model, step, comm.rank).backward()
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # ranks that are done take it over
-            optimizer.step()
-    for step in range(1 + comm.size):
-        active = [rank for rank in range(comm.size) if step < 2 + rank]
-        reference.ranks = len(active)
-        reference.gradients(lambda m, place, s=step, among=active: square(m, s, among[place]))
-        torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 0.5)
-        reference.optimizer.step()
-    assert_same(model, reference, rtol=2e-4, atol=2e-5)
-    assert_replicas(model, comm)
-    optimizer.close()
+def test_join_averages_complex_gradients_of_active_ranks(comm):
+    def clip(model):  # ranks that are done receive the clipped gradients
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    pair = UnevenPair(comm, Spectral(), sgd, batches=[2 + rank for rank in range(comm.size)])
+    pair.join(clip)
+    pair.follow(clip)
+    pair.check(**CLOSE)
 
 
 @pytest.mark.mpi

@@ -10,9 +10,7 @@ from mpicomp.errors import ConfigurationError
 
 torch = pytest.importorskip("torch")
 
-from replicas import Reference, assert_replicas, assert_same, batch, gloo  # noqa: E402
-
-torch.set_num_threads(1)
+from replicas import Reference, assert_equal, assert_replicas, assert_same, descent, gloo, sgd, square, train  # noqa: E402
 
 
 def network():
@@ -20,25 +18,24 @@ def network():
     return torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 40), torch.nn.Linear(40, 2))
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def hooked(comm, *settings, **more):
+    """Return a model, the one in DistributedDataParallel, and the state of its hook."""
+    plain = network()
+    model = torch.nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=0.004)
+    state = mpicomp.torch.DDPState(model, *settings, comm=comm, **more)
+    model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)
+    return plain, model, state
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_script_on_ddp_keeps_its_wrapper(comm, overlap):
+def test_script_on_ddp_follows_the_reference(comm, overlap):
     with gloo(comm):
-        plain = network()
-        reference = Reference(plain, sgd, comm.size)
-        model = torch.nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=0.004)
-        state = mpicomp.torch.DDPState(model, "dense", "allreduce", comm=comm, overlap=overlap, bucket_bytes=2000)
-        model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)
-        optimizer = sgd(model)
-        for step in range(6):  # buckets are made anew after the first
-            optimizer.zero_grad()
-            model(batch(step, comm.rank)).square().mean().backward()
-            optimizer.step()
-            reference.step(lambda m, r, s=step: m(batch(s, r)).square().mean())
+        plain, model, state = hooked(comm, "dense", "allreduce", overlap=overlap, bucket_bytes=2000)
+        reference, optimizer = Reference(plain, sgd, comm.size), sgd(model)
+        for step in range(6):  # DDP builds new buckets after the first
+            train(model, optimizer, [step], comm.rank)
+            reference.step(square, step)
         assert_same(plain, reference)
         assert not state.reducer.last_step.agreed
         assert len(state.reducer.last_step.buckets) > 1
@@ -46,34 +43,27 @@ def test_a_script_on_ddp_keeps_its_wrapper(comm, overlap):
 
 
 @pytest.mark.mpi
-def test_residuals_follow_their_parameters(comm):
+def test_residuals_follow_their_parameters_into_new_buckets(comm):
+    """With a rate of 0 all gradients are of the same weights: nothing of them is lost."""
     with gloo(comm):
-        plain = network()
-        model = torch.nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=0.004)
-        state = mpicomp.torch.DDPState(model, mpicomp.TopK(ratio=0.05), "allgather", comm=comm)
-        model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        plain, model, state = hooked(comm, mpicomp.TopK(ratio=0.05), "allgather")
+        optimizer = descent(model, lr=0.0)
         total = {name: torch.zeros_like(parameter) for name, parameter in plain.named_parameters()}
         for step in range(4):
-            optimizer.zero_grad()
-            model(batch(step, comm.rank)).square().mean().backward()
+            train(model, optimizer, [step], comm.rank)
             for name, parameter in plain.named_parameters():
                 total[name] += parameter.grad
-        # With a rate of 0 all gradients are of the same weights: nothing of them is lost.
         for name, parameter in plain.named_parameters():
-            kept = torch.from_numpy(comm.allreduce(state.reducer.residual(name))) / comm.size
-            expected = torch.zeros_like(parameter)
-            for rank in range(comm.size):
-                for step in range(4):
-                    loss = plain(batch(step, rank)).square().mean()
-                    expected += torch.autograd.grad(loss, parameter)[0] / comm.size
-            torch.testing.assert_close(total[name] + kept, expected, rtol=1e-4, atol=1e-5)
+            residual = torch.from_numpy(comm.allreduce(state.reducer.residual(name))) / comm.size
+            losses = [square(plain, step, rank) for rank in range(comm.size) for step in range(4)]
+            expected = sum(torch.autograd.grad(loss, parameter)[0] for loss in losses) / comm.size
+            torch.testing.assert_close(total[name] + residual, expected, rtol=1e-4, atol=1e-5)
         assert_replicas(plain, comm)
         state.close()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_one_rank_refuses_all_refuse(comm):
+def test_model_without_ddp_on_one_rank_is_refused_on_all(comm):
     with gloo(comm):
         model = torch.nn.parallel.DistributedDataParallel(network())
         with pytest.raises(ConfigurationError, match=r"a model in DistributedDataParallel is needed.*on rank 1"):
@@ -81,7 +71,7 @@ def test_what_one_rank_refuses_all_refuse(comm):
 
 
 @pytest.mark.mpi
-def test_what_cannot_be_served_is_refused(comm, monkeypatch):
+def test_unserved_models_and_groups_are_refused(comm, monkeypatch):
     with pytest.raises(ConfigurationError, match="a model in DistributedDataParallel is needed, got Sequential"):
         mpicomp.torch.DDPState(network(), comm=comm)
     with gloo(comm):
@@ -98,16 +88,16 @@ def test_what_cannot_be_served_is_refused(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cpu"])
-def test_a_future_knows_the_device_of_its_value(device, monkeypatch):
-    """Without it the streams of torch would not wait for the mean; there is no such device here, so it only looks."""
-    told = []
+def test_future_has_the_device_of_its_value(device, monkeypatch):
+    """Without it torch's streams would not wait for the mean; there is no such device here."""
+    devices_seen = []
 
     class Recorded:
         def __class_getitem__(cls, item):
             return cls
 
         def __init__(self, devices=None):
-            told.append(devices)
+            devices_seen.append(devices)
 
     monkeypatch.setattr(torch.futures, "Future", Recorded)
     state = object.__new__(mpicomp.torch.DDPState)
@@ -122,38 +112,24 @@ def test_a_future_knows_the_device_of_its_value(device, monkeypatch):
     )
     empty = SimpleNamespace(buffer=lambda: buffer, parameters=list, gradients=list, is_last=lambda: False)
     state.put(empty)
-    assert told == [[torch.device(device)] if device != "cpu" else None]
+    assert devices_seen == [[torch.device(device)] if device != "cpu" else None]
 
 
 @pytest.mark.mpi
-def test_a_saved_state_goes_on(comm):
-    """DDPState has a state of its own, which torch.load reads by its defaults."""
-
-    def run(state, plain, model, steps):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in steps:
-            optimizer.zero_grad()
-            model(batch(step, comm.rank)).square().mean().backward()
-            optimizer.step()
-        return [parameter.detach().clone() for parameter in plain.parameters()]
-
-    def make():
-        plain = network()
-        model = torch.nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=0.004)
-        state = mpicomp.torch.DDPState(model, mpicomp.TopK(ratio=0.05), "allgather", comm=comm)
-        model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)
-        return state, plain, model
-
+def test_saved_state_resumes_bit_for_bit(comm):
+    """DDPState has a state that torch.load reads by its defaults."""
+    settings = mpicomp.TopK(ratio=0.05), "allgather"
     with gloo(comm):
-        whole = run(*make(), range(6))
-        state, plain, model = make()
-        run(state, plain, model, range(3))
+        whole, model, _ = hooked(comm, *settings)
+        train(model, descent(model), range(6), comm.rank)
+        _, model, state = hooked(comm, *settings)
+        train(model, descent(model), range(3), comm.rank)
         file = io.BytesIO()
         torch.save({"model": model.state_dict(), "exchange": state.state_dict()}, file)
         file.seek(0)
         saved = torch.load(file)
-        state, plain, model = make()
+        resumed, model, state = hooked(comm, *settings)
         model.load_state_dict(saved["model"])
         state.load_state_dict(saved["exchange"])
-        second = run(state, plain, model, range(3, 6))
-        assert all(torch.equal(own, other) for own, other in zip(second, whole, strict=True))
+        train(model, descent(model), range(3, 6), comm.rank)
+        assert_equal(resumed, whole)

@@ -7,12 +7,11 @@ from mpicomp.errors import ConfigurationError, DisagreementError
 
 torch = pytest.importorskip("torch")
 
-from replicas import gloo, network, sgd, square  # noqa: E402
+from replicas import close_at_end, descent, gloo, network, sgd, train  # noqa: E402
 
 from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
 from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
 
-torch.set_num_threads(1)
 wrap, update = mpicomp.torch.DistributedOptimizer, mpicomp.torch.UpdateOptimizer
 onebit, sketched, gossip = mpicomp.torch.OneBitAdam, SketchedAMSGrad, PowerGossip
 
@@ -60,7 +59,7 @@ KINDS = {
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("make", TRAINED.values(), ids=TRAINED)
 @pytest.mark.parametrize(("parameter", "message"), KINDS.values(), ids=KINDS)
-def test_parameter_that_cannot_be_exchanged_is_refused_when_made(comm, make, parameter, message):
+def test_unserved_parameter_is_refused_when_made(comm, make, parameter, message):
     bad = comm.rank == comm.size - 1  # all ranks raise what one of them finds
     own = parameter() if bad else torch.ones(3)
     own = own if isinstance(own, torch.nn.Parameter) else torch.nn.Parameter(own)
@@ -76,7 +75,7 @@ def test_sharded_parameters_are_refused_when_made(comm):
         model = torch.nn.Linear(4, 4)
         fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (comm.size,)))
         with pytest.raises(ConfigurationError, match=r"is a DTensor.*docs/pytorch\.md"):
-            wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, comm=comm)
+            wrap(descent(model), model, comm=comm)
         with pytest.raises(ConfigurationError, match="is a DTensor"):
             mpicomp.torch.broadcast_parameters(model, comm=comm)
 
@@ -93,10 +92,7 @@ def test_sparse_gradients_in_ddp_are_refused_when_made(comm):
 @pytest.mark.parametrize("make", [wrap, update])
 def test_model_itself_stands_for_its_names(comm, make):
     model = network()
-    optimizer = make(sgd(model), model, comm=comm)
-    square(model, 0, comm.rank).backward()
-    optimizer.step()
-    optimizer.close()
+    train(model, close_at_end(make(sgd(model), model, comm=comm)), [0], comm.rank)
 
 
 class Words(torch.nn.Module):
@@ -116,14 +112,6 @@ def test_forward_that_writes_to_a_weight_is_named(comm, make):
     model = Words()
     with pytest.raises(ConfigurationError, match=r"'rows' has max_norm=0.5: forward .* writes to its weight.*renorm_"):
         make(sgd(model), model, comm=comm)
-    optimizer = make(sgd(model), model.named_parameters(), comm=comm)
-
-    def train():
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.arange(3) + 3 * comm.rank % 12).backward()
-            optimizer.step()
-
+    optimizer = close_at_end(make(sgd(model), model.named_parameters(), comm=comm))
     with pytest.raises(DisagreementError, match=r"parameter 'rows.weight' has other values.*max_norm= writes to"):
-        train()
-    optimizer.close()
+        train(model, optimizer, range(2), comm.rank, lambda m, _, rank: m(torch.arange(3) + 3 * rank % 12))

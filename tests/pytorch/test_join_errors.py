@@ -12,24 +12,19 @@ from mpicomp.transport import LocalWorld
 torch = pytest.importorskip("torch")
 
 from counted import Count  # noqa: E402
-from replicas import assert_replicas, distribute, network, square  # noqa: E402
+from replicas import assert_replicas, distribute, network, square, train  # noqa: E402
 from uneven import BATCHES, loop, steps_of  # noqa: E402
-
-torch.set_num_threads(1)
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("some", [0, 2])
-def test_a_rank_that_steps_without_it(comm, steps, some, overlap):
+def test_rank_that_steps_without_join_is_refused(comm, steps, some, overlap):
     """At the first step of all, or later; the others may have no batches."""
     model = network()
     optimizer = distribute(model, comm, overlap=overlap)
-    for step in range(steps):
-        optimizer.zero_grad()
-        square(model, step, comm.rank).backward()
-        optimizer.step()
+    train(model, optimizer, range(steps), comm.rank)
 
     def run():
         if comm.rank < comm.size - 1:
@@ -47,12 +42,11 @@ def test_a_rank_that_steps_without_it(comm, steps, some, overlap):
         square(model, 5, comm.rank).backward()
     optimizer.step()
     assert_replicas(model, comm)
-    optimizer.close()
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
-def test_an_error_that_leaves_the_block_communicates_nothing(comm, overlap):
+def test_error_that_leaves_the_context_sends_nothing(comm, overlap):
     model = network()
     optimizer = distribute(model, comm, overlap=overlap)
     square(model, 0, comm.rank).backward()
@@ -73,7 +67,6 @@ def test_an_error_that_leaves_the_block_communicates_nothing(comm, overlap):
     del transport.run
     loop(model, optimizer, comm, 1 + comm.rank)
     assert_replicas(model, comm)
-    optimizer.close()
 
 
 FAILS = """
@@ -98,7 +91,7 @@ finally:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "overlap"), [(2, True), slow(4, False)])
-def test_an_error_of_one_rank_ends_the_job(mpiexec, ranks, overlap):
+def test_error_of_one_rank_ends_the_job(mpiexec, ranks, overlap):
     """Rank 0 is done by then and goes along; whatever else closes things on the way out."""
     job = mpiexec(ranks, "-c", FAILS, Path(__file__).parents[1], overlap, timeout=60)
     assert job.returncode != 0
@@ -107,7 +100,7 @@ def test_an_error_of_one_rank_ends_the_job(mpiexec, ranks, overlap):
 
 @pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
-def test_errors_of_a_step_reach_ranks_that_have_no_batches(comm, overlap):
+def test_errors_of_a_step_reach_idle_ranks(comm, overlap):
     model = network()
     optimizer = distribute(model, comm, overlap=overlap, compare_every=0)
 
@@ -118,11 +111,10 @@ def test_errors_of_a_step_reach_ranks_that_have_no_batches(comm, overlap):
 
     with pytest.raises(NonFiniteError):
         loop(model, optimizer, comm, 3 if comm.rank == 0 else 1, after_step=spoil)
-    optimizer.close()
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_a_loop_that_ends_between_backward_and_step(comm):
+def test_loop_that_ends_before_its_step_is_refused(comm):
     model = network()
     optimizer = distribute(model, comm)
 
@@ -137,11 +129,10 @@ def test_a_loop_that_ends_between_backward_and_step(comm):
 
     with pytest.raises(ConfigurationError, match=r"ended between backward\(\) and step\(\).*\(on rank 0\)"):
         run()
-    optimizer.close()
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_parameters_that_were_changed_beside_the_steps(comm):
+def test_parameters_changed_outside_steps_are_named(comm):
     model = network()
     optimizer = distribute(model, comm)
 
@@ -151,10 +142,9 @@ def test_parameters_that_were_changed_beside_the_steps(comm):
 
     with pytest.raises(DisagreementError, match="others changed it outside the optimizer's step"):
         loop(model, optimizer, comm, 1 + comm.rank, after_step=clamp)
-    optimizer.close()
 
 
-def test_contexts_within_one_another():
+def test_nested_contexts_are_refused():
     def alone(model):
         return distribute(model, LocalWorld(1).transports[0])
 
@@ -174,7 +164,7 @@ def test_contexts_within_one_another():
 
 @pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
-def test_another_optimizer_in_the_loop(comm, overlap):
+def test_another_optimizer_in_the_loop_is_refused(comm, overlap):
     one, two = network(), network(1)
     first, second = distribute(one, comm, overlap=overlap), distribute(two, comm, overlap=overlap)
 
@@ -185,12 +175,10 @@ def test_another_optimizer_in_the_loop(comm, overlap):
 
     with pytest.raises(ConfigurationError, match="another optimizer than the one that joins"):
         run()
-    first.close()
-    second.close()
 
 
 @pytest.mark.mpi(max_size=3)
-def test_bytes_are_in_the_record(comm, monkeypatch):
+def test_record_has_the_bytes_of_join(comm, monkeypatch):
     model = network()
     count = Count(monkeypatch)
     optimizer = distribute(model, comm, compressor=mpicomp.TopK(ratio=0.2), collective="allgather")
@@ -209,4 +197,3 @@ def test_bytes_are_in_the_record(comm, monkeypatch):
     found = count.take()
     assert 0 <= found[0] - sent <= (comm.rank == 0)  # the byte that rank 0 broadcasts once, of its cost model
     assert found[1] == pytest.approx(wire, rel=1e-12)
-    optimizer.close()

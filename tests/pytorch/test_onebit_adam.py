@@ -9,12 +9,13 @@ from mpicomp.errors import ConfigurationError, NonFiniteError
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
-from optimizers import Replicas  # noqa: E402, it needs torch
+from local_replicas import Replicas  # noqa: E402, it needs torch
 
 BLOCK = mpicomp.OneBit().block
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+def replicas(ranks, make=None, loss=None, **settings):
+    return Replicas(mpicomp.torch.OneBitAdam, make or linear, ranks, loss or squares, **settings)
 
 
 class Reference:
@@ -98,35 +99,35 @@ def gradients_of_squares(parameters, rank, step):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_the_warmup_is_adam_on_the_large_batch(ranks, weight_decay):
-    together = Replicas(mpicomp.torch.OneBitAdam, linear, ranks, lr=0.01, betas=(0.8, 0.99), weight_decay=weight_decay)
+def test_warmup_is_adam_on_the_large_batch(ranks, weight_decay):
+    trained = replicas(ranks, lr=0.01, betas=(0.8, 0.99), weight_decay=weight_decay)
     plain = linear()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01, betas=(0.8, 0.99), weight_decay=weight_decay)
     for step in range(20):
-        together.train(squares, [step])
+        trained.step(step)
         optimizer.zero_grad()
         (sum(squares(plain, rank, step) for rank in range(ranks)) / ranks).backward()
         optimizer.step()
-    for model in together.models:
+    for model in trained.models:
         for own, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
-    assert len(set(together.bits())) == 1
+    assert trained.same()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_it_is_what_the_reference_says(ranks, weight_decay):
+def test_steps_equal_those_of_the_reference(ranks, weight_decay):
     settings = {"lr": 0.01, "weight_decay": weight_decay, "warmup_steps": 5}
-    together = Replicas(mpicomp.torch.OneBitAdam, linear, ranks, **settings)
+    trained = replicas(ranks, **settings)
     start = {name: value.detach().numpy() for name, value in linear().named_parameters()}
     reference = Reference(start, ranks, **settings)
     for step in range(40):
-        together.train(squares, [step])
+        trained.step(step)
         reference.step([gradients_of_squares(reference.parameters, rank, step) for rank in range(ranks)])
-        for name, value in together.models[0].named_parameters():
+        for name, value in trained.models[0].named_parameters():
             np.testing.assert_allclose(value.detach(), reference.parameters[name], rtol=1e-8, atol=1e-10)
-        assert len(set(together.bits())) == 1
-    for optimizer, residual in zip(together.optimizers, reference.residuals, strict=True):
+        assert trained.same()
+    for optimizer, residual in zip(trained.optimizers, reference.residuals, strict=True):
         held = np.concatenate([optimizer.reducer.residual(name).ravel() for name in start])
         np.testing.assert_allclose(held, residual, rtol=1e-6, atol=1e-9)
 
@@ -145,10 +146,10 @@ def classify(model, rank, step):
 
 
 @pytest.mark.slow
-def test_it_learns_about_as_well_as_adam():
+def test_learns_about_as_well_as_adam():
     ranks, steps = 4, 800
-    together = Replicas(mpicomp.torch.OneBitAdam, network, ranks, lr=3e-3, warmup_steps=150)
-    losses = together.train(classify, range(steps))
+    trained = replicas(ranks, network, classify, lr=3e-3, warmup_steps=150)
+    losses = trained.run(range(steps))
     plain = network()
     optimizer = torch.optim.Adam(plain.parameters(), lr=3e-3)
     expected = []
@@ -165,34 +166,27 @@ def test_it_learns_about_as_well_as_adam():
 
 @pytest.mark.slow
 def test_residuals_stay_bounded():
-    """In a thousand steps what is kept back grows to what signs need in order to stand for layers, and no further."""
-    together = Replicas(mpicomp.torch.OneBitAdam, linear, 3, lr=0.02, warmup_steps=10)
+    """In a thousand steps residuals grow to what signs need in order to stand for layers, and no further."""
+    trained = replicas(3, lr=0.02, warmup_steps=10)
     energies = []
     for step in range(1000):
-        together.train(squares, [step])
+        trained.step(step)
         if step % 100 == 99:
-            held = [o.reducer.residual(name) for o in together.optimizers for name in ("weight", "bias")]
+            held = [o.reducer.residual(name) for o in trained.optimizers for name in ("weight", "bias")]
             energies.append(sum(np.square(own).sum() for own in held))
     assert max(energies[5:]) < 1.1 * max(energies[:5])
 
 
 @pytest.mark.parametrize("at", [3, 10, 11, 25])
-def test_it_resumes_bit_for_bit(at):
+def test_resumed_run_equals_the_whole_one(at):
     settings = {"lr": 0.01, "warmup_steps": 10}
-    together, again = (
-        Replicas(mpicomp.torch.OneBitAdam, linear, 3, **settings),
-        Replicas(mpicomp.torch.OneBitAdam, linear, 3, **settings),
-    )
-    together.train(squares, range(at))
-    for model, other, optimizer, resumed in zip(
-        together.models, again.models, together.optimizers, again.optimizers, strict=True
-    ):
-        other.load_state_dict(model.state_dict())
-        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    trained, again = replicas(3, **settings), replicas(3, **settings)
+    trained.run(range(at))
+    again.load(trained.states())
     for step in range(at, 40):
-        together.train(squares, [step])
-        again.train(squares, [step])
-        assert together.bits() == again.bits()
+        trained.step(step)
+        again.step(step)
+        assert trained.bits() == again.bits()
     assert again.optimizers[0].steps == 40
 
 
@@ -213,11 +207,11 @@ def of_rows(model, rank, step):
     return (model.out(model.rows(rows))[:, 0] - (rows % 2)).square().mean()
 
 
-def test_what_had_no_gradient_in_the_warmup_does_not_run_away():
-    together = Replicas(mpicomp.torch.OneBitAdam, Rare, 2, lr=0.01, warmup_steps=20)
+def test_rows_without_a_variance_do_not_run_away():
+    trained = replicas(2, Rare, of_rows, lr=0.01, warmup_steps=20)
     before = Rare()
-    losses = together.train(of_rows, range(600))
-    model = together.models[0]
+    losses = trained.run(range(600))
+    model = trained.models[0]
     assert torch.equal(model.unused, before.unused)
     moved = (model.rows.weight - before.rows.weight).detach().abs()
     assert moved[200:].max() < 0.2  # these have no gradient at all, and signs all the same
@@ -225,9 +219,9 @@ def test_what_had_no_gradient_in_the_warmup_does_not_run_away():
     assert np.mean(losses[-50:]) < 0.1
 
 
-def test_one_rank_alone():
-    together = Replicas(mpicomp.torch.OneBitAdam, linear, 1, lr=0.02, warmup_steps=20)
-    losses = together.train(squares, range(400))
+def test_one_rank_learns():
+    trained = replicas(1, lr=0.02, warmup_steps=20)
+    losses = trained.run(range(400))
     assert losses[0] > 30
     assert np.mean(losses[-50:]) < 2  # the noise alone is 1
 
@@ -236,7 +230,7 @@ def alone(parameters, **settings):
     return mpicomp.torch.OneBitAdam(parameters, comm=LocalWorld(1).transports[0], **settings)
 
 
-def test_step_runs_a_closure_and_the_reducer_tells_what_was_done():
+def test_step_runs_a_closure_and_is_recorded():
     model = linear()
     optimizer = alone(model.named_parameters(), lr=0.5, warmup_steps=1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
@@ -258,7 +252,7 @@ def test_step_runs_a_closure_and_the_reducer_tells_what_was_done():
     optimizer.close()
 
 
-def test_groups_have_settings_of_their_own_and_names_may_be_left_out():
+def test_groups_have_settings_and_names_may_be_left_out():
     model = linear()
     groups = [{"params": [model.weight], "lr": 0.0}, {"params": [("offset", model.bias)]}]
     optimizer = alone(groups, lr=0.1, warmup_steps=2)
@@ -289,24 +283,24 @@ def test_parameters_without_gradients_and_sixteen_bits():
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_bad_gradient_changes_nothing(steps):
-    together = Replicas(mpicomp.torch.OneBitAdam, linear, 2, lr=0.01, warmup_steps=2)
-    together.train(squares, range(steps))
-    before = together.bits()
-    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in together.optimizers]
-    together.models[1].weight.grad[3, 3] = torch.nan
+def test_nonfinite_gradient_changes_nothing(steps):
+    trained = replicas(2, lr=0.01, warmup_steps=2)
+    trained.run(range(steps))
+    before = trained.bits()
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trained.optimizers]
+    trained.models[1].weight.grad[3, 3] = torch.nan
     with pytest.raises(NonFiniteError):
-        together.step()
-    assert together.bits() == before
-    for optimizer, state in zip(together.optimizers, states, strict=True):
+        trained.exchange()
+    assert trained.bits() == before
+    for optimizer, state in zip(trained.optimizers, states, strict=True):
         for place, own in optimizer.state_dict()["state"].items():
             for name, value in own.items():
                 assert torch.equal(value, state["state"][place][name])
-    together.train(squares, range(steps, 10))
-    assert len(set(together.bits())) == 1
+    trained.run(range(steps, 10))
+    assert trained.same()
 
 
-def test_what_cannot_be_served_is_refused():
+def test_impossible_settings_are_refused():
     model = linear()
     with pytest.raises(ConfigurationError, match=r"warmup_steps must be at least 1, got 0; without a warm-up"):
         alone(model.parameters(), warmup_steps=0)
@@ -330,7 +324,7 @@ def test_what_cannot_be_served_is_refused():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_over_mpi_it_is_what_the_reference_says(comm, weight_decay):
+def test_steps_over_mpi_equal_those_of_the_reference(comm, weight_decay):
     settings = {"lr": 0.01, "weight_decay": weight_decay, "warmup_steps": 5}
     model = linear()
     optimizer = mpicomp.torch.OneBitAdam(model.named_parameters(), comm=comm, **settings)
@@ -343,8 +337,7 @@ def test_over_mpi_it_is_what_the_reference_says(comm, weight_decay):
         reference.step([gradients_of_squares(reference.parameters, rank, step) for rank in range(comm.size)])
         for name, value in model.named_parameters():
             np.testing.assert_allclose(value.detach(), reference.parameters[name], rtol=1e-8, atol=1e-10)
-            everyones = comm.allgather(value.detach().numpy().tobytes())
-            assert everyones.count(everyones[0]) == comm.size
+            assert len(set(comm.allgather(value.detach().numpy().tobytes()))) == 1
     state = copy.deepcopy(optimizer.state_dict())
     resumed = linear()
     resumed.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Buckets are exchanged while backward goes on, and what must not happen meanwhile is refused."""
+"""Buckets are exchanged while backward goes on, and scripts that do not allow it are noticed."""
 
 import warnings
 
@@ -10,22 +10,27 @@ from mpicomp.errors import ClosedError, ConfigurationError, DisagreementError, L
 
 torch = pytest.importorskip("torch")
 
-from replicas import Branches, Reference, assert_replicas, assert_same, batch, distribute, network, sgd, square, train  # noqa: E402
-
-torch.set_num_threads(1)
+from replicas import (  # noqa: E402
+    Branches,
+    Pair,
+    assert_equal,
+    assert_replicas,
+    batch,
+    descent,
+    distribute,
+    network,
+    square,
+    train,
+)
 
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_it_is_training_on_one_large_batch(comm, overlap):
-    model = network()
-    reference = Reference(model, sgd, comm.size)
-    optimizer = distribute(model, comm, overlap=overlap)
-    train(model, optimizer, reference, comm, 8)
-    assert len(optimizer.reducer.last_step.buckets) > 2
-    assert_same(model, reference)
-    assert_replicas(model, comm)
-    optimizer.close()
+def test_training_equals_one_large_batch(comm, overlap):
+    pair = Pair(comm, overlap=overlap)
+    pair.run(range(8))
+    assert len(pair.optimizer.reducer.last_step.buckets) > 2
+    pair.check()
 
 
 @pytest.mark.mpi(max_size=3)
@@ -36,59 +41,43 @@ def test_it_is_training_on_one_large_batch(comm, overlap):
     ids=str,
 )  # fmt: skip
 def test_overlap_changes_no_bit(comm, compressor, collective):
-    runs = []
-    for overlap in (False, True):
-        model = network()
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = distribute(model, comm, plain, compressor, collective, overlap=overlap)
-        for step in range(6):
-            optimizer.zero_grad()
-            square(model, step, comm.rank).backward()
-            optimizer.step()
-        runs.append((model, optimizer.state_dict()["mpicomp"]["residuals"]))
-        optimizer.close()
-    (one, kept), (two, also) = runs
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert kept.keys() == also.keys()
-    assert all(np.array_equal(kept[name], also[name]) for name in kept)
+    models, residuals = (network(), network()), []
+    for model, overlap in zip(models, (False, True), strict=True):
+        optimizer = distribute(model, comm, descent(model), compressor, collective, overlap=overlap)
+        train(model, optimizer, range(6), comm.rank)
+        residuals.append(optimizer.state_dict()["mpicomp"]["residuals"])
+    assert_equal(*models)
+    assert residuals[0].keys() == residuals[1].keys()
+    assert all(np.array_equal(residuals[0][name], residuals[1][name]) for name in residuals[0])
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_buckets_are_under_way_before_backward_ends(comm):
+def test_buckets_are_exchanged_before_backward_ends(comm):
     model = network()
     optimizer = distribute(model, comm)
     overlap = optimizer._mpicomp_gradients._overlap
-    square(model, 0, comm.rank).backward()
-    optimizer.step()
+    train(model, optimizer, [0], comm.rank)
     optimizer.zero_grad()
-    seen = []
+    jobs = []
     # The first layer's gradient comes last.
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(overlap._stream._jobs)))
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: jobs.append(len(overlap._stream._jobs)))
     square(model, 1, comm.rank).backward()
-    assert seen[0] > 2
+    assert jobs[0] > 2
     optimizer.step()
-    optimizer.close()
 
 
 @pytest.mark.mpi(max_size=3)
-def test_whatever_order_backward_takes_on_each_rank(comm):
-    def loss(model, rank, step):
+def test_order_of_backward_may_differ_between_ranks(comm):
+    def loss(model, step, rank):
         return model(batch(step, rank), np.random.default_rng((7, rank, step)).permutation(4)).square().mean()
 
-    model = Branches()
-    reference = Reference(model, sgd, comm.size)
-    optimizer = distribute(model, comm)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss(model, comm.rank, step).backward()
-        optimizer.step()
-        reference.step(lambda m, r, s=step: loss(m, r, s))
-    assert_same(model, reference)
-    optimizer.close()
+    pair = Pair(comm, Branches(), loss=loss)
+    pair.run(range(6))
+    pair.check()
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_parameters_that_differ_at_the_start(comm):
+def test_parameters_that_differ_at_the_start_are_named(comm):
     model = network()
     if comm.rank == comm.size - 1:
         with torch.no_grad():
@@ -97,56 +86,65 @@ def test_parameters_that_differ_at_the_start(comm):
     square(model, 0, comm.rank).backward()
     with pytest.raises(DisagreementError, match=rf"'2.bias' has other values on rank {comm.size - 1} than on rank 0"):
         optimizer.step()
-    optimizer.close()
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_a_second_backward_before_the_step(comm):
+def test_second_backward_before_the_step_is_refused(comm):
     model = network()
-    optimizer = distribute(model, comm)
+    distribute(model, comm)
     square(model, 0, comm.rank).backward()
     with pytest.raises(
         ConfigurationError, match=r"backward has come to '4.\w+' twice .* `with optimizer.accumulate\(\)"
     ):
         square(model, 1, comm.rank).backward()
-    optimizer.close()
+
+
+def on_hosts(comm, hosts):
+    from mpicomp.transport.mpi import MPITransport  # starts MPI
+
+    return MPITransport(comm, layout=hosts)
+
+
+def clip_norm(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def clamp_data(model):
+    """Write through ``.data``, of which torch counts no version."""
+    for parameter in model.parameters():
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-@pytest.mark.parametrize("steps", [0, 1])
-def test_gradients_that_are_changed_while_they_are_exchanged(comm, steps):
+@pytest.mark.parametrize(("change", "steps"), [(clip_norm, 0), (clip_norm, 1), (clamp_data, 0)])
+def test_gradients_changed_during_the_exchange_are_refused(comm, change, steps):
     model = network()
     optimizer = distribute(model, comm)
-    for step in range(steps):
-        square(model, step, comm.rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, range(steps), comm.rank)
+    optimizer.zero_grad()
     square(model, 9, comm.rank).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    change(model)
     with pytest.raises(
         ConfigurationError, match=r"was changed between backward\(\) and step\(\), .*synchronize\(\) first"
     ):
         optimizer.step()
-    optimizer.close()
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_zero_grad_while_gradients_are_exchanged(comm):
+def test_zero_grad_during_the_exchange_is_refused(comm):
     model = network()
     optimizer = distribute(model, comm)
     square(model, 0, comm.rank).backward()
     with pytest.raises(ConfigurationError, match=r"zero_grad\(\) came between backward\(\) and step"):
         optimizer.zero_grad()
     optimizer.step()
-    optimizer.close()
 
 
 @pytest.mark.mpi(max_size=3)
-def test_after_close(comm):
+def test_step_after_close_is_refused(comm):
     model = network()
     optimizer = distribute(model, comm)
-    square(model, 0, comm.rank).backward()
-    optimizer.step()
+    train(model, optimizer, [0], comm.rank)
     optimizer.close()
     optimizer.close()
     square(model, 0, comm.rank).backward()
@@ -165,44 +163,35 @@ def test_after_close(comm):
         ("two hosts", 1.0, None, True),
     ],
 )
-def test_a_thread_is_worth_it_where_something_is_waited_for_or_a_core_is_free(comm, layout, cores, wanted, expected):
+def test_overlap_needs_a_network_or_a_free_core(comm, layout, cores, wanted, expected):
     """On one host rank 1 alone is short of cores: its threads are two more than the others'."""
-    from mpicomp.transport.mpi import MPITransport
-
     hosts = [0] * comm.size if layout == "one host" else [rank % 2 for rank in range(comm.size)]
-    transport = MPITransport(comm, layout=hosts)
-    threads = torch.get_num_threads()
+    transport = on_hosts(comm, hosts)
     transport.cores = cores + 2
     torch.set_num_threads(3 if comm.rank == 1 else 1)
     try:
         model = network()
         optimizer = distribute(model, transport, overlap=wanted)
         assert optimizer.overlaps == (expected and wanted is not None)
-        for step in range(3):  # where nothing was said the first two are watched
-            optimizer.zero_grad()
-            square(model, step, comm.rank).backward()
-            optimizer.step()
+        train(model, optimizer, range(3), comm.rank)  # with None the first two are watched
         assert optimizer.overlaps == expected
         assert_replicas(model, comm)
         optimizer.close()
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
         transport.close()
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_one_rank_that_asks_for_no_thread_is_enough(comm):
-    model = network()
-    reference = Reference(model, sgd, comm.size)
-    optimizer = distribute(model, comm, overlap=comm.rank != 1)
-    assert not optimizer.overlaps
-    train(model, optimizer, reference, comm, 2)
-    assert_same(model, reference)
-    optimizer.close()
+def test_one_rank_without_overlap_is_enough(comm):
+    pair = Pair(comm, overlap=comm.rank != 1)
+    assert not pair.optimizer.overlaps
+    pair.run(range(2))
+    pair.check()
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_a_thread_level_that_is_too_low_on_some_rank(comm, monkeypatch):
+def test_too_low_thread_level_on_some_rank_is_warned_of(comm, monkeypatch):
     from mpicomp.transport.mpi import MPITransport
 
     def check(self, alone):
@@ -210,16 +199,13 @@ def test_a_thread_level_that_is_too_low_on_some_rank(comm, monkeypatch):
             raise LaunchError("mpi: this MPI provides MPI_THREAD_FUNNELED")
 
     monkeypatch.setattr(MPITransport, "check_threads", check)
-    model = network()
-    reference = Reference(model, sgd, comm.size)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = distribute(model, comm)
+        pair = Pair(comm)
     assert len(caught) == (comm.rank == 0)
-    assert not optimizer.overlaps
-    train(model, optimizer, reference, comm, 3)
-    assert_same(model, reference)
-    optimizer.close()
+    assert not pair.optimizer.overlaps
+    pair.run(range(3))
+    pair.check()
 
 
 def clip(model, optimizer, rank):
@@ -248,13 +234,11 @@ def backward(model, optimizer, rank):
     [(clip, "was changed between"), (run_backward_twice, "to a gradient twice"), (skip_a_batch, "zero_grad() came")],
 )
 @pytest.mark.parametrize("first", [0, 1, 4])
-def test_a_script_that_does_not_allow_overlap_is_exchanged_in_the_step(comm, script, seen, first):
+def test_script_that_does_not_allow_overlap_is_served(comm, script, seen, first):
     """On rank 1 alone, and at first in a step that is watched or in one whose exchange has begun."""
-    from mpicomp.transport.mpi import MPITransport
-
     ends = []
     for overlap in (False, None):
-        transport = MPITransport(comm, layout=list(range(comm.size)))
+        transport = on_hosts(comm, list(range(comm.size)))
         model = network()
         optimizer = distribute(model, transport, compressor=mpicomp.TopK(0.2), collective="allgather", overlap=overlap)
         with warnings.catch_warnings(record=True) as caught:
@@ -275,16 +259,12 @@ def test_a_script_that_does_not_allow_overlap_is_exchanged_in_the_step(comm, scr
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_one_rank_that_leaves_overlap_open_has_all_of_them_watched(comm):
-    from mpicomp.transport.mpi import MPITransport
-
-    transport = MPITransport(comm, layout=list(range(comm.size)))
-    model = network()
-    reference = Reference(model, sgd, comm.size)
-    optimizer = distribute(model, transport, overlap=None if comm.rank == 0 else True)
-    assert not optimizer.overlaps
-    train(model, optimizer, reference, comm, 3)
-    assert optimizer.overlaps
-    assert_same(model, reference)
-    optimizer.close()
+def test_one_rank_that_leaves_overlap_open_has_all_watched(comm):
+    transport = on_hosts(comm, list(range(comm.size)))
+    pair = Pair(comm, transport=transport, overlap=None if comm.rank == 0 else True)
+    assert not pair.optimizer.overlaps
+    pair.run(range(3))
+    assert pair.optimizer.overlaps
+    pair.check()
+    pair.optimizer.close()
     transport.close()

@@ -7,201 +7,158 @@ import mpicomp
 
 torch = pytest.importorskip("torch")
 
-from replicas import Reference, assert_same, batch, distribute, network, sgd, square  # noqa: E402
+from replicas import Pair, Reference, adam, assert_same, batch, descent, distribute, network, sgd, square  # noqa: E402
 
-torch.set_num_threads(1)
+
+def clip(model):
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    assert norm > 0.05
 
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_accumulation_with_a_short_last_window(comm, overlap):
-    model = network()
-    reference = Reference(model, sgd, comm.size)
-    optimizer = distribute(model, comm, overlap=overlap)
-    window, pieces = 3, 8
+    pair = Pair(comm, overlap=overlap)
+    optimizer, window, pieces = pair.optimizer, 3, 8
     for piece in range(pieces):
-        last = piece % window == window - 1 or piece == pieces - 1
-        if last:
-            square(model, piece, comm.rank).backward()
+        if piece % window == window - 1 or piece == pieces - 1:
+            square(pair.model, piece, comm.rank).backward()
             before = optimizer.reducer.last_step
             optimizer.step()
             assert optimizer.reducer.last_step is not before
             optimizer.zero_grad()
-            start = piece - piece % window
-            reference.step(lambda m, r, a=start, b=piece: [square(m, s, r) for s in range(a, b + 1)])
+            parts = range(piece - piece % window, piece + 1)
+            pair.reference.step(lambda m, _, rank, parts=parts: [square(m, part, rank) for part in parts], piece)
         else:
             with optimizer.accumulate():
-                square(model, piece, comm.rank).backward()
-    # All backward passes inside: nothing was under way when step() comes.
+                square(pair.model, piece, comm.rank).backward()
+    # All backward passes inside: no exchange has begun when step() is called.
     with optimizer.accumulate():
-        square(model, 99, comm.rank).backward()
+        square(pair.model, 99, comm.rank).backward()
     optimizer.step()
-    reference.step(lambda m, r: square(m, 99, r))
-    assert_same(model, reference)
-    optimizer.close()
+    pair.reference.step(square, 99)
+    pair.check()
 
 
 @pytest.mark.mpi(max_size=3)
 def test_clipping_of_the_mean(comm):
-    def clip(model):
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
-    model = network()
-    reference = Reference(model, sgd, comm.size)
-    optimizer = distribute(model, comm)
-    for step in range(5):
-        optimizer.zero_grad()
-        square(model, step, comm.rank).backward()
-        optimizer.synchronize()
-        norm = clip(model)
-        assert norm > 0.05
-        optimizer.step()
-        reference.step(lambda m, r, s=step: square(m, s, r), clip)
-    assert_same(model, reference)
-    optimizer.close()
+    pair = Pair(comm)
+    pair.run(range(5), clip)
+    pair.check()
 
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("unscale", [True, False])
-def test_a_gradient_scaler_and_an_overflow_on_one_rank(comm, overlap, unscale):
-    model = network()
-    reference = Reference(model, sgd, comm.size)
+def test_gradient_scaler_and_an_overflow_on_one_rank(comm, overlap, unscale):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
-    optimizer = distribute(model, comm, scaler=scaler, overlap=overlap)
-    bad = comm.size - 1
+    pair = Pair(comm, scaler=scaler, overlap=overlap)
     for step in range(10):
-        optimizer.zero_grad()
-        loss = square(model, step, comm.rank)
-        if step == 5 and comm.rank == bad:
+        pair.optimizer.zero_grad()
+        loss = square(pair.model, step, comm.rank)
+        if step == 5 and comm.rank == comm.size - 1:
             loss = loss * torch.inf
         scaler.scale(loss).backward()
         if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
+            scaler.unscale_(pair.optimizer)
+        scaler.step(pair.optimizer)
         scaler.update()
         if step != 5:
-            reference.step(lambda m, r, s=step: square(m, s, r))
-        assert_same(model, reference)
+            pair.reference.step(square, step)
+        assert_same(pair.model, pair.reference)
     scales = comm.allgather(scaler.get_scale())
     assert scales == [2048.0] * comm.size  # doubled after four steps, halved by the overflow, doubled again
-    optimizer.close()
 
 
 @pytest.mark.mpi(max_size=3)
 def test_residuals_are_in_units_of_the_unscaled_gradient(comm):
     """Whatever the scaler does to the scale, the run is the one without a scaler."""
-    runs = []
-    for scaled in (False, True):
-        model = network()
+    models = network(), network()
+    for model, scaled in zip(models, (False, True), strict=True):
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=scaled)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = distribute(
-            model, comm, plain, mpicomp.TopK(ratio=0.1), "allgather", scaler=scaler if scaled else None
-        )
+        settings = {"scaler": scaler} if scaled else {}
+        optimizer = distribute(model, comm, descent(model), mpicomp.TopK(ratio=0.1), "allgather", **settings)
         for step in range(8):
             optimizer.zero_grad()
             scaler.scale(square(model, step, comm.rank)).backward()
             scaler.step(optimizer)
             scaler.update()
-        runs.append(model)
-        optimizer.close()
-    for one, two in zip(*(model.parameters() for model in runs), strict=True):
+    for one, two in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(comm, set_to_none):
-    model = network()
-    reference = Reference(model, sgd, comm.size)
-    optimizer = distribute(model, comm)
+def test_zero_grad_after_the_step(comm, set_to_none):
+    pair = Pair(comm)
     for step in range(4):
-        square(model, step, comm.rank).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        assert all((p.grad is None) == set_to_none for p in model.parameters())
-        reference.step(lambda m, r, s=step: square(m, s, r))
-    assert_same(model, reference)
-    optimizer.close()
+        square(pair.model, step, comm.rank).backward()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad(set_to_none=set_to_none)
+        assert all((p.grad is None) == set_to_none for p in pair.model.parameters())
+        pair.reference.step(square, step)
+    pair.check()
 
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_mean_that_was_not_used(comm, overlap):
-    """Whoever averages and then does not step has not averaged what backward brings next."""
-    model = network()
-    reference = Reference(model, sgd, comm.size)
-    optimizer = distribute(model, comm, overlap=overlap)
-    square(model, 0, comm.rank).backward()
-    optimizer.synchronize()
-    model.zero_grad()
-    square(model, 1, comm.rank).backward()
-    optimizer.step()
-    reference.step(lambda m, r: square(m, 1, r))
-    assert_same(model, reference)
-    optimizer.close()
+def test_mean_that_was_not_used_is_no_mean_of_the_next_backward(comm, overlap):
+    pair = Pair(comm, overlap=overlap)
+    square(pair.model, 0, comm.rank).backward()
+    pair.optimizer.synchronize()
+    pair.model.zero_grad()
+    square(pair.model, 1, comm.rank).backward()
+    pair.optimizer.step()
+    pair.reference.step(square, 1)
+    pair.check()
 
 
 @pytest.mark.mpi(max_size=3)
 def test_several_models_and_optimizers_in_one_script(comm):
     """As a GAN has them: each backward goes through both, one optimizer steps."""
-
-    def adam(model):
-        return torch.optim.Adam(model.parameters(), lr=0.01)
-
     one, two = network(1), torch.nn.Linear(2, 1)
     torch.nn.init.constant_(two.weight, 0.3)
     torch.nn.init.zeros_(two.bias)
     references = [Reference(one, sgd, comm.size), Reference(two, adam, comm.size)]
     optimizers = [distribute(one, comm), distribute(two, comm, adam(two))]
 
-    def first(model, other, step, rank):
-        return other(model(batch(step, rank))).square().mean()
+    def generator_loss(model, step, rank, critic):
+        return critic(model(batch(step, rank))).square().mean()
+
+    def critic_loss(model, step, rank, generator):
+        return (model(generator(batch(step, rank)).detach()) - 1).square().mean()
 
     for step in range(5):
         for optimizer in optimizers:
             optimizer.zero_grad()
         two.requires_grad_(False)
-        first(one, two, step, comm.rank).backward()
+        generator_loss(one, step, comm.rank, two).backward()
         optimizers[0].step()
         two.requires_grad_(True)
-        references[0].step(lambda m, r, s=step: first(m, references[1].model, s, r))
-        with torch.no_grad():
-            hidden = one(batch(step, comm.rank))
-        (two(hidden) - 1).square().mean().backward()
+        references[0].step(lambda *args: generator_loss(*args, references[1].model), step)
+        critic_loss(two, step, comm.rank, one).backward()
         optimizers[1].step()
-        references[1].step(lambda m, r, s=step: (m(references[0].model(batch(s, r)).detach()) - 1).square().mean())
+        references[1].step(lambda *args: critic_loss(*args, references[0].model), step)
     assert_same(one, references[0])
     assert_same(two, references[1])
-    for optimizer in optimizers:
-        optimizer.close()
 
 
 @pytest.mark.slow
 @pytest.mark.mpi(max_size=3)
-def test_a_compiled_model(comm):
-    model = network()
-    reference = Reference(model, sgd, comm.size)
-    compiled = torch.compile(model, backend="aot_eager")
-    optimizer = distribute(model, comm)
-    for step in range(4):
-        optimizer.zero_grad()
-        square(compiled, step, comm.rank).backward()
-        optimizer.step()
-        reference.step(lambda m, r, s=step: square(m, s, r))
-    assert_same(model, reference)
-    optimizer.close()
+def test_compiled_model_trains_as_a_plain_one(comm):
+    pair = Pair(comm)
+    compiled = torch.compile(pair.model, backend="aot_eager")
+    pair.loss = lambda model, step, rank: square(compiled if model is pair.model else model, step, rank)
+    pair.run(range(4))
+    pair.check()
 
 
 @pytest.mark.mpi(max_size=3)
-def test_learning_rates_change_with_a_residual_in_hand(comm):
+def test_learning_rate_applies_when_a_residual_is_delivered(comm):
     """Residuals are of gradients: a rate applies to what is delivered, whenever it was held back."""
     model = torch.nn.Linear(6, 1, bias=False)
     torch.nn.init.constant_(model.weight, 0.5)
-    optimizer = distribute(
-        model, comm, torch.optim.SGD(model.parameters(), lr=1.0), mpicomp.TopK(ratio=0.34), "allgather"
-    )
+    optimizer = distribute(model, comm, descent(model), mpicomp.TopK(ratio=0.34), "allgather")
     weight, residuals = np.full(6, 0.5), np.zeros((comm.size, 6))
     for step in range(12):
         lr = 0.1 / (1 + step % 4)
@@ -218,4 +175,3 @@ def test_learning_rates_change_with_a_residual_in_hand(comm):
         weight -= lr * mean
     np.testing.assert_allclose(model.weight.detach().numpy()[0], weight, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(optimizer.reducer.residual("weight")[0], residuals[comm.rank], rtol=1e-4, atol=1e-5)
-    optimizer.close()

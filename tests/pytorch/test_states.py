@@ -1,4 +1,4 @@
-"""What state_dict() returns is saved and read back by torch, as scripts do it, and training goes on bit for bit."""
+"""What state_dict() returns is saved and read back by torch, as scripts do it, and training resumes bit for bit."""
 
 import io
 
@@ -8,19 +8,19 @@ import pytest
 import mpicomp
 from mpicomp.checkpoint import load_rounds, save_rounds
 from mpicomp.collectives import fitting
+from mpicomp.errors import ConfigurationError
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
 
-from optimizers import Replicas  # noqa: E402
-from replicas import square  # noqa: E402
-from updating import Ranks, bits, loss_of  # noqa: E402
-from updating import network as wide  # noqa: E402
+from local_replicas import Replicas, Updates, bits  # noqa: E402
+from local_replicas import network as wide  # noqa: E402
+from replicas import adam, assert_equal, descent, distribute, train  # noqa: E402
+from replicas import network as narrow  # noqa: E402
 
 from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
 from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 LEARNED = {"id": "lgc", "ratio": 0.3, "dense_steps": 1, "training_steps": 2}
 COMPRESSORS = [*mpicomp.list_compressors(), LEARNED | {"code": "linear"}, LEARNED | {"code": "autoencoder"}]
 
@@ -67,60 +67,51 @@ def torch_equal(first, second):
 
 def distributed(comm, make=network, **settings):
     model = make()
-    adam = torch.optim.Adam(model.parameters(), lr=0.01)
-    return model, mpicomp.torch.DistributedOptimizer(adam, model.named_parameters(), comm=comm, **settings)
+    return model, mpicomp.torch.DistributedOptimizer(adam(model), model.named_parameters(), comm=comm, **settings)
 
 
-def run(model, optimizer, steps, rank=0):
-    for step in steps:
-        optimizer.zero_grad()
-        square(model, step, rank).backward()
-        optimizer.step()
+def alone(**settings):
+    return distributed(LocalWorld(1).transports[0], **settings)
 
 
 def resumed(make, halfway=4, stop=8, rank=0, change=lambda state: state):
-    """Return the bits of a run, and of one that is stopped, saved, loaded and goes on."""
+    """Return the bits of a run, and of one that is stopped, saved, loaded and resumed."""
     whole, optimizer = make()
-    run(whole, optimizer, range(stop), rank)
+    train(whole, optimizer, range(stop), rank)
     optimizer.close()
     first, optimizer = make()
-    run(first, optimizer, range(halfway), rank)
+    train(first, optimizer, range(halfway), rank)
     saved = {"model": first.state_dict()} | change(check(optimizer.state_dict()))
     optimizer.close()
     second, optimizer = make()
     second.load_state_dict(saved.pop("model"))
     optimizer.load_state_dict(saved)
-    run(second, optimizer, range(halfway, stop), rank)
+    train(second, optimizer, range(halfway, stop), rank)
     optimizer.close()
     return bits(whole), bits(second)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
-def test_state_of_every_compressor_goes_on(compressor):
-    whole, second = resumed(
-        lambda: distributed(LocalWorld(1).transports[0], compressor=compressor, policy="static", warmup=0)
-    )
+def test_state_of_every_compressor_resumes(compressor):
+    whole, second = resumed(lambda: alone(compressor=compressor, policy="static", warmup=0))
     assert whole == second
 
 
 @pytest.mark.parametrize("policy", mpicomp.list_policies())
 def test_state_of_every_policy_is_read_back(policy):
-    def make():
-        return distributed(LocalWorld(1).transports[0], policy=policy, warmup=2)
-
-    model, optimizer = make()
-    run(model, optimizer, range(30))
+    model, optimizer = alone(policy=policy, warmup=2)
+    train(model, optimizer, range(30), 0)
     state = check(optimizer.state_dict())
-    model, again = make()
+    model, again = alone(policy=policy, warmup=2)
     again.load_state_dict(state)
     assert torch_equal(again.state_dict()["mpicomp"]["policy"], state["mpicomp"]["policy"])
-    run(model, again, [30])
+    train(model, again, [30], 0)
     assert again.reducer.last_step.step == 30
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("compressor", ["sidco", "powersgd", "fetchsgd", "dgc"])
-def test_ranks_go_on_after_a_file(comm, compressor):
+def test_ranks_resume_from_a_file(comm, compressor):
     collective = fitting(mpicomp.get_compressor(compressor))[0]  # one that is chosen by measured seconds may change
     settings = {"compressor": compressor, "collective": collective, "warmup": 0}
     whole, second = resumed(lambda: distributed(comm, **settings), rank=comm.rank)
@@ -128,11 +119,10 @@ def test_ranks_go_on_after_a_file(comm, compressor):
 
 
 @pytest.mark.mpi
-def test_gossip_goes_on_after_a_file(comm):
+def test_gossip_resumes_from_a_file(comm):
     def make():
         model = network()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, PowerGossip(sgd, comm=comm)
+        return model, PowerGossip(descent(model), comm=comm)
 
     whole, second = resumed(make, rank=comm.rank)
     assert whole == second
@@ -147,42 +137,30 @@ def test_gossip_goes_on_after_a_file(comm):
     ],
     ids=["fragments", "outer and moments", "late"],
 )
-def test_state_of_updates_goes_on(settings):
-    def train(ranks, steps):
-        for number in steps:
-            ranks.step(number)
+def test_state_of_updates_resumes(settings):
+    assert_resumes(lambda: Updates(2, **settings), halfway=5, stop=9)
 
-    whole, first, second = (Ranks(2, **settings) for _ in range(3))
-    train(whole, range(9))
-    train(first, range(5))
-    for model, optimizer, old, other in zip(
-        second.models, second.optimizers, first.models, first.optimizers, strict=True
-    ):
-        model.load_state_dict(old.state_dict())
-        optimizer.load_state_dict(check(other.state_dict()))
-    train(second, range(5, 9))
-    assert [bits(model) for model in second.models] == [bits(model) for model in whole.models]
+
+def assert_resumes(make, halfway, stop):
+    """A run of replicas that is resumed from a file equals a whole one."""
+    whole, first, second = make(), make(), make()
+    whole.run(range(stop))
+    first.run(range(halfway))
+    second.load([state | {"optimizer": check(state["optimizer"])} for state in first.states()])
+    second.run(range(halfway, stop))
+    assert second.bits() == whole.bits()
 
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(mpicomp.torch.OneBitAdam, {"warmup_steps": 2}), (SketchedAMSGrad, {})],
 )
-def test_state_of_optimizers_goes_on(kind, settings):
-    whole, first, second = (Replicas(kind, wide, 2, **settings) for _ in range(3))
-    whole.train(loss_of, range(8))
-    first.train(loss_of, range(4))
-    for model, optimizer, old, other in zip(
-        second.models, second.optimizers, first.models, first.optimizers, strict=True
-    ):
-        model.load_state_dict(old.state_dict())
-        optimizer.load_state_dict(check(other.state_dict()))
-    second.train(loss_of, range(4, 8))
-    assert second.bits() == whole.bits()
+def test_state_of_other_optimizers_resumes(kind, settings):
+    assert_resumes(lambda: Replicas(kind, wide, 2, **settings), halfway=4, stop=8)
 
 
-def test_state_of_before_with_arrays_goes_on():
-    def of_before(state):
+def test_state_with_arrays_resumes():
+    def with_arrays(state):
         def arrays(value):
             if isinstance(value, dict):
                 return {key: arrays(item) for key, item in value.items()}
@@ -195,9 +173,7 @@ def test_state_of_before_with_arrays_goes_on():
         file.seek(0)
         return torch.load(file, weights_only=False)
 
-    whole, second = resumed(
-        lambda: distributed(LocalWorld(1).transports[0], compressor="powersgd", warmup=0), change=of_before
-    )
+    whole, second = resumed(lambda: alone(compressor="powersgd", warmup=0), change=with_arrays)
     assert whole == second
 
 
@@ -208,33 +184,71 @@ def test_state_of_a_compiled_model_loads(compiled):
         if is_compiled:
             model[2] = torch.compile(model[2], backend="eager")  # as regions of a model are
             model = torch.compile(model, backend="eager")
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         end = LocalWorld(1).transports[0]
-        optimizer = mpicomp.torch.DistributedOptimizer(sgd, model.named_parameters(), "topk", warmup=0, comm=end)
+        optimizer = distribute(model, end, descent(model), "topk", "auto", warmup=0)
         if state is not None:
             optimizer.load_state_dict(state)
-        run(model, optimizer, steps)
+        train(model, optimizer, steps, 0)
         return optimizer.state_dict()
 
     state = state_of(compiled[0])
     loaded = state_of(compiled[1], state, steps=range(0))
     assert torch_equal(loaded["mpicomp"]["residuals"], state["mpicomp"]["residuals"])
-    # A state of an earlier version has the names that it was trained with.
+    # A state may also have the names of the compiled model.
     residuals = {f"_orig_mod.{name}": item for name, item in state["mpicomp"]["residuals"].items()}
     old = state | {"mpicomp": state["mpicomp"] | {"residuals": residuals}}
     again = state_of(compiled[1], old, steps=range(0))
     assert torch_equal(again["mpicomp"]["residuals"], state["mpicomp"]["residuals"])
 
 
-def test_checkpoints_keep_and_share_out_tensors(tmp_path):
-    ranks = Ranks(2, compressor="topk", sync_every=1)
+def test_checkpoints_keep_and_divide_tensors(tmp_path):
+    ranks = Updates(2, compressor="topk", sync_every=1)
     ranks.step(0)
     states = [optimizer.state_dict() for optimizer in ranks.optimizers]
     ends = ranks.world.transports
     ranks.world.run([save_rounds(tmp_path, state, 1, end.group) for state, end in zip(states, ends, strict=True)])
     loaded = ranks.world.run([load_rounds(tmp_path, end.group) for end in ends])
     assert all(torch_equal(again["mpicomp"], state["mpicomp"]) for again, state in zip(loaded, states, strict=True))
-    (alone,) = (world := LocalWorld(1)).run([load_rounds(tmp_path, world.transports[0].group)])
-    for name, residual in alone["mpicomp"]["fragments"][0]["reducer"]["residuals"].items():
-        of_ranks = [state["mpicomp"]["fragments"][0]["reducer"]["residuals"][name] for state in states]
-        assert torch.equal(residual, (of_ranks[0].double() / 2 + of_ranks[1].double() / 2).to(of_ranks[0].dtype))
+    [single] = (world := LocalWorld(1)).run([load_rounds(tmp_path, world.transports[0].group)])
+
+    def residuals_of(state):
+        return state["mpicomp"]["fragments"][0]["reducer"]["residuals"]
+
+    for name, residual in residuals_of(single).items():
+        first, second = (residuals_of(state)[name] for state in states)
+        assert torch.equal(residual, (first.double() / 2 + second.double() / 2).to(first.dtype))
+
+
+@pytest.mark.mpi
+def test_run_with_overlap_resumes_bit_for_bit(comm):
+    def make():
+        model = narrow()
+        return model, distribute(model, comm, adam(model), mpicomp.SIDCo(ratio=0.1), "allgather")
+
+    whole, optimizer = make()
+    train(whole, optimizer, range(8), comm.rank)
+    first, optimizer = make()
+    train(first, optimizer, range(4), comm.rank)
+    second, resumed = make()
+    second.load_state_dict(first.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.reducer.state_dict()["step"] == 4
+    train(second, resumed, range(4, 8), comm.rank)
+    assert_equal(whole, second)
+
+
+def test_state_of_another_model_is_refused():
+    model, other = narrow(), torch.nn.Sequential(torch.nn.Linear(6, 9))
+    optimizer, strange = (
+        distribute(each, LocalWorld(1).transports[0], compressor="topk", collective="allgather")
+        for each in (model, other)
+    )
+    train(model, optimizer, [0], 0)
+    train(other, strange, [0], 0)
+    before = optimizer.state_dict()
+    with pytest.raises(
+        ConfigurationError, match=r"of another model: .*\(9,\) for '0.bias', and this model has shape \(8,\)"
+    ):
+        optimizer.load_state_dict(strange.state_dict())
+    assert torch_equal(optimizer.state_dict()["mpicomp"]["residuals"], before["mpicomp"]["residuals"])
+    optimizer.load_state_dict({key: value for key, value in before.items() if key != "mpicomp"})

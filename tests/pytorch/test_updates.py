@@ -13,35 +13,32 @@ from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
 
-from updating import ByHand, Ranks, adam, bits, loss_of, network, sgd, values  # noqa: E402
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from local_replicas import ByHand, Updates, adam, bits, loss_of, network, sgd, values  # noqa: E402
 
 
 @pytest.mark.parametrize("base", [adam, sgd])
-def test_alone_it_is_the_optimizer_itself(base):
-    ranks, plain = Ranks(1, base), ByHand(1, base)
-    for number in range(5):
-        ranks.step(number)
-        plain.step(number)
-    np.testing.assert_allclose(ranks.values()[0], values(plain.models[0]), rtol=1e-12, atol=1e-13)
+def test_one_rank_is_the_optimizer_itself(base):
+    ranks, plain = Updates(1, base), ByHand(1, base)
+    for step in range(5):
+        ranks.step(step)
+        plain.step(step)
+    np.testing.assert_allclose(ranks.values(), plain.values(), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_the_shared_parameters_move_by_the_mean_change(every):
-    ranks, plain = Ranks(3, compressor="dense", sync_every=every), ByHand(3)
-    for number in range(2 * every):
-        ranks.step(number)
-        plain.step(number)
-        if (number + 1) % every == 0:
-            plain.set_all(plain.shared + np.mean(plain.changes(), axis=0))
-        for own, other in zip(ranks.values(), [values(model) for model in plain.models], strict=True):
-            np.testing.assert_allclose(own, other, rtol=1e-10, atol=1e-12)
-    assert len({bits(model) for model in ranks.models}) == 1
+def test_shared_parameters_move_by_the_mean_change(every):
+    ranks, plain = Updates(3, compressor="dense", sync_every=every), ByHand(3)
+    for step in range(2 * every):
+        ranks.step(step)
+        plain.step(step)
+        if (step + 1) % every == 0:
+            plain.move_by_mean()
+        np.testing.assert_allclose(ranks.values(), plain.values(), rtol=1e-10, atol=1e-12)
+    assert ranks.same()
 
 
-def test_with_plain_descent_it_is_the_exchange_of_gradients():
-    ranks = Ranks(2, sgd, compressor="dense")
+def test_plain_descent_equals_an_exchange_of_gradients():
+    ranks = Updates(2, sgd, compressor="dense")
     world, models = LocalWorld(2), [network(), network()]
     reducers = [mpicomp.Reducer("dense", comm=end) for end in world.transports]
     for number in range(4):
@@ -49,12 +46,12 @@ def test_with_plain_descent_it_is_the_exchange_of_gradients():
         for rank, model in enumerate(models):
             model.zero_grad()
             loss_of(model, rank, number).backward()
-        given = [{name: own.grad for name, own in model.named_parameters()} for model in models]
-        means = world.run([own.rounds(grads) for own, grads in zip(reducers, given, strict=True)])
+        gradients = [{name: p.grad for name, p in model.named_parameters()} for model in models]
+        means = world.run([reducer.rounds(arrays) for reducer, arrays in zip(reducers, gradients, strict=True)])
         with torch.no_grad():
             for model, mean in zip(models, means, strict=True):
-                for name, own in model.named_parameters():
-                    own.sub_(0.1 * mean[name])
+                for name, parameter in model.named_parameters():
+                    parameter.sub_(0.1 * mean[name])
     np.testing.assert_allclose(ranks.values()[1], values(models[1]), rtol=1e-10)
 
 
@@ -62,7 +59,7 @@ def test_with_plain_descent_it_is_the_exchange_of_gradients():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_nothing_is_lost(size, decay):
     """Over all ranks: change + decay x residual = what the shared parameters moved by, and the residual after."""
-    ranks, plain = Ranks(size, compressor="topk", feedback_decay=decay, sync_every=2), ByHand(size)
+    ranks, plain = Updates(size, compressor="topk", feedback_decay=decay, sync_every=2), ByHand(size)
     before = np.zeros(plain.shared.size)
     for number in range(8):
         ranks.step(number)
@@ -87,45 +84,42 @@ COMPRESSORS = [
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_every_compressor_leaves_the_same_bits(name, size):
-    ranks = Ranks(size, compressor=name, make=lambda: network(torch.float32))
+    ranks = Updates(size, compressor=name, make=lambda: network(torch.float32))
     start = ranks.values()[0]
     for number in range(3):
         ranks.step(number)
-        assert len({bits(model) for model in ranks.models}) == 1
+        assert ranks.same()
     assert np.isfinite(ranks.values()[0]).all()
     assert (ranks.values()[0] != start).any()
 
 
-@pytest.mark.parametrize(("every", "late"), [(1, 1), (3, 2), (3, 3)])
-def test_an_outcome_that_comes_late(every, late):
-    """What is exchanged after a step is taken up some steps later; what a rank has done since stays."""
-    ranks, plain = Ranks(2, compressor="dense", sync_every=every, sync_delay=late), ByHand(2)
+@pytest.mark.parametrize(("every", "delay"), [(1, 1), (3, 2), (3, 3)])
+def test_delayed_outcome_keeps_what_a_rank_has_done_since(every, delay):
+    ranks, plain = Updates(2, compressor="dense", sync_every=every, sync_delay=delay), ByHand(2)
     changes, began = None, None
-    for number in range(4 * every):
-        ranks.step(number)
-        plain.step(number)
-        steps = number + 1
-        if changes is not None and steps == began + late:
-            since = [values(model) - plain.shared - own for model, own in zip(plain.models, changes, strict=True)]
+    for step in range(1, 4 * every + 1):
+        ranks.step(step)
+        plain.step(step)
+        if changes is not None and step == began + delay:
+            since = np.array(plain.changes()) - changes
             plain.shared = plain.shared + np.mean(changes, axis=0)
-            for rank, own in enumerate(since):
-                plain.set(rank, plain.shared + own)
+            for rank, change in enumerate(since):
+                plain.set(rank, plain.shared + change)
             changes = None
-        if steps % every == 0:
-            changes, began = plain.changes(), steps
-        for own, model in zip(ranks.values(), plain.models, strict=True):
-            np.testing.assert_allclose(own, values(model), rtol=1e-9, atol=1e-12)
+        if step % every == 0:
+            changes, began = plain.changes(), step
+        np.testing.assert_allclose(ranks.values(), plain.values(), rtol=1e-9, atol=1e-12)
     with pytest.raises(ConfigurationError, match=r"an exchange is under way; call synchronize\(\)"):
         ranks.optimizers[0].state_dict()
-    ranks.world.run([own.synchronizing() for own in ranks.optimizers])
-    assert len({bits(model) for model in ranks.models}) == 1
+    ranks.world.run([optimizer.synchronizing() for optimizer in ranks.optimizers])
+    assert ranks.same()
     expected = plain.shared + np.mean(changes, axis=0)
-    expected += np.mean([own - change for own, change in zip(plain.changes(), changes, strict=True)], axis=0)
+    expected += np.mean(np.array(plain.changes()) - changes, axis=0)
     np.testing.assert_allclose(ranks.values()[0], expected, rtol=1e-9, atol=1e-12)
 
 
 def chosen_steps(rate, compute_s, steps=240):
-    """Run some steps, each of which takes a rank so long, on links of a rate; return the steps between exchanges."""
+    """Return the steps between exchanges, on links of a rate, where a step takes a rank ``compute_s`` seconds."""
     world = LocalWorld(4, True, 4, Link(50e-6, rate))
     torch.manual_seed(0)
     start, truth = torch.nn.Linear(64, 64, bias=False), torch.randn(64, 64)
@@ -160,8 +154,8 @@ def test_steps_to_an_exchange_are_chosen_where_they_pay():
 
 
 def test_fragments_are_exchanged_at_different_steps():
-    ranks = Ranks(2, compressor="dense", sync_every=4, fragments=2)
-    first, second = (set(own.values) for own in ranks.optimizers[0]._mpicomp_fragments)
+    ranks = Updates(2, compressor="dense", sync_every=4, fragments=2)
+    first, second = (set(fragment.values) for fragment in ranks.optimizers[0]._mpicomp_fragments)
     assert (first, second) == ({"0.weight"}, {"0.bias", "2.weight", "2.bias"})  # of 211 elements 108 and 103
     same = []
     for number in range(8):

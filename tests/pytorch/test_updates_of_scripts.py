@@ -1,4 +1,4 @@
-"""UpdateOptimizer: what scripts do to models and optimizers beside, and what is refused."""
+"""UpdateOptimizer: what scripts do to models and optimizers, and what is refused."""
 
 import copy
 
@@ -11,30 +11,28 @@ from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
 
-from updating import ByHand, Ranks, adam, bits, loss_of, network, values  # noqa: E402
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from local_replicas import ByHand, Updates, adam, loss_of, network  # noqa: E402
 
 
-def test_what_a_script_writes_on_all_ranks_is_taken_over():
-    ranks = Ranks(2, compressor="topk")
+def test_writes_of_all_ranks_are_copied_to_the_shared_ones():
+    ranks = Updates(2, compressor="topk")
     for number in range(3):
         if number == 2:
             for model in ranks.models:
                 with torch.no_grad():
                     model[0].weight.data.mul_(0.5)  # torch counts no version of that
                     model[2].bias.zero_()
-            before = values(ranks.models[0])
+            before = ranks.values()[0]
         ranks.step(number)
     shared = ranks.optimizers[0].shared()
     assert torch.equal(shared["0.weight"], ranks.models[0][0].weight)
-    assert len({bits(model) for model in ranks.models}) == 1
+    assert ranks.same()
     # It was not sent as a change, of which topk selects one element.
-    assert (values(ranks.models[0]) != before).sum() <= 2 * 4
+    assert (ranks.values()[0] != before).sum() <= 2 * 4
 
 
-def test_what_is_written_on_one_rank_is_refused_on_all():
-    ranks = Ranks(3)
+def test_write_of_one_rank_is_refused_on_all():
+    ranks = Updates(3)
     ranks.step(0)
     with torch.no_grad():
         ranks.models[2][0].bias.add_(1)
@@ -42,8 +40,8 @@ def test_what_is_written_on_one_rank_is_refused_on_all():
         ranks.step(1)
 
 
-def test_other_parameters_at_the_start_are_refused():
-    ranks = Ranks(2)
+def test_parameters_that_differ_at_the_start_are_refused():
+    ranks = Updates(2)
     with torch.no_grad():
         ranks.models[1][0].bias.add_(1)
     with pytest.raises(DisagreementError, match="has other values on rank 1"):
@@ -51,22 +49,22 @@ def test_other_parameters_at_the_start_are_refused():
 
 
 @pytest.mark.parametrize("settings", [{"sync_every": 2}, {"outer": {"lr": 0.5}}], ids=str)
-def test_other_settings_are_refused(settings):
+def test_settings_that_differ_are_refused(settings):
     world, models = LocalWorld(2), [network(), network()]
-    own = [
+    optimizers = [
         mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), comm=end, **({} if rank else settings))
         for rank, (model, end) in enumerate(zip(models, world.transports, strict=True))
     ]
     for rank, model in enumerate(models):
         loss_of(model, rank, 0).backward()
     if settings == {"sync_every": 2}:
-        assert list(own[0].rounds()) == []  # nothing is exchanged in its first step
+        assert list(optimizers[0].rounds()) == []  # nothing is exchanged in its first step
     with pytest.raises(DisagreementError, match=f"{next(iter(settings))} must be the same on all ranks"):
-        world.run([optimizer.rounds() for optimizer in own])
+        world.run([optimizer.rounds() for optimizer in optimizers])
 
 
-def test_gradients_that_are_not_finite_raise_on_all_ranks():
-    ranks = Ranks(3)
+def test_nonfinite_gradients_raise_on_all_ranks():
+    ranks = Updates(3)
     ranks.step(0)
     before = ranks.values()
     ranks.backward(1)
@@ -76,67 +74,59 @@ def test_gradients_that_are_not_finite_raise_on_all_ranks():
     np.testing.assert_array_equal(ranks.values(), before)  # nothing was delivered
 
 
-def test_a_rank_leaves_out_a_step_that_is_not_finite():
-    ranks, plain = Ranks(2, nonfinite="skip", compressor="dense"), ByHand(2)
+def test_rank_skips_its_nonfinite_step():
+    ranks, plain = Updates(2, nonfinite="skip", compressor="dense"), ByHand(2)
     for number in range(4):
         ranks.backward(number)
         if number == 1:
             ranks.models[0][0].weight.grad[0, 0] = torch.inf
         ranks.exchange()
         assert ranks.models[0][0].weight.grad is not None
-        for rank, (model, optimizer) in enumerate(zip(plain.models, plain.optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, rank, number).backward()
-            if (number, rank) != (1, 0):
-                optimizer.step()
-        plain.set_all(plain.shared + np.mean(plain.changes(), axis=0))
+        plain.step(number, left_out=[0] if number == 1 else [])
+        plain.move_by_mean()
     np.testing.assert_allclose(ranks.values()[0], plain.shared, rtol=1e-9, atol=1e-12)
 
 
-def test_a_grad_scaler_of_each_rank():
-    """A loss that overflows on one rank leaves out that rank's step alone; scales may differ then."""
+def test_grad_scaler_of_each_rank():
+    """A loss that overflows on one rank skips that rank's step alone; scales may differ then."""
     make = lambda: network(torch.float32)  # noqa: E731
-    ranks, plain = Ranks(2, compressor="dense", make=make), ByHand(2, make=make)
+    ranks, plain = Updates(2, compressor="dense", make=make), ByHand(2, make=make)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
     for number in range(3):
         exchanges = []
-        for rank, (model, own, scaler) in enumerate(zip(ranks.models, ranks.optimizers, scalers, strict=True)):
-            own.zero_grad()
+        for rank, ((model, optimizer), scaler) in enumerate(zip(ranks.pairs, scalers, strict=True)):
+            optimizer.zero_grad()
             loss = loss_of(model, rank, number) * (torch.inf if (number, rank) == (1, 1) else 1)
             scaler.scale(loss).backward()
             if number == 2:
-                scaler.unscale_(own)
+                scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-            own._mpicomp_exchanges = False
-            scaler.step(own)
-            own._mpicomp_exchanges = True
+            optimizer._mpicomp_exchanges = False
+            scaler.step(optimizer)
+            optimizer._mpicomp_exchanges = True
             scaler.update()
-            exchanges.append(own._mpicomp_rounds())
+            exchanges.append(optimizer._mpicomp_rounds())
         ranks.world.run(exchanges)
-        for rank, (model, optimizer) in enumerate(zip(plain.models, plain.optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, rank, number).backward()
-            if (number, rank) != (1, 1):
-                optimizer.step()
+        plain.step(number, left_out=[1] if number == 1 else [])
         plain.set_all((plain.shared + np.mean(plain.changes(), axis=0)).astype(np.float32).astype(np.float64))
     assert [scaler.get_scale() for scaler in scalers] == [2.0**10, 2.0**9]
     np.testing.assert_allclose(ranks.values()[0], plain.shared, rtol=2e-4, atol=1e-5)
 
 
-def test_16_bit_parameters_are_shared_in_32():
+def test_16_bit_parameters_are_shared_in_32_bits():
     """Steps that are too small for 16 bits add up in the shared parameters."""
-    ranks = Ranks(2, lambda model: torch.optim.SGD(model.parameters(), lr=1e-3), lambda: network(torch.bfloat16))
+    ranks = Updates(2, lambda model: torch.optim.SGD(model.parameters(), lr=1e-3), lambda: network(torch.bfloat16))
     for number in range(6):
         ranks.step(number)
-        assert len({bits(model) for model in ranks.models}) == 1
+        assert ranks.same()
     shared = ranks.optimizers[0].shared()
-    assert {own.dtype for own in shared.values()} == {torch.float32}
-    for name, own in ranks.models[0].named_parameters():
-        assert torch.equal(own, shared[name].to(torch.bfloat16))
+    assert {values.dtype for values in shared.values()} == {torch.float32}
+    for name, parameter in ranks.models[0].named_parameters():
+        assert torch.equal(parameter, shared[name].to(torch.bfloat16))
 
 
-def test_parameters_that_are_frozen_later_and_thawed():
-    ranks = Ranks(2, compressor="dense")
+def test_parameters_frozen_later_and_thawed():
+    ranks = Updates(2, compressor="dense")
     ranks.step(0)
     for model in ranks.models:
         model[0].weight.requires_grad_(False)
@@ -148,15 +138,15 @@ def test_parameters_that_are_frozen_later_and_thawed():
         model[0].weight.requires_grad_(True)
     ranks.step(3)
     assert not torch.equal(ranks.models[0][0].weight, frozen)
-    assert len({bits(model) for model in ranks.models}) == 1
+    assert ranks.same()
 
 
-def test_sparse_gradients_and_closures():
+def test_sparse_gradients_move_their_rows():
     def make():
         torch.manual_seed(0)
         return torch.nn.Embedding(20, 4, sparse=True)
 
-    ranks = Ranks(2, lambda model: torch.optim.SparseAdam(model.parameters(), lr=0.1), make, compressor="dense")
+    ranks = Updates(2, lambda model: torch.optim.SparseAdam(model.parameters(), lr=0.1), make, compressor="dense")
     before = ranks.values()[0]
     for rank, model in enumerate(ranks.models):
         model(torch.tensor([rank, 5])).sum().backward()
@@ -164,37 +154,33 @@ def test_sparse_gradients_and_closures():
     moved = (ranks.values()[0] != before).reshape(20, 4).any(axis=1)
     assert np.flatnonzero(moved).tolist() == [0, 1, 5]
 
-    world, models = LocalWorld(2), [network(), network()]
-    own = [
-        mpicomp.torch.UpdateOptimizer(
-            torch.optim.LBFGS(model.parameters(), max_iter=4),
-            model.named_parameters(),
-            comm=end,
-            same_batches=True,
-        )
-        for model, end in zip(models, world.transports, strict=True)
-    ]
+
+def test_closures_that_are_called_many_times():
+    ranks = Updates(2, lambda model: torch.optim.LBFGS(model.parameters(), max_iter=4), same_batches=True)
 
     def closure_of(rank):
         def closure():
-            own[rank].zero_grad()
-            loss = loss_of(models[rank], 0, 0)
+            ranks.optimizers[rank].zero_grad()
+            loss = loss_of(ranks.models[rank], 0, 0)
             loss.backward()
             return loss
 
         return closure
 
-    losses = [world.run([own[rank].rounds(closure_of(rank)) for rank in range(2)])[0].item() for _ in range(3)]
+    losses = []
+    for _ in range(3):
+        steps = [optimizer.rounds(closure_of(rank)) for rank, optimizer in enumerate(ranks.optimizers)]
+        losses.append(ranks.world.run(steps)[0].item())
     assert losses[2] < losses[1] < losses[0]
-    assert bits(models[0]) == bits(models[1])
+    assert ranks.same()
 
 
 def test_added_groups_and_schedulers():
-    ranks = Ranks(2, lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1), compressor="dense")
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(own, 0.5) for own in ranks.optimizers]
+    ranks = Updates(2, lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1), compressor="dense")
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in ranks.optimizers]
     ranks.step(0)
-    for model, own, scheduler in zip(ranks.models, ranks.optimizers, schedulers, strict=True):
-        own.add_param_group({"params": list(model[2].parameters())})
+    for (model, optimizer), scheduler in zip(ranks.pairs, schedulers, strict=True):
+        optimizer.add_param_group({"params": list(model[2].parameters())})
         scheduler.step()
     assert ranks.optimizers[0].param_groups[0]["lr"] == 0.05
     before = ranks.models[0][2].weight.clone()
@@ -225,12 +211,12 @@ def test_added_groups_and_schedulers():
         ({"feedback_decay": 0.9, "compressor": "dense"}, "has no residual to act on, since dense runs without"),
     ],
 )
-def test_settings_that_cannot_be(settings, match):
+def test_impossible_settings_are_refused(settings, match):
     with pytest.raises(ConfigurationError, match=match):
-        Ranks(1, **settings)
+        Updates(1, **settings)
 
 
-def test_what_cannot_be_wrapped():
+def test_optimizers_that_exchange_already_are_refused():
     model = network()
     alone = LocalWorld(1).transports[0]
     own = mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), comm=alone)

@@ -18,20 +18,19 @@ from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
 
-from replicas import Reference, assert_replicas, assert_same, distribute, network, sgd, square  # noqa: E402
+from replicas import Pair, assert_equal, close_at_end, distribute, network, sgd, square, train  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
 from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
 from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
 
-torch.set_num_threads(1)
 # What torch.compile does within.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:The .grad attribute of a T")
 
 
 def alone(model, optimizer, *args, **settings):
     end = LocalWorld(1).transports[0]
-    return mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters(), *args, comm=end, **settings)
+    return close_at_end(mpicomp.torch.DistributedOptimizer(optimizer, model, *args, comm=end, **settings))
 
 
 def gradients(model):
@@ -88,7 +87,7 @@ SAYS = {wrapper: ["wrapper"], method: ["method"], several: ["wrapper"], hooks: [
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_step_that_something_was_put_around_exchanges_once(way, when, closure):
+def test_step_with_something_around_it_exchanges_once(way, when, closure):
     if (way, when) == (compiled, "after"):
         torch._dynamo.reset()
     plain, model, seen = network(), network(), []
@@ -118,27 +117,22 @@ def test_a_step_that_something_was_put_around_exchanges_once(way, when, closure)
         assert optimizer.reducer.last_step.step == step
         assert optimizer.reducer.state_dict()["step"] == step + 1
     assert seen == SAYS.get(way, []) * 3
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert_equal(plain, model)
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_ranks_stay_together_whatever_was_put_into_the_optimizer(comm, way, overlap):
-    model = network()
-    reference = Reference(model, sgd, comm.size)
-    own = sgd(model)
-    way(own, [])
-    optimizer = distribute(model, comm, own, overlap=overlap)
-    for step in range(3):
-        optimizer.zero_grad()
-        square(model, step, comm.rank).backward()
-        optimizer.step()
-        reference.step(lambda m, r, s=step: square(m, s, r))
-    assert optimizer.reducer.last_step.step == 2
-    assert_same(model, reference)
-    assert_replicas(model, comm)
-    optimizer.close()
+def test_ranks_stay_equal_whatever_is_around_the_step(comm, way, overlap):
+    def make(model):
+        optimizer = sgd(model)
+        way(optimizer, [])
+        return optimizer
+
+    pair = Pair(comm, None, make, overlap=overlap)
+    pair.run(range(3))
+    assert pair.optimizer.reducer.last_step.step == 2
+    pair.check()
 
 
 @pytest.mark.parametrize("when", ["before", "after", "both"])
@@ -182,11 +176,11 @@ def test_schedulers_work_as_on_a_plain_optimizer(make, when):
             assert optimizer.reducer.last_step.step == step
             assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
     assert [vars(s).get("_step_count") for s in ours] == [vars(s).get("_step_count") for s in theirs]
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert_equal(plain, model)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_scheduler_that_steps_first_is_warned_of(when):
+def test_scheduler_that_steps_first_is_warned_of(when):
     model = network()
     own = sgd(model)
     if when == "before":
@@ -198,7 +192,7 @@ def test_a_scheduler_that_steps_first_is_warned_of(when):
         scheduler.step()
 
 
-def test_steps_that_were_looked_up_before_exchange_too():
+def test_steps_that_were_looked_up_before_exchange():
     """A profiler that puts back what it has found, a bound method, the class's own step."""
     model = network()
     own = sgd(model)
@@ -217,7 +211,7 @@ def test_steps_that_were_looked_up_before_exchange_too():
     assert optimizer.reducer.last_step.step == count
 
 
-def test_what_a_plain_optimizer_passed_is_the_one_that_exchanges():
+def test_optimizer_that_was_passed_exchanges():
     model = network()
     inner = sgd(model)
     optimizer = alone(model, inner, "dense")
@@ -229,7 +223,7 @@ def test_what_a_plain_optimizer_passed_is_the_one_that_exchanges():
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("loaded", [False, True], ids=["new", "loaded"])
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
-def test_hooks_come_once_and_see_means(comm, patched, loaded):
+def test_hooks_run_once_and_see_means(comm, patched, loaded):
     model, seen = network(), []
 
     def pre(which):
@@ -251,16 +245,15 @@ def test_hooks_come_once_and_see_means(comm, patched, loaded):
             square(model, step, comm.rank).backward()
             optimizer.step()
             assert [which for which, _ in seen] == ["global", "early", "late", "post"]
-            everyones = comm.allgather(gradients(model).numpy())
-            assert all((other == everyones[0]).all() for other in everyones)
+            rows = comm.allgather(gradients(model).numpy())
+            assert all((row == rows[0]).all() for row in rows)
             assert all(torch.equal(found, gradients(model)) for _, found in seen)
             seen.clear()
-        optimizer.close()
     finally:
         everywhere.remove()
 
 
-def test_a_wrapper_that_clips_clips_the_mean():
+def test_wrapper_that_clips_clips_the_mean():
     model = network()
     own = torch.optim.SGD(model.parameters(), lr=1.0)
     inner = own.step
@@ -273,7 +266,7 @@ def test_a_wrapper_that_clips_clips_the_mean():
     assert (after - before).norm().item() == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_a_step_that_fails_leaves_nothing_behind():
+def test_step_after_one_that_failed_exchanges():
     model = network()
     own = sgd(model)
     optimizer = alone(model, own, "dense")
@@ -286,21 +279,20 @@ def test_a_step_that_fails_leaves_nothing_behind():
     assert optimizer.reducer.last_step.step == 1
 
 
-def test_an_optimizer_whose_step_calls_the_one_it_derives_from():
-    class Mine(torch.optim.SGD):
+def test_step_that_calls_its_base_class_exchanges_once():
+    class Derived(torch.optim.SGD):
         def step(self, closure=None):
             return super().step(closure)
 
     model = network()
-    torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = alone(model, Mine(model.parameters(), lr=0.1), "dense")
+    optimizer = alone(model, Derived(model.parameters(), lr=0.1), "dense")
     for step in range(2):
         square(model, step, 0).backward()
         optimizer.step()
         assert optimizer.reducer.last_step.step == step
 
 
-def test_a_closure_that_is_asked_for_again_is_refused():
+def test_closure_that_is_called_again_is_refused():
     model = network()
     own = sgd(model)
     inner = own.step
@@ -333,10 +325,10 @@ def test_copies_and_pickles_are_refused_and_states_are_not(make):
     make(other).load_state_dict(state)
     # The model is free of the optimizer.
     twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+    assert_equal(twin, model)
 
 
-def test_it_is_wrapped_once_and_anew_after_close():
+def test_optimizer_is_wrapped_once_and_again_after_close():
     model = network()
     own = sgd(model)
     torch.optim.lr_scheduler.StepLR(own, 10)
@@ -365,7 +357,7 @@ def test_it_is_wrapped_once_and_anew_after_close():
     assert isinstance(second, torch.optim.SGD)
 
 
-def test_power_gossip_in_the_same_way():
+def test_power_gossip_exchanges_once_a_step():
     world = LocalWorld(1)
     for way in WAYS:
         model, seen = network(), []
@@ -385,7 +377,7 @@ def test_power_gossip_in_the_same_way():
         optimizer.close()
 
 
-def test_a_dropped_optimizer_is_collected():
+def test_dropped_optimizer_is_collected():
     model = network()
     torch.optim.lr_scheduler.StepLR(sgd(model), 10)
     for patched in (False, True):
@@ -407,15 +399,14 @@ def test_a_dropped_optimizer_is_collected():
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_a_dropped_optimizer_leaves_no_thread(comm):
+def test_dropped_optimizer_leaves_no_thread(comm):
     import threading
 
     before = threading.active_count()
     model = network()
     optimizer = distribute(model, comm)
     assert optimizer.overlaps
-    square(model, 0, comm.rank).backward()
-    optimizer.step()
+    train(model, optimizer, [0], comm.rank)
     assert threading.active_count() > before
     watching = weakref.ref(optimizer._mpicomp_gradients)
     del optimizer

@@ -11,7 +11,7 @@ from mpicomp.errors import ConfigurationError, NonFiniteError
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
-from optimizers import Replicas  # noqa: E402, it needs torch
+from local_replicas import Replicas  # noqa: E402, it needs torch
 
 from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
 
@@ -233,7 +233,7 @@ def test_a_bad_gradient_changes_nothing(steps):
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in together.optimizers]
     together.models[1].weight.grad[3, 3] = torch.nan
     with pytest.raises(NonFiniteError):
-        together.step()
+        together.exchange()
     assert together.bits() == before
     for optimizer, state in zip(together.optimizers, states, strict=True):
         for place, own in optimizer.state_dict()["state"].items():

@@ -1,0 +1,167 @@
+"""Models with an optimizer each that step in one process, and updates of theirs made by hand."""
+
+import copy
+
+import numpy as np
+import torch
+
+import mpicomp
+from mpicomp.checkpoint import load_rounds, save_rounds
+from mpicomp.transport import LocalWorld
+
+TRUTH = np.random.default_rng(11).normal(size=(9, 7))
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(9, 12), torch.nn.Tanh(), torch.nn.Linear(12, 7)).to(dtype)
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss_of(model, rank, step):
+    inputs = np.random.default_rng([rank, step]).normal(size=(6, 9))
+    dtype = next(model.parameters()).dtype
+    return (model(torch.from_numpy(inputs).to(dtype)) - torch.from_numpy(inputs @ TRUTH).to(dtype)).square().mean()
+
+
+def values(model):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).double().numpy()
+
+
+def bits(model):
+    return b"".join(parameter.detach().view(torch.uint8).numpy().tobytes() for parameter in model.parameters())
+
+
+class Replicas:
+    """N models with an optimizer of a kind each, whose steps exchange."""
+
+    def __init__(self, kind, make, ranks, loss=loss_of, **settings):
+        self.loss = loss
+        self.world = LocalWorld(ranks)
+        self.models = [make() for _ in range(ranks)]
+        self.optimizers = [
+            kind(model.named_parameters(), comm=end, **settings)
+            for model, end in zip(self.models, self.world.transports, strict=True)
+        ]
+
+    @property
+    def pairs(self):
+        return list(zip(self.models, self.optimizers, strict=True))
+
+    def backward(self, step, loss=None):
+        """Return the mean loss."""
+        total = 0.0
+        for rank, (model, optimizer) in enumerate(self.pairs):
+            optimizer.zero_grad()
+            loss_of_rank = (loss or self.loss)(model, rank, step)
+            loss_of_rank.backward()
+            total += loss_of_rank.item()
+        return total / len(self.models)
+
+    def exchange(self):
+        with torch.no_grad():
+            return self.world.run([optimizer.rounds() for optimizer in self.optimizers])
+
+    def step(self, step, loss=None):
+        mean = self.backward(step, loss)
+        self.exchange()
+        return mean
+
+    def train(self, loss, steps):
+        """Return the mean loss of every step."""
+        return [self.step(step, loss) for step in steps]
+
+    def run(self, steps):
+        return [self.step(step) for step in steps]
+
+    def values(self):
+        return [values(model) for model in self.models]
+
+    def bits(self):
+        return [bits(model) for model in self.models]
+
+    def same(self):
+        """Whether all ranks hold the same bits."""
+        return len(set(self.bits())) == 1
+
+    def residuals(self):
+        return [
+            np.concatenate([optimizer.reducer.residual(name).reshape(-1) for name in optimizer.shared()]).astype(float)
+            for optimizer in self.optimizers
+        ]
+
+    def states(self):
+        return [
+            {"model": copy.deepcopy(model.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
+            for model, optimizer in self.pairs
+        ]
+
+    def load(self, states):
+        for (model, optimizer), state in zip(self.pairs, states, strict=True):
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+    def through_a_checkpoint(self, folder, other):
+        """Load the states of these ranks on others, of which there may be fewer."""
+        ends, states = self.world.transports, self.states()
+        self.world.run([save_rounds(folder, state, 1, end.group) for state, end in zip(states, ends, strict=True)])
+        other.load(other.world.run([load_rounds(folder, end.group) for end in other.world.transports]))
+
+
+class Updates(Replicas):
+    """Replicas that exchange what their optimizers have changed."""
+
+    def __init__(self, size, base=adam, make=network, loss=loss_of, world=None, **settings):
+        settings = {"warmup": 0} | settings
+        self.loss = loss
+        self.world = world or LocalWorld(size)
+        self.models = [make() for _ in range(size)]
+        self.optimizers = [
+            mpicomp.torch.UpdateOptimizer(base(model), model.named_parameters(), comm=end, **settings)
+            for model, end in zip(self.models, self.world.transports, strict=True)
+        ]
+
+
+class ByHand:
+    """The same with plain optimizers: each rank's model begins at the shared parameters and makes some steps."""
+
+    def __init__(self, size, base=adam, make=network):
+        self.models = [make() for _ in range(size)]
+        self.optimizers = [base(model) for model in self.models]
+        self.shared = values(self.models[0])
+
+    def step(self, step, left_out=()):
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            if rank not in left_out:
+                optimizer.step()
+
+    def values(self):
+        return [values(model) for model in self.models]
+
+    def changes(self):
+        return [values(model) - self.shared for model in self.models]
+
+    def set(self, rank, flat):
+        place = 0
+        with torch.no_grad():
+            for parameter in self.models[rank].parameters():
+                part = torch.from_numpy(flat[place : place + parameter.numel()])
+                parameter.copy_(part.view(parameter.shape))
+                place += parameter.numel()
+
+    def set_all(self, flat):
+        self.shared = flat
+        for rank in range(len(self.models)):
+            self.set(rank, flat)
+
+    def move_by_mean(self):
+        self.set_all(self.shared + np.mean(self.changes(), axis=0))
