@@ -177,7 +177,7 @@ def test_sparse_complex_gradients_are_averaged_by_rows(comm):
     optimizer.close()
 
 
-def test_residuals_of_complex_parameters_are_pairs_and_can_be_loaded():
+def test_residuals_of_complex_parameters_are_pairs():
     def make(model):
         return distribute(model, LocalWorld(1).transports[0], sgd(model), mpicomp.TopK(0.1), "allgather")
 
