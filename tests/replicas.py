@@ -97,9 +97,9 @@ def assert_equal(model, other):
 def assert_replicas(model, comm):
     """All ranks hold the same bits."""
     values = [p.detach().contiguous().reshape(-1).view(torch.uint8) for p in model.parameters()]
-    mine = torch.cat(values).numpy()
-    rows = np.empty((comm.size, mine.size), np.uint8)
-    comm.Allgather(mine, rows)
+    row = torch.cat(values).numpy()
+    rows = np.empty((comm.size, row.size), np.uint8)
+    comm.Allgather(row, rows)
     assert (rows == rows[0]).all()
 
 

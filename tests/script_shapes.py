@@ -85,7 +85,7 @@ class ClosureTrainer:
         self.file, self.epochs, self.window, self.clip = file, epochs, window, clip
 
     def fit(self, module, loader, resume):
-        """Train, go on from the file if ``resume``, and write it after each epoch."""
+        """Train, resume from the file if ``resume``, and write it after each epoch."""
         self.optimizer, scheduler = module.configure_optimizers()
         start = 0
         if resume:
@@ -214,8 +214,8 @@ def by_hand(comm, optimizer, model):
 
     def step(self, closure=None):
         value = None if closure is None else closure()
-        everyones = comm.allgather([parameter.grad for parameter in model.parameters()])
-        for parameter, gradients in zip(model.parameters(), zip(*everyones, strict=True), strict=True):
+        rows = comm.allgather([parameter.grad for parameter in model.parameters()])
+        for parameter, gradients in zip(model.parameters(), zip(*rows, strict=True), strict=True):
             parameter.grad = sum(gradients) / comm.size
         plain()
         return value
@@ -242,13 +242,13 @@ def stopped_and_resumed(script, comm, folder, settings, epochs=3, stop=1):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model, optimizer = script(comm, folder, partial(exchanging, comm, settings), last, resume)
-        runs.append((model, optimizer.overlaps, [str(each.message) for each in caught]))
+        runs.append((model, optimizer.overlaps, [str(warning.message) for warning in caught]))
         optimizer.close()
     return runs[0], runs[2]
 
 
 def bits(model):
-    """Return what tells the bits of a model's parameters apart."""
+    """Return a digest of the bits of a model's parameters."""
     values = [parameter.detach().contiguous().view(-1).view(torch.uint8) for parameter in model.parameters()]
     return hashlib.sha1(torch.cat(values).numpy().tobytes()).hexdigest()
 
@@ -262,10 +262,10 @@ def main(folder):
     for name, script in SCRIPTS.items():
         for settings in ({}, {"compressor": "topk", "collective": "allgather", "warmup": 0}):
             whole, resumed = stopped_and_resumed(script, comm, folder, settings)
-            everyones = comm.allgather([bits(whole[0]), bits(resumed[0])])
+            rows = comm.allgather([bits(whole[0]), bits(resumed[0])])
             by_name = found.setdefault(name, {"replicas": [], "resumed": [], "overlaps": [], "warnings": []})
-            by_name["replicas"].append(all(each == everyones[0] for each in everyones))
-            by_name["resumed"].append(everyones[0][0] == everyones[0][1])
+            by_name["replicas"].append(all(row == rows[0] for row in rows))
+            by_name["resumed"].append(rows[0][0] == rows[0][1])
             by_name["overlaps"].append(whole[1])
             by_name["warnings"].append(whole[2])
     if comm.rank == 0:

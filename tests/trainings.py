@@ -7,7 +7,7 @@ SHAPES = {"embedding": (300, 40), "weight": (64, 50), "bias": (64,)}
 
 
 class Adam:
-    """First and second moments of Adam, one element beside the other; b1 is 0.9 and b2 0.999."""
+    """First and second moments of Adam, element by element; b1 is 0.9 and b2 0.999."""
 
     def __init__(self):
         self.first, self.second, self.steps = 0.0, 0.0, 0
@@ -31,7 +31,7 @@ class Training:
         self.random = np.random.default_rng(1)
         self.computing = computing
         self.scale = {name: self.random.pareto(3, shape) for name, shape in shapes.items()}
-        self.common = {name: own * self.random.standard_normal(own.shape) for name, own in self.scale.items()}
+        self.common = {name: scale * self.random.standard_normal(scale.shape) for name, scale in self.scale.items()}
 
     def gradients(self):
         def one(name, scale):
@@ -48,13 +48,15 @@ class Training:
         before = {name: self.ranks.residual_sum(name) for name in self.scale if known}
         means = self.ranks.reduce(gradients, lr)
         records = [[b.to_json() for b in reducer.last_step.buckets] for reducer in self.ranks.reducers]
-        plans = [[(b["collective"], b["compressor"], b["reason"], b["gain"]) for b in own] for own in records]
-        assert all(own == plans[0] for own in plans)
+        plans = [[(b["collective"], b["compressor"], b["reason"], b["gain"]) for b in buckets] for buckets in records]
+        assert all(plan == plans[0] for plan in plans)
         for name in self.scale:
-            assert all((own[name] == means[0][name]).all() for own in means)
-            given = np.sum([own[name].astype(np.float64) for own in gradients], axis=0) + before.get(name, 0)
-            taken = len(means) * means[0][name].astype(np.float64) + self.ranks.residual_sum(name)
-            np.testing.assert_allclose(taken, given, rtol=1e-4, atol=1e-3)
+            assert all((mean[name] == means[0][name]).all() for mean in means)
+            before_step = np.sum([arrays[name].astype(np.float64) for arrays in gradients], axis=0) + before.get(
+                name, 0
+            )
+            after_step = len(means) * means[0][name].astype(np.float64) + self.ranks.residual_sum(name)
+            np.testing.assert_allclose(after_step, before_step, rtol=1e-4, atol=1e-3)
         return self.ranks.reducers[0].last_step.buckets
 
     def run(self, steps, lr=0.1):

@@ -22,28 +22,8 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
     """An optimizer whose step is an exchange. A subclass has `rounds` and puts its reducers into ``reducers``.
 
     Creating one and `step` are collective. Ranks compare the settings of their groups in every step, and parameters
-    after steps 1, 2, 4, 8 and so on, then after every 500th: `DisagreementError` where they differ.
-
-    Parameters
-    ----------
-    params : iterable or torch.nn.Module
-        Parameters, (name, parameter) pairs or parameter groups with either. A parameter without a name is known by its
-        number. A model stands for its ``named_parameters()``.
-    defaults : dict
-        Settings of groups that do not have them.
-    check : callable
-        Raises `ConfigurationError` for an impossible setting; it is raised on all ranks then.
-    comm : mpi4py.MPI.Comm, Transport or None
-        A communicator is duplicated. None stands for MPI.COMM_WORLD.
-    same_batches : bool
-        Whether ranks are meant to draw the same batches: else there is a warning.
-
-    Attributes
-    ----------
-    reducers : dict of str to Reducer
-        All on one transport.
-    steps : int
-        Number of steps made so far.
+    after steps 1, 2, 4, 8 and so on, then after every 500th: `DisagreementError` where they differ. A parameter without
+    a name is known by its number. ``check`` raises `ConfigurationError` for an impossible setting, on all ranks then.
     """
 
     # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this

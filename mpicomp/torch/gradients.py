@@ -43,29 +43,8 @@ _joined: "Gradients | None" = None
 class Gradients(Beside):
     """The gradients of some parameters, and their averaging. Making them is collective, as is `average`.
 
-    Parameters
-    ----------
-    reducer : Reducer
-        Averages them.
-    parameters : mapping of str to torch.Tensor
-        By name, in the model's order; backward fills them from the last to the first.
-    settings : SettingsCheck
-        Compares the settings of the ranks' optimizers.
-    overlap : bool or None
-        See `BackwardOverlap`.
-    loss_scale : callable, optional
-        Returns the factor of the loss, and so of every gradient.
-    compare_every, same_batches
-        See `Fingerprint`.
-
-    Attributes
-    ----------
-    averaged : bool
-        Whether ``.grad`` holds means.
-    idle : bool
-        Whether this rank has no batches left: its gradients are zeros, whatever ``.grad`` holds.
-    loaded_state : LoadedStateCheck
-        Compares a state of the optimizer that was loaded.
+    ``parameters`` are in the model's order; backward fills them from the last to the first. ``averaged`` says whether
+    ``.grad`` holds means.
     """
 
     def __init__(

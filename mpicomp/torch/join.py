@@ -11,7 +11,7 @@ from mpicomp.torch.arguments import members_of
 from mpicomp.torch.broadcast import from_root
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.replica_checks import settings_of
-from mpicomp.torch.sparse_tensors import dense_parts
+from mpicomp.torch.sparse_tensors import gradient_of_parts, gradient_parts
 
 
 class Join:
@@ -60,7 +60,9 @@ def copy_active_step(optimizer: Any, gradients: Gradients) -> Rounds[None]:
     """
     root = gradients.first_active
     is_root = gradients.group.rank == root
-    parts = {name: _parts(gradient) for name, gradient in gradients.changed_gradients().items()} if is_root else {}
+    parts = (
+        {name: gradient_parts(gradient) for name, gradient in gradients.changed_gradients().items()} if is_root else {}
+    )
     shapes = {name: [list(part.shape) for part in tensors] for name, tensors in parts.items()}
     content = {"groups": settings_of(optimizer), "shapes": shapes}
     received = yield from from_one(content, gradients.group, "join", root)
@@ -75,24 +77,7 @@ def copy_active_step(optimizer: Any, gradients: Gradients) -> Rounds[None]:
         for tensor in tensors:
             yield from from_root(tensor, root, gradients.group)
         if gradients.idle:
-            parameter.grad = _gradient_of(tensors, parameter)
-
-
-def _parts(gradient: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the tensors of a gradient: none, itself, or the indices and values of a sparse one."""
-    if gradient is None:
-        return []
-    return dense_parts(gradient.detach().coalesce() if gradient.is_sparse else gradient)
-
-
-def _gradient_of(parts: list[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
-    """Undo `_parts`."""
-    if not parts:
-        return None
-    moved = [part.to(parameter.device) for part in parts]
-    if len(moved) == 1:
-        return moved[0]
-    return torch.sparse_coo_tensor(moved[0], moved[1], parameter.shape, is_coalesced=True, check_invariants=True)
+            parameter.grad = gradient_of_parts(tensors, parameter)
 
 
 def _set_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:

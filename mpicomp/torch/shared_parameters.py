@@ -29,22 +29,8 @@ class SharedParameters(Beside):
     of all ranks' changes, or by what an outer optimizer makes of it, and the rank's parameters become equal to them
     again, but for steps that the rank has made during the exchange.
 
-    Parameters
-    ----------
-    reducer : Reducer
-        Averages the changes; of these parameters alone.
-    parameters : mapping of str to torch.Tensor
-        By name. Those that have never required a gradient take no part.
-    settings : dict
-        JSON-able, compared among ranks.
-    optimizer : torch.optim.Optimizer
-        This rank's, whose class and settings are those of all ranks.
-    outer : mapping or None
-        Settings of a `torch.optim.SGD` that moves the shared parameters, and ``"sign"``; None moves them by the mean.
-    compare_every, same_batches
-        See `Fingerprint`.
-    moments : SharedMoments or None
-        Second moments of these parameters, which are averaged in some of the exchanges.
+    ``reducer`` averages the changes of these parameters alone, ``settings`` are compared among ranks, and ``outer`` are
+    those of a `torch.optim.SGD` that moves the shared parameters, with ``"sign"``; None moves them by the mean.
 
     Attributes
     ----------
@@ -52,7 +38,7 @@ class SharedParameters(Beside):
         Whether parameters are the shared ones: no step was made since the last exchange.
     values : dict of str to torch.Tensor
         The shared parameters: the same bits on all ranks; float32 where the model's have 16 bits, pairs of reals
-        where they are complex.
+        where they are complex. A parameter that has never required a gradient is not among them.
     """
 
     def __init__(

@@ -56,3 +56,20 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     else:
         parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return [part.detach().cpu().contiguous() for part in parts]
+
+
+def gradient_parts(gradient: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the tensors of a gradient: none, itself, or the indices and values of a sparse one."""
+    if gradient is None:
+        return []
+    return dense_parts(gradient.detach().coalesce() if gradient.is_sparse else gradient)
+
+
+def gradient_of_parts(parts: list[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
+    """Undo `gradient_parts`, on the parameter's device."""
+    if not parts:
+        return None
+    moved = [part.to(parameter.device) for part in parts]
+    if len(moved) == 1:
+        return moved[0]
+    return torch.sparse_coo_tensor(moved[0], moved[1], parameter.shape, is_coalesced=True, check_invariants=True)

@@ -61,10 +61,10 @@ KINDS = {
 @pytest.mark.parametrize(("parameter", "message"), KINDS.values(), ids=KINDS)
 def test_unserved_parameter_is_refused_when_made(comm, make, parameter, message):
     bad = comm.rank == comm.size - 1  # all ranks raise what one of them finds
-    own = parameter() if bad else torch.ones(3)
-    own = own if isinstance(own, torch.nn.Parameter) else torch.nn.Parameter(own)
+    tensor = parameter() if bad else torch.ones(3)
+    tensor = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor)
     with pytest.raises(ConfigurationError, match=message):
-        make(own, comm)
+        make(tensor, comm)
 
 
 @pytest.mark.mpi(max_size=2)

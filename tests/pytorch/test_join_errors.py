@@ -36,7 +36,7 @@ def test_rank_that_steps_without_join_is_refused(comm, steps, some, overlap):
 
     with pytest.raises(DisagreementError, match=r"join\(\) must be the same on all ranks, got True on rank 0 and Fal"):
         run()
-    # All of them know, and go on together.
+    # All ranks have raised it, and continue.
     optimizer.zero_grad()
     with optimizer.accumulate():
         square(model, 5, comm.rank).backward()
@@ -193,7 +193,7 @@ def test_record_has_the_bytes_of_join(comm, monkeypatch):
     optimizer.zero_grad()
     square(model, 0, comm.rank).backward()
     optimizer.step()
-    sent, wire = (sum(own) for own in zip(*totals, strict=True))
+    sent, wire = (sum(column) for column in zip(*totals, strict=True))
     found = count.take()
     assert 0 <= found[0] - sent <= (comm.rank == 0)  # the byte that rank 0 broadcasts once, of its cost model
     assert found[1] == pytest.approx(wire, rel=1e-12)

@@ -33,13 +33,13 @@ class Reference:
     def step(self, gradients):
         """Take a mapping of gradients for each rank."""
         gradients = [
-            {name: own[name] + self.weight_decay * value for name, value in self.parameters.items()}
-            for own in gradients
+            {name: arrays[name] + self.weight_decay * value for name, value in self.parameters.items()}
+            for arrays in gradients
         ]
         beta1, beta2 = self.betas
         if self.steps < self.warmup_steps:
             for name in self.parameters:
-                mean = sum(own[name] for own in gradients) / self.ranks
+                mean = sum(arrays[name] for arrays in gradients) / self.ranks
                 self.momentum[name] = beta1 * self.momentum[name] + (1 - beta1) * mean
                 self.variance[name] = beta2 * self.variance[name] + (1 - beta2) * mean**2
             self.steps += 1
@@ -48,8 +48,8 @@ class Reference:
                 self.frozen = {name: self._floored(root) for name, root in roots.items()}
         else:
             momenta = [
-                np.concatenate([(beta1 * self.momentum[n] + (1 - beta1) * own[n]).ravel() for n in self.parameters])
-                for own in gradients
+                np.concatenate([(beta1 * self.momentum[n] + (1 - beta1) * arrays[n]).ravel() for n in self.parameters])
+                for arrays in gradients
             ]
             mean, self.residuals = oracle.two_phase_step(momenta, self.residuals, BLOCK)
             start = 0
@@ -109,8 +109,8 @@ def test_warmup_is_adam_on_the_large_batch(ranks, weight_decay):
         (sum(squares(plain, rank, step) for rank in range(ranks)) / ranks).backward()
         optimizer.step()
     for model in trained.models:
-        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter, other, rtol=1e-9, atol=1e-12)
     assert trained.same()
 
 
@@ -173,7 +173,7 @@ def test_residuals_stay_bounded():
         trained.step(step)
         if step % 100 == 99:
             held = [o.reducer.residual(name) for o in trained.optimizers for name in ("weight", "bias")]
-            energies.append(sum(np.square(own).sum() for own in held))
+            energies.append(sum(np.square(residual).sum() for residual in held))
     assert max(energies[5:]) < 1.1 * max(energies[:5])
 
 
@@ -293,8 +293,8 @@ def test_nonfinite_gradient_changes_nothing(steps):
         trained.exchange()
     assert trained.bits() == before
     for optimizer, state in zip(trained.optimizers, states, strict=True):
-        for place, own in optimizer.state_dict()["state"].items():
-            for name, value in own.items():
+        for place, tensors in optimizer.state_dict()["state"].items():
+            for name, value in tensors.items():
                 assert torch.equal(value, state["state"][place][name])
     trained.run(range(steps, 10))
     assert trained.same()
@@ -344,10 +344,10 @@ def test_steps_over_mpi_equal_those_of_the_reference(comm, weight_decay):
     other = mpicomp.torch.OneBitAdam(resumed.named_parameters(), comm=comm, **settings)
     other.load_state_dict(state)
     for step in range(30, 40):
-        for own, own_optimizer in ((model, optimizer), (resumed, other)):
-            own_optimizer.zero_grad()
-            squares(own, comm.rank, step).backward()
-            own_optimizer.step()
+        for member, stepped in ((model, optimizer), (resumed, other)):
+            stepped.zero_grad()
+            squares(member, comm.rank, step).backward()
+            stepped.step()
         for left, right in zip(model.parameters(), resumed.parameters(), strict=True):
             assert torch.equal(left, right)
     optimizer.close()

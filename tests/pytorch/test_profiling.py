@@ -37,11 +37,11 @@ def test_ranges_in_torchs_profiler():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         for _ in range(3):
             step()
-    own = [event for event in profiler.events() if event.name.startswith("mpicomp::")]
-    assert [event.name for event in sorted(own, key=lambda event: event.time_range.start)] == [
+    ranges_seen = [event for event in profiler.events() if event.name.startswith("mpicomp::")]
+    assert [event.name for event in sorted(ranges_seen, key=lambda event: event.time_range.start)] == [
         f"mpicomp::{phase}" for phase in PHASES
     ] * 3
-    ends = sorted((event.time_range.start, event.time_range.end) for event in own)
+    ends = sorted((event.time_range.start, event.time_range.end) for event in ranges_seen)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
 
 

@@ -64,9 +64,9 @@ def test_lightning_resumes_from_its_own_checkpoint(comm, tmp_path):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
     def fit(epochs, **more):
-        module, own = Lit(), {"accelerator": "cpu", "devices": 1, "plugins": [LightningEnvironment()]}
+        module, settings = Lit(), {"accelerator": "cpu", "devices": 1, "plugins": [LightningEnvironment()]}
         clipping = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
-        trainer = lightning.Trainer(max_epochs=epochs, default_root_dir=tmp_path, **own, **quiet, **clipping)
+        trainer = lightning.Trainer(max_epochs=epochs, default_root_dir=tmp_path, **settings, **quiet, **clipping)
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4), **more)
         file = tmp_path / "last.ckpt"
         trainer.save_checkpoint(file)

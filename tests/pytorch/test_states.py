@@ -240,8 +240,8 @@ def test_run_with_overlap_resumes_bit_for_bit(comm):
 def test_state_of_another_model_is_refused():
     model, other = narrow(), torch.nn.Sequential(torch.nn.Linear(6, 9))
     optimizer, strange = (
-        distribute(each, LocalWorld(1).transports[0], compressor="topk", collective="allgather")
-        for each in (model, other)
+        distribute(member, LocalWorld(1).transports[0], compressor="topk", collective="allgather")
+        for member in (model, other)
     )
     train(model, optimizer, [0], 0)
     train(other, strange, [0], 0)

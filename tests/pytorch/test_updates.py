@@ -77,7 +77,7 @@ COMPRESSORS = [
     name
     for name in mpicomp.list_compressors()
     if compressor_class(name).__module__.startswith("mpicomp.")  # other files register compressors of theirs
-    and name not in ("lgc", "fetchsgd")  # which have steps of their own, below
+    and name not in ("lgc", "fetchsgd")  # whose first steps are dense
 ]
 
 

@@ -219,17 +219,17 @@ def test_impossible_settings_are_refused(settings, match):
 def test_optimizers_that_exchange_already_are_refused():
     model = network()
     alone = LocalWorld(1).transports[0]
-    own = mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), comm=alone)
+    optimizer = mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), comm=alone)
     with pytest.raises(ConfigurationError, match="exchanges already"):
-        mpicomp.torch.UpdateOptimizer(own, model.named_parameters(), comm=alone)
+        mpicomp.torch.UpdateOptimizer(optimizer, model.named_parameters(), comm=alone)
     with pytest.raises(ConfigurationError, match="exchanges by itself"):
-        mpicomp.torch.DistributedOptimizer(own, model.named_parameters(), comm=alone)
+        mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters(), comm=alone)
     with pytest.raises(ConfigurationError, match="neither copied nor pickled"):
-        copy.deepcopy(own)
+        copy.deepcopy(optimizer)
     with pytest.raises(ConfigurationError, match="a torch optimizer is needed, got str"):
         mpicomp.torch.UpdateOptimizer("adam", model.named_parameters(), comm=alone)
-    own.close()
-    own.close()
-    again = mpicomp.torch.UpdateOptimizer(own, model.named_parameters(), comm=alone)
+    optimizer.close()
+    optimizer.close()
+    again = mpicomp.torch.UpdateOptimizer(optimizer, model.named_parameters(), comm=alone)
     loss_of(model, 0, 0).backward()
     again.step()

@@ -66,7 +66,7 @@ def test_bits_equal_those_of_ranks_in_one_process(comm, settings):
     optimizer.synchronize()
     ranks = Updates(comm.size, adamw, network, loss_of, **settings)
     ranks.run(range(9))
-    ranks.world.run([own.synchronizing() for own in ranks.optimizers])
+    ranks.world.run([optimizer.synchronizing() for optimizer in ranks.optimizers])
     assert set(comm.allgather(bits(model))) == {bits(ranks.models[0])}
     if settings.get("sync_delay") and comm.size > 1:
         assert optimizer.overlaps

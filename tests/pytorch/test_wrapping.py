@@ -91,10 +91,10 @@ def test_step_with_something_around_it_exchanges_once(way, when, closure):
     if (way, when) == (compiled, "after"):
         torch._dynamo.reset()
     plain, model, seen = network(), network(), []
-    reference, own = sgd(plain), sgd(model)
+    reference, base = sgd(plain), sgd(model)
     if when == "before":
-        way(own, seen)
-    optimizer = alone(model, own, "dense", "allreduce")
+        way(base, seen)
+    optimizer = alone(model, base, "dense", "allreduce")
     if when == "after":
         way(optimizer, seen)
     for step in range(3):
@@ -153,11 +153,11 @@ def test_ranks_stay_equal_whatever_is_around_the_step(comm, way, overlap):
 )
 def test_schedulers_work_as_on_a_plain_optimizer(make, when):
     plain, model = network(), network()
-    reference, own = sgd(plain), sgd(model)
+    reference, base = sgd(plain), sgd(model)
     theirs, ours = [make(reference)], []
     if when in ("before", "both"):
-        ours.append(make(own))
-    optimizer = alone(model, own, "dense")
+        ours.append(make(base))
+    optimizer = alone(model, base, "dense")
     if when in ("after", "both"):
         ours.append(make(optimizer))
     if when == "both":
@@ -167,9 +167,9 @@ def test_schedulers_work_as_on_a_plain_optimizer(make, when):
         warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
         warnings.filterwarnings("error", ".*optimizer.step()")
         for step in range(6):
-            for each, steps, schedulers in ((plain, reference, theirs), (model, optimizer, ours)):
+            for member, steps, schedulers in ((plain, reference, theirs), (model, optimizer, ours)):
                 steps.zero_grad()
-                square(each, step, 0).backward()
+                square(member, step, 0).backward()
                 steps.step()
                 for scheduler in schedulers:
                     scheduler.step()
@@ -182,10 +182,10 @@ def test_schedulers_work_as_on_a_plain_optimizer(make, when):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_scheduler_that_steps_first_is_warned_of(when):
     model = network()
-    own = sgd(model)
+    base = sgd(model)
     if when == "before":
-        scheduler = torch.optim.lr_scheduler.StepLR(own, 1)
-    optimizer = alone(model, own, "dense")
+        scheduler = torch.optim.lr_scheduler.StepLR(base, 1)
+    optimizer = alone(model, base, "dense")
     if when == "after":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
@@ -193,14 +193,14 @@ def test_scheduler_that_steps_first_is_warned_of(when):
 
 
 def test_steps_that_were_looked_up_before_exchange():
-    """A profiler that puts back what it has found, a bound method, the class's own step."""
+    """A profiler that puts back what it has found, a bound method, the step of the class."""
     model = network()
-    own = sgd(model)
-    bound = own.step
-    with unittest.mock.patch.object(own, "step", wraps=own.step):
-        optimizer = alone(model, own, "dense")
+    base = sgd(model)
+    bound = base.step
+    with unittest.mock.patch.object(base, "step", wraps=base.step):
+        optimizer = alone(model, base, "dense")
     count = 0
-    for step in (optimizer.step, bound, lambda: torch.optim.SGD.step(optimizer), own.step):
+    for step in (optimizer.step, bound, lambda: torch.optim.SGD.step(optimizer), base.step):
         square(model, 0, 0).backward()
         step()
         assert optimizer.reducer.last_step.step == count
@@ -229,13 +229,13 @@ def test_hooks_run_once_and_see_means(comm, patched, loaded):
     def pre(which):
         return lambda *_: seen.append((which, gradients(model).clone()))
 
-    own = sgd(model)
+    base = sgd(model)
     if patched:
-        torch.optim.lr_scheduler.StepLR(own, 10)
-    own.register_step_pre_hook(pre("early"))
+        torch.optim.lr_scheduler.StepLR(base, 10)
+    base.register_step_pre_hook(pre("early"))
     everywhere = register_optimizer_step_pre_hook(pre("global"))
     try:
-        optimizer = distribute(model, comm, own)
+        optimizer = distribute(model, comm, base)
         if loaded:
             optimizer.load_state_dict(optimizer.state_dict())
         optimizer.register_step_pre_hook(pre("late"))
@@ -255,10 +255,10 @@ def test_hooks_run_once_and_see_means(comm, patched, loaded):
 
 def test_wrapper_that_clips_clips_the_mean():
     model = network()
-    own = torch.optim.SGD(model.parameters(), lr=1.0)
-    inner = own.step
-    own.step = lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3), inner())
-    optimizer = alone(model, own, "dense")
+    base = torch.optim.SGD(model.parameters(), lr=1.0)
+    inner = base.step
+    base.step = lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3), inner())
+    optimizer = alone(model, base, "dense")
     before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     square(model, 0, 0).backward()
     optimizer.step()
@@ -268,8 +268,8 @@ def test_wrapper_that_clips_clips_the_mean():
 
 def test_step_after_one_that_failed_exchanges():
     model = network()
-    own = sgd(model)
-    optimizer = alone(model, own, "dense")
+    base = sgd(model)
+    optimizer = alone(model, base, "dense")
     fails = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     square(model, 0, 0).backward()
     with pytest.raises(ZeroDivisionError):
@@ -294,10 +294,10 @@ def test_step_that_calls_its_base_class_exchanges_once():
 
 def test_closure_that_is_called_again_is_refused():
     model = network()
-    own = sgd(model)
-    inner = own.step
-    own.step = lambda closure: (inner(closure), inner(closure))
-    optimizer = alone(model, own, "dense")
+    base = sgd(model)
+    inner = base.step
+    base.step = lambda closure: (inner(closure), inner(closure))
+    optimizer = alone(model, base, "dense")
     with pytest.raises(ConfigurationError, match="calls its closure several times in a step"):
         optimizer.step(lambda: square(model, 0, 0))
 
@@ -330,13 +330,13 @@ def test_copies_and_pickles_are_refused_and_states_are_not(make):
 
 def test_optimizer_is_wrapped_once_and_again_after_close():
     model = network()
-    own = sgd(model)
-    torch.optim.lr_scheduler.StepLR(own, 10)
+    base = sgd(model)
+    torch.optim.lr_scheduler.StepLR(base, 10)
     seen = []
-    own.register_step_pre_hook(lambda *_: seen.append("pre"))
-    first = alone(model, own, "dense")
+    base.register_step_pre_hook(lambda *_: seen.append("pre"))
+    first = alone(model, base, "dense")
     with pytest.raises(ConfigurationError, match="distributed already"):
-        alone(model, own, "dense")
+        alone(model, base, "dense")
     torch.optim.lr_scheduler.StepLR(first, 10)
     square(model, 0, 0).backward()
     first.step()
@@ -361,10 +361,10 @@ def test_power_gossip_exchanges_once_a_step():
     world = LocalWorld(1)
     for way in WAYS:
         model, seen = network(), []
-        own = sgd(model)
-        bound = own.step
-        way(own, seen)
-        optimizer = PowerGossip(own, comm=world.transports[0])
+        base = sgd(model)
+        bound = base.step
+        way(base, seen)
+        optimizer = PowerGossip(base, comm=world.transports[0])
         averaged = []
         models = optimizer._mpicomp_models
         inner = models.average
@@ -381,16 +381,16 @@ def test_dropped_optimizer_is_collected():
     model = network()
     torch.optim.lr_scheduler.StepLR(sgd(model), 10)
     for patched in (False, True):
-        own = sgd(model)
+        base = sgd(model)
         if patched:
-            wrapper(own, [])
+            wrapper(base, [])
         scaler = torch.amp.GradScaler("cpu")
-        optimizer = alone(model, own, "topk", scaler=scaler)
+        optimizer = alone(model, base, "topk", scaler=scaler)
         scaler.scale(square(model, 0, 0)).backward()
         scaler.step(optimizer)
         scaler.update()
-        ends = [weakref.ref(each) for each in (optimizer, optimizer.reducer, optimizer._mpicomp_gradients)]
-        del own, optimizer
+        ends = [weakref.ref(made) for made in (optimizer, optimizer.reducer, optimizer._mpicomp_gradients)]
+        del base, optimizer
         gc.collect()
         assert [end() for end in ends] == [None] * 3
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
