@@ -43,7 +43,7 @@ _joined: "Gradients | None" = None
 class Gradients(Beside):
     """The gradients of some parameters, and their averaging. Making them is collective, as is `average`.
 
-    ``parameters`` are in the model's order; backward fills them from the last to the first. ``averaged`` says whether
+    ``parameters`` are in the model's order; backward fills them from the last to the first. ``averaged`` is True while
     ``.grad`` holds means.
     """
 

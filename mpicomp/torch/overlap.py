@@ -142,7 +142,7 @@ class BackwardOverlap:
         if group.rank == 0:
             warn_user(
                 f"{self._subsystem}: gradients are exchanged in step() from now on, not while backward goes on: {seen} "
-                f"(seen on rank {rank}). What would allow it: {advice}. overlap=False says that it is meant, and "
+                f"(seen on rank {rank}). What would allow it: {advice}. Pass overlap=False if that is intended; "
                 "overlap=True refuses it",
             )
 

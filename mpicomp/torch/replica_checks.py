@@ -60,8 +60,8 @@ class Fingerprint:
     """Compares replicas bit for bit after steps 1, 2, 4, 8 ... and then after each ``every`` steps; never with 0.
 
     First a sum of all bits is compared, eight bytes a rank: one sweep over the parameters. The first steps compare a
-    sum of gradients, too: where all ranks have the same, they draw the same batches, unless ``same_batches`` says that
-    they are meant to.
+    sum of gradients, too: where all ranks have the same, they draw the same batches. With
+    ``same_batches`` they are meant to.
     """
 
     def __init__(self, every: int, subsystem: str, same_batches: bool = False) -> None:
@@ -97,7 +97,7 @@ class Fingerprint:
                 f"{self._subsystem}: the gradients of all {group.size} ranks were the same in the first steps, bit "
                 "for bit, so all ranks draw the same batches and their number gains nothing; give each rank a "
                 "share of the data, as by torch.utils.data.DistributedSampler(dataset, ranks, rank), or seed what "
-                "draws batches by the rank. same_batches=True says that it is meant",
+                "draws batches by the rank. Pass same_batches=True if that is intended",
             )
 
 
