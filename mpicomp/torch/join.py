@@ -60,9 +60,8 @@ def copy_active_step(optimizer: Any, gradients: Gradients) -> Rounds[None]:
     """
     root = gradients.first_active
     is_root = gradients.group.rank == root
-    parts = (
-        {name: gradient_parts(gradient) for name, gradient in gradients.changed_gradients().items()} if is_root else {}
-    )
+    changed = gradients.changed_gradients() if is_root else {}
+    parts = {name: gradient_parts(gradient) for name, gradient in changed.items()}
     shapes = {name: [list(part.shape) for part in tensors] for name, tensors in parts.items()}
     content = {"groups": settings_of(optimizer), "shapes": shapes}
     received = yield from from_one(content, gradients.group, "join", root)
