@@ -32,7 +32,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Rounds
 from mpicomp.torch.arguments import as_real
-from mpicomp.torch.collective_optimizer import CollectiveOptimizer, Params, gradient_of
+from mpicomp.torch.collective_optimizer import CollectiveOptimizer, Params, check_adam_settings, gradient_of
 
 
 class SketchedAMSGrad(CollectiveOptimizer):
@@ -112,15 +112,11 @@ class SketchedAMSGrad(CollectiveOptimizer):
                     f"SketchedAMSGrad: compressor must be a CountSketch without momentum, got {chosen!r}; momentum is "
                     "betas[0]"
                 )
-            for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-                if not value >= 0:
-                    raise ConfigurationError(f"SketchedAMSGrad: {name} must be at least 0, got {value!r}")
+            check_adam_settings("SketchedAMSGrad", betas, lr=lr, weight_decay=weight_decay)
             if not eps > 0:
                 raise ConfigurationError(
                     f"SketchedAMSGrad: eps must be above 0, got {eps!r}; the variance begins at it"
                 )
-            if not all(0 <= beta < 1 for beta in betas):
-                raise ConfigurationError(f"SketchedAMSGrad: betas must be at least 0 and below 1, got {betas!r}")
 
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, check, comm, same_batches)
@@ -137,13 +133,12 @@ class SketchedAMSGrad(CollectiveOptimizer):
         members = list(self._members())
         momenta, steps = {}, {}
         for name, parameter, group in members:
-            state, gradient, values = self.state[parameter], gradient_of(parameter), as_real(parameter)
+            state, values = self.state[parameter], as_real(parameter)
             if not state:
                 state["step"] = torch.zeros(())
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
                 state["max_exp_avg_sq"] = torch.full_like(values, group["eps"])
-            if group["weight_decay"]:
-                gradient = gradient.add(values, alpha=group["weight_decay"])
+            gradient = gradient_of(parameter, group["weight_decay"])
             momenta[name] = torch.lerp(state["exp_avg"], gradient, 1 - group["betas"][0])
             steps[name] = momenta[name] * group["lr"]
         means = yield from self._exchange(self.reducer, steps, float(self.param_groups[0]["lr"]))
