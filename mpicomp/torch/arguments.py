@@ -1,4 +1,4 @@
-"""What scripts pass to an optimizer: named parameters, and which of them can be exchanged."""
+"""Arguments of scripts: named parameters and groups of them, checked before anything is exchanged."""
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence

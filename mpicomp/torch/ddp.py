@@ -96,7 +96,7 @@ class DDPState:
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
 
     def put(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Take one bucket; with the last one all of them are averaged. Collective with the last one."""
+        """Add a bucket; the last one has all of them averaged. Collective with the last one."""
         buffer = bucket.buffer()
         gradients = self._gradients_in(bucket, buffer)
         if not self._gradients and self._thread is not None:

@@ -1,4 +1,4 @@
-"""What replicas must have in common, settings and parameters, and what must differ between them: batches."""
+"""Checks of what replicas have in common, settings and parameters, and of what differs between them: batches."""
 
 import contextlib
 import hashlib

@@ -258,7 +258,7 @@ class SharedParameters(Beside):
         return {name: self._parameters[name] for name in self.values}
 
     def _share_trained(self) -> None:
-        """Share parameters that require a gradient now; a shared one stays so for ever."""
+        """Share parameters that require a gradient now; a shared one remains shared."""
         for name, parameter in self._parameters.items():
             if (parameter.requires_grad or parameter.grad is not None) and name not in self.values:
                 real = as_real(parameter.detach())

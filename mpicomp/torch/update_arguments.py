@@ -1,4 +1,4 @@
-"""What `mpicomp.torch.UpdateOptimizer` refuses, before anything is exchanged."""
+"""Checks of the arguments of `mpicomp.torch.UpdateOptimizer`, before anything is exchanged."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
