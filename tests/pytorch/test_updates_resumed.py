@@ -20,8 +20,10 @@ def test_chosen_number_of_steps_is_resumed():
         return Updates(2, world=world, warmup=None, sync_every="auto")
 
     ranks, again = make(), make()
-    for optimizer in ranks.optimizers:
-        optimizer._mpicomp_every = 4
+    states = ranks.states()
+    for state in states:
+        state["optimizer"]["mpicomp"]["sync_every"] = 4
+    ranks.load(states)
     ranks.run(range(2))
     again.load(ranks.states())
     assert [optimizer.sync_every for optimizer in again.optimizers] == [4, 4]

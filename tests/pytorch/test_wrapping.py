@@ -366,13 +366,13 @@ def test_power_gossip_exchanges_once_a_step():
         way(base, seen)
         optimizer = PowerGossip(base, comm=world.transports[0])
         averaged = []
-        models = optimizer._mpicomp_models
-        inner = models.average
-        models.average = lambda parameters, inner=inner, averaged=averaged: averaged.append(1) or inner(parameters)
+        inner = optimizer.transport.run
+        optimizer.transport.run = lambda rounds, inner=inner, averaged=averaged: averaged.append(1) or inner(rounds)
         for count, step in enumerate((optimizer.step, optimizer.step, bound), 1):
             square(model, 0, 0).backward()
             step()
             assert len(averaged) == count
+        del optimizer.transport.run
         assert seen[:1] == SAYS.get(way, [])[:1]
         optimizer.close()
 
@@ -389,10 +389,10 @@ def test_dropped_optimizer_is_collected():
         scaler.scale(square(model, 0, 0)).backward()
         scaler.step(optimizer)
         scaler.update()
-        ends = [weakref.ref(made) for made in (optimizer, optimizer.reducer, optimizer._mpicomp_gradients)]
+        ends = [weakref.ref(made) for made in (optimizer, optimizer.reducer)]
         del base, optimizer
         gc.collect()
-        assert [end() for end in ends] == [None] * 3
+        assert [end() for end in ends] == [None] * 2
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
         square(model, 1, 0).backward()
         model.zero_grad()
@@ -408,7 +408,7 @@ def test_dropped_optimizer_leaves_no_thread(comm):
     assert optimizer.overlaps
     train(model, optimizer, [0], comm.rank)
     assert threading.active_count() > before
-    watching = weakref.ref(optimizer._mpicomp_gradients)
+    watching = weakref.ref(optimizer.reducer)
     del optimizer
     gc.collect()
     assert watching() is None
