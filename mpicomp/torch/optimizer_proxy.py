@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mpicomp.errors import ConfigurationError, warn_user
+from mpicomp.rounds import Rounds
 from mpicomp.torch.arguments import named_group, split_group
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -91,6 +92,30 @@ class OptimizerProxy(NotCopyable):
 
     def _mpicomp_after(self) -> None:
         """Work after the step."""
+
+
+class UpdatingProxy(OptimizerProxy):
+    """Base class of mixins that exchange after the step, in `_mpicomp_rounds`."""
+
+    _mpicomp_exchanges = True
+
+    # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this
+    # it calls step() on all of them, after it has set ``found_inf``.
+    _step_supports_amp_scaling = True
+
+    def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
+        """Step, then exchange where it is due, as a generator of rounds, for ranks that live in one process."""
+        self._mpicomp_exchanges = False
+        try:
+            loss = self.step(closure)
+        finally:
+            self._mpicomp_exchanges = True
+        yield from self._mpicomp_rounds()
+        return loss
+
+    def _mpicomp_rounds(self) -> Rounds[None]:
+        """Make the exchanges that are due."""
+        raise NotImplementedError
 
 
 def wrap(optimizer: torch.optim.Optimizer, kind: type[OptimizerProxy], prefix: str) -> Any:

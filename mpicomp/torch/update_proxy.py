@@ -1,6 +1,6 @@
 """The optimizer that `mpicomp.torch.UpdateOptimizer` makes: it exchanges what its steps have changed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Rounds, gather_rows
 from mpicomp.torch.arguments import learning_rate, members_of
-from mpicomp.torch.optimizer_proxy import Arguments, OptimizerProxy, closure_of, with_closure
+from mpicomp.torch.optimizer_proxy import Arguments, UpdatingProxy, closure_of, with_closure
 from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import to_tensors, with_names
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
@@ -22,7 +22,7 @@ from mpicomp.transport.scheduler import ProgressThread
 WHO = "UpdateOptimizer"
 
 
-class UpdateProxy(OptimizerProxy):
+class UpdateProxy(UpdatingProxy):
     """Mixin that `UpdateOptimizer` puts in front of an optimizer's class: it exchanges changes after its steps."""
 
     _mpicomp_who = WHO
@@ -37,14 +37,9 @@ class UpdateProxy(OptimizerProxy):
     _mpicomp_owns_transport: bool
     _mpicomp_watch: StepWatch
     _mpicomp_hooks: dict[str, Any]
-    _mpicomp_exchanges = True
     _mpicomp_idle = False
     _mpicomp_join: "JoinProgress | None" = None
     _mpicomp_hidden: tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]] = ({}, [])
-
-    # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this
-    # it calls step() on all of them, after it has set ``found_inf``.
-    _step_supports_amp_scaling = True
 
     @property
     def reducer(self) -> Reducer:
@@ -97,16 +92,6 @@ class UpdateProxy(OptimizerProxy):
             self._mpicomp_join, self._mpicomp_idle = None, False
             for fragment in self._mpicomp_fragments:
                 fragment.leave_join()
-
-    def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
-        """Step, then exchange where it is due, as a generator of rounds, for ranks that live in one process."""
-        self._mpicomp_exchanges = False
-        try:
-            loss = self.step(closure)
-        finally:
-            self._mpicomp_exchanges = True
-        yield from self._mpicomp_rounds()
-        return loss
 
     def synchronize(self) -> None:
         """Exchange all that was changed by now, and wait for all exchanges. Collective."""

@@ -9,7 +9,7 @@ from mpicomp.errors import ConfigurationError, NonFiniteError
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
-from local_replicas import Replicas  # noqa: E402, it needs torch
+from local_replicas import Regression, Replicas  # noqa: E402, it needs torch
 
 BLOCK = mpicomp.OneBit().block
 
@@ -70,31 +70,8 @@ class Reference:
         return np.where(root > 0, np.maximum(root, 0.1 * median), median)
 
 
-TRUTH = np.random.default_rng(7).normal(size=(41, 37))
-
-
-def linear():
-    torch.manual_seed(0)
-    return torch.nn.Linear(37, 41).double()
-
-
-def batch(rank, step, size=8):
-    rng = np.random.default_rng([rank, step])
-    inputs = rng.normal(size=(size, 37))
-    inputs[:, 5] = 0  # weights for it have no gradient
-    inputs[:, 6] *= 1e-4
-    return inputs, inputs @ TRUTH.T + rng.normal(size=(size, 41))
-
-
-def squares(model, rank, step):
-    inputs, targets = (torch.from_numpy(array) for array in batch(rank, step))
-    return (model(inputs) - targets).square().mean()
-
-
-def gradients_of_squares(parameters, rank, step):
-    inputs, targets = batch(rank, step)
-    error = 2 * (inputs @ parameters["weight"].T + parameters["bias"] - targets) / targets.size
-    return {"weight": error.T @ inputs, "bias": error.sum(axis=0)}
+PROBLEM = Regression(37, 41, {5: 0, 6: 1e-4})  # weights of the first have no gradient
+linear, squares, gradients_of_squares = PROBLEM.model, PROBLEM.loss, PROBLEM.gradients
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -11,7 +11,7 @@ from mpicomp.errors import ConfigurationError, NonFiniteError
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
-from local_replicas import Replicas  # noqa: E402, it needs torch
+from local_replicas import Regression, Replicas  # noqa: E402, it needs torch
 
 from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
 
@@ -59,30 +59,8 @@ class Reference:
         self.flat -= rate * h / np.sqrt(self.vhat)
 
 
-TRUTH = np.random.default_rng(7).normal(size=(21, 17))
-
-
-def linear():
-    torch.manual_seed(0)
-    return torch.nn.Linear(17, 21).double()
-
-
-def batch(rank, step, size=8):
-    rng = np.random.default_rng([rank, step])
-    inputs = rng.normal(size=(size, 17))
-    inputs[:, 6] *= 1e-2
-    return inputs, inputs @ TRUTH.T + rng.normal(size=(size, 21))
-
-
-def squares(model, rank, step):
-    inputs, targets = (torch.from_numpy(array) for array in batch(rank, step))
-    return (model(inputs) - targets).square().mean()
-
-
-def gradients_of_squares(parameters, rank, step):
-    inputs, targets = batch(rank, step)
-    error = 2 * (inputs @ parameters["weight"].T + parameters["bias"] - targets) / targets.size
-    return {"weight": error.T @ inputs, "bias": error.sum(axis=0)}
+PROBLEM = Regression(17, 21, {6: 1e-2})
+linear, squares, gradients_of_squares = PROBLEM.model, PROBLEM.loss, PROBLEM.gradients
 
 
 SKETCH = mpicomp.CountSketch(ratio=0.02, rows=3, columns=0.1, candidates=4, wire=None)

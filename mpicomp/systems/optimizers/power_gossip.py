@@ -14,7 +14,7 @@ vector, which a power iteration over steps improves. Ranks never form a sum over
 `gossip_rounds` has the algorithm on flat arrays.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,7 +29,7 @@ from mpicomp.setting_checks import check_least
 from mpicomp.systems.optimizers.gossip_rounds import Gossip
 from mpicomp.torch.arguments import as_real, check_kind
 from mpicomp.torch.collective_optimizer import CollectiveOptimizer, refuse_join
-from mpicomp.torch.optimizer_proxy import Arguments, OptimizerProxy, wrap
+from mpicomp.torch.optimizer_proxy import Arguments, OptimizerProxy, UpdatingProxy, wrap
 from mpicomp.torch.states import to_arrays, to_tensors
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
@@ -154,27 +154,12 @@ def _is_parameter(edge: Any) -> bool:
     return isinstance(edge[-1] if isinstance(edge, tuple) and edge else edge, torch.Tensor)
 
 
-class _Gossiping(OptimizerProxy):
+class _Gossiping(UpdatingProxy):
     """Mixin that `PowerGossip` puts in front of an optimizer's class: it exchanges after every step."""
 
     transport: Transport
     param_groups: list[dict[str, Any]]
     _mpicomp_models: "_Models"
-    _mpicomp_exchanges = True
-
-    # A GradScaler leaves step() out where this rank's gradients overflowed, and its neighbours would wait for it. With
-    # this it calls step() on all of them, after it has set ``found_inf``.
-    _step_supports_amp_scaling = True
-
-    def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
-        """Step on this rank's gradient, then exchange, as a generator of rounds, for ranks that live in one process."""
-        self._mpicomp_exchanges = False
-        try:
-            loss = self.step(closure)
-        finally:
-            self._mpicomp_exchanges = True
-        yield from self._mpicomp_rounds()
-        return loss
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Refuse gradients that cannot be served."""
