@@ -321,7 +321,7 @@ def test_policies_leave_plans_while_a_rank_is_idle(comm, monkeypatch, policy, ov
     optimizer = distribute(model, comm, descent(model, 0.01), named, collective, policy=policy, overlap=overlap)
     chosen_policy = optimizer.reducer.policy
     calls = []
-    for name in ("deliver", "learn", "refresh", "plan", "survey"):
+    for name in ("on_step_end", "on_telemetry", "refresh", "plan", "survey"):
         inner = getattr(chosen_policy, name)
         monkeypatch.setattr(
             chosen_policy, name, lambda *args, name=name, inner=inner: calls.append(name) or inner(*args), raising=False

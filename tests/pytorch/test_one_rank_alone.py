@@ -182,8 +182,8 @@ def test_learning_rates_of_every_kind_are_recorded(comm, monkeypatch, lr, overla
     optimizer.param_groups[0]["lr"] = lr
     reported = []
     policy = optimizer.reducer.policy
-    inner = policy.learn
-    monkeypatch.setattr(policy, "learn", lambda report: reported.append(report.lr) or inner(report))
+    inner = policy.on_telemetry
+    monkeypatch.setattr(policy, "on_telemetry", lambda report: reported.append(report.lr) or inner(report))
     for step in range(8):
         optimizer.zero_grad()
         square(model, step, comm.rank).backward()
