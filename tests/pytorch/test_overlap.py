@@ -91,12 +91,13 @@ def test_parameters_that_differ_at_the_start_are_named(comm):
 @pytest.mark.mpi(min_size=2, max_size=3)
 def test_second_backward_before_the_step_is_refused(comm):
     model = network()
-    distribute(model, comm)
+    optimizer = distribute(model, comm)
     square(model, 0, comm.rank).backward()
     with pytest.raises(
         ConfigurationError, match=r"backward has come to '4.\w+' twice .* `with optimizer.accumulate\(\)"
     ):
         square(model, 1, comm.rank).backward()
+    optimizer.close()
 
 
 def on_hosts(comm, hosts):
