@@ -205,6 +205,9 @@ class TwinKernels:
 TOLERANCES = {"pack_signs": 1.2e-7, "share_rounding": 1e-5, "spectrum": None, "write_header": None}
 """Kernels whose sums, in another order, end up in arrays: relative difference, None where the test itself compares."""
 
+NUMBERS = {"pack_fields": 1e-6, "tail": 1e-5, "accumulate": 1e-5, "accumulate_candidates": 1e-5}
+"""Kernels whose numbers differ by more than 1e-9 between host and GPU, since they sum in another order."""
+
 COUNTING = {"merge_add", "merge_subtract", "intersect"}
 """Kernels that return how many elements of their results mean anything."""
 
@@ -243,7 +246,7 @@ def _compare_numbers(name, result, expected):
             _compare_numbers(name, number, other)
     elif isinstance(expected, float | np.floating):
         if name not in ("logarithms", "norm_change", "share_rounding"):  # sums that nearly cancel; tests compare them
-            np.testing.assert_allclose(result, expected, rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(result, expected, rtol=NUMBERS.get(name, 1e-9), err_msg=name)
     elif isinstance(expected, bool | np.bool_ | int | np.integer):
         assert result == expected, name
 
