@@ -47,7 +47,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.reducer.agreement import together
+from mpicomp.reducer.agreement import run_collectively
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
 from mpicomp.torch.replica_checks import COMPARE_EVERY
@@ -191,7 +191,7 @@ class _PyTorch(NoExchange):
         self._powersgd: PowerSGDState | None = None
         if exchange.name in (DDP_FP16, DDP_BF16):
             hook = fp16_compress_hook if exchange.name == DDP_FP16 else bf16_compress_hook
-            together(lambda: self._register(hook), job.transport, exchange.name)
+            run_collectively(lambda: self._register(hook), job.transport, exchange.name)
             self._wire_fraction = 0.5
         elif exchange.name in (DDP_POWERSGD, DDP_POWERSGD_1BUCKET):
             # It cannot begin earlier.

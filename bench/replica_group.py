@@ -14,7 +14,7 @@ from mpicomp.bench.training_rows import TORCHFT_DILOCO
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.reducer.agreement import together
+from mpicomp.reducer.agreement import run_collectively
 from mpicomp.transport import Transport
 
 _LIMIT = datetime.timedelta(minutes=5)
@@ -28,7 +28,7 @@ def replica_group(transport: Transport, exchange: str) -> Iterator[Any]:
     in every exchange. ``exchange`` is the first word of errors.
     """
     os.environ.setdefault("RUST_LOG", "error")  # or each exchange writes ten lines
-    together(lambda: _check(exchange), transport, exchange)
+    run_collectively(lambda: _check(exchange), transport, exchange)
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
 

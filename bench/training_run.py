@@ -26,7 +26,7 @@ from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import read_warmup
 from mpicomp.reducer import StepRecord
-from mpicomp.reducer.tracing import trace
+from mpicomp.reducer.trace import trace
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
 from mpicomp.torch.update_arguments import AUTO

@@ -29,7 +29,7 @@ from mpicomp.reducer import BucketRecord as BucketRecord
 from mpicomp.reducer import Reducer as Reducer
 from mpicomp.reducer import StepRecord as StepRecord
 from mpicomp.reducer import allreduce as allreduce
-from mpicomp.reducer.tracing import trace as trace
+from mpicomp.reducer.trace import trace as trace
 from mpicomp.registry import register as register
 from mpicomp.system.gpus import local_device as local_device
 from mpicomp.system.stopping import STOPPED as STOPPED

@@ -105,23 +105,28 @@ class SpecCache:
     """
 
     def __init__(self) -> None:
+        self.described: list[ArraySpec] = []
+        """Descriptions of the arrays that were passed last."""
+        self.on_host = False
+        """Whether these are NumPy's own arrays of numbers that NumPy knows, so that nothing has to be converted."""
         self._kind: type | None = None
         self._looks: list[tuple[Any, ...]] = []
-        self._described: list[ArraySpec] = []
 
     def describe(self, arrays: Mapping[str, Any]) -> list[ArraySpec]:
         """Return what `describe` does, or raise it. The list is not to be written to: it may be returned again."""
         try:
             looks = [
-                (name, type(array), array.dtype, array.shape, getattr(array, "layout", None))
+                (name, type(array), array.dtype, array.shape, None if type(array) is np.ndarray else array.layout)
                 for name, array in arrays.items()
             ]
-        except Exception:  # of what is no array, for which there is a better word
-            return describe(arrays)
+        except Exception:  # of what is no array, for which there is a better word, and of what has no layout
+            self.described, self.on_host, self._looks = describe(arrays), False, []
+            return self.described
         if looks != self._looks or type(arrays) is not self._kind:
-            self._described = describe(arrays)
+            self.described = describe(arrays)
+            self.on_host = all(kind is np.ndarray and dtype.kind == "f" for _, kind, dtype, _, _ in looks)
             self._looks, self._kind = looks, type(arrays)
-        return self._described
+        return self.described
 
 
 def to_host(array: Any) -> NDArray[Any]:

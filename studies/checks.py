@@ -21,7 +21,7 @@ from mpicomp.cli.options import add_task, check_writable
 from mpicomp.collectives import allgather, is_finite, packed_allgather, parameter_server
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.reducer.layout import Layout
-from mpicomp.reducer.pace import Pace
+from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.setting_checks import check_least
 from mpicomp.system.files import whole_file
 
@@ -56,14 +56,14 @@ def _nothing(*_: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _without(reducer: Any) -> Iterator[None]:
     """Turn the checks off that are made in every step."""
-    transport, layout = reducer.transport, reducer._core.layout
+    transport, layout = reducer.transport, reducer.layout
     watch = transport._watch
     with instead(
         (SpecCache, "describe", lambda self, gradients: layout.members),
         (Layout, "knows", lambda self, members: True),
         (GradientWithResidual, "finite", True),
-        (Pace, "note", lambda *words: None),
-        (Pace, "tell", _nothing),
+        (Telemetry, "note_work", lambda *words: None),
+        (Telemetry, "share_work", _nothing),
     ):
         transport._watch = None
         try:
@@ -87,8 +87,8 @@ def _counted(reducer: Any, inside: Inside) -> Iterator[None]:
         (Layout, "knows", inside.of(Layout.knows)),
         (GradientWithResidual, "finite", property(finite)),
         *((module, "is_finite", inside.of(is_finite)) for module in _CHECKED),
-        (Pace, "note", inside.of(Pace.note)),
-        (Pace, "tell", inside.of_rounds(Pace.tell)),
+        (Telemetry, "note_work", inside.of(Telemetry.note_work)),
+        (Telemetry, "share_work", inside.of_rounds(Telemetry.share_work)),
         *((watch, name, inside.of(getattr(watch, name))) for name in ("begin", "end", "look")),
     ):
         yield

@@ -119,7 +119,7 @@ class Runner:
         self._note(start, end, record)
         # Known to nobody else: the bucket's device, and with it what was measured of routes.
         bucket = record.buckets[0]
-        self.route = _route_of(reducer._core.layout.buckets[0].device, bucket.sent_bytes, "allreduce" in bucket.rounds)
+        self.route = _route_of(reducer.layout.buckets[0].device, bucket.sent_bytes, "allreduce" in bucket.rounds)
         if check:
             self.catch_up()
             after = None if before is None else reducer.residual(NAME)

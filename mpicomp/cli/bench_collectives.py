@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from mpicomp.bench import devices
     from mpicomp.device import HOST
-    from mpicomp.reducer.agreement import together
+    from mpicomp.reducer.agreement import run_collectively
 
     on_gpu = arguments.device == "gpu"
     gpu = devices.find() if on_gpu else 0
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     first = transport.group.rank == 0
     asked = (arguments.numel, arguments.compressor, arguments.collective, arguments.json, arguments.csv)
     try:
-        device = together(lambda: devices.device_on(_COMMAND, gpu), transport, _COMMAND) if on_gpu else HOST
+        device = run_collectively(lambda: devices.device_on(_COMMAND, gpu), transport, _COMMAND) if on_gpu else HOST
         model = _model(arguments, transport)
         if arguments.calibrate is not None and not any(word is not None for word in asked):
             if first:

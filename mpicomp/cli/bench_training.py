@@ -121,11 +121,11 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure import results
     from mpicomp.bench.replica import CPU
     from mpicomp.bench.training_rows import Settings, rows_of
-    from mpicomp.reducer.agreement import together
+    from mpicomp.reducer.agreement import run_collectively
 
     device, name = CPU, "cpu"
     if gpu is not None:
-        device = together(lambda: devices.torch_device(_COMMAND, gpu), transport, _COMMAND)
+        device = run_collectively(lambda: devices.torch_device(_COMMAND, gpu), transport, _COMMAND)
         name = devices.torch_name(device)
     job = results.job_environment(group.size, hosts, group.sharing)
 

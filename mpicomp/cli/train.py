@@ -174,9 +174,9 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.replica import CPU
     from mpicomp.bench.resuming import Checkpoints
     from mpicomp.bench.training_run import Settings, Stopped, train
-    from mpicomp.reducer.agreement import agree, together
+    from mpicomp.reducer.agreement import agree, run_collectively
 
-    device = CPU if gpu is None else together(lambda: devices.torch_device("train", gpu), transport, "train")
+    device = CPU if gpu is None else run_collectively(lambda: devices.torch_device("train", gpu), transport, "train")
     group = transport.group
     first = group.rank == 0
     if arguments.correlation and group.size == 1:
@@ -231,7 +231,7 @@ def run(arguments: argparse.Namespace) -> int:
         if first and arguments.report is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             lines, dense_lines = lines or os.path.join(folder, "run.jsonl"), os.path.join(folder, "dense.jsonl")
-        writer = together(lambda: MetricsWriter(lines if first else None), transport, "train")
+        writer = run_collectively(lambda: MetricsWriter(lines if first else None), transport, "train")
         with writer as metrics:
             outcome = train(task, settings, transport, Progress(first), metrics, device)
         problem = metrics.problem

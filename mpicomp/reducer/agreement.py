@@ -1,11 +1,11 @@
 """Comparison of the ranks' arrays and settings, before anything is delivered.
 
-It costs rounds of its own and so happens only at the first step and when some rank was given something new.
+It costs rounds of its own and so happens only at the first step and when some rank was passed something new.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,7 +13,9 @@ import numpy as np
 
 from mpicomp import errors
 from mpicomp.arrays import ArraySpec
-from mpicomp.errors import DisagreementError, MessageError, MpicompError, OutOfMemoryError
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError, DisagreementError, MessageError, MpicompError, OutOfMemoryError
+from mpicomp.policies import Policy
 from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.rounds.reports import checked_lengths, read_object
 from mpicomp.transport import Transport
@@ -34,6 +36,41 @@ class Signature:
         """Return a JSON-able form that is equal where signatures are."""
         arrays = [[member.name, member.dtype, member.shape] for member in self.members]
         return {"settings": self.settings, "arrays": arrays}
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """The part of a loaded state that ranks compare at the next step, before a policy continues from it."""
+
+    step: int
+    policy: Mapping[str, Any]
+    cost: CostModel | None
+
+    def load_into(self, policy: Policy, group: Group) -> None:
+        """Have a policy continue from it.
+
+        Raises
+        ------
+        ConfigurationError
+            Where it is no state of this policy, which is then as it was.
+        """
+        before = policy.state_dict()
+        cost = None if self.cost is not None and self.cost.network.hosts != group.hosts else self.cost
+        try:
+            policy.load_state_dict(self.policy, cost)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            policy.load_state_dict(before, None)
+            raise ConfigurationError(
+                f"reducer: the loaded state is none of policy '{policy.id}' ({type(error).__name__}: {error}); "
+                "delete state['policy'] to begin without"
+            ) from error
+
+
+def policy_digest(loaded: LoadedState | None, policy: Policy) -> dict[str, Any]:
+    """Return what plans follow from, for ranks to compare: a digest of the policy's state, whether it was loaded."""
+    state = policy.state_dict() if loaded is None else loaded.policy
+    digest = hashlib.blake2b(json.dumps(state, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
+    return {"what the policy has learnt": digest, "whether a state was loaded": loaded is not None}
 
 
 def agree(
@@ -85,7 +122,7 @@ def agree(
     raise found
 
 
-def together(make: Callable[[], Made], transport: Transport, subsystem: str) -> Made:
+def run_collectively(make: Callable[[], Made], transport: Transport, subsystem: str) -> Made:
     """Return what ``make`` makes, or raise on all ranks what it raises on some. Collective.
 
     Ranks that live in one process take turns, so there each raises its own.
@@ -174,3 +211,42 @@ def _build(cls: type[MpicompError], message: str) -> MpicompError:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+GradientInput = tuple[Mapping[str, Any], Collection[str]]
+"""Arrays by name, and the names that stand for no gradient; see `mpicomp.Reducer.reduce`."""
+
+
+class ExtraExchange:
+    """Exchanges that belong to a step but to none of its buckets, such as sparse gradients; by default there are none.
+
+    Attributes
+    ----------
+    stale : bool
+        Whether ranks must compare arrays and settings in this step, for a reason that arrays do not show.
+    idle : bool
+        Whether this rank has residuals and no gradients: then all of its arrays are absent, and none of them becomes
+        conditional for that.
+    frozen : bool
+        Whether some rank is idle, the same on all ranks: policies then keep their plans and learn nothing.
+    """
+
+    stale = False
+    idle = False
+    frozen = False
+
+    def agree(self, gradients: GradientInput) -> Rounds[GradientInput | None]:
+        """Compare what only the caller knows of, and return what to reduce. As rounds.
+
+        None ends the step here, on all ranks alike: nothing was reduced, and no step is counted.
+        """
+        return gradients
+        yield
+
+    def exchange(self) -> Rounds[bool]:
+        """Exchange gradients outside buckets; return whether they are finite, the same on all ranks. As rounds."""
+        return True
+        yield
+
+
+NO_EXTRA = ExtraExchange()

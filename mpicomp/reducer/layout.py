@@ -1,17 +1,18 @@
 """The state that lives from step to step: arrays in buckets, and their residuals and velocities."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import ArraySpec
+from mpicomp.arrays import ArraySpec, SpecCache
 from mpicomp.compressors.base_compressor import Entry
-from mpicomp.device import HOST, Device, common_device
+from mpicomp.device import HOST, Device, MeanPart, common_device
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.reducer.bucket import Bucket, make_buckets
+from mpicomp.transport.staging import Staging
 
 LARGE_BUCKET = 32 << 20
 """Bytes of a bucket where nothing says better."""
@@ -41,6 +42,12 @@ class Layout:
         Where the means of 16-bit arrays go.
     conditional : list of str
         Arrays for which some rank had no gradient in some step, in their order.
+    entry : Entry
+        Clipping and momentum that are applied to gradients first.
+    describer : SpecCache
+        Describes the gradients of a step.
+    empty : list of ArraySpec
+        Arrays without elements, which are in no bucket.
     """
 
     def __init__(
@@ -55,7 +62,11 @@ class Layout:
         self._feedback = feedback
         self._decay = decay
         self.bucket_bytes = bucket_bytes
-        self._entry = entry
+        self.entry = entry
+        self.describer = SpecCache()
+        self.empty: list[ArraySpec] = []
+        self._staging = Staging()
+        self._stages = False  # whether some array came through the staging
         self._threads = threads
         self._kept: dict[str, dict[str, NDArray[np.floating]]] = {kind: {} for kind in _STATES}
         self._memories: dict[str, dict[str, Any]] = {}
@@ -81,7 +92,7 @@ class Layout:
             return common_device([arrays[member.name] for member in group])
 
         limit = LARGE_BUCKET if self.bucket_bytes is None else self.bucket_bytes
-        return make_buckets(members, self._feedback, limit, self._entry, self._threads, device_of, self._decay)
+        return make_buckets(members, self._feedback, limit, self.entry, self._threads, device_of, self._decay)
 
     def adopt(self, members: list[ArraySpec], buckets: list[Bucket]) -> None:
         """Take these for the old ones; residuals follow their names."""
@@ -90,6 +101,7 @@ class Layout:
         self._memories |= {bucket.members[0].name: bucket.memory_on_host() for bucket in self.buckets}
         self.members = members
         self.buckets = buckets
+        self.empty = [member for member in members if member.numel == 0]
         self._known = {member.name: member for member in members}
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
         self.delivered = {
@@ -106,6 +118,79 @@ class Layout:
     def device_of(self, name: str) -> Device:
         """Return where the bucket of an array lives; the host for one that is in none."""
         return self._bucket_of[name].device if name in self._bucket_of else HOST
+
+    def begin_step(self) -> None:
+        """Note that arrays which were copied before are out of date."""
+        if self._stages:
+            self._staging.begin()
+
+    def prefetch(self, gradients: Mapping[str, Any]) -> None:
+        """Begin to copy gradients to where they are exchanged, in the thread that made them; nothing waits."""
+        if self.describer.on_host:
+            return
+        there: dict[Device, list[Any]] = {}
+        self._stages = True
+        for name, gradient in gradients.items():
+            device = self.device_of(name)
+            if device is not HOST:
+                there.setdefault(device, []).append(gradient)
+            elif self.has(name):
+                self._staging.start(name, gradient)
+        for device, arrays in there.items():
+            device.wait_stream(arrays)
+
+    def inputs_of(self, bucket: Bucket, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Return the gradients of a bucket at its device, or where they can be copied to it from at once."""
+        if bucket.device is not HOST or self.describer.on_host:
+            return gradients
+        self._stages = True
+        return [self._staging.host(name, gradient) for name, gradient in zip(bucket.names, gradients, strict=True)]
+
+    def unflatten(
+        self, bucket: Bucket, mean: Any, gradients: Mapping[str, Any], unused: Collection[str]
+    ) -> dict[str, Any]:
+        """Return the means of a bucket's arrays, of the kinds that came in, by name.
+
+        An ``unused`` array, for which no rank has a gradient, is among them where its residual was sent.
+        """
+        device = bucket.device
+        if unused:
+            with device.active():
+                parts = [
+                    (member, start)
+                    for member, start in zip(bucket.members, bucket.offsets, strict=True)
+                    if member.name not in unused or mean[start : start + member.numel].any()
+                ]
+            return self._unflatten(mean, parts, gradients, device)
+        described = self.describer.described
+        returned = bucket.returned
+        if returned is not None and returned[0] is mean and returned[1] is described:
+            return returned[2].copy()
+        means = self._unflatten(mean, list(zip(bucket.members, bucket.offsets, strict=True)), gradients, device)
+        if self.describer.on_host and not self.delivered:
+            bucket.returned = mean, described, means.copy()
+        return means
+
+    def unflatten_empty(self, gradients: Mapping[str, Any], unused: Collection[str]) -> dict[str, Any]:
+        """Return the means of arrays without elements."""
+        means: dict[str, Any] = {}
+        for member in self.empty:
+            if member.name not in unused:
+                means |= self._unflatten(np.empty(0, member.work_dtype), [(member, 0)], gradients, HOST)
+        return means
+
+    def _unflatten(
+        self, mean: Any, parts: Sequence[tuple[ArraySpec, int]], gradients: Mapping[str, Any], device: Device
+    ) -> dict[str, Any]:
+        wanted = [
+            MeanPart(start, member, gradients[member.name], self.delivered.get(member.name)) for member, start in parts
+        ]
+        means = self._staging.unflatten(mean, wanted) if device is HOST else device.unflatten(mean, wanted)
+        return {part.described.name: array for part, array in zip(wanted, means, strict=True)}
+
+    def close(self) -> None:
+        """Wait for copies under way, whose memory is released then."""
+        self._staging.close()
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return a copy of an array's residual; see `mpicomp.Reducer.residual`."""

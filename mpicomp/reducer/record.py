@@ -1,11 +1,17 @@
 """Records of a step: plans and their reasons, bytes and seconds, so that every decision can be explained."""
 
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from mpicomp.reducer.layers import Layers
-from mpicomp.rounds import Group, Request, Round, Rounds, observe
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import Result
+from mpicomp.policies import Plan
+from mpicomp.reducer.bucket import Bucket, Layers
+from mpicomp.rounds import Group, Request, Round, Rounds, dense_ring_bytes
 
 Value = TypeVar("Value")
 
@@ -31,22 +37,32 @@ class Tally:
     wire_bytes: float = 0.0
     waited_s: float = 0.0
 
+    def add(self, task: Round, group: Group) -> None:
+        """Add the bytes of a round; ``group`` has all ranks."""
+        part = group.part(task.group)
+        if part is not None:
+            self.sent_bytes += task.sent_bytes(part)
+            self.wire_bytes += task.wire_bytes(part)
+
+    def merge(self, other: "Tally") -> None:
+        """Add another tally's bytes."""
+        self.sent_bytes += other.sent_bytes
+        self.wire_bytes += other.wire_bytes
+
     def count(self, exchange: Rounds[Value], group: Group) -> Rounds[Value]:
         """Pass a generator of rounds on, and add the bytes and the seconds of each."""
-        began = 0.0
-
-        def begin(asked: Request) -> None:
-            nonlocal began
-            began = time.perf_counter()
-            part = group.part(asked.group) if isinstance(asked, Round) else None
-            if isinstance(asked, Round) and part is not None:
-                self.sent_bytes += asked.sent_bytes(part)
-                self.wire_bytes += asked.wire_bytes(part)
-
-        def end(asked: Request) -> None:
-            self.waited_s += time.perf_counter() - began
-
-        return (yield from observe(exchange, begin, end))
+        reply: Any = None
+        while True:
+            try:
+                request = exchange.send(reply)
+            except StopIteration as stop:
+                value: Value = stop.value
+                return value
+            begin = time.perf_counter()
+            if isinstance(request, Round):
+                self.add(request, group)
+            reply = yield request
+            self.waited_s += time.perf_counter() - begin
 
 
 @dataclass(frozen=True)
@@ -122,6 +138,75 @@ class BucketRecord:
         return {**vars(self), "layers": self.layers.to_json()}
 
 
+@dataclass(eq=False)
+class BucketExchange:
+    """One bucket's exchange in a step; times are of the transport's timer.
+
+    What a record and a policy say of it is computed when it is asked for.
+    """
+
+    bucket: Bucket
+    plan: Plan
+    ready: float
+    """When gradients were handed over."""
+    start: float
+    frozen: bool
+    group: Group
+    requests: list[tuple[Request, float, float]] = field(default_factory=list)
+    """Its rounds, each with the times between which the exchange waited for it."""
+    compress_s: float = 0.0
+    exchange_s: float = 0.0
+    decode_s: float = 0.0
+    end: float = 0.0
+    commit_s: float = 0.0
+    """Seconds that it took to keep the residual and to return the mean; they count as if they had followed at once."""
+    survey: NDArray[np.float32] | None = None
+    result: Result = field(init=False)
+    layers: Layers = field(init=False)
+
+    def times(self, offset: float) -> tuple[float, float, float, float]:
+        """Return start, end, seconds outside rounds and ``ready``, by the clock that ranks share."""
+        outside_s = self.compress_s + self.decode_s + self.commit_s
+        return offset + self.start, offset + self.end + self.commit_s, outside_s, offset + self.ready
+
+    def tally(self) -> Tally:
+        """Return the bytes of its rounds, those left out that are made once in a run."""
+        tally = Tally()
+        for request, _, _ in self.requests:
+            if isinstance(request, Round) and not request.once:
+                tally.add(request, self.group)
+        return tally
+
+    @functools.cached_property
+    def record(self) -> BucketRecord:
+        """Its record."""
+        bucket, plan, result = self.bucket, self.plan, self.result
+        compressor, prediction = plan.scheme.compressor, plan.prediction
+        frozen = "as before, since some rank has no gradients of its own" if self.frozen else ""
+        tally = self.tally()
+        return BucketRecord(
+            bucket=bucket.index,
+            parameters=len(bucket.members),
+            numel=bucket.numel,
+            compressor=compressor.get_config(),
+            collective=plan.scheme.id,
+            reason="; ".join(filter(None, (plan.reason, frozen, result.note))),
+            ratio=getattr(compressor, "ratio", None),
+            ratio_reached=result.kept / bucket.numel,
+            gain=result.gain if np.isfinite(result.gain) else None,
+            phases_s={"compress": self.compress_s, "exchange": self.exchange_s, "decode": self.decode_s},
+            predicted_s=prediction.seconds if prediction else None,
+            predicted_phases_s=prediction.phases() if prediction else None,
+            sent_bytes=tally.sent_bytes,
+            wire_bytes=tally.wire_bytes,
+            dense_wire_bytes=dense_ring_bytes(bucket.numel, self.group.size),
+            rounds=[request.operation for request, _, _ in self.requests if isinstance(request, Round)],
+            layers=self.layers,
+            code_error=result.code_error if result.code_error is None or np.isfinite(result.code_error) else None,
+            energy=result.energy if np.isfinite(result.energy) else None,
+        )
+
+
 class _Sums(NamedTuple):
     """Of the buckets of a step; see the properties of `StepRecord`."""
 
@@ -173,8 +258,8 @@ class StepRecord:
         as rows of sparse gradients, second moments, the comparison of parameters, and flags.
     overhead_wire_bytes : float
         Bytes that left this rank in them.
-    buckets : list of BucketRecord
-        What was done with each bucket, in the order of exchange.
+    exchanges : list of BucketExchange
+        What `buckets` is made of.
     """
 
     step: int
@@ -190,7 +275,12 @@ class StepRecord:
     once_wire_bytes: float = 0.0
     overhead_bytes: int = 0
     overhead_wire_bytes: float = 0.0
-    buckets: list[BucketRecord] = field(default_factory=list)
+    exchanges: list[BucketExchange] = field(default_factory=list, repr=False, compare=False)
+
+    @functools.cached_property
+    def buckets(self) -> list[BucketRecord]:
+        """What was done with each bucket, in the order of exchange; made when it is asked for."""
+        return [exchange.record for exchange in self.exchanges]
 
     @property
     def sent_bytes(self) -> int:
@@ -275,7 +365,7 @@ class StepRecord:
             writer.add_scalar(tag, value, self.step if step is None else step)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able object; the schema is in docs/observability.md."""
+        """Return a JSON-able object; the schema is in docs/metrics.md."""
         sums = self._sums()
         return {
             "schema": SCHEMA,

@@ -2,8 +2,8 @@
 
 import functools
 import inspect
+import itertools
 import operator
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Self
 
@@ -11,22 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import plugins
+from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ClosedError, ConfigurationError, RankFailedError, UnknownNameError
-from mpicomp.policies import Policy, UserSettings, get_policy
+from mpicomp.policies import Plan, Policy, UserSettings, get_policy
 from mpicomp.policies.warmup import WarmUp, choose_warmup
-from mpicomp.reducer.agreement import together
-from mpicomp.reducer.beside import Beside
-from mpicomp.reducer.core import Core, Loaded
+from mpicomp.reducer.agreement import NO_EXTRA, ExtraExchange, LoadedState, run_collectively
 from mpicomp.reducer.layout import LARGE_BUCKET, Layout
-from mpicomp.reducer.pace import Pace
-from mpicomp.reducer.record import StepRecord, Value
+from mpicomp.reducer.record import StepRecord, Tally, Value
 from mpicomp.reducer.step import AGREED, Step
 from mpicomp.reducer.stream import Stream
-from mpicomp.reducer.survivors import common_state, leave_the_dead
 from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.rounds import Rounds
+from mpicomp.rounds.reports import from_one
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
 from mpicomp.transport.scheduler import ProgressThread
@@ -34,6 +32,7 @@ from mpicomp.transport.scheduler import ProgressThread
 _NONFINITE = ("raise", "skip", "pass")
 _ON_FAILURE = ("abort", "shrink")
 _SCHEMA = 1
+_numbers = itertools.count()
 Settings = ParamSpec("Settings")
 
 
@@ -163,110 +162,125 @@ class Reducer:
     ) -> None:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
-        transport = connect(comm)
-
-        def make(again: Policy | None = None) -> tuple[Core, Policy]:
-            plugins.load_all()
-            if on_failure not in _ON_FAILURE:
-                raise UnknownNameError("on_failure", str(on_failure), _ON_FAILURE)
-            survives = on_failure == "shrink"
-            if survives:
-                transport.check_survives("reducer")
-            if nonfinite not in _NONFINITE:
-                raise UnknownNameError("nonfinite", nonfinite, _NONFINITE)
-            if feedback not in (None, True, False):
-                raise ConfigurationError(f"reducer: feedback must be None, True or False, got {feedback!r}")
-            chosen = again or get_policy(policy or ("auto" if compressor is None else "static"))
-            if chosen.serves:
-                raise ConfigurationError(
-                    f"reducer: this policy ({chosen.id}) serves another reducer; make a second object, or pass its "
-                    "name or configuration"
-                )
-            own = None if compressor is None else get_compressor(compressor)
-            if len(local_steps) > 1 and chosen.id != "auto":
-                raise ConfigurationError(
-                    f"reducer: how many steps ranks make between exchanges is chosen by policy='auto', got policy="
-                    f"'{chosen.id}'; name one number of steps"
-                )
-            named = UserSettings(own, collective, feedback, cost, normalises, local_steps)
-            before = choose_warmup(warmup, named.compressor, collective, policy, feedback)
-            runs = WarmUp(chosen, before) if before else chosen
-            runs.configure(named)
-            settings: dict[str, Any] = {
-                "compressor": chosen.compressor.get_config(),
-                "collective": collective,
-                "policy": chosen.get_config(),
-                "feedback": chosen.feedback,
-                "warmup": before,
-                "nonfinite": nonfinite,
-                "bucket_bytes": runs.bucket_bytes
-                or (None if bucket_bytes is None else _whole("bucket_bytes", bucket_bytes, 1)),
-                "seed": _whole("seed", seed),
-                "normalises": bool(normalises),
-                "local_steps": list(local_steps),
-            }
-            decay = settings["feedback_decay"] = _decay(feedback_decay)
-            if decay != 1 and not chosen.feedback:
-                raise ConfigurationError(
-                    f"reducer: feedback_decay={decay} has no residual to act on, since {chosen.compressor.id} runs "
-                    "without error feedback; leave it out, or pass feedback=True"
-                )
-            entry = chosen.compressor.entry
-            layout = Layout(chosen.feedback, settings["bucket_bytes"], entry, _whole("threads", threads, 1), decay)
-            telemetry = Telemetry(transport.group.size)
-            # Where ranks take turns in one process, no rank's seconds are its own.
-            pace = Pace(transport.group.size if transport.probes else 1)
-            core = Core(settings, nonfinite, settings["seed"], entry, layout, runs, transport, telemetry, pace)
-            core.survives = survives
-            return core, chosen
-
-        self._make = make
         self._on_shrink = on_shrink
-        self._generation = transport.generation
-        self._past: list[Core] = []  # whose arrays MPI may still know, of ranks that have died
+        self._compressor, self._collective, self._feedback = compressor, collective, feedback
+        self.nonfinite, self._bucket_bytes, self._seed, self._threads = nonfinite, bucket_bytes, seed, threads
+        self._decay, self._on_failure = feedback_decay, on_failure
+        self._normalises, self._local_steps, self._cost, self._warmup = normalises, local_steps, cost, warmup
+        self.transport = connect(comm)
+        self._generation = self.transport.generation
+        self._past: list[Layout] = []  # whose arrays MPI may still know, of ranks that have died
+        self.number = next(_numbers)
+        """Tells reducers of this process apart."""
+        self.last_step: StepRecord | None = None
+        """The record of the last call of `reduce` on this rank; None before the first."""
+        self.lost_ranks: list[int] = []
+        """Ranks that have died since the last step, by their numbers in the whole job."""
         try:
-            self._core, self._policy = together(make, transport, "reducer")
+            run_collectively(lambda: self._configure(policy), self.transport, "reducer")
         except BaseException:
             if self._owned:
-                transport.close()
+                self.transport.close()
             raise
-        self._policy.serves = True
-        self._user = transport.enter()
+        self._user = self.transport.enter()
+
+    def _configure(self, named: Policy | str | Mapping[str, Any] | None) -> None:
+        """Check settings and make all parts of the reducer; communicates with nobody."""
+        plugins.load_all()
+        if self._on_failure not in _ON_FAILURE:
+            raise UnknownNameError("on_failure", str(self._on_failure), _ON_FAILURE)
+        self.survives = self._on_failure == "shrink"
+        """Whether those that are left go on where a rank dies: then all agree in each step that it is applied."""
+        if self.survives:
+            self.transport.check_survives("reducer")
+        if self.nonfinite not in _NONFINITE:
+            raise UnknownNameError("nonfinite", self.nonfinite, _NONFINITE)
+        if self._feedback not in (None, True, False):
+            raise ConfigurationError(f"reducer: feedback must be None, True or False, got {self._feedback!r}")
+        policy = get_policy(named or ("auto" if self._compressor is None else "static"))
+        if policy.serves:
+            raise ConfigurationError(
+                f"reducer: this policy ({policy.id}) serves another reducer; make a second object, or pass its name or "
+                "configuration"
+            )
+        compressor = None if self._compressor is None else get_compressor(self._compressor)
+        if len(self._local_steps) > 1 and policy.id != "auto":
+            raise ConfigurationError(
+                f"reducer: how many steps ranks make between exchanges is chosen by policy='auto', got policy="
+                f"'{policy.id}'; name one number of steps"
+            )
+        settings = UserSettings(
+            compressor, self._collective, self._feedback, self._cost, self._normalises, self._local_steps
+        )
+        if not hasattr(self, "policy"):  # survivors go on with the warm-up of the first one
+            self._warmup = choose_warmup(self._warmup, compressor, self._collective, named, self._feedback)
+        planner = WarmUp(policy, self._warmup) if self._warmup else policy
+        planner.configure(settings)
+        self.seed = _whole("seed", self._seed)
+        cut_bytes = None if self._bucket_bytes is None else _whole("bucket_bytes", self._bucket_bytes, 1)
+        decay = _decay(self._decay)
+        if decay != 1 and not policy.feedback:
+            raise ConfigurationError(
+                f"reducer: feedback_decay={decay} has no residual to act on, since {policy.compressor.id} runs "
+                "without error feedback; leave it out, or pass feedback=True"
+            )
+        self.policy = policy
+        """The policy, which chooses plans after the warm-up."""
+        self.planner = planner
+        """What chooses plans now: the policy, or the warm-up before it."""
+        self.settings: dict[str, Any] = {
+            "compressor": policy.compressor.get_config(),
+            "collective": self._collective,
+            "policy": policy.get_config(),
+            "feedback": policy.feedback,
+            "warmup": self._warmup,
+            "nonfinite": self.nonfinite,
+            "bucket_bytes": planner.bucket_bytes or cut_bytes,
+            "seed": self.seed,
+            "normalises": bool(self._normalises),
+            "local_steps": list(self._local_steps),
+            "feedback_decay": decay,
+        }
+        """Settings that have to be the same on all ranks."""
+        threads = _whole("threads", self._threads, 1)
+        self.layout = Layout(policy.feedback, self.settings["bucket_bytes"], policy.compressor.entry, threads, decay)
+        # Where ranks take turns in one process, the seconds of a rank are also those of others.
+        self.telemetry = Telemetry(self.transport.group.size, self.transport.probes)
+        self.count = 0
+        """Steps so far."""
+        self.plans: dict[int, Plan] = {}
+        """By bucket, the plan that the last step has run."""
+        self.outside_tally = Tally()
+        """Bytes of rounds since the last step that belong to no step; the record of the next one includes them."""
+        self.loaded: LoadedState | None = None
+        """A loaded state that waits for the next step, or None."""
+        self.must_check_ranks = False
+        """Whether the last step has failed here in a way that the other ranks may not know of."""
+        self.failed: RankFailedError | None = None
+        """That a rank was found to have died, outside of `reduce` or when the last step was applied already."""
+        self.stop = False
+        """Whether all ranks know that some rank was asked to stop."""
+        policy.serves = True
 
     @property
     def compressor(self) -> Compressor:
         """The one that was named; where none was, the one whose settings the policy chooses."""
-        return self._core.policy.compressor
-
-    @property
-    def policy(self) -> Policy:
-        """The policy, which chooses plans after the warm-up."""
-        return self._policy
+        return self.planner.compressor
 
     @property
     def feedback(self) -> bool:
         """Whether error feedback is on."""
-        return self._core.policy.feedback
+        return self.planner.feedback
 
     @property
     def cost(self) -> CostModel | None:
         """The cost model of links, operations and kernels; None before the first step or where nothing is predicted."""
-        return self._core.policy.cost
+        return self.planner.cost
 
     @property
     def local_steps(self) -> int:
         """Steps that ranks are to make by themselves until they call `reduce` again; the same on all ranks."""
-        return self._core.policy.local_steps
-
-    @property
-    def transport(self) -> Transport:
-        """The transport, which runs the rounds."""
-        return self._core.transport
-
-    @property
-    def last_step(self) -> StepRecord | None:
-        """The record of the last call of `reduce` on this rank; None before the first."""
-        return self._core.last_step
+        return self.planner.local_steps
 
     def reduce(
         self,
@@ -276,7 +290,7 @@ class Reducer:
         absent: Collection[str] = (),
         scale: float = 1.0,
         finite: bool = True,
-        beside: Beside | None = None,
+        extra: ExtraExchange = NO_EXTRA,
     ) -> dict[str, Any]:
         """Average gradients over the ranks.
 
@@ -298,8 +312,8 @@ class Reducer:
         finite : bool
             False where something else that belongs to this step is known not to be finite, on all ranks: it is then
             treated as if a gradient were not.
-        beside : Beside, optional
-            Exchanges that belong to this step but to no bucket; see `mpicomp.reducer.beside`.
+        extra : ExtraExchange
+            Exchanges that belong to this step but to no bucket; see `mpicomp.reducer.agreement.ExtraExchange`.
 
         Returns
         -------
@@ -319,8 +333,8 @@ class Reducer:
         ClosedError
             After `close`.
         """
-        rounds = self.rounds(gradients, lr, absent=absent, scale=scale, finite=finite, beside=beside)
-        means: dict[str, Any] = self._core.transport.run(rounds)
+        rounds = self.rounds(gradients, lr, absent=absent, scale=scale, finite=finite, extra=extra)
+        means: dict[str, Any] = self.transport.run(rounds)
         return means
 
     def rounds(
@@ -331,85 +345,75 @@ class Reducer:
         absent: Collection[str] = (),
         scale: float = 1.0,
         finite: bool = True,
-        beside: Beside | None = None,
+        extra: ExtraExchange = NO_EXTRA,
     ) -> Rounds[Any]:
         """Do what `reduce` does as a generator of rounds, for ranks that live in one process.
 
         See `mpicomp.transport.LocalWorld`.
         """
         self._check_open()
-        transport = self._core.transport
-        before, transport.user = transport.user, self._user
-        failed = self._core.failed
+        transport = self.transport
+        user, transport.user = transport.user, self._user
+        failed = self.failed
         if failed is None and self._generation != transport.generation:
             failed = RankFailedError("a rank has died")
         try:
             while True:
+                if failed is not None:
+                    try:
+                        yield from self._continue_without_dead(failed)
+                    except RankFailedError as error:
+                        failed = error
+                        continue
+                begin = transport.timer()
+                step = Step(self, scale, extra)
                 try:
-                    if failed is not None:
-                        yield from self._survive(failed)
-                    return (yield from self._step(gradients, lr, absent, scale, finite, beside))
+                    step.check_gradients(gradients, absent, lr)
+                    buckets = self.layout.buckets
+                    if buckets:
+                        yield from step.begin()
+                        for bucket in buckets:
+                            yield from step.exchange(bucket, step.gradients_of(bucket), begin)
+                    return (yield from step.commit(finite))
                 except RankFailedError as error:
-                    if not self._core.survives:
+                    step.undo()
+                    if not self.survives:
                         raise
                     failed = error
+                finally:
+                    step.finish(begin)
         finally:
-            transport.user = before
+            transport.user = user
 
-    def _step(
-        self,
-        gradients: Mapping[str, Any],
-        lr: float | None,
-        absent: Collection[str],
-        scale: float,
-        finite: bool,
-        beside: Beside | None,
-    ) -> Rounds[Any]:
-        begin = time.perf_counter()
-        step = Step(self._core, scale, beside)
-        try:
-            step.examine(gradients, absent, lr)
-            if self._core.layout.buckets:
-                ready = self._core.transport.clock()
-                yield from step.refresh()
-                for bucket in self._core.layout.buckets:
-                    yield from step.exchange(bucket, step.of(bucket), ready)
-            return (yield from step.conclude(finite))
-        except RankFailedError:
-            step.forget()
-            raise
-        finally:
-            step.note_seconds(begin)
+    def _continue_without_dead(self, error: RankFailedError) -> Rounds[None]:
+        """Go on with the ranks that are left, in the state before the step. As rounds.
 
-    @property
-    def survives(self) -> bool:
-        """Whether those that are left go on where a rank dies."""
-        return self._core.survives
-
-    def _survive(self, error: RankFailedError) -> Rounds[Any]:
-        """Go on with the ranks that are left, in the state before the step. As rounds."""
-        before, transport = self._core, self._core.transport
-        lost = list(before.lost)
+        All rounds on the transport end, so that nobody waits for this rank any more; the ranks that are left agree who
+        they are, and become a smaller group. They go on from one state: a report of a step may have reached some ranks
+        and others not, and plans have to follow from the same, so that the first rank's policy counts.
+        """
+        transport = self.transport
         if self._generation == transport.generation:
-            lost += leave_the_dead(transport, str(error) == AGREED)
+            transport.revoke()
+            if str(error) != AGREED:
+                transport.agree(False)
+            self.lost_ranks = self.lost_ranks + transport.shrink()
         self._generation = transport.generation
-        before.lost = lost  # should another one die before this has come to its end
-        before.failed = None
-        state = yield from common_state(self.state_dict(), transport.group)
-        policy = get_policy(self._policy.get_config())
-        self._core, self._policy = self._make(policy)
-        self._policy.serves = True
-        self._core.last_step, self._core.lost = before.last_step, lost
+        self.failed = None
+        state = self.state_dict()
+        shared = {name: state[name] for name in ("step", "policy", "cost")}
+        state |= yield from from_one(shared, transport.group, "reducer")
+        self._past.append(self.layout)
+        self._configure(self.policy.get_config())
         self.load_state_dict(state)
-        self._past.append(before)
-        if self._on_shrink is not None and lost:
-            self._on_shrink(list(lost), transport.group.size)
+        if self._on_shrink is not None and self.lost_ranks:
+            self._on_shrink(list(self.lost_ranks), transport.group.size)
 
-    def counted(self, exchange: Rounds[Value]) -> Rounds[Value]:
-        """Pass on rounds of the caller's own; their bytes are overhead of the step that comes next."""
-        return self._core.outside.count(exchange, self._core.transport.group)
+    def counting_bytes(self, exchange: Rounds[Value]) -> Rounds[Value]:
+        """Pass on rounds of the caller's; their bytes are overhead of the step that comes next."""
+        return self.outside_tally.count(exchange, self.transport.group)
 
-    def stream(self, thread: ProgressThread, scale: float = 1.0, beside: Beside | None = None) -> Stream | None:
+    def stream(self, thread: ProgressThread, scale: float = 1.0, extra: ExtraExchange = NO_EXTRA) -> Stream | None:
         """Begin a step whose arrays are handed over one by one, and exchanged by a thread meanwhile.
 
         Collective, as rounds are: between this and `Stream.finish` nothing else of this reducer may be called.
@@ -418,7 +422,7 @@ class Reducer:
         ----------
         thread : ProgressThread
             On this reducer's transport, with one channel. It keeps its rounds apart from those of `reduce`.
-        scale, beside
+        scale, extra
             See `reduce`.
 
         Returns
@@ -428,9 +432,9 @@ class Reducer:
             are clipped by the norm of all of them.
         """
         self._check_open()
-        if not self._core.layout.buckets or self._core.entry.clip is not None:
+        if not self.layout.buckets or self.layout.entry.clip is not None:
             return None
-        return Stream(self._core, thread, scale, beside)
+        return Stream(self, thread, scale, extra)
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return a copy of the residual of an array, shaped like it.
@@ -442,7 +446,7 @@ class Reducer:
         UnknownNameError
             Where no such array was reduced.
         """
-        return self._core.layout.residual(name)
+        return self.layout.residual(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, on this rank.
@@ -454,15 +458,14 @@ class Reducer:
             to array, copied; ``memories``: what compressors have learnt, by the first name of each bucket; ``policy``:
             what the policy has; ``cost``: the cost model, or None.
         """
-        core = self._core
-        now = core.loaded or Loaded(core.count, core.policy.state_dict(), core.policy.cost)
+        now = self.loaded or LoadedState(self.count, self.planner.state_dict(), self.planner.cost)
         return {
             "schema": _SCHEMA,
             "step": now.step,
-            "settings": dict(core.settings),
+            "settings": dict(self.settings),
             "policy": dict(now.policy),
             "cost": None if now.cost is None else now.cost.to_json(),
-        } | core.layout.state()
+        } | self.layout.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. Each rank loads its own; not collective.
@@ -479,8 +482,8 @@ class Reducer:
             raise ConfigurationError("reducer: the state is not one that Reducer.state_dict gave; nothing was loaded")
         step = _whole("the state's step", state.get("step"), 0)
         cost = None if state.get("cost") is None else CostModel.from_json(state["cost"])
-        self._core.layout.load(state)
-        self._core.loaded = Loaded(step, state.get("policy", {}), cost)
+        self.layout.load(state)
+        self.loaded = LoadedState(step, state.get("policy", {}), cost)
 
     def load_residuals(self, state: Mapping[str, Any]) -> None:
         """Load residuals, velocities and memories of compressors of a state, and nothing else of it.
@@ -498,16 +501,16 @@ class Reducer:
         ConfigurationError
             Where a residual's shape is not its array's. Nothing is loaded then.
         """
-        self._core.layout.load(state)
+        self.layout.load(state)
 
     def close(self) -> None:
         """Release its MPI resources. It waits for no other rank, and a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._core.staging.close()
-            self._core.transport.retire(self._user)
+            self.layout.close()
+            self.transport.retire(self._user)
             if self._owned:
-                self._core.transport.close()
+                self.transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -565,3 +568,42 @@ def _decay(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ConfigurationError(f"reducer: feedback_decay must be above 0 and at most 1, got {value!r}")
     return float(value)
+
+
+def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | None = None, comm: Any = None) -> Any:
+    """Average one array over the ranks, compressed and without state: elements that are not sent are lost.
+
+    Collective over ``comm``. For something that is averaged again and again use a `Reducer`, which keeps what
+    was not sent, its buffers and its communicator.
+
+    Parameters
+    ----------
+    array : array
+        NumPy, CuPy or torch; float16, bfloat16, float32 or float64; not modified.
+    compressor : Compressor, str, mapping or None
+        None is dense.
+    comm : mpi4py.MPI.Comm, Transport or None
+        None stands for MPI.COMM_WORLD.
+
+    Returns
+    -------
+    array
+        The mean: of the same kind, dtype and shape, read-only, the same bits on every rank.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpicomp.transport import LocalWorld
+    >>> allreduce(np.array([3, -5, 1], np.float32), "dense", LocalWorld(1).transports[0]).tolist()
+    [3.0, -5.0, 1.0]
+    """
+    chosen = get_compressor("dense" if compressor is None else compressor)
+    # One array tells nothing about the next one: the collective is the first that fits.
+    reducer = Reducer(chosen, fitting(chosen)[0], feedback=False, comm=_world() if comm is None else comm)
+    try:
+        return reducer.reduce({"array": array})["array"]
+    finally:
+        reducer.close()
+
+
+_world: Callable[[], Transport] = functools.cache(connect)  # which duplicates MPI.COMM_WORLD once, not at every call

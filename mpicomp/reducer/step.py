@@ -1,147 +1,210 @@
-"""One step of a reducer: buckets are exchanged one by one, then all of it is kept or undone."""
+"""One step of a reducer: `begin`, `exchange` of each bucket, `commit`.
+
+Until `commit` a step changes nothing but buckets that are exchanged, so that it can be undone on all ranks alike.
+"""
 
 import math
-import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import plugins
 from mpicomp.arrays import ArraySpec, to_host
+from mpicomp.collectives import Result
 from mpicomp.collectives.scheme import cause_of
-from mpicomp.device import HOST, Device, MeanPart, on_device
+from mpicomp.device import HOST, on_device
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError, RankFailedError
 from mpicomp.policies import BucketOutcome, StepReport
-from mpicomp.reducer import tracing
-from mpicomp.reducer.agreement import Signature, agree, no_memory
-from mpicomp.reducer.beside import Beside
-from mpicomp.reducer.bucket import Bucket
-from mpicomp.reducer.core import Core
-from mpicomp.reducer.exchange import Exchanged, exchange
+from mpicomp.reducer import trace
+from mpicomp.reducer.agreement import (
+    NO_EXTRA,
+    ExtraExchange,
+    Signature,
+    agree,
+    no_memory,
+    policy_digest,
+)
+from mpicomp.reducer.bucket import Bucket, layers_of
 from mpicomp.reducer.layout import LARGE_BUCKET
-from mpicomp.reducer.record import StepRecord, Tally
-from mpicomp.rounds import Rounds, gather_rows
+from mpicomp.reducer.record import BucketExchange, StepRecord, Tally
+from mpicomp.rounds import Round, Rounds, gather_rows
 from mpicomp.system import stopping
-from mpicomp.transport.gpu_routes import choose_routes
+from mpicomp.transport.gpu_routes import choose_routes, run_on_device
+
+if TYPE_CHECKING:
+    from mpicomp.reducer.reducer import Reducer
 
 _FLAG = np.dtype(np.uint8)
 _BFLOAT16_EXPONENT = 0x7F80  # bits that are all set in infinity and NaN
+_ACTIVITY = "step %d, bucket %d ('%s' ...) by %s"
 AGREED = "a rank has died, as all that are left have agreed"
 """Of an error after which they need not agree again."""
 
 
 class Step:
-    """One step, on one rank.
+    """One step, on one rank: `begin`, `check_gradients`, `exchange` of each bucket, `commit`, `finish`.
 
     Parameters
     ----------
-    core : Core
-        Written to by `conclude` alone, but for buckets that are exchanged.
+    reducer : Reducer
+        Its state is changed by `commit` alone.
     scale : float
         Factor that gradients are multiplied by first.
-    beside : Beside, optional
-        What else belongs to it.
+    extra : ExtraExchange
+        What else belongs to the step.
     """
 
-    def __init__(self, core: Core, scale: float = 1.0, beside: Beside | None = None) -> None:
-        self._core = core
-        self._beside = Beside() if beside is None else beside
+    def __init__(self, reducer: "Reducer", scale: float = 1.0, extra: ExtraExchange = NO_EXTRA) -> None:
+        self._reducer = reducer
+        self._extra = extra
         self._asked_scale = self._scale = scale
-        self._record = StepRecord(step=core.count)
-        self._done: list[Exchanged] = []
+        self._record = StepRecord(reducer.count)
+        self._done: list[BucketExchange] = []
         self._gradients: Mapping[str, Any] = {}
         self._absent: Collection[str] = ()
         self._members: list[ArraySpec] | None = None
-        self._known = False  # whether they are the layout's
         self._made: list[Bucket] | None = None  # for other arrays than those of the layout
-        self._problem: MpicompError | None = None
-        self._unread: MpicompError | None = None  # what is wrong with what is no array
-        self._stale = False
+        self._known = False  # whether the arrays are the layout's
+        self._problem: MpicompError | None = None  # with the arrays
+        self._unread: MpicompError | None = None  # with other arguments
+        self._stale = False  # whether this rank asks all of them to agree
+        self._agrees = False  # whether some rank asks, the same on all ranks
         self._overflowed = False  # whether finite gradients have become infinite in the exchange
         self._damaged: MessageError | None = None  # what this rank could not read
-        self._told = False  # whether all ranks know that one of them could not
         self._memories: list[tuple[Bucket, dict[str, Any]]] = []
-        core.transport.log.clear()
-        core.staging.begin()
+        reducer.transport.log.clear()
+        reducer.layout.begin_step()
 
-    def refresh(self) -> Rounds[None]:
-        """Let the policy prepare the step before the first bucket. As rounds."""
-        if self._beside.frozen:
+    def begin(self) -> Rounds[None]:
+        """Let the policy prepare the step. As rounds."""
+        if self._extra.frozen:
             return
-        begin = time.perf_counter()
-        tally, transport = Tally(), self._core.transport
-        transport.set_activity(f"step {self._core.count}")
-        yield from tally.count(self._core.policy.refresh(transport), transport.group)
-        self._record.once_wire_bytes += tally.wire_bytes
-        self._record.choosing_s += time.perf_counter() - begin - tally.waited_s
+        reducer, record = self._reducer, self._record
+        transport, tally = reducer.transport, Tally()
+        begin = transport.timer()
+        transport.set_activity("step %d", reducer.count)
+        yield from tally.count(reducer.planner.refresh(transport), transport.group)
+        record.once_wire_bytes += tally.wire_bytes
+        record.choosing_s += transport.timer() - begin - tally.waited_s
 
-    def exchange(self, bucket: Bucket, gradients: list[Any] | None, ready: float) -> Rounds[None]:
-        """Exchange one bucket; None for the gradients asks all ranks to agree anew. As rounds, in order.
-
-        ``ready`` is when gradients were handed over, on the transport's clock.
-        """
-        core = self._core
-        if self._damaged is not None:
-            gradients = None  # so that the others hear of it
-        self._memories.append((bucket, _copied(bucket.memory)))
-        try:
-            done = yield from exchange(bucket, gradients, core, self._scale, self._beside.frozen, ready)
-        except MessageError as error:
-            self._damaged, self._told = self._damaged or cause_of(error), True
-            return
-        self._damaged = self._damaged or done.result.problem
-        self._record.choosing_s += done.choosing_s
-        self._record.once_wire_bytes += done.once_wire_bytes
-        self._done.append(done)
-
-    def examine(self, gradients: Mapping[str, Any], absent: Collection[str], lr: Any) -> None:
-        """Check the gradients that this rank was given.
+    def check_gradients(self, gradients: Mapping[str, Any], absent: Collection[str], lr: Any) -> None:
+        """Check the gradients of this rank, which asks all ranks to agree where something is new or wrong.
 
         Parameters
         ----------
-        gradients : mapping of str to array
+        gradients, absent
             See `mpicomp.Reducer.reduce`.
-        absent : collection of str
-            Those of them that stand for no gradient.
         lr : number or None
             The learning rate, for the record and the policy.
         """
-        layout = self._core.layout
-        try:
-            self._record.lr = _number("lr", lr)
-        except MpicompError as error:
-            self._unread = error
+        reducer, extra = self._reducer, self._extra
+        if lr is not None:
+            try:
+                self._record.lr = _number("lr", lr)
+            except MpicompError as error:
+                self._unread = error
         self._look(gradients, absent)
-        known = self._known and (self._beside.idle or all(name in layout.conditional for name in absent))
-        self._stale = self._problem is not None or not known or self._beside.stale or self._core.loaded is not None
-        self._stale = self._stale or self._core.suspect or (stopping.asked() and not self._core.stop)
-        if not self._stale:
+        known = self._known and (not absent or extra.idle or all(name in reducer.layout.conditional for name in absent))
+        self._stale = (
+            self._problem is not None or not known or extra.stale
+            or reducer.loaded is not None or reducer.must_check_ranks or (stopping.asked() and not reducer.stop)
+        )  # fmt: skip
+        if not self._stale and reducer.layout.entry.clip is not None:
             self._scale = self._asked_scale * self._clip()
 
     def _look(self, gradients: Mapping[str, Any], absent: Collection[str]) -> None:
-        layout = self._core.layout
+        layout = self._reducer.layout
         self._gradients, self._absent = gradients, absent
-        self._problem, self._made = self._unread, None
-        self._known = False
+        self._problem, self._made, self._known = self._unread, None, False
         try:
-            self._members = self._core.describer.describe(gradients)
+            self._members = layout.describer.describe(gradients)
             self._known = layout.knows(self._members)
             if not self._known:
                 layout.check(self._members)
                 self._made = layout.make(self._members, gradients)
-            self._core.expect(gradients)
+            layout.prefetch(gradients)
         except MpicompError as error:
             self._problem = error
         except MemoryError as error:  # mostly here, where a step's arrays are made; later ones are used again
             self._problem = no_memory(error, "reduce")
 
-    def of(self, bucket: Bucket) -> list[Any] | None:
-        """Return the gradients of a bucket, None where the ranks have to agree first."""
-        return None if self._stale else [self._gradients[member.name] for member in bucket.members]
+    def gradients_of(self, bucket: Bucket) -> list[Any] | None:
+        """Return the gradients of a bucket; None where the ranks have to agree first."""
+        return None if self._stale else [self._gradients[name] for name in bucket.names]
 
-    def conclude(self, finite: bool) -> Rounds[Any]:
+    def exchange(self, bucket: Bucket, gradients: Sequence[Any] | None, ready: float) -> Rounds[None]:
+        """Exchange one bucket; None for the gradients asks all ranks to agree. As rounds, in order.
+
+        ``ready`` is when gradients were handed over, on the transport's timer.
+        """
+        reducer, record, frozen = self._reducer, self._record, self._extra.frozen
+        transport, planner = reducer.transport, reducer.planner
+        timer = transport.timer
+        self._memories.append((bucket, _copied(bucket.memory)))
+        if self._damaged is not None:
+            gradients = None  # so that the others hear of it
+        begin = timer()
+        plan = (reducer.plans.get(bucket.index) if frozen else None) or planner.plan(bucket.index)
+        transport.set_activity(_ACTIVITY, reducer.count, bucket.index, bucket.names[0], plan.scheme.id)
+        last = timer()
+        record.choosing_s += last - begin
+        done = BucketExchange(bucket, plan, ready, last, frozen, transport.group)
+        show = trace.Phases().show if trace.markers else None
+        try:
+            if show is not None:
+                show("compress")
+            arrays = None if gradients is None else reducer.layout.inputs_of(bucket, gradients)
+            accumulated = bucket.accumulate(arrays, self._scale)
+            context = bucket.context_of(transport.group, reducer.count, reducer.seed)
+            exchange = plan.scheme.exchange(accumulated, context)
+            if bucket.device is not HOST:
+                exchange = run_on_device(bucket.device, exchange)
+            reply: Any = None
+            while True:
+                try:
+                    request = exchange.send(reply)
+                except StopIteration as stop:
+                    result: Result = stop.value
+                    break
+                if show is not None:
+                    show("exchange")
+                begin = timer()
+                done.compress_s += begin - last
+                reply = yield request
+                last = timer()
+                done.exchange_s += last - begin
+                done.requests.append((request, begin, last))
+                if type(request) is Round and request.once:
+                    part = transport.group.part(request.group)
+                    assert part is not None
+                    record.once_wire_bytes += request.wire_bytes(part)
+                if show is not None:
+                    show("decode")
+        except MessageError as error:
+            self._damaged, self._agrees = self._damaged or cause_of(error), True
+            return
+        finally:
+            if show is not None:
+                show(None)
+        done.result, done.end = result, timer()
+        done.decode_s = done.end - last
+        self._damaged = self._damaged or result.problem
+        self._agrees = self._agrees or result.stale
+        survey = None if frozen or result.stale else planner.survey(bucket.index)
+        with bucket.device.active():
+            energies = None
+            if survey is not None:
+                done.survey = survey.measure(accumulated.array(), accumulated.residual, bucket.sizes, reducer.count)
+                energies = survey.energies(done.survey, bucket.sizes)
+                record.choosing_s += timer() - done.end
+            done.layers = layers_of(
+                bucket.bounds, accumulated.array(), result.sent, energies, result.gain, result.thinned
+            )
+        self._done.append(done)
+
+    def commit(self, finite: bool) -> Rounds[dict[str, Any]]:
         """Keep the step or undo it, the same on all ranks, and return the means; none where it was ended. As rounds.
 
         Parameters
@@ -149,140 +212,144 @@ class Step:
         finite : bool
             See `mpicomp.Reducer.reduce`.
         """
-        core, record = self._core, self._record
-        # Without buckets no message could have carried the flag.
-        asked = self._asked or not core.layout.buckets
-        while asked:
+        reducer, record, layout = self._reducer, self._record, self._reducer.layout
+        transport, outside = reducer.transport, reducer.outside_tally
+        group = transport.group
+        agrees = self._agrees or not layout.buckets  # without buckets no message could have carried the flag
+        while agrees:
             if not (yield from self._agree()):
                 return {}
-            asked = self._asked
-        group = core.transport.group
-        try:
-            finite = (yield from core.outside.count(self._beside.exchange(), group)) and finite
-        except MpicompError:
-            self.forget()
-            raise
-        used = yield from core.outside.count(self._used(), group)
-        infinite = any(done.result.nonfinite for done in self._done)
-        if infinite and core.nonfinite == "raise" and self._damaged is None and not core.survives:
-            yield from core.outside.count(self._find_overflow(), group)
-        # Applied by all that are left, or by none: what comes behind this may fail on some of them alone.
-        if core.survives and not core.transport.agree(True):
-            raise RankFailedError(AGREED)
-        core.count += 1
-        core.last_step = record
-        core.plans = {done.record.bucket: done.plan for done in self._done}
-        record.buckets = [done.record for done in self._done]
-        record.overhead_bytes += core.outside.sent_bytes
-        record.overhead_wire_bytes += core.outside.wire_bytes
-        core.outside = Tally()
-        record.lost_ranks, core.lost = core.lost, []
-        record.stop = core.stop
-        means = self._finish(used, finite) if self._damaged is None else {}
-        try:
-            yield from self._tell()
-        except RankFailedError:
-            if not core.survives:
+            agrees = self._agrees
+        if self._extra is not NO_EXTRA:
+            try:
+                finite = (yield from outside.count(self._extra.exchange(), group)) and finite
+            except MpicompError:
+                self.undo()
                 raise
-            core.failed = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
+        used = (yield from outside.count(self._used(), group)) if layout.conditional else set()
+        overflows = [done for done in self._done if done.result.nonfinite]
+        if overflows and reducer.nonfinite == "raise" and self._damaged is None and not reducer.survives:
+            yield from outside.count(self._find_overflow(), group)
+        # Applied by all that are left, or by none: what comes behind this may fail on some of them alone.
+        if reducer.survives and not transport.agree(True):
+            raise RankFailedError(AGREED)
+        reducer.count += 1
+        reducer.last_step = record
+        reducer.plans = {done.bucket.index: done.plan for done in self._done}
+        record.exchanges = self._done
+        record.overhead_bytes += outside.sent_bytes
+        record.overhead_wire_bytes += outside.wire_bytes
+        reducer.outside_tally = Tally()
+        record.lost_ranks, reducer.lost_ranks = reducer.lost_ranks, []
+        record.stop = reducer.stop
+        means = self._keep_or_undo(used, finite) if self._damaged is None else {}
+        try:
+            yield from self._report_to_policy(finite and not overflows)
+        except RankFailedError:
+            if not reducer.survives:
+                raise
+            reducer.failed = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
         if self._damaged is not None:  # in the last message: nothing has followed that could tell the others
-            self.forget()
-            core.suspect = True
+            self.undo()
+            reducer.must_check_ranks = True
             raise MessageError(
                 f"{self._damaged} (on rank {group.rank}); nothing was applied on this rank, and at the next step all "
                 "ranks compare whether that is so on all of them"
             )
         return means
 
-    @property
-    def _asked(self) -> bool:
-        """Whether some rank asks all of them to agree anew, the same on all."""
-        return self._told or any(done.result.stale for done in self._done)
-
-    def forget(self) -> None:
+    def undo(self) -> None:
         """Restore the memories of compressors and collectives to those before the step."""
         for bucket, memory in reversed(self._memories):
             bucket.memory = memory
         self._memories.clear()
 
-    def _tell(self) -> Rounds[None]:
-        """Let the policy learn from the step's results, and start the ranks' telemetry."""
-        core, record = self._core, self._record
-        if self._beside.frozen:
-            return
-        delivered = [BucketOutcome(own.energy, own.gain, own.kept) for own in (done.result for done in self._done)]
-        begin, tally, group = time.perf_counter(), Tally(), core.transport.group
-        yield from tally.count(core.pace.tell(record.step), group)
-        record.slowest_rank, record.slowest_costs_s = core.pace.slowest_rank, core.pace.slowest_costs_s
-        finite = not any(done.result.nonfinite for done in self._done)
-        if finite and not record.skipped:
-            core.policy.on_step_end(record.step, delivered)
-        yield from tally.count(core.telemetry.receive(core.policy), group)
-        surveys = {done.record.bucket: done.survey for done in self._done if done.survey is not None}
-        if self._done and (core.policy.wants_telemetry or surveys):
-            times = np.array([(done.start, done.end, done.own_s, done.ready) for done in self._done])
-            report = StepReport(record.step, record.lr, [done.plan for done in self._done], delivered, times, surveys)
-            yield from tally.count(core.telemetry.publish(report), group)
-        record.choosing_s += time.perf_counter() - begin - tally.waited_s
-        record.overhead_bytes += tally.sent_bytes
-        record.overhead_wire_bytes += tally.wire_bytes
-
-    def note_seconds(self, begin: float, waited_s: float | None = None) -> None:
+    def finish(self, begin: float, waited_s: float | None = None) -> None:
         """Record the seconds of the step since its beginning; it may have failed.
 
         In ``waited_s`` of them its thread waited for others; None stands for the rounds of its buckets.
         """
-        end, record = time.perf_counter(), self._record
-        if applied := self._core.last_step is record:
+        reducer, record = self._reducer, self._record
+        end = reducer.transport.timer()
+        applied = reducer.last_step is record
+        if applied:
             record.seconds = end - begin
-            if tracing.active is not None:
-                tracing.active.step(record, self._done, self._core, record.seconds)
-            waited_s = record.phases_s["exchange"] if waited_s is None else waited_s
-        self._core.pace.note(end, waited_s or 0.0, applied and not record.agreed)
+            for listener in list(trace.listeners):
+                listener.on_step(record, self._done, reducer.number, reducer.transport)
+            if waited_s is None:
+                waited_s = sum([done.exchange_s for done in self._done])
+        reducer.telemetry.note_work(end, waited_s or 0.0, applied and not record.agreed)
+
+    def _report_to_policy(self, finite: bool) -> Rounds[None]:
+        """Let the policy learn from the step's results, and start the ranks' telemetry. As rounds."""
+        reducer, record = self._reducer, self._record
+        if self._extra.frozen:
+            return
+        transport, telemetry = reducer.transport, reducer.telemetry
+        begin, tally = transport.timer(), Tally()
+        delivered = [BucketOutcome(done.result.energy, done.result.gain, done.result.kept) for done in self._done]
+        if telemetry.is_due(record.step):
+            yield from tally.count(telemetry.share_work(record.step), transport.group)
+        record.slowest_rank, record.slowest_costs_s = telemetry.slowest_rank, telemetry.slowest_costs_s
+        if finite and not record.skipped:
+            reducer.planner.on_step_end(record.step, delivered)
+        if telemetry.under_way is not None:
+            yield from tally.count(telemetry.receive(reducer.planner), transport.group)
+        surveys = {done.bucket.index: done.survey for done in self._done if done.survey is not None}
+        if self._done and (reducer.planner.wants_telemetry or surveys):
+            times = np.array([done.times(transport.offset) for done in self._done])
+            report = StepReport(record.step, record.lr, [done.plan for done in self._done], delivered, times, surveys)
+            yield from tally.count(telemetry.publish(report), transport.group)
+        record.choosing_s += transport.timer() - begin - tally.waited_s
+        record.overhead_bytes += tally.sent_bytes
+        record.overhead_wire_bytes += tally.wire_bytes
 
     def _agree(self) -> Rounds[bool]:
         """Compare the ranks' arrays, lay out buckets anew, and exchange them; False where the step ends here."""
-        core, record, layout = self._core, self._record, self._core.layout
-        log = core.transport.log
+        reducer, record, layout = self._reducer, self._record, self._reducer.layout
+        transport, outside = reducer.transport, reducer.outside_tally
+        log = transport.log
         log.clear()
-        cut_short = Tally(
-            sum(done.record.sent_bytes for done in self._done), sum(done.record.wire_bytes for done in self._done)
-        )
-        self.forget()
-        yield from core.telemetry.drop()
-        given = yield from self._beside.agree((self._gradients, self._absent))
-        if given is None:
-            core.outside.sent_bytes += cut_short.sent_bytes + sum(entry.sent_bytes for entry in log)
-            core.outside.wire_bytes += cut_short.wire_bytes + sum(entry.wire_bytes for entry in log)
+        cut_short = Tally()
+        for done in self._done:
+            cut_short.merge(done.tally())
+        self.undo()
+        yield from reducer.telemetry.drop()
+        gradients = yield from self._extra.agree((self._gradients, self._absent))
+        if gradients is None:
+            outside.merge(cut_short)
+            outside.sent_bytes += sum(entry.sent_bytes for entry in log)
+            outside.wire_bytes += sum(entry.wire_bytes for entry in log)
             return False
-        if given[0] is not self._gradients:
-            self._look(*given)
-        begins = core.count if core.loaded is None else core.loaded.step
-        settings = core.settings | {"the step that follows": begins} | core.loading()
-        settings["whether the last step was applied"] = not core.suspect
+        if gradients[0] is not self._gradients:
+            self._look(*gradients)
+        begins = reducer.count if reducer.loaded is None else reducer.loaded.step
+        settings = reducer.settings | {"the step that follows": begins} | policy_digest(reducer.loaded, reducer.planner)
+        settings["whether the last step was applied"] = not reducer.must_check_ranks
         settings["plugins"] = ", ".join(plugins.loaded()) or "none"
-        named = core.policy.compressor
+        named = reducer.planner.compressor
         if named.needs_identical_blas:
             where = "a GPU" if on_device(self._gradients.values()) else "the host"
             settings[f"where gradients are, with compressor '{named.id}',"] = where
         signature = None if self._members is None else Signature(settings, self._members)
-        before = core.policy.state_dict()
+        before = reducer.planner.state_dict()
         try:
-            core.take_up()
+            if reducer.loaded is not None:
+                reducer.loaded.load_into(reducer.planner, transport.group)
         except MpicompError as error:
             # That it is no state of this policy says more than that it is another one than the other ranks'.
             self._problem, signature = self._problem or error, None
         try:
-            yield from agree(signature, self._problem or self._damaged, core.transport.group)
+            yield from agree(signature, self._problem or self._damaged, transport.group)
         except MpicompError:
-            if core.loaded is not None:
-                core.policy.load_state_dict(before, None)
+            if reducer.loaded is not None:
+                reducer.planner.load_state_dict(before, None)
             raise
-        if core.loaded is not None:
-            core.plans = {}
-        core.count = record.step = begins
-        core.loaded = None
-        core.suspect = self._told = False
+        if reducer.loaded is not None:
+            reducer.plans = {}
+        reducer.count = record.step = begins
+        reducer.loaded, reducer.must_check_ranks = None, False
+        self._agrees = False
         members = self._members
         assert members is not None
         absent = yield from self._absences([member.name for member in members])
@@ -291,51 +358,49 @@ class Step:
         if buckets is not None and layout.bucket_bytes is None:
             known = sum(entry.wire_bytes for entry in log)
             total = sum(member.numel * member.work_dtype.itemsize for member in members)
-            limit = yield from core.policy.bucket_limit(total, core.transport)
+            limit = yield from reducer.planner.bucket_limit(total, transport)
             layout.bucket_bytes = LARGE_BUCKET if limit is None else min(limit, LARGE_BUCKET)
             buckets = layout.make(members, self._gradients)
             once_wire_bytes = sum(entry.wire_bytes for entry in log) - known
         if buckets is not None:
-            yield from choose_routes([bucket.device for bucket in buckets], core.transport)
+            yield from choose_routes([bucket.device for bucket in buckets], transport)
         record.agreed = True
         agreed_wire_bytes = sum(entry.wire_bytes for entry in log) - once_wire_bytes
         record.overhead_bytes += cut_short.sent_bytes + sum(entry.sent_bytes for entry in log)
         record.overhead_wire_bytes += cut_short.wire_bytes + agreed_wire_bytes
         self._done.clear()
         if buckets is not None:
-            yield from core.policy.start([bucket.shape for bucket in buckets], core.transport)
+            yield from reducer.planner.start([bucket.shape for bucket in buckets], transport)
             layout.adopt(members, buckets)
-            core.expect(self._gradients)
-            core.plans = {}
+            layout.prefetch(self._gradients)
+            reducer.plans = {}
         record.once_wire_bytes += sum(entry.wire_bytes for entry in log) - agreed_wire_bytes
         names = {member.name for member in members}
         layout.conditional = [name for name in [*layout.conditional, *sorted(absent)] if name in names]
         layout.conditional = list(dict.fromkeys(layout.conditional))
         self._stale = False
         self._scale = self._asked_scale * self._clip()
-        ready = core.transport.clock()
+        ready = transport.timer()
         for bucket in layout.buckets:
-            yield from self.exchange(bucket, self.of(bucket), ready)
+            yield from self.exchange(bucket, self.gradients_of(bucket), ready)
         return True
 
     def _absences(self, names: list[str]) -> Rounds[list[str]]:
         """Return those of these names that some rank has no gradient for, and note whether some rank is to stop."""
-        own = [name in self._absent and not self._beside.idle for name in sorted(names)]
-        stop, *flags = (yield from self._share([stopping.asked(), *own])).T
-        self._core.stop = self._core.stop or bool(stop.any())
-        return [name for name, own_flags in zip(sorted(names), flags, strict=True) if own_flags.any()]
+        flags = [name in self._absent and not self._extra.idle for name in sorted(names)]
+        stop, *absent = (yield from self._share([stopping.asked(), *flags])).T
+        self._reducer.stop = self._reducer.stop or bool(stop.any())
+        return [name for name, ranks in zip(sorted(names), absent, strict=True) if ranks.any()]
 
     def _used(self) -> Rounds[set[str]]:
         """Return the conditional arrays that some rank has a gradient for, the same on all ranks."""
-        conditional = self._core.layout.conditional
-        if not conditional:
-            return set()
+        conditional = self._reducer.layout.conditional
         flags = yield from self._share([name in self._absent for name in conditional])
-        return {name for name, own in zip(conditional, flags.T, strict=True) if not own.all()}
+        return {name for name, ranks in zip(conditional, flags.T, strict=True) if not ranks.all()}
 
-    def _share(self, own: list[bool]) -> Rounds[NDArray[np.uint8]]:
-        """Return everyone's flags, a row for each rank."""
-        return (yield from gather_rows(np.array(own, _FLAG), self._core.transport.group))
+    def _share(self, flags: list[bool]) -> Rounds[NDArray[np.uint8]]:
+        """Return the flags of all ranks, a row for each. As rounds."""
+        return (yield from gather_rows(np.array(flags, _FLAG), self._reducer.transport.group))
 
     def _find_overflow(self) -> Rounds[None]:
         """Find out, on all ranks alike, whether gradients are finite, so that the exchange has overflowed."""
@@ -344,76 +409,65 @@ class Step:
 
     def _clip(self) -> float:
         """Return the factor that clips this rank's gradients: 1 without clipping, or if they are not finite."""
-        core = self._core
-        if core.entry.clip is None:
+        layout = self._reducer.layout
+        if layout.entry.clip is None:
             return 1.0
         energy = self._scale**2 * sum(
-            bucket.energy([core.input_of(own.name, self._gradients[own.name]) for own in bucket.members])
-            for bucket in core.layout.buckets
+            bucket.energy(layout.inputs_of(bucket, [self._gradients[name] for name in bucket.names]))
+            for bucket in layout.buckets
         )
-        limit = core.entry.clip / math.sqrt(core.transport.group.size)
+        limit = layout.entry.clip / math.sqrt(self._reducer.transport.group.size)
         return limit / math.sqrt(energy) if limit**2 < energy < math.inf else 1.0
 
-    def _finish(self, used: set[str], finite: bool) -> dict[str, Any]:
+    def _keep_or_undo(self, used: set[str], finite: bool) -> dict[str, Any]:
         """Keep residuals or leave them as they were, and return the means."""
-        core, record, layout = self._core, self._record, self._core.layout
-        buckets = list(zip(layout.buckets, self._done, strict=True))
-        bad = [bucket for bucket, done in buckets if done.result.nonfinite]
-        finite = finite and not bad
-        if not finite and core.nonfinite != "pass":
-            self.forget()
-        if not finite and core.nonfinite == "raise":
-            names = " or ".join(f"'{bucket.members[0].name}'" for bucket in bad)
-            where = f", in the bucket that starts with {names}" if bad else ""
-            if self._overflowed:
-                plans = " or ".join(
-                    sorted({done.record.compressor["id"] for done in self._done if done.result.nonfinite})
-                )
-                raise NonFiniteError(
-                    f"reduce: gradients are finite, and {plans} overflowed at step {record.step}{where}: they, or "
-                    "their sum with the residual or over ranks, are too large for what it computes in; nothing was "
-                    "applied and the residuals are as they were. Clip or scale gradients, or use a wider wire"
-                )
-            raise NonFiniteError(
-                f"reduce: gradients must be finite, got NaN or infinity on some rank at step {record.step}{where}; "
-                "nothing was applied and the residuals are as they were. nonfinite='skip' leaves such steps out"
-            )
-        record.skipped = not finite and core.nonfinite == "skip"
-        unused = set(layout.conditional) - used
+        reducer, record, layout = self._reducer, self._record, self._reducer.layout
+        timer = reducer.transport.timer
+        nonfinite = [done for done in self._done if done.result.nonfinite]
+        finite = finite and not nonfinite
+        if not finite and reducer.nonfinite != "pass":
+            self.undo()
+        if not finite and reducer.nonfinite == "raise":
+            raise self._nonfinite_error(nonfinite)
+        record.skipped = not finite and reducer.nonfinite == "skip"
+        unused = set(layout.conditional) - used if layout.conditional else ()
         means: dict[str, Any] = {}
-        for bucket, done in buckets:
-            begin = core.transport.clock()
+        for bucket, done in zip(layout.buckets, self._done, strict=True):
+            begin = timer()
+            mean = done.result.mean
             with bucket.device.active():
                 if record.skipped:
-                    done.result.mean[:] = 0
+                    mean[:] = 0
                 else:
-                    bucket.commit(done.result.sent, finite=finite)
-                # What nobody has a gradient for is delivered all the same where the residual was sent.
-                parts = [
-                    (member, start)
-                    for member, start in zip(bucket.members, bucket.offsets, strict=True)
-                    if member.name not in unused or done.result.mean[start : start + member.numel].any()
-                ]
-            means |= self._give(done.result.mean, parts, bucket.device)
-            done.add(core.transport.clock() - begin)
-        for member in layout.members or ():
-            if member.numel == 0 and member.name not in unused:
-                means |= self._give(np.empty(0, member.work_dtype), [(member, 0)], HOST)
+                    bucket.commit(done.result.sent, finite)
+            means |= layout.unflatten(bucket, mean, self._gradients, unused)
+            done.commit_s = timer() - begin
+        if layout.empty:
+            means |= layout.unflatten_empty(self._gradients, unused)
+        if len(self._done) == 1 and self._members is layout.members and not layout.empty:
+            return means  # in the order in which they came in
         return {name: means[name] for name in self._gradients if name in means}
 
-    def _give(self, mean: Any, parts: Sequence[tuple[ArraySpec, int]], device: Device) -> dict[str, Any]:
-        """Return the means of some arrays, of the kinds that came in, by name; ``parts`` says where each begins."""
-        delivered = self._core.layout.delivered
-        wanted = [
-            MeanPart(start, member, self._gradients[member.name], delivered.get(member.name)) for member, start in parts
-        ]
-        means = self._core.staging.unflatten(mean, wanted) if device is HOST else device.unflatten(mean, wanted)
-        return {part.described.name: own for part, own in zip(wanted, means, strict=True)}
+    def _nonfinite_error(self, nonfinite: list[BucketExchange]) -> NonFiniteError:
+        step = self._record.step
+        names = " or ".join(f"'{done.bucket.names[0]}'" for done in nonfinite)
+        where = f", in the bucket that starts with {names}" if nonfinite else ""
+        if self._overflowed:
+            plans = " or ".join(sorted({done.plan.scheme.compressor.id for done in nonfinite}))
+            return NonFiniteError(
+                f"reduce: gradients are finite, and {plans} overflowed at step {step}{where}: they, or "
+                "their sum with the residual or over ranks, are too large for what it computes in; nothing was "
+                "applied and the residuals are as they were. Clip or scale gradients, or use a wider wire"
+            )
+        return NonFiniteError(
+            f"reduce: gradients must be finite, got NaN or infinity on some rank at step {step}{where}; "
+            "nothing was applied and the residuals are as they were. nonfinite='skip' leaves such steps out"
+        )
 
 
 def _copied(memory: dict[str, Any]) -> dict[str, Any]:
     """Return a memory that stays as it is: what is in it is replaced and never written to, but for memories within."""
-    return {key: _copied(value) if isinstance(value, dict) else value for key, value in memory.items()}
+    return {key: _copied(value) if type(value) is dict else value for key, value in memory.items()} if memory else {}
 
 
 def _is_finite(values: NDArray[Any]) -> bool:
@@ -423,11 +477,11 @@ def _is_finite(values: NDArray[Any]) -> bool:
     return bool(np.isfinite(values).all())
 
 
-def _number(name: str, value: Any) -> float | None:
+def _number(name: str, value: Any) -> float:
     """Return a number of whatever type it came in; 0-dimensional arrays and tensors are among them."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
-        return None if value is None else float(value)
+        return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigurationError(f"reduce: {name} must be a number or None, got {value!r}") from None

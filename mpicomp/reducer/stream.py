@@ -1,14 +1,15 @@
 """A step whose buckets are exchanged by a thread, one by one, while the others are still computed."""
 
-import time
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicomp.errors import RankFailedError
-from mpicomp.reducer.beside import Beside
-from mpicomp.reducer.core import Core
+from mpicomp.reducer.agreement import ExtraExchange
 from mpicomp.reducer.step import Step
 from mpicomp.transport.scheduler import Job, ProgressThread
+
+if TYPE_CHECKING:
+    from mpicomp.reducer.reducer import Reducer
 
 
 class Stream:
@@ -16,22 +17,22 @@ class Stream:
 
     Parameters
     ----------
-    core : Core
-        Of the reducer.
+    reducer : Reducer
+        Its buckets are laid out.
     thread : ProgressThread
         Runs the rounds, with one channel.
     scale : float
         Factor that gradients are multiplied by first.
-    beside : Beside, optional
+    extra : ExtraExchange
         Exchanges that belong to the step but to no bucket.
     """
 
-    def __init__(self, core: Core, thread: ProgressThread, scale: float, beside: Beside | None = None) -> None:
-        self._core = core
+    def __init__(self, reducer: "Reducer", thread: ProgressThread, scale: float, extra: ExtraExchange) -> None:
+        self._reducer = reducer
         self._thread = thread
-        self._step = Step(core, scale, beside)
-        self._jobs: list[Job[None]] = [thread.submit(self._step.refresh())]
-        self._left = list(core.layout.buckets)
+        self._step = Step(reducer, scale, extra)
+        self._jobs: list[Job[None]] = [thread.submit(self._step.begin())]
+        self._left = list(reducer.layout.buckets)
         self._missing = {member.name for member in self._left[0].members}
         self._arrays: dict[str, Any] = {}
 
@@ -41,7 +42,7 @@ class Stream:
         Buckets are exchanged in their order, each as soon as it and those before it are complete. The last one waits
         for `finish`: with it goes what only then is known, such as arrays that are new. Other names are passed over.
         """
-        self._core.expect({name: gradient})
+        self._reducer.layout.prefetch({name: gradient})
         self._arrays[name] = gradient
         self._missing.discard(name)
         while len(self._left) > 1 and not self._missing:
@@ -57,29 +58,29 @@ class Stream:
         finite: bool = True,
     ) -> dict[str, Any]:
         """Exchange the remaining buckets, wait for all, return the means; see `mpicomp.Reducer.reduce`. Collective."""
-        begin, waited_s = time.perf_counter(), 0.0
-        step = self._step
+        step, timer = self._step, self._reducer.transport.timer
+        begin, waited_s = timer(), 0.0
         try:
-            step.examine(gradients, absent, lr)
+            step.check_gradients(gradients, absent, lr)
             while self._left:
-                self._submit(step.of(self._left.pop(0)))
-            handed_over = time.perf_counter()
+                self._submit(step.gradients_of(self._left.pop(0)))
+            handed_over = timer()
             self._thread.wait(self._jobs)
-            waited_s = time.perf_counter() - handed_over
-            means: dict[str, Any] = self._core.transport.run(step.conclude(finite))
+            waited_s = timer() - handed_over
+            means: dict[str, Any] = self._reducer.transport.run(step.commit(finite))
             return means
         except RankFailedError as error:
-            step.forget()
-            self._core.failed = error  # `Reducer.reduce` goes on from here
-            if self._core.survives:
+            step.undo()
+            self._reducer.failed = error  # `Reducer.reduce` goes on from here
+            if self._reducer.survives:
                 # The thread has to have come to rest before ranks agree: whatever else it waits for is broken off.
-                self._core.transport.revoke()
+                self._reducer.transport.revoke()
                 for job in self._jobs:
                     job.exception()
             raise
         finally:
-            step.note_seconds(begin, waited_s)
+            step.finish(begin, waited_s)
 
     def _submit(self, gradients: list[Any] | None) -> None:
-        bucket = self._core.layout.buckets[len(self._jobs) - 1]
-        self._jobs.append(self._thread.submit(self._step.exchange(bucket, gradients, self._core.transport.clock())))
+        bucket = self._reducer.layout.buckets[len(self._jobs) - 1]
+        self._jobs.append(self._thread.submit(self._step.exchange(bucket, gradients, self._reducer.transport.timer())))

@@ -1,7 +1,8 @@
-"""Telemetry: the seconds of a step on each rank, sent to all ranks while the next step goes on."""
+"""Telemetry: what ranks send each other of the seconds of their steps, while the next step goes on."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,28 +10,85 @@ from numpy.typing import NDArray
 from mpicomp.policies import Policy, StepReport
 from mpicomp.rounds import Pending, Round, Rounds
 
-_PER_BUCKET = 4  # times that are sent for a bucket: start, end, own work, ready
+_PER_BUCKET = 4  # times that are sent for a bucket: start, end, seconds outside rounds, ready
+PACE_STEPS = 16
+"""Steps between two messages about the work of ranks: a message to each rank in so many steps costs next to nothing."""
+
+_SECONDS = np.dtype(np.float64)
 
 
 class Telemetry:
-    """Sends a rank's report of a step in the background and hands everyone's to the policy one step later.
+    """Sends reports of steps in the background, and finds the rank that the others wait for.
 
-    The round is started at the end of a step and asked for at the end of the next one, whose own rounds have moved it
-    on: nobody waits for it.
+    A round is started at the end of a step and waited for at the end of the next one, whose rounds have moved it on:
+    nobody waits for it. A rank's work is the seconds from the end of one exchange to that of the next, less those in
+    which it waits; no clock has to be the same on two ranks for that.
 
     Parameters
     ----------
     ranks : int
         Number of ranks.
+    shares_work : bool
+        Whether ranks compare how long they work. Where they take turns in one process their seconds say nothing.
+
+    Attributes
+    ----------
+    slowest_rank : int or None
+        The rank that works longest; None before ranks have compared.
+    slowest_costs_s : float or None
+        Seconds a step by which it works longer than the middle one (of an even number, the faster of two).
+    under_way : Pending or None
+        The report that is under way.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, shares_work: bool = True) -> None:
+        self.slowest_rank: int | None = None
+        self.slowest_costs_s: float | None = None
+        self.under_way: Pending | None = None
         self._report: StepReport | None = None
-        self._under_way: Pending | None = None
+        self._ranks = ranks
+        self._shares_work = shares_work and ranks > 1
+        self._ended: float | None = None
+        self._work_s: list[float] = []
+        self._work_under_way: Pending | None = None
+
+    def note_work(self, ended: float, waited_s: float, counts: bool) -> None:
+        """Count the work of a step.
+
+        Parameters
+        ----------
+        ended : float
+            When its exchange has ended, in seconds of any clock.
+        waited_s : float
+            Seconds of it in which this rank waited for others.
+        counts : bool
+            Whether it was one like the others.
+        """
+        if self._shares_work:
+            if self._ended is not None and counts:
+                self._work_s.append(ended - self._ended - waited_s)
+            self._ended = ended
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `share_work` has a round in this step."""
+        return self._work_under_way is not None or (self._shares_work and step % PACE_STEPS == PACE_STEPS - 1)
+
+    def share_work(self, step: int) -> Rounds[None]:
+        """Receive the work of all ranks that was sent a step ago, and send this rank's where it is due. As rounds."""
+        if self._work_under_way is not None:
+            work_s = yield self._work_under_way
+            self._work_under_way = None
+            self.slowest_rank, self.slowest_costs_s = slowest_of(work_s)
+        if self._shares_work and step % PACE_STEPS == PACE_STEPS - 1:
+            send = np.array([sum(self._work_s) / max(len(self._work_s), 1)], _SECONDS)
+            self._work_s.clear()
+            recv = np.empty(self._ranks, _SECONDS)
+            self._work_under_way = yield Round(
+                "allgatherv", [1] * self._ranks, _SECONDS, send=send, recv=recv, background=True
+            )
 
     def publish(self, report: StepReport) -> Rounds[int]:
-        """Send the report of this step in the background and return its bytes; `receive` comes first.
+        """Send the report of this step in the background and return its bytes; `receive` comes first. As rounds.
 
         Parameters
         ----------
@@ -42,7 +100,7 @@ class Telemetry:
         numbers[1:] = report.times.reshape(-1)
         send = numbers.view(np.uint8)
         if report.surveys:
-            send = np.concatenate([send, *(own.view(np.uint8) for own in report.surveys.values())])
+            send = np.concatenate([send, *(survey.view(np.uint8) for survey in report.surveys.values())])
         self._report = report
         task = Round(
             "allgatherv",
@@ -52,29 +110,41 @@ class Telemetry:
             recv=np.empty(send.size * self._ranks, np.uint8),
             background=True,
         )
-        self._under_way = yield task
+        self.under_way = yield task
         return send.nbytes
 
     def receive(self, policy: Policy) -> Rounds[None]:
-        """Let the policy learn from the telemetry that is under way."""
-        if self._under_way is None:
+        """Pass the report that is under way, of all ranks, to the policy. As rounds."""
+        if self.under_way is None:
             return
-        everyones: NDArray[np.uint8] = (yield self._under_way).reshape(self._ranks, -1)
-        self._under_way = None
+        rows: NDArray[np.uint8] = (yield self.under_way).reshape(self._ranks, -1)
+        self.under_way = None
         report = self._report
         assert report is not None
         end = 8 + 8 * _PER_BUCKET * len(report.plans)
-        numbers = everyones[:, :end].copy().view(np.float64)
+        numbers = rows[:, :end].copy().view(np.float64)
         lr = float(numbers[0, 0])
         times = numbers[:, 1:].reshape(self._ranks, len(report.plans), _PER_BUCKET)
         surveys: dict[int, NDArray[np.float32]] = {}
-        for bucket, own in report.surveys.items():
-            begin, end = end, end + own.nbytes
-            surveys[bucket] = everyones[:, begin:end].copy().view(np.float32).reshape(self._ranks, -1)
+        for bucket, survey in report.surveys.items():
+            begin, end = end, end + survey.nbytes
+            surveys[bucket] = rows[:, begin:end].copy().view(np.float32).reshape(self._ranks, -1)
         policy.on_telemetry(replace(report, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
 
     def drop(self) -> Rounds[None]:
-        """Wait for the telemetry that is under way and drop it."""
-        if self._under_way is not None:
-            yield self._under_way
-            self._under_way = None
+        """Wait for the report that is under way and drop it. As rounds."""
+        if self.under_way is not None:
+            yield self.under_way
+            self.under_way = None
+
+
+def slowest_of(work_s: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[int, float]:
+    """Return the rank that works longest, and by how many seconds longer than the middle one.
+
+    Examples
+    --------
+    >>> slowest_of(np.array([1.0, 1.25, 3.25, 1.5]))
+    (2, 2.0)
+    """
+    slowest = int(work_s.argmax())
+    return slowest, float(work_s[slowest] - np.sort(work_s)[(work_s.size - 1) // 2])

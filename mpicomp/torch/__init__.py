@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mpicomp.reducer.ranges import UNDER_NSIGHT, markers
+from mpicomp.reducer.trace import UNDER_NSIGHT, markers
 from mpicomp.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpicomp.torch.ddp import DDPState, ddp_comm_hook
 from mpicomp.torch.onebit_adam import OneBitAdam

@@ -7,7 +7,7 @@ import torch
 
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import together
+from mpicomp.reducer.agreement import run_collectively
 from mpicomp.rounds import Rounds
 from mpicomp.torch.arguments import as_real, check_kind, named_pairs, split_group
 from mpicomp.torch.optimizer_proxy import NotCopyable
@@ -48,7 +48,7 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
             super(CollectiveOptimizer, self).__init__(members, defaults)
 
         try:
-            together(make, self._transport, who)
+            run_collectively(make, self._transport, who)
         except BaseException:
             if self._owns_transport:
                 self._transport.close()
@@ -145,7 +145,7 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
     def _exchange(self, reducer: Reducer, arrays: Mapping[str, torch.Tensor], lr: float) -> Rounds[Any]:
         """Average arrays, and check that ranks have the same settings and parameters."""
         yield from self._checks.begin()
-        return (yield from reducer.rounds(arrays, lr, beside=self._checks))
+        return (yield from reducer.rounds(arrays, lr, extra=self._checks))
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         return {name: parameter for name, parameter, _ in self._members()}

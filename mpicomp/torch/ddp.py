@@ -11,7 +11,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import together
+from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.reducer import check_settings
 from mpicomp.reducer.stream import Stream
 from mpicomp.torch.arguments import as_real, check_forward, check_kind
@@ -80,7 +80,9 @@ class DDPState:
         self._transport = None if transport is comm else transport
 
         try:
-            together(lambda: _check(model, compressor, settings, allow_nccl, transport.group.size), transport, _WHO)
+            run_collectively(
+                lambda: _check(model, compressor, settings, allow_nccl, transport.group.size), transport, _WHO
+            )
             self.reducer = Reducer(compressor, collective, policy, comm=transport, **settings)
         except BaseException:
             if self._transport is not None:
@@ -100,7 +102,7 @@ class DDPState:
         buffer = bucket.buffer()
         gradients = self._gradients_in(bucket, buffer)
         if not self._gradients and self._thread is not None:
-            self._stream = self.reducer.stream(self._thread, beside=self._checks)
+            self._stream = self.reducer.stream(self._thread, extra=self._checks)
         # A future whose value is on a device has to know which one, so that torch's streams wait for it.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         self._waiting.append((future, buffer))
@@ -155,7 +157,7 @@ class DDPState:
         gradients, stream, waiting = self._gradients, self._stream, self._waiting
         self._gradients, self._stream, self._waiting = {}, None, []
         self._checks.gradients = gradients.values()
-        means = self.reducer.reduce(gradients, beside=self._checks) if stream is None else stream.finish(gradients)
+        means = self.reducer.reduce(gradients, extra=self._checks) if stream is None else stream.finish(gradients)
         for name, gradient in gradients.items():
             gradient.copy_(means[name])
         for future, buffer in waiting:

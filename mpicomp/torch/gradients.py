@@ -10,8 +10,7 @@ import torch
 
 from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.reducer.beside import Beside, Given
+from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.torch.arguments import array_specs, as_real
@@ -40,7 +39,7 @@ _joined: "Gradients | None" = None
 """Gradients of the optimizer whose ranks may run out of batches now, in this process."""
 
 
-class Gradients(Beside):
+class Gradients(ExtraExchange):
     """The gradients of some parameters, and their averaging. Making them is collective, as is `average`.
 
     ``parameters`` are in the model's order; backward fills them from the last to the first. ``averaged`` is True while
@@ -187,7 +186,7 @@ class Gradients(Beside):
 
     def run(self, exchange: Rounds[Value]) -> Value:
         """Run rounds outside of a step. Collective."""
-        return self._reducer.transport.run(self._reducer.counted(exchange))
+        return self._reducer.transport.run(self._reducer.counting_bytes(exchange))
 
     def close(self) -> None:
         """Release its resources; not collective."""
@@ -196,7 +195,7 @@ class Gradients(Beside):
 
     # What ranks agree on.
 
-    def agree(self, given: Given) -> Rounds[Given | None]:
+    def agree(self, given: GradientInput) -> Rounds[GradientInput | None]:
         """Agree on parameters, on settings, and on which gradients are sparse."""
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         frozen = {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
@@ -277,7 +276,7 @@ class Gradients(Beside):
                 if not self._reducer.survives:
                     raise
         if means is None:
-            means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), beside=self)
+            means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), extra=self)
         if self._active.size != self.group.size:  # ranks were lost
             self._active = np.ones(self.group.size, bool)
         self._overlap.end_exchange()

@@ -11,7 +11,7 @@ from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import together
+from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.reducer import check_settings
 from mpicomp.setting_checks import check_least
@@ -160,7 +160,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             check_not_nested(optimizer, _WHO)
             return pairs, parameters, chosen
 
-        pairs, parameters, chosen = together(check, transport, _WHO)
+        pairs, parameters, chosen = run_collectively(check, transport, _WHO)
         if scaler is not None:
             nonfinite = "skip"
         if bucket_bytes is None and chosen is not None:

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.errors import DisagreementError, warn_user
-from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.reducer.beside import Beside, Given
+from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
 from mpicomp.rounds import Group, Pending, Round, Rounds, gather_rows
 from mpicomp.torch.arguments import MAX_NORM_ADVICE, array_specs
 from mpicomp.torch.broadcast import as_bytes
@@ -226,7 +225,7 @@ class LoadedStateCheck:
         self.is_due, self._residual_sum = False, np.int64(0)
 
 
-class ReplicaChecks(Beside):
+class ReplicaChecks(ExtraExchange):
     """The checks of an optimizer or hook whose ranks hold the same parameters, which the callable returns by name.
 
     ``gradients`` are this rank's in the step; None takes those in ``.grad``.
@@ -253,7 +252,7 @@ class ReplicaChecks(Beside):
         if self._settings is not None and (yield from self._settings.begin(self._group)):
             self.stale = True
 
-    def agree(self, given: Given) -> Rounds[Given]:
+    def agree(self, given: GradientInput) -> Rounds[GradientInput]:
         """Compare settings and parameters."""
         if self._settings is not None:
             yield from self._settings.compare(self._group)

@@ -8,8 +8,7 @@ import torch
 from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.reducer.beside import Beside, Given
+from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Rounds
 from mpicomp.torch.arguments import as_real, dtype_name
@@ -22,7 +21,7 @@ from mpicomp.transport.scheduler import ProgressThread
 _WHO = "UpdateOptimizer"
 
 
-class SharedParameters(Beside):
+class SharedParameters(ExtraExchange):
     """Some parameters of a model, and the values of them that all ranks share.
 
     Each rank's parameters leave the shared ones as its optimizer steps. An exchange moves the shared ones by the mean
@@ -120,7 +119,7 @@ class SharedParameters(Beside):
         self._settings |= {"join()": True}
         self._enabling_join = self.stale = True
         try:
-            yield from self.reducer.rounds(self.values, beside=self)
+            yield from self.reducer.rounds(self.values, extra=self)
         finally:
             self._enabling_join = False
 
@@ -179,7 +178,7 @@ class SharedParameters(Beside):
             self._move(means, lr)
         self._restore()
 
-    def agree(self, given: Given) -> Rounds[Given | None]:
+    def agree(self, given: GradientInput) -> Rounds[GradientInput | None]:
         """Compare settings and the shared parameters."""
         specs = [
             ArraySpec(name, dtype_name(self._parameters[name]), tuple(shared.shape))
@@ -287,7 +286,7 @@ class SharedParameters(Beside):
     def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Rounds[Any]:
         absent = list(changes) if self.idle else []
         try:
-            return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, beside=self))
+            return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, extra=self))
         except BaseException:
             self._restore()
             raise

@@ -10,7 +10,7 @@ from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor
 from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import together
+from mpicomp.reducer.agreement import run_collectively
 from mpicomp.torch.arguments import NamedParameters, named_pairs
 from mpicomp.torch.optimizer_proxy import wrap
 from mpicomp.torch.overlap import start_overlap_thread
@@ -176,7 +176,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             sharing = check_moments(optimizer, second_moments)
             return pairs, *found, None if ranks == 1 else sharing
 
-        pairs, parameters, chosen, sharing = together(check, transport, WHO)
+        pairs, parameters, chosen, sharing = run_collectively(check, transport, WHO)
         if outer is not None and outer.get("sign"):
             collective = _never_dense(chosen, collective, policy)
         compared = {

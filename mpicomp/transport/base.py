@@ -11,20 +11,34 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.errors import ConfigurationError, MpicompError
-from mpicomp.rounds import Group, Pending, Request, Round, Rounds, drive
+from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError
+from mpicomp.rounds import WORLD, Group, Pending, Request, Round, Rounds
 
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class RoundLog:
-    """One round that was run: its operation, this rank's bytes, and the seconds that it took here."""
+    """One round that was run, the ranks that took part, and the seconds that it took here."""
 
-    operation: str
-    sent_bytes: int
-    wire_bytes: float
+    task: Round
+    group: Group
     seconds: float
+
+    @property
+    def operation(self) -> str:
+        """Its operation."""
+        return self.task.operation
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload that this rank handed to the transport."""
+        return self.task.sent_bytes(self.group)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that left this rank."""
+        return self.task.wire_bytes(self.group)
 
 
 class Transport(ABC):
@@ -56,6 +70,8 @@ class Transport(ABC):
     """Whether rounds may have arrays in GPU memory, as far as this rank knows."""
     user: int = 0
     """What the rounds that come next belong to, see `enter`; 0 where nothing has said so."""
+    timer: Callable[[], float] = time.perf_counter
+    """Returns seconds on this rank's clock."""
     cores: float = math.inf
     """Cores for each rank on the host where they are fewest; the same on all ranks."""
 
@@ -103,7 +119,7 @@ class Transport(ABC):
 
     def clock(self) -> float:
         """Return seconds on a clock that is the same on all ranks, as well as `compare_clocks` found out."""
-        return time.perf_counter() + self.offset
+        return self.timer() + self.offset
 
     def run(self, exchange: Rounds[Value]) -> Value:
         """Run a generator of rounds to its end and return its value. Collective over the group.
@@ -112,14 +128,27 @@ class Transport(ABC):
         off, see `abort_exchange`.
         """
         begun = False
-
-        def answer(asked: Request) -> Any:
-            nonlocal begun
-            begun = True
-            return self._answer(asked)
-
+        advance: Callable[[Any], Request] = exchange.send
+        reply: Any = None
+        timer = time.perf_counter
         try:
-            return drive(exchange, answer)
+            while True:
+                try:
+                    request = advance(reply)
+                except StopIteration as stop:
+                    value: Value = stop.value
+                    return value
+                begun = True
+                advance = exchange.send
+                try:
+                    if type(request) is Round and not request.background:
+                        start = timer()
+                        reply = self.perform(request)
+                        self.note(request, timer() - start)
+                    else:
+                        reply = self.start(request) if isinstance(request, Round) else self.wait(request)
+                except RankFailedError as error:  # the generator may go on with those that are left
+                    advance, reply = exchange.throw, error
         except MpicompError:
             raise
         except BaseException as error:
@@ -127,24 +156,14 @@ class Transport(ABC):
                 self.abort_exchange(error)
             raise
 
-    def _answer(self, asked: Request) -> Any:
-        if isinstance(asked, Pending):
-            return self.wait(asked)
-        if asked.background:
-            return self.start(asked)
-        start = time.perf_counter()
-        received = self.perform(asked)
-        self.note(asked, time.perf_counter() - start)
-        return received
-
     def note(self, task: Round, seconds: float) -> None:
         """Write a round to the log."""
-        group = self.group.part(task.group)
+        group = self.group if task.group == WORLD else self.group.part(task.group)
         assert group is not None
-        self.log.append(RoundLog(task.operation, task.sent_bytes(group), task.wire_bytes(group), seconds))
+        self.log.append(RoundLog(task, group, seconds))
 
-    def set_activity(self, what: str) -> None:  # noqa: B027, optional
-        """Note the purpose of the rounds, for messages about ranks that wait."""
+    def set_activity(self, text: str, *values: object) -> None:  # noqa: B027, a transport may have no watchdog
+        """Note the purpose of the rounds, ``text % values``, for messages about ranks that wait."""
 
     def enter(self) -> int:
         """Return a number for what runs rounds here from now on, the same on all ranks, right after a round of theirs.

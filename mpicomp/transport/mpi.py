@@ -163,9 +163,9 @@ class MPITransport(Transport):
             made.append(channel)
         return made
 
-    def set_activity(self, what: str) -> None:
+    def set_activity(self, text: str, *values: object) -> None:
         if self._watch is not None:
-            self._watch.about = what
+            self._watch.activity = text, values
 
     def enter(self) -> int:
         number = self._front[WORLD].begun  # all ranks come here after the same round

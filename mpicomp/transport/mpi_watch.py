@@ -103,7 +103,8 @@ class StallWatchdog:
     """
 
     def __init__(self, comm: MPI.Comm, names: Sequence[int], is_closed: Callable[[int, int], bool]) -> None:
-        self.about = ""  # purpose of the rounds, for messages
+        self.activity: tuple[str, tuple[object, ...]] = "", ()
+        """Purpose of the rounds, a text and its values, for messages that are printed."""
         self.seconds = STALL_S
         self.end_s = STALL_END_S
         self.left = False
@@ -308,7 +309,8 @@ class StallWatchdog:
             self._file = None
 
     def _print(self, inquiry: Inquiry, text: str) -> None:
-        doing = f" of {self.about}" if self.about else ""
+        activity, values = self.activity
+        doing = f" of {activity % values}" if activity else ""
         waited = time.monotonic() - inquiry.wait.since
         print(
             f"mpicomp: rank {self._names[self._comm.rank]} has waited for {waited:.{0 if waited >= 10 else 1}f} s in "

@@ -200,7 +200,7 @@ def test_the_host_waits_for_few_numbers(compressor, most, eager):
     """Of a rank in a step: at most so many times, each for all of them at once, and never for one alone."""
     shapes = {"w": (40, 30)}  # of several arrays the stand-in's moments are added up by the host
     ranks = compare(compressor, eager.asarray, shapes=shapes)
-    places = [bucket.device for reducer in ranks.reducers for bucket in reducer._core.layout.buckets]
+    places = [bucket.device for reducer in ranks.reducers for bucket in reducer.layout.buckets]
     alone, before = eager.reads, [place.reads for place in places]
     given = [gradients_of(rank, 9, shapes) for rank in range(3)]
     ranks.reduce([{name: eager.asarray(value) for name, value in own.items()} for own in given])

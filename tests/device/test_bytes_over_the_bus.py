@@ -43,7 +43,7 @@ def counted(cupy, compressor, collective, size, parameters=1, route="staged", sh
 
 
 def place_of(reducer):
-    device = reducer._core.layout.buckets[0].device
+    device = reducer.layout.buckets[0].device
     assert isinstance(device, CudaDevice)
     return device
 

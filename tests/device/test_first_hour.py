@@ -98,7 +98,7 @@ def reduced(ranks, arrays, scale=1.0):
 
 
 def place_of(reducer):
-    return reducer._core.layout.buckets[0].device
+    return reducer.layout.buckets[0].device
 
 
 def on_device(reducers):

@@ -26,7 +26,7 @@ def run(cupy, compressor, size, on_device, takes):
     hosts = [own.get() if isinstance(own, fake_cuda.ndarray) else own.copy() for own in means]
     [expected] = {own["w"].tobytes() for own in Ranks(size, compressor).reduce([{"w": own} for own in values])}
     assert {own.tobytes() for own in hosts} == {expected}
-    return [reducer._core.layout.buckets[0].device.routes for reducer in ranks.reducers]
+    return [reducer.layout.buckets[0].device.routes for reducer in ranks.reducers]
 
 
 @pytest.mark.parametrize("compressor", [mpicomp.TopK(ratio=0.1), mpicomp.Dense(), mpicomp.OneBit()], ids=str)

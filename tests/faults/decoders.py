@@ -395,24 +395,24 @@ def _telemetry(name):
         for compressor in (None, "topk", {"id": "powersgd", "rank": 1}):  # what a policy can choose for
             with contextlib.suppress(MpicompError):
                 reducers = [mpicomp.Reducer(compressor, policy=name, warmup=0, comm=end) for end in world.transports]
-                first = reducers[0]._core
+                first = reducers[0]
                 for step in range(_STEPS):
                     gradients = [_array(rng, 144, np.float32).reshape(12, 12) for _ in reducers]
                     world.run([own.rounds({"w": grad}) for own, grad in zip(reducers, gradients, strict=True)])
-                    if step > 2 and first.telemetry._under_way is not None:
+                    if step > 2 and first.telemetry.under_way is not None:
                         break
                 break
-        pending, report = first.telemetry._under_way, first.telemetry._report
+        pending, report = first.telemetry.under_way, first.telemetry._report
         message = b"" if pending is None else pending.task.recv.tobytes()
 
         def decode(message):
             if pending is None:  # it listens to nobody
                 return
             _fill(pending.task, message)
-            first.telemetry._under_way, first.telemetry._report = pending, report
+            first.telemetry.under_way, first.telemetry._report = pending, report
             with np.errstate(all="ignore"):
-                drive(first.telemetry.receive(first.policy), lambda asked: asked.task.recv)
-                plan = first.policy.plan(0)
+                drive(first.telemetry.receive(first.planner), lambda asked: asked.task.recv)
+                plan = first.planner.plan(0)
             assert plan.scheme.rounds(144, np.dtype(np.float32), world.transports[0].group)
 
         return Case(message, decode, resizes=False)

@@ -10,10 +10,11 @@ from mpicomp.collectives import bind
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.policies import Plan, Policy, UserSettings
 from mpicomp.policies.surveys import SpectrumSurvey
-from mpicomp.reducer.layers import layers_of
+from mpicomp.reducer.bucket import LayerBounds, layers_of
 from mpicomp.transport import LocalWorld
 
 NAMES, SIZES = ("a", "b", "c", "d"), (300, 1, 40, 120)
+PARTS = LayerBounds(NAMES, SIZES)
 BOUNDS = np.concatenate(([0], np.cumsum(SIZES)))
 ENDS = list(itertools.pairwise(BOUNDS.tolist()))
 
@@ -34,7 +35,7 @@ def energies(flat):
 def test_a_selection(kept):
     own = array()
     indices = np.sort(np.argsort(-np.abs(own))[:kept]).astype(np.uint32)
-    layers = layers_of(NAMES, SIZES, own, Selection(indices, own[indices]), energies(own), 0.5)
+    layers = layers_of(PARTS, own, Selection(indices, own[indices]), energies(own), 0.5)
     for place, (start, stop) in enumerate(ENDS):
         inside = [index for index in indices if start <= index < stop]
         assert layers.kept[place] == len(inside)
@@ -46,7 +47,7 @@ def test_a_selection(kept):
 def test_an_array_that_is_sent_in_part():
     own = array()
     sent = np.where(np.arange(own.size) % 3 == 0, own, own / 2).astype(np.float32)
-    layers = layers_of(NAMES, SIZES, own, sent, energies(own), 0.8)
+    layers = layers_of(PARTS, own, sent, energies(own), 0.8)
     assert (layers.kept == SIZES).all()
     lost = [sum(float(x) ** 2 for x in part) for part in parts(own - sent)]
     np.testing.assert_allclose(layers.gains, 1 - np.array(lost) / energies(own), atol=1e-5)
@@ -54,20 +55,20 @@ def test_an_array_that_is_sent_in_part():
 
 def test_where_nothing_was_looked_at_no_gain_is_told():
     own = array()
-    layers = layers_of(NAMES, SIZES, own, own, None, 1.0)
+    layers = layers_of(PARTS, own, own, None, 1.0)
     assert layers.gains is None
     assert [entry["gain"] for entry in layers.to_json()] == [None] * 4
 
 
 def test_what_is_sent_whole_has_the_gain_of_the_bucket():
     own = array()
-    assert (layers_of(NAMES, SIZES, own, own, energies(own), 1.0).gains == 1).all()
+    assert (layers_of(PARTS, own, own, energies(own), 1.0).gains == 1).all()
 
 
 def test_a_parameter_without_energy_has_lost_nothing():
     own = array()
     own[300:341] = 0
-    layers = layers_of(NAMES, SIZES, own, Selection(np.array([5], np.uint32), own[5:6]), energies(own), 0.1)
+    layers = layers_of(PARTS, own, Selection(np.array([5], np.uint32), own[5:6]), energies(own), 0.1)
     assert layers.gains[1] == layers.gains[2] == 1
     assert layers.gains[3] == 0
 

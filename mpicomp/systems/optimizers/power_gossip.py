@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mpicomp.arrays import WORK_DTYPES, ArraySpec
 from mpicomp.errors import ConfigurationError
-from mpicomp.reducer.agreement import Signature, agree, together
+from mpicomp.reducer.agreement import Signature, agree, run_collectively
 from mpicomp.rounds import Graph, Rounds, make_graph
 from mpicomp.setting_checks import check_least
 from mpicomp.systems.optimizers.gossip_rounds import Gossip
@@ -136,7 +136,7 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
         return make_graph(edges, transport.group.size)
 
     try:
-        checked_graph = together(make, transport, "PowerGossip")
+        checked_graph = run_collectively(make, transport, "PowerGossip")
     except BaseException:
         if transport is not comm:
             transport.close()

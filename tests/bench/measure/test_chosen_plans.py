@@ -7,14 +7,14 @@ import pytest
 from mpicomp.bench.measure.chosen_plans import Choices, chosen_table, in_short, kept_share, leading
 
 import mpicomp
-from mpicomp.reducer.layers import Layers
+from mpicomp.reducer.bucket import Layers
 from mpicomp.transport import LocalWorld
 
 
 def bucket(names, numel, kept, compressor, collective="allgather", gain=0.5, gains=None):
     """Return the record of a bucket whose parameters are equally long and equally sent."""
     share = numel // len(names)
-    layers = Layers(tuple(names), np.full(len(names), share), np.full(len(names), kept // len(names)), gains)
+    layers = Layers(tuple(names), np.full(len(names), share), lambda: np.full(len(names), kept // len(names)), gains)
     return mpicomp.BucketRecord(
         0, len(names), numel, compressor.get_config(), collective, "", getattr(compressor, "ratio", None),
         kept / numel, gain, {}, None, None, 0, 0.0, 0.0, [], layers,
@@ -22,7 +22,9 @@ def bucket(names, numel, kept, compressor, collective="allgather", gain=0.5, gai
 
 
 def record(*buckets, skipped=False):
-    return mpicomp.StepRecord(0, skipped=skipped, buckets=list(buckets))
+    record = mpicomp.StepRecord(0, skipped=skipped)
+    record.buckets = list(buckets)
+    return record
 
 
 TOPK, LESS, DENSE = mpicomp.TopK(ratio=0.1), mpicomp.TopK(ratio=0.05), mpicomp.Dense()

@@ -1,39 +1,70 @@
-"""A trace of all ranks on one clock, in the format of Chrome's tracing, which Perfetto reads.
+"""Listeners to steps: a trace of all ranks on one clock, for Perfetto or Chrome's tracing, and ranges for profilers.
 
 Each rank writes what it did to a file of its own, step by step, so that a job that dies leaves it. In the end the first
-rank puts all of them into one.
+rank puts all of them into one, see `mpicomp.reducer.trace_merge`. Without listeners a step makes no call for them.
 """
 
 import contextlib
+import functools
 import os
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Protocol, Self
 
 import numpy as np
 
 from mpicomp.errors import ConfigurationError, RankFailedError
-from mpicomp.reducer.agreement import together
-from mpicomp.reducer.record import StepRecord
-from mpicomp.reducer.trace_merge import merge
-from mpicomp.reducer.trace_notes import About, noted_bucket, packed
-from mpicomp.rounds import Round
+from mpicomp.reducer.agreement import run_collectively
+from mpicomp.reducer.record import BucketExchange, StepRecord
+from mpicomp.reducer.trace_merge import RankInfo, merge, packed
+from mpicomp.rounds import WORLD, Group, Round, layout_groups
+from mpicomp.transport import Transport
 from mpicomp.transport.clocks import compare_clocks
 from mpicomp.transport.connect import connect
 
-if TYPE_CHECKING:
-    from mpicomp.reducer.core import Core
-    from mpicomp.reducer.exchange import Exchanged
-
 _FLUSH_S = 0.25  # seconds after which steps are written: a job that dies loses no more
-_MOST = 256  # steps that are kept until then
+_MAX_STEPS = 256  # steps that are kept until then
+OF_ALL = ("allreduce", "allgatherv", "alltoallv")  # operations in which every rank receives from every other
 
-active: "trace | None" = None
-"""The trace that is being written in this process."""
+
+class Listener(Protocol):
+    """An object that is called at the end of every step of a reducer in this process."""
+
+    def on_step(
+        self, record: StepRecord, exchanges: Sequence[BucketExchange], reducer: int, transport: Transport
+    ) -> None:
+        """Take a step that has just ended; ``reducer`` tells reducers of this process apart. Not collective."""
+
+
+listeners: list[Listener] = []
+"""All that are called, in this process."""
+
+Marker = Callable[[str], Callable[[], object] | None]
+"""Begins a range of a name and returns what ends it; None while nobody looks."""
+
+markers: list[Marker] = []
+"""All that show ranges, in this process."""
+
+UNDER_NSIGHT = "NVTX_INJECTION64_PATH" in os.environ
+"""Whether a tool that collects NVTX ranges has started this process."""
+
+
+class Phases:
+    """The range that is shown at the moment, one after the other; it is begun and ended in the same thread."""
+
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], object]] = []
+
+    def show(self, phase: str | None) -> None:
+        """End the range of the phase before, and begin one of the name ``mpicomp::phase``; None begins none."""
+        while self._ends:
+            self._ends.pop()()
+        if phase is not None and markers:
+            self._ends = [end for marker in markers if (end := marker(f"mpicomp::{phase}")) is not None]
 
 
 class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
@@ -89,7 +120,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         self._finished = False
         self._steps: list[tuple[Any, ...]] = []
         try:
-            together(self._open, transport, "trace")
+            run_collectively(self._open, transport, "trace")
             self._error = transport.run(compare_clocks(transport))
             base = np.array([transport.clock()])
             transport.perform(Round("bcast", (1,), base.dtype, send=base.copy(), recv=base))
@@ -102,7 +133,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         self._left = time.perf_counter()  # when this thread came back to the script
         layout = transport.group.layout
         host = layout[self._rank] if layout else 0
-        self._write(packed(tuple(About(self._rank, host, transport.group.size, self._error))))
+        self._write(packed(tuple(RankInfo(self._rank, host, transport.group.size, self._error))))
 
     def flush(self) -> None:
         """Write the steps that have ended to this rank's file now. Not collective."""
@@ -145,9 +176,10 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
             self._stop()
             self._leave(remove=False)
 
-    def step(self, record: StepRecord, done: "Sequence[Exchanged]", core: "Core", seconds: float) -> None:
-        """Write a step of a reducer, which has just ended and took so many seconds. Not collective."""
-        transport = core.transport
+    def on_step(
+        self, record: StepRecord, exchanges: Sequence[BucketExchange], reducer: int, transport: Transport
+    ) -> None:
+        """Write a step of a reducer, which has just ended. Not collective."""
         if self._file is None or (transport.group.size > 1 and not transport.concurrent):
             return  # or ranks that live in one process, which are no ranks of the job
         now = time.perf_counter()
@@ -156,16 +188,16 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
             since, self._left = self._left, now
         group, shift = transport.group, self._shift
         whole = group.size == self._transport.group.size
-        buckets = [noted_bucket(own, shift - transport.offset, group, whole) for own in done]
+        buckets = [noted_bucket(exchange, shift, group, whole) for exchange in exchanges]
         with self._lock:
             # The order is that of NotedStep.
             self._steps.append((
-                self._tracks.setdefault(core.number, len(self._tracks)), since and since + shift,
-                now - seconds + shift, now + shift, buckets, record.step, record.lr, record.agreed, record.skipped,
-                record.lost_ranks, record.choosing_s, record.once_wire_bytes, record.overhead_bytes,
+                self._tracks.setdefault(reducer, len(self._tracks)), since and since + shift,
+                now - record.seconds + shift, now + shift, buckets, record.step, record.lr, record.agreed,
+                record.skipped, record.lost_ranks, record.choosing_s, record.once_wire_bytes, record.overhead_bytes,
                 record.overhead_wire_bytes,
             ))  # fmt: skip
-            if now - self._flushed > _FLUSH_S or len(self._steps) >= _MOST:
+            if now - self._flushed > _FLUSH_S or len(self._steps) >= _MAX_STEPS:
                 self._drain()
 
     def _drain(self) -> None:
@@ -177,9 +209,9 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
 
     def _open(self) -> None:
         """Open this rank's file."""
-        global active
-        if active is not None:
-            raise ConfigurationError(f"trace: '{active._path}' is being written already; finish() it first")
+        for other in listeners:
+            if isinstance(other, trace):
+                raise ConfigurationError(f"trace: '{other._path}' is being written already; finish() it first")
         folder = os.path.dirname(self._path) or "."
         reached = os.access(folder, os.W_OK)
         if os.path.isdir(self._path) or (self._rank == 0 and not reached):
@@ -190,7 +222,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
             self._file = open(self._part, "wb")  # noqa: SIM115, closed in _stop
         except OSError as error:
             raise ConfigurationError(f"trace: '{self._part}' cannot be written: {error}") from error
-        active = self
+        listeners.append(self)
 
     def _write(self, pack: bytes) -> None:
         """Write steps; a disk that is full ends the trace of this rank, and not the training."""
@@ -209,9 +241,8 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
 
     def _close(self) -> None:
         """Write no more."""
-        global active
-        if active is self:
-            active = None
+        if self in listeners:
+            listeners.remove(self)
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):  # told when it was written to
@@ -223,3 +254,94 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
                 os.remove(self._part)
         if self._owned:
             self._transport.close()
+
+
+def noted_bucket(done: BucketExchange, move: float, group: Group, whole: bool) -> tuple[Any, ...]:
+    """Return what a `NotedBucket` is made of; ``move`` is added to times, for the others see `partners`."""
+    record, rounds = done.record, []
+    begun: dict[int, float] = {}  # of rounds in the background
+    for asked, begin, end in done.requests:
+        task = asked if isinstance(asked, Round) else asked.task
+        if task.background and task is asked:
+            begun[id(task)] = begin
+            continue
+        about = partners(task, group, whole)
+        rounds.append((task.operation, about, begin + move, end + move, begun.pop(id(task), begin) + move))
+    return (
+        done.start + move, rounds, record.bucket, record.parameters, record.numel, record.compressor, record.collective,
+        record.reason, record.ratio, record.dense_wire_bytes, record.ratio_reached, record.gain, record.sent_bytes,
+        record.wire_bytes, record.predicted_s, record.phases_s,
+    )  # fmt: skip
+
+
+def partners(task: Round, group: Group, whole: bool) -> dict[str, Any]:
+    """Return what a round says of other ranks, by their numbers in the whole group.
+
+    Parameters
+    ----------
+    task : Round
+        The round.
+    group : Group
+        All ranks of the reducer.
+    whole : bool
+        Whether they are all that the trace is of; else others are not told apart.
+
+    Returns
+    -------
+    dict
+        ``group``, where it is not that of all ranks; ``from``: the ranks that this one cannot end without, left out
+        where they are all; ``to``: the rank that a message goes to.
+    """
+    if whole and task.group == WORLD and task.operation in OF_ALL:
+        return {}
+    members = _members(group, task.group)
+    about: dict[str, Any] = {} if task.group == WORLD else {"group": task.group}
+    own = group.rank
+    if not whole:
+        return about | {"from": []}
+    match task.operation:
+        case operation if operation in OF_ALL:
+            about["from"] = list(members)
+        case "bcast" | "gatherv":
+            root = members[task.root]
+            receives = (own == root) == (task.operation == "gatherv")
+            about["from"] = (list(members) if own == root else [root]) if receives else []
+        case "sendrecv":
+            to, source = task.peers
+            about["from"] = [] if source is None else [members[source]]
+            if to is not None:
+                about["to"] = members[to]
+        case "neighbor_alltoall" if task.graph is not None:
+            about["from"] = [members[other] for other in task.graph.neighbours(members.index(own))]
+    return about
+
+
+def _members(group: Group, name: str) -> Sequence[int]:
+    """Return the ranks of this rank's group of a name."""
+    return range(group.size) if name == WORLD else _members_of_part(group, name)
+
+
+@functools.lru_cache
+def _members_of_part(group: Group, name: str) -> tuple[int, ...]:
+    if group.layout:
+        return layout_groups(group.layout, group.rank)[1][name]
+    part = group.part(name)
+    return tuple(range(group.size)) if part is not None and part.size == group.size else (group.rank,)
+
+
+def _add_nvtx() -> None:
+    """Show ranges by the package nvtx, where it is installed."""
+    try:
+        import nvtx
+    except ImportError:
+        return
+
+    def mark(name: str) -> Callable[[], object]:
+        nvtx.push_range(name)
+        return lambda: nvtx.pop_range()
+
+    markers.append(mark)
+
+
+if UNDER_NSIGHT:
+    _add_nvtx()
