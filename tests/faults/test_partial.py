@@ -15,7 +15,7 @@ import pytest
 from marks import slow
 
 import mpicomp
-from mpicomp.reducer import pace
+from mpicomp.reducer import telemetry
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -25,11 +25,11 @@ def test_the_record_says_which_rank_is_slow(comm):
     """And what it costs, from the 17th step on."""
     reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=comm)
     late = comm.size - 1
-    for step in range(2 * pace.EVERY):
+    for step in range(2 * telemetry.PACE_STEPS):
         time.sleep(0.03 if comm.rank == late else 0.0)
         reducer.reduce({"w": np.full(1000, comm.rank + 1.0, np.float32)})
         record = reducer.last_step
-        if step < pace.EVERY:
+        if step < telemetry.PACE_STEPS:
             assert (record.slowest_rank, record.slowest_costs_s) == (None, None)
     assert record.slowest_rank == late
     assert record.slowest_costs_s > 0.015

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import mpicomp
-from mpicomp.reducer import ranges
+from mpicomp.reducer import trace
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
@@ -61,7 +61,7 @@ def test_what_has_begun_is_ended_where_an_exchange_fails(monkeypatch):
         said.append(name)
         return lambda: said.append(f"end of {name}")
 
-    monkeypatch.setattr(ranges, "markers", [mark])
+    monkeypatch.setattr(trace, "markers", [mark])
     reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=LocalWorld(1).transports[0])
     rounds = reducer.rounds({"w": torch.ones(10)})
     reply = None
