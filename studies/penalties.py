@@ -87,7 +87,7 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
     shared = SharedModel(get_task(task_name, seed), steps)
     compressor, collective = exchange_of(exchange)
     world = LocalWorld(_RANKS)
-    reducers = [mpicomp.Reducer(compressor, collective, comm=end, warmup=0) for end in world.transports]
+    reducers = [mpicomp.Reducer(compressor, collective, policy={"warmup": 0}, comm=end) for end in world.transports]
     numel = sum(parameter.numel() for parameter in shared.parameters.values())
     quantisers = [cast(Quantiser, exchange_of(name)[0]) for name in _QUANTISERS]
     surveys = [ElementSurvey(numel, quantisers) for _ in range(_RANKS)]

@@ -193,7 +193,11 @@ def _replay(measured: Measured, path: str) -> int:
     for _ in range(_ROUNDS):
         for place, (config, collective) in enumerate(PLANS):
             reducer = Reducer(
-                get_compressor(config), collective, comm=transport, bucket_bytes=measured.bucket_bytes, warmup=0
+                get_compressor(config),
+                collective,
+                policy={"warmup": 0},
+                comm=transport,
+                bucket_bytes=measured.bucket_bytes,
             )
             for overlap in (False, True):
                 step(reducer, overlap)  # agrees, compiles, grows buffers

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-import mpicomp
+from mpicomp.policies.warmup import with_warmup
+from mpicomp.reducer.reducer import TrainingReducer
 from mpicomp.transport import LocalWorld
 
 
@@ -12,8 +13,9 @@ class Ranks:
     def __init__(self, size, *args, identical_sums=True, network=None, hosts=None, **settings):
         hosts = hosts or (1 if network is None else size)
         self.world = LocalWorld(size, identical_sums, hosts, network)
-        settings = {"warmup": 0} | settings
-        self.reducers = [mpicomp.Reducer(*args, comm=end, **settings) for end in self.world.transports]
+        named = args[2] if len(args) > 2 else settings.pop("policy", None)
+        settings["policy"] = with_warmup(named, settings.pop("warmup", 0))
+        self.reducers = [TrainingReducer(*args[:2], *args[3:], comm=end, **settings) for end in self.world.transports]
 
     def reduce(self, gradients, lr=None):
         """Reduce one mapping a rank; give one mapping of means a rank."""

@@ -88,8 +88,7 @@ class Runner:
             plan.collective,
             comm=transport,
             bucket_bytes=max(1, gradients.numel * DTYPE.itemsize),
-            cost=cost,
-            warmup=0,
+            policy={"cost": cost, "warmup": 0},
         )
         state = residuals.state(plan.compressor, gradients.numel)
         if state is not None:

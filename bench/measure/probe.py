@@ -55,7 +55,7 @@ def probe(
     """
     rng = np.random.default_rng(transport.group.rank)
     gradient = {"probe": bring(rng.standard_normal(numel, np.float32))}
-    reducer = Reducer(compressor, collective, comm=transport, cost=cost, warmup=0)
+    reducer = Reducer(compressor, collective, comm=transport, policy={"cost": cost, "warmup": 0})
     samples: list[float] = []
     rounds: list[float] = []
 

@@ -70,7 +70,7 @@ def _time(longest: int, transport: Transport) -> list[Timed]:
         gradient = {"gradient": np.random.default_rng(transport.group.rank).standard_normal(numel, np.float32)}
         best = math.inf
         for name in collectives_for(Dense(), transport.group):
-            reducer = Reducer(Dense(), name, comm=transport, bucket_bytes=4 * numel, warmup=0)
+            reducer = Reducer(Dense(), name, comm=transport, bucket_bytes=4 * numel)
             rows: list[tuple[float, float]] = []
             while len(rows) < _COLD + _TIMED and (len(rows) < _COLD or np.sum(rows) < _LIMIT_S):
                 rows.append(_exchange(reducer, gradient, transport))

@@ -7,7 +7,9 @@ import mpicomp
 from mpicomp.transport import LocalWorld
 
 world = LocalWorld(2)
-reducers = [mpicomp.Reducer(SignTopK(ratio=0.5), comm=transport, warmup=0) for transport in world.transports]
+reducers = [
+    mpicomp.Reducer(SignTopK(ratio=0.5), comm=transport, policy={"warmup": 0}) for transport in world.transports
+]
 gradients = [np.array([4, -2, 1, 0], np.float32), np.array([0, 1, 5, -7], np.float32)]
 
 means = world.run([reducer.rounds({"w": g}) for reducer, g in zip(reducers, gradients, strict=True)])

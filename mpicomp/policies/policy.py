@@ -19,6 +19,8 @@ from mpicomp.registry import Registry
 from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
+_SETTINGS_OF_ALL = ("warmup", "cost")  # of a configuration, whatever the policy
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -155,6 +157,10 @@ class Policy(ABC):
         """The compressor whose settings are chosen; set by `configure`."""
         self.feedback = True
         """Whether there are residuals."""
+        self.warmup: int | str | None = None
+        """The warm-up before it, see `mpicomp.policies.warmup.read_warmup`; None for the default of what was named."""
+        self.known_cost: CostModel | str | None = None
+        """What is known of links, operations and kernels, or the file that it is in; None lets it be measured."""
         self.serves = False
         """Whether a reducer uses it."""
         self.check()
@@ -239,12 +245,13 @@ class Policy(ABC):
     def from_config(cls, settings: Mapping[str, Any]) -> Self:
         """Build a policy from its settings; raise for unknown ones."""
         known = [field.name for field in fields(cls) if field.init]
-        for name in settings:
+        chosen = {name: value for name, value in settings.items() if name not in _SETTINGS_OF_ALL}
+        for name in chosen:
             if name not in known:
-                if not known:
-                    raise ConfigurationError(f"{cls.id}: has no settings, got '{name}'")
-                raise UnknownNameError(f"{cls.id} setting", name, known)
-        return cls(**settings)
+                raise UnknownNameError(f"{cls.id} setting", name, [*known, *_SETTINGS_OF_ALL])
+        policy = cls(**chosen)
+        policy.warmup, policy.known_cost = settings.get("warmup"), settings.get("cost")
+        return policy
 
 
 def model_of(shapes: Sequence[Shape]) -> dict[str, int]:

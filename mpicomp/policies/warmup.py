@@ -85,6 +85,23 @@ def choose_warmup(
     return DENSE_STEPS if plain and not getattr(compressor, "published", False) else 0
 
 
+def with_warmup(policy: Any, warmup: int | str | None) -> Any:
+    """Return a policy with a warm-up before it, as `mpicomp.Reducer` takes it; None for the warm-up changes nothing.
+
+    Examples
+    --------
+    >>> with_warmup(None, 0), with_warmup("auto", 5)
+    ({'warmup': 0}, {'id': 'auto', 'warmup': 5})
+    """
+    if warmup is None:
+        return policy
+    if isinstance(policy, Policy):
+        policy.warmup = warmup
+        return policy
+    config = {"id": policy} if isinstance(policy, str) else dict(policy or {})
+    return config | {"warmup": warmup}
+
+
 def _has_warmup(compressor: Compressor) -> bool:
     """Return whether a compressor has its own warm-up."""
     return compressor.bind([], [], warm_up=False).get_config() != compressor.get_config()
@@ -101,7 +118,7 @@ class WarmUp(Policy):
     ----------
     then : Policy
         The policy that follows.
-    warmup : int or str
+    length : int or str
         See `read_warmup`; at least one step. The ramp has five ratios in geometric progression, from 0.25 to that of
         the compressor, which begins after the warm-up.
     """
@@ -109,11 +126,11 @@ class WarmUp(Policy):
     id: ClassVar[str] = "warmup"
 
     then: Policy
-    warmup: int | str
+    length: int | str
 
     def check(self) -> None:
         self.id = self.then.id  # type: ignore[misc]  # messages are about the policy that follows
-        self._steps, self._is_ramp = read_warmup(self.warmup)
+        self._steps, self._is_ramp = read_warmup(self.length)
         self._done = 0
         self._last_step = float("inf")  # the last step of the warm-up, once it is over
 

@@ -65,11 +65,23 @@ class Reducer:
         A name from `mpicomp.list_collectives`; one that is built upon another may name it behind a colon, as in
         ``"star-topk:ring"``. ``"auto"`` lets the policy choose; ``"static"`` takes at every step and for every bucket
         the one of least predicted time of those that deliver all that was selected, exchanges without compression among
-        them; see ``cost``.
+        them; see ``policy``.
     policy : Policy, str, mapping or None
         An object, which serves this reducer alone, a name or a configuration (see `mpicomp.get_policy`): what chooses
         ratios, collectives and dense exchange. None is ``"static"`` where a compressor is named, and ``"auto"`` where
-        none is: see docs/policies.md.
+        none is, and so is a configuration without ``"id"``: see docs/policies.md.
+
+        ``"warmup"`` in a configuration, whatever the policy: the first so many steps are dense, then the policy begins;
+        ``"ramp:N"`` sends at falling ratios in them, from 0.25 to the compressor's, as DGC does. The default is 20
+        where a compressor is named and nothing else (no collective, policy or feedback), so that what comes late cannot
+        harm the beginning, and 0 otherwise. It is 0 for compressors that have a warm-up of their own, for those that
+        deliver something else than a mean, and for ``dcttopk``, whose residual is momentum. Steps that were undone do
+        not count.
+
+        ``"cost"`` in a configuration: a `CostModel`, or the file that ``mpicomp bench collectives --calibrate`` wrote
+        it to; that of rank 0 counts. A copy of it learns from every step, see `cost`. Without it ``collective="auto"``
+        measures for about a second before the first step, once a process for each layout of ranks
+        (``MPICOMP_PROBE=0``: not at all), and a named collective runs without predictions.
     feedback : bool or None
         Whether what a step does not send is kept for the next one. None does what the compressor declares.
     nonfinite : {"raise", "skip", "pass"}
@@ -87,36 +99,18 @@ class Reducer:
         For schemes that draw random numbers; the same on all ranks.
     threads : int
         Number of threads of this rank that share a sweep over a large array.
-    cost : CostModel, str or None
-        What is known of links, operations and kernels, or the file that ``mpicomp bench collectives --calibrate`` wrote
-        it to; that of rank 0 counts. A copy of it learns from every step, see `cost`. With None, ``collective="auto"``
-        measures for about a second before the first step, once a process for each layout of ranks
-        (``MPICOMP_PROBE=0``: not at all), and a collective that was named is taken without predicting anything.
-    warmup : int, str or None
-        The first so many steps are dense, then the policy begins; ``"ramp:N"`` sends at falling ratios in them, from
-        0.25 to the compressor's, as DGC does. None is 20 where a compressor is named and nothing else (no collective,
-        policy or feedback), so that what comes late cannot harm the beginning, and 0 otherwise. It is 0 for compressors
-        that have a warm-up of their own, for those that deliver something else than a mean, and for ``dcttopk``, whose
-        residual is momentum. Steps that were undone do not count.
     feedback_decay : float
         Above 0 and at most 1: a residual is multiplied by it when it is added to the next gradient, which forgets what
         is never sent. Then ``gradient + feedback_decay * residual before`` is what comes to the mean and the residual
         after.
-    normalises : bool
-        Whether an optimizer divides the mean by the root of its mean square, as Adam does. What comes late then comes
-        in bursts that make its steps smaller, which ``auto``, and the warning of a compressor that falls behind, take
-        into account.
-    local_steps : sequence of int
-        Steps that ranks may make by themselves from one call of `reduce` to the next, ascending, where they exchange
-        what these have changed. With more than one ``policy="auto"`` chooses; see `local_steps`.
-    on_failure : {"abort", "shrink"}
+    on_failure : {"abort", "shrink"} or callable
         With ``"shrink"`` the ranks that are left go on where one dies in `reduce`: from that very step on the mean is
         theirs. A step is applied on all of them or on none, for which they agree in each, and they go on as if they
         were restarted from what they hold; what the residual of the dead rank held is lost. The record says who it was.
-        It needs Open MPI, started with ``--with-ft ulfm``. ``"abort"`` lets the job end with the rank.
-    on_shrink : callable, optional
-        Called on each rank that is left, before the step is made again, with the list of those that died, by their
-        numbers in the whole job, and the number of those that are left: a script may share out their data.
+        It needs Open MPI, started with ``--with-ft ulfm``. A callable does so, too: before the step is made again it is
+        called on each rank that is left, with the list of those that died, by their numbers in the whole job, and the
+        number of those that are left, so that a script may share out its data. ``"abort"`` lets the job end with the
+        rank.
 
     Raises
     ------
@@ -131,13 +125,16 @@ class Reducer:
     >>> import numpy as np
     >>> from mpicomp import Reducer, TopK
     >>> from mpicomp.transport import LocalWorld
-    >>> reducer = Reducer(TopK(ratio=0.25), warmup=0, comm=LocalWorld(1).transports[0])
+    >>> reducer = Reducer(TopK(ratio=0.25), policy={"warmup": 0}, comm=LocalWorld(1).transports[0])
     >>> mean = reducer.reduce({"weight": np.array([[1, -4], [2, 3]], np.float32)})
     >>> mean["weight"].tolist()
     [[0.0, -4.0], [0.0, 0.0]]
     >>> reducer.residual("weight").tolist()
     [[1.0, 0.0], [2.0, 3.0]]
     """
+
+    _normalises = True  # see `TrainingReducer`
+    _local_steps: Sequence[int] = (1,)
 
     @_with_known_settings
     def __init__(
@@ -152,21 +149,14 @@ class Reducer:
         bucket_bytes: int | None = LARGE_BUCKET,
         seed: int = 0,
         threads: int = 1,
-        cost: CostModel | str | None = None,
-        warmup: int | str | None = None,
         feedback_decay: float = 1.0,
-        normalises: bool = True,
-        local_steps: Sequence[int] = (1,),
-        on_failure: str = "abort",
-        on_shrink: Callable[[list[int], int], None] | None = None,
+        on_failure: str | Callable[[list[int], int], None] = "abort",
     ) -> None:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
-        self._on_shrink = on_shrink
         self._compressor, self._collective, self._feedback = compressor, collective, feedback
         self.nonfinite, self._bucket_bytes, self._seed, self._threads = nonfinite, bucket_bytes, seed, threads
         self._decay, self._on_failure = feedback_decay, on_failure
-        self._normalises, self._local_steps, self._cost, self._warmup = normalises, local_steps, cost, warmup
         self.transport = connect(comm)
         self._generation = self.transport.generation
         self._past: list[Layout] = []  # whose arrays MPI may still know, of ranks that have died
@@ -187,9 +177,9 @@ class Reducer:
     def _configure(self, named: Policy | str | Mapping[str, Any] | None) -> None:
         """Check settings and make all parts of the reducer; communicates with nobody."""
         plugins.load_all()
-        if self._on_failure not in _ON_FAILURE:
+        if not callable(self._on_failure) and self._on_failure not in _ON_FAILURE:
             raise UnknownNameError("on_failure", str(self._on_failure), _ON_FAILURE)
-        self.survives = self._on_failure == "shrink"
+        self.survives = self._on_failure != "abort"
         """Whether those that are left go on where a rank dies: then all agree in each step that it is applied."""
         if self.survives:
             self.transport.check_survives("reducer")
@@ -197,7 +187,8 @@ class Reducer:
             raise UnknownNameError("nonfinite", self.nonfinite, _NONFINITE)
         if self._feedback not in (None, True, False):
             raise ConfigurationError(f"reducer: feedback must be None, True or False, got {self._feedback!r}")
-        policy = get_policy(named or ("auto" if self._compressor is None else "static"))
+        default = "auto" if self._compressor is None else "static"
+        policy = get_policy({"id": default} | dict(named) if isinstance(named, Mapping) else named or default)
         if policy.serves:
             raise ConfigurationError(
                 f"reducer: this policy ({policy.id}) serves another reducer; make a second object, or pass its name or "
@@ -210,11 +201,11 @@ class Reducer:
                 f"'{policy.id}'; name one number of steps"
             )
         settings = UserSettings(
-            compressor, self._collective, self._feedback, self._cost, self._normalises, self._local_steps
+            compressor, self._collective, self._feedback, policy.known_cost, self._normalises, self._local_steps
         )
-        if not hasattr(self, "policy"):  # survivors go on with the warm-up of the first one
-            self._warmup = choose_warmup(self._warmup, compressor, self._collective, named, self._feedback)
-        planner = WarmUp(policy, self._warmup) if self._warmup else policy
+        chosen = None if isinstance(named, Mapping) and "id" not in named else named
+        policy.warmup = choose_warmup(policy.warmup, compressor, self._collective, chosen, self._feedback)
+        planner = WarmUp(policy, policy.warmup) if policy.warmup else policy
         planner.configure(settings)
         self.seed = _whole("seed", self._seed)
         cut_bytes = None if self._bucket_bytes is None else _whole("bucket_bytes", self._bucket_bytes, 1)
@@ -233,7 +224,7 @@ class Reducer:
             "collective": self._collective,
             "policy": policy.get_config(),
             "feedback": policy.feedback,
-            "warmup": self._warmup,
+            "warmup": policy.warmup,
             "nonfinite": self.nonfinite,
             "bucket_bytes": planner.bucket_bytes or cut_bytes,
             "seed": self.seed,
@@ -404,10 +395,10 @@ class Reducer:
         shared = {name: state[name] for name in ("step", "policy", "cost")}
         state |= yield from from_one(shared, transport.group, "reducer")
         self._past.append(self.layout)
-        self._configure(self.policy.get_config())
+        self._configure(self.policy.get_config() | {"warmup": self.policy.warmup, "cost": self.policy.known_cost})
         self.load_state_dict(state)
-        if self._on_shrink is not None and self.lost_ranks:
-            self._on_shrink(list(self.lost_ranks), transport.group.size)
+        if callable(self._on_failure) and self.lost_ranks:
+            self._on_failure(list(self.lost_ranks), transport.group.size)
 
     def counting_bytes(self, exchange: Rounds[Value]) -> Rounds[Value]:
         """Pass on rounds of the caller's; their bytes are overhead of the step that comes next."""
@@ -521,6 +512,27 @@ class Reducer:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("reducer: it was closed; make a new one")
+
+
+class TrainingReducer(Reducer):
+    """A reducer of a training loop, which knows what its optimizer does with means.
+
+    Parameters
+    ----------
+    *args, **settings
+        Of `Reducer`.
+    normalises : bool
+        Whether the optimizer divides the mean by the root of its mean square, as Adam does. What comes late then comes
+        in bursts that make its steps smaller, which ``auto``, and the warning of a compressor that falls behind, take
+        into account.
+    local_steps : sequence of int
+        Steps that ranks may make by themselves from one call of `reduce` to the next, ascending, where they exchange
+        what these have changed. With more than one ``policy="auto"`` chooses; see `Reducer.local_steps`.
+    """
+
+    def __init__(self, *args: Any, normalises: bool = True, local_steps: Sequence[int] = (1,), **settings: Any) -> None:
+        self._normalises, self._local_steps = normalises, local_steps
+        super().__init__(*args, **settings)
 
 
 def check_settings(settings: Mapping[str, Any], compressor: Any, subsystem: str) -> None:

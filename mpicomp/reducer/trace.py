@@ -94,7 +94,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
     >>> import mpicomp
     >>> from mpicomp.transport import LocalWorld
     >>> alone = LocalWorld(1).transports[0]
-    >>> reducer = mpicomp.Reducer("topk", warmup=0, comm=alone)
+    >>> reducer = mpicomp.Reducer("topk", comm=alone, policy={"warmup": 0})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pathlib.Path(folder) / "trace.json"
     ...     with mpicomp.trace(path, comm=alone):

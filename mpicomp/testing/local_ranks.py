@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.transport import LocalWorld
 
@@ -63,8 +64,8 @@ def make_reducers(
 ) -> tuple[list[Reducer], LocalWorld]:
     """Return a reducer for each of so many ranks, without a warm-up unless one is named, and their world."""
     world = LocalWorld(ranks)
-    settings = {"warmup": 0} | settings
-    return [Reducer(compressor, collective, comm=end, **settings) for end in world.transports], world
+    policy = with_warmup(settings.pop("policy", None), settings.pop("warmup", 0))
+    return [Reducer(compressor, collective, policy, comm=end, **settings) for end in world.transports], world
 
 
 def reduce_one(world: LocalWorld, reducers: list[Reducer], gradients: list[Array]) -> list[Array]:

@@ -10,6 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
+from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.reducer import check_settings
@@ -42,6 +43,8 @@ class DDPState:
         for each other forever; pass True only where the two never run at the same time.
     same_batches : bool
         Whether ranks are meant to draw the same batches: else there is a warning.
+    warmup : int, str or None
+        The policy's, see `mpicomp.Reducer`.
     **settings
         Further settings of `mpicomp.Reducer`.
 
@@ -74,6 +77,7 @@ class DDPState:
         overlap: bool | None = None,
         allow_nccl: bool = False,
         same_batches: bool = False,
+        warmup: int | str | None = None,
         **settings: Any,
     ) -> None:
         transport = connect(comm)
@@ -83,7 +87,7 @@ class DDPState:
             run_collectively(
                 lambda: _check(model, compressor, settings, allow_nccl, transport.group.size), transport, _WHO
             )
-            self.reducer = Reducer(compressor, collective, policy, comm=transport, **settings)
+            self.reducer = Reducer(compressor, collective, with_warmup(policy, warmup), comm=transport, **settings)
         except BaseException:
             if self._transport is not None:
                 self._transport.close()

@@ -10,6 +10,7 @@ import torch
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
+from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.layout import LARGE_BUCKET
@@ -165,8 +166,8 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             nonfinite = "skip"
         if bucket_bytes is None and chosen is not None:
             bucket_bytes = LARGE_BUCKET if chosen.message in ("sparse", "shared") else _SMALL_BUCKET
-        settings |= {"bucket_bytes": bucket_bytes, "warmup": warmup}
-        reducer = Reducer(chosen, collective, policy, feedback, nonfinite, transport, **settings)
+        settings |= {"bucket_bytes": bucket_bytes}
+        reducer = Reducer(chosen, collective, with_warmup(policy, warmup), feedback, nonfinite, transport, **settings)
     except BaseException:
         if transport is not comm:
             transport.close()

@@ -9,8 +9,10 @@ import torch
 from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor
 from mpicomp.policies import Policy
+from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
+from mpicomp.reducer.reducer import TrainingReducer
 from mpicomp.torch.arguments import NamedParameters, named_pairs
 from mpicomp.torch.optimizer_proxy import wrap
 from mpicomp.torch.overlap import start_overlap_thread
@@ -190,12 +192,21 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             else {"sync_every": sharing.sync_every, **sharing.compressor.get_config()},
         }
         policies = [policy] if fragments == 1 else [_copy_of(policy) for _ in range(fragments)]
-        settings |= {"warmup": warmup, "feedback_decay": feedback_decay, "normalises": False}
-        if sync_every == AUTO:
-            settings["local_steps"] = _LOCAL_STEPS
+        settings |= {"feedback_decay": feedback_decay}
+        local_steps = _LOCAL_STEPS if sync_every == AUTO else (1,)
         parts = [
             SharedParameters(
-                Reducer(chosen, collective, policy_of_part, feedback, nonfinite, transport, **settings),
+                TrainingReducer(
+                    chosen,
+                    collective,
+                    with_warmup(policy_of_part, warmup),
+                    feedback,
+                    nonfinite,
+                    transport,
+                    normalises=False,
+                    local_steps=local_steps,
+                    **settings,
+                ),
                 part,
                 compared,
                 optimizer,
@@ -245,7 +256,7 @@ def _shared_moments(
     of_reducer = {name: settings[name] for name in ("seed", "threads") if name in settings}
     collective = "two-phase" if sharing.compressor.message == "packed" else "scatter-reduce"
     of_moments = "pass" if nonfinite == "pass" else "skip"  # the changes' reducer then raises or skips the step
-    reducer = Reducer(sharing.compressor, collective, "static", False, of_moments, transport, warmup=0, **of_reducer)
+    reducer = Reducer(sharing.compressor, collective, "static", False, of_moments, transport, **of_reducer)
     return SharedMoments(optimizer, reducer, sharing.key, sharing.sync_every)
 
 

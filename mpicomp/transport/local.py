@@ -82,7 +82,7 @@ class LocalWorld:
     >>> import numpy as np
     >>> from mpicomp import Reducer, TopK
     >>> world = LocalWorld(2)
-    >>> reducers = [Reducer(TopK(ratio=0.5), warmup=0, comm=transport) for transport in world.transports]
+    >>> reducers = [Reducer(TopK(ratio=0.5), comm=transport, policy={"warmup": 0}) for transport in world.transports]
     >>> gradients = [np.array([4, 1], np.float32), np.array([0, 2], np.float32)]
     >>> means = world.run([r.rounds({"w": g}) for r, g in zip(reducers, gradients)])
     >>> means[0]["w"].tolist(), means[1]["w"].tolist()

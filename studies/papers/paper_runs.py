@@ -19,6 +19,7 @@ from mpicomp.bench.tasks import get_task
 import mpicomp
 from mpicomp.cost.formulas import terms
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.policies.warmup import with_warmup
 from mpicomp.rounds import Group, Round, Rounds, dense_ring_bytes
 from mpicomp.systems.flexible import TrialDriver
 from mpicomp.systems.flexible.published_search import FlexibleSearch
@@ -162,7 +163,7 @@ def train(
         return time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
 
     reducers = [
-        mpicomp.Reducer(arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup)
+        mpicomp.Reducer(arm.compressor, arm.collective, with_warmup(arm.policy, arm.warmup), comm=end)
         for end in world.transports
     ]
     copies = copies_of(shared.optimizer, shared.model if arm.buffers else None)

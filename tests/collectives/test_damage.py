@@ -304,7 +304,9 @@ def test_step_undone_for_one_bucket_is_undone_for_all(compressor, nonfinite):
     world = LocalWorld(2)
     feedback = None if compressor.feedback else False
     reducers = [
-        mpicomp.Reducer(compressor, feedback=feedback, bucket_bytes=300, nonfinite=nonfinite, warmup=0, comm=end)
+        mpicomp.Reducer(
+            compressor, policy={"warmup": 0}, feedback=feedback, bucket_bytes=300, nonfinite=nonfinite, comm=end
+        )
         for end in world.transports
     ]
 

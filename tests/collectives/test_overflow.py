@@ -260,6 +260,8 @@ def test_remembered_table_stays_finite_unless_estimates_overflow():
 def test_norms_of_doubles_whose_squares_overflow():
     arrays = [np.array([3e200, 4e200]), np.zeros(2)]
     world = LocalWorld(2)
-    reducers = [mpicomp.Reducer(mpicomp.MaxNorm(bits=16, norm="l2"), comm=end, warmup=0) for end in world.transports]
+    reducers = [
+        mpicomp.Reducer(mpicomp.MaxNorm(bits=16, norm="l2"), comm=end, policy={"warmup": 0}) for end in world.transports
+    ]
     [mean, _] = world.run([r.rounds({"w": own}) for r, own in zip(reducers, arrays, strict=True)])
     np.testing.assert_allclose(mean["w"], [1.5e200, 2e200], rtol=1e-3)

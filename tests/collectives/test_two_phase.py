@@ -177,7 +177,7 @@ def test_over_mpi_it_is_the_same_as_in_one_process(comm):
 
 @pytest.mark.mpi
 def test_auto_over_mpi(comm):
-    reducer = mpicomp.Reducer(mpicomp.OneBit(), comm=comm, warmup=0)
+    reducer = mpicomp.Reducer(mpicomp.OneBit(), comm=comm, policy={"warmup": 0})
     for step in range(20):
         mean = reducer.reduce({"w": batch(comm.rank, step)})["w"]
         everyones = comm.allgather(mean.tobytes())

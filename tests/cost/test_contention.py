@@ -53,7 +53,7 @@ def trained(bits, seed):
     """Train with `auto` where exchanges are in something's way; give plans, predictions and probes of later steps."""
     random, link = np.random.default_rng(seed), Busy(1e-4, bits)
     world = LocalWorld(4, hosts=4, network=link)
-    reducers = [mpicomp.Reducer(comm=end, warmup=0) for end in world.transports]
+    reducers = [mpicomp.Reducer(comm=end, policy={"warmup": 0}) for end in world.transports]
     gradient = random.standard_normal(40_000).astype(np.float32)
     plans, predicted, probed = [], [], 0
     for step in range(100):

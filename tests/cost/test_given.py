@@ -29,13 +29,18 @@ def given_to(ranks, size, hosts, latency=0.25):
     return [model(latency * (1 + rank), hosts) if rank in ranks else None for rank in range(size)]
 
 
+def known(policy, cost):
+    """Give the configuration of a policy with what is known."""
+    return ({"id": policy} if isinstance(policy, str) else policy) | {"cost": cost}
+
+
 class Local:
     """Reducers of ranks that live in one process."""
 
     def __init__(self, costs, collective="allgather", policy="static"):
         self.world = LocalWorld(len(costs), hosts=len(costs), network=LINK)
         self.reducers = [
-            mpicomp.Reducer(TOPK, collective, policy, comm=end, cost=cost)
+            mpicomp.Reducer(TOPK, collective, known(policy, cost), comm=end)
             for end, cost in zip(self.world.transports, costs, strict=True)
         ]
 
@@ -138,7 +143,7 @@ def test_over_mpi(comm, collective, policy):
     for ranks in ([0], [1], range(comm.size), []):
         transport = MPITransport(comm)
         cost = given_to(ranks, comm.size, transport.group.hosts)[comm.rank]
-        reducer = mpicomp.Reducer(TOPK, collective, policy, comm=transport, cost=cost)
+        reducer = mpicomp.Reducer(TOPK, collective, known(policy, cost), comm=transport)
         reducer.reduce({"w": np.full(500, 1.0 + comm.rank, np.float32)})
         told = comm.allgather(reducer.last_step.buckets[0].predicted_s)
         assert told == [told[0]] * comm.size
@@ -155,7 +160,7 @@ def test_over_mpi(comm, collective, policy):
 @pytest.mark.parametrize("place", range(13))
 def test_over_mpi_what_is_no_cost_model_is_one_error_on_all_ranks(comm, tmp_path, collective, place):
     wrong = damaged(tmp_path)[place] if comm.rank == 0 else None
-    reducer = mpicomp.Reducer(TOPK, collective, comm=comm, cost=wrong)
+    reducer = mpicomp.Reducer(TOPK, collective, comm=comm, policy={"cost": wrong})
     with pytest.raises(ConfigurationError, match=r"^cost: "):
         reducer.reduce({"w": np.ones(500, np.float32)})
     reducer.close()

@@ -169,7 +169,7 @@ def test_path_on_the_gpu_has_the_bits_of_whole_copies(comm, cupy, line):
     pool = [numbers(comm.rank, step, numel) for step in range(2)]
     there = [cupy.asarray(array) for array in pool]
     whole, staying, exact = (
-        mpicomp.Reducer(compressor, collective, comm=comm, warmup=0)
+        mpicomp.Reducer(compressor, collective, policy={"warmup": 0}, comm=comm)
         for compressor, collective in (*[(mpicomp.TopK(ratio=0.01), "allgather")] * 2, (mpicomp.Dense(), "allreduce"))
     )
     seconds, summed, differ = [], np.zeros(numel), 0
@@ -236,7 +236,7 @@ def test_kernels_are_as_fast_as_they_should_be(gpu, line, tmp_path):
 @pytest.mark.parametrize("compressor", [mpicomp.Dense(), mpicomp.TopK(ratio=1.0)], ids=str)
 def test_streams_of_torch_are_waited_for(compressor, gpu, line):
     torch = pytest.importorskip("torch")
-    reducer = mpicomp.Reducer(compressor, comm=LocalWorld(1).transports[0], warmup=0)
+    reducer = mpicomp.Reducer(compressor, comm=LocalWorld(1).transports[0], policy={"warmup": 0})
     stream, wrong = torch.cuda.Stream(), 0
     for step in range(6):
         with torch.cuda.stream(stream):
@@ -293,7 +293,7 @@ def test_overlap_with_backward_changes_no_parameter(where, compressor, collectiv
 def test_routes_direct_and_staged_have_the_same_bits(compressor, collective, comm, gpu, line):
     found = {}
     for route in ROUTES:
-        reducer = mpicomp.Reducer(compressor, collective, comm=comm, warmup=0)
+        reducer = mpicomp.Reducer(compressor, collective, policy={"warmup": 0}, comm=comm)
         if not reducer.transport.takes_device_memory:
             pytest.skip("this MPI takes no GPU memory")
         for step in range(4):

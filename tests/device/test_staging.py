@@ -84,7 +84,8 @@ def test_the_same_as_on_the_host(cupy, monkeypatch, dtype, ranks):
     rng = np.random.default_rng(ranks)
     worlds = [LocalWorld(ranks) for _ in range(2)]
     reducers = [
-        [Reducer(TopK(ratio=0.3), comm=end, bucket_bytes=600, warmup=0) for end in world.transports] for world in worlds
+        [Reducer(TopK(ratio=0.3), comm=end, bucket_bytes=600, policy={"warmup": 0}) for end in world.transports]
+        for world in worlds
     ]
     for _ in range(4):
         gradients = [

@@ -51,7 +51,7 @@ def test_megabytes_of_the_table_are_those_that_an_exchange_sends():
         [row] = re.findall(rf"^\| \[`{name}`\]\(#{name}\) \| .+ \|$", COLLECTIVES, flags=re.MULTILINE)
         told = float(row.strip("| ").split(" | ")[3])
         world = LocalWorld(4)
-        reducers = [mpicomp.Reducer(compressor, name, warmup=0, comm=own) for own in world.transports]
+        reducers = [mpicomp.Reducer(compressor, name, comm=own) for own in world.transports]
         arrays = [np.random.default_rng(rank).laplace(size=1 << 20).astype(np.float32) for rank in range(4)]
         world.run([own.rounds({"w": array}) for own, array in zip(reducers, arrays, strict=True)])
         sent = np.mean([sum(bucket.wire_bytes for bucket in own.last_step.buckets) for own in reducers])

@@ -41,7 +41,7 @@ def test_scalars_for_a_writer():
             assert step == 7
             told[tag] = value
 
-    reducer = mpicomp.Reducer("topk", "allgather", warmup=0, bucket_bytes=40, comm=LocalWorld(1).transports[0])
+    reducer = mpicomp.Reducer("topk", "allgather", bucket_bytes=40, comm=LocalWorld(1).transports[0])
     reducer.reduce({"w": np.arange(10, dtype=np.float32), "v": np.ones(30, np.float32)})
     record = reducer.last_step
     record.add_scalars(Writer(), 7)

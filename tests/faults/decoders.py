@@ -394,7 +394,7 @@ def _telemetry(name):
         world, first = LocalWorld(2), None
         for compressor in (None, "topk", {"id": "powersgd", "rank": 1}):  # what a policy can choose for
             with contextlib.suppress(MpicompError):
-                reducers = [mpicomp.Reducer(compressor, policy=name, warmup=0, comm=end) for end in world.transports]
+                reducers = [mpicomp.Reducer(compressor, policy=name, comm=end) for end in world.transports]
                 first = reducers[0]
                 for step in range(_STEPS):
                     gradients = [_array(rng, 144, np.float32).reshape(12, 12) for _ in reducers]

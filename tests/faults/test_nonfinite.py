@@ -6,6 +6,7 @@ import pytest
 import mpicomp
 from mpicomp.errors import NonFiniteError
 from mpicomp.policies import list_policies, policy_class
+from mpicomp.policies.warmup import with_warmup
 
 POLICIES = ["static", "auto", "accordion", "flexible", "gravac", "lgreco", "schedule"]
 
@@ -29,7 +30,7 @@ def gradients(rank, step, bad=None):
 def test_all_ranks_have_one_end_and_go_on(comm, policy, mode, monkeypatch):
     monkeypatch.setenv("MPICOMP_PROBE", "0")
     compressor = None if policy == "auto" else "topk"
-    reducer = mpicomp.Reducer(compressor, policy=policy, nonfinite=mode, comm=comm, warmup=0)
+    reducer = mpicomp.Reducer(compressor, policy=with_warmup(policy, 0), nonfinite=mode, comm=comm)
     for step in range(8):
         bad = {3: np.nan, 6: np.inf}.get(step)
         given = gradients(comm.rank, step, bad if comm.rank == comm.size - 1 else None)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_the_record_says_which_rank_is_slow(comm):
     """And what it costs, from the 17th step on."""
-    reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=comm)
+    reducer = mpicomp.Reducer("topk", "allgather", comm=comm)
     late = comm.size - 1
     for step in range(2 * telemetry.PACE_STEPS):
         time.sleep(0.03 if comm.rank == late else 0.0)
@@ -76,7 +76,7 @@ import mpicomp
 
 rank, folder = MPI.COMM_WORLD.rank, Path(sys.argv[1])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
-reducer = mpicomp.Reducer("topk", sys.argv[2], warmup=0)
+reducer = mpicomp.Reducer("topk", sys.argv[2])
 digest = hashlib.blake2b()
 for step in range(200):
     gradient = np.random.default_rng([step, rank]).standard_t(3, 3000).astype(np.float32)
@@ -123,7 +123,7 @@ from mpi4py import MPI
 import mpicomp
 
 rank = MPI.COMM_WORLD.rank
-reducer = mpicomp.Reducer("topk", "allgather", warmup=0)
+reducer = mpicomp.Reducer("topk", "allgather")
 gradient = np.ones(50_000_000, np.float32)
 reducer.reduce({"w": gradient[:1000]})
 if rank == 1:
@@ -157,7 +157,7 @@ from mpi4py import MPI
 import mpicomp
 from mpicomp.transport.mpi_rounds import Channel
 
-reducer = mpicomp.Reducer("topk", "star-topk:ring", warmup=0)
+reducer = mpicomp.Reducer("topk", "star-topk:ring")
 gradient = {"w": np.ones(5000, np.float32)}
 reducer.reduce(gradient)
 MPI.COMM_WORLD.Barrier()
@@ -213,7 +213,7 @@ import mpicomp
 
 rank = MPI.COMM_WORLD.rank
 state = {"w": np.full(15_000 if rank != 1 else 40_000, rank, np.float64), "step": 1}
-reducer = mpicomp.Reducer("topk", "allgather", warmup=0)
+reducer = mpicomp.Reducer("topk", "allgather")
 mpicomp.save_checkpoint(sys.argv[1], state)
 try:
     mpicomp.save_checkpoint(sys.argv[1], state | {"step": 2})

@@ -32,8 +32,8 @@ folder, names, compressor, collective, first, last, when, victim = json.loads(sy
 folder, rank = Path(folder), MPI.COMM_WORLD.rank
 name = names[rank]  # what this rank is called in the first job
 told = []
-survive = {"on_failure": "shrink", "on_shrink": lambda lost, left: told.append([lost, left])} if victim >= 0 else {}
-reducer = mpicomp.Reducer(compressor, collective, warmup=0, **survive)
+survive = {"on_failure": lambda lost, left: told.append([lost, left])} if victim >= 0 else {}
+reducer = mpicomp.Reducer(compressor, collective, policy={"warmup": 0}, **survive)
 if first:
     reducer.load_state_dict(pickle.loads((folder / f"before-{name}").read_bytes()))
 rounds = 0
@@ -267,7 +267,7 @@ import mpicomp
 
 settings, step_of_death, victim = json.loads(sys.argv[1])
 rank = MPI.COMM_WORLD.rank
-reducer = mpicomp.Reducer(on_failure="shrink", bucket_bytes=40_000, warmup=0, **settings)
+reducer = mpicomp.Reducer(on_failure="shrink", bucket_bytes=40_000, policy={"warmup": 0}, **settings)
 
 def perform(task, plain=type(reducer.transport).perform):
     if step == step_of_death and rank == victim:
@@ -318,7 +318,7 @@ import mpicomp
 
 victim, world = int(sys.argv[1]), MPI.COMM_WORLD
 part = world.Split(world.rank % 2, world.rank)
-reducer = mpicomp.Reducer("topk", comm=part, on_failure="shrink", warmup=0)
+reducer = mpicomp.Reducer("topk", comm=part, on_failure="shrink", policy={"warmup": 0})
 lost = []
 for step in range(20):
     if step == 9 and world.rank == victim:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from marks import slow
 
-import mpicomp
 from mpicomp.errors import MpicompError
+from mpicomp.reducer.reducer import TrainingReducer
 
 LIMIT_S = 2.0  # that docs/sharp-bits.md promises
 pytestmark = pytest.mark.timeout(60)
@@ -32,7 +32,7 @@ SETTINGS = {
     "another way with NaN": {"nonfinite": "skip"},
     "other buckets": {"bucket_bytes": 1000},
     "another seed": {"seed": 1},
-    "another warm-up": {"warmup": 7},
+    "another warm-up": {"policy": {"warmup": 7}},
     "residuals that decay": {"feedback_decay": 0.9},
     "another kind of optimizer": {"normalises": False},
 }
@@ -120,7 +120,7 @@ def disagree(comm, kind):
     odd = comm.rank == victim
     settings = {"compressor": {"id": "topk", "ratio": 0.1}, "collective": "allgather", "warmup": 0}
     mine = settings | (SETTINGS.get(kind, {}) if odd else {})
-    reducer = mpicomp.Reducer(**mine, comm=comm)
+    reducer = TrainingReducer(**mine, comm=comm)
     try:
         if kind in SETTINGS:
             said, seconds = raised_on_all(comm, lambda: reducer.reduce(gradients(comm.rank, 0)))
@@ -163,7 +163,7 @@ from mpi4py import MPI
 import mpicomp
 
 victim, steps = int(sys.argv[1]), int(sys.argv[2])
-reducer = mpicomp.Reducer("topk", "allgather", warmup=0)
+reducer = mpicomp.Reducer("topk", "allgather")
 for step in range(steps if MPI.COMM_WORLD.rank == victim else 20):
     reducer.reduce({"w": np.ones(1000, np.float32)})
 sys.stdout.write(f"{time.time()}\\n")

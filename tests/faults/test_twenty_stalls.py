@@ -26,7 +26,7 @@ import mpicomp
 
 kind, victim, step_of_stall, compressor, collective, moment, wanted_s = json.loads(sys.argv[1])
 rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-reducer = mpicomp.Reducer(compressor, collective, warmup=0)
+reducer = mpicomp.Reducer(compressor, collective, policy={"warmup": 0})
 
 def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n")

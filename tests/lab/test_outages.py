@@ -13,7 +13,7 @@ from mpi4py import MPI
 import mpicomp
 
 comm, collective, steps = MPI.COMM_WORLD, sys.argv[1], int(sys.argv[2])
-reducer = mpicomp.Reducer("topk", collective, warmup=0)
+reducer = mpicomp.Reducer("topk", collective, policy={"warmup": 0})
 digest, longest, step, begun = hashlib.blake2b(), 0.0, 0, time.monotonic()
 while steps == 0 or step < steps:
     gradient = np.random.default_rng([step, comm.rank]).standard_t(3, 20_000).astype(np.float32)

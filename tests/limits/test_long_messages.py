@@ -29,7 +29,7 @@ def test_cut_messages_deliver_the_same(comm, compressor, collective):
     from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
 
     transports = [MPITransport(comm, limit) for limit in (100, COUNT_LIMIT)]
-    reducers = [mpicomp.Reducer(compressor, collective, feedback=True, warmup=0, comm=end) for end in transports]
+    reducers = [mpicomp.Reducer(compressor, collective, feedback=True, comm=end) for end in transports]
     before = 0.0
     for step in range(3):
         own = np.random.default_rng([comm.rank, step]).normal(size=(20, 25)).astype(np.float32)
@@ -134,7 +134,7 @@ def test_more_bytes_of_messages_than_31_bits_count(comm, indices, monkeypatch, t
     store_long_arrays(monkeypatch, tmp_path)
     numel = 280_000_000
     compressor = mpicomp.TopK(ratio=0.5, indices=indices)
-    reducer = mpicomp.Reducer(compressor, "allgather", feedback=False, warmup=0, bucket_bytes=1 << 40, comm=comm)
+    reducer = mpicomp.Reducer(compressor, "allgather", feedback=False, bucket_bytes=1 << 40, comm=comm)
     mine, _ = repeated(numel, comm.rank)
     mean = reducer.reduce({"w": mine})["w"]
     parts = [repeated(numel, rank)[1] for rank in range(2)]

@@ -76,7 +76,7 @@ def test_a_thousand_buckets_over_mpi(comm, overlap):
     """Longer than the tags of messages go round, which every channel has 2^15 of."""
     from mpicomp.transport.scheduler import ProgressThread
 
-    reducer = mpicomp.Reducer("topk", "star-topk:ring", warmup=0, bucket_bytes=1, comm=comm)
+    reducer = mpicomp.Reducer("topk", "star-topk:ring", bucket_bytes=1, comm=comm)
     thread = ProgressThread(reducer.transport, channels=1).start() if overlap else None
     left = 0.0
     for step in range(3):

@@ -17,7 +17,8 @@ class Ranks:
         self.link, self.numel = link, numel
         self.world = LocalWorld(size, hosts=size if hosts is None else hosts, network=link)
         ends = self.world.transports
-        self.reducers = [mpicomp.Reducer(compressor, collective, comm=end, warmup=0, **settings) for end in ends]
+        policy = {"warmup": 0, "cost": settings.pop("cost", None)}
+        self.reducers = [mpicomp.Reducer(compressor, collective, policy, comm=end, **settings) for end in ends]
         self.random = np.random.default_rng(0)
 
     def step(self):
@@ -121,7 +122,7 @@ def test_over_mpi_a_named_compressor_is_carried_whole_whatever_is_predicted(comm
         ]
         seconds[name] = network.seconds(network.coefficients(rounds, sample_views(transport.group)))
     assert min(seconds, key=seconds.get).startswith(PARTIAL)
-    reducer = mpicomp.Reducer(compressor, comm=transport, cost=CostModel(network), warmup=0)
+    reducer = mpicomp.Reducer(compressor, comm=transport, policy={"warmup": 0, "cost": CostModel(network)})
     random = np.random.default_rng(comm.rank)
     for _ in range(5):
         reducer.reduce({"w": random.laplace(size=100_000).astype(np.float32)})

@@ -10,6 +10,7 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
 from mpicomp.policies import Schedule, list_policies
+from mpicomp.policies.warmup import with_warmup
 from mpicomp.transport import LocalWorld
 
 TOPK = {"id": "topk", "ratio": 0.1}
@@ -266,18 +267,18 @@ def test_arrays_that_come_later_are_treated_like_the_others(saved, expected):
 
 def test_ranks_that_differ_in_it_are_one_error():
     ranks = Ranks(2, TOPK, warmup=3)
-    ranks.reducers[1] = mpicomp.Reducer(TOPK, warmup=4, comm=ranks.world.transports[1])
+    ranks.reducers[1] = mpicomp.Reducer(TOPK, comm=ranks.world.transports[1], policy={"warmup": 4})
     with pytest.raises(DisagreementError, match="warmup must be the same on all ranks, got 3 on rank 0 and 4 on rank"):
         ranks.reduce(gradients(2, 0))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_over_mpi(comm):
-    reducer = mpicomp.Reducer(TOPK, warmup=2 + (comm.rank == comm.size - 1), comm=comm)
+    reducer = mpicomp.Reducer(TOPK, comm=comm, policy={"warmup": 2 + (comm.rank == comm.size - 1)})
     with pytest.raises(DisagreementError, match="warmup must be the same on all ranks, got 2 on rank 0 and 3 on rank"):
         reducer.reduce(gradients(comm.size, 0)[comm.rank])
     reducer.close()
-    reducer = mpicomp.Reducer(TOPK, "allgather", warmup=2, comm=comm)
+    reducer = mpicomp.Reducer(TOPK, "allgather", comm=comm, policy={"warmup": 2})
     expected, residuals = slow_topk(comm.size, 4, 2, 20)
     for step in range(4):
         mean = reducer.reduce(gradients(comm.size, step)[comm.rank])["w"]
@@ -285,7 +286,7 @@ def test_over_mpi(comm):
     np.testing.assert_allclose(reducer.residual("w"), residuals[comm.rank], atol=1e-12)
     reducer.close()
     # What is measured teaches the policy that has planned it, and plans stay the same on all ranks.
-    reducer = mpicomp.Reducer(TOPK, policy="gravac", warmup=5, comm=comm)
+    reducer = mpicomp.Reducer(TOPK, policy={"id": "gravac", "warmup": 5}, comm=comm)
     for step in range(12):
         reducer.reduce(gradients(comm.size, step)[comm.rank], lr=0.1)
         [bucket] = reducer.last_step.buckets
@@ -297,7 +298,7 @@ def test_over_mpi(comm):
 @pytest.mark.parametrize("warmup", [-1, 1.5, True, "ramp", "ramp:0", "ramp:-2", "ramp:1.5", "dense", [3]])
 def test_what_is_no_warm_up_is_refused(warmup):
     with pytest.raises(ConfigurationError, match=r"warmup: must be a number of dense steps .* 'ramp:N' .* got "):
-        mpicomp.Reducer("topk", warmup=warmup, comm=LocalWorld(1).transports[0])
+        mpicomp.Reducer("topk", comm=LocalWorld(1).transports[0], policy={"warmup": warmup})
 
 
 @pytest.mark.parametrize(
@@ -314,15 +315,15 @@ def test_what_is_no_warm_up_is_refused(warmup):
 )
 def test_what_it_does_not_fit_is_refused(compressor, warmup, text):
     with pytest.raises(ConfigurationError, match=text):
-        mpicomp.Reducer(compressor, warmup=warmup, comm=LocalWorld(1).transports[0])
+        mpicomp.Reducer(compressor, comm=LocalWorld(1).transports[0], policy={"warmup": warmup})
 
 
 def test_one_policy_object_serves_one_reducer():
     policy = Schedule()
-    reducer = mpicomp.Reducer("topk", policy=policy, warmup=3, comm=LocalWorld(1).transports[0])
+    reducer = mpicomp.Reducer("topk", policy=with_warmup(policy, 3), comm=LocalWorld(1).transports[0])
     assert reducer.policy is policy
     with pytest.raises(ConfigurationError, match="serves another reducer"):
-        mpicomp.Reducer("topk", policy=policy, warmup=3, comm=LocalWorld(1).transports[0])
+        mpicomp.Reducer("topk", policy=with_warmup(policy, 3), comm=LocalWorld(1).transports[0])
 
 
 def test_one_array_has_no_warm_up():

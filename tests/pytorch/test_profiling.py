@@ -62,7 +62,7 @@ def test_what_has_begun_is_ended_where_an_exchange_fails(monkeypatch):
         return lambda: said.append(f"end of {name}")
 
     monkeypatch.setattr(trace, "markers", [mark])
-    reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=LocalWorld(1).transports[0])
+    reducer = mpicomp.Reducer("topk", "allgather", comm=LocalWorld(1).transports[0])
     rounds = reducer.rounds({"w": torch.ones(10)})
     reply = None
     while "mpicomp::exchange" not in said:  # in the agreement before it there is no range
@@ -83,7 +83,7 @@ def test_nvtx_where_a_tool_collects_it(tmp_path, clean_environ):
         import sys; sys.path.insert(0, {str(tmp_path)!r})
         import nvtx, numpy as np, mpicomp
         from mpicomp.transport import LocalWorld
-        reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=LocalWorld(1).transports[0])
+        reducer = mpicomp.Reducer("topk", "allgather", comm=LocalWorld(1).transports[0])
         reducer.reduce({{"w": np.ones(10, np.float32)}})
         print(*nvtx.said)"""
     out = []

@@ -115,7 +115,7 @@ def test_reducers_that_were_set_differently(comm):
 
 
 def test_two_reducers_do_not_meet(comm):
-    first = mpicomp.Reducer(mpicomp.TopK(ratio=0.5), comm=comm, warmup=0)
+    first = mpicomp.Reducer(mpicomp.TopK(ratio=0.5), comm=comm, policy={"warmup": 0})
     second = mpicomp.Reducer(comm=comm)
     for step in range(3):
         array = np.arange(4, dtype=np.float32) + step

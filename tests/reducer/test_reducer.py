@@ -160,7 +160,7 @@ def test_order_matters_at_the_first_step_only():
 
 def test_settings_that_differ_between_ranks():
     ranks = Ranks(2, mpicomp.TopK(ratio=0.1))
-    ranks.reducers[1] = mpicomp.Reducer(mpicomp.TopK(ratio=0.2), comm=ranks.world.transports[1], warmup=0)
+    ranks.reducers[1] = mpicomp.Reducer(mpicomp.TopK(ratio=0.2), comm=ranks.world.transports[1], policy={"warmup": 0})
     with pytest.raises(DisagreementError, match=r"compressor must be the same on all ranks, got .*0.1.* on rank 0"):
         ranks.reduce([{"w": ONES}] * 2)
 

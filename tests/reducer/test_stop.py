@@ -31,7 +31,7 @@ def gradients(rank, step):
 
 
 def run(comm, compressor, collective, ask=lambda step: None):
-    reducer = mpicomp.Reducer(compressor, collective, comm=comm, bucket_bytes=2000, warmup=0)
+    reducer = mpicomp.Reducer(compressor, collective, policy={"warmup": 0}, comm=comm, bucket_bytes=2000)
     means, records = [], []
     for step in range(STEPS):
         ask(step)

@@ -104,7 +104,7 @@ def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch)
     ranks, phases = 2, {} if config["id"] == "topk" else {"dense_steps": 1, "training_steps": 2}
     config = mpicomp.get_compressor(config | phases).get_config()
     world, rng = LocalWorld(ranks), np.random.default_rng(0)
-    reducers = [mpicomp.Reducer(config, collective, warmup=0, comm=end) for end in world.transports]
+    reducers = [mpicomp.Reducer(config, collective, policy={"warmup": 0}, comm=end) for end in world.transports]
     sent = []
     for _ in range(7):
         gradients = [

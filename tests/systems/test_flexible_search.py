@@ -60,12 +60,12 @@ class Training:
         self.world = LocalWorld(size, hosts=size, network=self.link)
         network = Network(max(2, size))
         network.set_link("world", latency, 8 / bits, 0.1)
+        cost = CostModel(network) if size > 1 else None
         self.models = [Model() for _ in range(size)]
         self.reducers = [
             mpicomp.Reducer(
-                compressor, collective, {"id": "flexible", "as_published": True, **settings}, comm=end,
+                compressor, collective, {"id": "flexible", "as_published": True, "cost": cost, **settings}, comm=end,
                 bucket_bytes=8000,
-                cost=CostModel(network) if size > 1 else None,
             )
             for end in self.world.transports
         ]  # fmt: skip

@@ -50,7 +50,7 @@ def reduce_some(comm, pair, path, layout=None):
     from mpicomp.transport.mpi import MPITransport
 
     transport = MPITransport(comm, layout=layout)
-    reducer = mpicomp.Reducer(*pair, warmup=0, comm=transport, bucket_bytes=4000)
+    reducer = mpicomp.Reducer(*pair, policy={"warmup": 0}, comm=transport, bucket_bytes=4000)
     random = np.random.default_rng(comm.rank)
     records = []
     with mpicomp.trace(path, comm=transport):
@@ -167,7 +167,7 @@ def check_messages(tracks, ranks, error):
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_an_error_on_one_rank_leaves_what_each_has_done_and_waits_for_nobody(comm, tmp_path):
     path = shared(comm, tmp_path) + "/trace.json"
-    reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=comm)
+    reducer = mpicomp.Reducer("topk", "allgather", comm=comm)
     if comm.rank == 0:
         with contextlib.suppress(RuntimeError), mpicomp.trace(path, comm=comm):
             reducer.reduce({"w": np.ones(10, "f4")})
@@ -226,7 +226,7 @@ def test_without_steps_it_is_one_all_the_same(tmp_path):
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path, monkeypatch):
-    reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=alone())
+    reducer = mpicomp.Reducer("topk", "allgather", comm=alone())
     own = mpicomp.trace(tmp_path / "trace.json", comm=alone())
     reducer.reduce({"w": np.ones(10, "f4")})
     own.flush()
@@ -252,7 +252,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path, monkeypatch):
 
 
 def test_steps_are_in_the_file_a_quarter_of_a_second_later(tmp_path):
-    reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=alone())
+    reducer = mpicomp.Reducer("topk", "allgather", comm=alone())
     own = mpicomp.trace(tmp_path / "trace.json", comm=alone())
 
     def written():
@@ -274,7 +274,7 @@ def test_steps_are_in_the_file_a_quarter_of_a_second_later(tmp_path):
 
 
 def test_several_reducers_have_tracks_of_their_own(tmp_path):
-    reducers = [mpicomp.Reducer("topk", "allgather", warmup=0, comm=alone()) for _ in range(2)]
+    reducers = [mpicomp.Reducer("topk", "allgather", comm=alone()) for _ in range(2)]
     with mpicomp.trace(tmp_path / "trace.json", comm=alone()):
         for _ in range(2):
             for reducer in reducers:

@@ -70,7 +70,7 @@ def test_delay_is_of_energy_and_not_of_time(ratio):
     """So many steps' worth of a gradient's energy wait, each part of it for longer: births are counted one by one."""
     numel, steps, random = 4000, 600, np.random.default_rng(0)
     [end] = LocalWorld(1).transports
-    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=ratio), comm=end, warmup=0)
+    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=ratio), comm=end, policy={"warmup": 0})
     choices, waiting, aged = Choices(), np.zeros(numel), np.zeros(numel)  # energy as it was born, and times its age
     waited = left = residual = given = 0.0
     for step in range(steps):
