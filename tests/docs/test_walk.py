@@ -1,0 +1,26 @@
+"""The walk through a step in docs/design.md against a step that is traced."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from step_cost import functions_of
+
+import mpicomp
+
+PAGE = Path(__file__).parents[2] / "docs" / "design.md"
+TRACED_STEPS = 40  # some files are visited now and then, such as kernels of a bound that was too high
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_walk_names_every_file_that_steps_visit(comm):
+    section = re.search(r"## A walk through a step\n(.*?)\n## ", PAGE.read_text(), re.DOTALL)[1]
+    named = set(re.findall(r"`((?:mpicomp|kernels)/[\w/]+\.py)`", section))
+    gradients = {"w": np.random.default_rng(comm.rank).standard_normal(1000).astype(np.float32)}
+    with mpicomp.Reducer("topk", "allgather", comm=comm) as reducer:
+        for _ in range(100):
+            reducer.reduce(gradients)
+        visits = [{file for file, _ in functions_of(lambda: reducer.reduce(gradients))} for _ in range(TRACED_STEPS)]
+    assert set.union(*visits) <= named | {"mpicomp/rounds/round.py", "mpicomp/rounds/group.py"}
+    assert named <= set.union(*visits)
