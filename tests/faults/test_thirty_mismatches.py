@@ -118,7 +118,7 @@ def disagree(comm, kind):
     rng = random.Random(KINDS.index(kind))
     victim, step = rng.randrange(comm.size), rng.randrange(1, 6)
     odd = comm.rank == victim
-    settings = {"compressor": {"id": "topk", "ratio": 0.1}, "collective": "allgather", "warmup": 0}
+    settings = {"compressor": {"id": "topk", "ratio": 0.1}, "collective": "allgather", "policy": {"warmup": 0}}
     mine = settings | (SETTINGS.get(kind, {}) if odd else {})
     reducer = TrainingReducer(**mine, comm=comm)
     try:

@@ -7,7 +7,7 @@ uniform setting. It broadcasts the solution and repeats this every thousand step
 
 **`LGreCo.as_published()`** takes errors from the sum of rank 0's last ten accumulated gradients, from all elements; the
 limit is kept exactly, and the solution is not compared with the uniform setting, which rounding may rule out. First
-adjustment and period are those of its Transformer-XL; ``warmup=1000`` has its dense steps. Different from the paper:
+adjustment and period are those of its Transformer-XL; ``"warmup": 1000`` has its dense steps. Different from the paper:
 every rank solves the same problem from what rank 0 reports, in place of a broadcast of the solution, and the errors of
 a matrix at all ranks come from one subspace iteration.
 
