@@ -68,7 +68,10 @@ class _Transport(LocalTransport):
     """One of the ranks, which stands for all of them. What it computes takes the seconds that it takes here."""
 
     one_clock = True
-    timer = time.thread_time
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.timer = time.thread_time
 
 
 def _echo(request: Request) -> object:
