@@ -172,6 +172,7 @@ class Reducer:
             if self._owned:
                 self.transport.close()
             raise
+        self.policy.serves = True  # on all ranks or on none
         self._user = self.transport.enter()
 
     def _configure(self, named: Policy | str | Mapping[str, Any] | None) -> None:
@@ -251,7 +252,6 @@ class Reducer:
         """That a rank was found to have died, outside of `reduce` or when the last step was applied already."""
         self.stop = False
         """Whether all ranks know that some rank was asked to stop."""
-        policy.serves = True
 
     @property
     def compressor(self) -> Compressor:

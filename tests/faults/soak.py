@@ -63,10 +63,10 @@ CHOOSING = [  # settings with which decisions are due every few steps
     {"compressor": "topk", "policy": {"id": "accordion", "every": 3}},
     {"compressor": "sidco", "policy": {"id": "flexible", "every": 4}},
     {"compressor": "dgc", "policy": {"id": "schedule", "steps": 10}},
-    {"compressor": "topk", "warmup": 3},
-    {"compressor": "sidco", "warmup": "ramp:5"},
-    {"policy": "auto"},
-    {"compressor": "topk", "policy": "static"},
+    {"compressor": "topk", "policy": {"warmup": 3}},
+    {"compressor": "sidco", "policy": {"warmup": "ramp:5"}},
+    {"policy": {"id": "auto"}},
+    {"compressor": "topk", "policy": {"id": "static"}},
 ]
 MORE = 50  # episodes after the first ones, by when every group of ranks, and what else is rare, has come a few times
 DTYPES = [np.float32, np.float32, np.float64, np.float16]
@@ -166,7 +166,8 @@ class Episode:
 
     def _settings(self, number):
         rng = self.shared("settings")
-        settings = {"warmup": 0, "nonfinite": str(rng.choice(["raise", "raise", "skip", "pass"]))}
+        policy = {"warmup": 0}
+        settings = {"nonfinite": str(rng.choice(["raise", "raise", "skip", "pass"]))}
         settings |= {"bucket_bytes": int(rng.choice([1, 2000, 100_000, 32 << 20])), "seed": int(rng.integers(100))}
         if number < len(FIRST) or (not self.first and rng.random() < 0.6):
             compressor, collective, kept = FIRST[number if self.first else int(rng.integers(len(PAIRS)))]
@@ -177,7 +178,10 @@ class Episode:
         else:
             feedback = True
             choice = number - len(FIRST) if self.first else int(rng.integers(len(CHOOSING)))
-            settings |= CHOOSING[choice % len(CHOOSING)]
+            chosen = CHOOSING[choice % len(CHOOSING)]
+            settings |= chosen
+            policy |= chosen["policy"]
+        settings["policy"] = policy
         if feedback and not self.first and rng.random() < 0.2:
             settings["feedback_decay"] = 0.9
         self.limit, self.layout = COUNT_LIMIT, None

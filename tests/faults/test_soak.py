@@ -41,12 +41,12 @@ def test_what_is_lost_is_found_and_where_is_said(comm, fault, monkeypatch):
         if comm.rank == 1:
             bucket._residual *= np.float32(1.001)
 
-    give = Staging.give
+    unflatten = Staging.unflatten
 
     def other(staging, mean, parts):
-        return give(staging, mean + np.float32(comm.rank), parts)
+        return unflatten(staging, mean + np.float32(comm.rank), parts)
 
-    monkeypatch.setattr(*{"residual": (Bucket, "commit", wrong), "mean": (Staging, "give", other)}[fault])
+    monkeypatch.setattr(*{"residual": (Bucket, "commit", wrong), "mean": (Staging, "unflatten", other)}[fault])
     said = {"residual": "is lost or gained", "mean": "ranks differ in their means"}[fault]
     with pytest.raises(AssertionError, match=said) as raised:
         soak.soak(40, 3, RANDOM, print)

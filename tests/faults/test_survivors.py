@@ -267,7 +267,8 @@ import mpicomp
 
 settings, step_of_death, victim = json.loads(sys.argv[1])
 rank = MPI.COMM_WORLD.rank
-reducer = mpicomp.Reducer(on_failure="shrink", bucket_bytes=40_000, policy={"warmup": 0}, **settings)
+policy = settings.pop("policy", {}) | {"warmup": 0}
+reducer = mpicomp.Reducer(on_failure="shrink", bucket_bytes=40_000, policy=policy, **settings)
 
 def perform(task, plain=type(reducer.transport).perform):
     if step == step_of_death and rank == victim:
@@ -293,10 +294,10 @@ _LGC = {"id": "lgc", "dense_steps": 3, "training_steps": 4}
     ("settings", "step", "victim"),
     [
         ({}, 12, 1),
-        ({"policy": "gravac", "compressor": "topk"}, 12, 1),
-        ({"policy": "lgreco"}, 12, 0),
-        ({"policy": "flexible"}, 12, 0),
-        ({"policy": "accordion", "compressor": "topk"}, 12, 3),
+        ({"policy": {"id": "gravac"}, "compressor": "topk"}, 12, 1),
+        ({"policy": {"id": "lgreco"}}, 12, 0),
+        ({"policy": {"id": "flexible"}}, 12, 0),
+        ({"policy": {"id": "accordion"}, "compressor": "topk"}, 12, 3),
         ({"compressor": _LGC | {"training_steps": 12}}, 8, 0),  # while it learns
         ({"compressor": _LGC}, 22, 0),
         ({"compressor": _LGC | {"instance": "server"}}, 22, 0),

@@ -22,16 +22,18 @@ def momentum_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
 @pytest.mark.parametrize(
     ("make", "compressor", "wrapped"),
     [
-        *((make, compressor, make) for make in (
-            momentum_sgd, adam, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-        ) for compressor in (mpicomp.Dense(), mpicomp.TopK(ratio=1.0))),
+        *((make, send_all, make) for make in (momentum_sgd, adam, adamw) for send_all in ("dense", mpicomp.TopK(1.0))),
         (momentum_sgd, mpicomp.DGC(1.0, momentum=0.9, masking=False), descent),
     ],
-    ids=str,
-)  # fmt: skip
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_one_rank_that_sends_all_is_the_plain_optimizer(make, compressor, wrapped):
     """DGC's momentum correction stands for the optimizer's momentum."""
     plain, model = network(), network()
