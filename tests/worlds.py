@@ -15,6 +15,8 @@ class Ranks:
         self.world = LocalWorld(size, identical_sums, hosts, network)
         named = args[2] if len(args) > 2 else settings.pop("policy", None)
         settings["policy"] = with_warmup(named, settings.pop("warmup", 0))
+        if "cost" in settings:
+            settings["policy"] |= {"cost": settings.pop("cost")}
         self.reducers = [TrainingReducer(*args[:2], *args[3:], comm=end, **settings) for end in self.world.transports]
 
     def reduce(self, gradients, lr=None):
