@@ -196,10 +196,11 @@ def fields(cls: type | dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]
         own.name: (_kind(hints[own.name]), _meaning(" ".join(line.strip() for line in own.desc)))
         for own in text["Attributes"]
     }
-    for name, own in vars(cls).items():
-        if isinstance(own, property):
-            meaning = (inspect.getdoc(own) or "").split("\n\n")[0].replace("\n", " ")
-            found[name] = (_kind(typing.get_type_hints(own.fget)["return"]), _meaning(meaning))
+    for name, member in vars(cls).items():
+        getter = getattr(member, "fget", None) or getattr(member, "func", None)  # of a property, cached or not
+        if isinstance(member, property | functools.cached_property):
+            meaning = (inspect.getdoc(getter) or "").split("\n\n")[0].replace("\n", " ")
+            found[name] = (_kind(typing.get_type_hints(getter)["return"]), _meaning(meaning))
     return found
 
 

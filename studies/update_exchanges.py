@@ -190,7 +190,8 @@ def train(
         names = {parameter: name for name, parameter in models[0].named_parameters()}
         reducers = optimizers[0].reducers
     else:
-        of_ranks = [mpicomp.Reducer(arm.compressor, comm=end, **settings) for end in world.transports]
+        policy = {"warmup": settings.pop("warmup")}
+        of_ranks = [mpicomp.Reducer(arm.compressor, policy=policy, comm=end, **settings) for end in world.transports]
         reducers = of_ranks[:1]
     numel = sum(parameter.numel() for parameter in models[0].parameters())
     sent = wire = 0.0

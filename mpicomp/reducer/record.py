@@ -258,8 +258,6 @@ class StepRecord:
         as rows of sparse gradients, second moments, the comparison of parameters, and flags.
     overhead_wire_bytes : float
         Bytes that left this rank in them.
-    exchanges : list of BucketExchange
-        What `buckets` is made of.
     """
 
     step: int
@@ -276,6 +274,7 @@ class StepRecord:
     overhead_bytes: int = 0
     overhead_wire_bytes: float = 0.0
     exchanges: list[BucketExchange] = field(default_factory=list, repr=False, compare=False)
+    """What `buckets` is made of."""
 
     @functools.cached_property
     def buckets(self) -> list[BucketRecord]:

@@ -33,7 +33,7 @@ class OnHosts:
 @pytest.mark.parametrize("compressor", [own for own in REPRESENTATIVES if "hierarchical" in fitting(own)], ids=str)
 def test_nothing_is_lost(compressor, layout):
     """In every step, whatever the inner collective says to have sent of a host's sum, and in every phase of a code."""
-    ranks = OnHosts(layout, compressor, "hierarchical", warmup=0)
+    ranks = OnHosts(layout, compressor, "hierarchical", policy={"warmup": 0})
     rng = np.random.default_rng(3)
     before = np.zeros((len(layout), 3000))
     for _ in range(6):

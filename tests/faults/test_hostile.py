@@ -172,7 +172,7 @@ def test_a_rank_that_hears_of_itself_what_it_has_not_said():
     assert check_counts("x", np.array([3, 4]), 0, 9, (1, 4)) == [3, 4]
     with pytest.raises(MessageError) as raised:
         check_counts("x", [3, 4], 0, 9, (0, 2))
-    assert str(raised.value.__cause__) == "x: rank 0 has told of 2 elements and heard of 3"
+    assert str(raised.value.__cause__) == "x: rank 0 has sent the number 2 and received 3"
 
 
 def test_ok_topk_goes_on_with_the_others_to_the_end():

@@ -35,12 +35,3 @@ def test_hooks_have_the_versions_of_continuous_integration():
     for name, repository in (("ruff", "ruff-pre-commit"), ("check-jsonschema", "check-jsonschema")):
         [version] = re.findall(rf"/{repository}\n    rev: v?(\S+)", hooks)
         assert version == pinned[name]
-
-
-def test_fragments_have_a_kind():
-    kinds = set(re.findall(r'directory = "(\w+)"\nname', (ROOT / "pyproject.toml").read_text()))
-    fragments = list((ROOT / "changes").glob("*.md"))
-    assert kinds
-    assert fragments  # README.md at least
-    for fragment in fragments:
-        assert fragment.name == "README.md" or re.fullmatch(rf"\+[\w-]+\.({'|'.join(kinds)})\.md", fragment.name)
