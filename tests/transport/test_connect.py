@@ -96,6 +96,8 @@ for door in (mpicomp.Reducer, lambda: mpicomp.allreduce(np.ones(2)), lambda: mpi
             made.close()
     except mpicomp.errors.LaunchError as error:
         print(error, flush=True)
+if MPI.Is_initialized() and not MPI.Is_finalized():
+    MPI.Finalize()
 """
 
 
