@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         prog="studies/half_precision.py",
         description="Train with means of gradients in float32; as PyTorch's float16 hook makes them; as it makes them "
         "of gradients times 256; and in float32 with a random error of at most half a bit of float16 in each element "
-        "of each rank, which a number behind a colon draws anew. Shares are of what ranks' elements other than 0 "
+        "of each rank, which a number after a colon draws again. Shares are of what ranks' elements other than 0 "
         "become: 0, or too small for all bits of float16.",
     )
     parser.add_argument("--task", default="text-gpt", metavar="T", help="as of mpicomp train (%(default)s)")

@@ -14,11 +14,11 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def find_launcher() -> Path:
-    """Return the mpiexec beside the running Python."""
+    """Return the mpiexec next to the running Python."""
     launcher = Path(sys.executable).parent / "mpiexec"
     if not os.access(launcher, os.X_OK):
         raise LabError(
-            f"needs the MPI launcher beside Python, and there is no {launcher}; "
+            f"needs the MPI launcher next to Python, and there is no {launcher}; "
             "install one with: pip install 'mpicomp[mpich]'"
         )
     return launcher
@@ -36,12 +36,12 @@ def find_mpi(launcher: Path) -> str:
 
 
 def check_mpi(asked: str | None, launcher: Path) -> str:
-    """Return the MPI beside Python; raise if another one was asked for."""
+    """Return the MPI next to Python; raise if another one was asked for."""
     found = find_mpi(launcher)
     if asked is not None and asked != found:
         assert asked in MPIS
         raise LabError(
-            f"--mpi must name the MPI beside Python, which is {found}, got {asked!r}; "
+            f"--mpi must name the MPI next to Python, which is {found}, got {asked!r}; "
             f"leave --mpi out, or run the Python of an environment with {asked}"
         )
     return found

@@ -112,7 +112,7 @@ class Gradients:
         self.device = device
         self._random = np.random.default_rng(seed)
         self._pool = [device.to_device(self._laplace(numel + min(numel, _SLACK) + 64)) for _ in range(POOL)]
-        device.wait()  # whoever uses them may do so in another stream
+        device.wait()  # the caller may use them in another stream
 
     def fresh(self) -> Any:
         """Return a gradient; not to be written to."""

@@ -150,7 +150,7 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
     else:
         console = Console()
     flat = plain(list(columns), cells, [form == "" for form in columns.values()])
-    if console is None or not console.is_terminal:  # whoever reads a file or a pipe wants no lines cut
+    if console is None or not console.is_terminal:  # readers of a file or a pipe want no lines cut
         print(flat, flush=True)
         return
     table = Table()

@@ -12,7 +12,7 @@ from mpicomp.bench.measure.intervals import median_interval
 class _Which(TypedDict):
     compressor: Annotated[str, "name"]
     ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
-    collective: Annotated[str, "name, with what it is built upon behind a colon; `auto`"]
+    collective: Annotated[str, "name, with what it is built on after a colon; `auto`"]
     numel: Annotated[int, "length of the array"]
     ranks: Annotated[int, "that took part"]
     hosts: Annotated[int, "that they are on"]

@@ -14,7 +14,7 @@ from mpicomp.bench.report.step_lines import PHASES, Lines, plan_in_words, read_l
 
 from mpicomp.errors import ConfigurationError
 
-MAX_RUNS = 8  # in a report: as many as there are colours that can be told apart
+MAX_RUNS = 8  # in a report: as many as there are colours that can be distinguished
 _MAX_START_STEPS = 5
 
 
@@ -122,7 +122,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
         run.outcome, run.recorded = run.outcome or outcome, run.recorded or lines
     runs = list(found.values())
     if len(runs) > MAX_RUNS:
-        raise ConfigurationError(f"report: at most {MAX_RUNS} runs can be told apart in a picture, got {len(runs)}")
+        raise ConfigurationError(f"report: at most {MAX_RUNS} runs can be distinguished in a picture, got {len(runs)}")
     for run in runs:
         if run.outcome and run.recorded and run.outcome["steps"] != run.recorded.step.size:
             raise ConfigurationError(

@@ -145,7 +145,7 @@ class Corrections:
         return numel * self._at(numel, scheme, (timing.own_s / timing.numel for timing in self._timed[scheme.id]))
 
     def factor(self, scheme: Scheme[Any], numel: int) -> float:
-        """Return how many times longer rounds take than is told of them."""
+        """Return how many times longer rounds take than is predicted."""
         return self._at(numel, scheme, self._factors[scheme.id])
 
     def _at(self, numel: int, scheme: Scheme[Any], values: Iterable[float]) -> float:

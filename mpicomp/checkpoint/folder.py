@@ -2,7 +2,7 @@
 
 Each checkpoint is a folder, ``00000012``; one that is being written, or removed, is called
 ``00000012.part``. What else is there stays as it is, folders that somebody else named by a number among them: which
-ones mpicomp has made is told by the headers of the files in them.
+ones mpicomp has made is known from the headers of the files in them.
 """
 
 import contextlib

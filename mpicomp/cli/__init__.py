@@ -172,7 +172,7 @@ def run_program(parse: Callable[[], argparse.Namespace], run: Callable[[argparse
         if sys.stdout is not None:  # None where the caller has closed it
             sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read our output has left, as `head` does. Python would flush once more at exit and complain.
+        # The reader of our output has left, as `head` does. Python would flush once more at exit and complain.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

@@ -112,7 +112,7 @@ def _feedback(entry: dict[str, Any]) -> str:
 
 
 def _inner(collective: str) -> list[str]:
-    """Return the collectives that one may be built upon."""
+    """Return the collectives that one may be built on."""
     from mpicomp.collectives import variants
     from mpicomp.compressors import get_compressor, list_compressors
 

@@ -126,7 +126,7 @@ def read_list(text: str) -> list[str]:
             try:
                 end = json.JSONDecoder().raw_decode(text)[1]
             except json.JSONDecodeError:
-                end = len(text)  # whoever reads it says what is wrong
+                end = len(text)  # its reader reports what is wrong
         words.append(text[:end].strip())
         text = text[end:].lstrip(" ,")
     return words

@@ -63,7 +63,7 @@ use allgather, star-topk, ...
     """
     name, _, inner = collective.partition(":")
     if name in inner.split(":"):
-        raise ConfigurationError(f"{name}: is not built upon itself, got '{collective}'")
+        raise ConfigurationError(f"{name}: is not built on itself, got '{collective}'")
     if name == ScatterReduce.id and compressor.message == "packed":
         name = TwoPhase.id
     cls = collective_class(name)
@@ -86,7 +86,7 @@ use allgather, star-topk, ...
     carried = cls.inner_compressor(compressor)
     if carried is None:
         if inner:
-            raise ConfigurationError(f"{name}: is not built upon another collective, got '{collective}'")
+            raise ConfigurationError(f"{name}: is not built on another collective, got '{collective}'")
         return cls(compressor)
     scheme: Scheme[Any] = cls(compressor, bind(carried, inner or fitting(carried)[0]))  # type: ignore[call-arg]
     scheme.id = collective  # type: ignore[misc]  # one class for as many names as there are inner collectives
@@ -94,7 +94,7 @@ use allgather, star-topk, ...
 
 
 def variants(compressor: Compressor) -> list[str]:
-    """Return everything that `bind` takes for a compressor: the collectives that fit, upon all those that they may use.
+    """Return everything that `bind` takes for a compressor: the collectives that fit, on all those that they may use.
 
     Examples
     --------

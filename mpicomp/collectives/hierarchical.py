@@ -75,7 +75,7 @@ class Hierarchical(Scheme[Compressor]):
     def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Refuse compressors tied to places or ranks: ratios by layer, velocities that sent elements clear, and votes.
 
-        Sketches, factors and coefficients are refused, too: built upon a hierarchical exchange they have one table, and
+        Sketches, factors and coefficients are refused, too: built on a hierarchical exchange they have one table, and
         whole matrices and chunks.
         """
         if compressor.message in ("votes", "sketch", "factors", "coefficients"):

@@ -85,7 +85,7 @@ class Oktopk(Scheme[Sparsifier]):
     precedence: ClassVar[int] = 7
     paper: ClassVar[str] = (
         "Ok-Topk, Li and Hoefler 2022, arXiv 2201.07598; the compressor selects locally, indices are integers, "
-        "boundaries serve from the next step on, the threshold is found anew too where it is off by a factor of 2, "
+        "boundaries serve from the next step on, the threshold is found again too where it is off by a factor of 2, "
         "sums are shared out where that is worth a round"
     )
     messages: ClassVar[str] = "sparse"
@@ -211,7 +211,7 @@ class _Step:
     def _within(self, counts: NDArray[np.int64], most: int) -> list[int]:
         """Return numbers of elements that each rank has sent this one; a wrong one is taken to what may be, and noted.
 
-        The others have heard nothing of it, so this rank has to go on with them.
+        The others know nothing of it, so this rank has to go on with them.
         """
         found = [int(count) for count in counts]
         for rank, count in enumerate(found):
@@ -237,14 +237,14 @@ class _Step:
         bits = 0 if state["threshold"] is None else kernels.magnitude_bits(state["threshold"], self.dtype)
         [reaching] = to_python(0 if state["threshold"] is None else kernels.count_reaching(sums.values, bits))
         renew = state["exchanges"] % _RENEW_REGIONS == 0
-        told = [reaching, sums.indices.size, *(quantiles(selection.indices, ranks) if renew else ())]
-        tell = Round("allgatherv", [len(told)] * ranks, _COUNT, send=np.array(told, _COUNT))
-        tell.recv = self.workspace.host_array("told", ranks * len(told), _COUNT)
-        answers = (yield tell).reshape(ranks, len(told))
+        counts_here = [reaching, sums.indices.size, *(quantiles(selection.indices, ranks) if renew else ())]
+        share = Round("allgatherv", [len(counts_here)] * ranks, _COUNT, send=np.array(counts_here, _COUNT))
+        share.recv = self.workspace.host_array("counts", ranks * len(counts_here), _COUNT)
+        answers = (yield share).reshape(ranks, len(counts_here))
         rank = self.group.rank
-        found = check_counts("oktopk", answers[:, 1], 0, self.numel, (rank, told[1]))
+        found = check_counts("oktopk", answers[:, 1], 0, self.numel, (rank, counts_here[1]))
         most = 0 if state["threshold"] is None else max(found)
-        counts = check_counts("oktopk", answers[:, 0], 0, most, (rank, told[0]))
+        counts = check_counts("oktopk", answers[:, 0], 0, most, (rank, counts_here[0]))
         if renew:
             cuts = answers[:, 2:]
             check_counts("oktopk", cuts.reshape(-1), -1, self.numel)
@@ -330,9 +330,9 @@ class _Step:
         """Return the energy that all ranks lost, each of which knows its own; NaN where one read what is damaged."""
         [change] = to_python(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
         lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan
-        tell = Round("allgatherv", [1] * self.group.size, _ENERGY, send=np.array([lost]))
-        tell.recv = self.workspace.host_array("lost", self.group.size, _ENERGY)
-        return float((yield tell).sum())
+        share = Round("allgatherv", [1] * self.group.size, _ENERGY, send=np.array([lost]))
+        share.recv = self.workspace.host_array("lost", self.group.size, _ENERGY)
+        return float((yield share).sum())
 
     def _bytes(self, count: int, span: _Span) -> int:
         return self.scheme.bytes_of(count, span[1] - span[0], self.dtype)

@@ -154,7 +154,7 @@ class ParameterServer(Scheme[Compressor]):
             gather.recv = workspace.array("messages", sum(sizes), _BYTE)
         messages = yield gather
 
-        announce = Round("bcast", (1,), _COUNT, root=_SERVER, recv=workspace.host_array("told", 1, _COUNT))
+        announce = Round("bcast", (1,), _COUNT, root=_SERVER, recv=workspace.host_array("announced", 1, _COUNT))
         answer, problem = None, None
         if group.rank == _SERVER:
             try:

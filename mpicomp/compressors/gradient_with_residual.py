@@ -193,8 +193,8 @@ class GradientWithResidual:
     def part(self, start: int, stop: int) -> NDArray[np.floating]:
         """Return a part of the sum, which is made only now where gradients can be cut.
 
-        Whoever asks for a part asks for all of them, once each, before anything else: a collective that sends the first
-        part before it needs the others lets the network wait for that one alone.
+        A caller that asks for a part asks for all of them, once each, before anything else: a collective that sends the
+        first part before it needs the others lets the network wait for that one alone.
         """
         if not self.is_computed and not self._divisible:
             self.sweep()

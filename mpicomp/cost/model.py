@@ -102,7 +102,7 @@ class CostModel:
         return self.slowdown(on_device) * kernel.seconds(numel, scheme.compressor.expected(numel))
 
     def slowdown(self, on_device: bool = False) -> float:
-        """Return how many times longer kernels take beside other ranks, over all compressors that ran; 1 if none."""
+        """Return how many times longer kernels take while other ranks compute, over all that ran; 1 if none."""
         here = [lengths for key, lengths in self.speed_corrections.items() if key.endswith(_DEVICE_SUFFIX) == on_device]
         errors = [correction.error for lengths in here for correction in lengths.values() if correction.runs]
         return math.exp(statistics.median(errors)) if errors else 1.0

@@ -245,7 +245,7 @@ class Candidates:
         speed.update(speed.variance, surprise, variance, speed_drift)
         kernels.update(prior, surprise, variance, _AGEING_VARIANCE)
 
-        # The rest beside kernels is as uncertain as the total, however short it is.
+        # The rest besides kernels is as uncertain as the total, however short it is.
         rounds_s, added_s = seconds - kernels_s, self._contention.seconds
         longest_s = max(rounds_s, expected.rounds_s, _MIN_ROUNDS_FRACTION * seconds)
         noise = (_NOISE_VARIANCE * expected.seconds**2 + added_s**2) / expected.rounds_s**2

@@ -1,8 +1,8 @@
 """Arrays in GPU memory, and the calls of CUDA's driver that copy them.
 
-Whoever has made such an array has loaded the driver, so neither CuPy nor torch is needed to copy it: it says where it
-is, by the CUDA array interface or in torch's own words, and one way of copying serves all. Streams are their addresses;
-1 and 2 stand for the legacy default stream and for that of the thread, in the interface as in the driver.
+The library that made such an array has loaded the driver, so neither CuPy nor torch is needed to copy it: it says where
+it is, by the CUDA array interface or in torch's own words, and one way of copying serves all. Streams are their
+addresses; 1 and 2 stand for the legacy default stream and for that of the thread, in the interface as in the driver.
 """
 
 import contextlib

@@ -154,7 +154,7 @@ def run_collectively(make: Callable[[], Made], transport: Transport, subsystem: 
 
 
 def no_memory(error: MemoryError, subsystem: str) -> OutOfMemoryError:
-    """Return the error of this rank that all of them can be told of."""
+    """Return the error of this rank in a form that all ranks can raise."""
     return OutOfMemoryError(
         f"{subsystem}: no memory is left for the buckets and residuals of this rank ({error or 'not said for what'}); "
         "start fewer ranks on its host, or raise its limit"

@@ -297,8 +297,8 @@ class Bucket:
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return the flat part of the residual that is a member's own, writable."""
-        own: NDArray[np.floating] = self._residual[self._spans[name]]
-        return own
+        residual: NDArray[np.floating] = self._residual[self._spans[name]]
+        return residual
 
     def residuals(self) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
         """Return every member with the flat part of the residual that is its own, writable."""
@@ -353,7 +353,7 @@ def make_buckets(
 
 def _on_host(value: Any, device: Device) -> Any:
     if isinstance(value, dict):
-        return {key: _on_host(own, device) for key, own in value.items()}
+        return {key: _on_host(item, device) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_on_host(own, device) for own in value)
+        return type(value)(_on_host(item, device) for item in value)
     return device.to_host(value) if hasattr(value, "dtype") and hasattr(value, "ndim") else value

@@ -227,17 +227,17 @@ class Layout:
         self._kept = loaded
         self._memories = copy.deepcopy(dict(state.get("memories", {})))
         for kind in _STATES:
-            for name, own in self._held(kind).items():
+            for name, array in self._held(kind).items():
                 with self.device_of(name).active():
-                    own[:] = 0
+                    array[:] = 0
         self._restore()
 
     def _restore(self) -> None:
         for kind in _STATES:
-            for name, own in self._held(kind).items():
+            for name, array in self._held(kind).items():
                 if name in self._kept[kind]:
-                    values = self._kept[kind].pop(name).reshape(-1).astype(own.dtype, copy=False)
-                    self.device_of(name).assign(own, values)
+                    values = self._kept[kind].pop(name).reshape(-1).astype(array.dtype, copy=False)
+                    self.device_of(name).assign(array, values)
         for bucket in self.buckets:
             bucket.memory = self._memories.pop(bucket.members[0].name, bucket.memory)
 
@@ -254,14 +254,14 @@ class Layout:
         Those that wait for their names come last.
         """
         shapes = {member.name: member.shape for member in self.members or ()}
-        held = {name: self._copied(name, own).reshape(shapes[name]) for name, own in self._held(kind).items()}
+        held = {name: self._copied(name, item).reshape(shapes[name]) for name, item in self._held(kind).items()}
         empty = {name: np.zeros(shape) for name, shape in shapes.items() if 0 in shape and self._feedback}
-        kept = {name: own.copy() for name, own in self._kept[kind].items()}
+        kept = {name: item.copy() for name, item in self._kept[kind].items()}
         return held | (empty if kind == "residuals" else {}) | kept
 
-    def _copied(self, name: str, own: Any) -> NDArray[np.floating]:
+    def _copied(self, name: str, value: Any) -> NDArray[np.floating]:
         device = self.device_of(name)
-        return own.copy() if device is HOST else device.to_host(own)
+        return value.copy() if device is HOST else device.to_host(value)
 
 
 def _check_shape(member: ArraySpec, shape: tuple[int, ...] | None) -> None:

@@ -239,8 +239,8 @@ class StepRecord:
     stop : bool
         Whether some rank was asked to stop, see `mpicomp.stop_on_signals`; the same on all ranks.
     slowest_rank : int or None
-        The rank, by its number among the reducer's, with most work of its own in the last 16 steps of which ranks have
-        told each other: what a step takes from one exchange to the next, less what it waits. None before the 17th
+        The rank, by its number among the reducer's, with most work of its own in the last 16 steps that ranks have
+        reported: what a step takes from one exchange to the next, less what it waits. None before the 17th
         step, and with one rank.
     slowest_costs_s : float or None
         Seconds a step by which it works longer than the middle rank (of an even number, the faster of the two in the
@@ -254,8 +254,8 @@ class StepRecord:
         sum.
     overhead_bytes : int
         Payload of rounds outside the buckets' exchanges: agreement, exchanges that it cut short, what ranks tell each
-        other about the seconds of a step, and what PyTorch's wrapper exchanges beside buckets since the last step, such
-        as rows of sparse gradients, second moments, the comparison of parameters, and flags.
+        other about the seconds of a step, and what PyTorch's wrapper exchanges besides buckets since the last step,
+        such as rows of sparse gradients, second moments, the comparison of parameters, and flags.
     overhead_wire_bytes : float
         Bytes that left this rank in them.
     """
@@ -340,9 +340,9 @@ class StepRecord:
         numel = sum(bucket.numel for bucket in self.buckets)
         if numel:
             numbers["ratio"] = sum(bucket.ratio_reached * bucket.numel for bucket in self.buckets) / numel
-        told = [(own.gain, own.energy) for own in self.buckets]
-        sent = [gain * energy for gain, energy in told if gain is not None and energy is not None]
-        energy = sum(energy for _, energy in told if energy is not None)
+        pairs = [(bucket.gain, bucket.energy) for bucket in self.buckets]
+        sent = [gain * energy for gain, energy in pairs if gain is not None and energy is not None]
+        energy = sum(energy for _, energy in pairs if energy is not None)
         if energy and len(sent) == len(self.buckets):
             numbers["gain"] = sum(sent) / energy
         predicted = [bucket.predicted_s for bucket in self.buckets if bucket.predicted_s is not None]

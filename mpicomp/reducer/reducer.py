@@ -62,7 +62,7 @@ class Reducer:
     compressor : Compressor, str, mapping or None
         An object, a name or a configuration (see `mpicomp.get_compressor`). None lets the policy choose.
     collective : str
-        A name from `mpicomp.list_collectives`; one that is built upon another may name it behind a colon, as in
+        A name from `mpicomp.list_collectives`; one that is built on another may name it after a colon, as in
         ``"star-topk:ring"``. ``"auto"`` lets the policy choose; ``"static"`` takes at every step and for every bucket
         the one of least predicted time of those that deliver all that was selected, exchanges without compression among
         them; see ``policy``.
@@ -396,6 +396,7 @@ class Reducer:
         state |= yield from from_one(shared, transport.group, "reducer")
         self._past.append(self.layout)
         self._configure(self.policy.get_config() | {"warmup": self.policy.warmup, "cost": self.policy.known_cost})
+        self.policy.serves = True
         self.load_state_dict(state)
         if callable(self._on_failure) and self.lost_ranks:
             self._on_failure(list(self.lost_ranks), transport.group.size)

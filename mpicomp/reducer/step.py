@@ -144,7 +144,7 @@ class Step:
         timer = transport.timer
         self._memories.append((bucket, _copied(bucket.memory)))
         if self._damaged is not None:
-            gradients = None  # so that the others hear of it
+            gradients = None  # so that the others receive it
         begin = timer()
         plan = (reducer.plans.get(bucket.index) if frozen else None) or planner.plan(bucket.index)
         transport.set_activity(_ACTIVITY, reducer.count, bucket.index, bucket.names[0], plan.scheme.id)
@@ -305,7 +305,7 @@ class Step:
         record.overhead_wire_bytes += tally.wire_bytes
 
     def _agree(self) -> Rounds[bool]:
-        """Compare the ranks' arrays, lay out buckets anew, and exchange them; False where the step ends here."""
+        """Compare the ranks' arrays, lay out new buckets, and exchange them; False where the step ends here."""
         reducer, record, layout = self._reducer, self._record, self._reducer.layout
         transport, outside = reducer.transport, reducer.outside_tally
         log = transport.log

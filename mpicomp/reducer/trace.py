@@ -77,7 +77,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
     ----------
     path : str
         The file, which rank 0 writes in the end. Until then each rank adds to one of its own, four times a second:
-        beside it, under the name ``PATH.rank-N``, or among temporary files where a host has no such folder. They are
+        next to it, under the name ``PATH.rank-N``, or among temporary files where a host has no such folder. They are
         removed when ``path`` is complete, and stay where the job dies: ``mpicomp trace`` makes a trace of them.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
@@ -111,7 +111,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         self._generation = transport.generation
         self._path = os.fspath(path)
         self._part = ""
-        self._rank = transport.group.rank  # the name of this one, whoever dies later
+        self._rank = transport.group.rank  # the name of this one, also after another has died
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
         self._tracks: dict[int, int] = {}  # by number of the reducer
@@ -245,7 +245,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
             listeners.remove(self)
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # told when it was written to
+            with contextlib.suppress(OSError):  # reported when it was written to
                 file.close()
 
     def _leave(self, remove: bool) -> None:
@@ -284,7 +284,7 @@ def partners(task: Round, group: Group, whole: bool) -> dict[str, Any]:
     group : Group
         All ranks of the reducer.
     whole : bool
-        Whether they are all that the trace is of; else others are not told apart.
+        Whether they are all that the trace is of; otherwise others are not distinguished.
 
     Returns
     -------
@@ -296,7 +296,7 @@ def partners(task: Round, group: Group, whole: bool) -> dict[str, Any]:
         return {}
     members = _members(group, task.group)
     about: dict[str, Any] = {} if task.group == WORLD else {"group": task.group}
-    own = group.rank
+    rank = group.rank
     if not whole:
         return about | {"from": []}
     match task.operation:
@@ -304,15 +304,15 @@ def partners(task: Round, group: Group, whole: bool) -> dict[str, Any]:
             about["from"] = list(members)
         case "bcast" | "gatherv":
             root = members[task.root]
-            receives = (own == root) == (task.operation == "gatherv")
-            about["from"] = (list(members) if own == root else [root]) if receives else []
+            receives = (rank == root) == (task.operation == "gatherv")
+            about["from"] = (list(members) if rank == root else [root]) if receives else []
         case "sendrecv":
             to, source = task.peers
             about["from"] = [] if source is None else [members[source]]
             if to is not None:
                 about["to"] = members[to]
         case "neighbor_alltoall" if task.graph is not None:
-            about["from"] = [members[other] for other in task.graph.neighbours(members.index(own))]
+            about["from"] = [members[other] for other in task.graph.neighbours(members.index(rank))]
     return about
 
 

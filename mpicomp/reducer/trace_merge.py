@@ -178,28 +178,28 @@ class Events:
         self._slice("step", step.reducer, since, step.end, f"step {step.step}", about)
 
     def _add_bucket(self, step: NotedStep, bucket: NotedBucket, last: Iterator[float]) -> None:
-        own, at = {"step": step.step, "bucket": bucket.bucket, "reducer": step.reducer}, bucket.begin
+        ids, at = {"step": step.step, "bucket": bucket.bucket, "reducer": step.reducer}, bucket.begin
         for one in bucket.rounds:
             if one.begin > at:
-                self._slice("compress", step.reducer, at, one.begin, "compress", own)
+                self._slice("compress", step.reducer, at, one.begin, "compress", ids)
             at = one.end
             cut = min(max(one.begin, next(last)), one.end)
             if cut > one.begin:
-                self._slice("wait", step.reducer, one.begin, cut, "wait", own)
+                self._slice("wait", step.reducer, one.begin, cut, "wait", ids)
             if cut < one.end or cut == one.begin:
-                about = own | one.about
+                about = ids | one.about
                 if one.begun != one.begin:
                     about["begun"] = self._time(one.begun)
                 self._slice("exchange", step.reducer, cut, one.end, one.operation, about)
         end = at + bucket.phases_s["decode"]
-        self._slice("decode", step.reducer, at, end, "decode", own)
+        self._slice("decode", step.reducer, at, end, "decode", ids)
         self._wire += bucket.wire_bytes
         self._dense += bucket.dense_wire_bytes
-        told = bucket._asdict()
-        del told["begin"], told["rounds"], told["phases_s"]
-        told["measured_s"] = sum(bucket.phases_s.values())
+        fields = bucket._asdict()
+        del fields["begin"], fields["rounds"], fields["phases_s"]
+        fields["measured_s"] = sum(bucket.phases_s.values())
         name = f"{bucket.compressor['id']} by {bucket.collective}"
-        self._slice("bucket", step.reducer, bucket.begin, end, name, own | told)
+        self._slice("bucket", step.reducer, bucket.begin, end, name, ids | fields)
         self._count(at)
 
     def _time(self, seconds: float) -> float:
@@ -259,7 +259,7 @@ def read(path: str) -> tuple[RankInfo, Iterator[NotedStep]]:
         about = RankInfo(*next(packs))
     except (StopIteration, TypeError):
         raise ConfigurationError(f"trace: '{path}' is not the file of a rank's trace; name F.rank-0, ...") from None
-    return about, (_step(own) for pack in packs for own in pack)
+    return about, (_step(step) for pack in packs for step in pack)
 
 
 def _packs(path: str) -> Iterator[Any]:
@@ -279,19 +279,21 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"trace: no file of a rank holds a {module}.{name}")
 
 
-def _step(own: Sequence[Any]) -> NotedStep:
-    step = NotedStep(*own)
+def _step(packed: Sequence[Any]) -> NotedStep:
+    step = NotedStep(*packed)
     buckets = [NotedBucket(*bucket) for bucket in step.buckets]
-    return step._replace(buckets=[own._replace(rounds=[NotedRound(*one) for one in own.rounds]) for own in buckets])
+    return step._replace(
+        buckets=[bucket._replace(rounds=[NotedRound(*one) for one in bucket.rounds]) for bucket in buckets]
+    )
 
 
 def put_together(parts: Sequence[str], path: str) -> None:
-    """Put the files that ranks have left into one trace: those of a job that has died. What was waited is not told."""
-    own = [read(part) for part in parts]
-    own.sort(key=lambda about_and_steps: about_and_steps[0].rank)
+    """Put the files that ranks have left into one trace: those of a job that has died. Waits are left out."""
+    files = [read(part) for part in parts]
+    files.sort(key=lambda about_and_steps: about_and_steps[0].rank)
     with open(path, "w", encoding="utf-8") as out:
-        file = _File(out, own[0][0])
-        for about, steps in own:
+        file = _File(out, files[0][0])
+        for about, steps in files:
             for text in _texts(about, steps):
                 file.add(text)
         file.end()
@@ -316,7 +318,7 @@ def merge(part: str, path: str, group: Group, drift: float, error: float, waits:
     error : float
         Seconds by which clocks may differ.
     waits : bool
-        Whether ranks have the numbers with which the files were written, so that what they waited can be told.
+        Whether ranks have the numbers with which the files were written, so that waits can be computed.
     """
     about, steps = read(part)
     if group.rank:
@@ -372,29 +374,31 @@ def _hand_over(
 
 
 def _last_begun(steps: Sequence[NotedStep], group: Group, clock: float) -> Rounds[list[float]]:
-    """Return for each round when the last of the ranks had begun it that this one hears from. As rounds."""
+    """Return for each round when the last of the ranks had begun it that this one receives from. As rounds."""
     begun: dict[int, float] = {}
-    heard: list[list[tuple[int, int]]] = []  # of each round: ranks, and what they call their side of it
+    received: list[list[tuple[int, int]]] = []  # of each round: ranks, and what they call their side of it
     counts: Counter[Key] = Counter()
     for step, bucket, one in _rounds(steps):
         about = one.about
         key = (step.reducer, step.step, bucket.bucket, one.operation, about.get("group"))
         if one.operation == "sendrecv":  # messages between two ranks come in the order in which they go
             ways = [(*key, source, group.rank) for source in about["from"] if source != group.rank]
-            heard.append([(way[-2], _digest(*way, _next(counts, way))) for way in ways])
+            received.append([(way[-2], _digest(*way, _next(counts, way))) for way in ways])
             if "to" in about and about["to"] != group.rank:
                 way = (*key, group.rank, about["to"])
                 begun[_digest(*way, _next(counts, way))] = one.begun * clock
         else:
             name = _digest(*key, _next(counts, key))
-            heard.append([(source, name) for source in about.get("from", range(group.size))])
+            received.append([(source, name) for source in about.get("from", range(group.size))])
             begun[name] = one.begun * clock
     everyones = yield from _tables(begun, group)
     # What is compared is on the clock of all, and what is returned on that of this rank.
     return [
-        max((everyones[source].get(name, -math.inf) for source, name in own if source < group.size), default=-math.inf)
+        max(
+            (everyones[source].get(name, -math.inf) for source, name in sides if source < group.size), default=-math.inf
+        )
         / clock
-        for own in heard
+        for sides in received
     ]
 
 
@@ -415,10 +419,10 @@ def _digest(*words: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _tables(own: dict[int, float], group: Group) -> Rounds[list[dict[int, float]]]:
+def _tables(table: dict[int, float], group: Group) -> Rounds[list[dict[int, float]]]:
     """Return the tables of all ranks. As rounds."""
-    counts = yield from _everyones_numbers(len(own), group)
-    send = np.array([*own, *np.array(list(own.values()), np.float64).view(np.int64)], np.int64)
+    counts = yield from _everyones_numbers(len(table), group)
+    send = np.array([*table, *np.array(list(table.values()), np.float64).view(np.int64)], np.int64)
     recv = np.empty(2 * sum(counts), np.int64)
     rows = yield Round("allgatherv", [2 * count for count in counts], send.dtype, send=send, recv=recv)
     tables, at = [], 0
@@ -440,5 +444,5 @@ def _everyones_bytes(text: str, group: Group) -> Rounds[str | None]:
     return got.tobytes().decode() if group.rank == 0 else ""
 
 
-def _everyones_numbers(own: int, group: Group) -> Rounds[list[int]]:
-    return [int(number) for number in (yield from gather_rows(np.int64(own), group))]
+def _everyones_numbers(number: int, group: Group) -> Rounds[list[int]]:
+    return [int(other) for other in (yield from gather_rows(np.int64(number), group))]

@@ -98,10 +98,10 @@ def layout_groups(
     for other, where in enumerate(layout):
         on_host.setdefault(where, []).append(other)
     owners = min(len(ranks) for ranks in on_host.values())
-    own = on_host[layout[rank]]
-    place = own.index(rank)
-    members = {WORLD: tuple(range(len(layout))), HOST: tuple(own)}
-    parts = [Group(place, len(own), identical_sums, HOST)]
+    value = on_host[layout[rank]]
+    place = value.index(rank)
+    members = {WORLD: tuple(range(len(layout))), HOST: tuple(value)}
+    parts = [Group(place, len(value), identical_sums, HOST)]
     if place < owners:
         members[ACROSS] = tuple(sorted(ranks[place] for ranks in on_host.values()))
         across = members[ACROSS]

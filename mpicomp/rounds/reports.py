@@ -37,8 +37,8 @@ def from_one(content: dict[str, Any] | None, group: Group, subsystem: str, root:
     leads = group.rank == root
     send = np.frombuffer(json.dumps(content).encode(), _BYTE) if leads else None
     length = None if send is None else np.array([send.size], _LENGTH)
-    told = yield Round("bcast", (1,), _LENGTH, root=root, send=length, recv=np.empty(1, _LENGTH))
-    [size] = checked_lengths(told, subsystem)
+    lengths = yield Round("bcast", (1,), _LENGTH, root=root, send=length, recv=np.empty(1, _LENGTH))
+    [size] = checked_lengths(lengths, subsystem)
     arrived = yield Round("bcast", (size,), _BYTE, root=root, send=send, recv=np.empty(size, _BYTE))
     return read_object(arrived, subsystem, root)
 

@@ -55,7 +55,7 @@ class Round:
         ``neighbor_alltoall``: who is whose neighbour in the group, the same on all ranks. A transport keeps what a
         graph needs, so a few graphs are used again and again.
     background : bool
-        Whether the transport only starts the round: it answers with a `Pending`, which whoever asked yields later
+        Whether the transport only starts the round: it answers with a `Pending`, which the caller yields later
         to get ``recv``. Until then ``send`` and ``recv`` are the transport's.
     once : bool
         Whether it is made once in a run: its bytes are no step's, and are counted apart.

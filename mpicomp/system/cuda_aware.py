@@ -1,7 +1,7 @@
 """The MPI library of this process: its file, and whether it may be given pointers to GPU memory.
 
 A wrong yes ends in a segmentation fault and a wrong no in a copy through the host: only what is certain is a yes. A
-library that was built for CUDA is not enough, as it may be told at run time to do without; what says so is looked at
+library that was built for CUDA is not enough, as a setting may turn it off at run time; what says so is looked at
 before the library is asked. Nothing here starts MPI.
 """
 

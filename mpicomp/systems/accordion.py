@@ -120,7 +120,7 @@ class Accordion(Adaptive):
         self._quiet: set[str] = set()  # parts that get the smaller ratio
         self._highest: float | None = None  # learning rate
         self._current: dict[int, Compressor] = {}
-        self._delivered: set[int] = set()  # steps that were not undone, of which ranks have not heard yet
+        self._delivered: set[int] = set()  # steps that were not undone, whose report has not arrived
 
     @property
     def by_layer(self) -> bool:
@@ -212,13 +212,13 @@ class Accordion(Adaptive):
         self._highest = lr if self._highest is None or dropped else max(lr, self._highest)
         return dropped
 
-    def _norms_of(self, told: StepReport) -> dict[str, float] | None:
+    def _norms_of(self, report: StepReport) -> dict[str, float] | None:
         """Return the norm of every part in a step; None where some is not known."""
         norms: dict[str, float] = {}
         for bucket in range(len(self._shapes)):
-            if bucket not in told.surveys:
+            if bucket not in report.surveys:
                 return None
-            energies = told.surveys[bucket].sum(axis=0, dtype=np.float64)
+            energies = report.surveys[bucket].sum(axis=0, dtype=np.float64)
             squares = energies if self.by_layer else energies.sum(keepdims=True)
             norms |= zip(self._parts(bucket), np.sqrt(squares).tolist(), strict=True)
         return norms if all(math.isfinite(norm) for norm in norms.values()) else None

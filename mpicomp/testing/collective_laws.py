@@ -43,7 +43,7 @@ def check_registered(cls: type[Scheme[Any]]) -> None:
 def check_nothing_is_lost(cls: type[Scheme[Any]]) -> None:
     """Check that all ranks get the same bits, and that the sum of what they sent is the mean times ranks.
 
-    The gain has to be that of what was sent, where it is told; what leaves one rank's array has to be in another's.
+    The gain has to be that of what was sent, where it is reported; what leaves one rank's array has to be in another's.
     """
     for where, outcome in _exchanges(cls):
         first, ranks = outcome.results[0], len(outcome.results)

@@ -49,7 +49,7 @@ class Transport(ABC):
     group : Group
         All ranks.
     log : list of RoundLog
-        Grows with every round but those in the background; whoever reads it may clear it.
+        Grows with every round but those in the background; its reader may clear it.
     offset : float
         Seconds by which the first rank's clock is ahead of this one's.
     generation : int

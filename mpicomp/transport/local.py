@@ -216,7 +216,7 @@ def perform_together(tasks: Sequence[Round]) -> None:
         case "alltoallv":
             bounds = [np.concatenate(([0], np.cumsum(task.counts))) for task in tasks]
             parts = [
-                [task.send[own[rank] : own[rank + 1]] for task, own in zip(tasks, bounds, strict=True)]  # type: ignore[index]
+                [task.send[bound[rank] : bound[rank + 1]] for task, bound in zip(tasks, bounds, strict=True)]  # type: ignore[index]
                 for rank in ranks
             ]
             for rank, task in enumerate(tasks):

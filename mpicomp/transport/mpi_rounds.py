@@ -91,7 +91,7 @@ class Channel:
         self._limit = limit
         self._survives = fault_tolerant()
         self._graphs: dict[Graph, MPI.Intracomm] = {}
-        self._under_way: dict[Started, None] = {}  # their arrays are MPI's, whoever has forgotten them
+        self._under_way: dict[Started, None] = {}  # their arrays are MPI's, even if callers have dropped them
 
     def perform(self, task: Round, naps: bool, meanwhile: Callable[[], None] | None = None) -> None:
         """Run a round; see `Started.finish` for the others. Collective."""
@@ -271,7 +271,7 @@ class Channel:
                 assert task.recv is not None
                 out, into = _bounds(counts), _bounds(task.received or [counts[rank]] * size)
                 task.recv[into[rank] : into[rank + 1]] = task.send[out[rank] : out[rank + 1]]
-                for shift in range(1, size):  # at any time every rank sends to one and hears from one
+                for shift in range(1, size):  # at any time every rank sends to one and receives from one
                     to, source = (rank + shift) % size, (rank - shift) % size
                     incoming.append((source, into[source], into[source + 1]))
                     outgoing.append((to, out[to], out[to + 1]))
@@ -308,7 +308,7 @@ class _Messages(Started):
     """Segments under way between pairs of ranks, a few at a time.
 
     Those of the round ``ahead``, which was begun before, go first: side by side both would end at the same time, and
-    whoever waits for the one and then for the other has nothing under way in between.
+    a caller that waits for the one and then for the other has nothing under way in between.
     """
 
     def __init__(

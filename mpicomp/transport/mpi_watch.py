@@ -3,7 +3,7 @@
 MPI does not report a rank that never enters a collective. A watchdog thread asks the other ranks' threads how far they
 have come, in messages that nobody waits for:
 
-- ranks that have waited for ``MPICOMP_STALL`` seconds (60 if it is not set, 0 for never) are told who is missing, and
+- ranks that have waited for ``MPICOMP_STALL`` seconds (60 if it is not set, 0 for never) learn who is missing, and
   the stacks of all ranks that answer go into a file. Nothing is ended by that: a rank may have a reason, such as
   writing a checkpoint;
 - after ``MPICOMP_STALL_END`` seconds (1800 if it is not set, 0 for never) the job ends;

@@ -1,4 +1,4 @@
-"""Several generators of rounds at once on one transport, driven by whoever waits for them or by a thread.
+"""Several generators of rounds at once on one transport, driven by the caller that waits for them or by a thread.
 
 Non-blocking communication makes little progress by itself: somebody has to ask for it. A thread that asks and sleeps in
 between leaves the core to the computation.

@@ -38,7 +38,7 @@ def test_hierarchical_refuses_compressors_tied_to_positions():
 
 def test_no_collective_is_built_upon_itself():
     for name in ("hierarchical:hierarchical", "hierarchical:star-topk:hierarchical:ring"):
-        with pytest.raises(ConfigurationError, match="hierarchical: is not built upon itself"):
+        with pytest.raises(ConfigurationError, match="hierarchical: is not built on itself"):
             bind(mpicomp.TopK(), name)
     for compressor in (mpicomp.TopK(), mpicomp.Dense(), mpicomp.RandomK()):
         names = variants(compressor)

@@ -115,7 +115,7 @@ def decoders() -> dict[str, Decoder]:
 def exchanges() -> dict[str, Decoder]:
     """Return whole exchanges as one rank sees them, by name: every compressor with every collective that fits.
 
-    What a collective is built upon is varied for the first compressor of each kind of message and form of numbers.
+    What a collective is built on is varied for the first compressor of each kind of message and form of numbers.
     """
     found: dict[str, Decoder] = {}
     seen = set()

@@ -25,5 +25,5 @@ def reason_without_lab():
     if not os.path.exists("/dev/net/tun"):
         return "a lab needs /dev/net/tun"
     if not (Path(sys.executable).parent / "mpiexec").exists():
-        return "a lab needs mpiexec beside Python"
+        return "a lab needs mpiexec next to Python"
     return None

@@ -165,7 +165,7 @@ def test_other_mpi_is_refused(lab):
     other = "openmpi" if found == "mpich" else "mpich"
     done = lab("--hosts", "2", "--mpi", other, command=["true"])
     assert done.returncode == 2
-    assert done.stderr.startswith(f"lab: --mpi must name the MPI beside Python, which is {found}, got '{other}'")
+    assert done.stderr.startswith(f"lab: --mpi must name the MPI next to Python, which is {found}, got '{other}'")
 
 
 def test_counters_that_cannot_be_written(lab):

@@ -173,5 +173,5 @@ def test_environment_holds_mpi_to_eth0():
 
 def test_missing_launcher(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(LabError, match="needs the MPI launcher beside Python"):
+    with pytest.raises(LabError, match="needs the MPI launcher next to Python"):
         launch.find_launcher()

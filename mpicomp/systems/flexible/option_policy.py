@@ -146,7 +146,7 @@ class Flexible(Policy):
         self._seen: dict[Option, float] = {}  # share that an option was seen to gain of what the spectrum says
         self._spectral: NDArray[np.float64] | None = None  # gains of the ratios
         self._asking = True  # whether this step is looked at
-        self._awaited: int | None = None  # the step that was, until ranks have heard of it
+        self._awaited: int | None = None  # the last step, until ranks have reported it
         self._since = 0  # steps since gains were new
         self._window = _WINDOW
         self._ramped = 0  # steps of the ramp that were made

@@ -160,7 +160,7 @@ class Autoencoder(LearnedCode):
                 errors.append(0.0)
                 continue
             inputs = torch.from_numpy(places)[:, None], torch.from_numpy(noise)[:, None]
-            with torch.inference_mode(False), torch.enable_grad():  # whoever averages gradients has them off
+            with torch.inference_mode(False), torch.enable_grad():  # the caller, which averages gradients, has them off
                 loss, error = self._losses(torch, flat, *inputs, leader)
                 (gradient,) = torch.autograd.grad(loss, flat)
             errors.append(float(error))

@@ -25,7 +25,7 @@ class LearnedCode(ABC):
     Parameters
     ----------
     workspace : Workspace
-        Provides arrays that are needed at every step, without allocating them anew.
+        Provides arrays that are needed at every step, without allocating them again.
     seed : int
         Seed of all random choices.
     """

@@ -69,7 +69,7 @@ class CodeRing:
         coded = lead.selected.coded
         count = lead.selected.coded_count
         length = code.length(count)
-        # 2. Encode this rank's values there, and sum the codes; what is not coded travels beside them.
+        # 2. Encode this rank's values there, and sum the codes; what is not coded travels with them.
         values = received.values[coded]
         shares = workspace.array("relative", count, dtype)
         relative(values, received.frame, shares)

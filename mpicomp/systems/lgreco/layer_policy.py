@@ -143,7 +143,7 @@ class LGreCo(Adaptive):
         self._looked: list[tuple[Survey | None, Survey | None]] = []  # the other policy's and this one's, in this step
         self._surveyed: dict[
             int, list[tuple[Survey | None, Survey | None]]
-        ] = {}  # of steps that are yet to be heard of
+        ] = {}  # of steps whose report has not arrived
 
     def check_compressor(self) -> None:
         for compressor in (self.compressor, *self._families):

@@ -229,7 +229,7 @@ class BitsSurvey:
 
 
 def _lost_at_ranks(matrix: NDArray[np.floating], most: int) -> NDArray[np.float64]:
-    """Return the energy beside the leading directions of a matrix, from 1 to ``most`` of them."""
+    """Return the energy outside the leading directions of a matrix, from 1 to ``most`` of them."""
     device = current_device()
     [energy] = to_python(kernels.energy(matrix.reshape(-1)))
     if not np.isfinite(energy):
