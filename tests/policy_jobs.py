@@ -6,17 +6,12 @@ from pathlib import Path
 
 from lab_jobs import Network
 
-import mpicomp
-
 SLOW, FAST = Network("50mbit", "1ms"), Network("1gbit", "0us")
 STEPS = {"digits": 200, "text-lstm": 300, "text-gpt": 300}
 RATES = {"dense": 1.0, "bf16": 1.0, "static": 0.9, "auto": 0.999, "qsgd4": 0.995}  # how fast an arm learns
 STEP_S = {"qsgd4": 0.5, "topk1": 0.1, "dense-bf16": 0.9}  # of a plan, over that of dense
 MEDIAN_S = {None: 0.1, SLOW: 2.0, FAST: 0.5}
 CHOOSING_S = 0.125
-LAYERS = [("last.weight", 100), ("middle.weight", 20_000), ("middle.bias", 80), ("first.weight", 20)]
-"""Of learned codes: the first one travels dense, and of the last one no values are coded."""
-LEARNT = 200  # step from which codes travel
 
 
 class Jobs:
@@ -35,7 +30,7 @@ class Jobs:
         if name in self.failing:
             return 3
         network = Network(words["--bandwidth"], words["--latency"]) if "lab" in command else None
-        write = self.time if "bench" in command else self.learn if "--correlation" in words else self.train
+        write = self.time if "bench" in command else self.train
         Path(words["--json"]).write_text(json.dumps(write(words, name, MEDIAN_S.get(network, 1.0))))
         return 0
 
@@ -59,38 +54,7 @@ class Jobs:
             rows.append({"exchange": exchange, "ran": "topk allgather", "steps": int(words["--steps"]), **seconds})
         return {"rows": rows}
 
-    def learn(self, words, name, median_s):
-        exchange = name.removeprefix(f"{words['--task']}-host-").removesuffix(f"-{words['--seed']}")
-        config = mpicomp.get_compressor(json.loads(words["--compressor"])).get_config()
-        lines = [line_of(exchange, config, words["--collective"], step) for step in range(int(words["--steps"]))]
-        Path(words["--metrics"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        common = {"correlation": 0.25, "information": 0.5, "control": 0.1, "entropy": 2.0}
-        common |= {"share": 0.25, "control_share": 0.05}
-        quality = {"dense": 0.95, "topk": 0.94}.get(exchange, 0.93) + 0.01 * int(words["--seed"])
-        return {
-            "steps": len(lines),
-            "quality": {"value": quality},
-            "compressor_config": config,
-            "once_bytes": 700 + 5000 * exchange.startswith("lgc"),
-            "correlation": {"every": 5, "looks": 2, "bins": 16, "whole": common, "layers": []},
-        }
-
 
 def quality_of(task, share):
     """A loss that falls along a line, or an accuracy that rises along one."""
     return 6 - 3 * share if task.startswith("text") else 0.5 + 0.4 * share
-
-
-def line_of(exchange, config, collective, step):
-    late = step >= LEARNT
-    coded = exchange.startswith("lgc") and step >= 10
-    layers = [{"name": name, "numel": numel, "ratio": 0.05, "gain": None} for name, numel in LAYERS]
-    error = (0.25 if late else 0.9 - 0.001 * step) if coded else None
-    return {
-        "step": step,
-        "seconds": 0.02 + 0.01 * (step % 3),
-        "wire_bytes": 1000 + step if late else 10**6,
-        "sent_bytes": 500 if late else 10**6,
-        "phases_s": {"compress": 0.003 if late else 0.5, "decode": 0.001 * (1 + step % 3 // 2), "exchange": 9.0},
-        "buckets": [{"compressor": config, "collective": collective, "layers": layers, "code_error": error}],
-    }

@@ -53,12 +53,10 @@ HOMES = {
         "bench/resuming.py",
         "bench/tasks/",
         "studies/checks.py",
-        "studies/gloo_sums.py",
-        "studies/half_precision.py",
         "studies/papers/resnet.py",
         "studies/update_exchanges.py",
     ),
-    "matplotlib": ("bench/report/", "bench/simulate/picture.py", "studies/pictures.py"),
+    "matplotlib": ("bench/report/", "bench/simulate/picture.py"),
     "msgspec": ("bench/report/step_lines.py", "bench/measure/metrics.py"),
     "cupy": ("mpicomp/device/cuda.py",),
 }

@@ -1,4 +1,4 @@
-"""Studies that start trainings, on stand-ins for their processes: policies, hindsight and learned codes."""
+"""Studies that start trainings, on stand-ins for their processes: policies and hindsight."""
 
 import importlib
 import itertools
@@ -7,34 +7,27 @@ import math
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import learned
+import lab_jobs
 import numpy as np
 import pytest
 from hindsight import interval, ratio_interval
 from no_processes import stand_in
-from policy_jobs import CHOOSING_S, FAST, LAYERS, LEARNT, MEDIAN_S, SLOW, Jobs, line_of
+from policy_jobs import CHOOSING_S, FAST, MEDIAN_S, SLOW, Jobs
 from policy_runs import mean_over_steps, steps_to
 from study_words import call
 from tables import check_types, documented
-
-import mpicomp
-from mpicomp.systems.lgc import LGC
-from mpicomp.transport import LocalWorld
 
 NETWORKS = ("--networks", "50mbit/1ms,1gbit/0us")
 WORDS = {
     "policies": ["--policies", "static,auto", *NETWORKS],
     "hindsight": ["--tasks", "text-lstm", "--plans", "qsgd4,topk1", *NETWORKS, "--choose", "0,1", "--seeds", "2,3"],
-    "learned": ["--tasks", "digits", "--exchanges", "topk,lgc-ring", "--steps", str(LEARNT + 30), "--seeds", "0,1"],
 }
 HEADINGS = {"policies": ("Rows of policies", "Runs of policies"), "hindsight": ("Rows of hindsight",)}
-HEADINGS["learned"] = ("Rows of learned codes", "Runs of learned codes")
 
 
 @pytest.fixture
@@ -179,54 +172,6 @@ def test_intervals_are_by_students_t():
     assert low < 2 < 8 < high
 
 
-def test_learned_row_is_over_its_seeds(study):
-    rows = {row["exchange"]: row for row in study("learned")[1]["rows"]}
-    row, late = rows["lgc-ring"], range(LEARNT, LEARNT + 30)
-    assert list(rows) == ["dense", "topk", "lgc-ring"]
-    assert row["quality"] == pytest.approx((0.93 + 0.94) / 2)
-    assert row["quality_deviation"] == pytest.approx(statistics.stdev([0.93, 0.94]))
-    assert row["difference"] == pytest.approx(-0.02)
-    assert (row["is_within"], rows["topk"]["is_within"]) == (False, True)  # 0.015 are allowed
-    assert row["wire_bytes"] == pytest.approx(statistics.mean(1000 + step for step in late))
-    assert row["kernels_s"] == pytest.approx(statistics.median(0.003 + 0.001 * (1 + step % 3 // 2) for step in late))
-    assert row["step_s"] == pytest.approx(statistics.median(0.02 + 0.01 * (step % 3) for step in late))
-    learning = [0.9 - 0.001 * step for step in range(10, LEARNT)]
-    assert row["error_first"] == pytest.approx(statistics.mean(learning[:19]))
-    assert row["error_last"] == pytest.approx(statistics.mean(learning[-19:]))
-    assert (row["code_error"], row["once_bytes"], rows["topk"]["code_error"]) == (0.25, 5000, None)
-    topk = rows["topk"]
-    assert topk["coded_wire_bytes"] == pytest.approx(3 * topk["coded_sent_bytes"])
-    for name, base in (("sent", "sent"), ("least", "sent"), ("wire", "wire")):
-        assert row[f"{name}_fewer"] == pytest.approx(topk[f"coded_{base}_bytes"] / row[f"coded_{name}_bytes"])
-
-
-@pytest.mark.parametrize("exchange", learned.EXCHANGES)
-def test_learned_exchanges_can_be_bound(exchange):
-    words = dict(itertools.pairwise(learned.words_of(learned.Training("text-lstm", exchange, 0), 900)))
-    from mpicomp.collectives import bind
-
-    bind(mpicomp.get_compressor(json.loads(words["--compressor"])), words["--collective"])
-
-
-@pytest.mark.parametrize("instance", ["ring", "server"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_coded_bytes_are_those_that_such_a_model_sends(ranks, instance):
-    config = {"id": "lgc", "ratio": 0.05, "instance": instance, "code": "linear"}
-    buckets = line_of("lgc", mpicomp.get_compressor(config).get_config(), "learned", 0)["buckets"]
-    found = learned.coded_bytes(buckets, LGC(ratio=0.05), ranks, LEARNT + 1)
-    compressor = mpicomp.get_compressor(config | {"dense_steps": 1, "training_steps": 2})
-    world, rng = LocalWorld(ranks), np.random.default_rng(0)
-    reducers = [mpicomp.Reducer(compressor, "learned", comm=end) for end in world.transports]
-    for _ in range(5):
-        arrays = [{name: rng.standard_normal(numel, np.float32) for name, numel in LAYERS[1:3]} for _ in range(ranks)]
-        world.run([reducer.rounds(given) for reducer, given in zip(reducers, arrays, strict=True)])
-    records = [reducer.last_step.buckets[0] for reducer in reducers]
-    sent = [record.sent_bytes for record in records]
-    assert (found["coded_numel"], found["coded_least_bytes"]) == (20_080, min(sent))
-    assert found["coded_sent_bytes"] == pytest.approx(np.mean(sent))
-    assert found["coded_wire_bytes"] == pytest.approx(np.mean([record.wire_bytes for record in records]))
-
-
 def walk(curve, target, lower):
     """Walk along a curve in hundredths of a step: smoothed over three, the best so far, linear between."""
     values = [value for _, value in curve]
@@ -272,12 +217,6 @@ def test_steps_to_quality_of_values_that_are_not_finite():
         ("policies", ["--keep", "a,b"], "policies: --keep must be a folder without commas, got 'a,b'"),
         ("policies", ["--keep", "/proc/none"], "policies: '/proc/none/files' cannot be written"),
         ("hindsight", ["--choose", "a"], "hindsight: --choose must be whole numbers such as 0,1,2, got 'a'"),
-        (
-            "learned",
-            ["--steps", "200"],
-            "learned: --steps must be more than 200, before which no code travels, got 200",
-        ),
-        ("learned", ["--phases", "50"], "learned: --phases must be two whole numbers such as 50,150, got '50'"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(name, words, text, jobs, capsys):
@@ -303,7 +242,7 @@ with terminated():
     ("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)]
 )
 def test_signals_end_what_a_study_has_started(number, status, tmp_path):
-    log, studies = tmp_path / "log", Path(learned.__file__).parent
+    log, studies = tmp_path / "log", Path(lab_jobs.__file__).parent
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(log)], cwd=studies, stderr=subprocess.PIPE)
     while not (log.exists() and log.read_text().strip()):
         time.sleep(0.05)

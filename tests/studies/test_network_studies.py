@@ -11,7 +11,6 @@ import peers
 import pytest
 import regret
 import simulated
-import what_if
 from change import Step, lines_of, phases_of, run_steps, seen_at
 from inside import Inside, instead
 from lab_jobs import Network
@@ -228,18 +227,6 @@ def test_simulated_table_has_median_errors():
     lines = simulated.table(rows)
     assert lines[2] == "| 2 | a | x | no | 1.100 | 1.000 | +10.0% |"
     assert lines[-1].strip() == "all: median error 10.0%, largest 30.0%"
-
-
-def test_what_if_has_a_row_for_each_case(tmp_path, capsys):
-    gradients = [Gradient(name, (500, 700), ready_s) for name, ready_s in (("a", 0.03), ("b", 0.01))]
-    measured = Measured("some", 4, 4, CostModel(CostNetwork(4)), 0.01, 0.03, 0.01, [Bucket(tuple(gradients))])
-    source, path = tmp_path / "measured.json", tmp_path / "rows.json"
-    source.write_text(json.dumps(measured.to_json()))
-    assert call(what_if, ["--from", str(source), "--ranks", "2,16", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2 * 5 * 6
-    assert all(0 < row["scaling"] <= 1 for row in rows)
-    assert "gbit/s" in capsys.readouterr().out
 
 
 def test_inside_counts_nested_calls_once_and_waiting(monkeypatch):

@@ -8,12 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import flexible_messages
 import flexible_schedules
 import flexible_tables
 import gravac_gains
 import lgc_models
-import lgreco_parts
 import numpy as np
 import paper_runs
 import pytest
@@ -130,17 +128,6 @@ def test_lgc_parts_are_all_but_indices(monkeypatch):
     assert 0 < rest < indices  # coded in less than 32 bits, and sent by one of two
 
 
-def test_ways_of_allgather_send_the_same_bytes():
-    world = LocalWorld(3)
-    for name in ("allgather of MPI", "by neighbours, in segments"):
-        tasks = [flexible_messages.ways(1000, end.group)[name] for end in world.transports]
-        world.run([flexible_tables.communicate(of_rank) for of_rank in tasks])
-        assert [
-            sum(task.wire_bytes(end.group) for task in of_rank)
-            for of_rank, end in zip(tasks, world.transports, strict=True)
-        ] == [2000] * 3
-
-
 def test_gravac_gains_are_those_of_sorted_layers():
     rng = np.random.default_rng(0)
     gradient = [rng.standard_normal((20, 10)).astype(np.float32), rng.standard_normal(30).astype(np.float32)]
@@ -218,14 +205,6 @@ def test_lgreco_bytes_fall_with_alpha(images, tmp_path):
     sizes = {row["arm"]: row["late_bytes"] for row in rows}
     assert sizes["here, alpha 4"] < sizes["uniform"] < sizes[""]
     assert "uniform over" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_lgreco_finer_parts_are_never_larger(images):
-    [first, *_] = lgreco_parts.adjustments("top-k", 2, 24)
-    assert max(first["finer"], first["here"]) <= first["published"] + 1e-9
-    assert 0 < first["most to gain"] < 1
 
 
 @pytest.mark.slow

@@ -55,19 +55,6 @@ def test_several_ranks_print_an_error_once(mpiexec):
 
 
 @pytest.mark.slow
-def test_observing_prints_what_traces_cost(mpiexec):
-    pytest.importorskip("torch")
-    pytest.importorskip("sklearn")
-    done = mpiexec(2, STUDIES / "observing.py", "--turns", "4", "--steps", "3", timeout=100)
-    assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout)
-    assert (row["ranks"], row["steps"]) == (2, 6)
-    assert min(row["median_step_s"], row["median_watched_step_s"]) > 0
-    assert 0 < row["inside"] < 0.5
-    assert 500 < row["trace_bytes_a_step_and_rank"] < 20000
-
-
-@pytest.mark.slow
 def test_checks_write_what_checks_cost(mpiexec, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")

@@ -1,4 +1,4 @@
-"""Studies whose trainings run in this process: behind, constants, half precision and updates."""
+"""Studies whose trainings run in this process: penalties, constants and updates."""
 
 import json
 
@@ -9,7 +9,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
 import constants  # noqa: E402
-import half_precision  # noqa: E402
 import penalties  # noqa: E402, some need torch
 import update_exchanges  # noqa: E402
 from mpicomp.bench.tasks import get_task  # noqa: E402
@@ -104,26 +103,6 @@ def test_constants_leave_each_task_out_and_gain_by_parts():
     means = [row["mean"] for row in constants.parts()]
     assert means == sorted(means, reverse=True)
     assert 0 <= means[-1] < 0.001
-
-
-def test_half_precision_loses_what_is_small_and_scaling_saves_it():
-    generator, gradient = torch.Generator().manual_seed(0), torch.tensor([1.0, 2.0**-20, 2.0**-24, -(2.0**-26)])
-    assert half_precision.share_of(gradient, 4, "float16", generator).tolist() == [0.25, 2.0**-22, 0.0, 0.0]
-    scaled = half_precision.share_of(gradient, 4, "float16-scaled", generator).double() / 2**8
-    assert torch.equal(scaled, gradient.double() / 4)
-    assert half_precision.summed([scaled] * 4).tolist() == gradient.tolist()
-    many = torch.rand(10000, generator=generator) + 1
-    for means in ("noise", "float16"):  # noise has the size of rounding
-        errors = half_precision.share_of(many, 1, means, generator) / many - 1
-        assert errors.abs().max() == pytest.approx(2.0**-11, rel=0.05)
-
-
-@pytest.mark.slow
-def test_half_precision_counts_what_is_lost():
-    exact, plain = (half_precision.train("digits", 0, 4, 2, means) for means in ("float32", "float16"))
-    assert exact["zero"] == 0
-    assert 0 <= plain["zero"] < plain["small"] < 1
-    assert plain["quality"] == pytest.approx(exact["quality"], abs=0.1)
 
 
 def ended(monkeypatch, arm, rate, steps):

@@ -14,7 +14,6 @@ from mpicomp.bench.simulate.steps import ends, step_seconds
 from mpicomp.bench.simulate.topology import Links, Topology
 from networks import Link
 from trainings import Training
-from what_if import buffers, scaling
 
 import mpicomp
 from mpicomp.cost import CostModel, Network
@@ -163,51 +162,3 @@ def test_auto_among_thousands_has_a_row(trained):
 def test_auto_needs_a_run_with_auto():
     with pytest.raises(ConfigurationError, match="record one with"):
         simulation(measured([0.5])).row(Plan(None), overlap=True)
-
-
-def by_the_millisecond(steps, ranks, bandwidth, compression, add_s):
-    """Return the scaling factor as the authors' program finds it: two processes with a queue, a tick at a time."""
-    tick = 1e-6
-    layers = [(gradient.ready_s, 4 * gradient.numel) for bucket in steps.buckets for gradient in bucket.gradients]
-    queue, held, since, now, busy = [], 0, 0.0, 0.0, 0.0
-    layers.sort()
-    finished = 0.0
-    while layers or queue or busy > 0 or held:
-        while layers and layers[0][0] <= now:
-            when, nbytes = layers.pop(0)
-            held += nbytes
-            if when - since >= 5e-3 or held >= 64 << 20:
-                queue.append(held)
-                held, since = 0, when
-        if not layers and held and now >= steps.backward_s:
-            queue.append(held)
-            held = 0
-        if busy <= 0 and queue:
-            nbytes = queue.pop(0)
-            one = nbytes * (ranks - 1) / ranks * 8 / bandwidth / compression
-            busy = one + one + (ranks - 1) * add_s(nbytes / ranks)
-        now += tick
-        if busy > 0:
-            busy -= tick
-            finished = now
-    overhead = max(0.0, finished - steps.backward_s)
-    return steps.compute_s / (steps.compute_s + overhead)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("ranks", "bandwidth", "compression"), [(16, 1e9, 1), (64, 1e10, 5), (32, 1e8, 100), (2, 1e11, 1)]
-)
-def test_scaling_is_the_published_formula(ranks, bandwidth, compression):
-    steps = measured([0.001, 0.004, 0.0061, 0.02, 0.021], [40_000, 200_000, 100, 800_000, 60_000], backward=0.022)
-    sums = [(1e3, 1e-6), (1e6, 5e-5)]
-    expected = by_the_millisecond(
-        steps, ranks, bandwidth, compression, lambda n: np.interp(n, [0, 1e3, 1e6], [0, 1e-6, 5e-5])
-    )
-    assert scaling(steps, ranks, bandwidth, compression, sums) == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.quick
-def test_buffer_is_sent_when_full_old_or_last():
-    steps = measured([0.001, 0.004, 0.0061, 0.0062, 0.0065], [100, 100, 100, 20_000_000, 100], backward=0.007)
-    assert buffers(steps) == [(0.0061, 1200), (0.0062, 80_000_000), (0.007, 400)]
