@@ -31,46 +31,32 @@ class Autoencoder(LearnedCode):
     Each encoder layer has three taps and a stride of two; then channels are mixed to the four of the code. A decoder
     is the same in reverse, mixed to one channel. Behind all layers but those that mix there is a leaky rectifier.
 
-    Without a leader there is a second loss: of noise, too, as much is to arrive as can, each rank's share by itself;
-    see `LearnedCode.decode_near`. With a leader there is a decoder for each rank, and a second loss, half as heavy as
-    the first, that wants all ranks' codes to be alike.
+    Without a leader there is a second loss, of noise decoded by `LearnedCode.decode_near`. With a leader there is a
+    decoder for each rank, and a second loss, half as heavy as the first, of the difference of ranks' codes.
 
-    Parameters
-    ----------
-    workspace, seed
-        See `LearnedCode`.
-    encoder, decoder : sequence of int
-        Channels of the layers, as many in one as in the other: n of them make the code ``4 / 2**n`` as long as the
-        values. The published ones are 64, 128, 256, 64 and 32, 64, 128, 32 (by a code that is not the authors': the
-        paper does not print them); a value then costs 20,000 multiplications, and with the defaults in `mpicomp.LGC`
-        some hundred.
-    learning_rate : float
-        Of Adam, in its first step; after n of them it is ``1 / (1 + n / 100)`` of that.
-    passes : int
-        Optimizer steps for each step that is learnt from. Each looks at a stretch of at most 4096 values: for layers
-        that are the same at all places more of them would teach no more than the next step does.
-    published : bool
-        Whether it is trained as the paper says: by plain descent of a rate that stays, on all values, by the paper's
-        losses alone, and with values where they are.
+    ``encoder`` and ``decoder`` have the channels of as many layers: n of them make the code ``4 / 2**n`` as long as the
+    values. The published ones are 64, 128, 256, 64 and 32, 64, 128, 32 (by a code that is not the authors': the paper
+    does not print them); a value then costs 20,000 multiplications, and with the defaults in `mpicomp.LGC` some
+    hundred. ``passes`` optimizer steps are made for each step of training, each on a stretch of at most 4096 values:
+    for layers that are the same at all places more values would teach no more than the next step does.
 
-    Notes
-    -----
-    Different from the paper, or from what is published for it:
+    With ``published`` the training is the paper's: plain descent at a constant rate, on all values, by the paper's
+    losses alone, with values where they are. Different from the paper otherwise:
 
-    - Adam in place of plain gradient descent, which has learnt next to nothing after some hundred steps.
-    - The learning rate falls. With one that stays some networks came apart again when they had learnt for a while:
-      two of three on a language model, whose error over all ranks was 0.24 after 240 optimizer steps and 0.77 after
-      600, where it is 0.24 now.
+    - Adam in place of plain gradient descent, which has learned next to nothing after some hundred steps.
+    - The learning rate falls: after n steps it is ``1 / (1 + n / 100)`` of the first. At a constant one some networks
+      diverged later: two of three on a language model, whose error over all ranks was 0.24 after 240 optimizer steps
+      and 0.77 after 600, where it is 0.24 now.
     - No rectifier behind the code: codes of either sign can be averaged.
-    - Losses are shares of the energy of what is coded, so that a rate fits small gradients and large ones. Likeness is
-      measured against the codes' own energy; without that smaller codes would be better ones.
-    - The loss of noise. Error feedback brings the code what it has lost before, which looks like nothing that it was
-      trained on: of noise it gave back a hundredth, where a projection would have given a quarter, residuals grew, and
-      soon hid everything else.
+    - Losses are shares of the energy of what is coded, so that a rate fits small gradients and large ones. The
+      difference of codes is measured against the codes' energy, so that smaller codes are no better ones.
+    - The loss of noise. Error feedback returns to the code what it has lost before, which looks like nothing that it
+      was trained on: of noise it kept a hundredth, where a projection keeps a quarter, and residuals grew until they
+      hid everything else.
     - An innovation is no channel of the last convolution, which has one tap and sees nothing but a place that is known
-      already: the scheme puts exact values there.
-    - Values move on by one place at every step (see `turn`), the last ones to the front, so that it is not always
-      the same that is left out.
+      already: the scheme sends exact values there.
+    - Values move by one place at every step (see `turn`), the last ones to the front, so that the code does not leave
+      out the same ones always.
     """
 
     def __init__(
@@ -96,28 +82,24 @@ class Autoencoder(LearnedCode):
         self._weights: NDArray[np.float32] = np.zeros(0, np.float32)
         self._moments: NDArray[np.float32] = np.zeros((2, 0), np.float32)
         self._steps = 0
-        self._brought: Any = None  # weights, taken apart, where values are
+        self._on_device: Any = None  # parts of the weights on the device of the values
         self._cut()
 
     @property
     def least(self) -> int:
-        """Four numbers of each channel of the code."""
-        return 4 * self._stride
+        return 4 * self._stride  # four numbers of each channel of the code
 
     def length(self, count: int) -> int:
-        """Return the numbers of all channels; the values are filled up with zeros."""
         return _CHANNELS * (self._padded(count) // self._stride)
 
     def turn(self, step: int) -> None:
-        """Move values by as many places; see `LearnedCode.turn`."""
         self._shift = 0 if self._published else step % self._stride
 
     def encode(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-        """Run the encoder; see `LearnedCode.encode`."""
         places = self._padded(values.size)
         layer = self._array("values", 1, places, values.dtype)
         _move(values, self._shift, layer[0])
-        *convolutions, (weights, bias) = self._there[0]
+        *convolutions, (weights, bias) = self._device_weights()[0]
         scratch = self._scratch(values.dtype)
         for place, (kernel, kernel_bias) in enumerate(convolutions):
             places //= 2
@@ -126,7 +108,6 @@ class Autoencoder(LearnedCode):
         kernels.conv_mix(layer, weights, bias, out.reshape(_CHANNELS, places))
 
     def decode(self, code: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0) -> None:
-        """Run a decoder; see `LearnedCode.decode`."""
         self._decode([code], [out], worker)
 
     def decode_near(
@@ -136,11 +117,10 @@ class Autoencoder(LearnedCode):
         out: NDArray[np.floating],
         out_centre: NDArray[np.floating],
     ) -> None:
-        """Run the decoder for both, with rectifiers that follow the mean; see `LearnedCode.decode_near`."""
+        # The rectifiers follow the mean
         self._decode([centre, code], [out_centre, out], 0)
 
     def learn(self, values: NDArray[np.floating], leader: int | None = None) -> float:
-        """Take some optimizer steps; see `LearnedCode.learn`."""
         import torch
 
         ranks = 1 if leader is None else len(values)
@@ -153,8 +133,8 @@ class Autoencoder(LearnedCode):
         errors = []
         for _ in range(self._passes):
             start, shift = random.integers([values.shape[1] - stretch + 1, 1 if self._published else self._stride])
-            for of_rank, moved in zip(values[:, start : start + stretch], places, strict=True):
-                _move(of_rank, shift, moved)
+            for rank_values, moved in zip(values[:, start : start + stretch], places, strict=True):
+                _move(rank_values, shift, moved)
             noise = random.standard_normal(places.shape, np.float32)
             if not np.square(places if leader is not None else places.mean(axis=0)).sum() > 0:
                 errors.append(0.0)
@@ -165,34 +145,30 @@ class Autoencoder(LearnedCode):
                 (gradient,) = torch.autograd.grad(loss, flat)
             errors.append(float(error))
             self._step(gradient.numpy())
-        self._brought = None
+        self._on_device = None
         return errors[0]
 
     def size(self, ranks: int) -> int:
-        """Return the weights and biases of the encoder and of all decoders."""
         return _size(self._encoder, 0) + ranks * _size(self._decoder, 1)
 
     def weights(self) -> NDArray[np.float32]:
-        """Return those of the encoder, then those of each decoder."""
+        # Of the encoder, then of each decoder
         return self._weights.copy()
 
     def use(self, weights: NDArray[np.float32]) -> None:
-        """Take up weights and biases."""
         self._weights = np.array(weights, np.float32)
         self._cut()
 
     def state(self) -> dict[str, Any]:
-        """Return weights and Adam's moments."""
         return {"weights": self.weights(), "moments": self._moments.copy(), "steps": self._steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up weights and moments."""
         self.use(state["weights"])
         self._moments = np.array(state["moments"], np.float32)
         self._steps = int(state["steps"])
 
     def _begin(self, ranks: int) -> None:
-        """Draw weights, each layer's as large as keeps its outputs as large as its inputs."""
+        """Draw weights of each layer such that its outputs are as large as its inputs."""
         random = np.random.default_rng(self.seed)
         self._weights = np.zeros(self.size(ranks), np.float32)
         self._moments = np.zeros((2, self._weights.size), np.float32)
@@ -207,16 +183,15 @@ class Autoencoder(LearnedCode):
                 weights[:] = random.standard_normal(weights.shape) / np.sqrt(sees)
 
     def _cut(self) -> None:
-        """Take the weights apart: views."""
+        """Make views of the weights of each layer."""
         self._encoder_weights, self._decoder_weights = self._parts(self._weights)
-        self._brought = None
+        self._on_device = None
 
-    @property
-    def _there(self) -> Any:
-        """The weights of the encoder's layers and of each decoder's, at the current place."""
-        if self._brought is None:
-            self._brought = self._parts(current_device().to_device(self._weights))
-        return self._brought
+    def _device_weights(self) -> Any:
+        """Return the weights of the encoder's layers and of each decoder's, on the current device."""
+        if self._on_device is None:
+            self._on_device = self._parts(current_device().to_device(self._weights))
+        return self._on_device
 
     def _parts(self, flat: Any) -> tuple[list[tuple[Any, Any]], list[list[tuple[Any, Any]]]]:
         """Return weights and bias of each layer of the encoder, and of each decoder, as views of a flat array."""
@@ -233,7 +208,7 @@ class Autoencoder(LearnedCode):
         dtype = codes[0].dtype
         layers = [code.reshape(_CHANNELS, -1) for code in codes]
         places = layers[0].shape[1]
-        *convolutions, (weights, bias) = self._there[1][worker]
+        *convolutions, (weights, bias) = self._device_weights()[1][worker]
         scratch = self._scratch(dtype)
         for depth, (kernel, kernel_bias) in enumerate(convolutions):
             places *= 2
@@ -248,10 +223,7 @@ class Autoencoder(LearnedCode):
             _move_back(whole[0], self._shift, out)
 
     def _losses(self, torch: Any, flat: Any, values: Any, noise: Any, leader: int | None) -> tuple[Any, Any]:
-        """Return the loss, and the squared error as a share of the energy.
-
-        Values and noise are of shape (ranks, 1, places). With a leader noise is not looked at.
-        """
+        """Return the loss, and the squared error as a share of the energy; shapes are (ranks, 1, places)."""
         functional = torch.nn.functional
         encoder, decoders = self._parts(flat)
 
@@ -289,7 +261,7 @@ class Autoencoder(LearnedCode):
         return error + _SIMILARITY * unlike, error.detach()
 
     def _step(self, gradient: NDArray[np.float32]) -> None:
-        """Take a step of Adam or of plain descent, unless the gradient is of no use."""
+        """Make a step of Adam or of plain descent, unless the gradient is not finite."""
         if not np.isfinite(gradient).all():
             return
         self._steps += 1
@@ -341,15 +313,7 @@ def _parts(flat: Any, shapes: Sequence[Shape], outputs: int) -> list[tuple[Any, 
 
 
 def _move(values: NDArray[np.floating], shift: int, out: NDArray[np.floating]) -> None:
-    """Write values to places that are ``shift`` further, round the end, and zeros where there are none.
-
-    Examples
-    --------
-    >>> out = np.empty(4)
-    >>> _move(np.array([1.0, 2.0, 3.0]), 2, out)
-    >>> out.tolist()
-    [3.0, 0.0, 1.0, 2.0]
-    """
+    """Write values to places that are ``shift`` further, cyclically, and zeros elsewhere: 1 2 3 by 2 is 3 0 1 2."""
     first = min(values.size, out.size - shift)
     out[:] = 0
     out[shift : shift + first] = values[:first]
@@ -357,7 +321,7 @@ def _move(values: NDArray[np.floating], shift: int, out: NDArray[np.floating]) -
 
 
 def _move_back(places: NDArray[np.floating], shift: int, out: NDArray[np.floating]) -> None:
-    """Write values from where `_move` has put them."""
+    """Undo `_move`."""
     first = min(out.size, places.size - shift)
     out[:first] = places[shift : shift + first]
     out[first:] = places[: out.size - first]

@@ -23,59 +23,41 @@ _LAYERS = 3  # with fewer of them no layer is an exception
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring parameters of one layer: place in the bucket, number of elements sent, and form of travel.
+    """Neighboring parameters of one layer."""
 
-    Attributes
-    ----------
-    start, stop : int
-        In the bucket.
-    kept : int
-        Elements sent; all of them where they travel dense.
-    travels : {"dense", "sparse", "coded"}
-        All as they are, the selected ones as they are, or the selected ones in a code.
-    """
-
-    start: int
+    start: int  # in the bucket
     stop: int
-    kept: int
-    travels: str
+    kept: int  # elements sent
+    travels: str  # "dense": all of them; "sparse": the selected ones as they are; "coded": these in a code
 
 
 @dataclass(frozen=True)
 class Selected:
-    """The elements of a bucket that are sent at each step: its parts, and each one's place in the list of all of them.
+    """The parts of a bucket, and the list of the elements that are sent of all parts, in the order of the bucket.
 
-    The list holds the elements of all parts in the order of the bucket. What is coded is in one piece, since only the
-    first and the last layer are exceptions.
-
-    Examples
-    --------
-    >>> Selected((Part(0, 10, 2, "sparse"), Part(10, 90, 8, "coded"), Part(90, 93, 3, "dense"))).coded
-    slice(2, 10, None)
+    Coded elements are in one piece, since only the first and the last layer are exceptions.
     """
 
     parts: tuple[Part, ...]
 
     @property
     def count(self) -> int:
-        """Elements in the list."""
         return sum(part.kept for part in self.parts)
 
     @property
     def indices(self) -> int:
-        """Those of them whose indices travel."""
+        """Elements whose indices travel."""
         return sum(part.kept for part in self.parts if part.travels != "dense")
 
     @property
     def coded(self) -> slice:
-        """The place of the coded elements in the list; empty where nothing is coded."""
+        """The place of the coded elements in the list; empty if nothing is coded."""
         places = self.places
         coded = [place for part, place in zip(self.parts, places, strict=True) if part.travels == "coded"]
         return slice(coded[0].start, coded[-1].stop) if coded else slice(0, 0)
 
     @property
     def coded_count(self) -> int:
-        """Elements that are coded."""
         return sum(part.kept for part in self.parts if part.travels == "coded")
 
     @property
@@ -222,20 +204,17 @@ class LGC(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """True: elements that are not selected, and the code's errors, are kept in the residual."""
         return True
 
     @property
     def can_fall_back_to_dense(self) -> bool:
-        """No: it learns from every step of its first phases."""
-        return False
+        return False  # it learns from every step of its first phases
 
     def expected(self, numel: int) -> int:
-        """Return the number of elements that are selected or travel dense."""
         return self.selected(numel).count
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Return the code, and the indices as if all ranks sent them, in a bucket of 2**20 elements."""
+        # With the indices as if all ranks sent them
         numel = 1 << 20
         selected = self.selected(numel)
         coded = selected.count
@@ -253,21 +232,17 @@ class LGC(Compressor):
         model: Mapping[str, int] | None = None,
         warm_up: bool = True,
     ) -> "LGC":
-        """Find the parts of a bucket that travel dense, sparse and coded; see `Compressor.bind`.
-
-        Without ``warm_up`` it has a code at its second step, if it ever has: what that takes is what later steps take.
-        """
         made = self
-        if not warm_up:
+        if not warm_up:  # a code at the second step, which takes what later steps take
             made = replace(self, dense_steps=0, training_steps=1)
         exceptions = made.exceptions
         if model is not None or exceptions is None:
             exceptions = made._exceptions_of(model if model is not None else dict(zip(names, sizes, strict=True)))
-        layers = [(name, sum(numbers)) for name, numbers in _layers(names, sizes)]
+        layers = _layers(names, sizes)
         coded = [place for place, (name, _) in enumerate(layers) if name not in exceptions]
         parts, start = [], 0
         for place, (name, size) in enumerate(layers):
-            # What is coded is in one piece, even if parameters of these layers stand in between.
+            # Coded elements are in one piece, even if parameters of these layers stand in between.
             between = bool(coded) and coded[0] <= place <= coded[-1]
             travels = "coded" if between else "dense" if name == exceptions[0] else "sparse"
             parts.append(Part(start, start + size, size if travels == "dense" else num_kept(self.ratio, size), travels))
@@ -277,7 +252,7 @@ class LGC(Compressor):
 
     def _exceptions_of(self, model: Mapping[str, int]) -> tuple[str | None, str | None]:
         """Return the names of the layers of a model that travel dense, and sparse."""
-        layers = [(name, sum(numbers)) for name, numbers in _layers(list(model), list(model.values()))]
+        layers = _layers(list(model), list(model.values()))
         if not self.backward:
             layers.reverse()
         if len(layers) < _LAYERS:
@@ -287,18 +262,18 @@ class LGC(Compressor):
         return first if few else None, layers[0][0]
 
     def selected(self, numel: int) -> Selected:
-        """Return the elements that are sent of its bucket, or of any array of another length."""
+        """Return the elements to send of its bucket, or of any array of another length."""
         is_bucket = bool(self.parts) and self.parts[-1].stop == numel
         return Selected(self.parts if is_bucket else (Part(0, numel, num_kept(self.ratio, numel), "coded"),))
 
     def make_code(self, workspace: Workspace, seed: int = 0) -> LearnedCode:
-        """Make a code that has learned nothing yet."""
+        """Return a code that has learned nothing yet."""
         if self.code == "linear":
             return LinearCode(workspace, seed)
         return Autoencoder(workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes, self.published)
 
     def check_installed(self) -> None:
-        """Raise where a package that learning needs is not installed."""
+        """Raise if a package that learning needs is not installed."""
         if self.code == "autoencoder" and find_spec("torch") is None:
             raise ConfigurationError(
                 "lgc: code='autoencoder' is trained with torch, which is not installed; install it, or use "
@@ -311,18 +286,7 @@ def index_bytes(count: int, numel: int) -> int:
     return -(-4 * count // 8) * 8 if compact(count, numel) == "plain" else sizes.index_bytes(count, numel)
 
 
-def _layers(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Return the sizes of the parameters of each layer, in their order."""
-    pairs = zip(names, sizes, strict=True)
-    return [(name, [size for _, size in members]) for name, members in groupby(pairs, lambda pair: _layer_of(pair[0]))]
-
-
-def _layer_of(name: str) -> str:
-    """Return the name of the layer that a parameter belongs to.
-
-    Examples
-    --------
-    >>> _layer_of("encoder.0.weight"), _layer_of("weight")
-    ('encoder.0', 'weight')
-    """
-    return name.rpartition(".")[0] or name
+def _layers(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
+    """Return the number of parameters of each layer: "encoder.0" for "encoder.0.weight", "weight" for "weight"."""
+    layers = groupby(zip(names, sizes, strict=True), lambda pair: pair[0].rpartition(".")[0] or pair[0])
+    return [(name, sum(size for _, size in members)) for name, members in layers]

@@ -40,28 +40,16 @@ _WEIGHT = np.dtype(np.float32)
 
 @dataclass
 class _BucketMemory:
-    """Memory of a bucket: the same on all ranks, except for the trainer's code while it learns.
+    """Memory of a bucket: the same on all ranks, except for the trainer's code while it learns."""
 
-    Attributes
-    ----------
-    key : str
-        Parts of the bucket and kind of code that the memory belongs to.
-    steps : int
-        Successful exchanges so far.
-    learnt : dict or None
-        On the trainer in the second phase: the state of the code.
-    weights : array of float32, shape (size,), or None
-        Weights of the code, once all ranks have them; None before.
-    """
-
-    key: str
-    steps: int = 0
-    learnt: dict[str, Any] | None = None
-    weights: NDArray[np.float32] | None = None
+    key: str  # parts of the bucket and kind of code
+    steps: int = 0  # successful exchanges so far
+    learned: dict[str, Any] | None = None  # on the trainer in the second phase: the state of the code
+    weights: NDArray[np.float32] | None = None  # of the code, once all ranks have them
 
     @classmethod
     def load(cls, key: str, context: Context) -> "_BucketMemory":
-        """Return the remembered state; an empty one where the memory belongs to other parts or another code."""
+        """Return the remembered state; an empty one if the memory has another key."""
         entry = context.memory.get(_MEMORY, {})
         return cls(**entry) if entry.get("key") == key else cls(key)
 
@@ -76,15 +64,7 @@ class _LoadedCode:
 
 @dataclass(frozen=True, repr=False)
 class LocalLargest(Sparsifier):
-    """The largest values of each layer on this rank, and all of dense layers: the second phase as published.
-
-    Parameters
-    ----------
-    selected : Selected
-        The number of elements of each layer.
-    wire, indices
-        See `Sparsifier`.
-    """
+    """The largest values of each layer on this rank, and all of dense layers: the second phase as published."""
 
     id: ClassVar[str] = "lgc"
     paper: ClassVar[str] = LGC.paper
@@ -109,29 +89,17 @@ class Learned(Scheme[LGC]):
 
     1. **Dense**: the inner collective averages everything.
     2. **Learning**: one rank, drawn at random, broadcasts the indices of its largest values; the inner collective
-       averages all ranks' values there. Values to be coded are also gathered on rank 0, which learns from them once it
-       knows that all are finite, while the others go on. As published every rank sends its largest values with their
-       indices to all, and rank 0 learns from these.
-    3. **Coded**: rank 0 has broadcast what it has learnt, once. One rank, drawn at random, broadcasts its indices and
-       what values are relative to; for the rest see `mpicomp.systems.lgc.ring.CodeRing` and
+       averages all ranks' values there. Values to be coded are also gathered on rank 0, which learns from them if all
+       are finite, while the others continue. As published every rank sends its largest values with their indices to
+       all, and rank 0 learns from these.
+    3. **Coded**: rank 0 broadcasts the learned weights, once. One rank, drawn at random, broadcasts its indices and the
+       divisors of values; for the rest see `mpicomp.systems.lgc.ring.CodeRing` and
        `mpicomp.systems.lgc.server.CodeServer`.
 
     The number of exchanges is in the bucket's memory; a step that was undone does not count. A bucket with other parts
     than the memory's, or with decoders for another number of ranks, starts with the first phase. A bucket with too few
     values for the code stays in the second phase, without gathering them; one that holds only the first layer stays in
     the first phase.
-
-    Parameters
-    ----------
-    compressor : LGC
-        With the bucket's layers, and the lengths of the phases.
-    inner : Scheme
-        Sums arrays.
-
-    Raises
-    ------
-    ConfigurationError
-        Where a package for learning is not installed.
     """
 
     id: ClassVar[str] = "learned"
@@ -149,7 +117,6 @@ class Learned(Scheme[LGC]):
 
     @classmethod
     def inner_compressor(cls, compressor: Compressor) -> Compressor:
-        """Arrays and codes are summed by a dense collective."""
         assert isinstance(compressor, LGC)
         return Dense(wire=compressor.wire)
 
@@ -160,9 +127,9 @@ class Learned(Scheme[LGC]):
             return self._sum.rounds(numel, dtype, group, step)
         code = self.compressor.make_code(Workspace())
         able = selected.coded_count >= code.least
-        learnt = self.compressor.dense_steps + self.compressor.training_steps
-        if able and step >= learnt:
-            broadcast = [self._weights_round(code, group)] if step == learnt else []
+        first_coded = self.compressor.dense_steps + self.compressor.training_steps
+        if able and step >= first_coded:
+            broadcast = [self._weights_round(code, group)] if step == first_coded else []
             return [*broadcast, *self._instance(code).rounds(numel, dtype, group, step)]
         leader = leader_of(Context(group=group, step=step))
         if self.compressor.published:
@@ -192,8 +159,8 @@ class Learned(Scheme[LGC]):
             result, values = yield from self._exchange_values(selected, accumulated, context)
             everyones = yield from _collected(values, selected, context)
             result.note = "lgc: learning"
-            sound = everyones is not None and not (result.nonfinite or result.stale)
-            if everyones is not None and sound and np.isfinite(everyones).all():  # a message may be damaged
+            usable = everyones is not None and not (result.nonfinite or result.stale)
+            if everyones is not None and usable and np.isfinite(everyones).all():  # a message may be damaged
                 result.code_error = self._learn(loaded, memory, everyones, selected, context)
         # Phase 3: rank 0 broadcasts the weights, once; values travel in the code.
         else:
@@ -206,7 +173,7 @@ class Learned(Scheme[LGC]):
         return result
 
     def _key(self, selected: Selected, context: Context) -> str:
-        """Return the identity of a code: a state of another one is of no use."""
+        """Return the identity of a code, which its state belongs to."""
         compressor = self.compressor
         kind: tuple[Any, ...] = (compressor.instance, compressor.code)
         if compressor.code == "autoencoder":
@@ -217,7 +184,7 @@ class Learned(Scheme[LGC]):
         return f"{kind} {parts}"
 
     def _fresh(self, context: Context) -> LearnedCode:
-        """Make a code that has learned nothing."""
+        """Return a code that has learned nothing."""
         seed = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
         return self.compressor.make_code(context.workspace, seed)
 
@@ -234,7 +201,7 @@ class Learned(Scheme[LGC]):
             result = yield from gather_local(self.compressor, selected).exchange(accumulated, context)
             if isinstance(result.sent, Selection):
                 return result, result.sent.values
-            return result, np.zeros(selected.count, accumulated.dtype)  # of a message that could not be read
+            return result, np.zeros(selected.count, accumulated.dtype)  # the message could not be parsed
         received = yield from share_selection(LeaderMessage(selected, accumulated.numel), accumulated, context)
         result = yield from exchange_at(received.indices, 1.0, accumulated, context, self._sum, received.problem)
         return result, received.values
@@ -247,48 +214,47 @@ class Learned(Scheme[LGC]):
         selected: Selected,
         context: Context,
     ) -> float:
-        """Learn from all ranks' values, shape (ranks, count); return the error before that. On the trainer alone."""
+        """Learn from all ranks' values, shape (ranks, count); return the error before that. On the trainer only."""
         leader = leader_of(context)
         lead = LeaderMessage(selected, 0, frame=True, signs=self.compressor.signs)
         frame = np.empty_like(everyones[0])
         make_frame(lead, everyones[leader], frame)
         values = np.empty_like(everyones)
-        for of_rank, out in zip(everyones, values, strict=True):
-            relative(of_rank, frame, out)
+        for rank_values, out in zip(everyones, values, strict=True):
+            relative(rank_values, frame, out)
         self._load(loaded, memory, context)
         error = loaded.code.learn(values, leader if self.compressor.instance == "server" else None)
-        memory.learnt = loaded.entry = loaded.code.state()
+        memory.learned = loaded.entry = loaded.code.state()
         return error
 
     def _load(self, loaded: _LoadedCode, memory: _BucketMemory, context: Context) -> None:
         """Restore the trainer's code to its remembered state."""
-        if memory.learnt is None:
+        if memory.learned is None:
             loaded.code = self._fresh(context)
-        elif loaded.entry is not memory.learnt:
-            loaded.code.load(memory.learnt)
-        loaded.entry = memory.learnt
+        elif loaded.entry is not memory.learned:
+            loaded.code.load(memory.learned)
+        loaded.entry = memory.learned
 
     def _share(self, loaded: _LoadedCode, memory: _BucketMemory, context: Context) -> Rounds[None]:
-        """Broadcast the weights to ranks that have none, and have the code use them."""
+        """Broadcast the weights to ranks that have none, and load them into the code."""
         if memory.weights is None:
             task = self._weights_round(loaded.code, context.group)
             if context.group.rank == _TRAINER:
-                if memory.learnt is None:
+                if memory.learned is None:
                     raise MpicompError(
-                        f"learned: rank {_TRAINER} does not remember what it has learnt; each rank has to load the "
-                        "state that it saved"
+                        f"learned: rank {_TRAINER} has lost what it learned; each rank has to load the state that it "
+                        "saved"
                     )
                 self._load(loaded, memory, context)
                 task.send = loaded.code.weights()
             task.recv = np.empty(task.counts[0], _WEIGHT)
             memory.weights = yield task
-            memory.learnt = None
+            memory.learned = None
         if loaded.entry is not memory.weights:
             loaded.code.use(memory.weights)
             loaded.entry = memory.weights
 
     def _weights_round(self, code: LearnedCode, group: Group) -> Round:
-        """Return the shape of the broadcast of weights."""
         size = code.size(group.size if self.compressor.instance == "server" else 1)
         return Round("bcast", (size,), _WEIGHT, root=_TRAINER, once=True)
 

@@ -29,28 +29,15 @@ class LeaderMessage:
     """The leading rank's message.
 
     Parts follow each other, each a multiple of 8 bytes: for each coded layer the scale of its values, a float64; for
-    each coded layer the signs of its values, in words of 64; the leader's code, where it alone has one; the indices of
-    everything but what travels dense, see `mpicomp.systems.lgc.compressor.index_bytes`.
-
-    Parameters
-    ----------
-    selected : Selected
-        The elements of the bucket that are sent.
-    numel : int
-        Length of the bucket.
-    frame : bool
-        Whether scales travel.
-    signs : bool
-        Whether signs travel, too.
-    code_bytes : int
-        Length of the code; 0 where it does not travel here.
+    each coded layer the signs of its values, in words of 64; the leader's code; the indices of all elements but those
+    that travel dense, see `mpicomp.systems.lgc.compressor.index_bytes`.
     """
 
     selected: Selected
-    numel: int
-    frame: bool = False
-    signs: bool = False
-    code_bytes: int = 0
+    numel: int  # length of the bucket
+    frame: bool = False  # whether scales travel
+    signs: bool = False  # whether signs travel, too
+    code_bytes: int = 0  # 0 if no code travels
 
     @property
     def layers(self) -> list[slice]:
@@ -83,27 +70,13 @@ class LeaderMessage:
 
 @dataclass
 class ReceivedSelection:
-    """Indices, values and frame that every rank has after the broadcast, in the workspace's arrays.
+    """Indices, values and frame that every rank has after the broadcast, in the workspace's arrays."""
 
-    Attributes
-    ----------
-    indices : array of uint32, shape (count,)
-        Of all elements that are sent, ascending; the same on all ranks.
-    values : array, shape (count,)
-        This rank's, at these indices.
-    frame : array, shape (coded,)
-        Divisors of the coded values; the same on all ranks.
-    code : array of uint8
-        The leader's code.
-    problem : MessageError or None
-        The error in the message that this rank received, or None; with an error values are zeros, and the frame is one.
-    """
-
-    indices: NDArray[np.uint32]
-    values: NDArray[np.floating]
-    frame: NDArray[np.floating]
-    code: NDArray[np.uint8]
-    problem: MessageError | None = None
+    indices: NDArray[np.uint32]  # of all elements that are sent, ascending; the same on all ranks
+    values: NDArray[np.floating]  # of this rank, at these indices
+    frame: NDArray[np.floating]  # divisors of the coded values; the same on all ranks
+    code: NDArray[np.uint8]  # of the leader
+    problem: MessageError | None = None  # in the message that this rank received; values are zeros then, the frame 1
 
 
 def leader_of(context: Context) -> int:
@@ -114,17 +87,7 @@ def leader_of(context: Context) -> int:
 def share_selection(
     lead: LeaderMessage, accumulated: GradientWithResidual, context: Context, code: LearnedCode | None = None
 ) -> Rounds[ReceivedSelection]:
-    """Select on the leading rank and broadcast its message; as rounds.
-
-    Parameters
-    ----------
-    lead : LeaderMessage
-        The message of the leading rank.
-    accumulated, context
-        See `Scheme.exchange`.
-    code : LearnedCode, optional
-        Of the leader, where the code is a part of the message.
-    """
+    """Select on the leading rank and broadcast its message; as rounds."""
     workspace = context.workspace
     leader = leader_of(context)
     task = lead.round(leader)
@@ -140,24 +103,23 @@ def share_selection(
         values, known = _gathered(listed, accumulated, workspace)
         _check_indices(lead, accumulated.numel, leader, *to_python(ascending, known))
         if lead.frame:
-            of_layers = received_on_host(scales).view(np.float64)
-            _check_scales(of_layers, leader)
-            _unpack_frame(lead, of_layers, signs.view(np.uint64), frame)
+            layer_scales = received_on_host(scales).view(np.float64)
+            for scale in layer_scales.tolist():
+                if not 0 < scale < inf:
+                    raise MessageError(f"learned: from rank {leader}: scales must be positive numbers, got {scale}")
+            _unpack_frame(lead, layer_scales, signs.view(np.uint64), frame)
     except MessageError as error:
         frame[:] = 1
         count = lead.selected.count
-        none = (
-            current_device().to_device(np.arange(count, dtype=np.uint32)),
-            current_device().zeros(count, accumulated.dtype),
-        )
-        return ReceivedSelection(*none, frame, code_part, error)
+        zeros = current_device().zeros(count, accumulated.dtype)
+        return ReceivedSelection(_on_device(0, count), zeros, frame, code_part, error)
     return ReceivedSelection(listed, values, frame, code_part)
 
 
 def local_values(
     selected: Selected, accumulated: GradientWithResidual, context: Context
 ) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
-    """Return the indices of this rank's largest values and of all that travels dense, ascending, and the values."""
+    """Return the ascending indices of this rank's largest values and of all dense elements, and the values."""
     workspace, lead = context.workspace, LeaderMessage(selected, accumulated.numel)
     chosen = largest_of_parts(accumulated, context, selected.regions).indices
     indices = _listed(lead, chosen, workspace)
@@ -165,13 +127,13 @@ def local_values(
 
 
 def make_frame(lead: LeaderMessage, values: NDArray[np.floating], frame: NDArray[np.floating]) -> None:
-    """Write the divisors of coded values as if a rank with these values led; for the rank that learns."""
+    """Write the divisors of coded values as if a rank with these values were the leader."""
     words = np.empty(sum(-(-(layer.stop - layer.start) // _LANES) for layer in lead.layers), np.uint64)
     _unpack_frame(lead, _pack_frame(lead, values, words), words, frame)
 
 
 def relative(values: NDArray[np.floating], frame: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-    """Divide values by a frame, and clip them to `_LIMIT`; infinity too, but not NaN."""
+    """Divide values by a frame, and clip the results to `_LIMIT`; infinity too, but not NaN."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         np.divide(values, frame, out=out)
     np.clip(out, -_LIMIT, _LIMIT, out=out)
@@ -184,12 +146,11 @@ def _write(
     code: LearnedCode | None,
     message: NDArray[np.uint8],
 ) -> None:
-    """Fill the leader's message."""
     workspace = context.workspace
     chosen = largest_of_parts(accumulated, context, lead.selected.regions).indices
     scales, signs, code_part, indices = lead.cut(message)
     if _plain(lead):
-        indices[:] = 0  # and what is left of the last word
+        indices[:] = 0  # the rest of the last word, too
         indices.view(np.uint32)[: chosen.size] = chosen
     else:
         kernels.encode_indices(chosen, lead.numel, indices)
@@ -197,11 +158,11 @@ def _write(
         return
     values, _ = _gathered(_listed(lead, chosen, workspace), accumulated, workspace)
     values = values[lead.selected.coded]
-    of_layers = _pack_frame(lead, values, signs.view(np.uint64))
-    current_device().assign(scales.view(np.float64), of_layers)
+    layer_scales = _pack_frame(lead, values, signs.view(np.uint64))
+    current_device().assign(scales.view(np.float64), layer_scales)
     if code is not None:
         frame = workspace.array("frame", values.size, accumulated.dtype)
-        _unpack_frame(lead, of_layers, signs.view(np.uint64), frame)
+        _unpack_frame(lead, layer_scales, signs.view(np.uint64), frame)
         relative_values = workspace.array("relative", values.size, accumulated.dtype)
         relative(values, frame, relative_values)
         code.encode(relative_values, code_part[: lead.code_bytes].view(accumulated.dtype))
@@ -213,7 +174,7 @@ def _plain(lead: LeaderMessage) -> bool:
 
 
 def _decoded(lead: LeaderMessage, message: NDArray[np.uint8], workspace: Workspace) -> tuple[NDArray[np.uint32], bool]:
-    """Return a message's indices, and whether they ascend below the length of the bucket, which nobody waits for."""
+    """Return a message's indices, and whether they ascend below the length of the bucket: a flag on the device."""
     count = lead.selected.indices
     if _plain(lead):
         indices: NDArray[np.uint32] = message.view(np.uint32)[:count]
@@ -223,7 +184,6 @@ def _decoded(lead: LeaderMessage, message: NDArray[np.uint8], workspace: Workspa
 
 
 def _check_indices(lead: LeaderMessage, numel: int, leader: int, ascending: bool, known: bool) -> None:
-    """Raise where indices are wrong."""
     if not ascending:
         raise MessageError(f"learned: from rank {leader}: indices do not ascend below {lead.numel}")
     if not known:
@@ -231,7 +191,7 @@ def _check_indices(lead: LeaderMessage, numel: int, leader: int, ascending: bool
 
 
 def _listed(lead: LeaderMessage, indices: NDArray[np.uint32], workspace: Workspace) -> NDArray[np.uint32]:
-    """Return the indices of everything that is sent: those of dense parts are known."""
+    """Return the indices of all elements that are sent: those of dense parts are known."""
     selected = lead.selected
     if selected.count == selected.indices:
         return indices
@@ -240,14 +200,14 @@ def _listed(lead: LeaderMessage, indices: NDArray[np.uint32], workspace: Workspa
     for part, place in zip(selected.parts, selected.places, strict=True):
         if part.travels == "dense":
             bounds = part.start, part.stop
-            listed[place] = workspace.made(("dense", *bounds), partial(_all_between, *bounds))
+            listed[place] = workspace.made(("dense", *bounds), partial(_on_device, *bounds))
         else:
             listed[place] = indices[start : start + part.kept]
             start += part.kept
     return listed
 
 
-def _all_between(start: int, stop: int) -> NDArray[np.uint32]:
+def _on_device(start: int, stop: int) -> NDArray[np.uint32]:
     indices: NDArray[np.uint32] = current_device().to_device(np.arange(start, stop, dtype=np.uint32))
     return indices
 
@@ -255,16 +215,9 @@ def _all_between(start: int, stop: int) -> NDArray[np.uint32]:
 def _gathered(
     listed: NDArray[np.uint32], accumulated: GradientWithResidual, workspace: Workspace
 ) -> tuple[NDArray[np.floating], bool]:
-    """Return the values at some indices, and whether there are such values, which nobody waits for."""
+    """Return the values at some indices, and whether all of these are in the array: a flag on the device."""
     values: NDArray[np.floating] = workspace.array("listed.values", listed.size, accumulated.dtype)
     return values, kernels.gather(accumulated.array(), listed, values)
-
-
-def _check_scales(scales: NDArray[np.float64], leader: int) -> None:
-    """Raise where a scale of the leading rank is not a positive number."""
-    for scale in scales.tolist():
-        if not 0 < scale < inf:
-            raise MessageError(f"learned: from rank {leader}: scales must be positive numbers, got {scale}")
 
 
 def _pack_frame(lead: LeaderMessage, values: NDArray[np.floating], signs: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -17,17 +17,10 @@ class LearnedCode(ABC):
     stand for other elements of the same layers, in the same order of layers and ascending by index within each. Codes
     have the values' dtype. ``count`` is the same at every call.
 
-    `encode`, `decode` and `decode_near` are part of every step: they allocate nothing, give the same bits for the same
-    input on every processor (kernels of `mpicomp.kernels.cpu.compile.exact`), and infinity and NaN come out as
-    infinity or NaN and do no harm otherwise. They need no torch. Their arrays are those of the place that is current
-    (`mpicomp.device.current_device`); whatever is learnt is learnt in host memory, and weights and states are there.
-
-    Parameters
-    ----------
-    workspace : Workspace
-        Provides arrays that are needed at every step, without allocating them again.
-    seed : int
-        Seed of all random choices.
+    `encode`, `decode` and `decode_near` are part of every step: they allocate nothing, need no torch, return the same
+    bits for the same input on every processor (kernels of `mpicomp.kernels.cpu.compile.exact`), and map infinity and
+    NaN to infinity or NaN. Their arrays are those of `mpicomp.device.current_device`; weights and states are on the
+    host.
     """
 
     def __init__(self, workspace: Workspace, seed: int = 0) -> None:
@@ -56,17 +49,7 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def decode(self, code: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0) -> None:
-        """Write the values of a code to ``out``.
-
-        Parameters
-        ----------
-        code : array, shape (length(count),)
-            Of one rank, or the mean of several.
-        out : array, shape (count,)
-            Receives the values.
-        worker : int
-            Whose values are wanted, where there is a decoder for each rank; see `learn`.
-        """
+        """Write the values of a code to ``out``; with a decoder for each rank, those of rank ``worker``."""
 
     @abstractmethod
     def decode_near(
@@ -76,37 +59,18 @@ class LearnedCode(ABC):
         out: NDArray[np.floating],
         out_centre: NDArray[np.floating],
     ) -> None:
-        """Decode a code as if the decoder were the affine map that it is around another one, and that other one.
+        """Decode the mean of all codes, ``centre``, and this rank's code by the affine map that `decode` is around it.
 
-        So the mean of ``out`` over ranks is ``out_centre`` where ``centre`` is the mean of their codes: what `decode`
-        makes of a mean is shared out among the ranks by what each has put into it. Where `decode` is affine everywhere
-        it is two calls of it.
-
-        Parameters
-        ----------
-        code, centre : arrays, shape (length(count),)
-            This rank's, and the mean.
-        out, out_centre : arrays, shape (count,)
-            Receive the values of both; the second is what `decode` gives for ``centre``, bit for bit.
+        So the mean of ``out`` over ranks is ``out_centre``, which equals the result of `decode` bit for bit.
         """
 
     @abstractmethod
     def learn(self, values: NDArray[np.floating], leader: int | None = None) -> float:
-        """Learn from one step's values. On one rank; may allocate, and may use torch.
+        """Learn from one step's values, finite, shape (ranks, count). On one rank; may allocate, and may use torch.
 
-        Parameters
-        ----------
-        values : array, shape (ranks, count)
-            Every rank's, finite.
-        leader : int or None
-            None: the mean of all codes is decoded to the mean of all values. A rank: its code alone is decoded to
-            every rank's values, by the decoder of each.
-
-        Returns
-        -------
-        float
-            Squared error of what was decoded before it learned from these values, as a share of the energy of what it
-            should have been: 1 is that of zeros; 0 where there was no energy.
+        Without a leader the mean of all codes is decoded to the mean of all values; with one, the leader's code to
+        every rank's values, by the decoder of each. Return the squared error before learning, as a share of the energy
+        of the values: 1 is that of zeros; 0 if there was no energy.
         """
 
     @abstractmethod
@@ -119,11 +83,11 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def use(self, weights: NDArray[np.float32]) -> None:
-        """Take up the weights that `weights` returned, on this rank or another one."""
+        """Load the weights that `weights` returned, on this rank or another one."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return all that `learn` needs to go on as if it had never stopped: numbers and arrays, copied, by name."""
+        """Return all that `learn` needs to continue as if it had never stopped: numbers and arrays, copied, by name."""
 
     @abstractmethod
     def load(self, state: Mapping[str, Any]) -> None:

@@ -15,34 +15,21 @@ _SEEN = 1e-12  # of the largest energy: directions with less were not in what wa
 
 
 class LinearCode(LearnedCode):
-    """Values are cut in blocks of neighbours, and of each block a few coordinates travel: those with most energy.
+    """Values are cut into blocks of neighbors, and of each block ``kept`` coordinates travel: those with most energy.
 
-    Values stand for other elements at every step, so no place in them has a direction of its own. What can be learnt
-    is how neighbours go together: elements of one row often have the same sign. So all blocks share one basis, the
-    eigenvectors of the blocks' second moments over all steps that were learnt from. Moments are about zero and not
-    about the mean: zeros are then decoded to zeros, and a code that was learnt from large values fits small ones.
-
-    Of the coordinates that travel, all but one are those along the leading eigenvectors. The last one is along one of
-    the others, another at every step: see `LearnedCode.turn`. Without error feedback that costs a little accuracy.
-
-    Decoding is linear, so that the mean of codes is decoded to the mean of what they are decoded to.
-
-    With a leader, the basis is that of its values, and the decoder of each rank is the linear map of its code that has
-    the least squared error for that rank's values: where they have little to do with the leader's, it gives little.
-
-    Parameters
-    ----------
-    workspace, seed
-        See `LearnedCode`; nothing is drawn, and no arrays are needed but its own.
-    block : int
-        Values of a block.
-    kept : int
-        Numbers of its code, at least 2 and less than ``block``.
-
-    Notes
-    -----
     It is not in the paper of LGC (arXiv 2103.08870): it is what an autoencoder has to beat, with no training loop and
     two kilobytes of weights.
+
+    Values stand for other elements at every step, so places have no directions of their own; what can be learned is
+    how neighbors correlate: elements of one row often have the same sign. So all blocks share one basis, the
+    eigenvectors of the blocks' second moments over all steps. Moments are about zero and not about the mean: zeros are
+    then decoded to zeros, and a code that was learned from large values fits small ones.
+
+    All coordinates but one are those along the leading eigenvectors. The last one is along one of the others, another
+    at every step: see `LearnedCode.turn`. Without error feedback that costs a little accuracy. Decoding is linear.
+
+    With a leader, the basis is that of its values, and the decoder of each rank is the linear map of its code that has
+    the least squared error for that rank's values.
     """
 
     def __init__(self, workspace: Workspace, seed: int = 0, block: int = 16, kept: int = 4) -> None:
@@ -54,29 +41,24 @@ class LinearCode(LearnedCode):
         self._crossed = np.zeros((0, block, block))  # of every rank's values with the leader's, where there is one
         self._maps = np.zeros((1, block, block), np.float32)  # the basis, then a decoder for each rank, rows alike
         self._active = np.zeros((1, kept, block), np.float32)  # those of their rows that this step uses
-        self._brought: Any = None  # these, where values are
+        self._on_device: Any = None  # `_active` on the device of the values
 
     @property
     def least(self) -> int:
-        """A block."""
         return self._block
 
     def length(self, count: int) -> int:
-        """Return the numbers of all blocks; the last one may be short."""
         return -(-count // self._block) * self._kept
 
     def turn(self, step: int) -> None:
-        """Take the direction whose turn it is."""
         self._turn = step % (self._block - self._kept + 1)
         self._choose()
 
     def encode(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-        """Project; see `LearnedCode.encode`."""
-        kernels.encode_blocks(values, self._there[0], out)
+        kernels.encode_blocks(values, self._device_maps()[0], out)
 
     def decode(self, code: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0) -> None:
-        """Add up directions; see `LearnedCode.decode`."""
-        kernels.decode_blocks(code, self._there[1 + worker], out)
+        kernels.decode_blocks(code, self._device_maps()[1 + worker], out)
 
     def decode_near(
         self,
@@ -85,12 +67,11 @@ class LinearCode(LearnedCode):
         out: NDArray[np.floating],
         out_centre: NDArray[np.floating],
     ) -> None:
-        """Decode both, linear as it is; see `LearnedCode.decode_near`."""
         self.decode(code, out)
         self.decode(centre, out_centre)
 
     def learn(self, values: NDArray[np.floating], leader: int | None = None) -> float:
-        """Add to the moments; see `LearnedCode.learn`. There is a leader at every step, or at none."""
+        # There is a leader at every step, or at none
         whole = np.asarray(values, np.float64)
         source = whole.mean(axis=0) if leader is None else whole[leader]
         targets = source[np.newaxis] if leader is None else whole
@@ -106,44 +87,39 @@ class LinearCode(LearnedCode):
         return error
 
     def size(self, ranks: int) -> int:
-        """Return the elements of the basis and of the decoders."""
         return (1 + ranks) * self._block**2
 
     def weights(self) -> NDArray[np.float32]:
-        """Return the basis, then the decoders."""
+        # The basis, then the decoders
         return self._maps.reshape(-1).copy()
 
     def use(self, weights: NDArray[np.float32]) -> None:
-        """Take up basis and decoders."""
         self._maps = np.array(weights, np.float32).reshape(-1, self._block, self._block)
         self._active = np.zeros((len(self._maps), self._kept, self._block), np.float32)
         self._choose()
 
     def state(self) -> dict[str, Any]:
-        """Return the moments and, once there are some, the weights."""
         return {"moments": self._moments.copy(), "crossed": self._crossed.copy(), "weights": self.weights()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up moments and weights."""
         self._moments = np.array(state["moments"], np.float64)
         self._crossed = np.array(state["crossed"], np.float64).reshape(-1, self._block, self._block)
         self.use(state["weights"])
 
     def _blocks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Cut in blocks, shape (blocks, block); the last one is padded with zeros."""
+        """Return blocks, shape (blocks, block); the last one is padded with zeros."""
         blocks = np.zeros((-(-values.size // self._block), self._block))
         blocks.reshape(-1)[: values.size] = values
         return blocks
 
-    @property
-    def _there(self) -> Any:
-        """The rows that this step uses, at the current place."""
-        if self._brought is None:
-            self._brought = current_device().to_device(self._active)
-        return self._brought
+    def _device_maps(self) -> Any:
+        """Return the rows that this step uses, on the current device."""
+        if self._on_device is None:
+            self._on_device = current_device().to_device(self._active)
+        return self._on_device
 
     def _choose(self) -> None:
-        self._brought = None
+        self._on_device = None
         leading = self._kept - 1
         self._active[:, :leading] = self._maps[:, :leading]
         self._active[:, leading] = self._maps[:, leading + self._turn]
@@ -164,12 +140,12 @@ class LinearCode(LearnedCode):
         return error / energy
 
     def _solve(self) -> None:
-        """Work out basis and decoders from the moments."""
+        """Compute basis and decoders from the moments."""
         energies, vectors = np.linalg.eigh(self._moments)
         basis = vectors.T[::-1]
         decoders = [basis]
         if self._crossed.size:
-            # Along eigenvectors coordinates are not correlated: each has its own least squares, whoever else travels.
+            # Coordinates along eigenvectors are not correlated: each has a least-squares problem of its own.
             seen = np.where(energies > _SEEN * energies[-1], energies, np.inf)[::-1]
             decoders = [(basis @ sums) / seen[:, np.newaxis] for sums in self._crossed]
         self.use(np.stack([basis, *decoders]))

@@ -18,30 +18,18 @@ from mpicomp.systems.lgc.compressor import LGC
 from mpicomp.systems.lgc.leader_message import LeaderMessage, leader_of, relative, share_selection
 from mpicomp.systems.lgc.learned_code import LearnedCode
 
+# Squared norms of a rank's whole array and of its uncoded values less their rounding; then the product of its coded
+# values with its share of the decoded ones, and the squared norm of this share, both before scaling.
 _REPORT = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
-"""Squared norms of a rank's whole array and of what is not coded, of which rounding is taken off; then, of what is
-coded, the product of its values with its share of what is decoded, and the squared norm of this share, both before it
-is scaled.
-"""
-_DAMAGED = -1.0  # in place of the last of them, where a rank could not read what it was sent
+_DAMAGED = -1.0  # in place of the last of them, if a rank could not parse a message
 _BYTE = np.dtype(np.uint8)
 
 
 class CodeRing:
     """The third phase of LGC, ring instance.
 
-    A bcast of indices and of what values are relative to; the inner collective's sum of codes and of what is not coded;
-    and an allgatherv of some norms, from which all ranks work out the factor that the decoded values are scaled by:
-    that which loses least energy, over all ranks.
-
-    Parameters
-    ----------
-    compressor : LGC
-        For a bucket.
-    code : LearnedCode
-        Learned, the same on all ranks.
-    inner : Scheme
-        Sums codes.
+    A bcast of indices and divisors; the inner collective's sum of codes and uncoded values; and an allgatherv of some
+    norms, from which all ranks compute the factor for decoded values that loses least energy over all ranks.
     """
 
     def __init__(self, compressor: LGC, code: LearnedCode, inner: Scheme[Dense]) -> None:
@@ -50,7 +38,6 @@ class CodeRing:
         self._sum = inner
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
-        """Return the rounds; see `Scheme.rounds`."""
         lead = self._lead(numel)
         coded = lead.selected.coded_count
         travels = self._code.length(coded) + lead.selected.count - coded
@@ -61,15 +48,14 @@ class CodeRing:
         ]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Encode, sum, decode, scale."""
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel)
-        # 1. One rank, drawn at random, broadcasts its indices and what values are relative to.
+        # 1. One rank, drawn at random, broadcasts its indices and the divisors of values.
         received = yield from share_selection(lead, accumulated, context)
         coded = lead.selected.coded
         count = lead.selected.coded_count
         length = code.length(count)
-        # 2. Encode this rank's values there, and sum the codes; what is not coded travels with them.
+        # 2. Encode this rank's values there, and sum the codes; uncoded values travel with them.
         values = received.values[coded]
         shares = workspace.array("relative", count, dtype)
         relative(values, received.frame, shares)
@@ -84,13 +70,13 @@ class CodeRing:
         summed = yield from self._sum.exchange(part, context)
         assert not isinstance(summed.sent, Selection)
 
-        # 3. Decode the mean of codes, and what this rank has sent of it.
+        # 3. Decode the mean of codes, and this rank's share of it.
         decoded = workspace.array("decoded", count, dtype)
         code.decode_near(summed.sent[:length], summed.mean[:length], shares, decoded)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             np.multiply(shares, received.frame, out=shares)
             np.multiply(decoded, received.frame, out=decoded)
-        # 4. Gather how well decoded values fit, and scale them by the factor that leaves least over all ranks.
+        # 4. Gather how well decoded values fit, and scale them by the factor that loses least over all ranks.
         task = _report_round(group)
         uncoded, rounded = travels[length : length + rest], 0.0
         sparse = kernels.energy(uncoded)
@@ -145,7 +131,7 @@ def _report_round(group: Group) -> Round:
 
 
 def product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
-    """Return the product of two vectors, summed in float64; NaN and infinity come out as they do."""
+    """Return the product of two vectors, summed in float64; it may be NaN or infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         summed: float = np.einsum("i,i->", first, second, dtype=np.float64)
     return summed
@@ -153,7 +139,7 @@ def product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
 
 def _best(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
     """Return the factor for decoded values with the least error over all ranks; never a negative one."""
-    # Not a number, or infinite: some rank has flagged it, or the mean will be found to be.
+    # If a sum is not finite, some rank has flagged it, or the mean is not finite either.
     with np.errstate(over="ignore", invalid="ignore"):
         match, decoded = float(everyones["match"].sum()), float(everyones["decoded"].sum())
         return float(dtype.type(match / decoded)) if match > 0 and decoded > 0 else 0.0

@@ -7,14 +7,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.allgather import SparseMean
-from mpicomp.collectives.scheme import (
-    Exchange,
-    Result,
-    check_undamaged,
-    far_from_largest,
-    gain_of,
-    undelivered,
-)
+from mpicomp.collectives.scheme import Exchange, Result, check_undamaged, far_from_largest, gain_of, undelivered
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -45,17 +38,9 @@ _FACTOR = 8  # bytes
 class CodeServer:
     """The third phase of LGC, instance of the parameter server, without a server.
 
-    A bcast of one rank's indices, of what values are relative to, and of its code; every rank decodes it with each
-    rank's decoder. Then an allgatherv, in which each rank tells the factor by which its decoded values fit best, what
-    is not coded, and its innovation: its exact values where those are furthest off. So all ranks know what each one has
-    sent, and take the mean of that.
-
-    Parameters
-    ----------
-    compressor : LGC
-        For a bucket.
-    code : LearnedCode
-        Learned, the same on all ranks.
+    A bcast of one rank's indices, of the divisors of values, and of its code; every rank decodes it with each rank's
+    decoder. Then an allgatherv of each rank's factor for its decoded values, its uncoded values, and its innovation:
+    the exact values at which decoding is most wrong. So all ranks know what each one has sent, and average that.
     """
 
     def __init__(self, compressor: LGC, code: LearnedCode) -> None:
@@ -63,18 +48,16 @@ class CodeServer:
         self._code = code
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
-        """Return the rounds; see `Scheme.rounds`."""
         lead = self._lead(numel, dtype)
         return [lead.round(leader_of(Context(group=group, step=step))), self._gather(lead, dtype, group)]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Decode one rank's code on all ranks, add innovations, average; see `Scheme.exchange`."""
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel, dtype)
         coded = lead.selected.coded
         count = lead.selected.coded_count
         code.turn(context.step)
-        # 1. One rank, drawn at random, broadcasts its indices, what values are relative to, and the code of its values.
+        # 1. One rank, drawn at random, broadcasts its indices, the divisors of values, and the code of its values.
         received = yield from share_selection(lead, accumulated, context, code)
         common = received.code[: lead.code_bytes].view(dtype)
 
@@ -85,11 +68,11 @@ class CodeServer:
             write_damaged(self._parts(lead, task.send, dtype)[2])
             yield task
             check_undamaged("learned", DAMAGED, received.problem)
-        # 2. Decode it by this rank's own decoder, and select the innovation: the values that are missed most.
+        # 2. Decode it by this rank's decoder, and select the innovation: the values with the largest errors.
         decoded = workspace.array("decoded", count, dtype)
         self._decode(common, group.rank, received, decoded)
         missed, coded_energy = self._write(lead, received, decoded, accumulated, context, task.send)
-        # 3. Gather factors, innovations and what is not coded; decode for every rank, and average.
+        # 3. Gather factors, innovations and uncoded values; decode for every rank, and average.
         messages = yield task
 
         mean, sent = (workspace.array(f"learned {name}", received.values.size, dtype) for name in ("mean", "sent"))
@@ -114,7 +97,7 @@ class CodeServer:
             if rank == group.rank:
                 sent[:] = values
             flags, energy, lost = flags | parsed.flags, energy + parsed.energy, lost + parsed.lost
-            # What a rank has sent, and what stays in its residual, are finite with these; all ranks find the same.
+            # What a rank has sent, and its residual, are finite with these; all ranks come to the same result.
             flags |= NONFINITE * (not far_from_largest(parsed.energy + parsed.lost, dtype))
         check_undamaged("learned", flags, None)
         if unread is not None:
@@ -136,13 +119,8 @@ class CodeServer:
         )
 
     def _decode(
-        self,
-        common: NDArray[np.floating],
-        rank: int,
-        received: ReceivedSelection,
-        out: NDArray[np.floating],
+        self, common: NDArray[np.floating], rank: int, received: ReceivedSelection, out: NDArray[np.floating]
     ) -> None:
-        """Write the values that a rank's decoder makes of the code."""
         self._code.decode(common, out, rank)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             np.multiply(out, received.frame, out=out)
@@ -156,10 +134,7 @@ class CodeServer:
         context: Context,
         message: NDArray[np.uint8],
     ) -> tuple[float, float]:
-        """Fill this rank's message; return the energy of its coded values that is in neither code nor innovation.
-
-        And that of all of them.
-        """
+        """Write this rank's message; return the energy of its coded values that is not sent, and of all of them."""
         workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
         values = received.values[coded]
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -172,7 +147,7 @@ class CodeServer:
         places = workspace.array("innovation.places", self._innovations(lead), np.uint32)
         off = workspace.array("innovation.off", places.size, dtype)
         kernels.select_largest(missed, kernels.kth_magnitude(missed, places.size), places, off)
-        # Lost is what is not listed, and what is missed of what is coded but for the innovation.
+        # Lost are the energies of unlisted elements and of the errors of coded ones outside of the innovation.
         energies = (kernels.energy(array) for array in (missed, off, received.values, values))
         missed_energy, off_energy, listed_energy, coded_energy = to_python(*energies)
         left_out = max(missed_energy - off_energy, 0.0)  # NaN stays
@@ -195,7 +170,6 @@ class CodeServer:
         return LeaderMessage(selected, numel, True, self._compressor.signs, length * dtype.itemsize)
 
     def _innovations(self, lead: LeaderMessage) -> int:
-        """Return the number of values that travel as they are."""
         return num_kept(self._compressor.innovation, lead.selected.coded_count)
 
     def _wire(self, lead: LeaderMessage) -> Wire:
