@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "studies")]  # studies are scripts, which import each other by bare names
 
-import generated  # noqa: E402, it stands beside this file
+import generated  # noqa: E402, it stands next to this file
 
 from mpicomp import __version__  # noqa: E402
 

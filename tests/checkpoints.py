@@ -15,7 +15,9 @@ from mpicomp.transport import LocalWorld
 def save(folder, states, keep=1):
     """Save one state a rank."""
     world = LocalWorld(len(states))
-    world.run([save_rounds(folder, own, keep, end.group) for own, end in zip(states, world.transports, strict=True)])
+    world.run(
+        [save_rounds(folder, state, keep, end.group) for state, end in zip(states, world.transports, strict=True)]
+    )
 
 
 def load(folder, ranks=1):
@@ -35,7 +37,7 @@ def caught(asked):
 def save_errors(folder, states, keep=1):
     world = LocalWorld(len(states))
     ends = zip(states, world.transports, strict=True)
-    return world.run([caught(save_rounds(folder, own, keep, end.group)) for own, end in ends])
+    return world.run([caught(save_rounds(folder, state, keep, end.group)) for state, end in ends])
 
 
 def load_errors(folder, ranks):
@@ -94,7 +96,7 @@ def write_before(path, about, tree="null", arrays=(), **metadata):
 
     ``about`` and ``tree`` are JSON, or what is made JSON of; each array is its name, dtype in safetensors, and array.
     """
-    text = [own if isinstance(own, str) else json.dumps(own) for own in (about, tree)]
+    text = [item if isinstance(item, str) else json.dumps(item) for item in (about, tree)]
     entries = {"__metadata__": {"mpicomp": text[0], "state": text[1], **metadata}}
     body = b""
     for name, dtype, array in arrays:

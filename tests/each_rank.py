@@ -60,7 +60,7 @@ def simulate(scheme, numel, layout, between, inside):
                 begin = max(clocks[other] for other in members)
                 links = inside if task.group == "host" or len(set(layout)) == 1 else between
                 costs = [terms(asked[other], groups[other][0].part(task.group)) for other in members]
-                seconds = max(own.latency for own in costs) * links[0] + max(own.volume for own in costs) * links[1]
+                seconds = max(cost.latency for cost in costs) * links[0] + max(cost.volume for cost in costs) * links[1]
                 now[rank] = begin + seconds
                 continue
             for side, peer in enumerate(task.peers):

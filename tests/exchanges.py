@@ -23,10 +23,10 @@ def members_of(layout, name, rank):
     if name == "world":
         return list(range(len(layout)))
     together = [[other for other, host in enumerate(layout) if host == number] for number in sorted(set(layout))]
-    [own] = [ranks for ranks in together if rank in ranks]
+    [members] = [ranks for ranks in together if rank in ranks]
     if name == "host":
-        return own
-    place = own.index(rank)
+        return members
+    place = members.index(rank)
     return sorted(ranks[place] for ranks in together) if all(len(ranks) > place for ranks in together) else None
 
 
@@ -62,9 +62,9 @@ def bcast(members, rank, name, dtype, **how):
 
 def allgatherv(members, rank, name, dtype, **how):
     for counts in ([count(other) for other in members], [7] * len(members), [0] * len(members)):
-        own = counts[members.index(rank)]
+        length = counts[members.index(rank)]
         recv = np.zeros(sum(counts), dtype)
-        yield Round("allgatherv", counts, recv.dtype, send=of(rank, own, dtype), recv=recv, group=name, **how)
+        yield Round("allgatherv", counts, recv.dtype, send=of(rank, length, dtype), recv=recv, group=name, **how)
         yield lambda recv=recv, counts=counts: np.testing.assert_array_equal(
             recv, np.concatenate([of(other, n, dtype) for other, n in zip(members, counts, strict=True)])
         )
@@ -73,9 +73,9 @@ def allgatherv(members, rank, name, dtype, **how):
 def gatherv(members, rank, name, dtype, **how):
     for root, receiver in enumerate(members):
         for counts in ([count(other) for other in members], [7] * len(members), [0] * len(members)):
-            own = counts[members.index(rank)]
+            length = counts[members.index(rank)]
             recv = np.zeros(sum(counts), dtype) if rank == receiver else None
-            yield Round("gatherv", counts, np.dtype(dtype), root, of(rank, own, dtype), recv, name, **how)
+            yield Round("gatherv", counts, np.dtype(dtype), root, of(rank, length, dtype), recv, name, **how)
             if recv is not None:
                 yield lambda recv=recv, counts=counts: np.testing.assert_array_equal(
                     recv, np.concatenate([of(other, n, dtype) for other, n in zip(members, counts, strict=True)])
@@ -88,8 +88,8 @@ def alltoallv(members, rank, name, dtype, **how):
         first = sum(counts[:place])
         recv = np.zeros(counts[place] * len(members), dtype)
         yield Round("alltoallv", counts, recv.dtype, send=of(rank, whole, dtype), recv=recv, group=name, **how)
-        yield lambda recv=recv, first=first, own=counts[place], whole=whole: np.testing.assert_array_equal(
-            recv, np.concatenate([of(other, whole, dtype)[first : first + own] for other in members])
+        yield lambda recv=recv, first=first, count=counts[place], whole=whole: np.testing.assert_array_equal(
+            recv, np.concatenate([of(other, whole, dtype)[first : first + count] for other in members])
         )
 
 
@@ -115,12 +115,12 @@ def sendrecv_to_the_right(members, rank, name, dtype, **how):
     right, left = (place + 1) % size, (place - 1) % size
     for lengths in (lambda other: 21, count, lambda other: 0):
         recv = np.zeros(lengths(members[left]), dtype)
-        own = lengths(rank)
+        length = lengths(rank)
         yield Round(
             "sendrecv",
-            (own, recv.size),
+            (length, recv.size),
             recv.dtype,
-            send=of(rank, own, dtype),
+            send=of(rank, length, dtype),
             recv=recv,
             peers=(right, left),
             group=name,
@@ -156,12 +156,12 @@ def neighbor_alltoall(members, rank, name, dtype, **how):
     star = [(0, other) for other in range(1, size)]
     chain = [(a + 1, a) for a in range(size - 1)]
     for pairs in (ring, star, chain):
-        own, graph = neighbours_in(pairs, place), make_graph(pairs, size)
+        neighbours, graph = neighbours_in(pairs, place), make_graph(pairs, size)
         for length in (0, 21):
-            send, recv = of(rank, length * len(own), dtype), np.zeros(length * len(own), dtype)
+            send, recv = of(rank, length * len(neighbours), dtype), np.zeros(length * len(neighbours), dtype)
             yield Round("neighbor_alltoall", (length,), recv.dtype, 0, send, recv, name, graph=graph, **how)
             parts = [np.zeros(0, dtype)]
-            for other in own:
+            for other in neighbours:
                 theirs = neighbours_in(pairs, other)
                 sent = of(members[other], length * len(theirs), dtype).reshape(len(theirs), length)
                 parts.append(sent[theirs.index(place)])

@@ -42,7 +42,7 @@ def run(
         context = Context(group=world.transports[rank].group, step=step, memory=memory)
         exchange = scheme.exchange(accumulated[-1], context)
         exchanges.append(exchange if segment is None else in_segments(exchange, segment))
-    return Outcome(world.run(exchanges), world.transports, scheme, [own.array() for own in accumulated])
+    return Outcome(world.run(exchanges), world.transports, scheme, [whole.array() for whole in accumulated])
 
 
 def in_segments(exchange, segment):

@@ -59,7 +59,7 @@ def chosen_step(gradients, residuals, select, leader):
 
 def loudest(accumulated, selected):
     """The rank whose selected values have the largest energy; the first of equal ones."""
-    energies = [sum(array[i] ** 2 for i in own) for array, own in zip(accumulated, selected, strict=True)]
+    energies = [sum(array[i] ** 2 for i in indices) for array, indices in zip(accumulated, selected, strict=True)]
     return energies.index(max(energies))
 
 
@@ -73,7 +73,7 @@ def gtopk_step(gradients, residuals, select):
         held.append({index: array[index] for index in select(array)})
         for index in held[rank]:
             left[rank][index] = 0.0
-    k = max(len(own) for own in held)
+    k = max(len(entries) for entries in held)
     distance = 1
     while distance < ranks:
         for low in range(0, ranks - distance, 2 * distance):
@@ -163,10 +163,10 @@ class Oktopk:
         accumulated = [np.asarray(g, np.float64) + r for g, r in zip(gradients, residuals, strict=True)]
         selected = [select(array) for array in accumulated]
         means = {}
-        for array, own in zip(accumulated, selected, strict=True):
-            for index in own:
+        for array, indices in zip(accumulated, selected, strict=True):
+            for index in indices:
                 means[index] = means.get(index, 0.0) + array[index] / len(accumulated)
-        total = sum(len(own) for own in selected)
+        total = sum(len(indices) for indices in selected)
         k = max(math.floor(total / len(selected) + 0.5), min(total, 1))
         final = self._final(means, k)
         self.exchanges += 1
@@ -174,8 +174,8 @@ class Oktopk:
         for index in final:
             mean[index] = means[index]
         left = [a.copy() for a in accumulated]
-        for array, own in zip(left, selected, strict=True):
-            for index in own:
+        for array, indices in zip(left, selected, strict=True):
+            for index in indices:
                 if index in final:
                     array[index] = 0.0
         return mean, left
@@ -200,7 +200,7 @@ class Oktopk:
 def region_bounds(selected, numel):
     """Boundaries of regions: the means of what every rank would cut its own indices at."""
     ranks = len(selected)
-    cuts = [[own[place * len(own) // ranks] for place in range(1, ranks)] for own in selected if own]
+    cuts = [[indices[place * len(indices) // ranks] for place in range(1, ranks)] for indices in selected if indices]
     return [0, *(math.floor(sum(column) / len(cuts)) for column in zip(*cuts, strict=True)), numel]
 
 

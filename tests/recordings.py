@@ -14,8 +14,8 @@ def line(step, layers, buckets, rng, *, step_s=0.02, ratio=0.01, loss=None, qual
     phases = {name: step_s * share for name, share in zip(PHASES, (0.4, 0.1, 0.3, 0.05, 0.1, 0.05), strict=True)}
     phases["exchange"] *= float(rng.lognormal(0, 0.3))
     parts = [
-        {"name": f"blocks.{place}.weight", "numel": 1000 + place, "ratio": float(own), "gain": float(own**0.3)}
-        for place, own in enumerate(np.clip(ratio * rng.lognormal(0, 1, layers), 1e-6, 1))
+        {"name": f"blocks.{place}.weight", "numel": 1000 + place, "ratio": float(kept), "gain": float(kept**0.3)}
+        for place, kept in enumerate(np.clip(ratio * rng.lognormal(0, 1, layers), 1e-6, 1))
     ]
     cut = np.linspace(0, layers, buckets + 1).astype(int)
     return {
@@ -48,7 +48,7 @@ def bucket(place, parts, phases, ratio, energy, buckets):
     return {
         "bucket": place,
         "parameters": len(parts),
-        "numel": sum(own["numel"] for own in parts),
+        "numel": sum(part["numel"] for part in parts),
         "compressor": {"id": "topk", "ratio": ratio, "layers": None, "wire": None, "indices": "auto"},
         "collective": "allgather",
         "reason": "auto: least predicted seconds of 7 plans",
@@ -74,17 +74,17 @@ def write_lines(path, steps, layers=8, buckets=1, seed=0, every=10, change=None,
     with open(path, "w") as file:
         for step in range(steps):
             quality = 1 - 0.9 * math.exp(-(step + 1) / 30) if (step + 1) % every == 0 else None
-            own = line(step, layers, buckets, rng, quality=quality, **words)
+            record = line(step, layers, buckets, rng, quality=quality, **words)
             if change is not None:
-                change(step, own)
-            file.write(json.dumps(own) + "\n")
+                change(step, record)
+            file.write(json.dumps(record) + "\n")
 
 
 def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **fields):
     """Write a file of --json."""
     phases = {name: step_s * share for name, share in zip(PHASES, (0.4, 0.1, 0.3, 0.05, 0.1, 0.05), strict=True)}
     config = {"id": "topk", "ratio": 0.01, "layers": None, "wire": None, "indices": "auto"}
-    own = {
+    summary = {
         "schema": 1,
         "task": "digits",
         "shards": False,
@@ -131,4 +131,4 @@ def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **f
         "verdict": "compression paid in seconds: a step took 0.020 s; delay 3 steps",
         **fields,
     }
-    path.write_text(json.dumps(own))
+    path.write_text(json.dumps(summary))

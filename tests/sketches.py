@@ -24,8 +24,8 @@ def cells_of(index, key, rows, columns):
     """The cell of an element in every row, and its sign there."""
     low, high = halves(key)
     for row in range(rows):
-        own = word(index, word(2 * row, low, high), word(2 * row + 1, low, high))
-        yield row, own * columns >> 32, -1 if own % 2 else 1
+        hashed = word(index, word(2 * row, low, high), word(2 * row + 1, low, high))
+        yield row, hashed * columns >> 32, -1 if hashed % 2 else 1
 
 
 def table_of(array, key, rows, columns):

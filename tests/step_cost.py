@@ -97,9 +97,9 @@ def main():
             begin = time.perf_counter()
             step()
             seconds[name].append(time.perf_counter() - begin)
-    for name, own in seconds.items():
-        table[name]["median_us"] = 1e6 * statistics.median(own)
-        table[name]["fastest_tenth_us"] = 1e6 * statistics.quantiles(own, n=10)[0]
+    for name, durations in seconds.items():
+        table[name]["median_us"] = 1e6 * statistics.median(durations)
+        table[name]["fastest_tenth_us"] = 1e6 * statistics.quantiles(durations, n=10)[0]
     if rank == 0:
         columns = ["files", "functions", "python_calls", "calls", "median_us", "fastest_tenth_us"]
         print(f"{'':10}" + "".join(f"{column:>18}" for column in columns))

@@ -17,11 +17,11 @@ reducer = mpicomp.Reducer("dense")
 thread = ProgressThread(reducer.transport, channels=1).start()
 reducer.reduce({{"w": np.ones(4)}})
 deadline = time.monotonic() + 5
-while any(os.sched_getaffinity(own.native_id) != had for own in threading.enumerate()[1:]):
-    assert time.monotonic() < deadline, [os.sched_getaffinity(own.native_id) for own in threading.enumerate()]
+while any(os.sched_getaffinity(thread.native_id) != had for thread in threading.enumerate()[1:]):
+    assert time.monotonic() < deadline, [os.sched_getaffinity(thread.native_id) for thread in threading.enumerate()]
     time.sleep(0.01)
 assert os.sched_getaffinity(0) < had
-print(sorted(own.name for own in threading.enumerate()[1:]), flush=True)
+print(sorted(thread.name for thread in threading.enumerate()[1:]), flush=True)
 thread.stop()
 reducer.close()
 """

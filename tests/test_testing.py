@@ -25,7 +25,11 @@ POLICIES_AT_DEFAULTS = [cls() for cls in POLICIES.classes() if POLICIES.plugin(c
 
 def laws(subjects, name=str, slow=False):
     marks = [pytest.mark.slow] * slow
-    return [pytest.param(law, id=f"{name(own)}-{law.__name__}", marks=marks) for own in subjects for law in checks(own)]
+    return [
+        pytest.param(law, id=f"{name(subject)}-{law.__name__}", marks=marks)
+        for subject in subjects
+        for law in checks(subject)
+    ]
 
 
 @pytest.mark.parametrize("check", laws(COMPRESSORS_AT_DEFAULTS) + laws(VARIANTS, slow=True))
@@ -58,8 +62,8 @@ def test_what_there_are_no_laws_for():
 @pytest.fixture
 def registry(monkeypatch):
     """Names that are registered in a test are gone after it."""
-    for own in (COMPRESSORS, COLLECTIVES, POLICIES):
-        monkeypatch.setattr(own, "_classes", dict(own._classes))
+    for registry in (COMPRESSORS, COLLECTIVES, POLICIES):
+        monkeypatch.setattr(registry, "_classes", dict(registry._classes))
 
 
 def broken(change):

@@ -47,7 +47,7 @@ def main(folder, epochs=4):
     trainer = lightning.Trainer(
         accelerator="cpu",  # or "gpu", with devices=[mpicomp.local_device()]
         devices=1,
-        plugins=[LightningEnvironment()],  # processes are not Lightning's, whatever the launcher has told it
+        plugins=[LightningEnvironment()],  # processes are not Lightning's, whatever the launcher has set
         max_epochs=epochs,
         gradient_clip_val=5.0,
         logger=TensorBoardLogger(folder) if rank == 0 else False,

@@ -72,8 +72,8 @@ def test_what_is_written_by_trainings(mpiexec, tmp_path):
 def test_what_regret_adds():
     row = {"numel": 1, "compressor": "dense", "config": {}, "chosen": None, "span_s": 1.0, "predicted_s": None}
     row |= {"median_s": 1.0, "best_dense_s": 1.0}
-    for own in judged([row, row | {"chosen": "dense ring"}]):
-        added = {name: value for name, value in own.items() if name not in row}
+    for item in judged([row, row | {"chosen": "dense ring"}]):
+        added = {name: value for name, value in item.items() if name not in row}
         compare({"bandwidth": "1gbit", "latency": "0us"} | added, "Rows of regret", "studies.md")
 
 

@@ -30,9 +30,9 @@ def test_the_documentation_builds(tmp_path):
     assert done.returncode == 0, done.stderr
     for kind, name in PAGES.items():
         page = (tmp_path / "html" / name).read_text()
-        for own in REGISTRIES[kind].names():
-            if REGISTRIES[kind].plugin(own) is None:
-                assert f'.{REGISTRIES[kind].cls(own).__name__}"' in page, own
+        for registered in REGISTRIES[kind].names():
+            if REGISTRIES[kind].plugin(registered) is None:
+                assert f'.{REGISTRIES[kind].cls(registered).__name__}"' in page, registered
     wrong, elsewhere = check(tmp_path / "html")
     assert wrong == []
     assert any(address.startswith("https://arxiv.org/") for address in elsewhere)

@@ -28,10 +28,10 @@ def understand(words):
         if word in ("install", "conda"):
             return
         if word == "mpicomp" or word.endswith("/mpicomp"):
-            own = words[place + 1 :]
-            inner = own.index("--") if "--" in own else len(own)
-            cli._parse(own[:inner] + (["--", "true"] if inner < len(own) else []))
-            understand(own[inner + 1 :])
+            arguments = words[place + 1 :]
+            inner = arguments.index("--") if "--" in arguments else len(arguments)
+            cli._parse(arguments[:inner] + (["--", "true"] if inner < len(arguments) else []))
+            understand(arguments[inner + 1 :])
             return
         study = re.search(r"studies/(\w+)\.py$", word)
         if study and hasattr(importlib.import_module(study[1]), "parser"):

@@ -29,7 +29,9 @@ if comm.rank == 0:
 
 
 def missing(name):
-    return next((own for own in ("torch", "tensorboard", name) if importlib.util.find_spec(own) is None), None)
+    return next(
+        (package for package in ("torch", "tensorboard", name) if importlib.util.find_spec(package) is None), None
+    )
 
 
 def read(folder):
@@ -54,10 +56,10 @@ def test_an_example_with_a_framework(mpiexec, tmp_path, example):
     runs, out = tmp_path / "runs", tmp_path / "out.json"
     done = mpiexec(2, "-c", DRIVER, EXAMPLES / f"{example}.py", runs, out, timeout=280)
     assert done.returncode == 0, done.stderr
-    told = json.loads(out.read_text())
-    assert told["same"]
-    assert told["finite"]
-    assert len(set(told["losses"])) == 2  # each rank has had samples of its own
+    result = json.loads(out.read_text())
+    assert result["same"]
+    assert result["finite"]
+    assert len(set(result["losses"])) == 2  # each rank has had samples of its own
     scalars, tags = read(runs)
     losses = next(scalars[tag] for tag in ("loss", "train/loss") if tag in scalars)
     assert len(losses) == 4 * 16  # epochs of 512 samples, 16 on each of two ranks

@@ -49,13 +49,13 @@ def test_every_collective_has_a_row_and_a_section():
 def test_megabytes_of_the_table_are_those_that_an_exchange_sends():
     for name, compressor in (("ring", "dense"), ("allgather", "topk")):
         [row] = re.findall(rf"^\| \[`{name}`\]\(#{name}\) \| .+ \|$", COLLECTIVES, flags=re.MULTILINE)
-        told = float(row.strip("| ").split(" | ")[3])
+        documented_mb = float(row.strip("| ").split(" | ")[3])
         world = LocalWorld(4)
-        reducers = [mpicomp.Reducer(compressor, name, comm=own) for own in world.transports]
+        reducers = [mpicomp.Reducer(compressor, name, comm=transport) for transport in world.transports]
         arrays = [np.random.default_rng(rank).laplace(size=1 << 20).astype(np.float32) for rank in range(4)]
-        world.run([own.rounds({"w": array}) for own, array in zip(reducers, arrays, strict=True)])
-        sent = np.mean([sum(bucket.wire_bytes for bucket in own.last_step.buckets) for own in reducers])
-        assert sent / 1e6 == pytest.approx(told, rel=0.02)
+        world.run([reducer.rounds({"w": array}) for reducer, array in zip(reducers, arrays, strict=True)])
+        sent = np.mean([sum(bucket.wire_bytes for bucket in reducer.last_step.buckets) for reducer in reducers])
+        assert sent / 1e6 == pytest.approx(documented_mb, rel=0.02)
 
 
 def test_a_field_is_told_in_the_words_of_its_class():

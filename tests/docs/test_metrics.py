@@ -33,19 +33,19 @@ def test_a_step_record():
 
 
 def test_scalars_for_a_writer():
-    """Anything with TensorBoard's ``add_scalar`` is told; the numbers are those of the record."""
-    told = {}
+    """Anything with TensorBoard's ``add_scalar`` receives all; the numbers are those of the record."""
+    added = {}
 
     class Writer:
         def add_scalar(self, tag, value, step):
             assert step == 7
-            told[tag] = value
+            added[tag] = value
 
     reducer = mpicomp.Reducer("topk", "allgather", bucket_bytes=40, comm=LocalWorld(1).transports[0])
     reducer.reduce({"w": np.arange(10, dtype=np.float32), "v": np.ones(30, np.float32)})
     record = reducer.last_step
     record.add_scalars(Writer(), 7)
-    assert told == record.scalars()
+    assert added == record.scalars()
     line = record.to_json()
     numel = [bucket["numel"] for bucket in line["buckets"]]
     energy = [bucket["energy"] for bucket in line["buckets"]]
@@ -57,7 +57,7 @@ def test_scalars_for_a_writer():
     expected["mpicomp/ratio"] = np.average([bucket["ratio_reached"] for bucket in line["buckets"]], weights=numel)
     expected["mpicomp/gain"] = np.average([bucket["gain"] for bucket in line["buckets"]], weights=energy)
     expected["mpicomp/skipped"] = 0
-    assert told == pytest.approx(expected)
+    assert added == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
@@ -109,18 +109,20 @@ def test_the_object_of_a_run(run):
     compare(outcome["phases_s"], "phases_s of a line")
     compare(outcome["quality"], "quality")
     compare(outcome["ratios"], "ratios")
-    assert [own["rank"] for own in outcome["by_rank"]] == [0, 1]
-    assert sum(own["slowest"] for own in outcome["by_rank"]) == pytest.approx(1)
-    for own in outcome["by_rank"]:
-        compare(own, "An entry of by_rank")
-        compare(own["phases_s"], "phases_s of a line")
+    assert [item["rank"] for item in outcome["by_rank"]] == [0, 1]
+    assert sum(item["slowest"] for item in outcome["by_rank"]) == pytest.approx(1)
+    for item in outcome["by_rank"]:
+        compare(item, "An entry of by_rank")
+        compare(item["phases_s"], "phases_s of a line")
     for plan in outcome["plans"]:
         compare(plan, "An entry of plans")
     compare(outcome["correlation"], "correlation")
     compare(outcome["correlation"]["whole"], "An entry of correlation")
     for layer in outcome["correlation"]["layers"]:
         assert layer["numel"] >= outcome["correlation"]["bins"] ** 2
-        compare({name: own for name, own in layer.items() if name not in ("name", "numel")}, "An entry of correlation")
+        compare(
+            {name: field for name, field in layer.items() if name not in ("name", "numel")}, "An entry of correlation"
+        )
     for layer in outcome["layers"]:
         compare(layer, "An entry of layers")
     assert "with dense exchange from the same seed" in outcome["verdict"]
@@ -142,5 +144,5 @@ def test_the_trace_of_a_run(run):
     documented = re.findall(r"^\| `(\w+)` \|", (DOCS / "observability.md").read_text(), re.MULTILINE)
     assert set(names(kinds)[1].values()) == set(documented)
     for line in lines:
-        [event] = [own for own in kinds["X"] if own["pid"] == 0 and own["name"] == f"step {line['step']}"]
+        [event] = [kind for kind in kinds["X"] if kind["pid"] == 0 and kind["name"] == f"step {line['step']}"]
         assert event["args"]["wire_bytes"] == line["wire_bytes"]

@@ -84,7 +84,7 @@ def test_it_flushes_on_all_ranks_and_loses_nothing(ranks):
         given = [{"w": np.random.default_rng((step, rank)).laplace(size=500)} for rank in range(ranks)]
         means = world.reduce(given)
         assert all(np.array_equal(mean["w"], means[0]["w"]) for mean in means)
-        entered = entered + sum(own["w"] for own in given)
+        entered = entered + sum(item["w"] for item in given)
         left = left + ranks * means[0]["w"]
         np.testing.assert_allclose(left + world.residual_sum("w"), entered, atol=1e-9)
         assert world.residual_sum("w").any() == (step % 4 != 3)

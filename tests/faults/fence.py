@@ -16,7 +16,7 @@ from mpicomp.workspace import Workspace
 
 PAGE = mmap.PAGESIZE
 MOST = 64 << 20
-"""Bytes of one array: messages are of some hundred elements, so whoever asks for more believes a count that lies."""
+"""Bytes of one array: messages are of some hundred elements, so code that asks for more believes a count that lies."""
 
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect
 _mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

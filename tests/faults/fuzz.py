@@ -1,10 +1,10 @@
 """Send mutated messages to everything that decodes any: see docs/sharp-bits.md, "Hostile input".
 
-    python tests/faults/fuzz.py [--how whole|compiled|coverage] [--decoder GLOB] [--messages N] [--seed K] [--list]
+    python tests/faults/fuzz.py [--how whole|compiled] [--decoder GLOB] [--messages N] [--seed K] [--list]
 
 ``whole`` calls a decoder as exchanges call it. ``compiled`` repeats its kernels alone, which is many times as fast.
-``coverage`` has libFuzzer choose mutations by what they reach, in kernels too, which are not compiled then; that takes
-``pip install atheris``. Names are found from the registries; ``exchange/*`` are whole exchanges as one rank sees them.
+With ``NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=F`` kernels check every index (the folder keeps these kernels from others).
+Names are found from the registries; ``exchange/*`` are whole exchanges as one rank sees them.
 
 Messages and what is decoded begin or end at a page that nobody may touch, and a process of its own decodes them: where
 it dies, hangs, raises what is no error of mpicomp, or asks for a lot of memory, the message is printed, with what it
@@ -32,11 +32,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "studies"))  # decoders of their files
 
 import numpy as np
+from faults.decoders import decoders, exchanges
+from faults.fence import Fence, fence_workspaces
+from faults.mutations import mutate
+from faults.repeated import calls_of, repeat
+
+from mpicomp.errors import MpicompError
 
 _PATIENCE_S = 60  # of processor time without a message that is decoded: then it hangs. Compiling takes a few of them
 _MEMORY = 4 << 30  # bytes of address space beyond what is there at first
 _SPARE = 64  # bytes by which a message may grow
-_TOLD = 1 << 20  # bytes of the file in which a process tells what it does
+_PROGRESS_BYTES = 1 << 20  # bytes of the file in which a process tells what it does
 _EACH = {"whole": 500, "compiled": 100_000}  # messages of one case
 _EMPTY = 20  # cases without elements that may come first; a decoder with more of them has no kernels
 _SHOWN = 5  # faults of one decoder that are printed
@@ -44,12 +50,12 @@ _SHOWN = 5  # faults of one decoder that are printed
 Said = dict[str, int]
 
 
-class Told:
+class Progress:
     """What a process is at, in memory that outlives it: decoder, case, message, state of the mutations, and bytes."""
 
     def __init__(self, path):
         with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _TOLD)
+            self._memory = mmap.mmap(file.fileno(), _PROGRESS_BYTES)
         self.numbers = np.frombuffer(self._memory, np.uint64, 8)
         self._bytes = np.frombuffer(self._memory, np.uint8, offset=64)
 
@@ -58,9 +64,9 @@ class Told:
         return self._bytes[: int(self.numbers[4])].tobytes()
 
     @message.setter
-    def message(self, own):
-        size = min(own.size, self._bytes.size)
-        self._bytes[:size] = own[:size]
+    def message(self, value):
+        size = min(value.size, self._bytes.size)
+        self._bytes[:size] = value[:size]
         self.numbers[4] = size
 
 
@@ -92,31 +98,25 @@ class Fuzz:
 
     Parameters
     ----------
-    told : Told
+    progress : Progress
         Where it says what it does.
     seed : int
         Of all cases and mutations.
     """
 
-    def __init__(self, told, seed):
-        from faults.fence import Fence, fence_workspaces
-
-        self.told, self.seed = told, seed
+    def __init__(self, progress, seed):
+        self.progress, self.seed = progress, seed
         self.fence = Fence()
         fence_workspaces(self.fence)
 
     def case(self, name, make, number):
         rng = random_of(name, self.seed, number)
         made = make(rng, self.fence)
-        self.told.numbers[1] = number
+        self.progress.numbers[1] = number
         return made, np.array([rng.integers(2**63)], np.uint64)
 
     def whole(self, name, make, messages):
         """Yield counts of how messages ended; a fault as its traceback."""
-        from faults.mutations import mutate
-
-        from mpicomp.errors import MpicompError
-
         count, number = 0, 0
         said = Counter()
         while count < messages:
@@ -127,8 +127,8 @@ class Fuzz:
             for turn in range(min(_EACH["whole"], messages - count)):
                 size = mutate(state, pristine, scratch, case.resizes)
                 message = laid(rooms, scratch[:size], turn)
-                self.told.numbers[2] = turn
-                self.told.message = message
+                self.progress.numbers[2] = turn
+                self.progress.message = message
                 try:
                     case.decode(message)
                     said["decoded"] += 1
@@ -143,8 +143,6 @@ class Fuzz:
 
     def compiled(self, name, make, messages):
         """Do so with kernels alone, in a compiled loop."""
-        from faults.repeated import calls_of, repeat
-
         said, number = Counter(), 0
         while said["messages"] < messages:
             case, state = self.case(name, make, number)
@@ -159,8 +157,8 @@ class Fuzz:
             most = min(_EACH["compiled"], messages - said["messages"])
             for buffer, calls in parts:
                 each = -(-most // len(parts))
-                self.told.message = buffer.reshape(-1).view(np.uint8)
-                said["decoded"] += repeat(buffer, calls, state, each, self.told.numbers[3:4])
+                self.progress.message = buffer.reshape(-1).view(np.uint8)
+                said["decoded"] += repeat(buffer, calls, state, each, self.progress.numbers[3:4])
                 said["messages"] += each
                 said[" > ".join(function.__name__ for function, *_ in calls)] += each
         said["refused"] = said["messages"] - said["decoded"]
@@ -175,15 +173,13 @@ def fault(name, seed, number, turn, message, what):
 def child(arguments):
     """Decode in this process; print a line for each decoder that is done and for each fault."""
     faulthandler.enable()
-    from faults.decoders import decoders, exchanges
-
     known = decoders() | exchanges()
-    told = Told(arguments.told)
-    fuzz = Fuzz(told, arguments.seed)
+    progress = Progress(arguments.progress)
+    fuzz = Fuzz(progress, arguments.seed)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
     for name in arguments.names:
-        told.numbers[0] = arguments.names.index(name)
+        progress.numbers[0] = arguments.names.index(name)
         began = time.perf_counter()
         for said in getattr(fuzz, arguments.how)(name, known[name], arguments.messages):
             if "fault" not in said:
@@ -196,25 +192,25 @@ def outcomes(names, how, messages, seed):
     left = list(names)
     with tempfile.TemporaryDirectory(prefix="mpicomp-fuzz-") as folder:
         while left:
-            path = Path(folder) / "told"
-            path.write_bytes(bytes(_TOLD))
-            told, given = Told(path), list(left)
+            path = Path(folder) / "progress"
+            path.write_bytes(bytes(_PROGRESS_BYTES))
+            progress, given = Progress(path), list(left)
             command = [sys.executable, __file__, "--child", str(path), "--how", how, "--seed", str(seed)]
             command += ["--messages", str(messages), *(f"--name={name}" for name in left)]
             with open(Path(folder) / "errors", "w+b") as errors:
                 process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
-                yield from _lines(process, told, left)
+                yield from _lines(process, progress, left)
                 if left:
                     errors.seek(0)
                     trace = errors.read().decode(errors="replace")[-6000:]
-                    name = given[int(told.numbers[0])]
-                    case, turn, state = (int(own) for own in told.numbers[1:4])
+                    name = given[int(progress.numbers[0])]
+                    case, turn, state = (int(number) for number in progress.numbers[1:4])
                     ended = f"ended with status {process.returncode}\n{trace}"
-                    yield fault(name, seed, case, turn, told.message, ended) | {"state": state, "fatal": True}
+                    yield fault(name, seed, case, turn, progress.message, ended) | {"state": state, "fatal": True}
                     left.remove(name)
 
 
-def _lines(process, told, left):
+def _lines(process, progress, left):
     """Yield what a process says until it ends; kill it where nothing changes any more."""
     os.set_blocking(process.stdout.fileno(), False)
     text, before, since = b"", None, 0.0
@@ -230,7 +226,7 @@ def _lines(process, told, left):
                 yield said
             if ended:
                 return
-            now = told.numbers.tobytes()
+            now = progress.numbers.tobytes()
             if now != before:
                 before, since = now, _used_s(process)
             elif _used_s(process) - since > _PATIENCE_S:
@@ -261,7 +257,9 @@ def fuzz(names, how, messages, seed, output=None):
             done.append(said)
         else:
             faults.append(said)
-        if output is not None and ("decoder" in said or sum(own["fault"] == said["fault"] for own in faults) <= _SHOWN):
+        if output is not None and (
+            "decoder" in said or sum(report["fault"] == said["fault"] for report in faults) <= _SHOWN
+        ):
             print(_text(said), file=output, flush=True)
     return done, faults
 
@@ -271,7 +269,7 @@ def _text(said):
         state = f", state {said['state']}" if "state" in said else ""
         where = f"seed {said['seed']}, case {said['case']}, message {said['message']}{state}"
         return f"FAULT in {said['fault']}: {where}\n  {said['bytes'][:2000]}\n{said['what']}"
-    kernels = [f"{key} {own:,}" for key, own in said.items() if key.startswith("_")]
+    kernels = [f"{key} {count:,}" for key, count in said.items() if key.startswith("_")]
     numbers = " ".join(f"{said.get(key, 0):,} {key}" for key in ("decoded", "refused", "faults"))
     return "; ".join([f"{said['decoder']}: {numbers}, {said['seconds']} s", *kernels])
 
@@ -279,39 +277,28 @@ def _text(said):
 def main():
     """Run what was asked for and return the exit status."""
     parser = argparse.ArgumentParser(description="Send mutated messages to decoders.")
-    parser.add_argument("--how", choices=["whole", "compiled", "coverage"], default="whole")
+    parser.add_argument("--how", choices=["whole", "compiled"], default="whole")
     parser.add_argument(
         "--decoder", metavar="GLOB", action="append", help="only these; all but exchange/* if not given"
     )
     parser.add_argument("--messages", type=int, default=100_000, help="for each decoder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="print the names of all decoders")
-    parser.add_argument("--child", dest="told", help=argparse.SUPPRESS)
+    parser.add_argument("--child", dest="progress", help=argparse.SUPPRESS)
     parser.add_argument("--name", dest="names", action="append", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.told and arguments.how == "coverage":
-        from faults.explored import explore
-
-        return explore(arguments.names[0], arguments.messages, arguments.seed, arguments.told)
-    if arguments.told:
+    if arguments.progress:
         return child(arguments)
-    from faults.decoders import decoders, exchanges
-
     known = decoders() | exchanges()
     names = list(known) if arguments.list else list(decoders())
     if arguments.decoder:
-        names = [name for name in known if any(fnmatch.fnmatch(name, own) for own in arguments.decoder)]
+        names = [name for name in known if any(fnmatch.fnmatch(name, item) for item in arguments.decoder)]
     if arguments.list:
         print(*names, sep="\n")
         return 0
     if not names:
         parser.error("no decoder has such a name; see --list")
-    if arguments.how == "coverage":
-        from faults.explored import run_all
-
-        done, faults = run_all(names, arguments.messages, arguments.seed, sys.stdout)
-    else:
-        done, faults = fuzz(names, arguments.how, arguments.messages, arguments.seed, sys.stdout)
+    done, faults = fuzz(names, arguments.how, arguments.messages, arguments.seed, sys.stdout)
     total = sum(said.get("decoded", 0) + said.get("refused", 0) + said.get("faults", 0) for said in done)
     print(f"{len(done)} decoders, {total:,} messages, {len(faults)} faults; {arguments.how}, seed {arguments.seed}")
     return 1 if faults else 0

@@ -65,8 +65,8 @@ def calls_of(case, message):
 def _that_read(buffer, calls):
     reached, found = [buffer], []
     for function, args, answers in calls:
-        arrays = [own for own in args if isinstance(own, np.ndarray)]
-        if any(np.may_share_memory(own, other) for own in arrays for other in reached):
+        arrays = [argument for argument in args if isinstance(argument, np.ndarray)]
+        if any(np.may_share_memory(array, other) for array in arrays for other in reached):
             if function.__name__ in PRECONDITIONS:
                 break
             reached += arrays
@@ -74,15 +74,10 @@ def _that_read(buffer, calls):
     return found
 
 
-def kind_of(calls):
-    """Return what tells one sequence of calls from another: the kernels and the types that they are compiled for."""
-    return tuple((function.__name__, *(str(numba.typeof(own)) for own in args)) for function, args, _ in calls)
-
-
 @functools.cache
 def _loop(functions, answers):
-    lines = ["def loop(state, pristine, message, count, told, arguments):", "    ended = 0"]
-    lines += ["    for _ in range(count):", "        told[0] = state[0]"]
+    lines = ["def loop(state, pristine, message, count, progress, arguments):", "    ended = 0"]
+    lines += ["    for _ in range(count):", "        progress[0] = state[0]"]
     lines += ["        mutate(state, pristine, message, False)"]
     for place, answer in enumerate(answers):
         call = f"kernel_{place}(*arguments[{place}])"
@@ -96,13 +91,13 @@ def _loop(functions, answers):
     return numba.njit(nogil=True)(function)
 
 
-def repeat(buffer, calls, state, count, told):
+def repeat(buffer, calls, state, count, progress):
     """Repeat calls on ``count`` mutations of what is in a buffer; return how often no kernel said no.
 
-    ``told`` is an array of one number that receives the state before each mutation, so that whoever finds it after a
-    crash can make the message again.
+    ``progress`` is an array of one number that receives the state before each mutation, so that the message can be
+    made again after a crash.
     """
     message = buffer.reshape(-1).view(np.uint8)
     loop = _loop(tuple(function for function, _, _ in calls), tuple(answer for *_, answer in calls))
     arguments = tuple(args for _, args, _ in calls)
-    return loop(state, message.copy(), message, count, told, arguments)
+    return loop(state, message.copy(), message, count, progress, arguments)

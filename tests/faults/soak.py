@@ -116,14 +116,14 @@ def held(opened):
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     watches = sum(pool.watch is not None for pool in pools.values())
-    known = [own for pool in pools.values() for own in pool._sets.values()]
+    known = [channels for pool in pools.values() for channels in pool._sets.values()]
     return {
         "rss_kib": int(status["VmRSS"].split()[0]),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
-        "communicators": opened.made - opened.freed - watches - len(known),  # beside those that pools keep
-        "sets_in_use": sum(not own.free for own in known),
-        "rounds_under_way": sum(not own.progress() for own in known),
+        "communicators": opened.made - opened.freed - watches - len(known),  # without those that pools keep
+        "sets_in_use": sum(not channels.free for channels in known),
+        "rounds_under_way": sum(not channels.progress() for channels in known),
     }
 
 
@@ -383,28 +383,28 @@ class Episode:
         decay = self.settings.get("feedback_decay", 1.0)
         if not gradients:
             return
-        own = [gradients[name].astype(np.float64) + decay * before[name] - after[name] for name in gradients]
+        put_in = [gradients[name].astype(np.float64) + decay * before[name] - after[name] for name in gradients]
         parts = ([gradients[name], before[name], after[name]] for name in gradients)
-        largest = [max(float(np.abs(own).max(initial=0)) for own in part) for part in parts]
-        local, sizes = np.concatenate([array.reshape(-1) for array in own]), np.array(largest)
+        largest = [max(float(np.abs(item).max(initial=0)) for item in part) for part in parts]
+        local, sizes = np.concatenate([array.reshape(-1) for array in put_in]), np.array(largest)
         total, most = np.empty_like(local), np.empty_like(sizes)
         for request in (self.comm.Iallreduce(local, total), self.comm.Iallreduce(sizes, most, MPI.MAX)):
             wait(request.Test)  # with naps, as ranks may share cores
         start = 0
-        for name, array, size in zip(gradients, own, most.tolist(), strict=True):
-            put_in, start = total[start : start + array.size], start + array.size
+        for name, array, size in zip(gradients, put_in, most.tolist(), strict=True):
+            entered, start = total[start : start + array.size], start + array.size
             mean = means.get(name)
             delivered = np.zeros(array.size) if mean is None else self.comm.size * mean.astype(np.float64).reshape(-1)
-            scale = max(1e-3, size, np.abs(delivered).max(initial=0), np.abs(put_in).max(initial=0))
+            scale = max(1e-3, size, np.abs(delivered).max(initial=0), np.abs(entered).max(initial=0))
             allowed = 4 * EPS[str(gradients[name].dtype)] * scale
-            off = float(np.abs(delivered - put_in).max(initial=0)) / allowed
+            off = float(np.abs(delivered - entered).max(initial=0)) / allowed
             assert off <= 1, f"'{name}': {off:.3g} of the rounding that is allowed is lost or gained"
             self.worst = max(self.worst, off)
         self.counts["laws"] += 1
 
 
 def _numbers(what):
-    return [own if isinstance(own, int) else int.from_bytes(own.encode()[:4]) for own in what]
+    return [item if isinstance(item, int) else int.from_bytes(item.encode()[:4]) for item in what]
 
 
 def soak(steps, seed, number, say, most_s=math.inf):
@@ -425,19 +425,21 @@ def soak(steps, seed, number, say, most_s=math.inf):
             episode.end()
         except BaseException as error:
             about = {} if episode is None else vars(episode)
-            told = {name: about.get(name) for name in ("settings", "overlap", "limit", "layout", "colour", "shapes")}
-            error.add_note(f"soak: --seed {seed} --episode {number}, its step {step}, rank {world.rank}: {told}")
+            settings = {
+                name: about.get(name) for name in ("settings", "overlap", "limit", "layout", "colour", "shapes")
+            }
+            error.add_note(f"soak: --seed {seed} --episode {number}, its step {step}, rank {world.rank}: {settings}")
             raise
         worst = max(worst, episode.worst)
         episode = None
         number += 1
         if number % LOOK == 0:
-            own = held(opened)
-            say(f"{done} steps, {number} episodes, {time.monotonic() - began:.0f} s, {own}")
+            value = held(opened)
+            say(f"{done} steps, {number} episodes, {time.monotonic() - began:.0f} s, {value}")
             for ranks, pool in pools.items():
                 assert len(pool._sets) <= MANY, f"the pool of {ranks} keeps {len(pool._sets)} sets of channels"
             if number >= first_episodes(world.size) + MORE:
-                seen.append((done, own))
+                seen.append((done, value))
     faulthandler.cancel_dump_traceback_later()
     world.Barrier()
     if world.rank == 0:
@@ -457,10 +459,10 @@ def verdict(seen):
         return None, []
     first, last = seen[0][0], seen[-1][0]
     tenth = (last - first) / 10
-    early = [own["rss_kib"] for done, own in seen if done <= first + tenth]
-    late = [own["rss_kib"] for done, own in seen if done >= last - tenth]
+    early = [item["rss_kib"] for done, item in seen if done <= first + tenth]
+    late = [item["rss_kib"] for done, item in seen if done >= last - tenth]
     quarter = max(1, len(seen) // 4)
-    held_before, held_after = ([own for _, own in part] for part in (seen[:quarter], seen[-quarter:]))
+    held_before, held_after = ([item for _, item in part] for part in (seen[:quarter], seen[-quarter:]))
     names = [name for name in seen[0][1] if name != "rss_kib"]
     grown = [name for name in names if min(o[name] for o in held_after) > min(o[name] for o in held_before)]
     return statistics.median(late) / statistics.median(early) - 1, grown
@@ -482,16 +484,16 @@ def main():
             print(f"soak: {text}", flush=True)
 
     for name, limit in (("MPICOMP_STALL", "20"), ("MPICOMP_STALL_END", "60")):
-        os.environ.setdefault(name, limit)  # who waits longer is told of, and ends the job
+        os.environ.setdefault(name, limit)  # a longer wait is reported, and ends the job
     warnings.simplefilter("error", RuntimeWarning)  # of NumPy, which ends a step in its middle where a user has it so
     say(f"{world.size} ranks, {MPI.get_vendor()}, seed {arguments.seed}, {len(PAIRS)} pairs")
     everyones = world.allgather(soak(arguments.steps, arguments.seed, arguments.episode, say, arguments.seconds))
-    growths, grown = zip(*(verdict(own["seen"]) for own in everyones), strict=True)
+    growths, grown = zip(*(verdict(values["seen"]) for values in everyones), strict=True)
     judged = all(growth is not None for growth in growths)
     if world.rank == 0 and arguments.json:
         Path(arguments.json).write_text(json.dumps({"ranks": world.size, "seed": arguments.seed, "of_rank": everyones}))
-    own = everyones[0]
-    say(f"{own['steps']} steps, {own['episodes']} episodes, {own['seconds']:.0f} s; counts of rank 0: {own['counts']}")
+    first = everyones[0]
+    say(f"{first['steps']} steps, {first['episodes']} episodes, {first['seconds']:.0f} s; counts: {first['counts']}")
     say(f"largest error of the law: {max(each['worst'] for each in everyones):.3f} of what rounding is allowed")
     if judged:
         say(f"growth of memory, by rank: {', '.join(f'{100 * growth:+.2f} %' for growth in growths)}")

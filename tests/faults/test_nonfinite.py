@@ -12,8 +12,8 @@ POLICIES = ["static", "auto", "accordion", "flexible", "gravac", "lgreco", "sche
 
 
 def test_every_policy_is_here():
-    own = {name for name in list_policies() if policy_class(name).__module__.startswith("mpicomp.")}
-    assert own == set(POLICIES)
+    registered = {name for name in list_policies() if policy_class(name).__module__.startswith("mpicomp.")}
+    assert registered == set(POLICIES)
 
 
 def gradients(rank, step, bad=None):

@@ -31,8 +31,8 @@ import mpicomp
 folder, names, compressor, collective, first, last, when, victim = json.loads(sys.argv[1])
 folder, rank = Path(folder), MPI.COMM_WORLD.rank
 name = names[rank]  # what this rank is called in the first job
-told = []
-survive = {"on_failure": lambda lost, left: told.append([lost, left])} if victim >= 0 else {}
+calls = []
+survive = {"on_failure": lambda lost, left: calls.append([lost, left])} if victim >= 0 else {}
 reducer = mpicomp.Reducer(compressor, collective, policy={"warmup": 0}, **survive)
 if first:
     reducer.load_state_dict(pickle.loads((folder / f"before-{name}").read_bytes()))
@@ -58,7 +58,7 @@ for step in range(first, last):
     assert lost == ([victim] if victim >= 0 and step == last // 2 else []), (step, lost)
     assert reducer.last_step.step == step
 left = reducer.transport.group.size
-outcome = {"mean": mean, "residual": reducer.residual("w"), "told": told, "left": left}
+outcome = {"mean": mean, "residual": reducer.residual("w"), "calls": calls, "left": left}
 (folder / f"{'restarted' if first else 'survived'}-{name}").write_bytes(pickle.dumps(outcome))
 reducer.close()
 """
@@ -69,7 +69,7 @@ def openmpi():
     from mpi4py import MPI
 
     if MPI.get_vendor()[0] != "Open MPI":
-        pytest.skip("the MPI beside this Python is no Open MPI, the only one whose ranks outlive each other")
+        pytest.skip("the MPI of this Python is no Open MPI, the only one whose ranks outlive each other")
 
 
 @pytest.fixture
@@ -116,11 +116,11 @@ def test_those_that_are_left_go_on_as_if_they_had_been_restarted(job, tmp_path, 
     left = [name for name in range(4) if name != victim]
     job(3, REDUCER, json.dumps([str(tmp_path), left, compressor, collective, 6, 12, 0, -1]))
     survived, restarted = ([outcome(tmp_path, what, name) for name in left] for what in ("survived", "restarted"))
-    for own, other in zip(survived, restarted, strict=True):
-        np.testing.assert_array_equal(own["mean"], other["mean"])
-        np.testing.assert_array_equal(own["residual"], other["residual"])
-        assert own["told"] == [[[victim], 3]]
-        assert own["left"] == other["left"] == 3
+    for first, second in zip(survived, restarted, strict=True):
+        np.testing.assert_array_equal(first["mean"], second["mean"])
+        np.testing.assert_array_equal(first["residual"], second["residual"])
+        assert first["calls"] == [[[victim], 3]]
+        assert first["left"] == second["left"] == 3
 
 
 TORCH = """
@@ -173,7 +173,7 @@ for step in range(first, steps):
             torch.save(held, folder / f"{rank}")
     if step >= step_of_death and not lost:
         time.sleep(0.005)  # so that death comes before the end
-values = b"".join(own.detach().numpy().tobytes() for own in model.parameters())
+values = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
 row = [sorted(lost), hashlib.blake2b(values).hexdigest(), optimizer.reducer.transport.group.size, seconds, float(loss)]
 print("row", json.dumps(row), flush=True)
 optimizer.close()
@@ -185,12 +185,12 @@ def rows(printed):
 
 
 def check_survivors(printed, victims, ranks=4):
-    told = rows(printed)
-    assert len(told) == ranks - len(victims), printed
-    assert {tuple(row[0]) for row in told} == {tuple(victims)}
-    assert len({row[1] for row in told}) == 1  # the same bits
-    assert {row[2] for row in told} == {ranks - len(victims)}
-    return told
+    reports = rows(printed)
+    assert len(reports) == ranks - len(victims), printed
+    assert {tuple(row[0]) for row in reports} == {tuple(victims)}
+    assert len({row[1] for row in reports}) == 1  # the same bits
+    assert {row[2] for row in reports} == {ranks - len(victims)}
+    return reports
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,8 @@ lost = []
 for step in range(2 * step_of_death):
     random = np.random.default_rng([step, rank])
     shapes = {"a": (80, 100), "b": 6000}
-    means = reducer.reduce({name: random.standard_t(3, own).astype(np.float32) for name, own in shapes.items()}, lr=0.1)
+    gradients = {name: random.standard_t(3, shape).astype(np.float32) for name, shape in shapes.items()}
+    means = reducer.reduce(gradients, lr=0.1)
     lost += reducer.last_step.lost_ranks
 bits = hashlib.blake2b(means["a"].tobytes() + means["b"].tobytes()).hexdigest()
 print("row", json.dumps([lost, bits, reducer.transport.group.size]), flush=True)
@@ -335,9 +336,9 @@ reducer.close()
 
 def test_a_rank_of_a_part_of_the_job_dies(job):
     """Two groups of three ranks: those of the dead one go on as two, and the others do not notice."""
-    told = rows(job(6, GROUPS, 2))
-    assert sorted((row[0], row[2], row[3]) for row in told) == [([], 3, 1)] * 3 + [([2], 2, 0)] * 2
-    assert len({row[1] for row in told}) == 2  # the same bits in each group
+    reports = rows(job(6, GROUPS, 2))
+    assert sorted((row[0], row[2], row[3]) for row in reports) == [([], 3, 1)] * 3 + [([2], 2, 0)] * 2
+    assert len({row[1] for row in reports}) == 2  # the same bits in each group
 
 
 LEAVING = """
@@ -403,7 +404,7 @@ def test_ranks_end_beside_others_without_a_reducer(job):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_thirty_kills(job, tmp_path):
-    """At random moments, in random ranks; ten of them while a thread exchanges beside backward.
+    """At random moments, in random ranks; ten of them while a thread exchanges during backward.
 
     The end has the bits of a run that has had three ranks from the step on in which the fourth died.
     """
@@ -415,12 +416,19 @@ def test_thirty_kills(job, tmp_path):
         folder = tmp_path / f"{number}"
         folder.mkdir()
         words = json.dumps([kind, "topk", step, delay, [victim], 60])
-        left = [own for own in range(4) if own != victim]
-        told = check_survivors(job(4, TORCH, words, folder, [0, 1, 2, 3]), [victim])
+        left = [number for number in range(4) if number != victim]
+        reports = check_survivors(job(4, TORCH, words, folder, [0, 1, 2, 3]), [victim])
         restarted = rows(job(3, TORCH, words, folder, left))
-        assert {row[1] for row in restarted} == {row[1] for row in told}, (number, kind, victim, step, told, restarted)
-        seconds.append(max(row[3] for row in told))
-    print("seconds of the steps in which a rank died:", sorted(round(own, 2) for own in seconds))
+        assert {row[1] for row in restarted} == {row[1] for row in reports}, (
+            number,
+            kind,
+            victim,
+            step,
+            reports,
+            restarted,
+        )
+        seconds.append(max(row[3] for row in reports))
+    print("seconds of the steps in which a rank died:", sorted(round(duration, 2) for duration in seconds))
     assert len(seconds) == 30
 
 

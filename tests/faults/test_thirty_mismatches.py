@@ -108,9 +108,9 @@ def raised_on_all(comm, act):
     with pytest.raises(MpicompError) as found:
         act()
     seconds = comm.allgather(time.monotonic() - begin)
-    told = comm.allgather((type(found.value).__name__, str(found.value)))
-    assert len(set(told)) == 1
-    return told[0][1], max(seconds)
+    raised = comm.allgather((type(found.value).__name__, str(found.value)))
+    assert len(set(raised)) == 1
+    return raised[0][1], max(seconds)
 
 
 def disagree(comm, kind):

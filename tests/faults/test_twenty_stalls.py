@@ -123,8 +123,8 @@ def test_who_stalls_is_named(clean_environ, tmp_path, number):
     ranks, words = stalls(number)
     job, pid = Job(ranks, [*words, LIMIT_S + 1], clean_environ, tmp_path), None
     try:
-        _, told = job.line(r"stalls (\d+) (\S+)", 60)
-        pid, began = int(told[1]), float(told[2])
+        _, stalled = job.line(r"stalls (\d+) (\S+)", 60)
+        pid, began = int(stalled[1]), float(stalled[2])
         # Ranks may have waited before, for one that was compiling kernels.
         came, named = job.line(r"mpicomp: rank \d has waited .*", LIMIT_S + 5, since=began)
         late = came - began - LIMIT_S

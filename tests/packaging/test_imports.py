@@ -65,7 +65,7 @@ def test_every_public_name_is_there():
 
 @pytest.mark.timeout(300)
 def test_a_plain_install_has_everything_and_no_module_of_a_common_name(tmp_path):
-    """A copy of the tracked files is installed without -e beside this Python's packages."""
+    """A copy of the tracked files is installed without -e next to this Python's packages."""
     files = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -90,8 +90,8 @@ def _imported(path):
 def place_of(name):
     """Return the layer of a module and the package in it, or None for what is not of mpicomp."""
     known = {prefix: depth for depth, prefixes in enumerate(LAYERS) for prefix in prefixes}
-    own = [prefix for prefix in known if name == prefix or name.startswith(prefix + ".")]
-    longest = max(own, key=len, default=None)
+    prefixes = [prefix for prefix in known if name == prefix or name.startswith(prefix + ".")]
+    longest = max(prefixes, key=len, default=None)
     return None if longest is None else (known[longest], longest)
 
 
@@ -99,13 +99,13 @@ def place_of(name):
 def test_imports_point_down():
     wrong = []
     for path in FILES:
-        own = place_of(module_of(path))
-        if own is None:  # the package's face
+        layer = place_of(module_of(path))
+        if layer is None:  # the package's face
             assert str(path) in ("mpicomp/__init__.py", "mpicomp/__main__.py")
             continue
         for name in imported(path):
             other = place_of(name)
-            if other is not None and other[1] != own[1] and other[0] <= own[0]:
+            if other is not None and other[1] != layer[1] and other[0] <= layer[0]:
                 wrong.append(f"{path} imports {name}, which does not stand below it")
     assert wrong == []
 

@@ -55,10 +55,10 @@ def test_links_of_the_description_lead_somewhere_from_a_package_index(tmp_path, 
         shutil.copy(ROOT / name, tmp_path / name)
     if is_published:
         published(tmp_path)
-    told = {}
-    monkeypatch.setattr("setuptools.setup", lambda **words: told.update(words))
+    settings = {}
+    monkeypatch.setattr("setuptools.setup", lambda **words: settings.update(words))
     runpy.run_path(str(tmp_path / "setup.py"))
-    description, readme = told["long_description"], (ROOT / "README.md").read_text()
+    description, readme = settings["long_description"], (ROOT / "README.md").read_text()
     assert len(RELATIVE.findall(readme)) > 20
     assert not RELATIVE.search(description)
     for words, target in re.findall(r"(?<!!)\[([^\]]+)\]\((?!https?:)([^)]+)\)", readme):
@@ -117,14 +117,14 @@ def test_a_wheel_of_the_source_distribution_trains_where_there_is_no_checkout(tm
     (packages / "theirs.pth").write_text("\n".join(theirs) + "\n")
     mpiexec, here = home / "bin" / "mpiexec", home / "bin" / "mpicomp"
 
-    def told(*command):
+    def printed(*command):
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert told(python, "-c", "import mpicomp; print(mpicomp.__file__)").startswith(str(home))
-    assert "topk" in told(here, "list")
-    assert __version__ in told(here, "--version")
-    assert "ranks       2" in told(mpiexec, "-n", "2", here, "doctor")
+    assert printed(python, "-c", "import mpicomp; print(mpicomp.__file__)").startswith(str(home))
+    assert "topk" in printed(here, "list")
+    assert __version__ in printed(here, "--version")
+    assert "ranks       2" in printed(mpiexec, "-n", "2", here, "doctor")
     if importlib.util.find_spec("torch"):
-        assert "verdict: " in told(mpiexec, "-n", "2", here, "train", "--task", "digits", "--steps", "4")
+        assert "verdict: " in printed(mpiexec, "-n", "2", here, "train", "--task", "digits", "--steps", "4")
