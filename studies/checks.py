@@ -2,18 +2,22 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-from inside import Inside, instead, largest_share, of_all_ranks
-from mpicomp.bench.measure.intervals import ratio_interval
+from mpicomp.bench.measure.intervals import block_interval, ratio_interval
+from mpicomp.bench.measure.timings import gather
 from mpicomp.bench.replica import threads_of_rank
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
+from numpy.typing import NDArray
 
 from mpicomp.arrays import SpecCache
 from mpicomp.cli import run_program
@@ -29,6 +33,80 @@ _STUDY = "checks"
 _FIRST = 10  # steps that compile, agree and grow buffers
 _COMPARISONS = 20  # of replicas, that are timed
 _CHECKED = allgather, packed_allgather, parameter_server  # what delivers a mean that is checked
+
+
+class Inside:
+    """Counts the wall-clock seconds that calls take, on all threads; a call within another one counts once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._one_at_a_time = threading.Lock()
+        self._thread = _Thread()
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what happens until the end of the block."""
+        outer, self._thread.within = self._thread.within, True
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(begin, outer)
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, and is counted."""
+        thread, clock = self._thread, time.perf_counter
+
+        # A call that takes a microsecond is not to be counted as two: what is around it is kept short.
+        @functools.wraps(function)
+        def counted(*words: Any, **named: Any) -> Any:
+            outer, thread.within = thread.within, True
+            begin = clock()
+            try:
+                return function(*words, **named)
+            finally:
+                self._add(begin, outer)
+
+        return counted
+
+    def of_rounds(self, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Generator[Any, Any, Any]]:
+        """Return rounds that are the same, and are counted, waiting included."""
+
+        @functools.wraps(function)
+        def counted(*words: Any, **named: Any) -> Generator[Any, Any, Any]:
+            with self.counted():
+                return (yield from function(*words, **named))
+
+        return counted
+
+    def _add(self, begin: float, outer: bool) -> None:
+        seconds = time.perf_counter() - begin
+        self._thread.within = outer
+        if not outer:
+            with self._one_at_a_time:
+                self.seconds += seconds
+
+
+class _Thread(threading.local):
+    within = False  # a call that is counted
+
+
+@contextlib.contextmanager
+def instead(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes until the end of the block."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, other in changes:
+            stack.enter_context(patch.object(owner, name, other))
+        yield
+
+
+def largest_share(
+    inside: NDArray[np.float64], seconds: NDArray[np.float64]
+) -> tuple[float, tuple[float, float] | None]:
+    """Return the share of seconds, shape (ranks, turns), inside of calls on the rank with the largest; its interval."""
+    shares = inside.sum(axis=1) / seconds.sum(axis=1)
+    rank = int(shares.argmax())
+    return float(shares[rank]), block_interval(lambda part, all_: part.sum() / all_.sum(), inside[rank], seconds[rank])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -147,7 +225,7 @@ def run(arguments: argparse.Namespace) -> int:
         transport.run(fingerprint.compare(named, group))
         comparisons.append(time.perf_counter() - begin)
     rows = np.array([*seconds["on"], *seconds["off"], *seconds["counted"], *checked, *comparisons])
-    rows = of_all_ranks(rows, transport)
+    rows = gather(rows, transport)
     on, off, counted, calls = np.split(rows[:, :-_COMPARISONS], 4, axis=1)
     transport.close()
     if group.rank == 0:

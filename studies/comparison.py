@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import math
 import signal
@@ -9,21 +10,29 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lab_jobs
 import numpy as np
-from lab_jobs import CUT, DONE, FAILED, Finished, Network
+from lab_jobs import CUT, DONE, FAILED, MPICOMP, Finished, Network, lab_words, read_json, read_lines
 from mpicomp.bench.measure import results
+from policy_runs import (
+    DENSE,
+    GOALS,
+    Goal,
+    Run,
+    Timing,
+    Training,
+    mean_over_steps,
+    steps_to,
+    words_of_timing,
+    words_of_training,
+)
 
 from mpicomp.cli.options import check_writable, read_list
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.setting_checks import check_least
-
-DENSE = "dense"
-"""The arm that all others are compared with."""
 
 Fields = dict[str, tuple[str, str]]
 """Type in JSON and meaning of each field of a row, as the documentation shows them."""
@@ -32,75 +41,21 @@ Column = tuple[str, str] | tuple[str, str, float] | Callable[[Row], str]
 """A column of a table: the row's field, its format, and what it is divided by; or what makes the cell of a row."""
 
 
-@dataclass(frozen=True)
-class Goal:
-    """The target quality of a task: ``factor * last quality of dense + offset``, in ``words`` for people."""
-
-    lower: bool  # a lower quality is the better one
-    factor: float
-    offset: float
-    seeds: tuple[int, ...]  # unless others are named
-    words: str
-
-    def target(self, dense: float) -> float:
-        return self.factor * dense + self.offset
-
-    def reaches(self, quality: float, target: float) -> bool:
-        return quality <= target if self.lower else quality >= target
-
-    @property
-    def better(self) -> str:
-        return f"quality: {'lower' if self.lower else 'higher'} is better"
-
-
-@dataclass(frozen=True)
-class Training:
-    """A call of `mpicomp train` with an arm of the comparison, in a lab or, without a network, on one host."""
-
-    task: str
-    arm: str
-    seed: int
-    network: Network | None = None
-
-    @property
-    def name(self) -> str:
-        """Start of the names of its files."""
-        return f"{self.task}-{place_of(self.network)}-{self.arm}-{self.seed}"
-
-    @property
-    def kind(self) -> str:
-        return f"seed {self.seed}"
-
-    def __str__(self) -> str:
-        return f"{self.task}, {self.network or 'one host'}, {self.arm}, {self.kind}"
-
-
-def place_of(network: Network | None) -> str:
-    """Return the part of file names that stands for a network."""
-    return "host" if network is None else f"{network.bandwidth}-{network.latency}"
-
-
 class Comparison(ABC):
-    """The runs of a study, their results in ``finished``, and the table of these."""
+    """The runs of a study, in labs with as many hosts as ranks or on one host; their results, and the table of these.
+
+    The outcome of a training is the object of ``train --json`` with its ``curve``; of a timing it is ``timed``, by
+    policy the row of ``bench training --json``.
+    """
 
     columns: Mapping[str, Column]
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, hosts: int, networks: Sequence[Network], steps: int | None) -> None:
         self.finished: dict[Any, Finished] = {}
-        self.ranks = ranks
+        self.ranks = hosts
         self.folder = lab_jobs.Folder(folder)
-
-    @abstractmethod
-    def run(self, run: Any, left_s: float) -> Finished:
-        """Run one, unless its files are complete, in at most ``left_s`` seconds, and keep its result."""
-
-    @abstractmethod
-    def read(self, run: Any) -> dict[str, Any] | None:
-        """Return the outcome of a run from its files, None where they are not complete."""
-
-    @abstractmethod
-    def summary(self, finished: Finished) -> str:
-        """Return the result of a finished run in a few words."""
+        self.networks = networks
+        self._steps = steps  # None: the steps that each task is tuned for
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
@@ -117,10 +72,6 @@ class Comparison(ABC):
     @abstractmethod
     def notes(self, rows: Sequence[Row]) -> list[str]:
         """Return lines that explain the table."""
-
-    def command(self, run: Any, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Return the command of a run with words after ``mpicomp``, and what is added to the environment."""
-        return lab_jobs.on_one_host(self.ranks, words)
 
     def run_job(
         self, run: Any, words: Sequence[str], files: Mapping[str, str], mark: Row, left_s: float,
@@ -140,6 +91,101 @@ class Comparison(ABC):
         self.folder.run(job, finished, is_complete, left_s, self.expected_s(run))
         self.finished[run] = finished
         return finished
+
+    def run(self, run: Run, left_s: float) -> Finished:
+        """Run one, unless its files are complete, in at most ``left_s`` seconds, and keep its result."""
+        if isinstance(run, Timing):
+            return self._time(run, left_s)
+        words, files = words_of_training(run, self._steps), {"--json": "json", "--metrics": "jsonl"}
+        return self.run_job(run, words, files, {"hosts": self.ranks}, left_s)
+
+    def _time(self, run: Timing, left_s: float) -> Finished:
+        sources = [self.finished[source] for source in run.sources if source in self.finished]
+        done = {source.run.arm: source for source in sources if source.status == DONE}
+        if not done:  # their errors say why
+            self.finished[run] = Finished(run, CUT, "there are no trainings whose plans could be run")
+            return self.finished[run]
+        paths = {name: self.folder.path(source.run.name, "jsonl") for name, source in done.items()}
+        step_bytes = {name: source.outcome["wire_bytes"] / source.outcome["steps"] for name, source in done.items()}
+        words = words_of_timing(run, {name: str(path) for name, path in paths.items()}, step_bytes)
+        digest = hashlib.blake2b(digest_size=8)
+        for path in paths.values():
+            digest.update(path.read_bytes())
+        mark = {"hosts": self.ranks, "traces": digest.hexdigest()}
+        kept = words_of_timing(run, {name: path.name for name, path in paths.items()}, step_bytes)  # folders are moved
+        return self.run_job(run, words, {"--json": "json"}, mark, left_s, kept)
+
+    def read(self, run: Run) -> dict[str, Any] | None:
+        """Return the outcome of a run from its files, None where they are not complete."""
+        outcome = read_json(self.folder.path(run.name, "json"))
+        try:
+            if isinstance(run, Timing):
+                rows = {Path(row["exchange"]).name: row for row in outcome["rows"]}  # of a path the file
+                names = {source.arm: DENSE if source.arm == DENSE else f"{source.name}.jsonl" for source in run.sources}
+                timed = {policy: rows[name] for policy, name in names.items() if name in rows}
+                return {"timed": timed} if timed else None
+            lines = read_lines(self.folder.path(run.name, "jsonl"))
+            measured = [(int(line["step"]) + 1, line.get("quality")) for line in lines]
+            curve = [(step, float(quality)) for step, quality in measured if quality is not None]
+            outcome |= {"curve": curve, "quality": float(outcome["quality"]["value"])}
+            return outcome if len(lines) == int(outcome["steps"]) and curve else None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def command(self, run: Run, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return the command of a run with words after ``mpicomp``, and what is added to the environment."""
+        if run.network is None:
+            return lab_jobs.on_one_host(self.ranks, words)
+        return [*lab_words(self.ranks, run.network), *MPICOMP, *words], {}
+
+    def summary(self, finished: Finished) -> str:
+        """Return the result of a finished run in a few words."""
+        outcome = finished.outcome
+        if "timed" in outcome:
+            return "; s a step: " + ", ".join(f"{name} {row['median_s']:.4g}" for name, row in outcome["timed"].items())
+        return f", {float(outcome['median_step_s']):.4g} s a step, quality {outcome['quality']:.4f}"
+
+    def of(self, task: str, network: Network) -> list[Finished]:
+        """Return the runs of a task that count on a network."""
+        return [one for run, one in self.finished.items() if run.task == task and run.network in (None, network)]
+
+    def timed_on(self, task: str, network: Network, seed: int | None = None) -> dict[str, dict[str, Any]]:
+        """Return, by policy, the rows of steps that were timed on a network, with the plans of a seed or of any."""
+        for run, one in self.finished.items():
+            asked = isinstance(run, Timing) and seed in (None, run.seed)
+            if asked and (run.task, run.network, one.status) == (task, network, DONE):
+                return one.outcome["timed"]  # type: ignore[no-any-return]
+        return {}
+
+    def learned(self, one: Finished) -> dict[str, Any]:
+        """Return the quality of a finished training, and its targets where dense ended with the same seed."""
+        run, curve, goal = one.run, one.outcome["curve"], GOALS[one.run.task]
+        found: dict[str, Any] = {"quality": finite(one.outcome["quality"])}
+        found |= dict.fromkeys(("quality_limit", "target", "steps_to_quality"))
+        found["mean_quality"] = mean_over_steps(curve)
+        dense = self.finished.get(Training(run.task, DENSE, run.seed, None))
+        if dense is not None and dense.status == DONE:
+            # On the way fewer held-out data are evaluated than in the end: each is compared with its like.
+            found["quality_limit"] = finite(goal.target(dense.outcome["quality"]))
+            found["target"] = target = finite(goal.target(dense.outcome["curve"][-1][1]))
+            if target is not None:
+                found["steps_to_quality"] = steps_to(curve, target, goal.lower)
+        return found
+
+    def result(self, one: Finished, timed: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the results of a finished training, with the row of its plans where they were timed on the network."""
+        choosing_s = float(one.outcome["choosing_s"])
+        result: dict[str, Any] = {"seed": one.run.seed, "steps": int(one.outcome["steps"])}
+        result |= {"wire_bytes": float(one.outcome["wire_bytes"]), **self.learned(one), "choosing_s": choosing_s}
+        result |= dict.fromkeys(("median_step_s", "time_to_quality_s", "summed_s"))
+        if timed is not None:
+            # Plans that are run again are not chosen again.
+            result["median_step_s"] = median_s = float(timed["median_s"]) + choosing_s
+            steps = result["steps_to_quality"]
+            if steps is not None:
+                result["time_to_quality_s"] = steps * median_s
+                result["summed_s"] = steps * (float(timed["mean_s"]) + choosing_s)
+        return result
 
     def expected_s(self, run: Any) -> float:
         """Return the mean seconds of other seeds of a run, or else of its network, or else of its task; 0 at first."""

@@ -10,10 +10,10 @@ from typing import Any
 import comparison
 import lab_jobs
 import numpy as np
-from comparison import DENSE, Column, Fields, Row, Training, mean
+from comparison import Column, Comparison, Fields, Row, mean
 from lab_jobs import DONE, Finished, Network
 from policies import LINK_FIELDS
-from policy_runs import GOALS, NETWORK_AWARE, NETWORKS, PLANS, Run, Timing, Trainings
+from policy_runs import DENSE, GOALS, NETWORK_AWARE, NETWORKS, PLANS, Run, Timing, Training
 from scipy import stats
 
 from mpicomp.cli import run_program
@@ -74,7 +74,7 @@ def ratio_interval(upper: Sequence[float | None], lower: Sequence[float | None])
     return None if found is None else (math.exp(found[0]), math.exp(found[1]), math.exp(found[2]))
 
 
-class Hindsight(Trainings):
+class Hindsight(Comparison):
     """A row for each task and network; by task, the plan is chosen on the seeds ``choose`` and compared on ``test``."""
 
     columns: Mapping[str, Column] = {

@@ -9,9 +9,9 @@ from typing import Any
 
 import comparison
 import lab_jobs
-from comparison import DENSE, Column, Fields, Row, Training, finite, mean
+from comparison import Column, Comparison, Fields, Row, finite, mean
 from lab_jobs import DONE, Finished
-from policy_runs import ARMS, GOALS, NETWORK_AWARE, NETWORKS, QUICK_NETWORKS, Timing, Trainings, runs_of
+from policy_runs import ARMS, DENSE, GOALS, NETWORK_AWARE, NETWORKS, QUICK_NETWORKS, Timing, Training, runs_of
 
 from mpicomp.cli import run_program
 from mpicomp.errors import ConfigurationError
@@ -73,7 +73,7 @@ RUN: Fields = {
 }
 
 
-class Policies(Trainings):
+class Policies(Comparison):
     """A row for each task, network and policy; of a task and network, those with the least time to quality first."""
 
     columns: Mapping[str, Column] = {

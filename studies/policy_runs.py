@@ -4,18 +4,18 @@ A policy that does not depend on the network takes the same plans on every netwo
 host. What a step takes is timed for all policies in one job on each network, which runs their recorded plans in turn.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from comparison import DENSE, Comparison, Goal, Training, finite, place_of
-from lab_jobs import CUT, DONE, MPICOMP, Finished, Network, lab_words, read_json, read_lines
+from lab_jobs import Network
 from mpicomp.bench.lab.units import parse_bandwidth
+
+DENSE = "dense"
+"""The arm that all others are compared with."""
 
 NETWORKS = ("50mbit/1ms", "200mbit/1ms", "1gbit/0us", "2.5gbit/0us")
 QUICK_NETWORKS = ("200mbit/1ms", "2.5gbit/0us")
@@ -76,6 +76,28 @@ PLANS: dict[str, tuple[str, ...]] = {
 NETWORK_AWARE = ("gravac", "flexible", "auto")
 """Policies whose plans depend on the measured network."""
 
+
+@dataclass(frozen=True)
+class Goal:
+    """The target quality of a task: ``factor * last quality of dense + offset``, in ``words`` for people."""
+
+    lower: bool  # a lower quality is the better one
+    factor: float
+    offset: float
+    seeds: tuple[int, ...]  # unless others are named
+    words: str
+
+    def target(self, dense: float) -> float:
+        return self.factor * dense + self.offset
+
+    def reaches(self, quality: float, target: float) -> bool:
+        return quality <= target if self.lower else quality >= target
+
+    @property
+    def better(self) -> str:
+        return f"quality: {'lower' if self.lower else 'higher'} is better"
+
+
 GOALS = {
     "digits": Goal(False, 1.0, -0.015, (0, 1, 2, 3, 4), "the last held-out accuracy of dense less 0.015"),
     "digits-shards": Goal(False, 1.0, -0.015, (0, 1, 2, 3, 4), "the last held-out accuracy of dense less 0.015"),
@@ -89,6 +111,33 @@ _SHARDS = "-shards"  # ends the name of a task whose ranks have samples of their
 
 Curve = Sequence[tuple[int, float]]
 """Number of steps done, ascending, and the quality after them on the held-out data of looks on the way."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A call of `mpicomp train` with an arm of the comparison, in a lab or, without a network, on one host."""
+
+    task: str
+    arm: str
+    seed: int
+    network: Network | None = None
+
+    @property
+    def name(self) -> str:
+        """Start of the names of its files."""
+        return f"{self.task}-{place_of(self.network)}-{self.arm}-{self.seed}"
+
+    @property
+    def kind(self) -> str:
+        return f"seed {self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.network or 'one host'}, {self.arm}, {self.kind}"
+
+
+def place_of(network: Network | None) -> str:
+    """Return the part of file names that stands for a network."""
+    return "host" if network is None else f"{network.bandwidth}-{network.latency}"
 
 
 @dataclass(frozen=True)
@@ -168,112 +217,6 @@ def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[
     exchanges = ",".join(DENSE if name == DENSE else f"replay:{trace}" for name, trace in traces.items())
     words = ["bench", "training", *_words_of_task(run.task), "--seed", str(run.seed), "--exchange", exchanges]
     return [*words, "--steps", str(BLOCKS * block), "--blocks", str(BLOCKS), "--warm-up", str(block)]
-
-
-class Trainings(Comparison):
-    """Trainings and timings with as many hosts as ranks.
-
-    The outcome of a training is the object of ``train --json``, with its ``curve``; of a timing ``timed``, by policy
-    the row of ``bench training --json``.
-    """
-
-    def __init__(self, folder: Path, hosts: int, networks: Sequence[Network], steps: int | None) -> None:
-        super().__init__(folder, hosts)
-        self.networks = networks
-        self._steps = steps  # None: what each task is tuned for
-
-    def run(self, run: Run, left_s: float) -> Finished:
-        if isinstance(run, Timing):
-            return self._time(run, left_s)
-        words, files = words_of_training(run, self._steps), {"--json": "json", "--metrics": "jsonl"}
-        return self.run_job(run, words, files, {"hosts": self.ranks}, left_s)
-
-    def _time(self, run: Timing, left_s: float) -> Finished:
-        sources = [self.finished[source] for source in run.sources if source in self.finished]
-        done = {source.run.arm: source for source in sources if source.status == DONE}
-        if not done:  # their errors say why
-            self.finished[run] = Finished(run, CUT, "there are no trainings whose plans could be run")
-            return self.finished[run]
-        paths = {name: self.folder.path(source.run.name, "jsonl") for name, source in done.items()}
-        step_bytes = {name: source.outcome["wire_bytes"] / source.outcome["steps"] for name, source in done.items()}
-        words = words_of_timing(run, {name: str(path) for name, path in paths.items()}, step_bytes)
-        digest = hashlib.blake2b(digest_size=8)
-        for path in paths.values():
-            digest.update(path.read_bytes())
-        mark = {"hosts": self.ranks, "traces": digest.hexdigest()}
-        kept = words_of_timing(run, {name: path.name for name, path in paths.items()}, step_bytes)  # folders are moved
-        return self.run_job(run, words, {"--json": "json"}, mark, left_s, kept)
-
-    def read(self, run: Run) -> dict[str, Any] | None:
-        outcome = read_json(self.folder.path(run.name, "json"))
-        try:
-            if isinstance(run, Timing):
-                rows = {Path(row["exchange"]).name: row for row in outcome["rows"]}  # of a path the file
-                names = {source.arm: DENSE if source.arm == DENSE else f"{source.name}.jsonl" for source in run.sources}
-                timed = {policy: rows[name] for policy, name in names.items() if name in rows}
-                return {"timed": timed} if timed else None
-            lines = read_lines(self.folder.path(run.name, "jsonl"))
-            measured = [(int(line["step"]) + 1, line.get("quality")) for line in lines]
-            curve = [(step, float(quality)) for step, quality in measured if quality is not None]
-            outcome |= {"curve": curve, "quality": float(outcome["quality"]["value"])}
-            return outcome if len(lines) == int(outcome["steps"]) and curve else None
-        except (ValueError, KeyError, TypeError):
-            return None
-
-    def command(self, run: Run, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        if run.network is None:
-            return super().command(run, words)
-        return [*lab_words(self.ranks, run.network), *MPICOMP, *words], {}
-
-    def summary(self, finished: Finished) -> str:
-        outcome = finished.outcome
-        if "timed" in outcome:
-            return "; s a step: " + ", ".join(f"{name} {row['median_s']:.4g}" for name, row in outcome["timed"].items())
-        return f", {float(outcome['median_step_s']):.4g} s a step, quality {outcome['quality']:.4f}"
-
-    # Results
-
-    def of(self, task: str, network: Network) -> list[Finished]:
-        """Return the runs of a task that count on a network."""
-        return [one for run, one in self.finished.items() if run.task == task and run.network in (None, network)]
-
-    def timed_on(self, task: str, network: Network, seed: int | None = None) -> dict[str, dict[str, Any]]:
-        """Return, by policy, the rows of steps that were timed on a network, with the plans of a seed or of any."""
-        for run, one in self.finished.items():
-            asked = isinstance(run, Timing) and seed in (None, run.seed)
-            if asked and (run.task, run.network, one.status) == (task, network, DONE):
-                return one.outcome["timed"]  # type: ignore[no-any-return]
-        return {}
-
-    def learned(self, one: Finished) -> dict[str, Any]:
-        """Return the quality of a finished training, and its targets where dense ended with the same seed."""
-        run, curve, goal = one.run, one.outcome["curve"], GOALS[one.run.task]
-        found: dict[str, Any] = {"quality": finite(one.outcome["quality"])}
-        found |= dict.fromkeys(("quality_limit", "target", "steps_to_quality"))
-        found["mean_quality"] = mean_over_steps(curve)
-        dense = self.finished.get(Training(run.task, DENSE, run.seed, None))
-        if dense is not None and dense.status == DONE:
-            # On the way fewer held-out data are evaluated than in the end: each is compared with its like.
-            found["quality_limit"] = finite(goal.target(dense.outcome["quality"]))
-            found["target"] = target = finite(goal.target(dense.outcome["curve"][-1][1]))
-            if target is not None:
-                found["steps_to_quality"] = steps_to(curve, target, goal.lower)
-        return found
-
-    def result(self, one: Finished, timed: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the results of a finished training, with the row of its plans where they were timed on the network."""
-        choosing_s = float(one.outcome["choosing_s"])
-        result: dict[str, Any] = {"seed": one.run.seed, "steps": int(one.outcome["steps"])}
-        result |= {"wire_bytes": float(one.outcome["wire_bytes"]), **self.learned(one), "choosing_s": choosing_s}
-        result |= dict.fromkeys(("median_step_s", "time_to_quality_s", "summed_s"))
-        if timed is not None:
-            # Plans that are run again are not chosen again.
-            result["median_step_s"] = median_s = float(timed["median_s"]) + choosing_s
-            steps = result["steps_to_quality"]
-            if steps is not None:
-                result["time_to_quality_s"] = steps * median_s
-                result["summed_s"] = steps * (float(timed["mean_s"]) + choosing_s)
-        return result
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -1,4 +1,4 @@
-"""Gradients or updates, and what brings updates closer to dense gradients: ``python studies/update_exchanges.py``.
+"""Exchanges of gradients and of updates at the same learning rates: ``python studies/update_exchanges.py``.
 
 Ranks are simulated in this process, with the library's exchange among them, and every exchange is tried at the same
 learning rates.
@@ -7,8 +7,7 @@ learning rates.
 import argparse
 import itertools
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +35,6 @@ _STUDY = "update_exchanges"
 _RANKS = 4
 _KEY = ("task", "arm", "rate", "seed", "steps", "precision", "device")
 _PRECISIONS = ("float32", "bfloat16")
-_BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that name
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
 _HELD = {"second_moments": "shared"}  # averaged now and then, and held in between
@@ -49,16 +47,11 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Arm:
-    """An exchange, and what is done about second moments.
-
-    ``moments`` are attempts that the library has no setting for. ``"b2"``: with a memory as many times longer as there
-    are ranks; ``"batches"``: of the mean of some gradients in a row; ``"arrived"``: of the mean that arrives.
-    """
+    """An exchange, and the optimizers around it."""
 
     compressor: Any
     updates: bool = True  # what ranks' optimizers change is exchanged, in place of gradients
     settings: Mapping[str, Any] = field(default_factory=dict)  # of `mpicomp.torch.UpdateOptimizer`
-    moments: str | None = None
     inner: str = "task"  # the task's optimizer, or "sgd": plain gradient descent
 
 
@@ -68,14 +61,9 @@ ARMS = {
     "dense": Arm("dense"),
     "topk": Arm(_TOPK),
     "topk-star": Arm({"id": "topk", "ratio": 0.0133, "wire": "bf16"}, settings={"collective": "star-topk"}),
-    "topk-b2": Arm(_TOPK, moments="b2"),
     "topk-warmup": Arm(_TOPK, settings={"warmup": 30}),
     "topk-shared": Arm(_TOPK, settings={"second_moments": {"sync_every": 1, "compressor": "dense"}}),
     "topk-held": Arm(_TOPK, settings=_HELD),
-    "topk-batches": Arm(_TOPK, moments="batches"),
-    "dense-batches": Arm("dense", moments="batches"),
-    "onebit-every-4-batches": Arm("onebit", settings={"sync_every": 4}, moments="batches"),
-    "topk-arrived": Arm(_TOPK, moments="arrived"),
     "topk-every-4": Arm(_TOPK | {"ratio": 0.04}, settings={"sync_every": 4}),
     "topk-every-4-held": Arm(_TOPK | {"ratio": 0.04}, settings={"sync_every": 4} | _HELD),
     "onebit": Arm("onebit"),
@@ -98,67 +86,12 @@ ARMS = {
 """What can be compared, by name."""
 
 
-class Batches(torch.optim.AdamW):
-    """AdamW whose second moments are of the mean of some gradients in a row, in place of each gradient."""
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._step(parameter, group, *group["betas"])
-
-    def _step(self, parameter: torch.Tensor, group: dict[str, Any], b1: float, b2: float) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
-        if not state:
-            state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-            state["last"] = deque(maxlen=_BATCHES)
-        state["step"] += 1
-        state["last"].append(gradient.clone())
-        mean = sum(state["last"]) / len(state["last"])
-        state["exp_avg"].lerp_(gradient, 1 - b1)
-        state["exp_avg_sq"].mul_(b2).addcmul_(mean, mean, value=1 - b2)
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        root = (state["exp_avg_sq"] / (1 - b2 ** state["step"])).sqrt_().add_(group["eps"])
-        parameter.addcdiv_(state["exp_avg"] / (1 - b1 ** state["step"]), root, value=-group["lr"])
-
-
 def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch.optim.Optimizer:
     """Return a rank's optimizer, with a multiple of the task's rate."""
     optimizer = task.optimizer(model)
     for group in optimizer.param_groups:
         group["lr"] *= rate
-        if arm.moments == "b2":
-            b1, b2 = group["betas"]
-            group["betas"] = (b1, 1 - (1 - b2) / _RANKS)
-    if arm.moments == "batches":
-        wanted = ("params", "lr", "betas", "weight_decay")
-        return Batches([{key: group[key] for key in wanted} for group in optimizer.param_groups])
-    if arm.inner == "sgd":
-        return plain(optimizer)
-    return optimizer
-
-
-def set_arrived_moments(
-    optimizers: Sequence[Any], before: Mapping[str, torch.Tensor], names: Mapping[torch.nn.Parameter, str]
-) -> None:
-    """Make second moments those of the mean that has moved the shared parameters from ``before``, on all ranks.
-
-    ``names`` are those of the first rank's parameters.
-    """
-    now = optimizers[0].shared()
-    for place, group in enumerate(optimizers[0].param_groups):
-        for index, parameter in enumerate(group["params"]):
-            of_ranks = [each.state[each.param_groups[place]["params"][index]] for each in optimizers]
-            lr, b2 = max(group["lr"], 1e-12), group["betas"][1]
-            moment = of_ranks[0].get("arrived", of_ranks[0]["exp_avg_sq"] / (1 - b2))
-            # A change of lr m / sqrt(v) is undone to m.
-            mean = (now[names[parameter]] - before[names[parameter]]) * moment.sqrt() / lr
-            moment = b2 * moment + (1 - b2) * mean * mean
-            for state in of_ranks:
-                state["arrived"] = moment
-                state["exp_avg_sq"].copy_(moment)
+    return plain(optimizer) if arm.inner == "sgd" else optimizer
 
 
 @contextmanager
@@ -187,7 +120,6 @@ def train(
             UpdateOptimizer(optimizer, model.named_parameters(), compressor=arm.compressor, comm=end, **settings)
             for optimizer, model, end in zip(inner, models, world.transports, strict=True)
         ]
-        names = {parameter: name for name, parameter in models[0].named_parameters()}
         reducers = optimizers[0].reducers
     else:
         policy = {"warmup": settings.pop("warmup")}
@@ -212,13 +144,9 @@ def train(
         if arm.updates:
             for model in models:
                 clip(task, model)
-            arrives = arm.moments == "arrived"
-            before = {name: array.clone() for name, array in optimizers[0].shared().items()} if arrives else {}
             world.run([optimizer.rounds() for optimizer in optimizers])
             if step + 1 == steps and steps % int(settings.get("sync_every", 1)) + int(settings.get("sync_delay", 0)):
                 world.run([optimizer.synchronizing() for optimizer in optimizers])
-            if arrives:
-                set_arrived_moments(optimizers, before, names)
         else:
             means = world.run([reducer.rounds(arrays) for reducer, arrays in zip(of_ranks, gradients, strict=True)])
             for name, parameter in models[0].named_parameters():

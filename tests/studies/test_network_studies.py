@@ -12,7 +12,7 @@ import pytest
 import regret
 import simulated
 from change import Step, lines_of, phases_of, run_steps, seen_at
-from inside import Inside, instead
+from checks import Inside, instead
 from lab_jobs import Network
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 from study_words import call

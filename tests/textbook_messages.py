@@ -4,10 +4,8 @@
 for long arrays, there are several here.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable
 
-from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Round
 
 Step = tuple[list[tuple[int, int]], list[int]]
@@ -15,33 +13,12 @@ Step = tuple[list[tuple[int, int]], list[int]]
 
 
 def ways(operation: str) -> tuple[str, ...]:
-    """Return the names of an operation's algorithms.
-
-    Examples
-    --------
-    >>> ways("bcast"), ways("sendrecv")
-    (('tree', 'scatter'), ('pair',))
-    """
     return tuple(_WAYS[operation])
 
 
-def ways_of(operations: Iterator[str]) -> list[dict[str, str]]:
-    """Return each choice of one algorithm for each of some operations."""
-    names = list(dict.fromkeys(operations))
-    return [dict(zip(names, choice, strict=True)) for choice in product(*map(ways, names))]
-
-
 def steps(task: Round, rank: int, size: int, way: str) -> list[Step]:
-    """Return what a rank of a round's group does by one of `ways`, step by step, those of nobody left out.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> steps(Round("allreduce", [100], np.dtype(np.float32)), rank=1, size=4, way="halves")
-    [([(0, 200)], [0]), ([(3, 100)], [3]), ([(3, 100)], [3]), ([(0, 200)], [0])]
-    """
-    if size & (size - 1):
-        raise ConfigurationError(f"messages: are those among a power of two of ranks, got {size}")
+    """Return what a rank of a round's group does by one of `ways`, step by step."""
+    assert size & (size - 1) == 0, f"these are among a power of two of ranks, got {size}"
     made = _WAYS[task.operation][way](task, rank, size) if size > 1 else []
     return [step for step in made if step != ([], [])]
 
