@@ -1,6 +1,7 @@
 """Progress display of a running job: a bar on a terminal, plain lines elsewhere; rank 0 alone prints."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +45,7 @@ class Progress:
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
+            redirect_stderr=sys.stderr.isatty(),  # else rich prints warnings on stdout, cut to the terminal's width
         )
         with self._bar:
             self._task = self._bar.add_task("training", total=steps, text="")

@@ -1,6 +1,9 @@
-"""Intervals of medians, and tables of results."""
+"""Intervals of medians, tables of results, and the bar of progress."""
 
 import io
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -75,3 +78,24 @@ def test_wide_table_is_plain_text(monkeypatch, capsys):
     screen, printed = shown(monkeypatch, capsys, columns=12, width=80)
     assert not screen
     assert printed.splitlines()[1] == "  ".join(["a long word"] * 12)
+
+
+WARNS = """
+import sys
+from mpicomp.bench.measure.progress import Progress
+
+with Progress(True).over(2):
+    print("a warning " + 10 * "that is longer than a line ", file=sys.stderr, flush=True)
+"""
+
+
+def test_progress_on_a_terminal_leaves_stderr_alone():
+    """Open MPI gives ranks a terminal for stdout, and a pipe for stderr."""
+    terminal, stdout = os.openpty()
+    done = subprocess.run([sys.executable, "-c", WARNS], stdout=stdout, stderr=subprocess.PIPE, text=True, check=True)
+    os.close(stdout)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert done.stderr.count("that is longer than a line ") == 10
+    assert "training" in shown
+    assert "a warning" not in shown
