@@ -5,7 +5,6 @@ import json
 import time
 from pathlib import Path
 
-import change
 import numpy as np
 import peers
 import pytest
@@ -15,7 +14,6 @@ from change import Step, lines_of, phases_of, run_steps, seen_at
 from checks import Inside, instead
 from lab_jobs import Network
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
-from study_words import call
 
 from mpicomp import TopK
 from mpicomp.cost import CostModel
@@ -57,15 +55,6 @@ def test_regret_prediction_errors_are_those_of_the_cell():
 )
 def test_regret_is_behind_the_best_dense_plan(median_s, dense_s, behind):
     assert regret.judged([auto(median_s, 0.0, dense_s)])[0]["is_behind"] is behind
-
-
-def test_regret_summary_has_median_and_worst():
-    cells = regret.judged([auto(1.0, 0.02, 1.0, low=-0.1), auto(1.1, 0.3, 1.0, low=0.25), auto(1.0, -0.01, 2.0)])
-    text = "\n".join(regret.summary(cells, [0.1, 0.2, 0.4]))
-    assert "median +2.0%, worst +30.0% (1gbit, 0us, 10 elements, ratio 0.01)" in text
-    assert "lower end of an interval of regret: +25.0%" in text
-    assert "1 of 3" in text
-    assert "median error 20.0% of 3 rows" in text
 
 
 FIXED = {
@@ -127,42 +116,6 @@ def test_change_runs_steps_of_auto():
     assert {step.plan for step in steps} == {"topk allgather"}
 
 
-@pytest.mark.parametrize(
-    ("study", "words", "text"),
-    [
-        (regret, ["--networks", "1gbit"], "lab: a network must be like 50mbit/1ms, got '1gbit'"),
-        (regret, ["--numel", "0"], "regret: --numel must be an integer of at least 1, got 0"),
-        (change, ["--bandwidths", "1"], "lab: bandwidth must be a number with bit, kbit, mbit or gbit, got '1'"),
-        (change, ["--ratio", "0.1,0.2"], "change: --compressor and --ratio must give one plan's, got 2"),
-    ],
-)
-def test_bad_options_are_refused_before_measuring(study, words, text, capsys):
-    assert call(study, words) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("mpicomp: ")
-    assert (text in shown.err, shown.err.count("\n"), shown.out) == (True, 1, "")
-
-
-def test_peers_table_has_what_ran_and_what_did_not():
-    known = {"quality_name": "held-out loss", "problem": None, "phases_s": None, "link_bytes": 2e6, "in_turn": True}
-    known["of_none"] = None
-    phases = {"compress": 0.01, "exchange": 0.2, "decode": 0.003}
-    rows = [
-        {**known, "exchange": "none", "median_s": 0.1, "quality": None, "of_none": 1.0},
-        {**known, "exchange": "ddp", "median_s": 0.2, "quality": 2.0},
-        {**known, "exchange": "ddp-powersgd", "median_s": 0.3, "quality": 2.0, "in_turn": False},
-        {**known, "exchange": "topk", "median_s": 0.4, "quality": 2.5, "phases_s": phases, "of_none": 0.25},
-        {"exchange": "ddp-bf16", "problem": "ended with status 2: no|way"},
-    ]
-    assert peers.table(rows)[2:] == [
-        "| none | 100 | 0.50 | 1.00 | 2 |  | ranks differ |",
-        "| ddp | 200 | 1.00 |  | 2 |  | 2.000 |",
-        "| ddp-powersgd | 300 |  |  | 2 |  | 2.000 |",
-        "| topk | 400 | 2.00 | 0.25 | 2 | 10.0, 200.0, 3.0 | 2.500 |",
-        "| ddp-bf16 | ended with status 2: no/way | | | | | |",
-    ]
-
-
 def test_peers_run_each_job_once_and_say_why_one_fails(tmp_path, monkeypatch):
     ran = []
 
@@ -216,17 +169,6 @@ def test_simulated_pieces_are_made_once_and_in_whole(tmp_path):
     assert not simulated.make(pieces, 1)
     assert simulated.make(pieces)
     assert made == ["measured", "predicted", "predicted", "8"]
-
-
-def test_simulated_table_has_median_errors():
-    rows = [
-        {"hosts": 2, "network": "a", "plan": "x", "overlap": overlap, "predicted_s": predicted, "measured_s": 1.0,
-         "error": predicted - 1}
-        for overlap, predicted in ((False, 1.1), (True, 0.7), (True, 1.0))
-    ]  # fmt: skip
-    lines = simulated.table(rows)
-    assert lines[2] == "| 2 | a | x | no | 1.100 | 1.000 | +10.0% |"
-    assert lines[-1].strip() == "all: median error 10.0%, largest 30.0%"
 
 
 def test_inside_counts_nested_calls_once_and_waiting(monkeypatch):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import flexible_schedules
 import flexible_tables
-import gravac_gains
 import lgc_models
 import numpy as np
 import paper_runs
@@ -37,12 +36,6 @@ def test_flexible_formulas_are_those_of_the_printed_table():
             assert told[name] == pytest.approx(row[flexible_tables.RATIOS.index(cell.ratio)], rel=0.125), (cell, name)
             checked += 1
     assert checked == 72
-
-
-def test_crossing_is_between_the_ratios_or_nowhere():
-    ratios = [0.1, 0.01, 0.001]
-    assert flexible_tables.crossing(ratios, [40, 4, 2], [10, 8, 7]) == pytest.approx(10 ** (-1 - 2 / 3))
-    assert flexible_tables.crossing(ratios, [4, 3, 2], [10, 8, 7]) is None
 
 
 def test_rows_that_fail_or_come_late_are_named(tmp_path, capsys):
@@ -126,25 +119,6 @@ def test_lgc_parts_are_all_but_indices(monkeypatch):
     indices = 4 * sum(size * ratio for _, size in lgc_models.parameters("ResNet-50")) / 2
     rest = whole - sum(counted.values())
     assert 0 < rest < indices  # coded in less than 32 bits, and sent by one of two
-
-
-def test_gravac_gains_are_those_of_sorted_layers():
-    rng = np.random.default_rng(0)
-    gradient = [rng.standard_normal((20, 10)).astype(np.float32), rng.standard_normal(30).astype(np.float32)]
-    residual = [rng.standard_normal((20, 10)).astype(np.float32), np.zeros(30, np.float32)]
-    before = [layer.copy() for layer in residual]
-    told = gravac_gains.compress(gradient, residual, 10)
-    whole = [layer + left for layer, left in zip(gradient, before, strict=True)]
-    kept = [np.sort(np.abs(layer), axis=None)[-layer.size // 10 :] for layer in whole]
-    alone = [np.sort(np.abs(layer), axis=None)[-layer.size // 10 :] for layer in gradient]
-    energy = [sum((layer**2).sum() for layer in arrays) for arrays in (kept, whole, alone, gradient)]
-    norms = [sum(np.sqrt((layer**2).sum()) for layer in arrays) for arrays in (kept, gradient)]
-    assert told["gains"]["text"] == pytest.approx(energy[0] / energy[1], rel=1e-5)
-    assert told["gains"]["alone"] == pytest.approx(energy[2] / energy[3], rel=1e-5)
-    assert told["gains"]["code"] == pytest.approx(norms[0] / norms[1], rel=1e-5)
-    for layer, sent, left in zip(whole, told["layers"], residual, strict=True):
-        np.testing.assert_array_equal(sent + left, layer)
-        assert np.count_nonzero(sent) == layer.size // 10
 
 
 def twice(name, words, folder, count):

@@ -47,13 +47,6 @@ def test_study_without_ranks_runs_on_one(mpiexec):
     assert done.stdout.count("normal: 26 steps") == 1
 
 
-def test_several_ranks_print_an_error_once(mpiexec):
-    done = mpiexec(2, STUDIES / "change.py", "--seconds", "0")
-    assert done.returncode == 2
-    assert done.stderr.count("mpicomp: change: --seconds must be a number above 0, got 0.0") == 1
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 def test_checks_write_what_checks_cost(mpiexec, tmp_path):
     pytest.importorskip("torch")
@@ -78,12 +71,6 @@ def test_first_hour_without_a_gpu_says_so(capsys, monkeypatch):
     monkeypatch.setattr(gpu_first_hour.device_driver, "driver", lambda: None)
     assert call(gpu_first_hour, []) == gpu_first_hour.NO_GPU
     assert capsys.readouterr().out.startswith("gpu_first_hour: no GPU to use: there is none here")
-
-
-def test_first_hour_begins_no_check_when_time_is_over(capsys, monkeypatch):
-    monkeypatch.setattr(gpu_first_hour, "_TOTAL_S", 0.0)
-    assert call(gpu_first_hour, ["--emulated"]) == 1
-    assert "not begun: 0 s are over" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(300)

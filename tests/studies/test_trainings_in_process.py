@@ -11,7 +11,6 @@ pytest.importorskip("sklearn")
 import constants  # noqa: E402
 import penalties  # noqa: E402, some need torch
 import update_exchanges  # noqa: E402
-from mpicomp.bench.tasks import get_task  # noqa: E402
 
 from mpicomp.policies import convergence_penalty as formulas  # noqa: E402
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey  # noqa: E402
@@ -103,67 +102,6 @@ def test_constants_leave_each_task_out_and_gain_by_parts():
     means = [row["mean"] for row in constants.parts()]
     assert means == sorted(means, reverse=True)
     assert 0 <= means[-1] < 0.001
-
-
-def ended(monkeypatch, arm, rate, steps):
-    """Train digits as the study does; return its row, and the parameters in the end."""
-    found = []
-    evaluate = type(get_task("digits")).evaluate
-
-    def look(task, model, *arguments):
-        found[:] = [parameter.detach().clone() for parameter in model.parameters()]
-        return evaluate(task, model, *arguments)
-
-    monkeypatch.setattr(type(get_task("digits")), "evaluate", look)
-    monkeypatch.setattr(update_exchanges, "ARMS", {"arm": arm})
-    return update_exchanges.train("digits", "arm", rate, 0, steps, "float32", "cpu"), found
-
-
-def mean_gradients(task, model, step):
-    """Return the mean of all ranks' gradients, and of their losses."""
-    losses, sums = [], [torch.zeros_like(parameter) for parameter in model.parameters()]
-    for rank in range(RANKS):
-        model.zero_grad()
-        loss = task.loss(model, task.batch(step, rank, RANKS))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        for total, parameter in zip(sums, model.parameters(), strict=True):
-            total += parameter.grad / RANKS
-    return sums, np.mean(losses)
-
-
-@pytest.mark.slow
-def test_dense_gradients_train_as_one_rank_with_all_batches(monkeypatch):
-    row, found = ended(monkeypatch, update_exchanges.ARMS["gradients"], 0.5, 4)
-    task = get_task("digits", 0)
-    model = task.model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.5 * 8e-3)
-    losses = []
-    for step in range(4):
-        means, loss = mean_gradients(task, model, step)
-        for parameter, mean in zip(model.parameters(), means, strict=True):
-            parameter.grad = mean
-        optimizer.step()
-        losses.append(loss)
-    np.testing.assert_allclose(row["losses"], losses, rtol=1e-4)
-    for ours, theirs in zip(found, model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_demo_moves_along_signs_by_the_rate(monkeypatch):
-    """With all coefficients the signs are those of the mean gradient."""
-    demo = update_exchanges.ARMS["demo-side-16"]
-    arm = update_exchanges.Arm({"id": "dcttopk", "ratio": 1.0, "side": 16}, settings=demo.settings, inner=demo.inner)
-    row, found = ended(monkeypatch, arm, 2.0, 1)
-    task = get_task("digits", 0)
-    model = task.model()
-    means, _ = mean_gradients(task, model, 0)
-    for ours, theirs, mean in zip(found, model.parameters(), means, strict=True):
-        clear = mean.abs() > 1e-6  # where rounding does not decide the sign
-        moved = (ours - theirs.detach())[clear]
-        torch.testing.assert_close(moved, -2 * 8e-3 * mean[clear].sign(), rtol=1e-3, atol=1e-7)
-    assert row["sent_less"] < 2
 
 
 def test_updates_table_has_the_best_rate_of_most_seeds():
