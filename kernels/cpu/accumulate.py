@@ -3,7 +3,7 @@
 import numpy as np
 from mpicomp.kernels.cpu.bit_ops import first_one
 from mpicomp.kernels.cpu.bits import as_bits, infinity_of, mask_of
-from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.compile import Floats, Indices, kernel
 from mpicomp.kernels.cpu.moments import LEAST, MOST, Moments, _sums
 from mpicomp.kernels.cpu.simd import LANES, at_least
 from mpicomp.kernels.cpu.threads import cut, spread
@@ -12,37 +12,10 @@ from numpy.typing import NDArray
 _BLOCK = 1024  # elements that are swept again while they are in the first-level cache
 
 
-def accumulate(
-    gradient: NDArray[np.floating],
-    residual: NDArray[np.floating] | None,
-    out: NDArray[np.floating],
-    threads: int = 1,
-) -> Moments:
-    """Write ``gradient + residual`` to ``out``, in one sweep.
+def accumulate(gradient: Floats, residual: Floats | None, out: Floats, threads: int = 1) -> Moments:
+    """Write ``gradient + residual`` to ``out`` in one sweep, and return the moments of ``out``.
 
-    Parameters
-    ----------
-    gradient : array, shape (n,)
-        float32 or float64, contiguous. It may be ``out`` itself.
-    residual : array, shape (n,), or None
-        Of the same dtype. None stands for zeros: the gradient is copied.
-    out : array, shape (n,)
-        Where the sum goes; of the same dtype.
-    threads : int
-        Number of threads that share the sweep.
-
-    Returns
-    -------
-    Moments
-        Of ``out``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> out = np.empty(2, np.float32)
-    >>> moments = accumulate(np.array([1, 2], np.float32), np.array([2, 2], np.float32), out)
-    >>> out.tolist(), moments.energy, moments.finite
-    ([3.0, 4.0], 25.0, True)
+    The gradient may be ``out`` itself. Without a residual the gradient is copied.
     """
     mask = mask_of(out.dtype)
     bits = as_bits(out)
@@ -58,39 +31,21 @@ def accumulate(
 
 
 def accumulate_candidates(
-    gradient: NDArray[np.floating],
-    residual: NDArray[np.floating] | None,
-    out: NDArray[np.floating],
+    gradient: Floats,
+    residual: Floats | None,
+    out: Floats,
     bound: int,
     base: int,
-    index: NDArray[np.uint32],
+    index: Indices,
     bits: NDArray[np.unsignedinteger],
     count: int,
     threads: int = 1,
 ) -> tuple[int, Moments]:
-    """Do what `accumulate` does and list the elements of at least some magnitude, in the same sweep.
+    """Do what `accumulate` does and list the elements whose magnitude bits reach ``bound``, in the same sweep.
 
-    Parameters
-    ----------
-    gradient, residual, out, threads
-        As in `accumulate`.
-    bound : int
-        Magnitude bits; elements at or above it are candidates.
-    base : int
-        What is added to a position in ``out`` to make the candidate's index: where this piece of a bucket starts.
-    index : array of uint32
-        Indices of the candidates, ascending, appended from ``count`` on.
-    bits : array of uint32 or uint64
-        Their magnitude bits.
-    count : int
-        Candidates that are there already.
-
-    Returns
-    -------
-    count : int
-        Candidates found so far. A count above ``index.size`` means that some were not stored.
-    moments : Moments
-        Of ``out``.
+    Their positions plus ``base`` and their magnitude bits are appended to ``index`` and ``bits`` from ``count`` on.
+    Return the number of candidates so far, which is above ``index.size`` where some were not stored, and the moments of
+    ``out``.
     """
     mask = mask_of(out.dtype)
     limit = mask.dtype.type(bound)
@@ -124,7 +79,7 @@ def is_finite(top: int, dtype: np.dtype) -> bool:
     return int(top) < infinity_of(dtype)
 
 
-def _moments(sums: tuple[float, ...], out: NDArray[np.floating]) -> Moments:
+def _moments(sums: tuple[float, ...], out: Floats) -> Moments:
     _, nonzero, total, energy = sums
     finite = bool(np.isfinite(energy))
     if not finite and out.dtype == np.float64:  # squares of finite numbers overflow too

@@ -19,20 +19,7 @@ _WORD = ir.IntType(64)
 
 @kernel
 def write_planes(codes, groups, planes, words, first):  # type: ignore[no-untyped-def]
-    """Write integers to words.
-
-    Parameters
-    ----------
-    codes : array of uint8, shape (at least 64 * groups,)
-        Below ``2**planes``.
-    groups : int
-        How many times 64 of them.
-    planes : int
-        Bits of each, from 1 to 8.
-    words : array of uint64, shape (at least first + groups * planes,)
-    first : int
-        Where the words begin.
-    """
+    """Write ``64 * groups`` codes, each below ``2**planes``, to ``words`` from word ``first`` on."""
     for group in range(groups):
         _write(codes, group * LANES, planes, words, first + group * planes)
 

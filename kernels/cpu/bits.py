@@ -5,6 +5,7 @@ import struct
 from typing import Any
 
 import numpy as np
+from mpicomp.kernels.cpu.compile import Floats
 from numpy.typing import NDArray
 
 _INTEGER: dict[np.dtype[Any], np.dtype[Any]] = {
@@ -20,32 +21,13 @@ _PACKED = {
 }
 
 
-def as_bits(array: NDArray[np.floating]) -> NDArray[Any]:
+def as_bits(array: Floats) -> NDArray[Any]:
     """View a contiguous float32 or float64 array as unsigned integers of the same width, sign included."""
     return array.view(_INTEGER[array.dtype])
 
 
 def magnitude_bits(value: float, dtype: np.dtype[Any]) -> int:
-    """Return the integer that stands for a magnitude in comparisons.
-
-    Parameters
-    ----------
-    value : float
-        A magnitude, at least 0.
-    dtype : numpy.dtype
-        float32 or float64: the type of the arrays that it will be compared with.
-
-    Returns
-    -------
-    int
-        The bits of ``value`` in ``dtype``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> magnitude_bits(1.0, np.dtype(np.float32)) == 0x3F800000
-    True
-    """
+    """Return the integer that stands for a magnitude, at least 0, in comparisons: its bits in ``dtype``."""
     number, integer = _PACKED[dtype]
     try:
         packed = number.pack(value)

@@ -3,54 +3,19 @@
 The last block may be shorter; what it lacks counts as zeros.
 """
 
-import numpy as np
-from mpicomp.kernels.cpu.compile import exact
-from numpy.typing import NDArray
+from mpicomp.kernels.cpu.compile import Floats, Singles, exact
 
 
-def encode_blocks(values: NDArray[np.floating], matrix: NDArray[np.float32], out: NDArray[np.floating]) -> None:
-    """Multiply each block by a matrix from the left.
+def encode_blocks(values: Floats, matrix: Singles, out: Floats) -> None:
+    """Multiply each block by a float32 matrix of shape (kept, block), with the same bits on every processor.
 
-    Parameters
-    ----------
-    values : array, shape (n,)
-        float32 or float64.
-    matrix : array of float32, shape (kept, block)
-        Contiguous.
-    out : array, shape (ceil(n / block) * kept,)
-        Receives the products, in the dtype of ``values``: the same bits on every processor.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> values, out = np.array([1, 2, 3], np.float32), np.empty(2, np.float32)
-    >>> encode_blocks(values, np.array([[10, 1]], np.float32), out)
-    >>> out.tolist()
-    [12.0, 30.0]
+    ``out`` receives ``kept`` numbers for each block, in the dtype of ``values``.
     """
     _encode_blocks(values, matrix, out)
 
 
-def decode_blocks(code: NDArray[np.floating], matrix: NDArray[np.float32], out: NDArray[np.floating]) -> None:
-    """Multiply the numbers of each block by a matrix from the right: ``code @ matrix``.
-
-    Parameters
-    ----------
-    code : array, shape (ceil(n / block) * kept,)
-        float32 or float64.
-    matrix : array of float32, shape (kept, block)
-        Contiguous.
-    out : array, shape (n,)
-        Receives the blocks, in the dtype of ``code``: the same bits on every processor.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> code, out = np.array([2, 3], np.float32), np.empty(3, np.float32)
-    >>> decode_blocks(code, np.array([[10, 1]], np.float32), out)
-    >>> out.tolist()
-    [20.0, 2.0, 30.0]
-    """
+def decode_blocks(code: Floats, matrix: Singles, out: Floats) -> None:
+    """Multiply the numbers of each block by the matrix from the right, ``code @ matrix``, rounded as in encoding."""
     _decode_blocks(code, matrix, out)
 
 

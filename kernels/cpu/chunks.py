@@ -2,44 +2,16 @@
 
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, mask_of
-from mpicomp.kernels.cpu.compile import kernel
-from numpy.typing import NDArray
+from mpicomp.kernels.cpu.compile import Floats, Indices, kernel
 
 _FEW = 8  # elements of a chunk up to which a sorted list of the largest is faster than a radix selection
 _DIGIT = 11  # most bits of a digit of the radix selection: its counters stay in the first-level cache with a chunk
 
 
-def select_in_chunks(
-    array: NDArray[np.floating],
-    chunk: int,
-    k: int,
-    rest: int,
-    indices: NDArray[np.uint32],
-    values: NDArray[np.floating],
-) -> None:
-    """Write the largest elements of each chunk, ascending by index. A chunk is swept while it is in the cache.
+def select_in_chunks(array: Floats, chunk: int, k: int, rest: int, indices: Indices, values: Floats) -> None:
+    """Write the ``k`` largest elements of each chunk, ascending by index, while the chunk is in the cache.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous.
-    chunk : int
-        Elements of a chunk; the last one may have fewer.
-    k : int
-        Elements to select of each whole chunk, from 1 to ``chunk``.
-    rest : int
-        Of a last one that is shorter, from 1 to its length; else without meaning.
-    indices, values : arrays, shape (n // chunk * k + rest,)
-        Where the selection goes. NaN counts as larger than infinity.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> array = np.array([1, -3, 2, 0, 5, 4, 7], np.float32)
-    >>> indices, values = np.empty(3, np.uint32), np.empty(3, np.float32)
-    >>> select_in_chunks(array, 3, 1, 1, indices, values)
-    >>> indices.tolist(), values.tolist()
-    ([1, 4, 6], [-3.0, 5.0, 7.0])
+    If the last chunk is shorter, ``rest`` of its elements are selected. NaN counts as larger than infinity.
     """
     bits, mask = as_bits(array), mask_of(array.dtype)
     _select_in_chunks(array, bits, mask, chunk, k, rest, np.empty(min(chunk, array.size), bits.dtype), indices, values)

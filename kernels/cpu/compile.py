@@ -4,9 +4,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
 from mpicomp.kernels.cache import cached
+from numpy.typing import NDArray
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.floating]
+Indices = NDArray[np.uint32]
+Singles = NDArray[np.float32]
+Words = NDArray[np.uint64]
 
 
 def kernel(function: Function) -> Function:

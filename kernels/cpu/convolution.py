@@ -4,13 +4,9 @@ Each has a bias and, behind it, a leaky rectifier. Places are the last dimension
 loop runs over places, each with its sum, so that it vectorises although no sum changes its order.
 """
 
-import numpy as np
-from mpicomp.kernels.cpu.compile import exact
-from numpy.typing import NDArray
+from mpicomp.kernels.cpu.compile import Floats, Singles, exact
 
 _TILE = 512  # places that are worked on at a time: what they need of all channels stays in the cache
-
-Floats = NDArray[np.floating]
 
 
 def conv_room(inputs: int) -> int:
@@ -19,101 +15,31 @@ def conv_room(inputs: int) -> int:
 
 
 def conv_halve(
-    values: Floats,
-    weights: NDArray[np.float32],
-    bias: NDArray[np.float32],
-    slope: float,
-    gate: Floats,
-    scratch: Floats,
-    out: Floats,
+    values: Floats, weights: Singles, bias: Singles, slope: float, gate: Floats, scratch: Floats, out: Floats
 ) -> None:
     """Convolve with three taps at every second place.
 
-    Parameters
-    ----------
-    values : array, shape (inputs, 2 * places)
-        float32 or float64, contiguous, as all arrays are.
-    weights : array of float32, shape (outputs, inputs, 3)
-        Output ``t`` sees inputs ``2 t - 1``, ``2 t`` and ``2 t + 1``.
-    bias : array of float32, shape (outputs,)
-        Added to every place.
-    slope : float
-        Factor of negative sums.
-    gate : array, shape (outputs, places)
-        Where it is negative, a sum is taken to be. ``out`` itself: each sum decides for itself.
-    scratch : array
-        Of `conv_room` elements and the dtype of ``values``.
-    out : array, shape (outputs, places)
-        Of the dtype of ``values``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> values, out = np.array([[1, 2, 3, 4]], np.float32), np.empty((1, 2), np.float32)
-    >>> weights = np.array([[[100, 10, 1]]], np.float32)
-    >>> conv_halve(values, weights, np.zeros(1, np.float32), 0.1, out, np.empty(conv_room(1), np.float32), out)
-    >>> out.tolist()
-    [[12.0, 234.0]]
+    Shapes are (inputs, 2 * places) for ``values``, (outputs, inputs, 3) for ``weights`` and (outputs, places) for
+    ``out`` and ``gate``. Output ``t`` sees inputs ``2 t - 1``, ``2 t`` and ``2 t + 1``. Sums are multiplied by
+    ``slope`` where ``gate`` is negative; if ``gate`` is ``out``, where the sum is. ``scratch`` has `conv_room`
+    elements.
     """
     _halve(values, weights, bias, out.dtype.type(slope), gate, gate is not out, scratch, out)
 
 
 def conv_double(
-    values: Floats,
-    weights: NDArray[np.float32],
-    bias: NDArray[np.float32],
-    slope: float,
-    gate: Floats,
-    scratch: Floats,
-    out: Floats,
+    values: Floats, weights: Singles, bias: Singles, slope: float, gate: Floats, scratch: Floats, out: Floats
 ) -> None:
     """Convolve with three taps to twice as many places: the transpose of what `conv_halve` does.
 
-    Parameters
-    ----------
-    values : array, shape (inputs, places)
-        float32 or float64, contiguous, as all arrays are.
-    weights : array of float32, shape (inputs, outputs, 3)
-        Input ``t`` counts for outputs ``2 t - 1``, ``2 t`` and ``2 t + 1``.
-    bias, slope, gate, scratch
-        See `conv_halve`; ``gate`` is shaped like ``out``.
-    out : array, shape (outputs, 2 * places)
-        Of the dtype of ``values``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> values, out = np.array([[1, 2]], np.float32), np.empty((1, 4), np.float32)
-    >>> weights = np.array([[[100, 10, 1]]], np.float32)
-    >>> conv_double(values, weights, np.zeros(1, np.float32), 0.1, out, np.empty(conv_room(1), np.float32), out)
-    >>> out.tolist()
-    [[10.0, 201.0, 20.0, 2.0]]
+    Shapes are (inputs, places) for ``values``, (inputs, outputs, 3) for ``weights`` and (outputs, 2 * places) for
+    ``out`` and ``gate``. Input ``t`` counts for outputs ``2 t - 1``, ``2 t`` and ``2 t + 1``.
     """
     _double(values, weights, bias, out.dtype.type(slope), gate, gate is not out, scratch, out)
 
 
-def conv_mix(values: Floats, weights: NDArray[np.float32], bias: NDArray[np.float32], out: Floats) -> None:
-    """Add up channels with weights, place by place; there is no rectifier.
-
-    Parameters
-    ----------
-    values : array, shape (inputs, places)
-        float32 or float64, contiguous, as all arrays are.
-    weights : array of float32, shape (outputs, inputs)
-        The same at every place.
-    bias : array of float32, shape (outputs,)
-        Added to every place.
-    out : array, shape (outputs, places)
-        Of the dtype of ``values``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> values, out = np.array([[1, 2], [3, 4]], np.float32), np.empty((1, 2), np.float32)
-    >>> conv_mix(values, np.array([[10, 1]], np.float32), np.array([0.5], np.float32), out)
-    >>> out.tolist()
-    [[13.5, 24.5]]
-    """
+def conv_mix(values: Floats, weights: Singles, bias: Singles, out: Floats) -> None:
+    """Add up channels with weights of shape (outputs, inputs), place by place, without a rectifier."""
     _mix(values, weights, bias, out)
 
 

@@ -5,61 +5,23 @@ Tables with one key can be summed, as the arrays could have been.
 """
 
 import numpy as np
-from mpicomp.kernels.cpu.compile import exact, kernel
+from mpicomp.kernels.cpu.compile import Floats, Indices, exact, kernel
 from mpicomp.kernels.cpu.random import draw, halves
-from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements whose hashes are made at once: a loop that vectorises, and what it writes stays in the cache
 
 
-def sketch_add(array: NDArray[np.floating], key: int, table: NDArray[np.floating]) -> None:
-    """Add an array to a table.
-
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous, of fewer than 2**32 elements.
-    key : int
-        64 bits, from which columns and signs come.
-    table : array, shape (rows, columns)
-        Of the dtype of ``array``, contiguous.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> table = np.zeros((3, 8), np.float32)
-    >>> sketch_add(np.array([0, 0, -5], np.float32), 7, table)
-    >>> np.abs(table).sum(axis=1).tolist()
-    [5.0, 5.0, 5.0]
-    """
+def sketch_add(array: Floats, key: int, table: Floats) -> None:
+    """Add an array of fewer than 2**32 elements to a table of shape (rows, columns), by a key of 64 bits."""
     _sketch_add(array, *halves(key), table)
 
 
-def sketch_estimate(table: NDArray[np.floating], key: int, out: NDArray[np.floating]) -> None:
-    """Write a table's estimate of each element: the median over its rows, the same bits on every processor.
-
-    Parameters
-    ----------
-    table : array, shape (rows, columns)
-        float32 or float64, contiguous, with an odd number of rows.
-    key : int
-        With which arrays were added.
-    out : array, shape (n,)
-        Of the dtype of ``table``; as long as the arrays that were added.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> table, out = np.zeros((3, 8), np.float32), np.empty(3, np.float32)
-    >>> sketch_add(np.array([0, 0, -5], np.float32), 7, table)
-    >>> sketch_estimate(table, 7, out)
-    >>> out.tolist()[2]
-    -5.0
-    """
+def sketch_estimate(table: Floats, key: int, out: Floats) -> None:
+    """Write the estimate of each element, the median over an odd number of rows: the same bits on every processor."""
     _sketch_estimate(table, *halves(key), out)
 
 
-def sketch_clear(indices: NDArray[np.uint32], key: int, table: NDArray[np.floating]) -> None:
+def sketch_clear(indices: Indices, key: int, table: Floats) -> None:
     """Set the cells of a table to zero that elements with these indices are in, others in them included."""
     _sketch_clear(indices, *halves(key), table)
 

@@ -7,11 +7,10 @@ float32 has it: 0 stands for zero, e for ``2**(e - 127)``, 255 for what is infin
 import numpy as np
 from mpicomp.kernels.cpu.bit_planes import read_planes
 from mpicomp.kernels.cpu.cast import _to_float32
-from mpicomp.kernels.cpu.compile import exact, kernel
+from mpicomp.kernels.cpu.compile import Bytes, Floats, Words, exact, kernel
 from mpicomp.kernels.cpu.random import draw, halves
 from mpicomp.kernels.cpu.signs import _signs
 from mpicomp.kernels.cpu.simd import LANES
-from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are gone through again while they are in the first-level cache
 _FRACTION = np.uint32(23)  # bits of a float32 behind its exponent
@@ -22,58 +21,26 @@ _SPARE = np.uint32(9)  # bits of a random number that are too many
 _LARGEST, _NONE = np.uint32(254), np.uint32(255)
 
 
-def pack_exponents(
-    array: NDArray[np.floating],
-    words: NDArray[np.uint64],
-    exponents: NDArray[np.uint8],
-    sent: NDArray[np.floating],
-    key: int,
-) -> float:
-    """Round every magnitude to one of the two nearest powers of two at random, the nearer the likelier.
+def pack_exponents(array: Floats, words: Words, exponents: Bytes, sent: Floats, key: int) -> float:
+    """Round magnitudes at random to one of the two nearest powers of two, the nearer the likelier.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous. float64 is taken to the nearest float32 first, at most to the largest one.
-    words : array of uint64, shape (ceil(n / 64),)
-        Receives the signs; bits behind the last element are zero.
-    exponents : array of uint8, shape (n,)
-        Receives the exponents.
-    sent : array, shape (n,)
-        Receives what the receiver will see, in the dtype of ``array``.
-    key : int
-        64 bits that all random choices come from.
+    ``words`` receives the signs, and zeros after the last element; ``sent`` receives the numbers that the receiver will
+    see. float64 is first rounded to float32, at most to the largest number. The key has 64 bits. Return the squared L2
+    norm of ``array - sent``; NaN or infinite where an element is.
 
-    Returns
-    -------
-    float
-        Squared L2 norm of ``array - sent``; NaN or infinite where an element is.
-
-    Notes
-    -----
-    As many random bits as a float32 has behind its exponent are added to them and carry into it: that rounds up with
-    just the probability that makes the result right on the average. Below the least normal number it does so too, to
-    that number or to zero. What is larger than the largest power of two, 2**127, becomes it.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> array = np.array([0.25, -4, 0], np.float32)
-    >>> words, exponents, sent = np.empty(1, np.uint64), np.empty(3, np.uint8), np.empty(3, np.float32)
-    >>> pack_exponents(array, words, exponents, sent, key=1), exponents.tolist(), sent.tolist()
-    (0.0, [125, 129, 0], [0.25, -4.0, 0.0])
+    A float32 has 23 bits after its exponent. As many random bits are added to them and carry into the exponent, with
+    just the probability that makes the result right on average. Below the smallest normal number the result is that
+    number or zero; what is larger than 2**127, the largest power of two, becomes 2**127.
     """
     return float(_pack_exponents(array, words, exponents, sent, halves(key)))
 
 
-def unpack_exponents(words: NDArray[np.uint64], exponents: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
+def unpack_exponents(words: Words, exponents: Bytes, out: Floats) -> None:
     """Write what `pack_exponents` has packed to a float32 or float64 array of the same length."""
     _unpack_exponents(words, exponents, out)
 
 
-def unpack_exponents_add(
-    words: NDArray[np.uint64], exponents: NDArray[np.uint8], factor: float, out: NDArray[np.floating]
-) -> None:
+def unpack_exponents_add(words: Words, exponents: Bytes, factor: float, out: Floats) -> None:
     """Add ``factor`` times what `pack_exponents` has packed to a float32 or float64 array of the same length."""
     _unpack_exponents_add(words, exponents, factor, out)
 

@@ -10,10 +10,9 @@ Words are filled in blocks of `SPAN`, the last one shorter. Field j of the k-th 
 from typing import Any
 
 import numpy as np
-from mpicomp.kernels.cpu.compile import exact, kernel
+from mpicomp.kernels.cpu.compile import Bytes, Floats, Words, exact, kernel
 from mpicomp.kernels.cpu.random import draw, halves
 from mpicomp.kernels.sizes import fields_of, width_of
-from numpy.typing import NDArray
 
 SPAN = 256
 """Words of a block; with their elements they stay in the first-level cache."""
@@ -22,50 +21,24 @@ _UNIT = np.float32(2.0**-24)
 
 
 def pack_fields(
-    array: NDArray[np.floating],
-    inverses: NDArray[np.floating],
-    steps: NDArray[np.floating],
+    array: Floats,
+    inverses: Floats,
+    steps: Floats,
     limit: int,
     largest: int,
     key: int | None,
-    words: NDArray[np.uint64],
-    sent: NDArray[np.floating],
-    levels: NDArray[np.uint8] | None = None,
+    words: Words,
+    sent: Floats,
+    levels: Bytes | None = None,
 ) -> float:
     """Round an array to integers from ``-limit`` to ``limit`` and pack them, ``limit`` added, into fields.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous. What lies beyond the ends of the grid is taken to them, NaN to the lower one.
-    inverses, steps : arrays, shape (grids,)
-        What elements are multiplied by, and the distance of two points, in the dtype of ``array``. Of several grids the
-        first is the coarsest.
-    limit : int
-        Below 2**24, up to which float32 counts.
-    largest : int
-        What a field may come to hold: ``2 * limit`` times the ranks; below 2**31.
-    key : int or None
-        64 bits for rounding at random, which is right on the average; None rounds to the nearest, ties to even.
-    words : array of uint64, shape (words_of(n, largest),)
-        Receives the fields; those behind the last element are zero.
-    sent : array, shape (n,)
-        Receives the integers times their steps.
-    levels : array of uint8, shape (n,), optional
-        Each element's grid; if not given, all are on the first.
-
-    Returns
-    -------
-    float
-        Squared L2 norm of ``array - sent``; NaN or infinite where an element is.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> array, words, sent = np.array([-4, 1.5, 4], np.float32), np.empty(1, np.uint64), np.empty(3, np.float32)
-    >>> step = np.ones(1, np.float32)
-    >>> pack_fields(array, step, step, 4, 15, None, words, sent), sent.tolist(), hex(words[0])
-    (0.25, [-4.0, 2.0, 4.0], '0x860')
+    An element is multiplied by the inverse of its grid, and ``sent`` receives its integer times the step of the grid.
+    ``levels`` has the grid of each element; without it all are on the first one, which is the coarsest. Elements beyond
+    the ends of a grid are moved to them, NaN to the lower one. ``limit`` is below 2**24, up to which float32 counts;
+    ``largest`` is what a sum may reach, ``2 * limit`` times the ranks and below 2**31. With a key of 64 bits rounding
+    is random and right on average; without one it is to the nearest, ties to even. Return the squared L2 norm of
+    ``array - sent``; NaN or infinite where an element is.
     """
     low, high = (None, None) if key is None else halves(key)
     number = array.dtype.type
@@ -77,76 +50,26 @@ def pack_fields(
 
 
 def unpack_fields(
-    words: NDArray[np.uint64],
-    factors: NDArray[np.floating],
-    offset: int,
-    largest: int,
-    out: NDArray[np.floating],
-    levels: NDArray[np.uint8] | None = None,
+    words: Words, factors: Floats, offset: int, largest: int, out: Floats, levels: Bytes | None = None
 ) -> None:
-    """Write ``(field - offset) * factor`` for each element.
+    """Write ``(field - offset) * factor`` for each element: the same bits on every processor.
 
-    Parameters
-    ----------
-    words : array of uint64
-        As `pack_fields` has left them, or the sum of several such.
-    factors : array, shape (grids,)
-        Of each grid, in the dtype of ``out``.
-    offset : int
-        ``limit`` times the ranks whose words were summed.
-    largest : int
-        As in `pack_fields`.
-    out : array, shape (n,)
-        float32 or float64. Every processor makes the same bits of it.
-    levels
-        As in `pack_fields`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> out = np.empty(3, np.float32)
-    >>> unpack_fields(np.array([0x860], np.uint64), np.array([0.5], np.float32), 4, 15, out)
-    >>> out.tolist()
-    [-2.0, 1.0, 2.0]
+    ``words`` are those of `pack_fields` or a sum of them, ``factors`` has a number for each grid in the dtype of
+    ``out``, and ``offset`` is ``limit`` times the ranks whose words were summed.
     """
     _unpack_fields(words, levels, factors, np.int32(offset), fields_of(largest), width_of(largest), out)
 
 
-def pack_out_of_range(
-    array: NDArray[np.floating], inverse: Any, limit: int, ranks: int, words: NDArray[np.uint64]
-) -> None:
-    """Put a 1 into the field of every element that is beyond the ends of a grid, before it is rounded.
+def pack_out_of_range(array: Floats, inverse: Any, limit: int, ranks: int, words: Words) -> None:
+    """Set the field of every element to 1 whose product with ``inverse`` is beyond ``-limit`` to ``limit``, or NaN.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous.
-    inverse : number of the same dtype
-        Factor of the elements.
-    limit : int
-        An element stays where its product is from ``-limit`` to ``limit``; NaN does not.
-    ranks : int
-        How many 1 a field has to hold.
-    words : array of uint64, shape (words_of(n, ranks),)
-        Receives the fields.
+    ``inverse`` has the dtype of ``array``. A field has room for the ones of all ranks.
     """
     _pack_out_of_range(array, inverse, array.dtype.type(limit), fields_of(ranks), width_of(ranks), words)
 
 
-def resolve_levels(words: NDArray[np.uint64], ranks: int, level: int, levels: NDArray[np.uint8]) -> None:
-    """Set the level of every element to which nobody has objected.
-
-    Parameters
-    ----------
-    words : array of uint64
-        The sum of what `pack_out_of_range` wrote on each rank.
-    ranks : int
-        As there.
-    level : int
-        The grid that was asked about.
-    levels : array of uint8, shape (n,)
-        Changed where the field is zero.
-    """
+def resolve_levels(words: Words, ranks: int, level: int, levels: Bytes) -> None:
+    """Set the level of every element whose field is zero in the sum of what `pack_out_of_range` wrote on each rank."""
     _resolve_levels(words, fields_of(ranks), width_of(ranks), np.uint8(level), levels)
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels.cpu.bit_planes import read_planes, write_planes
 from mpicomp.kernels.cpu.cast import _to_float32
-from mpicomp.kernels.cpu.compile import exact, kernel
+from mpicomp.kernels.cpu.compile import Floats, Singles, Words, exact, kernel
 from mpicomp.kernels.cpu.random import draw, halves
 from mpicomp.kernels.cpu.simd import LANES
 from numba import types
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are gone through again while they are in the first-level cache
 
@@ -33,51 +32,17 @@ _MOST = float(np.finfo(np.float32).max) * (1 - 2.0**-22)
 
 
 def pack_grid(
-    array: NDArray[np.floating],
-    bucket: int,
-    bits: int,
-    norm: str,
-    steps: NDArray[np.float32],
-    words: NDArray[np.uint64],
-    sent: NDArray[np.floating],
-    key: int | None = None,
+    array: Floats, bucket: int, bits: int, norm: str, steps: Singles, words: Words, sent: Floats, key: int | None = None
 ) -> float:
     """Round to a symmetric grid that reaches as far as the norm of each bucket.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous.
-    bucket : int
-        Elements of a bucket, a multiple of 64.
-    bits : int
-        Of a code, from 2 to 8.
-    norm : {"max", "l2"}
-        What the last point of the grid stands for: the bucket's largest magnitude, or its L2 norm.
-    steps : array of float32, shape (ceil(n / bucket),)
-        Receives the steps. Norms beyond float32 are taken to nearly the largest number. NaN stands where an element of
-        the bucket is NaN or infinite; 0 where the norm is 0, or so small that there is no inverse of the step.
-    words : array of uint64, shape (bits * ceil(n / 64),)
-        Receives the codes; bits behind the last element are zero.
-    sent : array, shape (n,)
-        Receives what the receiver will see, in the dtype of ``array``.
-    key : int, optional
-        64 bits from which elements are rounded at random, so that they are right on the average but for 2**-23 of a
-        step. If not given, they go to the nearest point.
-
-    Returns
-    -------
-    float
-        Squared L2 norm of ``array - sent``; NaN where an element is NaN or infinite.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> array = np.array([1, -3, 0.4], np.float32)
-    >>> steps, words, sent = np.empty(1, np.float32), np.empty(3, np.uint64), np.empty(3, np.float32)
-    >>> lost = pack_grid(array, 64, 3, "max", steps, words, sent)
-    >>> steps.tolist(), [int(word) for word in words], sent.tolist()
-    ([1.0], [4, 4, 1], [1.0, -3.0, 0.0])
+    A bucket has a multiple of 64 elements, and a code from 2 to 8 bits. The last point of the grid stands for the
+    largest magnitude of the bucket ("max") or for its L2 norm ("l2"). ``steps`` receives NaN where an element of the
+    bucket is NaN or infinite, and 0 where the norm is 0 or the step has no inverse; norms beyond float32 become nearly
+    the largest number. ``words`` receives the codes, and zeros after the last element; ``sent`` receives the numbers
+    that the receiver will see. With a key of 64 bits elements are rounded at random, right on average but for 2**-23 of
+    a step; without one to the nearest point. Return the squared L2 norm of ``array - sent``; NaN where an element is
+    NaN or infinite.
     """
     halves_of_key = None if key is None else halves(key)
     keys = array.view(_SIGNED[array.dtype])
@@ -86,42 +51,20 @@ def pack_grid(
 
 
 def pack_range(
-    array: NDArray[np.floating],
+    array: Floats,
     bucket: int,
     bits: int,
-    bases: NDArray[np.float32],
-    steps: NDArray[np.float32],
-    words: NDArray[np.uint64],
-    sent: NDArray[np.floating],
+    bases: Singles,
+    steps: Singles,
+    words: Words,
+    sent: Floats,
     key: int | None = None,
 ) -> float:
-    """Round to a grid that reaches from the least to the largest element of each bucket.
+    """Round to a grid that reaches from the least to the largest element of each bucket; see `pack_grid`.
 
-    Parameters
-    ----------
-    bits : int
-        Of a code, from 1 to 8.
-    bases, steps : arrays of float32, shape (ceil(n / bucket),)
-        Receive the least elements and the steps. A range beyond float32 ends early. Where it is so small that there is
-        no inverse of the step, the step is 0 and the base is the number in it that is nearest to zero. NaN stands where
-        an element of the bucket is NaN or infinite.
-    array, bucket, words, sent, key
-        See `pack_grid`.
-
-    Returns
-    -------
-    float
-        Squared L2 norm of ``array - sent``; NaN where an element is NaN or infinite.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> array = np.array([1, -2, 0.1], np.float32)
-    >>> bases, steps, sent = np.empty(1, np.float32), np.empty(1, np.float32), np.empty(3, np.float32)
-    >>> words = np.empty(2, np.uint64)
-    >>> lost = pack_range(array, 64, 2, bases, steps, words, sent)
-    >>> bases.tolist(), steps.tolist(), [int(word) for word in words], sent.tolist()
-    ([-2.0], [1.0], [1, 5], [1.0, -2.0, 0.0])
+    A code has from 1 to 8 bits. ``bases`` receives the least elements. A range beyond float32 ends early. Where it is
+    so small that the step has no inverse, the step is 0 and the base is the number in the range that is nearest to
+    zero.
     """
     halves_of_key = None if key is None else halves(key)
     keys = array.view(_SIGNED[array.dtype])
@@ -129,38 +72,15 @@ def pack_range(
     return float(_pack_range(array, keys, flip, bucket, bits, bases, steps, words, sent, halves_of_key))
 
 
-def unpack_grid(
-    bases: NDArray[np.float32] | None,
-    steps: NDArray[np.float32],
-    words: NDArray[np.uint64],
-    bucket: int,
-    bits: int,
-    out: NDArray[np.floating],
-) -> None:
-    """Write what `pack_grid` (without bases) or `pack_range` has packed to a float32 or float64 array of its length."""
+def unpack_grid(bases: Singles | None, steps: Singles, words: Words, bucket: int, bits: int, out: Floats) -> None:
+    """Write what `pack_grid` (without bases) or `pack_range` has packed to an array of its length."""
     _unpack_grid(bases, steps, words, bucket, bits, out)
 
 
 def unpack_grid_add(
-    bases: NDArray[np.float32] | None,
-    steps: NDArray[np.float32],
-    words: NDArray[np.uint64],
-    bucket: int,
-    bits: int,
-    factor: float,
-    out: NDArray[np.floating],
+    bases: Singles | None, steps: Singles, words: Words, bucket: int, bits: int, factor: float, out: Floats
 ) -> None:
-    """Add ``factor`` times what was packed to an array of the same length.
-
-    Parameters
-    ----------
-    bases, steps, words, bucket, bits
-        As `pack_grid` or `pack_range` has left them.
-    factor : float
-        Multiplies bases and steps in float64, before they are taken to the dtype of ``out``.
-    out : array, shape (n,)
-        float32 or float64.
-    """
+    """Add ``factor`` times what was packed; it multiplies bases and steps in float64, before they are rounded."""
     _unpack_grid_add(bases, steps, words, bucket, bits, factor, out)
 
 

@@ -10,39 +10,16 @@ from collections.abc import Sequence
 
 import numpy as np
 from mpicomp.kernels.cpu.bit_ops import first_one, ones
-from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.compile import Bytes, Indices, kernel
 from mpicomp.kernels.sizes import index_bytes, layout_of
 from numpy.typing import NDArray
 
 
-def encode_indices(indices: NDArray[np.uint32], numel: int, out: NDArray[np.unsignedinteger]) -> bool:
-    """Write the code of ``indices``, which ascend without repetition and are below ``numel``.
+def encode_indices(indices: Indices, numel: int, out: NDArray[np.unsignedinteger]) -> bool:
+    """Write the code of indices that ascend without repetition below ``numel``, which is at most 2**32.
 
-    Parameters
-    ----------
-    indices : array of uint32, shape (k,)
-        Contiguous.
-    numel : int
-        At most 2**32.
-    out : array of uint8 or uint64
-        Of `index_bytes` bytes, aligned like uint64.
-
-    Returns
-    -------
-    bool
-        False where the indices are not what they have to be. ``out`` is then all zeros, which is the code of nothing:
-        `decode_indices` refuses it like every other wrong code, so that all receivers learn of it.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpicomp.kernels.cpu import index_bytes
-    >>> out = np.empty(index_bytes(3, 100), np.uint8)
-    >>> encode_indices(np.array([5, 6, 99], np.uint32), 100, out)
-    True
-    >>> back = np.empty(3, np.uint32)
-    >>> decode_indices(out, 3, 100, back), back.tolist()
-    (True, [5, 6, 99])
+    ``out`` has `index_bytes` bytes, aligned like uint64. Return False where the indices are wrong. ``out`` is then all
+    zeros, a code that `decode_indices` refuses, so that all receivers learn of it.
     """
     bits, low, upper = layout_of(indices.size, numel)
     code = out.view(np.uint64)
@@ -55,23 +32,11 @@ def encode_indices(indices: NDArray[np.uint32], numel: int, out: NDArray[np.unsi
     return True
 
 
-def decode_indices(code: NDArray[np.unsignedinteger], count: int, numel: int, out: NDArray[np.uint32]) -> bool:
+def decode_indices(code: NDArray[np.unsignedinteger], count: int, numel: int, out: Indices) -> bool:
     """Read the code that `encode_indices` wrote; damaged bytes never touch anything outside the arrays.
 
-    Parameters
-    ----------
-    code : array of uint8 or uint64
-        Aligned like uint64.
-    count, numel : int
-        Number of indices, and their upper bound.
-    out : array of uint32, shape (count,)
-        Where they go.
-
-    Returns
-    -------
-    bool
-        False where the length is not that of `index_bytes` or no ascending indices below ``numel`` have this code.
-        ``out`` then holds anything.
+    Return False where the length is wrong or no ascending indices below ``numel`` have this code; ``out`` is then
+    undefined.
     """
     bits, low, upper = layout_of(count, numel)
     if out.size != count:
@@ -82,45 +47,11 @@ def decode_indices(code: NDArray[np.unsignedinteger], count: int, numel: int, ou
     return bool(_decode(words, bits, words[low:], numel, out))
 
 
-def decode_indices_of(
-    messages: NDArray[np.uint8], starts: Sequence[int], counts: Sequence[int], numel: int, out: NDArray[np.uint32]
-) -> bool:
-    """Read several codes, as `decode_indices` reads one.
+def decode_indices_of(messages: Bytes, starts: Sequence[int], counts: Sequence[int], numel: int, out: Indices) -> bool:
+    """Read several codes into ``out``, one after the other, as `decode_indices` reads one.
 
-    Parameters
-    ----------
-    messages : array of uint8
-        Aligned like uint64. It holds all codes, and whatever else.
-    starts : sequence of int
-        Where each code begins, in bytes; a multiple of 8.
-    counts : sequence of int
-        Number of indices of each code.
-    numel : int
-        Their upper bound.
-    out : array of uint32, shape (sum(counts),)
-        Receives the indices of one code after those of the other.
-
-    Returns
-    -------
-    bool
-        True where all codes lie inside ``messages`` and are right. Where it is False, ``out`` holds anything.
-
-    Raises
-    ------
-    ValueError
-        Where the indices do not fill ``out``, or a code does not begin at a multiple of 8.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpicomp.kernels.cpu import index_bytes
-    >>> messages, out = np.zeros(8 + 2 * index_bytes(2, 9), np.uint8), np.empty(4, np.uint32)
-    >>> messages.size, encode_indices(np.array([1, 8], np.uint32), 9, messages[:16])
-    (40, True)
-    >>> encode_indices(np.array([3, 4], np.uint32), 9, messages[24:])
-    True
-    >>> decode_indices_of(messages, [0, 24], [2, 2], 9, out), out.tolist()
-    (True, [1, 8, 3, 4])
+    Codes start at these bytes of ``messages``, multiples of 8, and have so many indices. Return False where a code lies
+    outside ``messages`` or is wrong; ``out`` is then undefined.
     """
     if sum(counts) != out.size:
         raise ValueError(f"decode_indices_of: {sum(counts)} indices do not fill an array of {out.size}")
@@ -136,16 +67,8 @@ def decode_indices_of(
     return True
 
 
-def ascending_below(indices: NDArray[np.uint32], numel: int) -> bool:
-    """Return whether indices ascend without repetition and are below ``numel``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> indices = np.array([0, 3, 4], np.uint32)
-    >>> ascending_below(indices, 5), ascending_below(indices, 4), ascending_below(indices[::2].repeat(2), 5)
-    (True, False, False)
-    """
+def ascending_below(indices: Indices, numel: int) -> bool:
+    """Return whether indices ascend without repetition and are below ``numel``."""
     return indices.size == 0 or (int(indices[-1]) < numel and bool(_ascending(indices[:-1], indices[1:])))
 
 

@@ -6,157 +6,61 @@ where they do not, the result means nothing, but nothing outside the arrays is t
 
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, mask_of
-from mpicomp.kernels.cpu.compile import kernel
-from numpy.typing import NDArray
+from mpicomp.kernels.cpu.compile import Floats, Indices, kernel
 
 
 def merge_add(
-    indices_a: NDArray[np.uint32],
-    values_a: NDArray[np.floating],
-    indices_b: NDArray[np.uint32],
-    values_b: NDArray[np.floating],
-    out_indices: NDArray[np.uint32],
-    out_values: NDArray[np.floating],
+    indices_a: Indices, values_a: Floats, indices_b: Indices, values_b: Floats, out_indices: Indices, out_values: Floats
 ) -> int:
-    """Write the union of two selections; where both have an index, the sum of their values.
+    """Write the union of two selections and return its length; where both have an index, values are added.
 
-    Parameters
-    ----------
-    indices_a, values_a : arrays, shape (a,)
-        One selection; values are float32 or float64.
-    indices_b, values_b : arrays, shape (b,)
-        The other; values of the same dtype.
-    out_indices, out_values : arrays
-        Receive the union; at least ``a + b`` elements, which must not overlap the selections'.
-
-    Returns
-    -------
-    int
-        How many elements the union has. What the arrays hold behind them has no meaning.
-
-    Raises
-    ------
-    ValueError
-        Where there is no room for all.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> indices, values = np.zeros(4, np.uint32), np.zeros(4, np.float32)
-    >>> three, five = np.array([1, 3], np.uint32), np.array([3, 4], np.uint32)
-    >>> merge_add(three, np.array([1, 2], np.float32), five, np.array([5, 6], np.float32), indices, values)
-    3
-    >>> indices[:3].tolist(), values[:3].tolist()
-    ([1, 3, 4], [1.0, 7.0, 6.0])
+    The outputs have room for both selections and must not overlap them; they are undefined after the union.
     """
     _check_room("merge_add", indices_a.size + indices_b.size, out_indices, out_values)
     return int(_merge_add(indices_a, values_a, indices_b, values_b, out_indices, out_values))
 
 
 def merge_subtract(
-    indices_a: NDArray[np.uint32],
-    values_a: NDArray[np.floating],
-    indices_b: NDArray[np.uint32],
-    values_b: NDArray[np.floating],
-    out_indices: NDArray[np.uint32],
-    out_values: NDArray[np.floating],
+    indices_a: Indices, values_a: Floats, indices_b: Indices, values_b: Floats, out_indices: Indices, out_values: Floats
 ) -> int:
-    """Subtract one selection from another: like `merge_add` with negative ``values_b``, but zeros are left out.
+    """Subtract the second selection from the first: `merge_add` with negative ``values_b``, but without zeros.
 
-    An element of the first selection whose index the second one does not have stays, whatever its value.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> indices, values = np.zeros(4, np.uint32), np.zeros(4, np.float32)
-    >>> three, five = np.array([1, 3], np.uint32), np.array([3, 4], np.uint32)
-    >>> merge_subtract(three, np.array([1, 5], np.float32), five, np.array([5, 6], np.float32), indices, values)
-    2
-    >>> indices[:2].tolist(), values[:2].tolist()
-    ([1, 4], [1.0, -6.0])
+    An element whose index only the first selection has stays, whatever its value.
     """
     _check_room("merge_subtract", indices_a.size + indices_b.size, out_indices, out_values)
     return int(_merge_subtract(indices_a, values_a, indices_b, values_b, out_indices, out_values))
 
 
 def intersect(
-    indices_a: NDArray[np.uint32],
-    values_a: NDArray[np.floating],
-    indices_b: NDArray[np.uint32],
-    out_indices: NDArray[np.uint32],
-    out_values: NDArray[np.floating],
+    indices_a: Indices, values_a: Floats, indices_b: Indices, out_indices: Indices, out_values: Floats
 ) -> int:
-    """Write the part of a selection whose indices are also in another list; return its length.
+    """Write the elements of a selection whose indices are in another list; return their number.
 
-    Parameters
-    ----------
-    indices_a, values_a : arrays, shape (a,)
-        The selection.
-    indices_b : array of uint32, shape (b,)
-        The list.
-    out_indices, out_values : arrays
-        Receive the part; at least as many elements as the shorter list.
-
-    Raises
-    ------
-    ValueError
-        Where there is no room for all.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> indices, values = np.zeros(2, np.uint32), np.zeros(2, np.float32)
-    >>> three, five = np.array([1, 3], np.uint32), np.array([3, 4], np.uint32)
-    >>> intersect(three, np.array([1, 2], np.float32), five, indices, values), int(indices[0]), float(values[0])
-    (1, 3, 2.0)
+    The outputs have room for as many elements as the shorter list has.
     """
     _check_room("intersect", min(indices_a.size, indices_b.size), out_indices, out_values)
     return int(_intersect(indices_a, values_a, indices_b, out_indices, out_values))
 
 
-def count_reaching(values: NDArray[np.floating], threshold: int) -> int:
+def count_reaching(values: Floats, threshold: int) -> int:
     """Count the values whose magnitude bits are at least ``threshold``; see `magnitude_bits`."""
     mask = mask_of(values.dtype)
     return int(_count_reaching(as_bits(values), mask, mask.dtype.type(threshold)))
 
 
 def split_largest(
-    indices: NDArray[np.uint32],
-    values: NDArray[np.floating],
+    indices: Indices,
+    values: Floats,
     threshold: int,
-    kept_indices: NDArray[np.uint32],
-    kept_values: NDArray[np.floating],
-    left_indices: NDArray[np.uint32],
-    left_values: NDArray[np.floating],
+    kept_indices: Indices,
+    kept_values: Floats,
+    left_indices: Indices,
+    left_values: Floats,
 ) -> None:
-    """Part a selection into its largest elements and the others; both stay in order.
+    """Split a selection into its largest elements and the others; both stay in order.
 
-    Parameters
-    ----------
-    indices, values : arrays, shape (n,)
-        The selection.
-    threshold : int
-        Magnitude bits of the smallest element that is kept. Of those equal to it the ones of lowest index are.
-    kept_indices, kept_values : arrays, shape (k,)
-        Receive the ``k`` largest.
-    left_indices, left_values : arrays, shape (n - k,)
-        Receive the others.
-
-    Raises
-    ------
-    ValueError
-        Where ``k`` elements with this threshold are not what the selection has.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> indices, values = np.array([2, 5, 7], np.uint32), np.array([1, -3, 1], np.float32)
-    >>> kept = np.zeros(2, np.uint32), np.zeros(2, np.float32)
-    >>> left = np.zeros(1, np.uint32), np.zeros(1, np.float32)
-    >>> from mpicomp.kernels.cpu import kth_magnitude
-    >>> split_largest(indices, values, kth_magnitude(values, 2), *kept, *left)
-    >>> kept[0].tolist(), left[0].tolist()
-    ([2, 5], [7])
+    ``threshold`` is the magnitude bits of the smallest element that is kept. Of those equal to it the ones of lowest
+    index are kept, as many as fit.
     """
     above, reaching = count_reaching(values, threshold + 1), count_reaching(values, threshold)
     kept = kept_indices.size
@@ -169,28 +73,15 @@ def split_largest(
     )  # fmt: skip
 
 
-def norm_change(array: NDArray[np.floating], indices: NDArray[np.uint32], sent: NDArray[np.floating]) -> float:
-    """Return by how much the squared L2 norm of ``array`` changes when ``sent`` is taken away from it at ``indices``.
+def norm_change(array: Floats, indices: Indices, sent: Floats) -> float:
+    """Return how much the squared L2 norm of ``array`` changes when ``sent`` is subtracted at ``indices``.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64; it is not changed.
-    indices : array of uint32, shape (k,)
-        In range, without repetition.
-    sent : array, shape (k,)
-        Of the dtype of ``array``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> norm_change(np.array([1, 3, 4], np.float32), np.array([0, 2], np.uint32), np.array([-1, 4], np.float32))
-    -13.0
+    Indices are in range and do not repeat. The array is not changed.
     """
     return float(_norm_change(array, indices, sent))
 
 
-def _check_room(name: str, needed: int, indices: NDArray[np.uint32], values: NDArray[np.floating]) -> None:
+def _check_room(name: str, needed: int, indices: Indices, values: Floats) -> None:
     if min(indices.size, values.size) < needed:
         raise ValueError(f"{name}: room for {needed} elements is needed, got {min(indices.size, values.size)}")
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from mpicomp.kernels.cpu.cast import widen
+from mpicomp.kernels.cpu.compile import Bytes, Floats
 from mpicomp.kernels.cpu.indices import ascending_below
 from mpicomp.kernels.cpu.scatter import scatter_add
 from mpicomp.kernels.cpu.sweep import energy as energy_of
@@ -24,42 +25,13 @@ _DTYPES = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
 
 
 def write_header(
-    message: NDArray[np.uint8],
-    lead: int,
-    finite: bool,
-    energy: float,
-    kept: float | NDArray[np.floating] | None,
-    rounding: float,
+    message: Bytes, lead: int, finite: bool, energy: float, kept: float | Floats | None, rounding: float
 ) -> None:
     """Fill the first 24 bytes of a message: what it is, its energy, and the energy of what it leaves out.
 
-    Parameters
-    ----------
-    message : array of uint8
-        Aligned like uint64.
-    lead : int
-        The first word, of 64 bits. Bit 8 is set as well where ``finite`` is false.
-    finite : bool
-        Whether all elements of the gradient are finite numbers.
-    energy : float
-        Squared L2 norm of the gradient.
-    kept : float, array or None
-        That of what is sent, or the values themselves, whose squared norm is then made as
-        `mpicomp.kernels.cpu.energy` makes it. The difference, or 0 where it is negative, is lost; nothing of it with
-        None.
-    rounding : float
-        What is lost besides.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> message = np.zeros(24, np.uint8)
-    >>> write_header(message, 1, True, 5.0, 3.0, 0.25)
-    >>> int(message.view(np.uint64)[0]), message[8:].view(np.float64).tolist()
-    (1, [5.0, 2.25])
-    >>> write_header(message, 1, True, 5.0, np.array([1, 1], np.float32), 0.25)
-    >>> message[8:].view(np.float64).tolist()
-    [5.0, 3.25]
+    ``lead`` is the first word; its bit 8 is also set where the gradient is not ``finite``. ``energy`` is the squared L2
+    norm of the gradient. ``kept`` is that of the sent part, or its values, whose norm is then computed as `energy`
+    does; the difference is lost, if it is positive, and nothing with None. ``rounding`` is lost in addition.
     """
     left = 0.0
     if kept is not None:
@@ -68,25 +40,10 @@ def write_header(
     _HEADER.pack_into(message.data, 0, word, energy, (0.0 if left < 0 else left) + float(rounding))
 
 
-def write_tail(out: NDArray[np.floating], finite: bool, stale: bool, energy: float, lost: float) -> None:
+def write_tail(out: Floats, finite: bool, stale: bool, energy: float, lost: float) -> None:
     """Write ``(not finite, stale, energy, lost)`` as numbers that ranks can add up.
 
-    Parameters
-    ----------
-    out : array, shape (4,)
-        float32 or float64. What is beyond float32 becomes infinite.
-    finite, stale : bool
-        Whether all elements of the gradient are finite numbers, and whether it is an old one.
-    energy, lost : float
-        Squared L2 norms of the gradient and of what was not sent of it.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> out = np.empty(4, np.float32)
-    >>> write_tail(out, True, False, 1e300, 0.5)
-    >>> out.tolist()
-    [0.0, 0.0, inf, 0.5]
+    Numbers beyond float32 become infinite.
     """
     out[0], out[1] = not finite, stale
     with contextlib.nullcontext() if max(energy, lost) < _FAR_BELOW else np.errstate(over="ignore"):
@@ -94,55 +51,23 @@ def write_tail(out: NDArray[np.floating], finite: bool, stale: bool, energy: flo
 
 
 def sparse_add(
-    messages: NDArray[np.uint8],
+    messages: Bytes,
     values_at: Sequence[int],
     indices: NDArray[np.unsignedinteger],
     indices_at: Sequence[int],
     counts: Sequence[int],
     stored: str,
     factor: float,
-    out: NDArray[np.floating],
+    out: Floats,
     right: bool = True,
 ) -> bool:
     """Add ``factor`` times each of several selections to ``out``, in their order.
 
-    Parameters
-    ----------
-    messages : array of uint8
-        Holds the values of all selections.
-    values_at : sequence of int
-        Bytes of ``messages`` before each selection's values, multiples of the size of a value.
-    indices : array of uint32 or uint8
-        Holds the indices of all selections, as uint32; it may be ``messages``.
-    indices_at : sequence of int
-        Bytes of ``indices`` before each selection's indices, multiples of 4.
-    counts : sequence of int
-        Elements of each selection.
-    stored : {"float32", "float64", "fp16", "bf16"}
-        How values are stored: in the dtype of ``out``, or in 16 bits.
-    factor : float
-        Taken to the dtype of ``out`` before it multiplies. The product is rounded before it is added.
-    out : array, shape (n,)
-        float32 or float64.
-    right : bool
-        Whether all that led to this call was right: of several answers only the last one has then to be looked at.
-
-    Returns
-    -------
-    bool
-        False where a selection's indices do not ascend, without repetition, below n, or ``right`` is false. ``out`` may
-        then hold anything.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> messages = np.array([2, 4, 6, 8], np.float32).view(np.uint8)
-    >>> indices = np.array([0, 1, 1, 3], np.uint32)
-    >>> out = np.zeros(4, np.float32)
-    >>> sparse_add(messages, (0, 8), indices, (0, 8), (2, 2), "float32", 0.5, out)
-    True
-    >>> out.tolist()
-    [1.0, 5.0, 0.0, 4.0]
+    Selection r has ``counts[r]`` values from byte ``values_at[r]`` of ``messages`` on, stored in the dtype of ``out``
+    or as "fp16" or "bf16", and uint32 indices from byte ``indices_at[r]`` of ``indices`` on, which may be ``messages``.
+    The factor is rounded to the dtype of ``out``, and the product before it is added. Return False where indices do not
+    ascend without repetition below n, or where ``right``, the answer of an earlier check, is False; ``out`` is then
+    undefined.
     """
     check_stored("sparse_add", stored, out.dtype)
     if not right:
@@ -162,9 +87,7 @@ def check_stored(name: str, stored: str, dtype: np.dtype[np.floating]) -> None:
         raise ValueError(f"{name}: values must be stored as {dtype.name}, fp16 or bf16, got {stored!r}")
 
 
-def _values(
-    messages: NDArray[np.uint8], start: int, count: int, stored: str, dtype: np.dtype[np.floating]
-) -> NDArray[np.floating]:
+def _values(messages: Bytes, start: int, count: int, stored: str, dtype: np.dtype[np.floating]) -> Floats:
     if stored not in HALVES:
         return messages[start : start + dtype.itemsize * count].view(dtype)
     values = np.empty(count, dtype)

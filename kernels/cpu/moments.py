@@ -3,9 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.compile import Floats, kernel
 from mpicomp.kernels.cpu.threads import cut, spread
-from numpy.typing import NDArray
 
 # Sums over a block are taken in the array's dtype; where the sum of squares leaves this range they are taken again
 # in float64, since squares may have vanished or overflowed.
@@ -50,30 +49,11 @@ class Moments(NamedTuple):
         )
 
 
-def logarithms(array: NDArray[np.floating], stride: int = 1, threads: int = 1) -> tuple[int, float, float]:
-    """Sum magnitudes and their natural logarithms over the elements that are not zero.
+def logarithms(array: Floats, stride: int = 1, threads: int = 1) -> tuple[int, float, float]:
+    """Return the number of nonzero elements, and the sums of their magnitudes and of the natural logarithms of these.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous and finite.
-    stride : int
-        1 looks at all elements, s at every s-th group of 1024 of them. Nothing is scaled up.
-    threads : int
-        Number of threads that share the sweep.
-
-    Returns
-    -------
-    nonzero : int
-        Number of elements that were summed.
-    total, logarithm : float
-        The sums. Those of float32 are good to about 1e-6 of their terms.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> logarithms(np.array([1, 0, -1], np.float32))
-    (2, 2.0, 0.0)
+    The array is finite. With a stride s every s-th group of 1024 elements is swept; sums are not scaled up. Sums of
+    float32 are good to about 1e-6 of their terms.
     """
     parts = spread(lambda part: _logarithms(array[part], stride), strided(array.size, stride, threads))
     return sum(int(part[0]) for part in parts), sum(part[1] for part in parts), sum(part[2] for part in parts)

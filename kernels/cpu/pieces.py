@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from mpicomp.kernels.cpu.cast import widen
+from mpicomp.kernels.cpu.compile import Floats
 from numpy.typing import NDArray
 
 WIRES = {np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}  # what integers of 16 bits stand for: bfloat16
@@ -27,39 +28,11 @@ class Pieces:
         return True
 
 
-def concatenate(
-    pieces: Sequence[NDArray[Any]], out: NDArray[np.floating], scale: float = 1.0, table: Pieces | None = None
-) -> Pieces:
-    """Write pieces one behind the other, each of them times ``scale``.
+def concatenate(pieces: Sequence[NDArray[Any]], out: Floats, scale: float = 1.0, table: Pieces | None = None) -> Pieces:
+    """Write pieces one after the other, each of them times ``scale``, and return the table for the next call.
 
-    Parameters
-    ----------
-    pieces : sequence of arrays
-        Contiguous and one-dimensional, of the dtype of ``out``, of float16, or of uint16, which stands for bfloat16.
-    out : array, shape (n,)
-        float32 or float64; n is the sum of the pieces' lengths.
-    scale : float
-        Taken to the dtype of ``out`` before it multiplies; 1 leaves all bits as they are.
-    table : Pieces, optional
-        What an earlier call has returned. Where it does not fit, another one is made.
-
-    Returns
-    -------
-    Pieces
-        To be passed with the next call.
-
-    Raises
-    ------
-    ValueError
-        Where the pieces do not fill ``out``, or have another dtype.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> out = np.empty(3, np.float32)
-    >>> table = concatenate([np.array([1, 2], np.float16), np.array([5], np.float32)], out, 0.5)
-    >>> out.tolist()
-    [0.5, 1.0, 2.5]
+    Pieces are of the dtype of ``out``, of float16, or of uint16, which stands for bfloat16, and fill ``out``. The scale
+    is rounded to the dtype of ``out``; 1 leaves all bits as they are. ``table`` is what an earlier call has returned.
     """
     check_pieces(pieces, out)
     by, start = out.dtype.type(scale), 0

@@ -29,19 +29,9 @@ def halves(key: int) -> tuple[np.uint32, np.uint32]:
 
 @kernel
 def draw(index, low, high):  # type: ignore[no-untyped-def]
-    """Return 32 random bits, always the same for the same element and key.
+    """Return 32 random bits of an element, the upper ones best; `halves` makes ``low`` and ``high`` from a key.
 
-    Parameters
-    ----------
-    index : int
-        Of the element. Indices that differ by 2**32 have the same.
-    low, high : uint32
-        What `halves` makes of the key.
-
-    Returns
-    -------
-    uint32
-        Its upper bits are the best ones.
+    Indices that differ by 2**32 have the same bits.
     """
     # Numba would take each result to 64 bits, for which there are half as many lanes and no fast product.
     word = np.uint32(np.uint32(index) ^ low)

@@ -1,54 +1,28 @@
 """Arrays to selections and back: gather, scatter-add, and the subtraction of sent elements."""
 
 import numpy as np
-from mpicomp.kernels.cpu.compile import exact, kernel
-from numpy.typing import NDArray
+from mpicomp.kernels.cpu.compile import Floats, Indices, exact, kernel
 
 
-def gather(array: NDArray[np.floating], indices: NDArray[np.uint32], out: NDArray[np.floating]) -> bool:
+def gather(array: Floats, indices: Indices, out: Floats) -> bool:
     """Write ``array[indices]`` to ``out``; False, and nothing beyond that index, where one is out of range."""
     return bool(_gather(array, indices, out))
 
 
-def scatter_add(
-    indices: NDArray[np.uint32], values: NDArray[np.floating], factor: float, out: NDArray[np.floating]
-) -> bool:
-    """Add ``factor * values`` to ``out`` at ``indices``, in their order.
+def scatter_add(indices: Indices, values: Floats, factor: float, out: Floats) -> bool:
+    """Add ``factor * values`` to ``out`` at ``indices``, which may repeat, in their order.
 
-    Parameters
-    ----------
-    indices : array of uint32, shape (k,)
-        May repeat; every occurrence counts.
-    values : array, shape (k,)
-        Of the dtype of ``out``.
-    factor : float
-        Taken to the dtype of ``out`` before it multiplies.
-    out : array, shape (n,)
-        float32 or float64.
-
-    Returns
-    -------
-    bool
-        False where an index is not below n. Nothing is then written at all.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> out = np.zeros(4, np.float32)
-    >>> scatter_add(np.array([3, 1, 3], np.uint32), np.array([2, 4, 6], np.float32), 0.5, out)
-    True
-    >>> out.tolist()
-    [0.0, 2.0, 0.0, 4.0]
+    The factor is rounded to the dtype of ``out``. Return False, and write nothing, where an index is out of range.
     """
     return bool(_scatter_add(indices, values, out.dtype.type(factor), out))
 
 
-def subtract_at(indices: NDArray[np.uint32], values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
+def subtract_at(indices: Indices, values: Floats, out: Floats) -> None:
     """Subtract ``values`` from ``out`` at ``indices``, which are in range and do not repeat."""
     _subtract_at(indices, values, out)
 
 
-def clear_at(indices: NDArray[np.uint32], out: NDArray[np.floating]) -> None:
+def clear_at(indices: Indices, out: Floats) -> None:
     """Set ``out`` to zero at ``indices``, which are in range."""
     _clear_at(indices, out)
 

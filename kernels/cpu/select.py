@@ -2,7 +2,7 @@
 
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, mask_of
-from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.compile import Floats, Indices, kernel
 from numpy.typing import NDArray
 
 # Bits that a radix pass looks at. More of them make fewer passes, and more counters to clear: those that a large array
@@ -12,85 +12,36 @@ _LARGE_DIGIT = 16  # from _LARGE elements on
 _LARGE = 1 << 19  # elements
 
 
-def kth_magnitude(array: NDArray[np.floating], k: int) -> int:
-    """Find the k-th largest magnitude by radix selection: 2 or 3 sweeps for float32, 4 or 6 for float64.
+def kth_magnitude(array: Floats, k: int) -> int:
+    """Return the magnitude bits of the k-th largest magnitude; NaN counts as larger than infinity.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous.
-    k : int
-        From 1 to n.
-
-    Returns
-    -------
-    int
-        Its magnitude bits. NaN counts as larger than infinity.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpicomp.kernels.cpu import magnitude_bits
-    >>> array = np.array([0.5, -3, 1, 2], np.float32)
-    >>> kth_magnitude(array, 2) == magnitude_bits(2, array.dtype)
-    True
+    A radix selection takes 2 or 3 sweeps for float32, 4 or 6 for float64.
     """
     digit = _LARGE_DIGIT if array.size >= _LARGE else _DIGIT
     return int(_kth_magnitude(as_bits(array), mask_of(array.dtype), k, digit))
 
 
-def select_largest(
-    array: NDArray[np.floating],
-    threshold: int,
-    indices: NDArray[np.uint32],
-    values: NDArray[np.floating],
-) -> None:
+def select_largest(array: Floats, threshold: int, indices: Indices, values: Floats) -> None:
     """Write the ``indices.size`` largest elements, ascending by index, in two sweeps.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous.
-    threshold : int
-        What `kth_magnitude` gave for ``k = indices.size``.
-    indices, values : arrays, shape (k,)
-        Where the selection goes.
+    ``threshold`` is what `kth_magnitude` returned for ``k = indices.size``.
     """
     _select_largest(
-        array,
-        as_bits(array),
-        mask_of(array.dtype),
-        mask_of(array.dtype).dtype.type(threshold),
-        indices,
-        values,
+        array, as_bits(array), mask_of(array.dtype), mask_of(array.dtype).dtype.type(threshold), indices, values
     )
 
 
 def select_candidates(
-    index: NDArray[np.uint32],
+    index: Indices,
     bits: NDArray[np.unsignedinteger],
     scratch: NDArray[np.unsignedinteger],
-    array: NDArray[np.floating],
-    indices: NDArray[np.uint32],
-    values: NDArray[np.floating],
+    array: Floats,
+    indices: Indices,
+    values: Floats,
 ) -> int:
-    """Write the ``indices.size`` largest of listed candidates, ascending by index.
+    """Write the ``indices.size`` largest of the candidates that `accumulate_candidates` listed, ascending by index.
 
-    Parameters
-    ----------
-    index, bits : arrays, shape (c,)
-        Candidates as `accumulate_candidates` lists them, ascending by index; ``c >= k``.
-    scratch : array, shape (c,)
-        Of the dtype of ``bits``; overwritten.
-    array : array
-        The array that the indices point into.
-    indices, values : arrays, shape (k,)
-        Where the selection goes; k at least 1.
-
-    Returns
-    -------
-    int
-        Magnitude bits of the smallest selected element.
+    ``scratch`` has the size and dtype of ``bits``. Return the magnitude bits of the smallest selected element.
     """
     k = indices.size
     scratch[:] = bits

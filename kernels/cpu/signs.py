@@ -7,71 +7,30 @@ long, but for the last one.
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits
 from mpicomp.kernels.cpu.cast import _to_float32
-from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.compile import Floats, Singles, Words, kernel
 from mpicomp.kernels.cpu.moments import _sums
 from mpicomp.kernels.cpu.simd import LANES, add_signed, negative, put_signed
-from numpy.typing import NDArray
 
 _PART = 4096  # elements that stay in the first-level cache
 
 
-def pack_signs(
-    array: NDArray[np.floating],
-    block: int,
-    scales: NDArray[np.float32],
-    words: NDArray[np.uint64],
-    sent: NDArray[np.floating] | None = None,
-) -> float:
-    """Reduce an array to its signs and the mean magnitude of each block, which of all magnitudes loses least.
+def pack_signs(array: Floats, block: int, scales: Singles, words: Words, sent: Floats | None = None) -> float:
+    """Reduce an array to its signs and the mean magnitude of each block, the one magnitude that loses least.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous.
-    block : int
-        Elements of a block, a multiple of 64.
-    scales : array of float32, shape (ceil(n / block),)
-        Receives the means. One beyond float32 becomes the largest number; NaN and infinity stay what they are.
-    words : array of uint64, shape (ceil(n / 64),)
-        Receives the signs; bits behind the last element are zero.
-    sent : array, shape (n,), optional
-        Receives what the receiver will see, in the dtype of ``array``.
-
-    Returns
-    -------
-    float
-        Squared L2 norm of ``array - sent``; NaN or infinite where an element is.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> array = np.array([1, -3, 2], np.float32)
-    >>> scales, words, sent = np.empty(1, np.float32), np.empty(1, np.uint64), np.empty(3, np.float32)
-    >>> pack_signs(array, 64, scales, words, sent), scales.tolist(), words.tolist(), sent.tolist()
-    (2.0, [2.0], [2], [2.0, -2.0, 2.0])
+    A block has a multiple of 64 elements. Means beyond float32 become the largest number; NaN and infinity stay.
+    ``words`` receives the signs, and zeros after the last element; ``sent`` receives the numbers that the receiver will
+    see. Return the squared L2 norm of ``array - sent``; NaN or infinite where an element is.
     """
     return float(_pack_signs(array, as_bits(array), block, scales, words, sent))
 
 
-def unpack_signs(scales: NDArray[np.float32], words: NDArray[np.uint64], block: int, out: NDArray[np.floating]) -> None:
+def unpack_signs(scales: Singles, words: Words, block: int, out: Floats) -> None:
     """Write what `pack_signs` has packed to a float32 or float64 array of the same length."""
     _unpack_signs(scales, words, block, out)
 
 
-def unpack_signs_add(
-    scales: NDArray[np.float32], words: NDArray[np.uint64], block: int, factor: float, out: NDArray[np.floating]
-) -> None:
-    """Add ``factor`` times what `pack_signs` has packed to an array of the same length.
-
-    Parameters
-    ----------
-    scales, words, block
-        As `pack_signs` has left them.
-    factor : float
-        Multiplies scales in float64, before they are taken to the dtype of ``out``.
-    out : array, shape (n,)
-        float32 or float64.
-    """
+def unpack_signs_add(scales: Singles, words: Words, block: int, factor: float, out: Floats) -> None:
+    """Add ``factor`` times what `pack_signs` has packed; it multiplies scales in float64, before they are rounded."""
     _unpack_signs_add(scales, words, block, factor, out)
 
 

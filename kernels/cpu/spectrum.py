@@ -2,7 +2,7 @@
 
 import numpy as np
 from mpicomp.kernels.cpu.bits import infinity_of
-from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.compile import Floats, kernel
 from mpicomp.kernels.cpu.moments import strided
 from mpicomp.kernels.cpu.threads import spread
 from numpy.typing import NDArray
@@ -19,47 +19,21 @@ _SMALL = 1 << 18  # elements; fewer are binned one by one, in less time than fin
 
 
 def edges() -> NDArray[np.float64]:
-    """Return the lower edges of the bins, ascending; those of bins that hold infinity and NaN are infinity.
-
-    Examples
-    --------
-    >>> edge = edges()
-    >>> float(edge[0]), float(edge[127 * 8]), float(edge[127 * 8 + 1])
-    (0.0, 1.0, 1.125)
-    """
+    """Return the lower edges of the bins, ascending; those of bins that hold infinity and NaN are infinity."""
     bits = np.arange(BINS, dtype=np.uint32) << _COARSE
     bits[bits > infinity_of(np.dtype(np.float32))] = infinity_of(np.dtype(np.float32))  # NaN
     return bits.view(np.float32).astype(np.float64)
 
 
 def spectrum(
-    array: NDArray[np.floating],
-    counts: NDArray[np.int64],
-    energies: NDArray[np.float64],
-    stride: int = 1,
-    threads: int = 1,
+    array: Floats, counts: NDArray[np.int64], energies: NDArray[np.float64], stride: int = 1, threads: int = 1
 ) -> None:
     """Count magnitudes in `BINS` bins, an eighth of a power of two wide, and sum their squares.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous; float64 magnitudes are binned as float32.
-    counts, energies : arrays, shape (BINS,)
-        Overwritten. The energy of a bin of many elements is good to 0.4 % at worst, where they are all equal, and
-        to about 1e-6 for a smooth distribution: it comes from the centres of finer bins.
-    stride : int
-        1 looks at all elements, s at every s-th group of `GROUP` of them. Nothing is scaled up.
-    threads : int
-        Number of threads that share the sweep.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> counts, energies = np.empty(BINS, np.int64), np.empty(BINS)
-    >>> spectrum(np.array([1, -1, 0, 1.125], np.float32), counts, energies)
-    >>> counts[0], counts[127 * 8 : 127 * 8 + 2].tolist(), energies[127 * 8]
-    (np.int64(1), [2, 1], np.float64(2.0))
+    float64 magnitudes are binned as float32. ``counts`` and ``energies`` are overwritten. The energy of a bin comes
+    from the centers of finer bins: for many elements it is good to 0.4 % at worst, where they are all equal, and to
+    about 1e-6 for a smooth distribution. With a stride s every s-th group of `GROUP` elements is swept; nothing is
+    scaled up.
     """
     counts[:] = 0
     energies[:] = 0

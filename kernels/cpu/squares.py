@@ -13,96 +13,38 @@ from collections.abc import Sequence
 
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits
-from mpicomp.kernels.cpu.compile import exact, kernel
+from mpicomp.kernels.cpu.compile import Bytes, Floats, Singles, exact, kernel
 from mpicomp.kernels.cpu.grid import _real
 from mpicomp.kernels.sizes import SQUARES_BLOCK, code_bytes, squares_bytes
-from numpy.typing import NDArray
 
 _LARGEST = float(np.finfo(np.float32).max)
 _MOST = _LARGEST * (1 - 2.0**-22)  # the last level is computed from a step that was rounded: it must not leave float32
 _LEAST = float(np.finfo(np.float32).tiny)  # there are devices for which smaller ones are zero
 
 
-def pack_squares(array: NDArray[np.floating], bits: int, out: NDArray[np.uint8], sent: NDArray[np.floating]) -> float:
-    """Round each magnitude to the nearest level of its block.
+def pack_squares(array: Floats, bits: int, out: Bytes, sent: Floats) -> float:
+    """Round each magnitude to the nearest level of its block, and return the squared L2 norm of ``array - sent``.
 
-    Levels are laid from the block's least to its largest magnitude. The first is then moved to the mean of the elements
-    that are nearest to it, and the last one to the mean of those nearest to that.
+    Levels go from the smallest to the largest magnitude of the block. The first is then moved to the mean of the
+    elements that are nearest to it, and the last one likewise. A code has 2, 4 or 8 bits; ``out`` has `squares_bytes`
+    bytes, aligned to 8. Bases and steps are zero where they would be subnormal, and NaN where an element of the block
+    is NaN or infinite; no level is beyond float32. ``sent`` receives the numbers that the receiver will see, and may be
+    ``array``.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous.
-    bits : {2, 4, 8}
-        Of a code.
-    out : array of uint8, shape (squares_bytes(n, bits),)
-        Aligned to 8 bytes. Receives codes, bases and steps; these are zero where they would be subnormal, and NaN where
-        an element of the block is NaN or infinite. No level is beyond float32.
-    sent : array, shape (n,)
-        Receives what the receiver will see, in the dtype of ``array``, which it may be.
-
-    Returns
-    -------
-    float
-        Squared L2 norm of ``array - sent``; NaN where an element is NaN or infinite.
-
-    Notes
-    -----
-    No block loses more energy than it has, whatever is in it. The mean of the elements nearest to the first level loses
-    no more of them than zeros would, all others are larger than it and so nearer to it than to zero, and no element
-    goes to a level that is further away than this one.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> array, out, sent = np.array([1, -2, 5.5, 10]), np.empty(16, np.uint8), np.empty(4)
-    >>> round(pack_squares(array, 4, out, sent), 4), sent.round(2).tolist()
-    (0.0788, [1.0, -1.73, 5.59, 10.0])
-    >>> out[:8].tolist(), out[8:].view(np.float32).tolist() == [1.0, np.float32(9 / 49)]
-    ([160, 117, 0, 0, 0, 0, 0, 0], True)
+    No block loses more energy than it has. The mean of the elements nearest to the first level loses no more of them
+    than zeros would, all others are larger than it and so nearer to it than to zero, and no element goes to a level
+    that is further away than this one.
     """
     codes, scales = _parts(out, array.size, bits)
     return float(_pack_squares(array, as_bits(array), bits, codes, scales, sent))
 
 
-def unpack_squares(
-    messages: NDArray[np.uint8], starts: Sequence[int], counts: Sequence[int], bits: int, out: NDArray[np.floating]
-) -> bool:
-    """Read what `pack_squares` has packed several times, one after the other.
+def unpack_squares(messages: Bytes, starts: Sequence[int], counts: Sequence[int], bits: int, out: Floats) -> bool:
+    """Read several results of `pack_squares` into ``out``, one after the other, with the same bits on every processor.
 
-    Parameters
-    ----------
-    messages : array of uint8
-        Aligned to 8 bytes. It holds all that was packed, and whatever else.
-    starts : sequence of int
-        Where each begins, in bytes; a multiple of 8.
-    counts : sequence of int
-        Elements of each.
-    bits : {2, 4, 8}
-        Of a code.
-    out : array, shape (sum(counts),)
-        float32 or float64. Every processor makes the same bits of it.
-
-    Returns
-    -------
-    bool
-        False where a base, a step or the last level of a block is no finite number, or one of the first two is
-        negative: then somebody's elements were not finite, or what was packed is damaged.
-
-    Raises
-    ------
-    ValueError
-        Where elements do not fill ``out``, or do not lie inside ``messages``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> messages, out = np.zeros(40, np.uint8), np.empty(2, np.float64)
-    >>> pack_squares(np.array([3.0, -1.0]), 2, messages[24:], out)
-    0.0
-    >>> out[:] = 0
-    >>> unpack_squares(messages, [24], [2], 2, out), out.tolist()
-    (True, [3.0, -1.0])
+    They start at these bytes of ``messages``, multiples of 8, and have so many elements. Return False where a base, a
+    step or the last level of a block is no finite number, or one of the first two is negative: elements were not
+    finite, or the message is damaged.
     """
     check_places("unpack_squares", messages.size, starts, counts, bits, out.size)
     right, place = True, 0
@@ -129,7 +71,7 @@ def split_of(nbytes: int, count: int, bits: int) -> int:
     return code_bytes(count, bits)
 
 
-def _parts(packed: NDArray[np.uint8], count: int, bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+def _parts(packed: Bytes, count: int, bits: int) -> tuple[Bytes, Singles]:
     """Return the codes, with what fills the last word, and the scales."""
     split = split_of(packed.size, count, bits)
     return packed[:split], packed[split:].view(np.float32)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from mpicomp.kernels.cpu.bit_ops import first_one
 from mpicomp.kernels.cpu.bits import as_bits, magnitude_bits, mask_of
-from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.compile import Floats, Indices, kernel
 from mpicomp.kernels.cpu.moments import LEAST, MOST, strided
 from mpicomp.kernels.cpu.simd import LANES, at_least
 from mpicomp.kernels.cpu.threads import spread
@@ -26,30 +26,11 @@ class Tail(NamedTuple):
     """Sum of ``(|x| - threshold)**2`` over them."""
 
 
-def tail(array: NDArray[np.floating], threshold: float, stride: int = 1, threads: int = 1) -> Tail:
-    """Count the elements above a threshold, and sum their excess, in one sweep that writes nothing.
+def tail(array: Floats, threshold: float, stride: int = 1, threads: int = 1) -> Tail:
+    """Count the elements above a threshold and sum their excess, in one sweep that writes nothing.
 
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous.
-    threshold : float
-        Taken to the dtype of ``array`` first; magnitudes equal to it are not above it.
-    stride : int
-        1 looks at all elements, s at every s-th group of 1024 of them. Nothing is scaled up.
-    threads : int
-        Number of threads that share the sweep.
-
-    Returns
-    -------
-    Tail
-        Sums within 1024 elements are in the array's dtype, over them in float64.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> tail(np.array([1, -3, 2, 5], np.float32), 2)
-    Tail(count=2, excess=4.0, squares=10.0)
+    The threshold is rounded to the dtype of ``array``; magnitudes equal to it are not above it. With a stride s every
+    s-th group of 1024 elements is swept; nothing is scaled up. Sums of 1024 elements are in the dtype of the array.
     """
     with np.errstate(over="ignore"):  # beyond the largest number stands infinity
         limit = np.float64(threshold).astype(array.dtype)
@@ -57,61 +38,16 @@ def tail(array: NDArray[np.floating], threshold: float, stride: int = 1, threads
     return Tail(sum(int(part[0]) for part in parts), sum(part[1] for part in parts), sum(part[2] for part in parts))
 
 
-def counts_above(array: NDArray[np.floating], thresholds: Sequence[float], threads: int = 1) -> list[int]:
-    """Count the elements above each of a few thresholds; on a device in one sweep, and nothing waits.
-
-    Parameters
-    ----------
-    array : array, shape (n,)
-        float32 or float64, contiguous.
-    thresholds : sequence of float
-        As in `tail`.
-    threads : int
-        Number of threads that share a sweep.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> counts_above(np.array([1, -3, 2, 5], np.float32), [0, 2, 7])
-    [4, 2, 0]
-    """
+def counts_above(array: Floats, thresholds: Sequence[float], threads: int = 1) -> list[int]:
+    """Count the elements above each of several thresholds; a device takes one sweep for a few and does not wait."""
     return [tail(array, threshold, 1, threads).count for threshold in thresholds]
 
 
-def select_above(
-    array: NDArray[np.floating],
-    threshold: float,
-    base: int,
-    indices: NDArray[np.uint32],
-    values: NDArray[np.floating],
-    count: int,
-) -> int:
-    """Append the elements whose magnitudes exceed a threshold, ascending by index, in one sweep.
+def select_above(array: Floats, threshold: float, base: int, indices: Indices, values: Floats, count: int) -> int:
+    """Append the elements above a threshold, ascending by index, to the outputs from ``count`` on, in one sweep.
 
-    Parameters
-    ----------
-    array, threshold
-        As in `tail`; NaN is above every threshold.
-    base : int
-        Number that is added to a position to make an index.
-    indices, values : arrays
-        Filled from ``count`` on; ``values`` in the dtype of ``array``.
-    count : int
-        Elements that are there already.
-
-    Returns
-    -------
-    int
-        ``count`` and what was found; more than ``indices.size`` where not all of them were stored.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> indices, values = np.zeros(3, np.uint32), np.zeros(3, np.float32)
-    >>> select_above(np.array([1, -3, 2, 5], np.float32), 2, 10, indices, values, 0)
-    2
-    >>> indices.tolist(), values.tolist()
-    ([11, 13, 0], [-3.0, 5.0, 0.0])
+    NaN is above every threshold. Indices are positions plus ``base``. Return ``count`` plus the number of elements,
+    which is above ``indices.size`` where not all of them were stored.
     """
     mask = mask_of(array.dtype)
     bound = mask.dtype.type(magnitude_bits(threshold, array.dtype) + 1)
@@ -119,30 +55,16 @@ def select_above(
 
 
 def select_listed(
-    index: NDArray[np.uint32],
+    index: Indices,
     listed: NDArray[np.unsignedinteger],
     threshold: float,
-    array: NDArray[np.floating],
-    indices: NDArray[np.uint32],
-    values: NDArray[np.floating],
+    array: Floats,
+    indices: Indices,
+    values: Floats,
 ) -> int:
-    """Do what `select_above` does among listed candidates.
+    """Do what `select_above` does among the candidates that `accumulate_candidates` listed; return their number.
 
-    Parameters
-    ----------
-    index, listed : arrays, shape (c,)
-        Candidates and their magnitude bits as `accumulate_candidates` lists them.
-    threshold : float
-        At least the bound with which they were listed.
-    array : array
-        The array that the indices point into.
-    indices, values : arrays
-        Where the selection goes; there must be room for all candidates.
-
-    Returns
-    -------
-    int
-        Number of selected elements.
+    The threshold is at least the bound of the list. There is room for all candidates.
     """
     bound = listed.dtype.type(magnitude_bits(threshold, array.dtype) + 1)
     return int(_select_listed(index, listed, bound, array, indices, values))

@@ -20,12 +20,7 @@ def on_device(value: Any) -> bool:
 def scalar_arg(value: Any, dtype: Any) -> tuple[Any, Any]:
     """Return the two arguments by which kernels take a scalar: its address, or 0, and the number.
 
-    Parameters
-    ----------
-    value : number, or 0-d device array
-        A device array is not read.
-    dtype : type
-        numpy.int64, numpy.uint64 or numpy.float64: the type that the kernel reads at the address.
+    ``dtype`` is the type that the kernel reads at the address: numpy.int64, numpy.uint64 or numpy.float64.
     """
     zero = 0.0 if dtype == np.float64 else 0
     if on_device(value):

@@ -24,8 +24,7 @@ def twin_of(host: Callable[Parameters, Any]) -> Callable[[Callable[..., Any]], C
     """
 
     def decorate(device: Callable[..., Any]) -> Callable[Parameters, Any]:
-        described, _, _ = (host.__doc__ or "").partition("\n    Examples\n")  # which pass NumPy arrays
-        device.__doc__, device.__annotations__ = described, host.__annotations__
+        device.__doc__, device.__annotations__ = host.__doc__, host.__annotations__
         return device
 
     return decorate
@@ -40,20 +39,9 @@ def library() -> Any:
 
 
 def launch(source: str, name: str, dtype: Any, blocks: int, *arguments: Any) -> None:
-    """Put a kernel into the current stream of the current device.
+    """Put a kernel of ``source``.cu into the current stream of the current device, with at least one block.
 
-    Parameters
-    ----------
-    source : str
-        Name of the file, without its ending.
-    name : str
-        Name of the kernel.
-    dtype : numpy.dtype
-        float32 or float64.
-    blocks : int
-        Blocks of `THREADS` threads; at least one is launched.
-    *arguments
-        Device arrays, int for 64-bit integers and null pointers, float for doubles.
+    Arguments are device arrays, int for 64-bit integers and null pointers, and float for doubles.
     """
     cupy = library()
     _kernel(cupy, cupy.cuda.runtime.getDevice(), source, name, np.dtype(dtype))(

@@ -33,16 +33,7 @@ def write_header(message, lead, finite, energy, kept, rounding):
 def write_pairs(message: Any, lead: int, finite: Any, energy: Any, values: Any, indices: Any, middle: int) -> None:
     """Write a message of plain values and indices in one launch: header, both, and zero padding.
 
-    Parameters
-    ----------
-    message : device array of uint8
-        Aligned to 8 bytes.
-    lead, finite, energy
-        As in `write_header`, which writes the same bits where ``kept`` is ``values``.
-    values, indices : device arrays, shape (k,)
-        Of float32 or float64, and of uint32.
-    middle : int
-        Byte at which the indices begin.
+    The header is that of `write_header` with ``values`` as ``kept``; indices begin at byte ``middle``.
     """
     # More blocks than a sum needs, so that a thread copies few elements.
     blocks, dtype = strides(values.size), values.dtype

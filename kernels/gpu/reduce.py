@@ -15,18 +15,10 @@ class Word(IntEnum):
 
 
 class Partials:
-    """Memory of a sweep: what its blocks leave, and the totals that the last of them makes of it.
+    """Memory of a sweep: sums of its blocks, columns of them, and the totals that the last block computes.
 
-    One launch may use it at a time; the next one may when that has ended, and writes over what is there.
-
-    Parameters
-    ----------
-    blocks : int
-        Number of blocks of the sweep, at most.
-    columns : int
-        Number of sums that every block leaves.
-    top : bool
-        Whether blocks leave their largest magnitude bits, too.
+    With ``top`` blocks leave their largest magnitude bits, too. One launch may use it at a time; the next one, once
+    that has ended, overwrites it.
     """
 
     def __init__(self, blocks: int, columns: int, top: bool = False) -> None:
@@ -51,9 +43,9 @@ class Partials:
 
 
 def kept_partials() -> Partials:
-    """Return a `Partials` of one column, for a launch whose totals nobody reads when it is over.
+    """Return a `Partials` of one column for launches of the current stream whose totals nobody reads later.
 
-    Each stream has one, since its launches run one after the other: to make one takes longer than such a launch.
+    To make one takes longer than such a launch.
     """
     cupy = library()
     return _of_stream(cupy, cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)

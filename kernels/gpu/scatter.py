@@ -52,12 +52,9 @@ def _check(indices, size, dtype):
 
 
 class Pieces:
-    """Table on the device of the addresses, kinds and places of pieces, valid as long as they stay there.
+    """Table on the device of addresses, kinds and places of pieces, valid as long as they stay there.
 
-    Parameters
-    ----------
-    pieces : sequence of device arrays
-        As in `mpicomp.kernels.cpu.concatenate`. They are not kept alive.
+    The pieces are not kept alive.
     """
 
     def __init__(self, pieces: Sequence[Any]) -> None:
@@ -91,17 +88,9 @@ def concatenate(pieces, out, scale=1.0, table=None):
 
 
 def collect(values: Sequence[Any]) -> Any:
-    """Copy numbers into the words of one array, in one launch: one copy then takes them all to the host.
+    """Copy 1 to 8 numbers of 1, 4 or 8 bytes into one array of uint64, in one launch: one copy takes them to the host.
 
-    Parameters
-    ----------
-    values : sequence of 0-d device arrays
-        1 to 8 numbers, of bool or of integers or floats of 32 or 64 bits.
-
-    Returns
-    -------
-    device array of uint64
-        A word for each; a number has its lowest bytes, the others are zero.
+    A number has the lowest bytes of its word, the others are zero.
     """
     if not 1 <= len(values) <= NUMBERS:
         raise ValueError(f"collect: 1 to {NUMBERS} numbers are taken, got {len(values)}")

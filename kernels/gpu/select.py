@@ -95,29 +95,10 @@ def compact(
 ) -> Any:
     """Write the elements that reach a threshold, ascending by index, in two launches.
 
-    Parameters
-    ----------
-    array : device array, shape (n,)
-        float32 or float64.
-    threshold : int, or 0-d device array
-        Magnitude bits.
-    rule : Rule
-        Rule for elements that are equal to it.
-    indices : device array of uint32
-        Elements that do not fit are counted and not written.
-    values, magnitudes : device arrays, optional
-        Receive the elements, and their magnitude bits.
-    base : int
-        Number that is added to a position to make an index.
-    offset : int, or 0-d device array
-        Place in the outputs to start at.
-    candidates : (indices, magnitude bits), optional
-        Select among these elements only, which are in ascending order.
-
-    Returns
-    -------
-    0-d device array of int64
-        ``offset`` and the number of elements found.
+    ``threshold`` is magnitude bits, and ``values`` and ``magnitudes`` receive the elements and their magnitude bits.
+    ``base`` is added to positions. ``offset`` is the place in the outputs to start at; elements that do not fit are
+    counted only. ``candidates`` are ascending indices and magnitude bits to select among. Return ``offset`` plus the
+    number of elements.
     """
     state = library().zeros(len(Field), np.uint64)
     index, bits = candidates or (0, 0)

@@ -57,41 +57,16 @@ def sidco(
 ) -> Estimate:
     """Select the elements above an estimated threshold, and leave the rest as the new residual.
 
-    The rule is that of `mpicomp.SIDCo`, with a fixed number of stages: ``stages + 13`` launches for float32 and
-    three more for float64, of 2048 elements and more; one more for gamma. The device decides which of them do anything;
-    the others end at once. Usually one sweep goes through memory, and a few sample 2 to 4 million elements. Without
-    a good bound two sweeps follow; where an exact selection has to take the estimate's place, four or seven more do.
+    The rule is that of `mpicomp.SIDCo` with a fixed number of stages, at least 1; ``k`` elements are wanted.
+    Distributions are "exponential", "gamma" and "pareto" in the first stage; later ones are exponential after
+    exponential, else generalized Pareto. ``bound``, ``clear`` and ``following`` are those of `topk`; ``indices`` and
+    ``values`` have room for ``4 k + 1024`` elements, or for all, and ``count`` receives the number of elements, as
+    int64.
 
-    Parameters
-    ----------
-    gradient, residual, out
-        As in `mpicomp.kernels.gpu.accumulate`; the selected elements of ``out`` are then set to zero if ``clear`` says
-        so.
-    k : int
-        Elements that are wanted, from 1 to n.
-    distribution : {"exponential", "gamma", "pareto"}
-        Of the first stage; later ones are exponential after exponential, else generalised Pareto.
-    stages : int
-        At least 1. One is enough, and only one is fitted, where at least a quarter of the nonzero elements is wanted.
-    bound : device array of uint64, shape (1,)
-        Magnitude bits from which on an element is a candidate, 0 for none; receives the bound for the next step, as
-        in `topk`.
-    indices, values : device arrays, shape (room,)
-        Of uint32, and of the dtype of ``out``; receive the selection, ascending by index. There has to be room for
-        4 k + 1024 elements, or for n where that is less.
-    count : device array of int64, shape (1,)
-        Receives how many were selected.
-    workspace : Workspace
-        Made for as many elements.
-    clear : bool
-        False leaves the selected elements in ``out``.
-    following : device array of uint64, shape (1,), optional
-        As in `topk`.
-
-    Returns
-    -------
-    Estimate
-        Valid until the next call with this workspace.
+    There are ``stages + 13`` launches for float32 and three more for float64, of 2048 elements and more; one more for
+    gamma. The device decides which of them do anything; the others end at once. Usually one sweep goes through memory,
+    and a few sample 2 to 4 million elements. Without a good bound two sweeps follow; where an exact selection has to
+    replace the estimate, four or seven more do. Results are valid until the next call with this workspace.
     """
     workspace.begin(gradient, out)
     w, dtype = workspace, workspace.dtype

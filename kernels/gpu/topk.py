@@ -39,31 +39,14 @@ def topk(
 ) -> Stats:
     """Select the k largest of gradient plus residual, and leave the rest as the new residual.
 
-    A memset and six launches for float32, nine for float64, whatever the data; the host reads nothing and never
-    waits. With a good bound one sweep goes through memory, with none or a bad one six (nine).
+    A memset and six launches for float32, nine for float64, whatever the data; the host reads nothing and never waits.
+    With a good bound one sweep goes through memory, with none or a bad one six (nine).
 
-    Parameters
-    ----------
-    gradient, residual, out
-        As in `mpicomp.kernels.gpu.accumulate`; the selected elements of ``out`` are then set to zero if ``clear`` says
-        so.
-    bound : device array of uint64, shape (1,)
-        Magnitude bits from which on an element is a candidate, 0 for none; receives the bound for the next step, which
-        is 0.8 times the threshold at first, and then such a part of it that between k and 2 k elements reach it.
-    indices, values : device arrays, shape (k,)
-        Of uint32, and of the dtype of ``out``; receive the selection, ascending by index. k is from 1 to n. Equal
-        magnitudes go to the lowest index, NaN is larger than infinity.
-    workspace : Workspace
-        Made for as many elements.
-    clear : bool
-        False leaves the selected elements in ``out``.
-    following : device array of uint64, shape (1,), optional
-        Receives the bound for the next step in the place of ``bound``, which then stays as it is.
-
-    Returns
-    -------
-    Stats
-        Valid until the next call with this workspace.
+    ``out`` receives the sum, and zero at selected elements if ``clear``. ``bound``, one uint64, has the magnitude bits
+    from which on an element is a candidate, 0 for none; it receives the bound for the next step, or ``following`` does:
+    0.8 times the threshold at first, and then such a part of it that between k and 2 k elements reach it. ``indices``
+    and ``values`` receive the k elements, ascending by index; equal magnitudes go to the lowest index, and NaN is
+    larger than infinity. Results are valid until the next call with this workspace.
     """
     workspace.begin(gradient, out)
     w, number = workspace, workspace.tiles

@@ -22,17 +22,8 @@ class Fit(IntEnum):
 class Workspace:
     """Scratch of `topk` and `sidco` for one bucket, of 8 to 12 bytes a candidate and 21 bytes a tile of 16 KiB.
 
-    Results of these functions lie in it and are overwritten by their next call with it; a workspace belongs to one
-    stream at a time.
-
-    Parameters
-    ----------
-    numel : int
-        Elements of the bucket, below 2**32.
-    room : int
-        Candidates that can be kept: four times the expected number of selected elements serves well.
-    dtype : numpy.dtype
-        float32 or float64.
+    Results of these functions lie in it until their next call with it; it belongs to one stream at a time. ``room`` is
+    the number of candidates that can be kept: four times the expected number of selected elements serves well.
     """
 
     def __init__(self, numel: int, room: int, dtype: Any) -> None:
