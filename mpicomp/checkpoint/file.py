@@ -1,6 +1,6 @@
 """One rank's file of a checkpoint: a tree of values as JSON, and its arrays, in the safetensors format.
 
-torch is never imported here: who saves or loads tensors has loaded it.
+torch is not imported here: a script with tensors has imported it.
 """
 
 import json
@@ -27,15 +27,13 @@ _STORED |= {
     f"{name}{bits}": f"{sign}{bits}" for name, sign in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)
 }
 _KINDS = "biufc"
-LAST = 10**18 - 1
-"""The highest number of a checkpoint, of 18 digits."""
+LAST = 10**18 - 1  # highest number of a checkpoint, of 18 digits
 _LARGEST = 2**63 - 1  # largest number of a checkpoint: rank 0 sends numbers to the others as int64
 _PART = 1 << 20  # bytes that are worked on at a time
 _START = b'{"__metadata__": {"mpicomp": '
 _START_BYTES = 4096  # bytes at the start of a file that hold its description
 _TREE_LIMIT = 20 << 20  # safetensors reads no header above 100 MB, and JSON within JSON grows
-_BLANK = "0" * 8
-"""In place of a CRC-32 that is not known yet: of four bytes, as hexadecimal digits."""
+_BLANK = "0" * 8  # in place of a CRC-32 that is not known yet: of four bytes, as hexadecimal digits
 _CHECKSUMS = "header_crc32", "crc32"
 _ENTRIES_BEFORE = 2  # of a file of an earlier version, which has no checksums
 _WAY_OUT = "where an older checkpoint was kept, moving this folder away loads that one"
@@ -43,10 +41,7 @@ _WAY_OUT = "where an older checkpoint was kept, moving this folder away loads th
 
 @dataclass(frozen=True)
 class Leaf:
-    """Kind, dtype and shape in which an array of a tree is restored, and the name that it is stored under.
-
-    Dtypes that not every reader of safetensors knows, bfloat16 among them, are stored as bytes.
-    """
+    """Kind, dtype and shape in which an array is restored, and its name in the file; odd dtypes are stored as bytes."""
 
     kind: str
     name: str
@@ -56,7 +51,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Header:
-    """Which checkpoint a file is part of. The token differs between checkpoints that have the same number."""
+    """The checkpoint of a file; the token differs between checkpoints with the same number."""
 
     checkpoint: int
     token: int
@@ -64,7 +59,6 @@ class Header:
     rank: int
 
     def of(self, rank: int) -> "Header":
-        """Return the header of another rank's file of this checkpoint."""
         return Header(self.checkpoint, self.token, self.ranks, rank)
 
     def __str__(self) -> str:
@@ -77,12 +71,12 @@ def file_name(rank: int) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a rank's file may have that name."""
+    """Return whether a name is that of a rank's file."""
     return re.fullmatch(r"rank-[0-9]{5,}\.safetensors", name) is not None
 
 
 def header_of(path: Path) -> Header | None:
-    """Return the header of a rank's file, even of a file that is torn or damaged after it; None if there is none."""
+    """Return the header of a rank's file, even of a file that is torn after it; None if there is none."""
     try:
         with open(path, "rb") as file:
             start = file.read(_START_BYTES)[8:]
@@ -90,12 +84,11 @@ def header_of(path: Path) -> Header | None:
             return RankFile(path).header  # rewritten by another tool
         about, _ = json.JSONDecoder().raw_decode(start[len(_START) :].decode("ascii", "replace"))
         return _header(json.loads(about))
-    except Exception:  # whatever is in a file of others
+    except Exception:  # a file of another program may hold anything
         return None
 
 
 def _header(about: dict[str, Any]) -> Header:
-    """Return the header in a file's description, if its schema is known."""
     header = Header(**{key: about[key] for key in about.keys() - {"schema", "mpicomp"}})
     values = asdict(header).values()
     if about["schema"] != SCHEMA or any(type(value) is not int or not 0 <= value <= _LARGEST for value in values):
@@ -106,20 +99,7 @@ def _header(about: dict[str, Any]) -> Header:
 
 
 def encode(state: Any) -> tuple[str, list[tuple[Leaf, Any]]]:
-    """Return a tree as JSON and arrays.
-
-    Returns
-    -------
-    str
-        The tree as JSON, with names where arrays were.
-    list of (Leaf, array)
-        The arrays, as they were found.
-
-    Raises
-    ------
-    CheckpointError
-        Where something in it cannot be stored.
-    """
+    """Return a tree as JSON, with names in place of arrays, and its arrays; or raise a `CheckpointError`."""
     arrays: list[tuple[Leaf, Any]] = []
     try:
         text = json.dumps(_encode(state, "state", arrays))
@@ -157,7 +137,7 @@ def _encode(value: Any, path: str, arrays: list[tuple[Leaf, Any]]) -> Any:
 
 
 def _leaf(value: Any, path: str) -> Leaf | None:
-    """Describe an array; None for other objects, and for arrays that cannot be stored."""
+    """Return the description of an array; None for another object, or an array that cannot be stored."""
     if type(value) is np.ndarray or isinstance(value, np.generic):
         dtype = value.dtype
         if dtype.kind not in _KINDS:
@@ -190,15 +170,12 @@ def _type_name(value: Any) -> str:
 
 
 def write_file(path: Path, header: Header, tree: str, arrays: Sequence[tuple[Leaf, Any]]) -> None:
-    """Write a file that does not exist yet, and have it on the disk.
+    """Write a new file, and sync it to the disk.
 
-    The writer of safetensors is not used: what it does about permissions and errors of the disk differs between its
-    versions, and it needs all arrays in host memory at once.
-
-    The metadata has a CRC-32 of each array, in the order of the file, and one of the header that is made with zeros in
-    its place. They are to find what disks and networks damage, all of which CRC-32 notices where it is within four
-    bytes, and else all but one in four billion; nobody is kept from changing a file and its checksums. It takes a
-    quarter of a second for a GB where BLAKE2 takes more than one, as long as writing does.
+    The metadata has a CRC-32 of each array, in the order of the file, and one of the header with zeros in its place:
+    against damage by disks and networks, not against forgery. A GB takes a quarter of a second; BLAKE2 takes more than
+    one, as long as writing. The writer of safetensors is not used: its permissions and errors differ between versions,
+    and it needs all arrays in host memory at once.
     """
     about = {"schema": SCHEMA, "mpicomp": __version__, **asdict(header)}
     metadata = {"mpicomp": json.dumps(about), "header_crc32": _BLANK, "crc32": _BLANK * len(arrays), "state": tree}
@@ -216,7 +193,7 @@ def write_file(path: Path, header: Header, tree: str, arrays: Sequence[tuple[Lea
         file.write(len(text).to_bytes(8, "little") + text)
         for _, value in arrays:
             sums += _write(file, _bytes_of(value).data)
-        # Only now are they known: what is on a device is copied once.
+        # Checksums are known only now: an array on a device is copied once.
         text = _with_field(text, "crc32", metadata["crc32"], sums)
         file.seek(8)
         file.write(_with_field(text, "header_crc32", _BLANK, _crc32(text)))
@@ -244,28 +221,12 @@ def _with_field(text: bytes, key: str, old: str, new: str) -> bytes:
 
 
 class RankFile:
-    """A rank's file of a checkpoint, open for reading.
-
-    Parameters
-    ----------
-    path : Path
-        Where it is.
-
-    Attributes
-    ----------
-    header : Header
-        The checkpoint that it is part of.
-
-    Raises
-    ------
-    CheckpointError
-        Where it is missing, torn or something else, or its header is not what was written.
-    """
+    """A rank's file of a checkpoint, open for reading; one that is missing, torn or foreign is refused."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = _open(path)
+            self._file: Any = safe_open(path, framework="numpy")  # typed in some versions only
             self._metadata: dict[str, str] = self._file.metadata() or {}
         except FileNotFoundError:
             raise self._error("is missing") from None
@@ -285,26 +246,25 @@ class RankFile:
                 f"load_checkpoint: '{path}' has schema {schema!r} of mpicomp {wrote}, and mpicomp {__version__} reads "
                 f"schema {SCHEMA}; load it with that version"
             )
-        # Earlier versions wrote none, and two entries in all: the names of what was damaged may be damaged, too.
+        # Files without checksums have two entries in all; the names of the checksums may be damaged.
         has_sums = len(self._metadata) > _ENTRIES_BEFORE or not self._metadata.keys().isdisjoint(_CHECKSUMS)
         self._sums: dict[str, str] = self._guarded(self._checked_sums) if has_sums else {}
 
     def check(self, header: Header) -> "RankFile":
-        """Return the file itself, if it has that header."""
+        """Return self, or raise the error of another header."""
         if self.header != header:
             raise self._error(f"is the file of {self.header}, where that of {header} must be")
         return self
 
     def tree(self, fetch: Callable[[Leaf], Any] = lambda leaf: leaf) -> Any:
-        """Return the tree, with its arrays replaced by the results of ``fetch``."""
+        """Return the tree, with the results of ``fetch`` in place of arrays."""
         return self._guarded(lambda: _decode(json.loads(self._metadata["state"]), fetch))
 
     def read(self, leaf: Leaf) -> Any:
-        """Read an array of the tree."""
         return self._guarded(lambda: self._read(leaf))
 
     def _checked_sums(self) -> dict[str, str]:
-        """Return the checksum of each array, after that of the header was compared."""
+        """Return the checksum of each array, or raise the error of a header that has changed."""
         with open(self.path, "rb") as file:
             text = file.read(int.from_bytes(file.read(8), "little"))
         header_sum, sums = (self._metadata.get(key, "") for key in _CHECKSUMS)
@@ -322,7 +282,7 @@ class RankFile:
             if torch is None:
                 raise CheckpointError(f"load_checkpoint: '{self.path}' holds torch tensors; import torch before it")
             tensor, dtype = torch.from_numpy(stored), getattr(torch, leaf.dtype)
-            if tensor.dtype != dtype:  # bytes; none of them cannot be viewed as something else
+            if tensor.dtype != dtype:  # bytes; an empty tensor cannot be viewed as another dtype
                 tensor = tensor.view(dtype) if stored.size else torch.empty(0, dtype=dtype)
             return tensor.reshape(leaf.shape)
         dtype = np.dtype(leaf.dtype)
@@ -341,10 +301,6 @@ class RankFile:
 
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(f"load_checkpoint: '{self.path}' {what}; {_WAY_OUT}")
-
-
-def _open(path: Path) -> Any:
-    return safe_open(path, framework="numpy")  # typed in some versions only
 
 
 def _decode(node: Any, fetch: Callable[[Leaf], Any]) -> Any:

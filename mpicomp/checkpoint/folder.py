@@ -1,8 +1,7 @@
 """The folder of a job's checkpoints, which rank 0 alone changes.
 
-Each checkpoint is a folder, ``00000012``; one that is being written, or removed, is called
-``00000012.part``. What else is there stays as it is, folders that somebody else named by a number among them: which
-ones mpicomp has made is known from the headers of the files in them.
+A checkpoint is a folder ``00000012``, or ``00000012.part`` while it is written or removed. Anything else stays as it
+is, such as a user's folder with a number as its name: the headers of the files show which folders mpicomp has made.
 """
 
 import contextlib
@@ -16,36 +15,25 @@ from mpicomp.checkpoint.file import LAST, RankFile, file_name, header_of, is_fil
 from mpicomp.errors import CheckpointError
 
 _NAME = re.compile(r"([0-9]{8,18})(\.part)?")
-_NO_DATE = "00"
-"""Start of the name of a folder that counts as a checkpoint even without a readable file: numbers below a million."""
+_NO_DATE = "00"  # start of names, below a million, that count as a checkpoint even without a readable file
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A checkpoint, or what is left of one.
-
-    Attributes
-    ----------
-    path : Path
-        Its folder.
-    named : int
-        The number in the folder's name.
-    number : int
-        That in its files, which says how new it is: somebody may have copied it under another name.
-    """
+    """A checkpoint, or what is left of one."""
 
     path: Path
-    named: int
-    number: int
+    named: int  # number in the folder's name
+    number: int  # number in the files, by which checkpoints are ordered: a folder may be a copy under another name
 
 
 def complete_folder(folder: Path, number: int) -> Path:
-    """Return the folder of a checkpoint that all ranks have written."""
+    """Return the folder of a complete checkpoint."""
     return folder / f"{number:08d}"
 
 
 def part_folder(folder: Path, number: int) -> Path:
-    """Return the folder of a checkpoint before all ranks have written it."""
+    """Return the folder of an incomplete checkpoint."""
     return folder / f"{number:08d}.part"
 
 
@@ -59,12 +47,12 @@ def _list(folder: Path) -> tuple[list[_Found], list[_Found]]:
             number = _number(path, int(match[1]))
             if number is not None:
                 (parts if match[2] else complete).append(_Found(path, int(match[1]), number))
-    # Of two copies the one that was not renamed.
+    # The newest is the last one; of two copies it is the one that was not renamed.
     return sorted(complete, key=lambda entry: (entry.number, entry.named == entry.number, entry.named)), parts
 
 
 def _number(path: Path, named: int) -> int | None:
-    """Return the number of the checkpoint in a folder; None where it has none."""
+    """Return the number of the checkpoint in a folder, or None."""
     try:
         names = sorted(os.listdir(path))
     except OSError:
@@ -78,19 +66,19 @@ def _number(path: Path, named: int) -> int | None:
 
 
 def _remove(found: _Found, to: Path | None = None) -> None:
-    """Remove a folder, as far as one may, if mpicomp has made it and all that is in it.
+    """Remove a folder, if mpicomp has made all of it and the system allows it.
 
-    It is renamed before where ``to`` says so: what is left of it then has no name to be loaded by.
+    Where it is renamed to ``to`` first, the rest that a crash may leave cannot be loaded.
     """
     with contextlib.suppress(OSError):
         with os.scandir(found.path) as entries:
-            if found.path.is_symlink() or not all(_is_own(entry, found.named) for entry in entries):
+            if found.path.is_symlink() or not all(_is_rank_file(entry, found.named) for entry in entries):
                 return
         shutil.rmtree(found.path if to is None else found.path.rename(to), ignore_errors=True)
 
 
-def _is_own(entry: os.DirEntry[str], number: int) -> bool:
-    """Return whether something in a folder is a rank's file of the checkpoint with that number, or an empty one."""
+def _is_rank_file(entry: os.DirEntry[str], number: int) -> bool:
+    """Return whether an entry of a folder is a rank's file of the checkpoint with a number, or an empty one."""
     if not is_file_name(entry.name) or not entry.is_file(follow_symlinks=False):
         return False
     header = header_of(Path(entry))
@@ -98,23 +86,23 @@ def _is_own(entry: os.DirEntry[str], number: int) -> bool:
 
 
 def begin(folder: Path) -> int:
-    """Clean up after a crash, make the folder to write into, and return the new checkpoint's number."""
+    """Clean up after a crash, make the folder of a new checkpoint, and return its number."""
     folder.mkdir(parents=True, exist_ok=True)
-    taken = set(os.listdir(folder))
+    present = set(os.listdir(folder))
     complete, parts = _list(folder)
     for part in parts:
         _remove(part)
     number = max([0, *(entry.number for entry in complete + parts)]) + 1
-    while not taken.isdisjoint((complete_folder(folder, number).name, part_folder(folder, number).name)):
+    while not present.isdisjoint((complete_folder(folder, number).name, part_folder(folder, number).name)):
         number += 1
     if number > LAST:
-        raise CheckpointError(f"save_checkpoint: the last number that there is was used in '{folder}'; empty it")
+        raise CheckpointError(f"save_checkpoint: the last number, {LAST}, was used in '{folder}'; empty it")
     part_folder(folder, number).mkdir()
     return number
 
 
 def finish(folder: Path, number: int, ranks: int) -> None:
-    """Turn the folder that all ranks have written into a checkpoint."""
+    """Rename the folder that all ranks have written to, so that it is complete."""
     part = part_folder(folder, number)
     for rank in range(ranks):
         if not (part / file_name(rank)).exists():
@@ -125,7 +113,7 @@ def finish(folder: Path, number: int, ranks: int) -> None:
 
 
 def drop_older(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints, as far as one may."""
+    """Remove all but the newest checkpoints, where the system allows it."""
     with contextlib.suppress(OSError):
         complete = [entry for entry in _list(folder)[0] if entry.named == entry.number]
         for entry in complete[:-keep]:
@@ -133,7 +121,7 @@ def drop_older(folder: Path, keep: int) -> None:
 
 
 def _sync(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some file systems know no such thing for folders
+    with contextlib.suppress(OSError):  # some file systems cannot sync folders
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -142,7 +130,7 @@ def _sync(folder: Path) -> None:
 
 
 def newest(folder: Path) -> list[int]:
-    """Return the name of the newest checkpoint, and its number, token and ranks; zeros where there is none."""
+    """Return the number in the newest checkpoint's name, its number, token and ranks; zeros where there is none."""
     try:
         complete, _ = _list(folder)
     except FileNotFoundError:
@@ -152,6 +140,6 @@ def newest(folder: Path) -> list[int]:
     path = complete[-1].path
     header = RankFile(path / file_name(0)).header
     last = path / file_name(header.ranks - 1)
-    if not last.exists():  # nobody counts up to a number that only a damaged file has
+    if not last.exists():  # the number of ranks may be that of a damaged file
         RankFile(last)
     return [complete[-1].named, header.checkpoint, header.token, header.ranks]

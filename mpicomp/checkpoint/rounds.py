@@ -3,30 +3,32 @@
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mpicomp.arrays import ArraySpec
-from mpicomp.checkpoint.file import Header, RankFile, encode, file_name, write_file
+from mpicomp.arrays import ArraySpec, to_host
+from mpicomp.checkpoint.file import Header, Leaf, RankFile, encode, file_name, write_file
 from mpicomp.checkpoint.folder import begin, complete_folder, drop_older, finish, newest, part_folder
-from mpicomp.checkpoint.shares import STATES, reducers, shared_anew, weights
 from mpicomp.errors import CheckpointError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.transport.connect import connect
+from mpicomp.transport.base import Value
+from mpicomp.transport.connect import run_over
 
 Folder = str | os.PathLike[str]
+_STATES = ("residuals", "velocities")  # keys of a reducer's state whose arrays belong to one rank
 
 
 def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1) -> None:
     """Write every rank's state, as a new checkpoint below a folder.
 
-    Collective over ``comm``. An error on one rank is raised on all of them; it, and a crash at any moment, leaves the
-    checkpoints before as they were. The next call removes what was left half written. What else lies in the folder is
-    left alone, also where its name is a number.
+    Collective over ``comm``. An error on one rank is raised on all of them; after it, and after a crash at any moment,
+    the checkpoints before are as they were. The next call removes what was left half written, and nothing else.
 
     Parameters
     ----------
@@ -34,8 +36,8 @@ def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1)
         On a file system that all ranks share; made where it is missing. One job at a time writes there.
     state : dict, list or tuple
         A tree of dicts with strings or ints as keys, lists, tuples, None, bool, int, float, str, NumPy arrays and
-        numbers, and dense torch tensors of any dtype and device. What is derived from dict, list or tuple comes back
-        as one of these, a parameter as a tensor. Each rank passes its state.
+        numbers, and dense torch tensors of any dtype and device. Subclasses of dict, list and tuple are loaded as
+        these, a parameter as a tensor. Each rank passes its state.
     comm : mpi4py.MPI.Comm, Transport or None
         None stands for MPI.COMM_WORLD.
     keep : int
@@ -58,20 +60,19 @@ def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1)
     ...     load_checkpoint(folder, comm=alone)
     {'epoch': 3, 'betas': (0.9, 0.999)}
     """
-    _run(comm, lambda group: save_rounds(folder, state, keep, group))
+    run_over(comm, lambda group: save_rounds(folder, state, keep, group))
 
 
 def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
-    """Read the newest checkpoint below a folder, on any number of ranks.
+    """Read the newest checkpoint below a folder, on any number of ranks; nothing is modified. Collective over ``comm``.
 
-    Collective over ``comm``. With as many ranks as wrote it, each gets its state. Otherwise rank ``r`` of N gets
-    that of rank ``r * M // N`` of M, but residuals and velocities of reducers are redistributed: their means over
-    the ranks are what they were. Nothing is modified.
+    With as many ranks as wrote it, each gets its state. Otherwise rank ``r`` of N gets that of rank ``r * M // N`` of
+    M, but residuals and velocities of reducers are redistributed: their means over the ranks are what they were.
 
     Parameters
     ----------
     folder : str or path
-        The state that `save_checkpoint` was given.
+        As in `save_checkpoint`.
     comm : mpi4py.MPI.Comm, Transport or None
         None stands for MPI.COMM_WORLD.
 
@@ -86,39 +87,39 @@ def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
         Where the checkpoint is incomplete, torn, changed since it was written, or made of files of several ones: the
         same on all ranks.
     """
-    return _run(comm, lambda group: load_rounds(folder, group))
+    return run_over(comm, lambda group: load_rounds(folder, group))
 
 
 def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds[Any]:
     """Do what `save_checkpoint` does as a generator of rounds, for ranks that live in one process."""
-    signature, problem = None, None
-    try:
+
+    def prepare() -> tuple[Path, str, list[tuple[Leaf, Any]], Signature]:
         path = _path(folder, "save_checkpoint")
         if type(keep) is not int or keep < 1:
             raise ConfigurationError(f"save_checkpoint: keep must be at least 1, got {keep!r}")
         tree, arrays = encode(state)
-        members = [
+        specs = [
             ArraySpec(f"{place}[{kind!r}][{name!r}]", str(array.dtype).removeprefix("torch."), tuple(array.shape))
-            for place, reducer_state in reducers(state)
-            for kind in STATES
+            for place, reducer_state in _reducer_states(state)
+            for kind in _STATES
             for name, array in reducer_state[kind].items()
         ]
-        signature = Signature({"folder": str(path), "keep": keep}, members)
-    except Exception as error:  # whatever it is, the others have to know
-        problem = _problem(error, "save_checkpoint: state cannot be stored")
-    yield from agree(signature, problem, group, "save_checkpoint")
+        return path, tree, arrays, Signature({"folder": str(path), "keep": keep}, specs)
 
-    mine = [0, 0]
+    prepared, problem = _attempt(prepare, "save_checkpoint: state cannot be stored")
+    yield from agree(prepared and prepared[-1], problem, group, "save_checkpoint")
+    assert prepared is not None
+    path, tree, arrays, _ = prepared
+    started = problem = None
     if group.rank == 0:
-        try:
-            mine = [begin(path), secrets.randbits(62)]
-        except Exception as error:
-            problem = _problem(error, f"save_checkpoint: cannot write below '{path}'")
-    number, token = yield from _from_rank_0(mine, problem, group)
+        what = f"save_checkpoint: cannot write below '{path}'"
+        started, problem = _attempt(lambda: [begin(path), secrets.randbits(62)], what)
+    number, token = yield from _from_rank_0(started or [0, 0], problem, group)
     part = part_folder(path, number)
     try:
+        header = Header(number, token, group.size, group.rank)
         try:
-            write_file(part / file_name(group.rank), Header(number, token, group.size, group.rank), tree, arrays)
+            write_file(part / file_name(group.rank), header, tree, arrays)
         except Exception as error:
             problem = _not_saved(f"cannot write the file of rank {group.rank}: {error}")
         yield from agree(None, problem, group)
@@ -138,39 +139,21 @@ def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds[A
 
 def load_rounds(folder: Folder, group: Group) -> Rounds[Any]:
     """Do what `load_checkpoint` does as a generator of rounds, for ranks that live in one process."""
-    signature, problem = None, None
-    try:
-        path = _path(folder, "load_checkpoint")
-        signature = Signature({"folder": str(path)}, [])
-    except Exception as error:  # whatever it is, the others have to know
-        problem = _problem(error, "load_checkpoint: folder cannot be used")
+    path, problem = _attempt(lambda: _path(folder, "load_checkpoint"), "load_checkpoint: folder cannot be used")
+    signature = None if path is None else Signature({"folder": str(path)}, [])
     yield from agree(signature, problem, group, "load_checkpoint")
-
-    mine = [0, 0, 0, 0]
+    assert path is not None
+    found = problem = None
     if group.rank == 0:
-        try:
-            mine = newest(path)
-        except Exception as error:
-            problem = _problem(error, f"load_checkpoint: cannot look into '{path}'")
-    name, number, token, ranks = yield from _from_rank_0(mine, problem, group)
+        found, problem = _attempt(lambda: newest(path), f"load_checkpoint: cannot look into '{path}'")
+    name, number, token, ranks = yield from _from_rank_0(found or [0, 0, 0, 0], problem, group)
     if ranks == 0:
         return None
-    state = None
-    try:
-        state = _read(complete_folder(path, name), Header(number, token, ranks, 0), group)
-    except Exception as error:
-        problem = _problem(error, f"load_checkpoint: '{path}' cannot be read")
+    header = Header(number, token, ranks, 0)
+    what = f"load_checkpoint: '{path}' cannot be read"
+    state, problem = _attempt(lambda: _read(complete_folder(path, name), header, group), what)
     yield from agree(None, problem, group)
     return state
-
-
-def _run(comm: Any, rounds: Callable[[Group], Rounds[Any]]) -> Any:
-    transport = connect(comm)
-    try:
-        return transport.run(rounds(transport.group))
-    finally:
-        if transport is not comm:
-            transport.close()
 
 
 def _path(folder: Any, subsystem: str) -> Path:
@@ -179,12 +162,15 @@ def _path(folder: Any, subsystem: str) -> Path:
     return Path(folder)
 
 
-def _problem(error: Exception, what: str) -> MpicompError:
-    """Return an error that can be raised on all ranks; errors of mpicomp are returned unchanged."""
-    if isinstance(error, MpicompError):
-        return error
-    text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    return CheckpointError(f"{what}: {text}")
+def _attempt(work: Callable[[], Value], what: str) -> tuple[Value | None, MpicompError | None]:
+    """Return the result of ``work`` and None, or None and an error that can be raised on all ranks."""
+    try:
+        return work(), None
+    except MpicompError as error:
+        return None, error
+    except Exception as error:  # whatever it is, the other ranks have to raise it, too
+        text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return None, CheckpointError(f"{what}: {text}")
 
 
 def _from_rank_0(numbers: Sequence[int], problem: MpicompError | None, group: Group) -> Rounds[list[int]]:
@@ -213,4 +199,72 @@ def _read(folder: Path, header: Header, group: Group) -> Any:
     sources = weights(group.rank, group.size, header.ranks)
     if len(sources) == 1:
         return state
-    return shared_anew(state, ((weight, file_of(rank)) for rank, weight in sources.items()))
+    return _redistribute(state, ((weight, file_of(rank)) for rank, weight in sources.items()))
+
+
+def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
+    """Return the share of each old rank's residual that a new rank takes.
+
+    Old and new ranks share the line from 0 to 1 evenly, and weigh as much as their parts overlap. What a rank takes
+    sums to 1, so that the mean over ranks stays what it was: that is what error feedback has still to deliver.
+
+    Parameters
+    ----------
+    rank, ranks : int
+        The new rank, and the number of new ranks.
+    written : int
+        The number of ranks that wrote the checkpoint.
+
+    Examples
+    --------
+    >>> weights(0, 2, 4), weights(3, 4, 2), weights(1, 2, 3)
+    ({0: 0.5, 1: 0.5}, {1: 1.0}, {1: 0.3333333333333333, 2: 0.6666666666666666})
+    """
+    start, stop = rank * written, (rank + 1) * written  # in parts of which each old rank has `ranks`
+    return {
+        source: (min(stop, (source + 1) * ranks) - max(start, source * ranks)) / written
+        for source in range(start // ranks, -(-stop // ranks))
+    }
+
+
+def _reducer_states(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every result of ``Reducer.state_dict()`` in a tree, with its place."""
+    if isinstance(tree, dict):
+        if "schema" in tree and all(_holds_arrays(tree.get(kind)) for kind in _STATES):
+            yield path, tree
+            return
+        for key, inner in tree.items():
+            yield from _reducer_states(inner, f"{path}[{key!r}]")
+    elif isinstance(tree, list | tuple):
+        for place, inner in enumerate(tree):
+            yield from _reducer_states(inner, f"{path}[{place}]")
+
+
+def _redistribute(state: Any, parts: Iterable[tuple[float, RankFile]]) -> Any:
+    """Return a state in which reducers' arrays are replaced by weighted sums over files, made in float64."""
+    sums: dict[tuple[str, str, str], Any] = {}
+    for weight, file in parts:
+        for path, reducer_state in _reducer_states(file.tree()):
+            for kind in _STATES:
+                for name, leaf in reducer_state[kind].items():
+                    share = weight * to_host(file.read(leaf)).astype(np.float64)
+                    sums[path, kind, name] = sums.get((path, kind, name), 0.0) + share
+    for path, reducer_state in _reducer_states(state):
+        for kind in _STATES:
+            reducer_state[kind] = {
+                name: _like(old, sums[path, kind, name]) for name, old in reducer_state[kind].items()
+            }
+    return state
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Return whether it is a dict of NumPy arrays, tensors, or descriptions of either."""
+    return isinstance(value, dict) and all(
+        hasattr(array, "dtype") and hasattr(array, "shape") for array in value.values()
+    )
+
+
+def _like(old: Any, values: NDArray[np.float64]) -> Any:
+    """Return values in the dtype and the library of what they replace."""
+    array = np.asarray(values, to_host(old).dtype)
+    return array if isinstance(old, np.ndarray) else sys.modules["torch"].from_numpy(array)

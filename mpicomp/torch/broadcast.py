@@ -1,7 +1,7 @@
 """Broadcast of the root's parameters, buffers and optimizer state to every rank."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.torch.arguments import array_specs, dtype_name, is_sharded, to_pairs
 from mpicomp.torch.sparse_tensors import dense_parts
-from mpicomp.transport.connect import connect
+from mpicomp.transport.connect import run_over
 
 _BYTE, _SIZE = np.dtype(np.uint8), np.dtype(np.int64)
 _PARAMETERS, _STATE = "broadcast_parameters", "broadcast_optimizer_state"
@@ -52,7 +52,7 @@ def broadcast_parameters(
     --------
     mpicomp.torch.broadcast_optimizer_state
     """
-    _run(lambda group: _send_parameters(model, root, group), comm)
+    run_over(comm, lambda group: _send_parameters(model, root, group))
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, comm: Any = None) -> None:
@@ -81,16 +81,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
     ConfigurationError
         On all ranks: for an object that is no optimizer, or has a state that cannot be sent.
     """
-    _run(lambda group: _send_state(optimizer, root, group), comm)
-
-
-def _run(rounds: Callable[[Group], Rounds[None]], comm: Any) -> None:
-    transport = connect(comm)
-    try:
-        transport.run(rounds(transport.group))
-    finally:
-        if transport is not comm:
-            transport.close()
+    run_over(comm, lambda group: _send_state(optimizer, root, group))
 
 
 def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:

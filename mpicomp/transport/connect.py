@@ -1,10 +1,13 @@
 """The transport for the ``comm`` that users pass, and checks of it before anything is sent."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mpicomp.errors import ConfigurationError, LaunchError
+from mpicomp.rounds import Group, Rounds
 from mpicomp.system import abort
-from mpicomp.transport.base import Transport
+from mpicomp.transport.base import Transport, Value
 
 _EXPECTED = "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD"
 
@@ -31,6 +34,27 @@ def connect(comm: Any = None) -> Transport:
     if comm is not None:
         _check_comm(comm)
     return MPITransport(comm)
+
+
+@contextmanager
+def connected(comm: Any) -> Iterator[Transport]:
+    """Yield a transport like `connect`; where the block fails, a new one is closed. Collective over ``comm``."""
+    transport = connect(comm)
+    try:
+        yield transport
+    except BaseException:
+        if transport is not comm:
+            transport.close()
+        raise
+
+
+def run_over(comm: Any, rounds: Callable[[Group], Rounds[Value]]) -> Value:
+    """Run rounds over ``comm``. Collective."""
+    with connected(comm) as transport:
+        value = transport.run(rounds(transport.group))
+    if transport is not comm:
+        transport.close()
+    return value
 
 
 def _check_initialized() -> None:

@@ -117,7 +117,7 @@ def test_a_file_with_the_last_number(tmp_path):
     assert load(tmp_path, 2) == [{"epoch": 2}] * 2
     before = content(tmp_path)
     text = the_one(save_errors(tmp_path, [{"epoch": 3}] * 2))
-    assert f"the last number that there is was used in '{tmp_path}'" in text
+    assert f"the last number, 999999999999999999, was used in '{tmp_path}'" in text
     assert content(tmp_path) == before
 
 
