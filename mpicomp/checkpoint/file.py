@@ -22,6 +22,8 @@ from mpicomp.errors import CheckpointError
 
 SCHEMA = 1
 
+_safe_open: Any = safe_open  # typed in some versions only
+
 _STORED = {"bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64"}
 _STORED |= {
     f"{name}{bits}": f"{sign}{bits}" for name, sign in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)
@@ -226,7 +228,7 @@ class RankFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file: Any = safe_open(path, framework="numpy")  # typed in some versions only
+            self._file = _safe_open(path, framework="numpy")
             self._metadata: dict[str, str] = self._file.metadata() or {}
         except FileNotFoundError:
             raise self._error("is missing") from None
