@@ -5,7 +5,7 @@ from mpicomp.collectives import bind, fitting, variants
 from mpicomp.errors import ConfigurationError, IncompatiblePairError, UnknownNameError
 
 
-def test_pairs_that_do_not_fit_are_refused_naming_those_that_do():
+def test_pair_that_does_not_fit_is_refused_naming_others():
     with pytest.raises(
         IncompatiblePairError, match=r"topk: does not fit collective 'allreduce'.*use allgather, star-topk, .* or hier"
     ):
@@ -18,7 +18,7 @@ def test_pairs_that_do_not_fit_are_refused_naming_those_that_do():
 
 @pytest.mark.parametrize("collective", ["ring", "recursive-doubling"])
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
-def test_sixteen_bits_are_not_rounded_at_every_hop(collective, wire):
+def test_sixteen_bits_on_many_hops_are_refused(collective, wire):
     for compressor in (mpicomp.Dense(wire=wire), mpicomp.RandomK(wire=wire)):
         assert collective not in fitting(compressor)
         with pytest.raises(IncompatiblePairError, match=rf"wire='{wire}'\).*'{collective}'.*use allreduce"):
@@ -36,7 +36,7 @@ def test_hierarchical_refuses_compressors_tied_to_positions():
     assert "hierarchical" in fitting(mpicomp.DGC(momentum=0.9, masking=False))
 
 
-def test_no_collective_is_built_upon_itself():
+def test_collective_on_itself_is_refused():
     for name in ("hierarchical:hierarchical", "hierarchical:star-topk:hierarchical:ring"):
         with pytest.raises(ConfigurationError, match="hierarchical: is not built on itself"):
             bind(mpicomp.TopK(), name)
@@ -46,13 +46,13 @@ def test_no_collective_is_built_upon_itself():
         assert not any(len(set(name.split(":"))) < len(name.split(":")) for name in names)
 
 
-def test_an_unknown_collective_gives_the_nearest():
+def test_unknown_collective_error_names_the_nearest():
     with pytest.raises(UnknownNameError, match="'allgater'; did you mean 'allgather'"):
         bind(mpicomp.TopK(), "allgater")
 
 
 @pytest.mark.parametrize("name", mpicomp.list_compressors())
-def test_every_compressor_has_a_collective(name):
+def test_compressor_fits_the_collectives_that_bind_it(name):
     compressor = mpicomp.get_compressor(name)
     for collective in fitting(compressor):
         scheme = bind(compressor, collective)

@@ -20,7 +20,7 @@ def message(compressor=mpicomp.QSGD(), count=COUNT):  # noqa: B008, a frozen val
     return made
 
 
-def test_what_stands_where():
+def test_header_has_the_documented_layout():
     made = message()
     assert made[:HEADER_BYTES].tobytes() == struct.pack("<BBHIdd", 1, 3, made.size // 8, COUNT, 2.5, 0.5)
     assert read_header(made, COUNT) == (3, 2.5, 0.5)
@@ -36,7 +36,7 @@ def test_what_stands_where():
         (5, 0, "1000 elements are expected, got 232"),
     ],
 )
-def test_a_field_that_is_wrong_is_named(place, value, text):
+def test_wrong_field_is_named(place, value, text):
     made = message()
     made[place] = value
     with pytest.raises(MessageError, match=text):
@@ -46,7 +46,7 @@ def test_a_field_that_is_wrong_is_named(place, value, text):
 
 
 @given(bit=st.integers(0, 63))
-def test_a_flipped_bit_is_refused_but_in_flags(bit):
+def test_flipped_bit_is_refused_but_in_flags(bit):
     made = message()
     made[bit // 8] ^= 1 << bit % 8
     if 8 <= bit < 11:
@@ -56,7 +56,7 @@ def test_a_flipped_bit_is_refused_but_in_flags(bit):
             read_header(made, COUNT)
 
 
-def test_lengths_that_do_not_fit():
+def test_lengths_that_do_not_fit_are_refused():
     """What was packed for other elements, or in other bits, or is torn."""
     with pytest.raises(MessageError, match="1000 elements are expected, got 999"):
         read_header(message(count=999), COUNT)
@@ -72,7 +72,7 @@ def test_lengths_that_do_not_fit():
         read_header(message()[:64], COUNT)
 
 
-def test_messages_of_any_length_have_headers():
+def test_message_of_any_length_has_a_header():
     for count in (1, 2**32 - 1):
         made = np.zeros(HEADER_BYTES, np.uint8)
         write_header(made, count, 0, 0.0, 0.0)

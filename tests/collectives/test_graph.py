@@ -24,7 +24,7 @@ from mpicomp.rounds import make_graph
         ([], 1, {0}),
     ],
 )
-def test_every_rank_has_its_neighbours(edges, size, degrees):
+def test_neighbours_are_mutual(edges, size, degrees):
     graph = make_graph(edges, size)
     assert {len(graph.neighbours(rank)) for rank in range(size)} == degrees
     for rank in range(size):
@@ -66,11 +66,11 @@ def test_weights_average_in_the_long_run(edges, size):
         ([(0, 1.0)], 2, "an edge is a pair of ranks"),
     ],
 )
-def test_graphs_that_cannot_be(edges, size, text):
+def test_wrong_edges_are_refused(edges, size, text):
     with pytest.raises(ConfigurationError, match=f"graph: .*{text}"):
         make_graph(edges, size)
 
 
-def test_an_unknown_graph():
+def test_unknown_graph_error_names_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean 'ring'"):
         make_graph("rings", 4)

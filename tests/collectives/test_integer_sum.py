@@ -26,7 +26,7 @@ def steps_of(arrays, bits):
 @pytest.mark.parametrize("ranks", [1, slow(2), 3, slow(7)])
 @pytest.mark.parametrize("bits", [[2], [4], [8], [16], [6, 10], [2, 3, 9]])
 @pytest.mark.parametrize("numel", [1, 5, 3000])
-def test_the_mean_is_that_of_the_nearest_points(ranks, bits, numel):
+def test_integer_sum_is_the_mean_of_nearest_points(ranks, bits, numel):
     arrays = gradients(ranks, numel, np.float64, seed=numel)
     results = run(MaxNorm(bits=bits, rounding="nearest"), "integer-sum", arrays).results
     steps = steps_of(arrays, bits)
@@ -39,14 +39,10 @@ def test_the_mean_is_that_of_the_nearest_points(ranks, bits, numel):
 
 @pytest.mark.parametrize(
     ("compressor", "bits"),
-    [
-        (MaxNorm(), [4]),
-        (MaxNorm(bits=[3, 5, 12]), [3, 5, 12]),
-        (TernGrad(clip=None), [2]),
-    ],
+    [(MaxNorm(), [4]), (MaxNorm(bits=[3, 5, 12]), [3, 5, 12]), (TernGrad(clip=None), [2])],
     ids=str,
 )
-def test_unbiased_in_every_block_and_the_variance_is_bounded(compressor, bits):
+def test_integer_sum_is_unbiased_with_bounded_variance(compressor, bits):
     ranks, numel, draws, block = 3, 600, 1000, 50
     arrays = [array[np.argsort(-np.abs(array))] for array in gradients(ranks, numel, np.float32, seed=1)]
     steps = steps_of(arrays, bits)
@@ -60,15 +56,15 @@ def test_unbiased_in_every_block_and_the_variance_is_bounded(compressor, bits):
             assert (np.abs(array - result.sent) <= steps * (1 + 1e-5)).all()
     bias, variance = total / draws, squares / draws
     for start in range(0, numel, block):
-        own = slice(start, start + block)
-        deviation = np.sqrt(variance[own].sum() / draws)
-        assert abs(bias[own].sum()) <= 4 * deviation + 1e-6 * np.abs(arrays).max()
+        part = slice(start, start + block)
+        deviation = np.sqrt(variance[part].sum() / draws)
+        assert abs(bias[part].sum()) <= 4 * deviation + 1e-6 * np.abs(arrays).max()
     # A quarter of a squared step for each rank, of which the mean takes one over their number.
     assert (variance <= steps**2 / 4 / ranks * 1.25).all()
     assert variance.sum() <= (steps**2).sum() / 4 / ranks
 
 
-def test_ranks_round_by_themselves():
+def test_ranks_draw_different_rounding():
     """Equal draws on all ranks would not average out."""
     arrays = [np.full(5000, 0.5 / 7, np.float32)] * 8
     for array in arrays:
@@ -90,7 +86,7 @@ def test_values_behind_the_finer_grid_are_unbiased():
     assert abs(np.mean(total[1:] / draws) - array[1]) < 4 * deviation
 
 
-def test_an_element_that_is_large_on_one_rank_is_coarse_on_all():
+def test_element_large_on_one_rank_is_coarse_on_all():
     small = np.full(100, 1 / 511, np.float64)
     arrays = [small.copy() for _ in range(3)]
     arrays[2][7], arrays[0][0] = 0.5, 1.0
@@ -117,7 +113,7 @@ def test_extreme_numbers_stay_numbers(dtype, compressor, value):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_seen_and_does_not_vanish(bad):
+def test_bad_number_is_seen_by_all_and_makes_the_mean_nan(bad):
     for culprit in range(3):
         arrays = gradients(3, 100, np.float32)
         arrays[culprit][50] = bad
@@ -129,7 +125,7 @@ def test_what_is_not_finite_is_seen_and_does_not_vanish(bad):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 100, 1000, 4096])
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
-def test_bytes_are_those_of_fields_as_wide_as_the_sum(ranks, bits):
+def test_fields_are_as_wide_as_the_sum(ranks, bits):
     numel, scale = 1_000_000, 2 ** (bits - 1) - 1
     width = len(bin(2 * scale * ranks)) - 2
     promised = 64 / (64 // width)
@@ -145,7 +141,7 @@ def test_bytes_are_those_of_fields_as_wide_as_the_sum(ranks, bits):
         assert asked.sent_bytes(Group(0, ranks)) * 8 / numel == pytest.approx(objections, rel=0.02)
 
 
-def test_four_ranks_are_promised_by_the_compressor():
+def test_bytes_are_those_that_the_compressor_promises():
     for compressor in (MaxNorm(), MaxNorm(bits=8), MaxNorm(bits=[6, 10]), MaxNorm(bits=[3, 5, 12]), TernGrad()):
         rounds = bind(compressor, "integer-sum").rounds(1 << 20, SINGLE, Group(0, 4))
         sent = sum(task.sent_bytes(Group(0, 4)) for task in rounds) / (1 << 20)
@@ -162,7 +158,7 @@ def test_too_many_ranks_for_a_field_are_refused():
     assert bind(MaxNorm(bits=4), "integer-sum").rounds(10, SINGLE, Group(0, 40000))
 
 
-def test_nothing_that_sums_floats_carries_integers():
+def test_integers_on_a_float_sum_are_refused():
     for compressor in (MaxNorm(), TernGrad(), GlobalRandKMaxNorm()):
         with pytest.raises(
             IncompatiblePairError, match=r"does not fit collective 'allreduce'.*use integer-sum or hier"
@@ -171,30 +167,10 @@ def test_nothing_that_sums_floats_carries_integers():
 
 
 @pytest.mark.parametrize("layout", [[0, 0, 1, 1], [0, 1, 2], [0, 0, 0, 1]], ids=str)
-def test_hosts_count_as_one_rank_each(layout):
+def test_integer_sum_on_hosts_counts_a_host_as_a_rank(layout):
     arrays = gradients(len(layout), 500, np.float64)
     sums = [np.sum([a for a, h in zip(arrays, layout, strict=True) if h == host], axis=0) for host in set(layout)]
     [result, *_] = run(MaxNorm(bits=16, rounding="nearest"), "hierarchical", arrays, hosts=layout).results
     step = np.abs(sums).max() / 32767
     np.testing.assert_allclose(result.mean, np.mean(arrays, axis=0), rtol=0, atol=step)
     assert result.gain > 1 - 1e-6
-
-
-@pytest.mark.mpi
-def test_over_mpi_it_is_what_it_is_in_one_process(comm):
-    from worlds import Ranks
-
-    import mpicomp
-
-    for compressor in (MaxNorm(), MaxNorm(bits=[6, 10]), TernGrad(), GlobalRandKMaxNorm()):
-        reducer = mpicomp.Reducer(compressor, "integer-sum", comm=comm)
-        here = Ranks(comm.size, compressor, "integer-sum")
-        for step in range(3):
-            everyones = [
-                {"w": np.random.default_rng([rank, step]).normal(size=20_000).astype(np.float32)}
-                for rank in range(comm.size)
-            ]
-            mean = reducer.reduce(everyones[comm.rank])["w"]
-            expected = here.reduce(everyones)[0]["w"]
-            assert mean.tobytes() == expected.tobytes()
-        reducer.close()

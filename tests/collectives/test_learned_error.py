@@ -1,13 +1,13 @@
-"""What a record says of a learned code's error."""
+"""The error of a learned code in the record of a step."""
 
 import numpy as np
 import pytest
+from worlds import Ranks
 
 import mpicomp
-from mpicomp.transport import LocalWorld
 
 RANKS, SIZE = 3, 400
-PHASES = {"dense_steps": 1, "training_steps": 6}
+CODE = {"id": "lgc", "ratio": 1.0, "code": "linear", "dense_steps": 1, "training_steps": 6}
 
 
 def gradients_of(rng):
@@ -16,26 +16,27 @@ def gradients_of(rng):
     return [{"w": (shared + 0.5 * rng.standard_normal(SIZE)).astype(np.float32)} for _ in range(RANKS)]
 
 
+def errors(world):
+    return [reducer.last_step.buckets[0].code_error for reducer in world.reducers]
+
+
 @pytest.mark.parametrize("instance", ["ring", "server"])
-def test_it_is_that_of_what_was_decoded(instance):
-    """With all elements selected, and a code for all of them, it is what the residual has of what was there."""
-    world = LocalWorld(RANKS)
-    compressor = mpicomp.get_compressor({"id": "lgc", "ratio": 1.0, "instance": instance, "code": "linear"} | PHASES)
-    reducers = [mpicomp.Reducer(compressor, "learned", comm=end) for end in world.transports]
+def test_code_error_is_that_of_the_decoded_array(instance):
+    """With all elements selected, and a code for all of them, it is the residual's share of the accumulated array."""
+    world = Ranks(RANKS, mpicomp.get_compressor(CODE | {"instance": instance}), "learned")
     rng = np.random.default_rng(0)
     learning, coded = [], []
     for step in range(12):
         gradients = gradients_of(rng)
-        before = [np.zeros(SIZE) if step == 0 else own.residual("w").astype(np.float64) for own in reducers]
-        world.run([own.rounds(each) for own, each in zip(reducers, gradients, strict=True)])
-        found = [own.last_step.buckets[0].code_error for own in reducers]
+        before = np.zeros((RANKS, SIZE)) if step == 0 else np.float64(world.residuals("w"))
+        world.reduce(gradients)
+        found = errors(world)
         if step < 7:
             assert found[1:] == [None, None]  # rank 0 alone learns
             learning.append(found[0])
             continue
-        for own, held, gradient, error in zip(reducers, before, gradients, found, strict=True):
-            accumulated = held + gradient["w"]
-            expected = np.square(own.residual("w").astype(np.float64)).sum() / np.square(accumulated).sum()
+        for residual, held, gradient, error in zip(world.residuals("w"), before, gradients, found, strict=True):
+            expected = np.square(residual.astype(np.float64)).sum() / np.square(held + gradient["w"]).sum()
             assert error == pytest.approx(expected, rel=1e-4)
             coded.append(error)
     assert learning[:2] == [None, 1.0]  # a dense step, and one before which nothing was learnt
@@ -44,17 +45,13 @@ def test_it_is_that_of_what_was_decoded(instance):
 
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
-def test_of_what_is_not_finite_nothing_is_said(instance):
-    world = LocalWorld(RANKS)
-    compressor = mpicomp.get_compressor({"id": "lgc", "ratio": 1.0, "instance": instance, "code": "linear"} | PHASES)
-    reducers = [mpicomp.Reducer(compressor, "learned", comm=end, nonfinite="skip") for end in world.transports]
+def test_code_error_of_bad_numbers_is_none(instance):
+    world = Ranks(RANKS, mpicomp.get_compressor(CODE | {"instance": instance}), "learned", nonfinite="skip")
     rng = np.random.default_rng(1)
     for step in range(9):
         gradients = gradients_of(rng)
         if step in (3, 8):
             gradients[1]["w"][5] = np.nan
-        world.run([own.rounds(each) for own, each in zip(reducers, gradients, strict=True)])
-        found = [own.last_step.buckets[0].code_error for own in reducers]
-        assert all(error is None or np.isfinite(error) for error in found)
-        if step == 8:
-            assert found[1] is None
+        world.reduce(gradients)
+        assert all(error is None or np.isfinite(error) for error in errors(world))
+    assert errors(world)[1] is None

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from marks import once, slow
 from mpicomp.kernels import cpu
-from schemes import Above
+from schemes import Above, pairs
+from worlds import Ranks
 
 import mpicomp
-from mpicomp.collectives import fitting, variants
+from mpicomp.collectives import variants
 from mpicomp.errors import NonFiniteError
-from mpicomp.transport import LocalWorld
 
 HUGE = 3e38
 LARGEST = float(np.finfo(np.float32).max)
@@ -80,7 +80,7 @@ def scenarios(ranks, size, seed=0):
     yield "the last against all", None, [some(size, -HUGE if rank == 1 else HUGE, rng()) for rank in range(ranks)]
     yield "added to what is kept", everywhere, [np.full(size, 1e30) for _ in range(ranks)]
     yield "too much for what is kept", everywhere, [some(size, HUGE, rng()) for _ in range(ranks)]
-    yield "against what is kept", [-own for own in everywhere], [some(size, HUGE, rng()) for _ in range(ranks)]
+    yield "against what is kept", [-array for array in everywhere], [some(size, HUGE, rng()) for _ in range(ranks)]
     yield "as large as can be", None, [some(size, LARGEST, rng()) for _ in range(ranks)]
     yield "a third each", None, [some(size, LARGEST if rank < 3 else 0, rng()) for rank in range(ranks)]
     mixed = np.array([HUGE, -HUGE, 1.7e38, -1.7e38, 1e38, 1e20, -1e20, 1.0, 0.0, 1e-30])
@@ -90,37 +90,20 @@ def scenarios(ranks, size, seed=0):
         yield f"mixed {turn}", kept, [draw.choice(mixed, size) for _ in range(ranks)]
 
 
-class Together:
-    """Reducers of ranks on hosts, with residuals that can be set."""
+def new_world(layout, compressor, collective, nonfinite):
+    feedback = None if compressor.feedback else False
+    return Ranks(len(layout), compressor, collective, hosts=layout, feedback=feedback, nonfinite=nonfinite)
 
-    def __init__(self, layout, compressor, collective, nonfinite, shape):
-        self.world = LocalWorld(len(layout), hosts=layout)
-        self.shape = shape
-        feedback = None if compressor.feedback else False
-        self.reducers = [
-            mpicomp.Reducer(compressor, collective, feedback=feedback, nonfinite=nonfinite, comm=end)
-            for end in self.world.transports
-        ]
-        self.feedback = compressor.feedback
-        self.reduce([np.zeros(shape)] * len(layout))
 
-    def keep(self, residuals):
-        for reducer, residual in zip(self.reducers, residuals, strict=True):
-            state = reducer.state_dict()
-            state["residuals"] = {"w": np.float32(residual).reshape(self.shape)}
-            state["velocities"] = {}
-            reducer.load_state_dict(state)
+def reduce(world, arrays, shape=SHAPE):
+    means = world.reduce([{"w": np.float32(array).reshape(shape)} for array in arrays])
+    return [mean["w"].copy() for mean in means]
 
-    def reduce(self, arrays):
-        gradients = [{"w": np.float32(array).reshape(self.shape)} for array in arrays]
-        means = self.world.run([r.rounds(own) for r, own in zip(self.reducers, gradients, strict=True)])
-        return [own["w"].copy() for own in means]
 
-    def residuals(self):
-        return [reducer.residual("w") for reducer in self.reducers]
-
-    def memories(self):
-        return [reducer.state_dict()["memories"] for reducer in self.reducers]
+def set_residuals(world, residuals, shape):
+    for reducer, residual in zip(world.reducers, residuals, strict=True):
+        state = reducer.state_dict() | {"residuals": {"w": np.float32(residual).reshape(shape)}, "velocities": {}}
+        reducer.load_state_dict(state)
 
 
 def ordinary(ranks, size, seed=7):
@@ -134,9 +117,9 @@ def same(arrays):
 def finite(value):
     """Tell whether all numbers in a nested memory are finite; infinities that stand for no bound are none of it."""
     if isinstance(value, dict):
-        return all(finite(own) for own in value.values())
+        return all(finite(item) for item in value.values())
     if isinstance(value, list | tuple):
-        return all(finite(own) for own in value)
+        return all(finite(item) for item in value)
     if isinstance(value, np.ndarray):
         return value.dtype.kind != "f" or bool(np.isfinite(value).all())
     return not isinstance(value, float) or bool(np.isfinite(value))
@@ -144,51 +127,52 @@ def finite(value):
 
 def check(compressor, collective, layout, shape, nonfinite):
     ranks, size = len(layout), shape[0] * shape[1]
-    together = Together(layout, compressor, collective, nonfinite, shape)
-    together.reduce(ordinary(ranks, size))  # what is learnt from that must not make it worse
+    world = new_world(layout, compressor, collective, nonfinite)
+    for arrays in ([np.zeros(size)] * ranks, ordinary(ranks, size)):  # what they teach must not make it worse
+        reduce(world, arrays, shape)
     for name, kept, arrays in scenarios(ranks, size):
-        together.keep([np.zeros(size)] * ranks if kept is None else kept)
-        check_step(together, name, arrays, nonfinite)
-        together.keep([np.zeros(size)] * ranks)
+        set_residuals(world, [np.zeros(size)] * ranks if kept is None else kept, shape)
+        check_step(world, name, arrays, nonfinite, shape)
+        set_residuals(world, [np.zeros(size)] * ranks, shape)
         try:
-            means = together.reduce(ordinary(ranks, size))
+            means = reduce(world, ordinary(ranks, size), shape)
         except NonFiniteError:
             pytest.fail(f"{name}: an ordinary step is not finite afterwards")
         assert same(means), name
         assert np.isfinite(means[0]).all(), name
-        assert not any(reducer.last_step.skipped for reducer in together.reducers), name
+        assert not any(reducer.last_step.skipped for reducer in world.reducers), name
 
 
-def check_step(together, name, arrays, nonfinite):
+def check_step(world, name, arrays, nonfinite, shape):
     """Reduce extreme gradients: all of it is kept by the law, or nothing is, on all ranks alike."""
     ranks = len(arrays)
-    before = together.residuals()
+    before = world.residuals("w")
     raised, undone = None, True
     try:
-        means = together.reduce(arrays)
+        means = reduce(world, arrays, shape)
     except NonFiniteError as error:
         raised = error
     if raised is None:
         assert same(means), name
-        [undone] = {reducer.last_step.skipped for reducer in together.reducers}
+        [undone] = {reducer.last_step.skipped for reducer in world.reducers}
     else:
         assert (nonfinite, raised.__notes__) == ("raise", [f"{ranks} of {ranks} ranks raised"]), name
-    after = together.residuals()
-    assert all(np.isfinite(own).all() for own in after), name
-    assert finite(together.memories()), name
+    after = world.residuals("w")
+    assert np.isfinite(after).all(), name
+    assert finite([reducer.state_dict()["memories"] for reducer in world.reducers]), name
     if undone:
-        assert [own.tobytes() for own in after] == [own.tobytes() for own in before], name
+        assert [residual.tobytes() for residual in after] == [residual.tobytes() for residual in before], name
     elif nonfinite != "pass":
         assert np.isfinite(means[0]).all(), name
-        if together.feedback:
-            put_in = np.sum([np.float64(np.float32(own)) for own in arrays], axis=0).reshape(means[0].shape)
+        if world.reducers[0].feedback:
+            put_in = np.sum([np.float64(np.float32(array)) for array in arrays], axis=0).reshape(means[0].shape)
             put_in += np.sum(np.float64(before), axis=0)
             out = ranks * np.float64(means[0]) + np.sum(np.float64(after), axis=0)
             atol = 16 * ranks * np.finfo(np.float32).eps * max(np.abs(arrays).max(), np.abs(before).max())
             np.testing.assert_allclose(out, put_in, rtol=0, atol=atol, err_msg=name)
 
 
-PAIRS = [(compressor, name) for compressor in REPRESENTATIVES for name in fitting(compressor)]
+PAIRS = pairs(REPRESENTATIVES)
 ON_HOSTS = [
     (compressor, name)
     for compressor in REPRESENTATIVES
@@ -202,66 +186,65 @@ MANY = 10  # a tenth of the largest number, rounded, makes more than it ten time
 
 @pytest.mark.parametrize(("ranks", "nonfinite"), [(3, "raise"), slow(4, "skip"), slow(4, "pass")])
 @pytest.mark.parametrize(("compressor", "collective"), once(PAIRS), ids=str)
-def test_on_one_host(compressor, collective, ranks, nonfinite):
+def test_overflow_on_one_host_is_kept_or_undone(compressor, collective, ranks, nonfinite):
     check(compressor, collective, [0] * ranks, SHAPE, nonfinite)
 
 
 @pytest.mark.parametrize(("compressor", "collective"), once(ON_HOSTS, lambda case: case[1].partition(":")[0]), ids=str)
-def test_on_two_hosts(compressor, collective):
+def test_overflow_on_two_hosts_is_kept_or_undone(compressor, collective):
     check(compressor, collective, [0, 0, 0, 1, 1], SHAPE, "skip")
 
 
 @pytest.mark.parametrize(
     ("compressor", "collective"), once(pair for pair in ON_HOSTS if pair[1].startswith("hierarchical")), ids=str
 )
-def test_passed_on_between_hosts(compressor, collective):
+def test_overflow_passed_on_between_hosts_stays_finite(compressor, collective):
     check(compressor, collective, [0, 0, 1, 1], SHAPE, "pass")
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "pass"])
 @pytest.mark.parametrize("compressor", ESTIMATORS, ids=str)
-def test_estimates(compressor, nonfinite):
+def test_overflow_of_estimates_is_kept_or_undone(compressor, nonfinite):
     check(compressor, "allgather", [0, 0, 0], (60, 70), nonfinite)
 
 
-@pytest.mark.parametrize(
-    ("compressor", "collective"),
-    [(compressor, name) for compressor in (mpicomp.TopK(ratio=1.0), mpicomp.OneBit()) for name in fitting(compressor)],
-    ids=str,
-)
-def test_a_mean_of_the_largest_number(compressor, collective):
-    together = Together([0] * MANY, compressor, collective, "skip", (70,))
-    check_step(together, "as large as can be", [np.full(70, LARGEST) for _ in range(MANY)], "skip")
+MEANS = pairs([mpicomp.TopK(ratio=1.0), mpicomp.OneBit()])
+
+
+@pytest.mark.parametrize(("compressor", "collective"), MEANS, ids=str)
+def test_mean_of_the_largest_number_is_kept_or_undone(compressor, collective):
+    world = new_world([0] * MANY, compressor, collective, "skip")
+    reduce(world, [np.zeros(70)] * MANY, (70,))
+    check_step(world, "as large as can be", [np.full(70, LARGEST) for _ in range(MANY)], "skip", (70,))
 
 
 def test_sum_of_messages_may_overflow_where_no_element_does():
     """The first rank has what is -3e38 and is given 5.7e38 to add; what comes to that is small, and is dropped."""
-    arrays = [[-1.0, 0.5, 0.0], [1.0, 0.48, 0.0], [0.9, 0.0, 1.0]]
+    arrays = HUGE * np.array([[-1.0, 0.5, 0.0], [1.0, 0.48, 0.0], [0.9, 0.0, 1.0]])
     for nonfinite in ("skip", "pass"):
-        together = Together([0, 0, 0], mpicomp.TopK(ratio=0.67), "gtopk", nonfinite, (3,))
-        check_step(together, "dropped", HUGE * np.array(arrays), nonfinite)
+        world = new_world([0, 0, 0], mpicomp.TopK(ratio=0.67), "gtopk", nonfinite)
+        reduce(world, [np.zeros(3)] * 3, (3,))
+        check_step(world, "dropped", arrays, nonfinite, (3,))
 
 
 def test_remembered_table_stays_finite_unless_estimates_overflow():
     """Two elements of two steps share a cell in one row of five, so that the medians are right and the cell is not."""
     compressor = mpicomp.FetchSGD(ratio=0.01, rows=5, columns=0.5)
-    together = Together([0], compressor, "sketched-memory", "skip", (100,))
+    world = new_world([0], compressor, "sketched-memory", "skip")
+    reduce(world, [np.zeros(100)], (100,))
+    key = world.reducers[0].state_dict()["memories"]["w"]["key"]
     tables = np.zeros((100, *compressor.table(100)), np.float32)
-    for element, table in enumerate(tables):
-        cpu.sketch_add(np.eye(100, dtype=np.float32)[element], together.memories()[0]["w"]["key"], table)
+    for unit, table in zip(np.eye(100, dtype=np.float32), tables, strict=True):
+        cpu.sketch_add(unit, key, table)
     other = next(other for other in range(2, 100) if sorted((tables[1] * tables[other]).ravel())[-2:] == [0, 1])
     for element in (1, other):
         gradient = np.zeros(100)
         gradient[element] = 0.6 * LARGEST
         gradient[0] = 0.7 * LARGEST
-        check_step(together, f"element {element}", [gradient], "skip")
+        check_step(world, f"element {element}", [gradient], "skip", (100,))
 
 
-def test_norms_of_doubles_whose_squares_overflow():
-    arrays = [np.array([3e200, 4e200]), np.zeros(2)]
-    world = LocalWorld(2)
-    reducers = [
-        mpicomp.Reducer(mpicomp.MaxNorm(bits=16, norm="l2"), comm=end, policy={"warmup": 0}) for end in world.transports
-    ]
-    [mean, _] = world.run([r.rounds({"w": own}) for r, own in zip(reducers, arrays, strict=True)])
-    np.testing.assert_allclose(mean["w"], [1.5e200, 2e200], rtol=1e-3)
+def test_norms_of_doubles_may_have_squares_that_overflow():
+    world = Ranks(2, mpicomp.MaxNorm(bits=16, norm="l2"))
+    mean = world.reduce([{"w": np.array([3e200, 4e200])}, {"w": np.zeros(2)}])[0]["w"]
+    np.testing.assert_allclose(mean, [1.5e200, 2e200], rtol=1e-3)

@@ -1,0 +1,95 @@
+"""Means of sparse selections and of sparse rows, against dense arrays."""
+
+import numpy as np
+import pytest
+from lockstep import gradients, run
+from schemes import Above
+
+import mpicomp
+from mpicomp.collectives.allgather import SparseMean
+from mpicomp.collectives.selection import mean_of_rows
+from mpicomp.transport import LocalWorld
+from mpicomp.workspace import Workspace
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("most", [3, 900])  # few are cleared one by one, many all at once
+def test_sparse_mean_starts_each_step_from_zero(dtype, most):
+    rng = np.random.default_rng(0)
+    workspace, arrays = Workspace(), []
+    for _ in range(6):
+        mean = SparseMean.cleared(workspace, 1000, np.dtype(dtype))
+        arrays.append(mean.array)
+        assert not mean.array.any()
+        expected = np.zeros(1000)
+        for _ in range(3):
+            indices = np.sort(rng.choice(1000, rng.integers(0, most), replace=False)).astype(np.uint32)
+            values = rng.normal(size=indices.size).astype(dtype)
+            assert mean.add(indices, values, 0.5)
+            expected[indices] += 0.5 * values.astype(np.float64)
+            indices[:] = 0  # the caller's array is the caller's again
+        np.testing.assert_allclose(mean.array, expected, rtol=1e-5, atol=1e-6)
+    assert all(array is arrays[0] for array in arrays)
+    assert SparseMean.cleared(workspace, 1001, np.dtype(dtype)).array.size == 1001
+
+
+def test_sparse_mean_with_an_index_out_of_range_is_unchanged():
+    mean = SparseMean.cleared(Workspace(), 10, np.dtype(np.float32))
+    assert not mean.add(np.array([1, 10], np.uint32), np.ones(2, np.float32), 1.0)
+    assert not mean.array.any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_mean_of_rows_is_that_of_dense_arrays(size, dtype):
+    groups = [end.group for end in LocalWorld(size).transports]
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        dense, sparse = np.zeros((size, 20, 3)), []
+        for whole in dense:
+            indices = np.flatnonzero(rng.random(20) < 0.4 * rng.random())
+            rows = rng.normal(size=(indices.size, 3)).astype(dtype)
+            sparse.append((indices, rows))
+            whole[indices] = rows
+        exchanges = [mean_of_rows(*rows, group) for rows, group in zip(sparse, groups, strict=True)]
+        found = LocalWorld(size).run(exchanges)
+        for indices, rows in found:
+            assert indices.tolist() == sorted({int(index) for present, _ in sparse for index in present})
+            whole = np.zeros((20, 3))
+            whole[indices] = rows
+            np.testing.assert_allclose(whole, dense.mean(axis=0), rtol=1e-6, atol=1e-7)
+            assert rows.dtype == dtype
+            assert rows.tobytes() == found[0][1].tobytes()
+
+
+def test_mean_of_rows_takes_ranks_without_a_gradient():
+    world = LocalWorld(3)
+    empty, none, rows = np.array([], np.int64), np.empty((0, 2), np.float32), np.ones((1, 2), np.float32)
+
+    def mean(*of_ranks):
+        return world.run([mean_of_rows(*ours, end.group) for ours, end in zip(of_ranks, world.transports, strict=True)])
+
+    assert mean(*[(None, none)] * 3) == [None] * 3
+    for indices, means in mean((None, none), (np.array([4]), rows), (empty, none)):
+        assert indices.tolist() == [4]
+        np.testing.assert_allclose(means, [[1 / 3, 1 / 3]])
+    assert all(indices.size == 0 for indices, _ in mean(*[(empty, none)] * 3))
+
+
+def test_parameter_server_sends_the_shorter_reply():
+    def reply(arrays, compressor):
+        announced, answer = run(compressor, "parameter-server", arrays).transports[0].log[-2:]
+        assert announced.sent_bytes == 8
+        return answer.sent_bytes
+
+    numel = 1000
+    disjoint = np.zeros((3, numel), np.float32)
+    for rank, array in enumerate(disjoint):
+        array[10 * rank : 10 * rank + 10] = 1 + rank
+    compressor = mpicomp.TopK(ratio=0.01, indices="plain")
+    assert reply(list(disjoint), compressor) == 24 + 30 * (4 + 4)
+    assert reply([disjoint[0]] * 3, compressor) == 24 + 10 * (4 + 4)
+    canceled = [disjoint[0], -disjoint[0], disjoint[1]]
+    assert reply(canceled, compressor) == 24 + 10 * (4 + 4)
+    assert reply(gradients(3, numel, np.float32), mpicomp.TopK(ratio=1.0)) == 24 + numel * 4
+    assert reply(gradients(3, numel, np.float32), Above(limit=1e30)) == 24
