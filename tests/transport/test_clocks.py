@@ -1,4 +1,4 @@
-"""Clocks that are set wrong on purpose are found out."""
+"""Clocks that are set wrong on purpose are corrected."""
 
 import time
 
@@ -14,12 +14,12 @@ LAYOUTS = [[0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1, 1], [0, 1, 1, 0, 2, 2]]
 
 
 def wrong_by(host):
-    """Give the seconds by which a host's clock is wrong: far more than any message takes."""
+    """Return the seconds by which a host's clock is wrong: far more than any message takes."""
     return [50.0, -1000.0, 3.25][host]
 
 
 class Wrong(LocalTransport):
-    """An end whose clock is wrong as its host's is."""
+    """A transport whose clock is wrong as its host's is."""
 
     host: int
 
@@ -35,41 +35,35 @@ def wrong_world(layout):
     return world
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_wrong_clocks_are_found_out_within_the_error(layout):
+def compare(world):
+    return world.run([compare_clocks(end) for end in world.transports])
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, [0, 1, 1, 0, 1]], ids=str)
+def test_wrong_clocks_are_corrected_within_the_error(layout):
     world = wrong_world(layout)
     for _ in range(2):  # a second comparison begins from nothing
-        errors = world.run([compare_clocks(end) for end in world.transports])
+        errors = compare(world)
         assert len(set(errors)) == 1
         assert (errors[0] > 0) == (len(set(layout)) > 1)
         assert errors[0] < 0.5
         for end, host in zip(world.transports, layout, strict=True):
             assert abs(end.offset + wrong_by(host) - wrong_by(layout[0])) <= errors[0]
+            assert end.offset == world.transports[layout.index(host)].offset
 
 
-def test_ranks_of_one_host_have_the_same_offset():
-    world = wrong_world([0, 1, 1, 0, 1])
-    world.run([compare_clocks(end) for end in world.transports])
-    offsets = [end.offset for end in world.transports]
-    assert offsets[0] == offsets[3] == 0
-    assert offsets[1] == offsets[2] == offsets[4] != 0
+def test_right_clocks_need_no_offset():
+    simulated = [LocalWorld(len(hosts), hosts=hosts, network=lambda task, group: 0.1 + 1e-9) for hosts in LAYOUTS]
+    for world in (LocalWorld(3, hosts=3), *simulated):
+        compare(world)
+        assert {end.offset for end in world.transports} == {0.0}
+    assert all(len({end.clock() for end in world.transports}) == 1 for world in simulated)
+    [end, _] = LocalWorld(2, hosts=2).transports
+    end.one_clock = True
+    assert list(compare_clocks(end)) == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_simulated_clock_needs_no_offset(layout):
-    world = LocalWorld(len(layout), hosts=layout, network=lambda task, group: 0.1 + 1e-9)
-    world.run([compare_clocks(end) for end in world.transports])
-    assert [end.offset for end in world.transports] == [0.0] * len(layout)
-    assert len({end.clock() for end in world.transports}) == 1
-
-
-def test_clocks_that_are_right_stay_as_they_are():
-    world = LocalWorld(3, hosts=3)
-    world.run([compare_clocks(end) for end in world.transports])
-    assert [end.offset for end in world.transports] == [0.0] * 3
-
-
-def test_the_fastest_answer_counts(monkeypatch):
+def test_fastest_answer_counts(monkeypatch):
     """Other answers come late from one side only, which would make the offset wrong by half of that."""
     world = wrong_world([0, 1])
     perform = world._perform_met
@@ -82,7 +76,7 @@ def test_the_fastest_answer_counts(monkeypatch):
         return perform(asked)
 
     monkeypatch.setattr(world, "_perform_met", late)
-    errors = world.run([compare_clocks(end) for end in world.transports])
+    errors = compare(world)
     assert len(calls) > 12
     assert errors[0] < 0.009
     assert abs(world.transports[1].offset - (wrong_by(0) - wrong_by(1))) <= errors[0]
@@ -90,12 +84,11 @@ def test_the_fastest_answer_counts(monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("spread", ["one host", "a host each", "pairs"])
-def test_over_mpi(comm, spread):
+def test_wrong_clocks_over_mpi_are_corrected(comm, spread):
     from mpicomp.transport.mpi import MPITransport
 
-    layout = {"one host": [0] * comm.size, "a host each": list(range(comm.size))}.get(
-        spread, [rank // 2 for rank in range(comm.size)]
-    )
+    ranks_per_host = {"one host": comm.size, "a host each": 1, "pairs": 2}[spread]
+    layout = [rank // ranks_per_host for rank in range(comm.size)]
 
     class Shifted(MPITransport):
         def clock(self):
@@ -109,13 +102,7 @@ def test_over_mpi(comm, spread):
 
     # What one rank did before another one is earlier on the common clock.
     times = np.array([transport.clock()])
-    everyones = np.empty(comm.size)
-    transport.perform(Round("allgatherv", [1] * comm.size, times.dtype, send=times, recv=everyones))
-    assert everyones.max() <= transport.clock() + 2 * error
+    all_times = np.empty(comm.size)
+    transport.perform(Round("allgatherv", [1] * comm.size, times.dtype, send=times, recv=all_times))
+    assert all_times.max() <= transport.clock() + 2 * error
     transport.close()
-
-
-def test_one_clock_is_compared_with_nothing():
-    [end, _] = LocalWorld(2, hosts=2).transports
-    end.one_clock = True
-    assert list(compare_clocks(end)) == []

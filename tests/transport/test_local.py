@@ -15,7 +15,7 @@ def ask(operation, value, counts=(1,), size=1):
     return received.tolist()
 
 
-def test_operations():
+def test_operations_deliver_what_they_say():
     world = LocalWorld(3)
     assert world.run([ask("allreduce", rank + 1.0) for rank in range(3)]) == [[6.0]] * 3
     assert world.run([ask("bcast", rank + 1.0) for rank in range(3)]) == [[1.0]] * 3
@@ -30,12 +30,12 @@ def test_every_operation_in_every_group(layout, program):
     assert min(looked) > 0
 
 
-def test_ranks_that_meet_in_different_rounds():
+def test_ranks_in_different_rounds_are_an_error():
     with pytest.raises(MpicompError, match=r"rank 0 asks for .*allreduce.* and rank 1 for .*bcast"):
         LocalWorld(2).run([ask("allreduce", 1.0), ask("bcast", 1.0)])
 
 
-def test_a_rank_that_leaves_early():
+def test_rank_that_returns_early_is_an_error():
     def silent():
         return 1
         yield
@@ -44,7 +44,7 @@ def test_a_rank_that_leaves_early():
         LocalWorld(2).run([silent(), ask("allreduce", 1.0)])
 
 
-def test_a_rank_that_raises_closes_the_others():
+def test_rank_that_raises_closes_the_others():
     closed = []
 
     def fails():
@@ -62,14 +62,14 @@ def test_a_rank_that_raises_closes_the_others():
     assert closed == [True]
 
 
-def test_several_ranks_do_not_step_alone():
+def test_one_rank_of_several_is_refused():
     with pytest.raises(MpicompError, match=r"use LocalWorld\.run"):
         LocalWorld(2).transports[0].run(ask("allreduce", 1.0))
     assert LocalWorld(1).transports[0].run(ask("allreduce", 4.0)) == [4.0]
 
 
 def test_background_rounds_pass_the_link_in_turn():
-    """Two of a second each: whoever computes for no time waits for both, and for a third one that is waited for."""
+    """Two of a second each: a rank that computes for no time waits for both, and for a third that is not background."""
     world = LocalWorld(2, hosts=2, network=lambda task, group: 1.0)
 
     def program(end):

@@ -1,17 +1,16 @@
-"""Rounds over real MPI, whole and cut, against what the definitions say."""
+"""What ranks find out about each other at the start, the log of rounds, and transports of some of them."""
+
+import os
 
 import numpy as np
 import pytest
-from marks import slow
 
 from mpicomp.rounds import Round
 
 pytestmark = pytest.mark.mpi
-DTYPES = [np.uint8, slow(np.uint32), slow(np.int64), slow(np.uint64), slow(np.float32), np.float64]
-SIZES = [(0,) * 6, (5,) * 6, (3, 0, 7, 1, 2, 0), (0, 400, 1, 0, 0, 9)]
 
 
-@pytest.fixture(params=[None, 64, 9], ids=["whole", "cut to 64 bytes", "cut to 9 bytes"])
+@pytest.fixture(params=[None, 9], ids=["whole", "cut to 9 bytes"])
 def transport(comm, request):
     from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
 
@@ -19,59 +18,6 @@ def transport(comm, request):
     yield end
     end.close()
     end.close()
-
-
-def of(rank, size, dtype):
-    return np.random.default_rng(rank).integers(0, 60, size).astype(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [0, 1, 7, 1000])
-def test_allreduce(transport, size, dtype):
-    ranks = transport.group.size
-    send = of(transport.group.rank, size, dtype)
-    recv = np.empty(size, dtype)
-    transport.perform(Round("allreduce", (size,), np.dtype(dtype), send=send, recv=recv))
-    np.testing.assert_array_equal(recv, sum(of(rank, size, dtype) for rank in range(ranks)))
-    np.testing.assert_array_equal(send, of(transport.group.rank, size, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [0, 1, 7, 1000])
-def test_bcast_from_every_root(transport, size, dtype):
-    for root in range(transport.group.size):
-        send = of(root, size, dtype) if transport.group.rank == root else None
-        recv = np.empty(size, dtype)
-        transport.perform(Round("bcast", (size,), np.dtype(dtype), root=root, send=send, recv=recv))
-        np.testing.assert_array_equal(recv, of(root, size, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_allgatherv(transport, sizes, dtype):
-    counts = list(sizes[: transport.group.size])
-    rank = transport.group.rank
-    recv = np.empty(sum(counts), dtype)
-    transport.perform(Round("allgatherv", counts, np.dtype(dtype), send=of(rank, counts[rank], dtype), recv=recv))
-    np.testing.assert_array_equal(recv, np.concatenate([of(r, count, dtype) for r, count in enumerate(counts)]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_alltoallv(transport, sizes, dtype):
-    counts = list(sizes[: transport.group.size])
-    rank, ranks = transport.group.rank, transport.group.size
-    bounds = np.concatenate(([0], np.cumsum(counts)))
-    recv = np.empty(counts[rank] * ranks, dtype)
-    send = of(rank, sum(counts), dtype)
-    transport.perform(Round("alltoallv", counts, np.dtype(dtype), send=send, recv=recv))
-    mine = slice(bounds[rank], bounds[rank + 1])
-    np.testing.assert_array_equal(recv, np.concatenate([of(r, sum(counts), dtype)[mine] for r in range(ranks)]))
-
-
-def test_the_group_and_the_hosts(transport, comm):
-    assert (transport.group.rank, transport.group.size) == (comm.rank, comm.size)
-    assert transport.hosts() == 1
 
 
 def test_sums_have_the_same_bits_or_are_not_used(transport, comm):
@@ -86,7 +32,7 @@ def test_sums_have_the_same_bits_or_are_not_used(transport, comm):
             assert all(other.tobytes() == recv.tobytes() for other in everyones)
 
 
-def test_a_log_of_every_round(transport):
+def test_log_has_an_entry_for_each_round(transport):
     transport.log.clear()
 
     def exchange():
@@ -103,7 +49,7 @@ def test_a_log_of_every_round(transport):
     assert entry.wire_bytes == pytest.approx(2 * (ranks - 1) / ranks * 400)
 
 
-def test_some_ranks_exchange_among_themselves(transport, comm):
+def test_subgroup_exchanges_among_its_ranks(transport, comm):
     for count in range(1, comm.size + 1):
         some = transport.subgroup(count)
         assert (some is None) == (comm.rank >= count)
@@ -112,3 +58,50 @@ def test_some_ranks_exchange_among_themselves(transport, comm):
             send, recv = np.ones(3), np.empty(3)
             assert some.perform(Round("allreduce", (3,), recv.dtype, send=send, recv=recv)).tolist() == [count] * 3
             some.close()
+
+
+@pytest.fixture
+def one_core():
+    """Let this rank run on one of its cores only; give a function that says which."""
+    before = os.sched_getaffinity(0)
+
+    def choose(place):
+        core = sorted(before)[place % len(before)]
+        os.sched_setaffinity(0, {core})
+        return core
+
+    yield choose
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("hosts", ["one", "each its own", "two"])
+def test_cores_shared_by_ranks_of_a_host_count_once(comm, hosts, one_core):
+    from mpicomp.transport.mpi import cores_of_a_rank
+
+    layout = {"one": [0] * comm.size, "each its own": list(range(comm.size)), "two": [r % 2 for r in range(comm.size)]}
+    bound = comm.allgather(one_core(comm.rank))
+    expected = min(
+        len({core for core, other in zip(bound, layout[hosts], strict=True) if other == host})
+        / layout[hosts].count(host)
+        for host in layout[hosts]
+    )
+    assert cores_of_a_rank(comm, layout[hosts]) == expected
+
+
+def test_ranks_that_may_run_anywhere_share_all_cores(comm):
+    from mpicomp.transport.mpi import cores_of_a_rank
+
+    assert cores_of_a_rank(comm, [0] * comm.size) == len(os.sched_getaffinity(0)) / comm.size
+    assert cores_of_a_rank(comm, list(range(comm.size))) == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("setting", "cores", "naps"), [(None, 0.5, True), (None, 1.0, False), ("0", 0.5, False), ("1", 2.0, True)]
+)
+def test_ranks_that_share_a_core_take_naps(comm, monkeypatch, setting, cores, naps):
+    from mpicomp.transport.mpi import takes_naps
+
+    monkeypatch.delenv("MPICOMP_NAPS", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("MPICOMP_NAPS", setting)
+    assert takes_naps(comm, cores) is naps

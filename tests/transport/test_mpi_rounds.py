@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from exchanges import LAYOUTS, at_once, in_the_background, of
+from exchanges import DTYPES, LAYOUTS, at_once, in_the_background, of
+from marks import slow
 
 from mpicomp.errors import ClosedError
 from mpicomp.rounds import Round
@@ -27,7 +28,7 @@ def transports(comm, naps, request):
         transport.close()
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float64])
+@pytest.mark.parametrize("dtype", [dtype if dtype in (np.uint8, np.float64) else slow(dtype) for dtype in DTYPES])
 def test_every_operation_in_every_group(transports, comm, dtype):
     for layout, transport in transports:
         assert transport.run(at_once(layout, comm.rank, dtypes=[dtype])) > 0
@@ -52,12 +53,19 @@ def test_ranks_know_their_groups(transports, comm):
 NAMES = ("world", "host", "across")
 
 
-@pytest.mark.parametrize("numel", [0, 1, 70_000, 700_001])
-def test_arrived_parts_cover_the_array_once_as_sent(comm, naps, numel):
+@pytest.fixture
+def transport(comm, naps):
     from mpicomp.transport.mpi import MPITransport
+
+    end = MPITransport(comm)
+    yield end
+    end.close()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 70_000, 700_001])
+def test_arrived_parts_cover_the_array_once_as_sent(comm, transport, numel):
     from mpicomp.transport.mpi_rounds import SEGMENT
 
-    transport = MPITransport(comm)
     rank, size = comm.rank, comm.size
     source = of((rank - 1) % size, numel, np.float64)
     recv = np.full(numel, np.nan)
@@ -75,24 +83,14 @@ def test_arrived_parts_cover_the_array_once_as_sent(comm, naps, numel):
     assert (times_seen == 1).all()
     assert len(parts) == -(-8 * numel // SEGMENT)
     np.testing.assert_array_equal(send, of(rank, numel, np.float64))
-    transport.close()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_part_arrives_while_the_rest_was_not_sent(comm):
-    """The first rank holds back its second half until the other one has said that the first half is there."""
-    from mpicomp.transport.mpi import MPITransport
+def test_first_part_arrives_before_the_rest_is_sent(comm, transport):
+    """Rank 1 waits in its first part for word from rank 0, which by then knows that part to be there."""
     from mpicomp.transport.mpi_rounds import SEGMENT
 
-    transport = MPITransport(comm)
-    numel = 16 * SEGMENT
-    heard = []
-
-    def arrived(start, stop):
-        if not heard:
-            comm.send(stop - start, 0)
-        heard.append((start, stop))
-
+    numel, parts = 16 * SEGMENT, []
     if comm.rank == 0:
         task = Round("sendrecv", (numel, 0), np.dtype(np.uint8), send=np.ones(numel, np.uint8), peers=(1, None))
         pending = transport.start(task)
@@ -105,37 +103,30 @@ def test_a_part_arrives_while_the_rest_was_not_sent(comm):
     elif comm.rank == 1:
         recv = np.zeros(numel, np.uint8)
 
-        def first_of_all(start, stop):
-            arrived(start, stop)
-            if len(heard) == 1:
+        def arrived(start, stop):
+            if not parts:
+                comm.send(stop - start, 0)
                 assert comm.recv(source=0) == "go on"
+            parts.append((start, stop))
 
-        task = Round("sendrecv", (0, numel), np.dtype(np.uint8), recv=recv, peers=(None, 0), arrived=first_of_all)
-        transport.perform(task)
+        transport.perform(Round("sendrecv", (0, numel), recv.dtype, recv=recv, peers=(None, 0), arrived=arrived))
         assert recv.all()
-        assert sorted(heard) == [(first, first + SEGMENT) for first in range(0, numel, SEGMENT)]
-    transport.close()
+        assert sorted(parts) == [(first, first + SEGMENT) for first in range(0, numel, SEGMENT)]
 
 
-def test_background_rounds_begin_at_another_time_on_each_rank(comm, naps):
-    """Even ranks begin it before other rounds, odd ones after: it has communicators of its own."""
-    from mpicomp.transport.mpi import MPITransport
-
-    transport = MPITransport(comm)
+def test_background_round_begins_at_any_time_on_a_rank(comm, transport):
+    """Even ranks begin it before other rounds, odd ones after: it has other communicators."""
     ranks = comm.size
-    background = Round(
-        "allgatherv", [1] * ranks, np.dtype(np.int64), send=np.array([comm.rank]), recv=np.zeros(ranks, np.int64),
-        background=True,
-    )  # fmt: skip
+    arrays = {"send": np.array([comm.rank]), "recv": np.zeros(ranks, np.int64)}
+    background = Round("allgatherv", [1] * ranks, np.dtype(np.int64), **arrays, background=True)
     pending = transport.start(background) if comm.rank % 2 == 0 else None
     for _ in range(5):
         total = np.zeros(1)
         transport.perform(Round("allreduce", (1,), total.dtype, send=np.array([1.0]), recv=total))
         assert total[0] == ranks
     pending = pending or transport.start(background)
-    assert transport.wait(pending).tolist() == list(range(ranks))
-    assert transport.wait(pending).tolist() == list(range(ranks))
-    transport.close()
+    for _ in range(2):
+        assert transport.wait(pending).tolist() == list(range(ranks))
 
 
 def test_closing_leaves_open_rounds_to_the_next_transport(comm, naps):
@@ -153,25 +144,21 @@ def test_closing_leaves_open_rounds_to_the_next_transport(comm, naps):
         MPITransport(comm).close()
 
 
-def test_background_segments_go_one_after_the_other(comm, naps):
-    """Whoever waits for any of them moves all on, so they are done wherever one waits first."""
-    from mpicomp.transport.mpi import MPITransport
+def test_background_segments_go_one_after_the_other(comm, transport):
+    """A wait for any of them moves all on, so they are done wherever one waits first."""
     from mpicomp.transport.mpi_rounds import SEGMENT
 
-    transport = MPITransport(comm)
     ranks, rank, numel = comm.size, comm.rank, 20 * SEGMENT + 1
     for order in ([0, 1, 2], [2, 0, 1]):
-        heard: list[int] = []
-        pending = []
+        arrived, pending = [], []
         for number in range(3):
             task = Round(
                 "sendrecv", (numel, numel), np.dtype(np.uint8), peers=((rank + 1) % ranks, (rank - 1) % ranks),
                 send=np.full(numel, 8 * number + rank, np.uint8), recv=np.zeros(numel, np.uint8),
-                arrived=lambda start, stop, heard=heard, number=number: heard.append(number), background=True,
+                arrived=lambda start, stop, arrived=arrived, number=number: arrived.append(number), background=True,
             )  # fmt: skip
             pending.append(transport.start(task))
         for number in order:
             assert (transport.wait(pending[number]) == 8 * number + (rank - 1) % ranks).all()
-        assert [heard.count(number) for number in range(3)] == [21, 21, 21]
-        assert heard.index(0) < heard.index(1) < heard.index(2)
-    transport.close()
+        assert [arrived.count(number) for number in range(3)] == [21, 21, 21]
+        assert arrived.index(0) < arrived.index(1) < arrived.index(2)

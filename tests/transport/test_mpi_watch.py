@@ -1,6 +1,8 @@
-"""A rank that does not come is named by those who wait for it."""
+"""A rank that does not come is named by those who wait for it, and programs end that never close their transport."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 from marks import slow
@@ -31,7 +33,7 @@ def run(mpiexec, tmp_path):
 
 
 @pytest.mark.parametrize("collective", ["allreduce", slow("ring")])
-def test_the_ranks_that_are_missing_are_named(run, collective):
+def test_missing_rank_is_named(run, collective):
     done = run(collective, late="1,", stall="1")
     assert done.returncode == 0, done.stderr
     assert len(re.findall("mpicomp: rank", done.stderr)) == 1
@@ -40,7 +42,7 @@ def test_the_ranks_that_are_missing_are_named(run, collective):
 
 
 @pytest.mark.slow
-def test_several_are_missing(run):
+def test_several_missing_ranks_are_named(run):
     done = run("allreduce", late="0, 1", stall="1")
     assert "rank 2 has waited" in done.stderr
     assert "ranks 0, 1 are not there" in done.stderr
@@ -48,23 +50,22 @@ def test_several_are_missing(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stall", ["0", slow(""), slow("30")])
-def test_nothing_is_said_otherwise(run, stall):
+def test_nothing_is_printed_within_the_limit(run, stall):
     done = run("allreduce", late="1,", stall=stall)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_file_has_the_stacks_of_all_ranks(run, tmp_path):
+def test_file_has_the_stacks_of_all_ranks(run, tmp_path):
     done = run("allreduce", late="1,", stall="1")
     [file] = tmp_path.glob("mpicomp-stacks-*.txt")
     assert f"Stacks of all ranks that answer are in {file}" in done.stderr
-    of_ranks = {own[0]: own for own in re.split(r"^rank (?=\d, process)", file.read_text(), flags=re.M)[1:]}
-    assert set(of_ranks) == {"0", "1", "2"}
-    assert all("thread MainThread:" in own and '"<string>", line' in own for own in of_ranks.values())
-    waits = {rank: "in reduce" in own for rank, own in of_ranks.items()}
+    stacks = {text[0]: text for text in re.split(r"^rank (?=\d, process)", file.read_text(), flags=re.M)[1:]}
+    assert all("thread MainThread:" in text and '"<string>", line' in text for text in stacks.values())
+    waits = {rank: "in reduce" in text for rank, text in stacks.items()}
     assert waits == {"0": True, "1": False, "2": True}  # rank 1 is asleep, in the script itself
 
 
-def test_the_job_ends_after_a_second_limit(run):
+def test_job_ends_after_a_second_limit(run):
     done = run("allreduce", late="1,", stall="1", end="2")
     assert done.returncode != 0
     assert "rank 1 is not there for more than 2 s; ending the job (MPICOMP_STALL_END=0 waits for ever)" in done.stderr
@@ -75,7 +76,47 @@ def test_the_job_ends_after_a_second_limit(run):
     [({"stall": "soon"}, "MPICOMP_STALL"), slow({"stall": "1", "end": "never"}, "MPICOMP_STALL_END")],
     ids=str,
 )
-def test_a_number_of_seconds_that_is_none(run, settings, name):
+def test_wrong_number_of_seconds_is_refused(run, settings, name):
     done = run("allreduce", late="9,", **settings)
     assert done.returncode != 0
     assert f"{name} must be a number of seconds" in done.stderr
+
+
+EXIT = """
+import sys, time
+import numpy as np
+from mpicomp.rounds import Round
+from mpicomp.transport.mpi import MPITransport
+
+transport = MPITransport()
+rank, ranks = transport.group.rank, transport.group.size
+numel = int(sys.argv[1])
+
+def exchange():
+    for operation in ("allgatherv", "sendrecv", "allreduce"):
+        counts = {"allgatherv": [numel] * ranks, "sendrecv": (numel, numel), "allreduce": (numel,)}[operation]
+        peers = ((rank + 1) % ranks, (rank - 1) % ranks)
+        recv = np.zeros(numel * (ranks if operation == "allgatherv" else 1))
+        yield Round(operation, counts, recv.dtype, send=np.ones(numel), recv=recv, peers=peers, background=True)
+    send = np.ones(10)
+    yield Round("allreduce", (10,), send.dtype, send=send, recv=np.zeros(10))
+
+transport.run(exchange())
+if "forget" in sys.argv:
+    del transport
+time.sleep(0.3 * (rank % 2))  # not all of them end at once
+"""
+
+
+@pytest.mark.parametrize("ranks", [slow(1), slow(2), 3, slow(4)])
+@pytest.mark.parametrize("numel", [3, 400_000])
+def test_program_that_never_waits_or_closes_ends(mpiexec, ranks, numel):
+    job = mpiexec(ranks, "-c", EXIT, numel, "forget")
+    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+
+
+def test_program_without_a_launcher_ends(clean_environ):
+    job = subprocess.run(
+        [sys.executable, "-c", EXIT, "3"], env=clean_environ, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
