@@ -14,8 +14,9 @@ from mpicomp.collectives.scheme import (
     Exchange,
     Result,
     Scheme,
-    check_counts,
+    count_round,
     gain_of,
+    gather_counts,
     is_finite,
     undelivered,
 )
@@ -133,7 +134,6 @@ def _both(first: bool, second: bool) -> bool:
     return first if second is True else first & second
 
 
-_COUNT = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
 
 
@@ -153,7 +153,7 @@ class Allgather(Scheme[Sparsifier]):
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         gather = Round("allgatherv", [self._bytes(self.compressor.expected(numel), numel, dtype)] * group.size, _BYTE)
-        return [gather] if self.compressor.count(numel) is not None else [self._ask(group), gather]
+        return [gather] if self.compressor.count(numel) is not None else [count_round(group), gather]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, workspace = context.group, context.workspace
@@ -162,10 +162,7 @@ class Allgather(Scheme[Sparsifier]):
         moments = accumulated.device_moments
         counts = [selection.indices.size] * group.size
         if self.compressor.count(numel) is None:
-            ask = self._ask(group)
-            ask.send = np.array([selection.indices.size], _COUNT)
-            ask.recv = workspace.host_array("counts", group.size, _COUNT)
-            counts = check_counts(self.id, (yield ask), 0, numel, (group.rank, counts[group.rank]))
+            counts = yield from gather_counts(self.id, counts[group.rank], numel, context)
         sizes = [self._bytes(count, numel, dtype) for count in counts]
         message = workspace.array("message", sizes[group.rank], _BYTE)
         wire = self.compressor.wire_for(counts[group.rank], numel)
@@ -212,9 +209,6 @@ class Allgather(Scheme[Sparsifier]):
             except MessageError as error:
                 return MessageError(f"allgather: from rank {rank}: {error}")
         raise AssertionError("all messages can be read one by one")
-
-    def _ask(self, group: Group) -> Round:
-        return Round("allgatherv", [1] * group.size, _COUNT)
 
     def _bytes(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:
         return message_bytes(count, numel, dtype, self.compressor.wire_for(count, numel))

@@ -1,16 +1,21 @@
 """Bind a compressor to a collective that carries its messages."""
 
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from mpicomp.collectives.scatter_reduce import ScatterReduce
-from mpicomp.collectives.scheme import COLLECTIVES, Scheme
-from mpicomp.collectives.shared_indices import SharedPositions
+from mpicomp.collectives.scheme import COLLECTIVES, Exchange, Scheme
+from mpicomp.collectives.selection import exchange_at
 from mpicomp.collectives.two_phase import TwoPhase
 from mpicomp.compressors.base_compressor import Compressor
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.wire_format import SHARING
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.rounds import Group, Round
 
 list_collectives = COLLECTIVES.names
 collective_class = COLLECTIVES.cls
@@ -19,8 +24,6 @@ collective_class = COLLECTIVES.cls
 def fitting(compressor: type[Compressor] | Compressor) -> list[str]:
     """Return the collectives that carry a compressor's messages, the preferred one first.
 
-    Examples
-    --------
     >>> from mpicomp.compressors import TopK
     >>> fitting(TopK)[:2]
     ['allgather', 'star-topk']
@@ -96,8 +99,6 @@ use allgather, star-topk, ...
 def variants(compressor: Compressor) -> list[str]:
     """Return everything that `bind` takes for a compressor: the collectives that fit, on all those that they may use.
 
-    Examples
-    --------
     >>> from mpicomp.compressors import TopK
     >>> variants(TopK())[:3]
     ['allgather', 'star-topk:allreduce', 'star-topk:scatter-reduce']
@@ -121,3 +122,24 @@ def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
 def _values_of(compressor: SharedSparsifier) -> Compressor:
     """Return the compressor for values at positions that all ranks share: they are summed like a dense array."""
     return compressor.values or Dense(wire=compressor.wire)
+
+
+class SharedPositions(Scheme[SharedSparsifier]):
+    """No indices on the wire: the values at the common positions are exchanged as a short array."""
+
+    paper: ClassVar[str] = "none: the collective's own, on a shorter array"
+    messages: ClassVar[str] = "dense"
+
+    def __init__(self, compressor: SharedSparsifier, inner: Scheme[Any]) -> None:
+        super().__init__(compressor)
+        self._inner = inner
+        self.id = inner.id  # type: ignore[misc]  # one class for as many names as there are collectives
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        return self._inner.rounds(self.compressor.count(numel), dtype, group, step)
+
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+        numel = accumulated.numel
+        indices = context.workspace.array("indices", self.compressor.count(numel), np.uint32)
+        self.compressor.positions(numel, context, indices)
+        return (yield from exchange_at(indices, self.compressor.weights(numel), accumulated, context, self._inner))

@@ -11,11 +11,11 @@ from mpicomp.collectives.scheme import (
     Exchange,
     Result,
     Scheme,
-    check_counts,
     check_undamaged,
+    count_round,
     far_from_largest,
     flags_of,
-    gain_of,
+    gather_counts,
     undelivered,
 )
 from mpicomp.collectives.selection import added, less, parted
@@ -25,7 +25,6 @@ from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import (
     DAMAGED,
     NONFINITE,
-    STALE,
     Selection,
     Sparse,
     Wire,
@@ -42,7 +41,6 @@ from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
-_COUNT = np.dtype(np.int64)
 
 
 @register
@@ -68,20 +66,16 @@ class Gtopk(Scheme[Sparsifier]):
     may_drop_selected = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        asked = [] if self.compressor.count(numel) is not None else [self._ask(group)]
+        counts = [] if self.compressor.count(numel) is not None else [count_round(group)]
         room = self._room(self.compressor.expected(numel), numel, dtype)
-        return [*asked, *_hops(group, room), Round("bcast", (room,), _BYTE)]
+        return [*counts, *_hops(group, room), Round("bcast", (room,), _BYTE)]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, workspace, numel, dtype = context.group, context.workspace, accumulated.numel, accumulated.dtype
         selection = self.compressor.select(accumulated, context)
         count = self.compressor.count(numel)
         if count is None:
-            ask = self._ask(group)
-            ask.send = np.array([selection.indices.size], _COUNT)
-            ask.recv = workspace.host_array("counts", group.size, _COUNT)
-            sent = group.rank, selection.indices.size
-            count = max(check_counts(self.id, (yield ask), 0, numel, sent))
+            count = max((yield from gather_counts(self.id, selection.indices.size, numel, context)))
         wire, room = self.compressor.wire_for(count, numel), self._room(count, numel, dtype)
         node = _Node(selection, count, accumulated, context)
         message = workspace.array("message", room, _BYTE)
@@ -112,18 +106,8 @@ class Gtopk(Scheme[Sparsifier]):
         mean.add(total.selection.indices, total.selection.values, 1 / group.size)
         # Sums can be infinite where no rank's value is. They are the largest, so that they come to the root.
         [infinite] = to_python(kernels.count_reaching(total.selection.values, kernels.magnitude_bits(np.inf, dtype)))
-        return Result(
-            mean=mean.array,
-            sent=node.sent,
-            energy=total.energy,
-            gain=gain_of(total.lost, total.energy),
-            kept=float(total.selection.indices.size),
-            nonfinite=bool(total.flags & NONFINITE) or infinite > 0,
-            stale=bool(total.flags & STALE),
-        )
-
-    def _ask(self, group: Group) -> Round:
-        return Round("allgatherv", [1] * group.size, _COUNT)
+        kept = float(total.selection.indices.size)
+        return Result.from_headers(mean.array, node.sent, kept, total.flags, total.energy, total.lost, infinite > 0)
 
     def _room(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:
         """Return the bytes of a message in any hop: unions have at least as many elements as one of their parts."""

@@ -73,11 +73,8 @@ class Hierarchical(Scheme[Compressor]):
 
     @classmethod
     def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Refuse compressors tied to places or ranks: ratios by layer, velocities that sent elements clear, and votes.
-
-        Sketches, factors and coefficients are refused, too: built on a hierarchical exchange they have one table, and
-        whole matrices and chunks.
-        """
+        # Tied to positions or ranks: ratios by layer, velocities that sent elements clear, votes. Sketches, factors and
+        # coefficients have one table, and whole matrices and chunks, where they are built on this collective.
         if compressor.message in ("votes", "sketch", "factors", "coefficients"):
             return False
         if isinstance(compressor, type):
@@ -87,11 +84,9 @@ class Hierarchical(Scheme[Compressor]):
 
     @classmethod
     def inner_compressor(cls, compressor: Compressor) -> Compressor:
-        """Slices are carried by another collective, with the compressor as it is."""
         return compressor
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return an alltoallv in the host, the inner rounds for this rank's slice, and two allgathervs in the host."""
         if group.hosts == 1:
             return ScatterReduce(Dense()).rounds(numel, dtype, group, step)
         host, across = _groups(group)

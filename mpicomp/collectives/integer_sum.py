@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_header, write_header
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, gain_of
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import SharedQuantiser
-from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, STALE
+from mpicomp.compressors.wire_format import DAMAGED, STALE
 from mpicomp.device import current_device, received_on_host, to_python
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import sizes
@@ -100,15 +100,8 @@ class IntegerSum(Scheme[SharedQuantiser]):
         factors = device.to_device((steps / group.size).astype(dtype))
         kernels.unpack_fields(sums[:-1], factors, limit * group.size, largest, mean, levels)
         share = of_parts / _PARTS if math.isfinite(energy) else math.nan
-        return Result(
-            mean=mean,
-            sent=sent,
-            energy=energy,
-            gain=gain_of(share * energy, energy),
-            kept=float(numel),
-            nonfinite=bool(flags & NONFINITE) or not math.isfinite(norm),
-            stale=bool(flags & STALE),
-        )
+        bad = not math.isfinite(norm)
+        return Result.from_headers(mean, sent, float(numel), flags, energy, share * energy, bad)
 
     def _levels(
         self, ask: Round, array: NDArray[np.floating], inverses: NDArray[np.floating], context: Context
@@ -130,11 +123,7 @@ class IntegerSum(Scheme[SharedQuantiser]):
 
 
 def _clipped(norm: float, points: float, dtype: np.dtype[Any]) -> float:
-    """Take a norm to where a step, its inverse and all multiples of it are ordinary numbers.
-
-    So zeros have a grid too, whose points are smaller than any gradient, and elements near the largest number there is
-    are taken to half of it. Where the norm is not finite it is NaN, and so are all points.
-    """
+    """Clip a norm so that a step, its inverse and all multiples of it are ordinary numbers; NaN if not finite."""
     limits = np.finfo(dtype)
     if not math.isfinite(norm):
         return math.nan
@@ -142,7 +131,7 @@ def _clipped(norm: float, points: float, dtype: np.dtype[Any]) -> float:
 
 
 def _read(messages: NDArray[np.uint8], numel: int) -> tuple[int, float, float, MessageError | None]:
-    """Read the ranks' headers: return flags, the energy, the largest norm, and the error in one of them."""
+    """Return the ranks' flags, their energy, the largest norm, and the error in one of their headers."""
     flags, energies, norms = 0, [], []
     problem: MessageError | None = None
     for rank, message in enumerate(messages):

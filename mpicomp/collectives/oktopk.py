@@ -18,7 +18,6 @@ from mpicomp.collectives.scheme import (
     check_counts,
     check_undamaged,
     flags_of,
-    gain_of,
     undelivered,
 )
 from mpicomp.collectives.selection import added, common, less, parted, room
@@ -27,8 +26,6 @@ from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import (
     DAMAGED,
-    NONFINITE,
-    STALE,
     Selection,
     Sparse,
     message_bytes,
@@ -168,15 +165,8 @@ class _Step:
         # Sums can be infinite where no rank's value is; they reach every threshold.
         [infinite] = to_python(kernels.count_reaching(delivered.values, kernels.magnitude_bits(np.inf, self.dtype)))
         total = sum(message.energy for message in arrived)
-        return Result(
-            mean=mean.array,
-            sent=sent,
-            energy=total,
-            gain=gain_of(lost, total),
-            kept=float(delivered.indices.size),
-            nonfinite=bool(self.flags & NONFINITE) or infinite > 0,
-            stale=bool(self.flags & STALE),
-        )
+        kept = float(delivered.indices.size)
+        return Result.from_headers(mean.array, sent, kept, self.flags, total, lost, infinite > 0)
 
     def _scatter(self, selection: Selection, regions: Sequence[_Span]) -> Rounds[tuple[int, list[Sparse]]]:
         """Send every region's elements to its owner; return k and the messages received, one a rank."""

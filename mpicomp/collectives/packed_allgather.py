@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_header
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite, plus, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, is_finite, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.compressors.packing import packers
-from mpicomp.compressors.wire_format import NONFINITE, STALE
+from mpicomp.compressors.wire_format import STALE
 from mpicomp.errors import MessageError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
@@ -58,12 +58,5 @@ class PackedAllgather(Scheme[Quantiser]):
         mean[:] = 0
         for message in messages:
             packer.unpack_add(message[HEADER_BYTES:], 1 / group.size, mean)
-        return Result(
-            mean=mean,
-            sent=sent,
-            energy=energy,
-            gain=gain_of(lost, energy),
-            kept=float(numel),
-            nonfinite=bool(flags & NONFINITE) or not is_finite(mean, energy, group.size),
-            stale=bool(flags & STALE),
-        )
+        bad = not is_finite(mean, energy, group.size)
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad)

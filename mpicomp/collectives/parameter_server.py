@@ -15,7 +15,8 @@ from mpicomp.collectives.scheme import (
     Result,
     Scheme,
     check_counts,
-    gain_of,
+    count_round,
+    gather_counts,
     is_finite,
     plus,
     undelivered,
@@ -68,18 +69,15 @@ class ParameterServer(Scheme[Compressor]):
         self.by_value = isinstance(compressor, Sparsifier)  # the union that comes back
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return a gatherv and a bcast; sparse messages have rounds of counts before them.
-
-        The union of sparse messages is taken to be as long as if ranks selected independently of each other.
-        """
         if not isinstance(self.compressor, Sparsifier):
             size = dense_bytes(numel, dtype, self._wire)
             return [_gather([size] * group.size), Round("bcast", (size,), _BYTE, root=_SERVER)]
         count = self.compressor.expected(numel)
+        # The union, as if ranks selected independently of each other.
         union = round(numel * (1 - (1 - count / numel) ** group.size)) if numel else 0
         gather = _gather([self._bytes(count, numel, dtype)] * group.size)
         replies = [Round("bcast", (1,), _COUNT, root=_SERVER), _reply(union, numel, dtype)]
-        return [*([] if self.compressor.count(numel) is not None else [_ask(group)]), gather, *replies]
+        return [*([] if self.compressor.count(numel) is not None else [count_round(group)]), gather, *replies]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         if isinstance(self.compressor, Sparsifier):
@@ -129,7 +127,7 @@ class ParameterServer(Scheme[Compressor]):
         if unread is not None:
             return undelivered(accumulated, unread, stale=False)
         unpack(answer, wire, mean)
-        return _result(mean, sent, float(numel), flags, energy, lost)
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
 
     def _exchange_sparse(self, compressor: Sparsifier, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, workspace = context.group, context.workspace
@@ -137,10 +135,7 @@ class ParameterServer(Scheme[Compressor]):
         selection = compressor.select(accumulated, context)
         counts = [selection.indices.size] * group.size
         if compressor.count(numel) is None:
-            ask = _ask(group)
-            ask.send = np.array([selection.indices.size], _COUNT)
-            ask.recv = workspace.host_array("counts", group.size, _COUNT)
-            counts = check_counts(self.id, (yield ask), 0, numel, (group.rank, counts[group.rank]))
+            counts = yield from gather_counts(self.id, counts[group.rank], numel, context)
         sizes = [self._bytes(count, numel, dtype) for count in counts]
         gather = _gather(sizes)
         gather.send = workspace.array("message", sizes[group.rank], _BYTE)
@@ -188,7 +183,7 @@ class ParameterServer(Scheme[Compressor]):
             sparse_mean.add(union.selection.indices, union.selection.values, 1.0)
             mean = sparse_mean.array
             flags, energy, lost = union.flags, union.energy, union.lost
-        return _result(mean, selection, sum(counts) / group.size, flags, energy, lost)
+        return Result.from_headers(mean, selection, sum(counts) / group.size, flags, energy, lost)
 
 
 def _average(
@@ -234,10 +229,6 @@ def _gather(sizes: Sequence[int]) -> Round:
     return Round("gatherv", sizes, _BYTE, root=_SERVER)
 
 
-def _ask(group: Group) -> Round:
-    return Round("allgatherv", [1] * group.size, _COUNT)
-
-
 def _wire_back(count: int, numel: int) -> Wire:
     return Wire(None, compact(count, numel))
 
@@ -250,22 +241,3 @@ def _as_dense(count: int, numel: int, dtype: np.dtype[Any]) -> bool:
 def _reply(count: int, numel: int, dtype: np.dtype[Any]) -> Round:
     size = message_bytes(count, numel, dtype, _wire_back(count, numel))
     return Round("bcast", (min(size, dense_bytes(numel, dtype, None)),), _BYTE, root=_SERVER)
-
-
-def _result(
-    mean: NDArray[np.floating],
-    sent: NDArray[np.floating] | Selection,
-    kept: float,
-    flags: int,
-    energy: float,
-    lost: float,
-) -> Result:
-    return Result(
-        mean=mean,
-        sent=sent,
-        energy=energy,
-        gain=gain_of(lost, energy),
-        kept=kept,
-        nonfinite=bool(flags & NONFINITE),
-        stale=bool(flags & STALE),
-    )

@@ -41,7 +41,6 @@ class RecursiveDoubling(Scheme[Dense]):
         return super().supports(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return ``log2(ranks)`` exchanges of the array, and two more where that is no whole number."""
         whole = numel + TRAILER
         return [
             Round("sendrecv", tuple(0 if peer is None else whole for peer in peers), dtype, peers=peers)

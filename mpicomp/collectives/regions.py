@@ -20,8 +20,6 @@ from mpicomp.rounds import parts_of
 def even_bounds(numel: int, size: int) -> list[int]:
     """Return the starts of regions of equal length, and the end of the last one.
 
-    Examples
-    --------
     >>> even_bounds(10, 4)
     [0, 3, 6, 8, 10]
     """
@@ -31,8 +29,6 @@ def even_bounds(numel: int, size: int) -> list[int]:
 def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
     """Return where a rank would cut between ``size`` regions: -1 everywhere if it has selected nothing.
 
-    Examples
-    --------
     >>> quantiles(np.array([1, 2, 3, 50], np.uint32), 2), quantiles(np.array([], np.uint32), 3)
     ([3], [-1, -1])
     """
@@ -46,8 +42,6 @@ def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
 def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
     """Return the boundaries that follow from all ranks' quantiles: their means, rounded down.
 
-    Examples
-    --------
     >>> mean_bounds(np.array([[3], [-1], [6]]), [0, 5, 10])
     [0, 4, 10]
     """
@@ -60,8 +54,6 @@ def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
 def overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[int]:
     """Return the number of a rank's elements that go to each when a list that ranks hold in pieces is cut again.
 
-    Examples
-    --------
     >>> [overlaps([6, 0, 3], [3, 3, 3], rank) for rank in range(3)]
     [[3, 3, 0], [0, 0, 0], [0, 0, 3]]
     """
@@ -88,13 +80,7 @@ def read_answers(
     counts: Sequence[int],
     problem: MessageError | None,
 ) -> tuple[int, float, float, MessageError | None]:
-    """Read the answers of all owners.
-
-    Raises
-    ------
-    MessageError
-        On all ranks, where some owner was sent what it could not read.
-    """
+    """Read the answers of all owners; where some owner could not read what it was sent, raise on all ranks."""
     flags, energy, lost, start = 0, 0.0, 0.0, 0
     unread: MessageError | None = None
     for rank, (size, count) in enumerate(zip(sizes, counts, strict=True)):
@@ -111,8 +97,7 @@ def read_answers(
 class SegmentedMean:
     """Adds and divides segments while others are under way, and notes whether all of them are finite.
 
-    Arrays have ``numel + TRAILER`` elements: behind the values stand the numbers of non-finite and of stale ranks, the
-    energy and the lost energy, which are summed and never divided.
+    Behind the values of an array stand `TRAILER` numbers, which are summed and never divided.
     """
 
     def __init__(self, accumulated: GradientWithResidual, ranks: int) -> None:

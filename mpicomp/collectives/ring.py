@@ -46,10 +46,7 @@ class Ring(Scheme[Dense]):
         return super().supports(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return ``2 (ranks - 1)`` exchanges with the neighbours, or two of halves for each and one of the tails.
-
-        Shapes that are alike are one object: of thousands of ranks there are some ten thousand.
-        """
+        # Equal shapes are one object: of thousands of ranks there are some ten thousand.
         size, rank = group.size, group.rank
         halved = _halved(numel, dtype, size)
         neighbours = ((rank + 1) % size, (rank - 1) % size)

@@ -7,11 +7,11 @@ import numpy as np
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, plus, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.wire_format import NONFINITE, STALE
+from mpicomp.compressors.wire_format import STALE
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 
@@ -87,12 +87,4 @@ class ScatterReduce(Scheme[Dense]):
         mean = workspace.array("mean", numel, dtype)
         for rank in range(group.size):
             unpack(replies[places[rank] : places[rank + 1]], wire, mean[bounds[rank] : bounds[rank + 1]])
-        return Result(
-            mean=mean,
-            sent=sent,
-            energy=energy,
-            gain=gain_of(lost, energy),
-            kept=float(numel),
-            nonfinite=bool(flags & NONFINITE),
-            stale=bool(flags & STALE),
-        )
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost)

@@ -22,6 +22,8 @@ from mpicomp.rounds import Group, Round, Rounds
 Exchange = Rounds["Result"]
 """Yields rounds, is sent what they received, and returns a `Result`."""
 
+_COUNT = np.dtype(np.int64)
+
 
 @dataclass
 class Result:
@@ -68,6 +70,21 @@ class Result:
     code_error: float | None = None
     note: str = ""
     problem: MessageError | None = None
+
+    @classmethod
+    def from_headers(
+        cls,
+        mean: NDArray[np.floating],
+        sent: NDArray[np.floating] | Selection,
+        kept: float,
+        flags: int,
+        energy: float,
+        lost: float,
+        nonfinite: bool = False,
+    ) -> "Result":
+        """Return the result of an exchange whose messages have headers, from all their flags and their sums."""
+        bad, stale = nonfinite or bool(flags & NONFINITE), bool(flags & STALE)
+        return cls(mean, sent, energy, gain_of(lost, energy), kept, bad, stale)
 
 
 CompressorType = TypeVar("CompressorType", bound=Compressor)
@@ -187,6 +204,19 @@ def check_counts(
     return found
 
 
+def count_round(group: Group) -> Round:
+    """Return the round of `gather_counts`."""
+    return Round("allgatherv", [1] * group.size, _COUNT)
+
+
+def gather_counts(collective: str, count: int, numel: int, context: Context) -> Rounds[list[int]]:
+    """Return the number of elements that each rank has selected; see `check_counts`."""
+    group, ask = context.group, count_round(context.group)
+    ask.send = np.array([count], _COUNT)
+    ask.recv = context.workspace.host_array("counts", group.size, _COUNT)
+    return check_counts(collective, (yield ask), 0, numel, (group.rank, count))
+
+
 def cause_of(error: MessageError) -> MessageError | None:
     """Return the message error of this rank from an error that is raised on all ranks."""
     return error.__cause__ if isinstance(error.__cause__, MessageError) else None
@@ -203,8 +233,6 @@ def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:
     There is a factor of 16 between: sums of a few of them, and what rounding adds, are finite too. The squared norm of
     a sum over ranks is at most that of all ranks' arrays, times the ranks.
 
-    Examples
-    --------
     >>> far_from_largest(1e74, np.dtype(np.float32)), far_from_largest(1e75, np.dtype(np.float32))
     (True, False)
     """

@@ -8,7 +8,7 @@ import numpy as np
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, plus, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser
@@ -103,12 +103,4 @@ class TwoPhase(Scheme[Quantiser]):
         for rank in range(group.size):
             message = replies[places[rank] : places[rank + 1]]
             packed[rank].unpack(message[HEADER_BYTES:], mean[bounds[rank] : bounds[rank + 1]])
-        return Result(
-            mean=mean,
-            sent=sent,
-            energy=energy,
-            gain=gain_of(lost, energy),
-            kept=float(numel),
-            nonfinite=bool(flags & NONFINITE),
-            stale=bool(flags & STALE),
-        )
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost)

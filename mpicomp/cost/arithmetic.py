@@ -78,31 +78,12 @@ def update(
     outlier_sd: float,
     min_outlier: float,
 ) -> tuple[float, float, float, int, bool]:
-    """Update an extended Kalman filter with a measurement, in place.
+    """Update an extended Kalman filter with a measurement, in place; see `Network.observe` for the numbers measured.
 
-    Parameters
-    ----------
-    coefficients, unit, link_of : arrays, shape (terms,)
-        Coefficients of the plan, seconds of a unit, and the link of each term.
-    state, covariance : arrays, shape (links + terms,) and square
-        Logarithms of links and factors, and their covariance.
-    seconds, noise, relative_noise, plan_error, plan_variance, added_s
-        See `mpicomp.cost.network_model.Network.observe`.
-    suspected : int
-        Number of outliers just before, negative if they were too short.
-    patience : int
-        Number of outliers of one sign after which the links count as changed.
-    outlier_sd, min_outlier : float
-        A measurement is an outlier from this many standard deviations on, and from this difference of logarithms.
-
-    Returns
-    -------
-    innovation, slope, variance : float
-        See `mpicomp.cost.network_model.Network.observe`; the variance is infinite if nothing was learned.
-    suspected : int
-        Input of the next update.
-    changed : bool
-        Whether the links count as changed.
+    ``suspected`` counts the outliers just before, negative if they were too short: from ``patience`` of one sign on
+    the links count as changed. A measurement is an outlier from ``outlier_sd`` standard deviations on, and from a
+    difference of logarithms of ``min_outlier``. Return the innovation, the slope, the innovation's variance (infinite
+    if nothing was learned), ``suspected`` for the next update, and whether the links count as changed.
     """
     terms = link_of.size
     links = state.size - terms
@@ -163,28 +144,12 @@ def predict(
     added_s: float,
     out: Array,
 ) -> None:
-    """Predict plans.
+    """Predict plans: write kernel seconds, seconds in rounds and the standard deviation of the logarithm of their sum.
 
-    Parameters
-    ----------
-    coefficients : array, shape (plans, terms)
-        Coefficients of the plans.
-    unit, factor_variance : arrays, shape (terms,)
-        Seconds of a unit, and the variance of the factor's logarithm.
-    log_kernel_s : array, shape (plans,)
-        Logarithm of the kernel seconds of a process without others.
-    speeds, kernels, rounds : arrays, shape (corrections, 3)
-        Error, its variance and the step of its last update, a row for each correction.
-    speed_of, kernel_of, round_of : arrays, shape (plans,)
-        Row of each plan in these.
-    step : int
-        Number of the step.
-    ageing, max_sd : float
-        Variance that a step adds to a correction it does not update, and the largest standard deviation.
-    added_s : float
-        Seconds that contention adds to every plan.
-    out : array, shape (3, plans)
-        Receives kernel seconds, seconds in rounds, and the standard deviation of the logarithm of their sum.
+    ``speeds``, ``kernels`` and ``rounds`` hold a row for each correction: error, variance, and step of its last
+    update; ``speed_of``, ``kernel_of`` and ``round_of`` are each plan's rows. ``ageing`` is the variance that a step
+    adds to a correction that it does not update, ``added_s`` what contention adds to every plan. ``out`` has shape (3,
+    plans).
     """
     for plan in range(coefficients.shape[0]):
         predicted, uncertain = 0.0, 0.0

@@ -35,14 +35,7 @@ def recalibrate_links(known: CostModel | None, transport: Transport) -> CostMode
 
     What a training learns of its network predicts the plans that it runs: a wrong estimate of a link is made up for by
     their factors alone. Here each link and operation is measured by itself, with messages as long as gradients, and
-    corrections of rounds are dropped. Collective; up to half a minute on a slow link.
-
-    Parameters
-    ----------
-    known : CostModel or None
-        The model that kernels come from; not written to.
-    transport : Transport
-        Connects the ranks.
+    corrections of rounds are dropped. ``known`` is not written to. Collective; up to half a minute on a slow link.
     """
     model = CostModel(Network(transport.group.hosts)) if known is None else CostModel.from_json(known.to_json())
     model.network = Network(transport.group.hosts)
@@ -108,22 +101,9 @@ def measure_kernels(
 ) -> Rounds[None]:
     """Measure the kernels of schemes that the model does not know; the slowest rank counts. Collective, as rounds.
 
-    Parameters
-    ----------
-    model : CostModel
-        The model to add them to.
-    schemes : sequence of Scheme
-        The schemes to measure.
-    feedback : bool
-        Whether a residual is added.
-    transport : Transport
-        Connects the ranks.
-    ladder : bool
-        Whether measurements at two ratios of a compressor count for all of them.
-    device : Device
-        Where this rank measures.
-    on_device : bool
-        Whether they count as kernels of a device, the same on all ranks: some ranks may measure on the host.
+    With ``ladder`` measurements at two ratios of a compressor count for all of them. ``device`` is where this rank
+    measures, ``on_device`` whether they count as kernels of a device, the same on all ranks: some may measure on the
+    host.
     """
     unknown: dict[str, list[Scheme[Any]]] = {}
     for scheme in schemes:

@@ -12,23 +12,14 @@ from mpicomp.rounds import ACROSS, Group, Round
 
 @dataclass(frozen=True)
 class Terms:
-    """A cost in units of a link.
+    """A cost in units of a link: latencies, and bytes that pass it one after the other.
 
-    Parameters
-    ----------
-    latency : float
-        Number of latencies.
-    volume : float
-        Bytes that pass the link one after the other.
-
-    Examples
-    --------
     >>> (Terms(3, 1e6) + Terms(3, 1e6)).seconds(latency=1e-3, seconds_per_byte=8e-9)
     0.022
     """
 
-    latency: float
-    volume: float
+    latency: float  # number of latencies
+    volume: float  # bytes
 
     def __add__(self, other: "Terms") -> "Terms":
         """Return the cost of both, one after the other."""
@@ -70,13 +61,6 @@ def terms(task: Round, group: Group) -> Terms:
     A library is assumed to use the best algorithm for large arrays; the measured factor of each operation corrects
     that. Latencies of background rounds are hidden. With several ranks on a host the bytes are those on the host's
     link: libraries sum and broadcast inside a host first, and messages inside a host are left out.
-
-    Parameters
-    ----------
-    task : Round
-        The shape of the round.
-    group : Group
-        The group of the round.
     """
     size, rank = group.size, group.rank
     if size == 1:
@@ -121,11 +105,7 @@ def _remote_share(group: Group) -> float:
 
 
 def _senders_per_link(task: Round, group: Group) -> int:
-    """Return the number of ranks of a host that send through its link at the same time; 1 on a single host.
-
-    In a ring, and in operations of libraries, one rank of a host talks to the next host; with peers that are further
-    away all of them do.
-    """
+    """Return the number of ranks of a host that send through its link at the same time; 1 on a single host."""
     if group.hosts == 1:
         return 1
     if group.name == ACROSS or task.operation in ("alltoallv", "neighbor_alltoall"):

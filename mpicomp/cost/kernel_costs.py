@@ -29,17 +29,11 @@ _TIMED_STEPS = 3  # whose median counts
 
 @dataclass(frozen=True)
 class KernelCost:
-    """Kernel seconds of a scheme without other ranks, affine in the elements and in the kept ones.
+    """Kernel seconds of a scheme without other ranks, affine in the elements and in the kept ones."""
 
-    Attributes
-    ----------
-    fixed, per_element, per_kept : float
-        Seconds; ``per_kept`` is 0 for a scheme of one ratio.
-    """
-
-    fixed: float
+    fixed: float  # seconds, as the others
     per_element: float
-    per_kept: float = 0.0
+    per_kept: float = 0.0  # of a scheme of several ratios
 
     def seconds(self, numel: int, count: int) -> float:
         """Return the seconds for an array of ``numel`` elements of which ``count`` are kept."""
@@ -51,16 +45,8 @@ def measure_kernel(
 ) -> tuple[float, float, float]:
     """Measure a scheme in a world of one rank; return the numbers of `KernelCost`.
 
-    Parameters
-    ----------
-    scheme, other : Scheme
-        The scheme, and the same at a higher ratio, if there is one, for the seconds per kept element.
-    feedback : bool
-        Whether a residual is added.
-    clock : callable
-        Returns seconds; on the clock of a simulated network kernels take none.
-    device : Device
-        Where to measure.
+    ``other`` is the same scheme at a higher ratio, if there is one, for the seconds per kept element; on the ``clock``
+    of a simulated network kernels take no time.
     """
     few, many = _HOST_NUMELS if device is HOST else _DEVICE_NUMELS
     scheme_few, scheme_many = _bound(scheme, few), _bound(scheme, many)

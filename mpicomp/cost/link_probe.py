@@ -27,28 +27,14 @@ _BYTE = np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class Effort:
-    """Time that probing takes.
+    """Time that probing takes."""
 
-    Parameters
-    ----------
-    large_s : float
-        Seconds that a large message should take.
-    large : (int, int)
-        Least and most bytes of a large message.
-    repeats, few : int
-        Repetitions of an operation, and of one on a slow link.
-    typical : callable
-        Reduces the repetitions to one: takes an array and an axis.
-    barrier : bool
-        Whether all ranks synchronize before each round.
-    """
-
-    large_s: float
-    large: tuple[int, int]
-    repeats: int
-    few: int
-    typical: Callable[..., Any]
-    barrier: bool = False
+    large_s: float  # seconds that a large message should take
+    large: tuple[int, int]  # least and most bytes of a large message
+    repeats: int  # of an operation
+    few: int  # the same on a slow link
+    typical: Callable[..., Any]  # reduces an axis of repetitions
+    barrier: bool = False  # whether all ranks synchronize before each round
 
 
 QUICK = Effort(0.02, (1 << 16, 1 << 20), 4, _FEW_REPEATS, np.min)

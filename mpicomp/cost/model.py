@@ -62,20 +62,8 @@ class CostModel:
     ) -> Candidates:
         """Return the plans of one bucket, whose schemes' kernels have been measured.
 
-        Parameters
-        ----------
-        schemes : sequence of Scheme
-            The schemes to choose from.
-        numel : int
-            Elements of the bucket.
-        dtype : numpy.dtype
-            Type of its elements.
-        group : Group
-            All ranks.
-        ladder : bool
-            Whether corrections of a compressor at one ratio count for its other ratios.
-        on_device : bool
-            Whether the bucket is on a device, the same on all ranks.
+        With ``ladder`` corrections of a compressor at one ratio count for its other ratios; ``on_device`` is the same
+        on all ranks.
         """
         keys = [scheme_key(scheme, ladder, on_device) for scheme in schemes]
         compressors = [_config(scheme, ladder) + _DEVICE_SUFFIX * on_device for scheme in schemes]

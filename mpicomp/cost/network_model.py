@@ -40,19 +40,9 @@ _LARGE_GROUP = 1024  # ranks
 
 
 class Network:
-    """Links and factors, learned from measured seconds.
+    """Links and factors, learned from measured seconds; on one host all messages go through its memory.
 
     All ranks have to pass the same numbers, and then hold the same state.
-
-    Parameters
-    ----------
-    hosts : int
-        Number of hosts; on one of them everything goes through its memory.
-
-    Attributes
-    ----------
-    unit_seconds : array of float64, shape (terms,)
-        Seconds of a unit of each term.
     """
 
     def __init__(self, hosts: int) -> None:
@@ -65,7 +55,7 @@ class Network:
         self._covariance = np.diag([_LINK_SD**2] * _LINKS + [_FACTOR_SD**2] * _TERMS)
         self._suspected = 0
         self._patience = _PATIENCE_STEPS[0]
-        self.unit_seconds = np.zeros(_TERMS)
+        self.unit_seconds = np.zeros(_TERMS)  # of each term
         self._refresh()
 
     @property
@@ -96,18 +86,10 @@ class Network:
         return float(np.exp(self.log_link[1]))
 
     def coefficients(self, rounds: Sequence[Sequence[Round]], groups: Sequence[Group]) -> NDArray[np.float64]:
-        """Return the coefficients of a plan: its seconds are their product with `unit_seconds`.
+        """Return the coefficients of a plan, shape (terms,): its seconds are their product with `unit_seconds`.
 
-        Parameters
-        ----------
-        rounds : sequence of sequences of Round
-            Shapes of the plan's rounds on some ranks; a rank that skips a round has none for it.
-        groups : sequence of Group
-            The group of all ranks, as each of these ranks sees it.
-
-        Returns
-        -------
-        array of float64, shape (terms,)
+        ``rounds`` are the shapes of the plan's rounds on some ranks (a rank that skips a round has none for it),
+        ``groups`` the group of all ranks as each of these ranks sees it.
         """
         total = np.zeros(_TERMS)
         for name in GROUPS:
@@ -147,33 +129,13 @@ class Network:
         plan_variance: float,
         added_s: float = 0.0,
     ) -> tuple[float, float, float, bool]:
-        """Learn from a plan's measured seconds in rounds.
+        """Learn from a plan's measured seconds in rounds, from the last rank's start to the last rank's end.
 
         The first outlier changes nothing; if the next measurement is one of the same sign, the links have changed.
-
-        Parameters
-        ----------
-        coefficients : array, shape (terms,)
-            See `coefficients`.
-        seconds : float
-            Seconds from the last rank's start to the last rank's end, without kernels.
-        noise, relative_noise : float
-            Variance of the logarithm of these seconds: if the prediction is right, and relative to what was measured.
-        plan_error, plan_variance : float
-            Known error of the plan's predicted logarithm, and its variance.
-        added_s : float
-            Seconds among them that contention adds to every plan.
-
-        Returns
-        -------
-        innovation : float
-            Difference of the logarithm from the corrected prediction.
-        slope : float
-            Derivative of the logarithm of seconds by the plan's error: 1 without contention.
-        variance : float
-            Expected variance of the innovation.
-        changed : bool
-            Whether the links count as changed.
+        ``noise`` and ``relative_noise`` are variances of the logarithm of the seconds: if the prediction is right, and
+        relative to what was measured; ``plan_error`` is the known error of the plan's predicted logarithm. Return the
+        innovation of the logarithm, its derivative by the plan's error (1 without contention), its expected variance,
+        and whether the links count as changed.
         """
         innovation, slope, variance, self._suspected, changed = arithmetic.update(
             coefficients, self.unit_seconds, self._link_of, self._state, self._covariance, seconds, noise,

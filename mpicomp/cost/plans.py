@@ -68,18 +68,10 @@ class Contention:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of a plan.
-
-    Attributes
-    ----------
-    kernels_s : float
-        Kernel seconds of the slowest rank.
-    rounds_s : float
-        Seconds in rounds, from the start of the last rank on, contention included.
-    """
+    """Predicted seconds of a plan: kernels of the slowest rank, and rounds from the last rank's start on."""
 
     kernels_s: float
-    rounds_s: float
+    rounds_s: float  # contention included
 
     @property
     def seconds(self) -> float:
@@ -93,21 +85,11 @@ class Prediction:
 
 @dataclass(slots=True)  # there may be hundreds for each of hundreds of plans
 class Correction:
-    """A correction learned from measured steps for arrays of similar lengths.
+    """A correction learned from measured steps for arrays of similar lengths."""
 
-    Attributes
-    ----------
-    error : float
-        Logarithm of the measured seconds over those predicted without this correction.
-    variance : float
-        Variance of the error.
-    runs : int
-        Number of steps that it was learned from.
-    """
-
-    error: float
-    variance: float
-    runs: int = 0
+    error: float  # logarithm of the measured seconds over those predicted without this correction
+    variance: float  # of the error
+    runs: int = 0  # steps that it was learned from
 
     @classmethod
     def speed(cls, others: Sequence["Correction"]) -> "Correction":
@@ -136,23 +118,11 @@ class Correction:
 
 
 class Candidates:
-    """The plans among which one bucket's is chosen.
+    """The plans among which one bucket's is chosen, with their coefficients and kernel seconds without other ranks.
 
-    Parameters
-    ----------
-    network : Network
-        Shared by all buckets.
-    coefficients : array, shape (plans, terms)
-        See `Network.coefficients`.
-    kernel_seconds : sequence of float
-        Kernel seconds of each plan without other ranks.
-    speeds : sequence of Correction
-        Correction of each plan's kernel seconds, shared by plans of one compressor: other ranks, and the shape of a
-        residual, slow all of them down. Updated in place.
-    kernels : sequence of Correction
-        Further correction of each plan's kernel seconds, shared by plans with the same kernels. Updated in place.
-    rounds : sequence of Correction
-        Correction of each plan's rounds, shared by the ratios of one compressor and collective. Updated in place.
+    Corrections are shared and updated in place: ``speeds`` of kernel seconds by plans of one compressor (other ranks,
+    and the shape of a residual, slow all of them down), ``kernels`` by plans with the same kernels, ``rounds`` by the
+    ratios of one compressor and collective.
     """
 
     def __init__(
@@ -200,12 +170,7 @@ class Candidates:
     def choose(self, too_slow: float, among: NDArray[np.int64]) -> tuple[int, int]:
         """Return the plan of least predicted seconds, and the one that may be the fastest within its uncertainty.
 
-        Parameters
-        ----------
-        too_slow : float
-            A plan of so many times the least predicted seconds is not the second one.
-        among : array of int64
-            The plans to choose from, at least one.
+        A plan of ``too_slow`` times the least predicted seconds is not the second one.
         """
         return arithmetic.choose(self._predicted, too_slow, among)
 
@@ -222,14 +187,7 @@ class Candidates:
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
         """Learn from a plan's measured seconds, the same on all ranks; return whether the network has changed.
 
-        Parameters
-        ----------
-        plan : int
-            Number of the plan.
-        kernels_s : float
-            Kernel seconds of the slowest rank.
-        seconds : float
-            Seconds from the last rank's start to the last rank's end.
+        ``kernels_s`` are those of the slowest rank, ``seconds`` from the last rank's start to the last rank's end.
         """
         rows = int(self._speed_of[plan]), int(self._kernel_of[plan]), int(self._round_of[plan])
         speed, kernels, rounds = self._speeds[rows[0]], self._kernels[rows[1]], self._rounds[rows[2]]
@@ -264,10 +222,7 @@ class Candidates:
     def inflate_variance(self, inflated: set[int] | None = None) -> None:
         """Predict with links that were measured again, and inflate the variance of corrections of rounds.
 
-        Parameters
-        ----------
-        inflated : set of int, optional
-            Ids of corrections that other buckets share and that were inflated before; added to.
+        ``inflated`` has the ids of corrections that other buckets share and that were inflated before; added to.
         """
         inflated = set() if inflated is None else inflated
         for correction in self._rounds:

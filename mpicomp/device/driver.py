@@ -74,12 +74,8 @@ def streams_of(arrays: Iterable[Any]) -> set[int]:
     """Return the streams in which arrays on GPUs were made and will be used; none where there is nothing to wait for.
 
     Of a torch tensor that is the one current in the calling thread, for which torch is asked once a device: that takes
-    longer than all else that is done for a tensor.
-
-    Raises
-    ------
-    ArrayTypeError
-        Where an array says that it belongs to stream 0, which the CUDA array interface forbids.
+    longer than all else that is done for a tensor. Stream 0, which the CUDA array interface forbids, is an
+    `ArrayTypeError`.
     """
     streams: set[int] = set()
     devices: set[Any] = set()

@@ -72,15 +72,9 @@ def running() -> Any:
 
 
 def install() -> bool:
-    """Set the hooks that end the job when this rank fails.
+    """Set the hooks that end the job when this rank fails; return whether they are set. A second call does nothing.
 
-    To be called once MPI is up; it costs no communication, and calling it again does nothing. On a job of
-    one rank, where nobody waits, it does nothing either.
-
-    Returns
-    -------
-    bool
-        Whether the hooks are set.
+    Call it once MPI is up; it costs no communication. On a job of one rank, where nobody waits, it does nothing.
     """
     global _installed_in
     if not wanted():
@@ -102,8 +96,8 @@ def install() -> bool:
 def crash_at_once() -> None:
     """Let a crash end this process, with Python's traceback, instead of calling the handlers that Open MPI has set.
 
-    Those collect a backtrace in the process that has crashed, which deadlocks if the crash came inside ``malloc``: the
-    process stays, and the others wait for it. Handlers that Python code has set stay, and so does ``faulthandler``.
+    Those collect a backtrace in the crashed process, which deadlocks if the crash came inside ``malloc``, and the
+    others wait for it. Handlers that Python code has set stay, and so does ``faulthandler``.
     """
     if faulthandler.is_enabled() or threading.current_thread() is not threading.main_thread():
         return
@@ -243,12 +237,7 @@ def _hook_threads(previous: Callable[..., Any]) -> None:
 
 
 class _Exit(SystemExit):
-    """A SystemExit that knows when the interpreter acts on it.
-
-    Whether the exception that ``sys.exit`` raises ends the program or is caught somewhere is only known when
-    the interpreter reads its status, to hand it to the operating system. It does so when every frame is gone,
-    and that is what tells this reader from all others.
-    """
+    """A SystemExit that knows when the interpreter acts on it: it reads the status when every frame is gone."""
 
     @property
     def code(self) -> Any:
@@ -277,11 +266,10 @@ def _exit(status: Any = None, /) -> NoReturn:
 
 
 def _leave(code: Any) -> None:
-    """Make sure that the job ends if this rank leaves it with an error.
+    """Make sure that the job ends if this rank leaves it with an error; called as the interpreter begins to exit.
 
-    This is called as the interpreter begins to exit, when the exception has passed all the user's handlers.
-    Threads are joined, exit handlers run and streams are flushed after this and before mpi4py ends MPI, so
-    the end of the job is only prepared here.
+    Threads are joined, exit handlers run and streams are flushed after this and before mpi4py ends MPI, so the end of
+    the job is only prepared here.
     """
     global status, leaves_alone
     status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1

@@ -45,26 +45,11 @@ def cuda_aware(
 ) -> Awareness:
     """Return whether the MPI library may be given pointers to GPU memory, and the evidence for it.
 
-    Asked in this order, and the first that knows is believed: ``MPICOMP_CUDA_AWARE=0/1``; settings that turn it off;
-    a probe that failed; the loaded library; Cray's and Open MPI's own ways. Where nobody knows, it is no.
+    The first of these that knows is believed: ``MPICOMP_CUDA_AWARE=0/1``; settings that turn it off; a probe that
+    failed; the loaded library; Cray's and Open MPI's own ways. Where none knows, it is no. ``vendor`` and ``version``
+    are what ``mpi4py.MPI`` returns, ``path`` is the library's file, ``loaded`` has the lines of a ``/proc/self/maps``,
+    ``probed`` is the result of `probe` before MPI was initialized.
 
-    Parameters
-    ----------
-    vendor
-        The first item of ``mpi4py.MPI.get_vendor()``.
-    path
-        The file of the library that is loaded. MPI has to be initialised.
-    environ
-        The environment; that of this process when it is not given.
-    version
-        ``mpi4py.MPI.Get_library_version()``.
-    loaded
-        The lines of a ``/proc/self/maps``; those of this process when not given.
-    probed
-        What `probe` gave before MPI was initialised.
-
-    Examples
-    --------
     >>> cuda_aware("MPICH", None, {"MPICOMP_CUDA_AWARE": "1"})
     Awareness(value=True, reason='MPICOMP_CUDA_AWARE=1 says so')
     """
@@ -166,8 +151,6 @@ def files(maps: Iterable[str] | None = None) -> list[str]:
 def library(maps: Iterable[str] | None = None) -> str | None:
     """Return the path of the MPI library that is loaded into this process.
 
-    Examples
-    --------
     >>> library(["7f00-7f01 r-xp 00000000 08:01 42    /opt/mpi/lib/libmpi.so.40.40.7"])
     '/opt/mpi/lib/libmpi.so.40.40.7'
     """
@@ -193,11 +176,9 @@ def probe(
 ) -> Awareness | None:
     """Have a child process pass MPI a pointer to GPU memory, and return the result.
 
-    The child is an MPI job of its own with one rank, so what fails is known for certain, and what works says nothing
-    of the way to other ranks. It starts a process: call it before MPI is initialised, and on one rank of a host.
+    The child is an MPI job of one rank, so what fails is certain, and what works says nothing of the way to other
+    ranks. Call it before MPI is initialized, and on one rank of a host.
 
-    Examples
-    --------
     >>> probe([sys.executable, "-c", "import os; os.abort()"])
     Awareness(value=False, reason='a child process that gave it GPU memory was ended by SIGABRT')
     """

@@ -11,14 +11,9 @@ from mpicomp.errors import FileWriteError
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str], newline: str | None = None) -> Iterator[IO[str]]:
-    """Open a text file to write; it takes the place of an old one when all is written.
+    """Open a text file to write; it takes the place of an old one when all is written. Pipes are written to at once.
 
-    Pipes and devices are written to at once.
-
-    Raises
-    ------
-    FileWriteError
-        Where the system does not take it; an old file is then as it was.
+    Where the system does not take it, `FileWriteError` is raised, and an old file is as it was.
     """
     target = Path(path)
     plain = target.is_file() or not target.exists()

@@ -34,8 +34,6 @@ class Gpu:
 def installed(listing: str | None = None) -> list[Gpu]:
     r"""Return the NVIDIA GPUs that this process may open; a container or Slurm may keep others from it.
 
-    Examples
-    --------
     >>> [str(gpu) for gpu in installed("GPU 0: A (UUID: GPU-aa)\n  MIG 1g.5gb Device 0: (UUID: MIG-bb)")]
     ['0: A', 'MIG-bb: MIG 1g.5gb']
     """
@@ -50,18 +48,10 @@ def installed(listing: str | None = None) -> list[Gpu]:
 
 
 def visible(environ: Mapping[str, str] | None = None, listing: str | None = None) -> list[Gpu]:
-    r"""Return the GPUs that CUDA shows this process, in the order in which it numbers them.
+    """Return the GPUs that CUDA shows this process, in the order in which it numbers them.
 
-    Raises
-    ------
-    LaunchError
-        Where there is none, where the mask hides all of them, and where it names one that is not here: CUDA would
-        leave that one and those behind it out without a word.
-
-    Examples
-    --------
-    >>> [str(gpu) for gpu in visible({"CUDA_VISIBLE_DEVICES": "1"}, "GPU 0: A (UUID: GPU-aa)\nGPU 1: B (UUID: GPU-bb)")]
-    ['1: B']
+    None, a mask that hides all of them, and one that names a GPU that is not here, are a `LaunchError`: CUDA would
+    leave that one and those behind it out without a word.
     """
     mask = (os.environ if environ is None else environ).get(_MASK)
     found = installed(listing)

@@ -104,13 +104,8 @@ def _pmix(environ: Mapping[str, str]) -> Launch | None:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """Return which launcher started this process.
+    """Return which launcher started this process; of several that have left their variables, the innermost.
 
-    Where several have left their variables (a launcher inside a Slurm job), the innermost is meant: the ones
-    that set the rank of an MPI process come before Slurm's own.
-
-    Examples
-    --------
     >>> detect({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     Launch(name='hydra', size=4, rank=3, local_rank=1, local_size=2)
     >>> detect({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
@@ -128,13 +123,7 @@ def describe(launch: Launch) -> str:
 
 
 def protocol(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return by which protocol processes that were started together can find each other.
-
-    Examples
-    --------
-    >>> protocol({"PMI_FD": "9", "PMI_RANK": "0", "PMI_SIZE": "2"})
-    'PMI'
-    """
+    """Return the protocol, PMI or PMIx, by which processes that were started together find each other."""
     environ = os.environ if environ is None else environ
     if "PMIX_RANK" in environ:
         return "PMIx"
@@ -142,10 +131,7 @@ def protocol(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def start_line(launch: Launch, mpi: str, python: str | None = None, command: Sequence[str] | None = None) -> str:
-    """Return the line that starts the same job with a launcher that the MPI library understands.
-
-    The parameters are those of `singletons`.
-    """
+    """Return the line that starts the same job with a launcher that the MPI library understands; see `singletons`."""
     words = shlex.join(sys.orig_argv if command is None else command)
     if launch.name == "slurm":
         start = f"srun --mpi={'pmix' if mpi == 'openmpi' else 'pmi2'}"
@@ -163,10 +149,8 @@ def singletons(
 ) -> Problem | None:
     """Return the problem if N processes were started and every one of them is rank 0 of 1.
 
-    This happens without any error when the launcher and the MPI library do not speak the same protocol.
+    This happens without an error when the launcher and the MPI library do not speak the same protocol.
 
-    Examples
-    --------
     >>> srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
     >>> singletons(srun, 1, "mpich", "/env/bin/python", ["python", "train.py"]).fix
     'srun --mpi=pmi2 -n 4 python train.py'

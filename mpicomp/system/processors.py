@@ -47,8 +47,6 @@ def _places() -> set[int]:
 def binds(environ: Mapping[str, str]) -> bool:
     """Return whether OpenMP binds threads.
 
-    Examples
-    --------
     >>> binds({"OMP_PROC_BIND": "close"}), binds({"OMP_PROC_BIND": "false"}), binds({"OMP_PLACES": "cores"}), binds({})
     (True, False, True, False)
     """

@@ -27,7 +27,7 @@ class RoundLog:
 
     @property
     def operation(self) -> str:
-        """Its operation."""
+        """The operation."""
         return self.task.operation
 
     @property
@@ -86,8 +86,8 @@ class Transport(ABC):
     def channels(self, count: int) -> "list[Transport]":
         """Return other transports of the same ranks, for rounds at the same time as this one's.
 
-        Collective over the group, as are the beginnings of all rounds on one of them: in one order on all ranks.
-        Between them and to this one there is no order. The caller closes them.
+        Collective over the group, as is each start of a round on one of them, in one order on all ranks. Between
+        channels there is no order. The caller closes them.
         """
         raise MpicompError(f"transport: {type(self).__name__} does not run several rounds at once")
 
@@ -96,18 +96,7 @@ class Transport(ABC):
         raise MpicompError(f"transport: {type(self).__name__} does not run rounds of some ranks")
 
     def check_threads(self, alone: bool) -> None:  # noqa: B027, a transport may not mind
-        """Make sure that a thread may run rounds.
-
-        Parameters
-        ----------
-        alone : bool
-            Whether no other thread does so at the same time.
-
-        Raises
-        ------
-        LaunchError
-            Where it may not.
-        """
+        """Raise `LaunchError` where no thread may run rounds; ``alone``: no other thread runs any at the same time."""
 
     @abstractmethod
     def wait(self, pending: Pending) -> NDArray[Any]:
@@ -199,13 +188,7 @@ class Transport(ABC):
         raise MpicompError(f"transport: {type(self).__name__} has no ranks that die")
 
     def shrink(self) -> list[int]:
-        """Become the transport of the ranks that are left, and return who has died. Collective over these.
-
-        Returns
-        -------
-        list of int
-            Numbers that the dead have in the whole job.
-        """
+        """Become the transport of the ranks that are left, and return the dead ones' numbers in the job. Collective."""
         raise MpicompError(f"transport: {type(self).__name__} has no ranks that die")
 
     def close(self) -> None:  # noqa: B027, a transport may hold nothing
@@ -222,7 +205,7 @@ LONGEST_S = 200e-6  # seconds up to which naps double
 
 
 class Naps:
-    """Rests between questions whether something is done: first the core is offered to others, then naps grow."""
+    """Rests between tests of whether something is done: first the core is yielded to others, then naps grow."""
 
     def __init__(
         self, eager: int = 200, meanwhile: Callable[[], None] | None = None, longest: float = LONGEST_S
@@ -238,7 +221,7 @@ class Naps:
         self._nap = SHORTEST_S
 
     def rest(self) -> None:
-        """Leave the core to others for a moment: yield it at first, sleep later."""
+        """Yield the core at first, sleep later."""
         if self._left:
             self._left -= 1
             os.sched_yield()
@@ -250,7 +233,7 @@ class Naps:
 
 
 def wait(done: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
-    """Ask until something is done, with rests in between; see `Naps`."""
+    """Test until something is done, with naps in between."""
     naps = Naps(meanwhile=meanwhile)
     while not done():
         naps.rest()

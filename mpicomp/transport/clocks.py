@@ -14,12 +14,10 @@ def compare_clocks(transport: Transport) -> Rounds[float]:
     """Set ``transport.offset`` so that `Transport.clock` shows rank 0's time on all ranks. Collective, as rounds.
 
     The first rank of each host, one after the other, asks rank 0 for the time and takes the answer for that of the
-    middle between question and answer; of five questions the one that is answered fastest counts. Ranks of one host
-    have one clock. With one host nothing is asked, nor where the transport has one clock anyway.
-
-    The result is the largest error in seconds: half of the longest of the hosts' fastest answers, the same on all
-    ranks. Clocks of two machines part by some microseconds a second: compare them again now and then. An offset no
-    larger than its error is taken for none, as where hosts share a clock.
+    middle between question and answer; of five answers the fastest counts. Ranks of one host have one clock: with one
+    host nothing is asked. Return the largest error in seconds, half of the longest of the hosts' fastest answers, the
+    same on all ranks. An offset no larger than its error is taken for none. Clocks of two machines part by some
+    microseconds a second: compare them again now and then.
     """
     group = transport.group
     transport.offset = 0.0

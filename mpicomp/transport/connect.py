@@ -15,15 +15,9 @@ _EXPECTED = "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD
 def connect(comm: Any = None) -> Transport:
     """Return a new transport of a communicator; a transport is returned as it is. Collective over ``comm``.
 
-    Call it before any check that may fail on one rank alone: from then on a rank that fails ends the job, and the other
-    ranks learn of it.
-
-    Raises
-    ------
-    ConfigurationError
-        For any other ``comm``; nothing was sent then.
-    LaunchError
-        Before MPI_Init and after MPI_Finalize.
+    Call it before any check that may fail on one rank alone: from then on a rank that fails ends the job. Another
+    ``comm`` is a `ConfigurationError`, before anything is sent; a call before MPI_Init or after MPI_Finalize is a
+    `LaunchError`.
     """
     if isinstance(comm, Transport):
         return comm

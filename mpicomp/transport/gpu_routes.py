@@ -40,8 +40,6 @@ _BYTE = np.dtype(np.uint8)
 class RouteTable:
     """Measured seconds of both routes, the same on all ranks.
 
-    Examples
-    --------
     >>> table = RouteTable((1_000, 100_000), {"direct": (4e-6, 8e-5), "staged": (9e-6, 5e-5)}, True)
     >>> table.faster(2_000), table.faster(90_000), table.faster(10**9)
     ('direct', 'staged', 'staged')
@@ -81,10 +79,9 @@ def faster_route(device: Device, task: Round) -> str:
 
 
 def run_on_device(device: Device, exchange: Rounds[Value], route: str | None = None) -> Rounds[Value]:
-    """Run an exchange on a device and pass its rounds on, by a route. As rounds.
+    """Run an exchange on a device and pass its rounds on, by a route (the faster one by default). As rounds.
 
-    The device is active while the exchange computes, and not while its rounds are under way. The host passes rounds on
-    unchanged. ``route`` is the faster one by default, see `faster_route`.
+    The device is active while the exchange computes, and not while its rounds are under way.
     """
     if device is HOST:
         return (yield from exchange)
@@ -194,11 +191,10 @@ def _when_active(device: Device, arrived: Callable[[int, int], None]) -> Callabl
 
 
 class DeviceBuffer:
-    """An array of a device while a transport has it, which MPI takes as a buffer.
+    """An array of a device while a transport has it: slices, assignment, copies to the host, a buffer for MPI.
 
-    It supports what transports do with arrays of the host, in any thread: slices, assignment to a part, copies to
-    the host, and use as a buffer of MPI. No work that is still in a stream may touch the array. An assignment is
-    complete when it returns, as MPI waits for no stream.
+    No work that is still in a stream may touch the array. An assignment is complete when it returns, as MPI waits for
+    no stream.
     """
 
     def __init__(self, device: Any, array: Any) -> None:

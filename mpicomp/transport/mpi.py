@@ -42,30 +42,14 @@ mpi_end.install()
 
 
 class MPITransport(Transport):
-    """One rank of an MPI communicator.
-
-    Collective over the communicator; closing it is not.
+    """One rank of an MPI communicator (all ranks by default), which is duplicated. Collective; closing it is not.
 
     An MPI call that waits keeps its core busy. Where ranks have a core each that is the fastest way to wait; where
-    they share cores it takes them from the ranks that still compute, so there rounds are started without blocking
-    and asked for with naps in between.
+    they share cores it takes them from the ranks that still compute, so there rounds are started without blocking and
+    tested with naps in between.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm, optional
-        Duplicated; None stands for MPI.COMM_WORLD.
-    count_limit : int
-        Messages are cut so that no count exceeds it.
-    layout : sequence of int, optional
-        The host of each rank, by number, in place of what is found out: for tests of several hosts on one.
-
-    Raises
-    ------
-    LaunchError
-        Where a launcher started several processes that are all rank 0 of 1, and ``comm`` is None. Who wants
-        that passes MPI.COMM_SELF.
-    ConfigurationError
-        On all ranks, where rank 0's ``MPICOMP_STALL`` is no number of seconds.
+    Messages are cut so that no count exceeds ``count_limit``. ``layout`` replaces the measured host of each rank, for
+    tests. Where a launcher started several processes that are all rank 0 of 1, ``comm=None`` is a `LaunchError`.
     """
 
     family = "mpi"
@@ -89,10 +73,9 @@ class MPITransport(Transport):
         self.group = self._with_sums(pool.group)
 
     def _open(self, pool: Pool, front: ChannelSet, back: ChannelSet, naps: bool) -> None:
-        """Take over channels, which return to the pool when this is closed or collected.
+        """Use channels, which return to the pool when this is closed or collected.
 
-        Rounds in the background have channels of their own (``back``), so that they need not begin in one order with
-        the others.
+        Background rounds have other channels (``back``), so that they need not begin in one order with the others.
         """
         super().__init__()
         self._pool = pool

@@ -45,13 +45,8 @@ def check_survives(subsystem: str) -> None:
 def completed(comm: MPI.Comm, requests: Sequence[MPI.Request]) -> list[int]:
     """Return the places of the requests that are complete, which are freed, as MPI_Testsome does.
 
-    That one also frees a send to a dead rank, which the network may still have; when it then fails, Open MPI ends the
-    job. Here nothing is freed once a rank has died.
-
-    Raises
-    ------
-    RankFailedError
-        Where a rank of the communicator has died, or another one has noticed it.
+    That also frees a send to a dead rank, which the network may still have; when it then fails, Open MPI ends the job.
+    Here nothing is freed once a rank has died, and `RankFailedError` is raised.
     """
     done = [place for place, request in enumerate(requests) if request.Get_status()]
     failed = comm.Get_failed()
@@ -67,8 +62,8 @@ def completed(comm: MPI.Comm, requests: Sequence[MPI.Request]) -> list[int]:
 def all_end(naps: Naps) -> bool:
     """Wait until all ranks of the job end or have died; return whether all have come here, the same on all that have.
 
-    A rank without a transport comes to MPI's own end alone. That begins with an agreement, too, and becomes a part of
-    this one, with another flag.
+    A rank without a transport comes to MPI's own end, whose agreement then becomes a part of this one, with another
+    flag.
     """
     flag = np.array([_HERE], np.int32)  # becomes the bits that all flags have
     request = MPI.COMM_WORLD.Iagree(flag)

@@ -80,13 +80,7 @@ class Pool:
         self.deaths = self._watch_processes(comm, names) if fault_tolerant() and comm.size > 1 else None
 
     def acquire(self, comm: MPI.Comm, count: int) -> list[ChannelSet]:
-        """Return sets of channels that nobody else uses, the same on all ranks. Collective over ``comm``.
-
-        Raises
-        ------
-        ConfigurationError
-            On all ranks, where rank 0's ``MPICOMP_STALL`` or ``MPICOMP_STALL_END`` is no number of seconds.
-        """
+        """Return sets of channels that nobody else uses, the same on all ranks. Collective over ``comm``."""
         offered = self._offer()
         everyones = self._meet(comm, offered)
         offers = everyones[:, _LEAD:].reshape(comm.size, _OFFERS, _OF_A_SET)
@@ -136,7 +130,7 @@ class Pool:
         return False not in [channel_set.progress() for channel_set in list(self._sets.values())]
 
     def _watch_processes(self, comm: MPI.Comm, names: Sequence[int]) -> UnreportedDeaths:
-        """StallWatchdog the processes of the other ranks on this rank's host. Collective."""
+        """Watch the processes of the other ranks on this rank's host. Collective."""
         mine = np.array(running_process(os.getpid()), np.int64)
         everyones = np.empty((comm.size, mine.size), np.int64)
         wait(comm.Iallgather(mine, everyones).Test)
@@ -296,8 +290,6 @@ def wanted_seconds(
 ) -> float:
     """Return a limit that the environment sets, -1 where it is no number of seconds.
 
-    Examples
-    --------
     >>> [wanted_seconds(environ={"MPICOMP_STALL": text}) for text in ("", "2.5", "soon")]
     [60.0, 2.5, -1.0]
     """

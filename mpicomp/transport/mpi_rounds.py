@@ -305,10 +305,10 @@ class _Calls(Started):
 
 
 class _Messages(Started):
-    """Segments under way between pairs of ranks, a few at a time.
+    """Segments under way between pairs of ranks, a few at a time, those of the round ``ahead``, begun before, first.
 
-    Those of the round ``ahead``, which was begun before, go first: side by side both would end at the same time, and
-    a caller that waits for the one and then for the other has nothing under way in between.
+    Side by side both rounds would end at the same time, and a caller that waits for one and then for the other has
+    nothing under way in between.
     """
 
     def __init__(

@@ -28,14 +28,9 @@ _LEAVE_S = 3.0  # seconds that the thread may take to stop; it is mostly polling
 
 
 class Job(Future[Value]):
-    """A future of the value that a generator of rounds returns, or of the exception that it raises.
+    """A future of the value that a generator of rounds returns; it cannot be cancelled: the other ranks would wait.
 
-    It cannot be cancelled: the other ranks would wait for it.
-
-    Attributes
-    ----------
-    log : list of RoundLog
-        The generator's own rounds but those in the background; seconds are until it was found that they are done.
+    ``log`` has the generator's rounds but those in the background, with seconds until they were found to be done.
     """
 
     def __init__(self, exchange: Rounds[Value]) -> None:
@@ -46,20 +41,11 @@ class Job(Future[Value]):
 
 
 class RoundScheduler:
-    """Runs several generators of rounds at once, in the thread that asks for it.
+    """Runs several generators of rounds at once, in the calling thread. Collective, as are `submit` and `run`.
 
-    Each has one round under way at a time, besides those in the background. Generators go to channels in turn; those
-    of one channel run one after the other, so all ranks begin the rounds of a channel in one order.
-    Collective over the transport's group, as are `submit` and `run`.
-
-    A generator that raises has to raise on all ranks, as in `Transport.run`; the others go on.
-
-    Parameters
-    ----------
-    transport : Transport
-        It may be used for other rounds meanwhile.
-    channels : int
-        Number of generators that are under way at a time.
+    Each has one round under way at a time, besides those in the background. Generators go to ``channels`` in turn;
+    those of one channel run one after the other, so all ranks begin the rounds of a channel in one order. A generator
+    that raises has to raise on all ranks; the others go on.
     """
 
     def __init__(self, transport: Transport, channels: int = CHANNELS) -> None:
@@ -84,13 +70,7 @@ class RoundScheduler:
         return not any(channel.jobs for channel in self._channels)
 
     def run(self, exchanges: Iterable[Rounds[Value]]) -> list[Value]:
-        """Run generators, and those submitted before, to their ends and return their values.
-
-        Raises
-        ------
-        Exception
-            What the first one of them that failed raised, after all are done.
-        """
+        """Run generators, and those submitted before; return their values, or raise the first error at the end."""
         jobs = [self.submit(exchange) for exchange in exchanges]
         naps = Naps()
         while not self.idle:
@@ -109,27 +89,11 @@ class RoundScheduler:
 
 
 class ProgressThread:
-    """Runs generators of rounds in a thread, while other threads compute.
+    """Runs generators of rounds in a thread, while other threads compute. Collective, as is `submit`.
 
-    While nothing moves it sleeps, so it takes little of a core; while it has nothing to do it takes nothing. Making
-    one is collective over the transport's group, as is `submit`.
+    While nothing moves it sleeps, so it takes little of a core. With ``alone`` no other thread makes MPI calls while
+    generators run: then a lower thread level is enough. Without the level that it needs it raises `LaunchError`.
 
-    Parameters
-    ----------
-    transport : Transport
-        It may be used for other rounds meanwhile, unless ``alone``.
-    channels : int
-        Number of generators that are under way at a time.
-    alone : bool
-        Promises that no other thread makes MPI calls while generators run: then a lower thread level is enough.
-
-    Raises
-    ------
-    LaunchError
-        Where MPI was not started with the thread level that this needs.
-
-    Examples
-    --------
     >>> import numpy as np
     >>> from mpicomp.rounds import Round
     >>> from mpicomp.transport import LocalWorld

@@ -47,7 +47,7 @@ class UnreportedDeaths:
             threading.Thread(target=self._run, name="mpicomp deaths", daemon=True).start()
 
     def stop(self) -> None:
-        """StallWatchdog no longer: these ranks leave, or MPI has reported a death."""
+        """Watch no longer: these ranks leave, or MPI has reported a death."""
         self._stopping.set()
 
     def _run(self) -> None:

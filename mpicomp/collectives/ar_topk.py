@@ -1,0 +1,150 @@
+"""AR-Topk: one rank's indices for all, those of the rank whose turn it is or of the one that has most to send."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpicomp import kernels
+from mpicomp.collectives.scheme import Exchange, Scheme, check_counts
+from mpicomp.collectives.selection import exchange_at
+from mpicomp.compressors.base_compressor import Compressor
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
+from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.wire_format import Selection
+from mpicomp.device import to_python
+from mpicomp.errors import MessageError
+from mpicomp.kernels import sizes
+from mpicomp.registry import register
+from mpicomp.rounds import Group, Round
+
+_HEADER = np.dtype([("energy", "<f8"), ("count", "<i8")])  # of VAR-Topk
+
+
+class ARTopk(Scheme[Sparsifier]):
+    """Bcast of one rank's indices, then a sum of every rank's values at them, by a dense collective.
+
+    The sum costs what a dense one of k elements does, whatever the number of ranks.
+    """
+
+    messages: ClassVar[str] = "sparse"
+
+    may_drop_selected = True
+
+    def __init__(self, compressor: Sparsifier, inner: Scheme[Dense]) -> None:
+        super().__init__(compressor)
+        self._sum = inner
+
+    @classmethod
+    def inner_compressor(cls, compressor: Compressor) -> Compressor:
+        assert isinstance(compressor, Sparsifier)
+        return Dense(wire=compressor.wire)
+
+    def _rounds_at(self, leader: int, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
+        """Return the rounds of `_exchange_at`."""
+        count = self.compressor.expected(numel)
+        return [self._share(leader, count, numel), *self._sum.rounds(count, dtype, group, step)]
+
+    def _exchange_at(
+        self, leader: int, count: int, chosen: Selection | None, accumulated: GradientWithResidual, context: Context
+    ) -> Exchange:
+        """Average the values at the leader's indices, ``chosen`` on that rank."""
+        workspace, numel = context.workspace, accumulated.numel
+        share = self._share(leader, count, numel)
+        coded = share.dtype == np.uint8
+        if context.group.rank == leader:
+            assert chosen is not None
+            share.send = chosen.indices
+            if coded:
+                share.send = workspace.array("code", share.counts[0], np.uint8)
+                kernels.encode_indices(chosen.indices, numel, share.send)
+        share.recv = workspace.array("indices", share.counts[0], share.dtype)
+        indices = yield share
+        if coded:
+            code = indices
+            indices = workspace.array("indices", count, np.uint32)
+            right = kernels.decode_indices(code, count, numel, indices)
+        else:
+            right = kernels.ascending_below(indices, numel)
+        problem = None
+        if not all(to_python(right)):
+            problem = MessageError(f"{self.id}: from rank {leader}: indices do not ascend below {numel}")
+        return (yield from exchange_at(indices, 1.0, accumulated, context, self._sum, problem))
+
+    def _share(self, leader: int, count: int, numel: int) -> Round:
+        if self.compressor.wire_for(count, numel).indices == "plain":
+            return Round("bcast", (count,), np.dtype(np.uint32), root=leader)
+        return Round("bcast", (sizes.index_bytes(count, numel),), np.dtype(np.uint8), root=leader)
+
+
+@register
+class StarTopk(ARTopk):
+    """AR-Topk in turns: rank ``step mod ranks`` selects, the others select nothing."""
+
+    id: ClassVar[str] = "star-topk"
+    precedence: ClassVar[int] = 4
+    paper: ClassVar[str] = (
+        "AR-Topk with round-robin selection, Tyagi and Swany 2023, arXiv 2312.02493; indices coded or of 32 bits, "
+        "residuals start at zero, gain from all ranks' norms"
+    )
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        leader = step % group.size
+        asked = [] if self.compressor.count(numel) is not None else [self._ask(leader)]
+        return [*asked, *self._rounds_at(leader, numel, dtype, group, step)]
+
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+        leader = context.step % context.group.size
+        leads = context.group.rank == leader
+        chosen = self.compressor.select(accumulated, context) if leads else None
+        count = self.compressor.count(accumulated.numel)
+        if count is None:
+            ask = self._ask(leader)
+            ask.recv = context.workspace.host_array("count", 1, np.int64)
+            if chosen is not None:
+                ask.send = np.array([chosen.indices.size], np.int64)
+            sent = None if chosen is None else (0, chosen.indices.size)
+            [count] = check_counts(self.id, (yield ask), 0, accumulated.numel, sent)
+        return (yield from self._exchange_at(leader, count, chosen, accumulated, context))
+
+    def _ask(self, leader: int) -> Round:
+        return Round("bcast", (1,), np.dtype(np.int64), root=leader)
+
+
+@register
+class VarTopk(ARTopk):
+    """AR-Topk by energy: every rank selects, and the indices of the selection with the largest energy serve all.
+
+    An allgatherv of 16 bytes a rank exchanges energies and counts first. Of equal energies the lowest rank's counts,
+    and NaN counts as the smallest.
+    """
+
+    id: ClassVar[str] = "var-topk"
+    precedence: ClassVar[int] = 5
+    paper: ClassVar[str] = (
+        "AR-Topk with variance-based selection, Tyagi and Swany 2023, arXiv 2312.02493; energies in float64, ties to "
+        "the lowest rank, indices coded or of 32 bits, residuals start at zero, gain from all ranks' norms"
+    )
+    by_value = True
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        return [self._compare(group), *self._rounds_at(0, numel, dtype, group, step)]
+
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+        group = context.group
+        chosen = self.compressor.select(accumulated, context)
+        compare = self._compare(group)
+        [energy] = to_python(kernels.energy(chosen.values))
+        header = np.array([(energy, chosen.indices.size)], _HEADER)
+        compare.send = header.view(np.uint8)
+        compare.recv = context.workspace.host_array("headers", sum(compare.counts), np.uint8)
+        headers = (yield compare).view(_HEADER)
+        sent = group.rank, chosen.indices.size
+        counts = check_counts(self.id, headers["count"], 0, accumulated.numel, sent)
+        energies = headers["energy"]
+        leader = int(np.argmax(np.where(np.isnan(energies), -1.0, energies)))
+        return (yield from self._exchange_at(leader, counts[leader], chosen, accumulated, context))
+
+    def _compare(self, group: Group) -> Round:
+        return Round("allgatherv", [_HEADER.itemsize] * group.size, np.dtype(np.uint8))
