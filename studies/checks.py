@@ -27,7 +27,7 @@ from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.setting_checks import check_least
-from mpicomp.system.files import whole_file
+from mpicomp.system import whole_file
 
 _STUDY = "checks"
 _FIRST = 10  # steps that compile, agree and grow buffers

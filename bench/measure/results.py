@@ -14,8 +14,7 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 
 from mpicomp._version import __version__
-from mpicomp.system import abort
-from mpicomp.system.files import whole_file
+from mpicomp.system import abort, whole_file
 
 SCHEMA = 1
 

@@ -17,7 +17,7 @@ from mpicomp.bench.report.step_lines import read_lines
 from mpicomp.bench.report.step_time import phases, predicted, ranks
 
 from mpicomp._version import __version__
-from mpicomp.system.files import whole_file
+from mpicomp.system import whole_file
 
 
 def write_report(paths: Sequence[str], output: str, folder: str | None = None) -> int:

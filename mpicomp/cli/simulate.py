@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         written["grid"] = _draw(arguments, measured, plans, ranks, links)
         print(f"drawn: {arguments.output}")
     if arguments.json is not None:
-        from mpicomp.system.files import whole_file
+        from mpicomp.system import whole_file
 
         with whole_file(arguments.json) as file:
             json.dump(written, file, indent=1)

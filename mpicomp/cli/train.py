@@ -330,7 +330,7 @@ def _report(
 
 
 def _write(path: str, content: Any) -> None:
-    from mpicomp.system.files import whole_file
+    from mpicomp.system import whole_file
 
     with whole_file(path) as file:
         json.dump(content, file, indent=1)

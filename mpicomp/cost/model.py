@@ -4,7 +4,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,10 +13,10 @@ import numpy as np
 from mpicomp.collectives import Scheme
 from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.network_model import Network, sample_views
-from mpicomp.cost.plans import Candidates, Correction
+from mpicomp.cost.plans import KERNELS_SD, ROUNDS_SD, SPEED_SD, Candidates, Correction
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group
-from mpicomp.system.files import whole_file
+from mpicomp.system import whole_file
 
 SCHEMA = 3
 
@@ -77,9 +77,9 @@ class CostModel:
                 self.kernels[key].seconds(numel, scheme.compressor.expected(numel))
                 for scheme, key in zip(schemes, keys, strict=True)
             ],
-            [_correction(self.speed_corrections, key, numel, Correction.speed) for key in compressors],
-            [_correction(self.kernel_corrections, key, numel, Correction.kernels) for key in keys],
-            [_correction(self.round_corrections, key, numel, Correction.rounds) for key in plans],
+            [_correction(self.speed_corrections, key, numel, SPEED_SD) for key in compressors],
+            [_correction(self.kernel_corrections, key, numel, KERNELS_SD) for key in keys],
+            [_correction(self.round_corrections, key, numel, ROUNDS_SD) for key in plans],
         )
 
     def kernel_seconds(self, scheme: Scheme[Any], numel: int, on_device: bool = False) -> float:
@@ -172,13 +172,11 @@ def _config(scheme: Scheme[Any], ladder: bool) -> str:
     return json.dumps(config, sort_keys=True)
 
 
-def _correction(
-    known: _Corrections, key: str, numel: int, first: Callable[[Sequence[Correction]], Correction]
-) -> Correction:
-    """Return the correction at lengths like this one; ``first`` makes one from those at other lengths."""
+def _correction(known: _Corrections, key: str, numel: int, sd: float) -> Correction:
+    """Return the correction at lengths like this one; the first one comes from those at other lengths."""
     lengths, length = known.setdefault(key, {}), _round_length(numel)
     if length not in lengths:
-        lengths[length] = first(list(lengths.values()))
+        lengths[length] = Correction.first(list(lengths.values()), sd)
     return lengths[length]
 
 

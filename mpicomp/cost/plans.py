@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from mpicomp.cost import arithmetic
 from mpicomp.cost.network_model import Network
 
-_SPEED_SD = 0.5  # standard deviation of the logarithm of a compressor's kernel seconds over those measured by itself
+SPEED_SD = 0.5  # standard deviation of the logarithm of a compressor's kernel seconds over those measured by itself
 _SPEED_DRIFT_VARIANCE = 0.02**2  # that a step adds to the logarithm of a speed
 _SPEED_MAX_VARIANCE = 0.1**2  # of a speed, by drift
-_KERNELS_SD = 0.25  # standard deviation of the logarithm of a scheme's kernel seconds, corrected by its speed
-_ROUNDS_SD = 0.2  # standard deviation of the logarithm of a plan's seconds in rounds over the network's prediction
+KERNELS_SD = 0.25  # standard deviation of the logarithm of a scheme's kernel seconds, corrected by its speed
+ROUNDS_SD = 0.2  # standard deviation of the logarithm of a plan's seconds in rounds over the network's prediction
 _AGEING_VARIANCE = 0.3**2 / 5000  # that a step without the plan adds: a deviation of 0.3 after 5000 steps
 _MAX_SD = 0.7  # largest standard deviation by ageing
 _NOISE_VARIANCE = 0.1**2  # of the logarithm of a measurement
@@ -92,19 +92,10 @@ class Correction:
     runs: int = 0  # steps that it was learned from
 
     @classmethod
-    def speed(cls, others: Sequence["Correction"]) -> "Correction":
-        """Return a first correction of a compressor's kernel seconds, from other lengths."""
-        return cls(_mean_error(others), _SPEED_SD**2)
-
-    @classmethod
-    def kernels(cls, others: Sequence["Correction"]) -> "Correction":
-        """Return a first correction of a scheme's kernel seconds, from other lengths."""
-        return cls(_mean_error(others), _KERNELS_SD**2)
-
-    @classmethod
-    def rounds(cls, others: Sequence["Correction"]) -> "Correction":
-        """Return a first correction of a plan's rounds, from other lengths."""
-        return cls(_mean_error(others), _ROUNDS_SD**2)
+    def first(cls, others: Sequence["Correction"], sd: float) -> "Correction":
+        """Return one that has learned nothing but the mean error at other lengths."""
+        known = [correction.error for correction in others if correction.runs]
+        return cls(sum(known) / len(known) if known else 0.0, sd**2)
 
     def update(self, variance: float, innovation: float, expected: float, drift: float, slope: float = 1.0) -> None:
         """Update with an innovation of ``expected`` variance; ``variance`` is the prior one, ``drift`` follows.
@@ -266,8 +257,3 @@ def _distinct(corrections: Sequence[Correction]) -> tuple[list[Correction], NDAr
             rows[id(correction)] = len(objects)
             objects.append(correction)
     return objects, np.array([rows[id(correction)] for correction in corrections])
-
-
-def _mean_error(others: Sequence[Correction]) -> float:
-    known = [correction.error for correction in others if correction.runs]
-    return sum(known) / len(known) if known else 0.0

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,55 +116,6 @@ def _dtype_of(dtype: Any) -> np.dtype[Any]:
     return np.dtype(np.uint16 if name == "bfloat16" else name)
 
 
-class Driver(Protocol):
-    """The functions of CUDA that copies need; tests provide their own implementation.
-
-    Nothing waits but `wait`. Streams and events belong to one device, pinned memory to all of them.
-    """
-
-    def count(self) -> int:
-        """Return the number of devices."""
-
-    def memory(self, device: int, nbytes: int) -> int:
-        """Return the address of memory on a device, which is never freed."""
-
-    def device_of(self, address: int) -> int:
-        """Return the number of the device that an address belongs to."""
-
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return page-locked memory of the host, which is copied to and from without the driver's own staging."""
-
-    def stream(self, device: int) -> int:
-        """Make a stream that does not wait for the default one."""
-
-    def event(self, device: int) -> int:
-        """Make an event."""
-
-    def record(self, device: int, event: int, stream: int) -> None:
-        """Let an event mark the work put into a stream so far."""
-
-    def wait_event(self, device: int, stream: int, event: int) -> None:
-        """Let work put into a stream from now on come after an event."""
-
-    def wait(self, device: int, event: int) -> None:
-        """Wait until an event has come to pass; at once where it was never recorded."""
-
-    def fetch(self, device: int, host: int, address: int, nbytes: int, stream: int) -> None:
-        """Put a copy from the device to the host into a stream."""
-
-    def send(self, device: int, address: int, host: int, nbytes: int, stream: int) -> None:
-        """Put a copy from the host to the device into a stream."""
-
-
-@functools.cache
-def driver() -> Driver | None:
-    """Return CUDA's driver, None where there is none."""
-    try:
-        return _Cuda(ctypes.CDLL("libcuda.so.1"))
-    except (OSError, MpicompError):
-        return None
-
-
 def make_current() -> None:
     """Make a device's context current in this thread, where this process uses one and the thread has none.
 
@@ -175,8 +126,11 @@ def make_current() -> None:
         cuda.make_current()
 
 
-class _Cuda:
-    """CUDA's driver through its C interface, in the contexts that CuPy, torch and Numba use."""
+class Driver:
+    """CUDA's driver through its C interface, in the contexts that CuPy, torch and Numba use.
+
+    Only `wait` waits. Streams and events belong to one device, pinned memory to all of them.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -184,22 +138,26 @@ class _Cuda:
         self._call("cuInit", ctypes.c_uint(0))
 
     def count(self) -> int:
+        """Return the number of devices."""
         devices = ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(devices))
         return devices.value
 
     def memory(self, device: int, nbytes: int) -> int:
+        """Return the address of memory on a device, which is never freed."""
         address = ctypes.c_uint64()
         with self._on(device):
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         return address.value
 
     def device_of(self, address: int) -> int:
+        """Return the number of the device that an address belongs to."""
         ordinal = ctypes.c_int()
         self._call("cuPointerGetAttribute", ctypes.byref(ordinal), ctypes.c_int(_ORDINAL), ctypes.c_uint64(address))
         return ordinal.value
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return page-locked memory of the host, which is copied to and from without the driver's own staging."""
         host = ctypes.c_void_p()
         with self._on(next(iter(self._contexts), 0)):
             self._call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE))
@@ -210,6 +168,7 @@ class _Cuda:
         return np.ctypeslib.as_array(memory)
 
     def stream(self, device: int) -> int:
+        """Make a stream that does not wait for the default one."""
         made = ctypes.c_void_p()
         with self._on(device):
             self._call("cuStreamCreate", ctypes.byref(made), ctypes.c_uint(_NON_BLOCKING))
@@ -217,6 +176,7 @@ class _Cuda:
         return made.value
 
     def event(self, device: int) -> int:
+        """Make an event."""
         made = ctypes.c_void_p()
         with self._on(device):
             self._call("cuEventCreate", ctypes.byref(made), ctypes.c_uint(_PLAIN_EVENT))
@@ -224,30 +184,34 @@ class _Cuda:
         return made.value
 
     def record(self, device: int, event: int, stream: int) -> None:
+        """Let an event mark the work put into a stream so far."""
         self._call_on(device, "cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
 
     def wait_event(self, device: int, stream: int, event: int) -> None:
+        """Let work put into a stream from now on come after an event."""
         self._call_on(
             device, "cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0)
         )  # fmt: skip
 
     def wait(self, device: int, event: int) -> None:
+        """Wait until an event has come to pass; at once where it was never recorded."""
         self._call_on(device, "cuEventSynchronize", ctypes.c_void_p(event))
 
     def fetch(self, device: int, host: int, address: int, nbytes: int, stream: int) -> None:
+        """Put a copy from the device to the host into a stream."""
         self._call_on(
             device, "cuMemcpyDtoHAsync_v2",
             ctypes.c_void_p(host), ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
         )  # fmt: skip
 
     def send(self, device: int, address: int, host: int, nbytes: int, stream: int) -> None:
+        """Put a copy from the host to the device into a stream."""
         self._call_on(
             device, "cuMemcpyHtoDAsync_v2",
             ctypes.c_uint64(address), ctypes.c_void_p(host), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
         )  # fmt: skip
 
     def make_current(self) -> None:
-        """See the function of that name."""
         context = ctypes.c_void_p()
         self._call("cuCtxGetCurrent", ctypes.byref(context))
         if not context.value:
@@ -291,4 +255,13 @@ class _Cuda:
             raise MpicompError(f"device: {name} failed with error {status} ({said})")
 
 
-_in_use: list[_Cuda] = []  # the driver, from its first context on
+@functools.cache
+def driver() -> Driver | None:
+    """Return CUDA's driver, None where there is none."""
+    try:
+        return Driver(ctypes.CDLL("libcuda.so.1"))
+    except (OSError, MpicompError):
+        return None
+
+
+_in_use: list[Driver] = []  # the driver, from its first context on

@@ -1,1 +1,31 @@
-"""The surroundings of this process: its launcher, its end, its GPUs."""
+"""The surroundings of this process: its launcher, its end, its GPUs, its files."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from mpicomp.errors import FileWriteError
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str], newline: str | None = None) -> Iterator[IO[str]]:
+    """Open a text file to write; it takes the place of an old one when all is written. Pipes are written to at once.
+
+    Where the system does not take it, `FileWriteError` is raised, and an old file is as it was.
+    """
+    target = Path(path)
+    plain = target.is_file() or not target.exists()
+    target = target.resolve() if plain else target  # a link stays one
+    part = target.with_name(f"{target.name}.part") if plain else target
+    try:
+        with part.open("w", encoding="utf-8", newline=newline) as file:
+            yield file
+        if plain:
+            part.replace(target)
+    except OSError as error:
+        raise FileWriteError(f"'{target}' cannot be written: {error}; make room, or name another file") from error
+    finally:
+        if plain:
+            part.unlink(missing_ok=True)

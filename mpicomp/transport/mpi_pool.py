@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
 from mpicomp.transport.base import wait
-from mpicomp.transport.mpi_failures import fault_tolerant, kept
+from mpicomp.transport.mpi_failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
 from mpicomp.transport.mpi_rounds import Channel
 from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, StallWatchdog, lookout
-from mpicomp.transport.unreported_deaths import Process, UnreportedDeaths, running_process
 
 _NAMES = (WORLD, HOST, ACROSS)
 _MEETING, _ALONE = -1, -2  # keys of channels that are none of a set's
