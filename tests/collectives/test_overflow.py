@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from marks import once, slow
 from mpicomp.kernels import cpu
-from schemes import Above, pairs
+from schemes import REPRESENTATIVES, UNBIASED_REPRESENTATIVES, Above, pairs
 from worlds import Ranks
 
 import mpicomp
@@ -16,32 +16,19 @@ LARGEST = float(np.finfo(np.float32).max)
 SHAPE = (14, 15)
 FEW = 12  # elements that are huge where not all are
 
-REPRESENTATIVES = [
-    mpicomp.Dense(),
-    mpicomp.Dense(wire="fp16"),
-    mpicomp.Dense(wire="bf16"),
-    mpicomp.TopK(ratio=0.05),
+COMPRESSORS = [
+    *REPRESENTATIVES,
+    *UNBIASED_REPRESENTATIVES,
+    Above(limit=1.5),
     mpicomp.TopK(ratio=1.0, wire="bf16"),
     mpicomp.DGC(ratio=0.05, momentum=0.9, masking=False),
-    mpicomp.RandomK(ratio=0.3),
     mpicomp.RandomK(ratio=0.3, scaled=True),
-    mpicomp.BlockRandomK(ratio=0.3, wire="fp16"),
-    mpicomp.OneBit(block=64),
     mpicomp.EFSign(),
     mpicomp.QSGD(norm="l2", rounding="nearest", bucket=64),
     mpicomp.Uniform(),
     mpicomp.Natural(),
-    mpicomp.PowerSGD(rank=1),
     mpicomp.PowerSGD(rank=2, iterations=2, wire="bf16"),
-    mpicomp.CountSketch(ratio=0.05),
-    mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
-    mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=1, wire="bf16"),
-    mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=1, instance="server"),
-    mpicomp.MaxNorm(bits=[4, 8], rounding="nearest"),
     mpicomp.TernGrad(),
-    mpicomp.GlobalRandKMaxNorm(ratio=0.3),
-    mpicomp.SignSGD(),
-    Above(limit=1.5),
 ]
 ESTIMATORS = [
     mpicomp.SIDCo(ratio=0.05),
@@ -172,10 +159,10 @@ def check_step(world, name, arrays, nonfinite, shape):
             np.testing.assert_allclose(out, put_in, rtol=0, atol=atol, err_msg=name)
 
 
-PAIRS = pairs(REPRESENTATIVES)
+PAIRS = pairs(COMPRESSORS)
 ON_HOSTS = [
     (compressor, name)
-    for compressor in REPRESENTATIVES
+    for compressor in COMPRESSORS
     for name in variants(compressor)
     if "hierarchical" in name and name.count(":") < 3
 ]
