@@ -1,4 +1,4 @@
-"""A cost model that some ranks are given and others not: that of rank 0 counts, and nobody waits."""
+"""A cost model that only some ranks pass: that of rank 0 counts, and nobody waits."""
 
 import json
 import pathlib
@@ -24,13 +24,13 @@ def model(latency, hosts):
     return CostModel(network)
 
 
-def given_to(ranks, size, hosts, latency=0.25):
-    """Give each rank's ``cost=``: a model for these ranks, each another one, None for the others."""
+def costs_on(ranks, size, hosts, latency=0.25):
+    """Return each rank's ``cost=``: a model for these ranks, each another one, None for the others."""
     return [model(latency * (1 + rank), hosts) if rank in ranks else None for rank in range(size)]
 
 
 def known(policy, cost):
-    """Give the configuration of a policy with what is known."""
+    """Return the configuration of a policy with what is known."""
     return ({"id": policy} if isinstance(policy, str) else policy) | {"cost": cost}
 
 
@@ -45,45 +45,45 @@ class Local:
         ]
 
     def step(self, names=("w",)):
-        """Do a step; give what each rank was told a bucket would take."""
+        """Do a step; return the predicted seconds of a bucket on each rank."""
         arrays = [{name: np.full(500, 1.0 + rank, np.float32) for name in names} for rank in range(len(self.reducers))]
-        self.world.run([own.rounds(given) for own, given in zip(self.reducers, arrays, strict=True)])
-        return [own.last_step.buckets[0].predicted_s for own in self.reducers]
+        self.world.run([reducer.rounds(array) for reducer, array in zip(self.reducers, arrays, strict=True)])
+        return [reducer.last_step.buckets[0].predicted_s for reducer in self.reducers]
 
 
 @pytest.mark.parametrize("size", [slow(2), 3])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("collective", [slow("allgather"), "auto"])
-def test_that_of_rank_0_counts_wherever_it_was_given(size, policy, collective):
+def test_cost_model_of_rank_0_counts_on_all_ranks(size, policy, collective):
     for ranks in ([0], range(size)):
-        told = Local(given_to(ranks, size, size), collective, policy).step()
-        assert told == [told[0]] * size
-        assert told[0] > 0.2  # by the first model, not by the network that there is
+        predicted = Local(costs_on(ranks, size, size), collective, policy).step()
+        assert predicted == [predicted[0]] * size
+        assert predicted[0] > 0.2  # by the first model, not by the network that there is
 
 
 @pytest.mark.parametrize("size", [2, slow(3)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_those_of_other_ranks_are_passed_over(size, policy):
+def test_cost_models_of_other_ranks_are_passed_over(size, policy):
     for ranks in ([1], range(1, size)):
-        told = Local(given_to(ranks, size, size), "allgather", policy).step()
+        predicted = Local(costs_on(ranks, size, size), "allgather", policy).step()
         # These two choose by seconds, whatever the collective: they have measured the network that there is.
-        assert told == [None] * size if policy not in ("auto", "flexible") else max(told) < 0.1
-        assert max(Local(given_to(ranks, size, size), "auto", policy).step()) < 0.1
+        assert predicted == [None] * size if policy not in ("auto", "flexible") else max(predicted) < 0.1
+        assert max(Local(costs_on(ranks, size, size), "auto", policy).step()) < 0.1
 
 
-def test_what_is_shared_is_shared_anew_where_buckets_change():
-    ranks = Local(given_to([0], 3, 3))
+def test_cost_model_is_shared_again_when_buckets_change():
+    ranks = Local(costs_on([0], 3, 3))
     first = ranks.step()
     again = ranks.step(("w", "v"))
     assert again == [again[0]] * 3
     assert again[0] > 0.2
     assert first == [first[0]] * 3
-    other = Local(given_to([1], 3, 3))
+    other = Local(costs_on([1], 3, 3))
     assert [other.step(), other.step(("w", "v"))] == [[None] * 3] * 2
 
 
-def test_a_named_collective_adds_no_round_to_a_step():
-    for costs in (given_to([], 2, 2), given_to([1], 2, 2)):
+def test_cost_model_adds_no_round_to_a_step():
+    for costs in (costs_on([], 2, 2), costs_on([1], 2, 2)):
         ranks = Local(costs)
         ranks.step()
         for _ in range(5):
@@ -92,43 +92,41 @@ def test_a_named_collective_adds_no_round_to_a_step():
             assert logs == [["allgatherv"]] * 2
 
 
-def damaged(folder):
-    """Give what rank 0 may be passed that is no cost model, by what is wrong."""
-    whole = json.dumps(model(1e-4, 2).to_json())
-    contents = {
-        "empty": b"",
-        "cut": whole[: len(whole) // 2].encode(),
-        "another": b'{"schema": 99}',
-        "a list": b"[1]",
-        "no text": b"\xff\xfe\x00",
-        "deep": b"[" * 100_000,
-        "huge": whole.replace('"hosts": 2', f'"hosts": 1{"0" * 400}').encode(),
-        "huger": whole.replace('"state": [', f'"state": [1{"0" * 400}, ').encode(),
-        "not finite": whole.replace('"hosts": 2', '"hosts": NaN').encode(),
-    }
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    return [*(str(folder / name) for name in contents), str(folder / "missing"), str(folder), 17, b"cost.json"]
+WHOLE = json.dumps(model(1e-4, 2).to_json())
+DAMAGE = {
+    "empty": b"",
+    "cut": WHOLE[: len(WHOLE) // 2].encode(),
+    "another": b'{"schema": 99}',
+    "a list": b"[1]",
+    "no text": b"\xff\xfe\x00",
+    "deep": b"[" * 100_000,
+    "huge": WHOLE.replace('"hosts": 2', f'"hosts": 1{"0" * 400}').encode(),
+    "huger": WHOLE.replace('"state": [', f'"state": [1{"0" * 400}, ').encode(),
+    "not finite": WHOLE.replace('"hosts": 2', '"hosts": NaN').encode(),
+}
+WRONG = [*DAMAGE, "missing", ".", 17, b"cost.json"]  # files, a folder, and no names of files
+
+
+def written(folder, wrong):
+    """Return the setting of a cost model that is none."""
+    if wrong in DAMAGE:
+        (folder / wrong).write_bytes(DAMAGE[wrong])
+    return str(folder / wrong) if isinstance(wrong, str) else wrong
 
 
 @pytest.mark.parametrize("collective", [slow("allgather"), "auto"])
-@pytest.mark.parametrize("place", range(13))
-def test_what_is_no_cost_model_is_one_error_on_all_ranks(tmp_path, collective, place):
-    wrong = damaged(tmp_path)[place]
-    ranks = Local([wrong, None, None], collective)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_cost_model_is_one_error_on_all_ranks(tmp_path, collective, wrong):
+    cost = written(tmp_path, wrong)
     with pytest.raises(ConfigurationError, match=r"^cost: ") as caught:
-        ranks.step()
+        Local([cost, None, None], collective).step()
     assert caught.value.__notes__ == ["3 of 3 ranks raised"]
-    for costs in ([None, wrong, None], [model(0.25, 3), wrong, wrong]):
-        told = Local(costs, collective).step()
-        assert told == [told[0]] * 3
+    for costs in ([None, cost, None], [model(0.25, 3), cost, cost]):
+        predicted = Local(costs, collective).step()
+        assert predicted == [predicted[0]] * 3
 
 
-def test_there_are_as_many_kinds_of_damage_as_are_tested(tmp_path):
-    assert len(damaged(tmp_path)) == 13
-
-
-def test_a_path_is_as_good_as_its_name(tmp_path):
+def test_cost_model_is_read_from_a_path_or_a_name(tmp_path):
     model(0.25, 2).save(str(tmp_path / "cost.json"))
     for name in (str, pathlib.Path):
         assert min(Local([name(tmp_path / "cost.json"), None]).step()) > 0.2
@@ -137,30 +135,30 @@ def test_a_path_is_as_good_as_its_name(tmp_path):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("collective", ["allgather", "auto"])
 @pytest.mark.parametrize("policy", ["static", "schedule"])
-def test_over_mpi(comm, collective, policy):
+def test_cost_model_of_rank_0_counts_over_mpi(comm, collective, policy):
     from mpicomp.transport.mpi import MPITransport
 
     for ranks in ([0], [1], range(comm.size), []):
         transport = MPITransport(comm)
-        cost = given_to(ranks, comm.size, transport.group.hosts)[comm.rank]
+        cost = costs_on(ranks, comm.size, transport.group.hosts)[comm.rank]
         reducer = mpicomp.Reducer(TOPK, collective, known(policy, cost), comm=transport)
         reducer.reduce({"w": np.full(500, 1.0 + comm.rank, np.float32)})
-        told = comm.allgather(reducer.last_step.buckets[0].predicted_s)
-        assert told == [told[0]] * comm.size
+        predicted = comm.allgather(reducer.last_step.buckets[0].predicted_s)
+        assert predicted == [predicted[0]] * comm.size
         if 0 in ranks:
-            assert told[0] > 0.2
+            assert predicted[0] > 0.2
         elif collective == "allgather":
-            assert told[0] is None
+            assert predicted[0] is None
         reducer.close()
         transport.close()
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("collective", ["allgather", "auto"])
-@pytest.mark.parametrize("place", range(13))
-def test_over_mpi_what_is_no_cost_model_is_one_error_on_all_ranks(comm, tmp_path, collective, place):
-    wrong = damaged(tmp_path)[place] if comm.rank == 0 else None
-    reducer = mpicomp.Reducer(TOPK, collective, comm=comm, policy={"cost": wrong})
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_cost_model_over_mpi_is_one_error_on_all_ranks(comm, tmp_path, collective, wrong):
+    cost = written(tmp_path, wrong) if comm.rank == 0 else None
+    reducer = mpicomp.Reducer(TOPK, collective, comm=comm, policy={"cost": cost})
     with pytest.raises(ConfigurationError, match=r"^cost: "):
         reducer.reduce({"w": np.ones(500, np.float32)})
     reducer.close()
