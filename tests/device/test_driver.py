@@ -48,7 +48,7 @@ class Library:
 @pytest.fixture
 def cuda(monkeypatch):
     monkeypatch.setattr(driver, "_in_use", [])
-    return driver._Cuda(Library())
+    return driver.Driver(Library())
 
 
 def in_a_thread(run):
