@@ -1,10 +1,12 @@
 """Checks of settings. A wrong one raises an error with the subsystem, the rule and the value, before any data moves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from mpicomp.errors import ConfigurationError
+
+Checked = TypeVar("Checked")
 
 
 def check_least(subsystem: str, name: str, value: Any, least: int = 1) -> int:
@@ -26,6 +28,24 @@ def check_ratio(subsystem: str, ratio: Any, name: str = "ratio") -> float:
     if not is_number(ratio) or not 0 < ratio <= 1:
         raise ConfigurationError(f"{subsystem}: {name} is the kept fraction and must be in (0, 1], got {ratio!r}")
     return float(ratio)
+
+
+def check_multiple(subsystem: str, name: str, value: Any, unit: int) -> int:
+    """Return a positive multiple of ``unit``."""
+    if not is_integer(value) or value < 1 or value % unit:
+        raise ConfigurationError(f"{subsystem}: {name} must be a multiple of {unit}, got {value!r}")
+    return int(value)
+
+
+def check_layers(
+    subsystem: str, setting: str, layers: Any, check: Callable[[str, Any], Checked]
+) -> dict[str, Checked] | None:
+    """Return the values of a setting by patterns of parameters' names, each as ``check(name, value)`` returns it."""
+    if layers is None:
+        return None
+    if not isinstance(layers, Mapping):
+        raise ConfigurationError(f"{subsystem}: layers must map names to {setting}, got {layers!r}")
+    return {str(pattern): check(f"layers['{pattern}']", value) for pattern, value in layers.items()}
 
 
 def check_choice(subsystem: str, name: str, value: object, choices: Sequence[object]) -> None:

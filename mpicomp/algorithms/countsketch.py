@@ -6,17 +6,16 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
-from mpicomp.collectives.scheme import Exchange, Scheme
+from mpicomp.algorithms.sketch import Sketch, SketchScheme, largest_estimates
+from mpicomp.collectives.scheme import Exchange
 from mpicomp.collectives.selection import exchange_at
-from mpicomp.compressors.base_compressor import Compressor, Entry, num_kept
+from mpicomp.compressors.base_compressor import Entry, num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.device import current_device
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
-from mpicomp.setting_checks import check_least, check_range
+from mpicomp.setting_checks import check_least
 
 
 @register
@@ -24,36 +23,38 @@ from mpicomp.setting_checks import check_least, check_range
 class CountSketch(Sketch):
     """SketchedSGD (arXiv 1903.04488): ranks sum sketches, and then values at the positions that the sketch points to.
 
+    ::
+
+        table = sum(sketch(x) for x in ranks)
+        i = np.argsort(-abs(estimate(table)))[: candidates * k]
+        sent[i] = x[i]
+
     The positions are those where the **sum** of all ranks is large, whatever each rank has there, and no index travels.
-    What leaves a rank does not grow with the number of ranks.
+    The bytes of a rank do not grow with the number of ranks.
 
     Parameters
     ----------
     ratio : float
-        In (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1: how many of the largest sums are meant to
-        be delivered.
-    rows : {1, 3, 5, 7}
-        Of the table. An element's estimate is the median over the rows.
-    columns : float
-        Of the table, as a fraction of the elements, in (0, 1].
+        In (0, 1]; k, the number of largest sums to be found, is the nearest integer to ``ratio * numel``, at least 1.
+    rows, columns
+        See `Sketch`.
     candidates : int
-        Positions of the largest estimates at which values are summed, as a multiple of k. Estimates are wrong now and
-        then: with more candidates fewer of the k largest are missed.
+        Number of the largest estimates at whose positions values are summed, as a multiple of k. Estimates err: more
+        candidates miss fewer of the k largest.
     momentum : float
-        Where it is not 0, momentum is applied before the residual and set to zero where something was sent, as in the
-        paper, and the optimizer must not apply it again.
+        If not 0, momentum is applied before the residual and set to zero where something was sent, as in the paper, and
+        the optimizer must not apply it again.
     wire : {None, "fp16", "bf16"}
-        How numbers travel; the 16-bit forms are summed in at least float32, and what is rounded away stays in the
-        residual.
+        Format of numbers; the 16-bit forms are summed in at least float32, and the residual keeps rounding errors.
 
     Notes
     -----
     Different from the paper:
 
-    - All candidates' sums are delivered, not the k largest of them: every rank has them, and what is not delivered
-      would have to wait. On gradients of heavy tails the same bytes delivered 13 % of the energy in place of 10.
-    - Each step has other hashes. With the same ones at every step elements that share cells hide each other for as
-      long as they are kept back: 8 % of the energy in place of 13.
+    - All candidates' sums are delivered, not the k largest of them: every rank has them, and others would have to wait.
+      On gradients of heavy tails the same bytes delivered 13 % of the energy in place of 10.
+    - Each step has other hashes. With the same ones, elements that share cells hide each other for as long as they
+      wait: 8 % of the energy in place of 13.
     - Momentum is off unless asked for.
     - Numbers travel in 16 bits unless asked otherwise. On the task ``digits`` 2 bytes an element for twice as large a
       table and twice as many candidates lost 0.4 points to dense exchange where 4 bytes lost 2.
@@ -74,16 +75,12 @@ class CountSketch(Sketch):
         "momentum off by default"
     )
 
-    columns: float = 0.03
     candidates: int = 12
-    momentum: float = 0.0
     wire: str | None = field(default="bf16", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least("countsketch", "candidates", self.candidates)
-        check_range("countsketch", "momentum", self.momentum, 0, 1)
-        object.__setattr__(self, "momentum", float(self.momentum))
 
     @property
     def feedback(self) -> bool:
@@ -103,50 +100,22 @@ class CountSketch(Sketch):
         return min(numel, self.candidates * num_kept(self.ratio, numel))
 
     def weights(self, context: Context) -> NDArray[np.floating] | None:
-        """Return factors of the elements in the sketch, and so before the largest are taken; None for no factors.
+        """Return non-negative factors of the elements before they are sketched, the same on all ranks, or None.
 
-        Parameters
-        ----------
-        context : Context
-            Step, bucket and workspace.
-
-        Returns
-        -------
-        array, shape (numel,), or None
-            Of the dtype of the bucket, at least 0; the same on all ranks. In host memory, or where the bucket is.
+        The array has the bucket's dtype and length, in host memory or on the bucket's device.
         """
         return None
 
 
 @register
-class Sketched(Scheme[CountSketch]):
+class Sketched(SketchScheme[CountSketch]):
     """The ranks' tables are summed, each rank finds the largest estimates in the sum, and values there are summed.
 
     The mean table has the same bits on all ranks, and so have the estimates: all ranks find the same positions.
-
-    Parameters
-    ----------
-    compressor : CountSketch
-        Sets the size of the table and the number of positions.
-    inner : Scheme
-        Sums tables and values.
     """
 
     id: ClassVar[str] = "sketched"
     paper: ClassVar[str] = "the two rounds of SketchedSGD, Ivkin et al. 2019, arXiv 1903.04488, by any dense sum"
-    messages: ClassVar[str] = "sketch"
-
-    def __init__(self, compressor: CountSketch, inner: Scheme[Dense]) -> None:
-        super().__init__(compressor)
-        self._sum = inner
-
-    @classmethod
-    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
-        return super().supports(compressor) and not getattr(compressor, "remembered", False)
-
-    @classmethod
-    def inner_compressor(cls, compressor: Compressor) -> Compressor:
-        return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         rows, columns = self.compressor.table(numel)
@@ -161,12 +130,12 @@ class Sketched(Scheme[CountSketch]):
             with np.errstate(over="ignore", invalid="ignore"):
                 array = np.multiply(array, current_device().to_device(weights), out=weighted)
         # 2. Sum the tables: the sum is the sketch of the summed gradient.
-        first = yield from sum_of_tables(self.compressor, array, key, accumulated, context, self._sum)
+        first = yield from self.sum_of_tables(array, key, accumulated, context)
         table = first.mean.reshape(self.compressor.table(array.size))
-        # 3. Estimate every element from the sum, and take the largest estimates: the same on all ranks.
+        # 3. Estimate every element from the sum, and find the largest estimates: the same on all ranks.
         count = self.compressor.count(array.size)
         indices, _ = largest_estimates(table, key, array.size, count, context.workspace)
-        # 4. Sum the exact values there. What was not selected stays in the residual.
+        # 4. Sum the exact values there. All other elements stay in the residual.
         result = yield from exchange_at(indices, 1.0, accumulated, context, self._sum, first.problem)
         result.nonfinite |= first.nonfinite  # a cell may overflow where no value does
         return result

@@ -27,8 +27,14 @@ from mpicomp.workspace import Workspace
 class DCTTopK(Compressor):
     """DeMo (arXiv 2411.19870): chunks go through a cosine transform, and its largest coefficients are sent.
 
+    ::
+
+        c = scipy.fft.dctn(x.reshape(-1, side, side), axes=(1, 2), norm="ortho").reshape(-1, side**2)
+        c[abs(c) < np.sort(abs(c))[:, [-k]]] = 0
+        sent = scipy.fft.idctn(c.reshape(-1, side, side), axes=(1, 2), norm="ortho").ravel()
+
     Few coefficients describe elements of a chunk that move in common. The transform is orthonormal: energy, error
-    feedback and means are the same in it, and what is not sent stays in the residual as it is without it.
+    feedback and means are the same in it.
 
     Parameters
     ----------
@@ -36,10 +42,9 @@ class DCTTopK(Compressor):
         Kept fraction of coefficients, in (0, 1]; k of a chunk is the nearest integer to ``ratio * side**2``, at
         least 1.
     side : int
-        A chunk of ``side**2`` neighbours is transformed as a square. What is left at the end of a bucket is a
-        rectangle, and a row.
+        A chunk of ``side**2`` neighbours is transformed as a square; the end of a bucket as a rectangle, and a row.
     wire, indices
-        How coefficients travel; see `mpicomp.Sparsifier`.
+        Formats of coefficients; see `mpicomp.Sparsifier`.
 
     Notes
     -----
@@ -48,14 +53,14 @@ class DCTTopK(Compressor):
     feedback_decay=0.999)``, see docs/updates.md.
 
     Different from published code: chunks are of the flat bucket, and not of tiles of each matrix; the learning rate is
-    not in the memory, which is the same for a rate that stays as it is, as signs have no scale; messages of all ranks
-    are added in rank order, so that all have the same bits.
+    not in the memory, which is the same for a constant rate, as signs have no scale; messages of all ranks are added in
+    rank order, so that all have the same bits.
 
-    Chunks of 16**2 trained a transformer better than those of 64**2, which are published, and take a third of their
-    seconds; see docs/updates.md.
+    Chunks of 16**2 trained a transformer better than the published ones of 64**2, and take a third of their seconds;
+    see docs/updates.md.
 
-    Every rank transforms back by itself, with the matrix product that NumPy has: the mean is the same bits on every
-    rank where they all have the same library on the same kind of processor.
+    Every rank transforms back with NumPy's library: the mean is the same bits on every rank if they all have the same
+    library on the same kind of processor.
 
     Examples
     --------
@@ -76,7 +81,7 @@ class DCTTopK(Compressor):
 
     def __post_init__(self) -> None:
         check_least(self.id, "side", self.side, 1)
-        object.__setattr__(self, "ratio", self.selection.ratio)
+        self._set(ratio=self.selection.ratio)
 
     @property
     def selection(self) -> ChunkTopK:
@@ -85,13 +90,11 @@ class DCTTopK(Compressor):
 
     @property
     def feedback(self) -> bool:
-        # Coefficients that are not sent are kept in the residual.
-        return True
+        return True  # the residual keeps coefficients that are not sent
 
     @property
     def can_fall_back_to_dense(self) -> bool:
-        # What DeMo keeps in the residual is its momentum, which a dense step would empty.
-        return False
+        return False  # the residual is DeMo's momentum, which a dense step would empty
 
     def expected(self, numel: int) -> int:
         return self.selection.count(numel)
@@ -108,17 +111,7 @@ class _Coefficients(ChunkTopK):
 
 @register
 class Transformed(Scheme[DCTTopK]):
-    """Coefficients of a cosine transform, exchanged by a collective for sparse messages.
-
-    The mean of the coefficients is transformed back on every rank.
-
-    Parameters
-    ----------
-    compressor : DCTTopK
-        Knows the size of chunks.
-    inner : Scheme
-        Exchanges selected coefficients.
-    """
+    """Coefficients of a cosine transform, exchanged by a sparse collective, whose mean is transformed back."""
 
     id: ClassVar[str] = "transformed"
     paper: ClassVar[str] = "the exchange of DeMo, Peng et al. 2024, arXiv 2411.19870, by any sparse collective"
@@ -151,8 +144,8 @@ class Transformed(Scheme[DCTTopK]):
         result: Result = yield from self._inner.exchange(part, context)
         if result.problem is not None:
             return result
-        # What was not delivered is transformed back, and not what was: some collectives move coefficients within a
-        # host, and the residual is to have what is left here.
+        # The coefficients left are transformed back, and not those sent: some collectives move coefficients within a
+        # host, and the residual keeps what is left on this rank.
         if isinstance(result.sent, Selection):
             kernels.subtract_at(result.sent.indices, result.sent.values, coefficients)
         else:
@@ -175,7 +168,7 @@ class Transformed(Scheme[DCTTopK]):
 
 
 def _squares(array: NDArray[Any], side: int) -> Iterator[NDArray[Any]]:
-    """Return an array's whole chunks, shape (chunks, side, side), the rectangle behind them, and the row behind it."""
+    """Yield an array's chunks, shape (chunks, side, side), then the rectangle and the row at its end."""
     start = 0
     for rows, columns in ((side, side), (array.size % side**2 // side, side), (1, array.size % side)):
         if rows * columns:
@@ -208,7 +201,7 @@ def _cosines(length: int, dtype: np.dtype[Any], back: bool) -> NDArray[np.floati
 
 
 def _comes_back_finite(array: NDArray[np.floating], side: int) -> bool:
-    """Return whether no number that is made of a chunk can exceed the largest: none exceeds the chunk's norm."""
+    """Return whether the transforms of every chunk are finite: no number exceeds the chunk's norm."""
     most = float(np.finfo(array.dtype).max) / 4
     host = current_device().to_host(array).astype(np.float64)
     return all(float(np.sqrt(np.square(chunks).sum(axis=(1, 2)).max())) < most for chunks in _squares(host, side))

@@ -7,18 +7,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
+from mpicomp.algorithms.sketch import Sketch, SketchScheme, largest_estimates
 from mpicomp.collectives.allgather import SparseMean
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
-from mpicomp.compressors.base_compressor import Compressor, num_kept
+from mpicomp.collectives.scheme import Exchange, Result, undelivered
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
-from mpicomp.setting_checks import check_range
 
 
 @register
@@ -26,39 +24,39 @@ from mpicomp.setting_checks import check_range
 class FetchSGD(Sketch):
     """FetchSGD (arXiv 2007.07682): momentum and error feedback in tables that are the same on all ranks.
 
-    Ranks sum their sketches in one round and keep nothing else. With the mean table ``S``, each rank makes the
-    server's step: ``V = momentum * V + S``, ``E = E + V``; the k largest estimates from ``E`` are delivered, and the
-    cells that they are in are set to zero in ``V`` and ``E``.
+    ::
+
+        S = mean(sketch(x) for x in ranks)
+        V = momentum * V + S; E = E + V  # the server's step, on every rank
+        i = np.argsort(-abs(estimate(E)))[:k]; V, E = clear_cells(V, i), clear_cells(E, i)
+
+    The k largest estimates from E are delivered. Ranks keep nothing but V and E.
 
     Parameters
     ----------
     ratio : float
         Delivered fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
-    rows : {1, 3, 5, 7}
-        Of the table. An element's estimate is the median over the rows.
-    columns : float
-        Of the table, as a fraction of the elements, in (0, 1]. Several times the ratio: in a table of about as many
-        columns as elements are delivered, most cells would be set to zero in each step.
+    rows, columns
+        See `Sketch`. Columns should be several times the delivered elements: else most cells are cleared in each step.
     momentum : float
-        Where it is not 0 the optimizer must not apply momentum.
+        If not 0 the optimizer must not apply momentum.
     wire : {None, "fp16", "bf16"}
-        How numbers travel; the 16-bit forms are summed in at least float32, and what they round away is lost.
+        Format of numbers; the 16-bit forms are summed in at least float32, and their rounding errors are lost.
 
     Notes
     -----
-    It runs without error feedback, and is refused with it: what was not delivered is in the table, and a residual would
-    put it in once more.
+    It runs without error feedback, and is refused with it: elements that were not delivered wait in the table, and a
+    residual would add them once more.
 
-    What is delivered are estimates. The tables hold what was put in but was not delivered, to what is set to zero: that
-    takes with it everything else in those cells, and whatever an estimate was wrong by. So the sum of all gradients is
-    not kept, other than with `CountSketch`. Taking away the sketch of what is delivered would keep it, and diverges, as
-    published code has found.
+    Estimates are delivered, and clearing their cells also clears whatever else is in these cells, and the errors of the
+    estimates. So the sum of all gradients is not kept, other than with `CountSketch`. Subtracting the sketch of the
+    delivered elements would keep it, and diverges, as published code has found.
 
     Different from the paper and its published code:
 
-    - The learning rate is outside: what waits in the table is delivered at the rate of that step, as in published code.
+    - The learning rate is outside: elements that wait are applied at the rate of the step that delivers them.
     - Momentum is off unless asked for.
-    - ``gain`` is NaN: what a step delivers is not of that step's gradients.
+    - ``gain`` is NaN: a step does not deliver that step's gradients.
 
     A bucket of other length than before begins with empty tables, and one that is not finite leaves them as they were.
 
@@ -78,27 +76,18 @@ class FetchSGD(Sketch):
 
     rows: int = 5
     columns: float = 0.05
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("fetchsgd", "momentum", self.momentum, 0, 1)
-        object.__setattr__(self, "momentum", float(self.momentum))
 
     @property
     def feedback(self) -> bool:
-        # Gradients that are not yet delivered are kept in the error table.
-        return False
+        return False  # the error table keeps what is not delivered yet
 
     @property
     def contractive(self) -> bool:
-        # A residual would keep a second time what the error table holds already.
-        return False
+        return False  # a residual would keep a second time what the error table holds
 
     @property
     def can_fall_back_to_dense(self) -> bool:
-        # Gradients are delivered with momentum, which a dense step would not have.
-        return not self.momentum
+        return not self.momentum  # which a dense step would not have
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
         numel = 1 << 20
@@ -114,18 +103,11 @@ _KINDS = "velocity", "error"
 
 
 @register
-class SketchedMemory(Scheme[FetchSGD]):
+class SketchedMemory(SketchScheme[FetchSGD]):
     """The ranks' tables are summed, and each rank makes the same step of momentum and error feedback with the sum.
 
-    Nothing is broadcast: the mean table has the same bits on all ranks, and the step is made of sums and products that
-    are rounded one by one. The tables are in the bucket's memory, and so in checkpoints. Their hashes stay the same.
-
-    Parameters
-    ----------
-    compressor : FetchSGD
-        Sets the size of tables and the number of elements delivered.
-    inner : Scheme
-        Sums tables.
+    No broadcast is needed: the mean table has the same bits on all ranks, and the step is made of sums and products
+    that are rounded one by one. Tables are in the bucket's memory, and so in checkpoints; their hashes never change.
     """
 
     id: ClassVar[str] = "sketched-memory"
@@ -133,19 +115,7 @@ class SketchedMemory(Scheme[FetchSGD]):
         "the server's step of FetchSGD, Rothchild et al. 2020, arXiv 2007.07682, on every rank; tables are summed by "
         "any dense sum"
     )
-    messages: ClassVar[str] = "sketch"
-
-    def __init__(self, compressor: FetchSGD, inner: Scheme[Dense]) -> None:
-        super().__init__(compressor)
-        self._sum = inner
-
-    @classmethod
-    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
-        return super().supports(compressor) and bool(getattr(compressor, "remembered", False))
-
-    @classmethod
-    def inner_compressor(cls, compressor: Compressor) -> Compressor:
-        return Dense(wire=getattr(compressor, "wire", None))
+    remembered: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         rows, columns = self.compressor.table(numel)
@@ -157,12 +127,11 @@ class SketchedMemory(Scheme[FetchSGD]):
         shape = self.compressor.table(numel)
         before = self._remembered(numel, context)
         key = before["key"]
-        first = yield from sum_of_tables(self.compressor, accumulated.array(), key, accumulated, context, self._sum)
-
+        first = yield from self.sum_of_tables(accumulated.array(), key, accumulated, context)
         if first.problem is not None:
             return undelivered(accumulated, first.problem, first.stale)
         # 2. Momentum and error feedback in the sketch: velocity = momentum velocity + mean, error = error + velocity.
-        # What is remembered is not written to, so that a step can be undone by dropping its results.
+        # Tables in the memory are read-only, so that a step can be undone by dropping its results.
         turn = 1 - before["turn"]
         velocity, error = (
             workspace.array(f"{kind} {turn}", shape[0] * shape[1], accumulated.dtype).reshape(shape) for kind in _KINDS
@@ -195,7 +164,7 @@ class SketchedMemory(Scheme[FetchSGD]):
         )
 
     def _remembered(self, numel: int, context: Context) -> dict[str, Any]:
-        """Return the memory, or that of a first step where there is none of a bucket of this length."""
+        """Return the memory of a bucket of this length, or that of a first step."""
         shape = self.compressor.table(numel)
         if context.memory.get("numel") == numel and context.memory["error"].shape == shape:
             return context.memory

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter that travels as two factors: where it starts in its bucket, its sides, and their common rank."""
+    """A parameter that travels as two factors: its start in its bucket, its sides, and the factors' rank."""
 
     start: int
     rows: int
@@ -19,7 +19,7 @@ class Matrix:
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
+        """End of the matrix in its bucket."""
         return self.start + self.rows * self.columns
 
 
@@ -40,19 +40,11 @@ class Stack:
 
     @property
     def starts(self) -> range:
-        """Where the matrices begin."""
-        first = self.first.start
-        return (
-            range(first, first + self.count * self.distance, self.distance)
-            if self.distance
-            else range(first, first + 1)
-        )
+        """Starts of the matrices in their bucket."""
+        return range(self.first.start, self.first.start + max(1, self.count * self.distance), self.distance or 1)
 
     def of(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return the matrices' part of a flat array, shape (count, rows, columns), to be read and written.
-
-        The array has room for all distances, those behind the last matrix or before the first one too; see `stacked`.
-        """
+        """Return a view of the matrices in a flat array with room for all distances, shape (count, rows, columns)."""
         start, stop, count = self.first.start, self.first.stop, self.count
         if count == 1:
             part = array[start:stop]
@@ -64,7 +56,7 @@ class Stack:
         return part.reshape(count, self.first.rows, self.first.columns)
 
     def within(self, numel: int) -> "tuple[Stack, ...]":
-        """Return it, or two of which the second has its last matrix, if an array has no room for all distances."""
+        """Return the stack, with its last matrix in a second one if an array has no room for all distances."""
         first, others = self.first, self.count - 1
         if not others or first.start + self.count * self.distance <= numel or first.stop >= self.distance:
             return (self,)
@@ -72,7 +64,7 @@ class Stack:
 
 
 def stacked(matrices: Sequence[Matrix], numel: int | None = None) -> tuple[Stack, ...]:
-    """Put matrices, in the order in which they begin, into stacks; of arrays of any length, or of one alone.
+    """Return ascending matrices in stacks, which fit into arrays of ``numel`` if that is known.
 
     Examples
     --------
@@ -98,18 +90,15 @@ def stacked(matrices: Sequence[Matrix], numel: int | None = None) -> tuple[Stack
 
 
 def multiply(left: NDArray[np.floating], right: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-    """Write products of stacks of matrices; numbers that are not finite are reported by flags, not by warnings."""
+    """Write products of stacks of matrices, without warnings: flags report numbers that are not finite."""
     with np.errstate(over="ignore", invalid="ignore"):
-        if left.shape[-1] == 1:  # several times as fast as matmul, which leaves products of two vectors to a plain loop
+        if left.shape[-1] == 1:  # several times as fast as matmul, which runs a plain loop over such products
             np.multiply(left, right, out=out)
         else:
             np.matmul(left, right, out=out)
 
 
 def orthogonalize(matrix: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Return an orthonormal basis of as many columns, which holds the span of the matrix's; of its dtype.
-
-    Shape (rows, rank) with at least as many rows, or a stack of such. The same bits for the same matrix.
-    """
+    """Return an orthonormal basis that contains the span of the columns, of the shape (..., rows, rank) and dtype."""
     basis, _ = np.linalg.qr(matrix.astype(np.float64))
     return basis.astype(matrix.dtype)

@@ -1,10 +1,11 @@
-"""PowerSGD: a matrix travels as the product of two thin ones, whose sums are made one after the other."""
+"""PowerSGD: a matrix travels as the product of two thin ones, which are summed one after the other."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,16 +13,16 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, Stack, multiply, orthogonalize, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
-from mpicomp.compressors.base_compressor import Compressor, bound, match_layer_setting
+from mpicomp.compressors.base_compressor import BucketParameters, Compressor, bound, match_layer_setting
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device, to_python
-from mpicomp.errors import ConfigurationError, MessageError
+from mpicomp.errors import MessageError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.setting_checks import check_choice, check_least, check_range
+from mpicomp.setting_checks import check_choice, check_layers, check_least, check_range
 
 Stacks = list[NDArray[np.floating]]
 
@@ -29,7 +30,13 @@ Stacks = list[NDArray[np.floating]]
 @register
 @dataclass(frozen=True, repr=False)
 class PowerSGD(Compressor):
-    """PowerSGD (arXiv 1905.13727): each matrix is projected on a few directions, which follow it from step to step.
+    """PowerSGD (arXiv 1905.13727): each matrix is sent as the product of two thin ones, which follow it over steps.
+
+    ::
+
+        P = mean_over_ranks(M @ Q)  # Q: of the step before, or random
+        P, _ = np.linalg.qr(P)
+        Q = mean_over_ranks(M.T @ P); mean = P @ Q.T
 
     A parameter is the matrix of its first dimension against all others. Where that would not save enough, and in one
     dimension, it travels dense.
@@ -40,40 +47,37 @@ class PowerSGD(Compressor):
         Columns of the factors, at most the matrix's smaller side. The default is the least power of two with which a
         language model of 300 steps ends within 2 % of dense, see docs/compressors.md.
     min_compression_rate : float
-        Only matrices of which less than the inverse of this is sent are compressed:
-        ``(rows + columns) * rank * iterations * min_compression_rate < rows * columns``.
+        A matrix is compressed if ``(rows + columns) * rank * iterations * min_compression_rate < rows * columns``.
     start_step : int
         Steps before this one are dense.
     warm_start : bool
-        Whether a step begins with the factor of the one before, and not with a random one.
+        Whether a step begins with the factor of the step before, and not with a random one.
     layers : mapping of str to int, optional
         Other ranks for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
         pattern that matches counts.
     iterations : int
-        Power iterations in a step. Each sends both factors: it takes two sums, and as many bytes as the first one. With
-        a warm start one is enough where gradients change slowly; more of them come nearer to the best approximation
-        of this rank, never beyond it.
+        Power iterations in a step, each of which takes two sums and sends both factors. With a warm start one is enough
+        where gradients change slowly; more come nearer to the best approximation of this rank.
     rows : int, optional
-        A matrix with more rows is cut in several of at most this many, each of which has this rank: more directions for
-        more bytes. What a matrix of many rows holds, as an embedding does, has little in common.
+        A matrix with more rows is cut into several of at most this many, each of this rank: more directions for more
+        bytes, as for an embedding, whose rows have little in common.
     wire : {None, "fp16", "bf16"}
-        How factors travel; the 16-bit forms are summed in at least float32.
+        Format of factors; the 16-bit forms are summed in at least float32.
 
     Notes
     -----
-    Names and defaults are those of PyTorch's hook, but for ``rank`` and ``start_step``, which are 1 and 1000 there,
-    ``iterations`` and ``rows``.
+    Names and defaults are those of PyTorch's hook, but for ``iterations``, ``rows``, ``rank`` (the paper's word; there
+    ``matrix_approximation_rank``, 1) and ``start_step`` (there ``start_powerSGD_iter``, 1000).
     Different from the paper and published code:
 
-    - What a rank has sent is the product of the common factor with **its** other one, not with the mean: so
-      nothing is lost over all ranks, and the residual is what the projection left out.
-    - Factors are made orthonormal by a QR decomposition in float64, which a rank-deficient or zero matrix does not
-      upset.
-    - Several iterations are those of the paper, the power method on the ranks' mean. The authors' later package does
-      half of one in a step, in which one factor travels, and then the next half on what is left.
+    - A rank has sent the product of the common factor with **its** other one, not with the mean: nothing is lost over
+      all ranks, and the residual is the error of the projection.
+    - Factors are made orthonormal by a QR decomposition in float64, which accepts rank-deficient and zero matrices.
+    - Several iterations are the paper's power method on the ranks' mean. The authors' later package does half of one in
+      a step, in which one factor travels, and then the next half on the error.
 
-    Every rank multiplies by itself what all have summed, by the library that NumPy has: the mean is the same bits on
-    every rank where they all have the same library on the same kind of processor.
+    Every rank multiplies the sums with NumPy's library: the mean is the same bits on every rank if they all have the
+    same library on the same kind of processor.
 
     Examples
     --------
@@ -101,28 +105,25 @@ class PowerSGD(Compressor):
     rows: int | None = None
     wire: str | None = field(default=None, kw_only=True)
     matrices: tuple[Matrix, ...] = bound(())
-    """The matrices that are compressed; empty before shapes are known."""
+    """The compressed matrices of a bucket."""
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start_step", 0), ("iterations", 1)):
             check_least("powersgd", name, getattr(self, name), least)
         if self.rows is not None:
             check_least("powersgd", "rows", self.rows, 1)
-        if self.layers is not None:
-            if not isinstance(self.layers, Mapping):
-                raise ConfigurationError(f"powersgd: layers must map names to ranks, got {self.layers!r}")
-            for pattern, rank in self.layers.items():
-                check_least("powersgd", f"layers['{pattern}']", rank, 1)
-            object.__setattr__(self, "layers", {str(pattern): rank for pattern, rank in self.layers.items()})
-        check_range("powersgd", "min_compression_rate", self.min_compression_rate, 0, float("inf"))
         check_choice("powersgd", "warm_start", self.warm_start, (True, False))
         check_choice("powersgd", "wire", self.wire, (None, "fp16", "bf16"))
-        object.__setattr__(self, "min_compression_rate", float(self.min_compression_rate))
-        object.__setattr__(self, "warm_start", bool(self.warm_start))
+        self._set(
+            layers=check_layers("powersgd", "ranks", self.layers, partial(check_least, "powersgd")),
+            min_compression_rate=check_range(
+                "powersgd", "min_compression_rate", self.min_compression_rate, 0, float("inf")
+            ),
+            warm_start=bool(self.warm_start),
+        )
 
     @property
-    def feedback(self) -> bool:
-        # The error of the projection is kept in the residual.
+    def feedback(self) -> bool:  # the residual keeps the error of the projection
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -130,55 +131,36 @@ class PowerSGD(Compressor):
         rows = min(self.rows or side, side)
         return (1 / rows + 1 / side) * self.rank * self.iterations * (itemsize if self.wire is None else 2)
 
-    def bind(
-        self,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        shapes: Sequence[tuple[int, ...]] = (),
-        *,
-        model: Mapping[str, int] | None = None,
-        warm_up: bool = True,
-    ) -> "PowerSGD":
+    def bind_to(self, bucket: BucketParameters) -> Self:
         found, start = [], 0
-        for name, size, shape in zip(names, sizes, shapes or [(size,) for size in sizes], strict=True):
+        for name, size, shape in zip(bucket.names, bucket.sizes, bucket.shapes, strict=True):
             if len(shape) > 1 and size:
                 rows, columns = shape[0], prod(shape[1:])
                 most = self.rows or rows
-                parts = [(first, min(most, rows - first)) for first in range(0, rows, most)]
-                found += [
-                    Matrix(start + first * columns, height, columns, rank)
-                    for first, height in parts
-                    if (rank := self._rank_within(name, height, columns))
-                ]
+                for first in range(0, rows, most):
+                    height = min(most, rows - first)
+                    if rank := self._rank_within(name, height, columns):
+                        found.append(Matrix(start + first * columns, height, columns, rank))
             start += size
-        return replace(self, start_step=self.start_step if warm_up else 0, matrices=tuple(found))
+        return replace(self, start_step=self.start_step if bucket.warm_up else 0, matrices=tuple(found))
 
     def _rank_within(self, name: str, rows: int, columns: int) -> int:
-        """Return the rank at which a matrix is sent; 0 where it travels dense."""
+        """Return the rank of a matrix; 0 if it travels dense."""
         rank = min(self.rank_of(name), rows, columns)
         saves = (rows + columns) * rank * self.iterations * self.min_compression_rate < rows * columns
         return rank if saves else 0
 
     def rank_of(self, name: str) -> int:
-        """Return the rank that a parameter of this name is asked for, however small it is."""
+        """Return the rank asked for a parameter of this name, whatever its shape."""
         return int(match_layer_setting(self.layers, name, self.rank))
 
 
 @register
 class LowRank(Scheme[PowerSGD]):
-    """The mean of every matrix's left factors, then that of the right ones; all other parameters go with the first.
+    """Sums of all matrices' left factors, then of the right ones; all other parameters travel with the first sum.
 
-    The right factor of the step before, or a random one, yields the left factor of each rank's matrix; its mean, made
-    orthonormal, is the basis on which every rank projects. Sums are linear in the matrices, so that any dense
-    collective does them. In further iterations the mean of the right factors takes the place of the one of the step
-    before; what the last one projects is delivered.
-
-    Parameters
-    ----------
-    compressor : PowerSGD
-        Knows the bucket's matrices.
-    inner : Scheme
-        Sums the factors.
+    Sums are linear in the matrices, so any dense collective can be the inner one. In further iterations the mean of the
+    right factors takes the place of that of the step before.
     """
 
     id: ClassVar[str] = "low-rank"
@@ -190,6 +172,7 @@ class LowRank(Scheme[PowerSGD]):
         self._sum = inner
         self._matrices = compressor.matrices
         self._stacks: tuple[Stack, ...] = ()
+        self._rest: list[tuple[slice, slice]] = []
         self._numel = -1
         self._left_size = sum(matrix.rows * matrix.rank for matrix in self._matrices)
         self._right_size = sum(matrix.columns * matrix.rank for matrix in self._matrices)
@@ -212,11 +195,14 @@ class LowRank(Scheme[PowerSGD]):
         numel, workspace = accumulated.numel, context.workspace
         if numel != self._numel:
             self._numel, self._stacks = numel, stacked(self._matrices, numel)
-        sums = _FactorSums(self._sum, accumulated, context, self._left_size, self._right_size, numel - self._held)
+            self._rest = list(self._slices_of_rest(numel))
+        sizes = self._left_size, self._right_size, numel - self._held
+        sums = _FactorSums(self._sum, accumulated, context, sizes)
         matrices = [stack.of(accumulated.array()) for stack in self._stacks]
         lefts, rights = self._lefts(sums.left), self._rights(sums.right)
         self._begin(rights, context)
-        self._copy_rest(accumulated.array(), sums.rest)
+        for part, packed in self._rest:
+            sums.rest[packed] = accumulated.array()[part]
         for iteration in range(self.compressor.iterations):
             if iteration > 0:
                 following = self._rights(sums.right_sum.mean)
@@ -226,8 +212,8 @@ class LowRank(Scheme[PowerSGD]):
         if problem is not None:
             return undelivered(accumulated, problem, sums.stale)
         following = self._rights(second.mean)
-        largest = None if sums.nonfinite else _largest(following)  # waits for it, and for nothing that comes below
-        # P Q^T with the mean Q is the mean, with this rank's Q it is what this rank has sent.
+        largest = None if sums.nonfinite else _largest(following)  # the host waits here, before the products below
+        # P Q^T with the mean Q is the mean; with this rank's Q it is this rank's share.
         assert not isinstance(second.sent, Selection)
         mean, sent = (workspace.array(name, numel, accumulated.dtype) for name in ("low-rank mean", "low-rank sent"))
         for whole, factors in ((mean, second.mean), (sent, second.sent)):
@@ -237,7 +223,8 @@ class LowRank(Scheme[PowerSGD]):
             _scale(following, *largest, rights, context)
             self._keep(rights, context)
         for whole, values in zip((mean, sent), sums.delivered_rest, strict=True):
-            self._write_rest(values, whole)
+            for part, packed in self._rest:
+                whole[part] = values[packed]
         iterations = self.compressor.iterations
         return Result(
             mean=mean,
@@ -264,19 +251,16 @@ class LowRank(Scheme[PowerSGD]):
     def _compresses(self, step: int) -> bool:
         return bool(self._matrices) and step >= self.compressor.start_step
 
-    def _lefts(self, array: NDArray[np.floating]) -> list[NDArray[np.floating]]:
-        """Return the left factors of each stack, shape (count, rows, rank), in an array that holds all of them."""
+    def _lefts(self, array: NDArray[np.floating]) -> Stacks:
+        """Return views of the left factors of each stack, shape (count, rows, rank)."""
         return _parts(array, [(stack.count, stack.first.rows, stack.first.rank) for stack in self._stacks])
 
-    def _rights(self, array: NDArray[np.floating]) -> list[NDArray[np.floating]]:
-        """Return the right factors of each stack, shape (count, columns, rank), in an array that holds all of them."""
+    def _rights(self, array: NDArray[np.floating]) -> Stacks:
+        """Return views of the right factors of each stack, shape (count, columns, rank)."""
         return _parts(array, [(stack.count, stack.first.columns, stack.first.rank) for stack in self._stacks])
 
-    def _begin(self, rights: list[NDArray[np.floating]], context: Context) -> None:
-        """Write the right factors to begin with, the same on all ranks.
-
-        Of a matrix whose rank has changed the columns that are known go on, and others are random.
-        """
+    def _begin(self, rights: Stacks, context: Context) -> None:
+        """Write the initial right factors, the same on all ranks: known columns, and random ones for a larger rank."""
         known = context.memory.get("factors", []) if self.compressor.warm_start else []
         begun = {}
         if len(known) == len(self._matrices):
@@ -294,7 +278,7 @@ class LowRank(Scheme[PowerSGD]):
                     drawn = random.standard_normal((len(factor), factor.shape[1] - columns))
                     factor[:, columns:] = current_device().to_device(drawn)
 
-    def _keep(self, rights: list[NDArray[np.floating]], context: Context) -> None:
+    def _keep(self, rights: Stacks, context: Context) -> None:
         """Keep the right factors for the next step."""
         ends = {
             start: factor
@@ -303,36 +287,22 @@ class LowRank(Scheme[PowerSGD]):
         }
         context.memory["factors"] = [ends[matrix.start] for matrix in self._matrices]
 
-    def _copy_rest(self, array: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-        place = 0
-        for start, stop in self._gaps(array.size):
-            out[place : place + stop - start] = array[start:stop]
+    def _slices_of_rest(self, numel: int) -> Iterator[tuple[slice, slice]]:
+        """Yield the places of the parts outside of matrices, in the bucket and in an array of all of them."""
+        bounds, place = [0, *(end for matrix in self._matrices for end in (matrix.start, matrix.stop)), numel], 0
+        for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
+            if stop > start:
+                yield slice(start, stop), slice(place, place + stop - start)
             place += stop - start
-
-    def _write_rest(self, values: NDArray[np.floating], array: NDArray[np.floating]) -> None:
-        place = 0
-        for start, stop in self._gaps(array.size):
-            array[start:stop] = values[place : place + stop - start]
-            place += stop - start
-
-    def _gaps(self, numel: int) -> list[tuple[int, int]]:
-        """Return starts and stops of the parts that are in no matrix."""
-        bounds = [0, *(bound for matrix in self._matrices for bound in (matrix.start, matrix.stop)), numel]
-        return [(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if stop > start]
 
 
 class _FactorSums:
-    """Averages of a step's factors over ranks, with the faults and the energies that they meet."""
+    """Averages of a step's factors over ranks, and the faults and energies of these exchanges."""
 
     def __init__(
-        self,
-        inner: Scheme[Dense],
-        accumulated: GradientWithResidual,
-        context: Context,
-        left: int,
-        right: int,
-        rest: int,
+        self, inner: Scheme[Dense], accumulated: GradientWithResidual, context: Context, sizes: tuple[int, int, int]
     ) -> None:
+        left, right, rest = sizes
         dtype, workspace = accumulated.dtype, context.workspace
         self._inner, self._accumulated, self._context = inner, accumulated, context
         self._moments = accumulated.device_moments
@@ -348,32 +318,30 @@ class _FactorSums:
         self._left_is_finite = True
 
     def average_left(self) -> Rounds[NDArray[np.floating]]:
-        """Return the mean P; `finite` removes what is not finite from it."""
+        """Return the mean P, which may hold NaN or infinity; see `finite`."""
         size = self._left_size + (self.rest.size if self._with_rest else 0)
         finite = self._moments.finite
         first = yield from self._sum(self.left[: size + TRAILER], kernels.energy(self.left[:size]), 0.0, finite)
         assert not isinstance(first.sent, Selection)
         if self._with_rest:
             self._with_rest = False
-            self.delivered_rest[0], self.delivered_rest[1] = (
-                first.mean[self._left_size :],
-                first.sent[self._left_size :],
-            )
-            with np.errstate(invalid="ignore"):  # an infinity that was sent is one that is left
+            self.delivered_rest[0] = first.mean[self._left_size :]
+            self.delivered_rest[1] = first.sent[self._left_size :]
+            with np.errstate(invalid="ignore"):  # infinity minus infinity
                 rounded = kernels.energy(self.rest - self.delivered_rest[1])
             self._rounding = rounded, kernels.energy(self.rest)
         self._left_is_finite = not first.nonfinite
         return first.mean
 
     def finite(self, stack: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Return a stack of the mean P with zeros in place of matrices that hold NaN or infinity."""
+        """Return a stack of the mean P with zeros in place of matrices that are not finite."""
         if self._left_is_finite:
             return stack
         return np.where(np.isfinite(stack).all(axis=(1, 2), keepdims=True), stack, 0)
 
     def average_right(self) -> Rounds[None]:
-        """Average Q, and report the energy that the projection leaves out."""
-        # P is orthonormal, so the factors have the energy of what is projected.
+        """Average Q, and report the energy lost by the projection."""
+        # P is orthonormal, so Q has the energy of the projection.
         energy, finite, projected, rounded, rest_energy = to_python(
             self._moments.energy, self._moments.finite, kernels.energy(self.right[: self._right_size]), *self._rounding
         )
@@ -391,31 +359,25 @@ class _FactorSums:
         return result
 
 
-def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> list[NDArray[np.floating]]:
-    """Cut an array in parts of some shapes, which are views of it."""
+def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> Stacks:
+    """Cut an array into views of some shapes."""
     parts, place = [], 0
     for shape in shapes:
-        size = shape[0] * shape[1] * shape[2]
+        size = prod(shape)
         parts.append(array[place : place + size].reshape(shape))
         place += size
     return parts
 
 
-def _largest(factors: list[NDArray[np.floating]]) -> tuple[list[NDArray[np.floating]], bool]:
-    """Return the largest magnitude in each column of factors, shape (count, 1, rank), and whether one of them is 0."""
+def _largest(factors: Stacks) -> tuple[Stacks, bool]:
+    """Return the largest magnitude in each column, shape (count, 1, rank), and whether one of them is 0."""
     largest = [np.abs(factor).max(axis=1, keepdims=True) for factor in factors]
     [empty] = to_python((np.concatenate([factor.reshape(-1) for factor in largest]) == 0).any())
     return largest, empty
 
 
-def _scale(
-    factors: list[NDArray[np.floating]],
-    largest: list[NDArray[np.floating]],
-    empty: bool,
-    out: list[NDArray[np.floating]],
-    context: Context,
-) -> None:
-    """Write factors to start the next step with: only their spans matter, which must not grow from step to step."""
+def _scale(factors: Stacks, largest: Stacks, empty: bool, out: Stacks, context: Context) -> None:
+    """Write factors for the next step: only their spans matter, and numbers must not grow from step to step."""
     for factor, size, scaled in zip(factors, largest, out, strict=True):
         with np.errstate(invalid="ignore"):
             np.divide(factor, np.where(size > 0, size, 1), out=scaled)
@@ -426,7 +388,7 @@ def _scale(
 
 
 def _projects_finitely(array: NDArray[np.floating], energy: float) -> bool:
-    """Return whether all projections of an array, and its remainders, are finite: none is longer than the array."""
+    """Return whether all projections of an array, and the errors, are finite: none is longer than the array."""
     if far_from_largest(energy, array.dtype):
         return True
     [largest] = to_python(np.abs(array).max())

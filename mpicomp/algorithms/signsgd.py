@@ -27,19 +27,24 @@ _LARGEST = float(np.finfo(np.float32).max)
 class SignSGD(Compressor):
     """signSGD with majority vote (arXiv 1810.05291): each rank votes with its signs, the sign that wins is delivered.
 
+    ::
+
+        votes = sum(np.where(np.signbit(x), -1, 1) for x in ranks)
+        sent = scale * np.where(votes >= 0, 1, -1)
+
     Parameters
     ----------
     scale : float
-        What is delivered is ``scale`` or ``-scale``, whatever the size of the gradients.
+        ``scale`` or ``-scale`` is delivered, whatever the size of the gradients.
 
     Notes
     -----
-    Every element moves by the same amount in every step, so the learning rate has to be far smaller than it is for
-    gradients: start from that of Adam, 0.001 or less, or set ``scale`` to a typical magnitude of a gradient. Those that
-    are always zero move too: a zero counts as plus, as does a tie. A negative zero counts as minus, by its sign bit.
+    Every element moves by the same amount in every step, so the learning rate has to be far smaller than for gradients:
+    start from that of Adam, 0.001 or less, or set ``scale`` to a typical magnitude of a gradient. Elements that are
+    always zero move too: a zero counts as plus, as does a tie. A negative zero counts as minus, by its sign bit.
 
-    There is no error feedback: magnitudes do not travel, so what was not sent is unknown. `EFSign` and `OneBit`
-    send a magnitude with the signs, and have it.
+    There is no error feedback: magnitudes do not travel, so the lost part of an element is unknown. `EFSign` and
+    `OneBit` send a magnitude with the signs, and have it.
 
     Examples
     --------
@@ -62,22 +67,19 @@ class SignSGD(Compressor):
             raise ConfigurationError(
                 f"signsgd: scale must be a positive number, got {self.scale!r}; at most {_LARGEST!r}, as a float32"
             )
-        object.__setattr__(self, "scale", float(self.scale))
+        self._set(scale=float(self.scale))
 
     @property
     def feedback(self) -> bool:
-        # Without magnitudes the sent part of an element is unknown.
-        return False
+        return False  # without magnitudes the sent part of an element is unknown
 
     @property
     def can_fall_back_to_dense(self) -> bool:
-        # It delivers signs of one size, whatever that of gradients.
-        return False
+        return False  # signs have one size, whatever that of gradients
 
     @property
     def contractive(self) -> bool:
-        # Delivered values may be many times as large as the gradient.
-        return False
+        return False  # delivered values may be many times as large as the gradient
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
         return 1 / 8
@@ -91,8 +93,8 @@ _SIGNS = 64  # signs in a word
 class MajorityVote(Scheme[SignSGD]):
     """Alltoallv of signs, a count by each part's owner, Allgatherv of the signs that have won.
 
-    About two bits an element leave a rank, whatever the number of ranks. What all ranks are delivered is each one's
-    share of it; the gain is NaN: for it magnitudes would have to travel.
+    About two bits an element leave a rank, whatever the number of ranks. The mean is each rank's share. The gain is
+    NaN, as magnitudes do not travel.
     """
 
     id: ClassVar[str] = "majority-vote"

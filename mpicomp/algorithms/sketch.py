@@ -1,7 +1,7 @@
-"""Sketches: arrays summed into small tables, sums of these over ranks, and where a sum is largest."""
+"""Sketches: arrays summed into small tables, sums of these over ranks, and the largest elements of a sum."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,94 +26,85 @@ class Sketch(Compressor):
     Parameters
     ----------
     ratio : float
-        Of the elements, those that are looked for: k is the nearest integer to ``ratio * numel``, at least 1.
+        In (0, 1]; k, the number of elements that are searched for, is the nearest integer to ``ratio * numel``, at
+        least 1.
     rows : {1, 3, 5, 7}
-        Of the table. An element's estimate is the median over the rows.
+        Rows of the table. An element's estimate is the median over the rows.
     columns : float
-        Of the table, as a fraction of the elements, in (0, 1].
+        Columns of the table, as a fraction of the elements, in (0, 1].
+    momentum : float
+        If not 0, the compressor applies momentum, and the optimizer must not apply it again.
     wire : {None, "fp16", "bf16"}
-        How numbers travel; the 16-bit forms are summed in at least float32.
+        Format of numbers; the 16-bit forms are summed in at least float32.
     """
 
     family: ClassVar[str] = "sketch"
     message: ClassVar[str] = "sketch"
     remembered: ClassVar[bool] = False
-    """Whether elements that are not delivered wait in a table, and not in residuals."""
+    """Whether elements that are not delivered wait in a table, not in residuals."""
 
     ratio: float = 0.01
     rows: int = 3
     columns: float = 0.03
+    momentum: float = 0.0
     wire: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
         check_choice(self.id, "rows", self.rows, _ROWS)
-        object.__setattr__(self, "rows", int(self.rows))
-        check_range(self.id, "columns", self.columns, 0, 1)
-        if self.columns == 0:
+        columns = check_range(self.id, "columns", self.columns, 0, 1)
+        if columns == 0:
             raise ConfigurationError(f"{self.id}: columns must be above 0; without columns there is no table")
-        object.__setattr__(self, "columns", float(self.columns))
         check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16"))
+        ratio, momentum = check_ratio(self.id, self.ratio), check_range(self.id, "momentum", self.momentum, 0, 1)
+        self._set(ratio=ratio, rows=int(self.rows), columns=columns, momentum=momentum)
 
     def table(self, numel: int) -> tuple[int, int]:
         """Return rows and columns of the table for ``numel`` elements."""
         return self.rows, num_kept(self.columns, numel)
 
 
-def sum_of_tables(
-    compressor: Sketch,
-    array: NDArray[np.floating],
-    key: int,
-    accumulated: GradientWithResidual,
-    context: Context,
-    inner: Scheme[Dense],
-) -> Exchange:
-    """Return the mean of all ranks' tables as if it were the mean of arrays, flat.
+SketchType = TypeVar("SketchType", bound=Sketch)
 
-    Parameters
-    ----------
-    compressor : Sketch
-        Says how large it is.
-    array : array, shape (numel,)
-        The array that is sketched.
-    key : int
-        Of the hashes.
-    accumulated, context
-        As in `Scheme.exchange`.
-    inner : Scheme
-        The dense collective.
-    """
-    rows, columns = compressor.table(array.size)
-    buffer = context.workspace.array("table", rows * columns + TRAILER, accumulated.dtype)
-    table = buffer[:-TRAILER].reshape(rows, columns)
-    table[:] = 0
-    kernels.sketch_add(array, key, table)
-    moments = accumulated.device_moments
-    part = GradientWithResidual.ready(buffer, moments.energy, 0.0, moments.finite, accumulated.stale)
-    result: Result = yield from inner.exchange(part, context)
-    return result
+
+class SketchScheme(Scheme[SketchType]):
+    """A scheme that sums the ranks' tables by an inner scheme."""
+
+    messages: ClassVar[str] = "sketch"
+    remembered: ClassVar[bool] = False
+
+    def __init__(self, compressor: SketchType, inner: Scheme[Dense]) -> None:
+        super().__init__(compressor)
+        self._sum = inner
+
+    @classmethod
+    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
+        return super().supports(compressor) and getattr(compressor, "remembered", False) == cls.remembered
+
+    @classmethod
+    def inner_compressor(cls, compressor: Compressor) -> Compressor:
+        return Dense(wire=getattr(compressor, "wire", None))
+
+    def sum_of_tables(
+        self, array: NDArray[np.floating], key: int, accumulated: GradientWithResidual, context: Context
+    ) -> Exchange:
+        """Return the mean of all ranks' tables of an array, flat; ``key`` is that of the hashes."""
+        rows, columns = self.compressor.table(array.size)
+        buffer = context.workspace.array("table", rows * columns + TRAILER, accumulated.dtype)
+        table = buffer[:-TRAILER].reshape(rows, columns)
+        table[:] = 0
+        kernels.sketch_add(array, key, table)
+        moments = accumulated.device_moments
+        part = GradientWithResidual.ready(buffer, moments.energy, 0.0, moments.finite, accumulated.stale)
+        result: Result = yield from self._sum.exchange(part, context)
+        return result
 
 
 def largest_estimates(
     table: NDArray[np.floating], key: int, numel: int, count: int, workspace: Workspace
 ) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
-    """Return the positions of the largest estimates, and the estimates there.
+    """Return the positions of the ``count`` largest estimates from a sum of tables, ascending, and the estimates.
 
-    Parameters
-    ----------
-    table : array, shape (rows, columns)
-        A sum of tables.
-    key : int
-        Of the hashes.
-    numel, count : int
-        Length of the arrays, and how many positions are wanted.
-    workspace : Workspace
-        Where arrays come from.
-
-    Returns
-    -------
-    indices, values : arrays, shape (count,)
-        Indices ascending; of equal magnitudes the lower index goes first, and NaN counts as the largest.
+    Of equal magnitudes the lower index goes first, and NaN counts as the largest.
     """
     estimates = workspace.array("estimates", numel, table.dtype)
     kernels.sketch_estimate(table, key, estimates)

@@ -1,4 +1,4 @@
-"""The base class of compressors: a frozen set of parameters with a name, that turns an array into a message."""
+"""The base class of compressors: a frozen set of parameters with a name that turns an array into a message."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -34,6 +34,17 @@ class Entry:
     momentum: float = 0.0
     nesterov: bool = False
     masking: bool = True
+
+
+@dataclass(frozen=True)
+class BucketParameters:
+    """The parameters in a bucket, as `Compressor.bind` describes them."""
+
+    names: Sequence[str]
+    sizes: Sequence[int]
+    shapes: Sequence[tuple[int, ...]]
+    model: Mapping[str, int] | None
+    warm_up: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,31 +143,38 @@ class Compressor(ABC):
         *,
         model: Mapping[str, int] | None = None,
         warm_up: bool = True,
-    ) -> "Compressor":
-        """Return the compressor for a bucket of these parameters: itself, unless they matter to it.
-
-        What it learns about them goes into fields made by `bound`, so that binding it again is allowed.
+    ) -> Self:
+        """Return the compressor for a bucket of these parameters: itself, unless `bind_to` is overridden.
 
         Parameters
         ----------
         names, sizes : sequence of str, of int
             The bucket's parameters, in order.
         shapes : sequence of tuple of int
-            Their shapes; where they are left out each has one dimension.
+            Their shapes; by default each has one dimension.
         model : mapping of str to int, optional
-            Names and sizes of all parameters of the model, the bucket's among them; the bucket where left out.
+            Names and sizes of all parameters of the model; by default those of the bucket.
         warm_up : bool
-            If not, the compressor does at once what it otherwise does after its first steps.
+            False skips what the compressor does differently in its first steps.
         """
+        return self.bind_to(BucketParameters(names, sizes, shapes or [(size,) for size in sizes], model, warm_up))
+
+    def bind_to(self, bucket: BucketParameters) -> Self:
+        """Return the compressor for a bucket; what depends on the bucket goes into fields made by `bound`."""
         return self
 
     def expected(self, numel: int) -> int:
-        """Return the number of elements of ``numel`` that are to be expected to be sent, for costs and for room."""
+        """Return the number of elements out of ``numel`` that are expected to be sent, for costs and buffer sizes."""
         return numel
 
     @abstractmethod
     def wire_bytes_per_element(self, itemsize: int) -> float:
         """Bytes of message for one element of the array that is compressed, on the average, headers left out."""
+
+    def _set(self, **settings: Any) -> None:
+        """Store checked settings, in `__post_init__` only: the dataclass is frozen."""
+        for name, value in settings.items():
+            object.__setattr__(self, name, value)
 
     def get_config(self) -> dict[str, Any]:
         """Return a JSON-able configuration that `mpicomp.get_compressor` turns into an equal compressor."""

@@ -16,23 +16,8 @@ from mpicomp.kernels import cpu
 class Candidates:
     """The elements of a part of a bucket from a bound on, and answers that hold for all of its elements.
 
-    The bound comes from an earlier step. Whatever is asked for above it is answered from the list, which is
-    short; for the rest, and where the list has no room, the array itself is swept. The answers are the same.
-
-    Parameters
-    ----------
-    accumulated : GradientWithResidual
-        What the sum is made of.
-    scope : Context
-        Where arrays come from.
-    bound : float
-        Magnitude from which on elements are listed; 0 lists nothing.
-    room : int
-        Elements that can be listed.
-    part : slice
-        Part of the bucket.
-    place : int
-        Number of this part, a part of the names of its arrays.
+    The bound is a magnitude from an earlier step; 0 lists nothing. Questions above it are answered from the list of at
+    most ``room`` elements, others by a sweep over the array: the answers are the same. ``place`` numbers the part.
     """
 
     def __init__(
@@ -61,12 +46,12 @@ class Candidates:
 
     @property
     def numel(self) -> int:
-        """Elements of this part."""
+        """Number of elements of this part."""
         return int(self.part.stop - self.part.start)
 
     @property
     def moments(self) -> cpu.Moments:
-        """Of the whole sum, whatever part of it this is."""
+        """Moments of the whole sum, whatever part of it this is."""
         return self._accumulated.moments
 
     @property
@@ -76,7 +61,7 @@ class Candidates:
 
     @property
     def listed(self) -> int:
-        """Elements in the list; 0 where it is of no use."""
+        """Number of elements in the list; 0 if they did not fit."""
         region = self.region
         return region.found if region.found <= region.index.size else 0
 
@@ -109,17 +94,7 @@ class Candidates:
         return cpu.magnitude_of(int(bits), self._accumulated.dtype)
 
     def above(self, threshold: float, room: int, known: bool = False) -> Selection:
-        """Select the elements above a threshold, ascending by index.
-
-        Parameters
-        ----------
-        threshold : float
-            Magnitudes equal to it are not selected.
-        room : int
-            How many are expected; where there are more it takes another sweep.
-        known : bool
-            Whether so many were counted, so that nobody asks for their number again.
-        """
+        """Select the elements above a threshold; ``room`` is their number, expected, or ``known`` from a count."""
         listed = self.listed if self._covers(threshold) else 0
         selection = self._selection(listed or max(1, room))
         if listed:
@@ -134,21 +109,16 @@ class Candidates:
         return Selection(selection.indices[:count], selection.values[:count])
 
     def largest(self, k: int) -> tuple[Selection, float]:
-        """Select the k largest, exactly; equal ones go to the lowest index, and NaN is larger than infinity.
+        """Select the k largest, exactly; return them, ascending by index, and the smallest of their magnitudes.
 
-        Returns
-        -------
-        selection : Selection
-            Ascending by index.
-        threshold : float
-            Magnitude of the smallest of them.
+        Of equal magnitudes the lower index goes first, and NaN is larger than infinity.
         """
         selection, threshold = self.select(k)
         [bits] = to_python(threshold)
         return selection, cpu.magnitude_of(bits, self._accumulated.dtype)
 
     def select(self, k: int) -> tuple[Selection, int]:
-        """Do what `largest` does, but return magnitude bits as the kernels do: on a device, as a 0-d array."""
+        """Select as `largest` does, but return magnitude bits as kernels do: on a device, as a 0-d array."""
         selection = self._selection(k)
         array = self._accumulated.array()
         if k // 4 < self.listed < k:
@@ -165,32 +135,21 @@ class Candidates:
         return selection, threshold
 
     def spare(self, k: int) -> int:
-        """Return the magnitude bits of the candidate of rank 3 k / 2, or of the last one, as `select` returns them.
-
-        0 where there are fewer than k of them.
-        """
+        """Return the magnitude bits of the candidate of rank 3 k / 2, or of the last; 0 for fewer than k candidates."""
         if self.listed < k:
             return 0
         bits: int = kernels.kth_magnitude(self._listed_values, min(self.listed, k + k // 2))
         return bits
 
     def bound_for_next(self, k: int, threshold: float, before: float, spare: int) -> float:
-        """Return the bound for the next step's candidates, where `largest` was asked for k elements in this one.
+        """Return the bound of the next step's candidates, which is meant to list half as many again as k.
 
-        It is meant to list half as many again. Under error feedback elements crowd below the threshold, so that no
-        fixed fraction of it would do, and for the first few hundred steps it rises.
-
-        Parameters
-        ----------
-        k, threshold : int, float
-            What was asked for, and what it gave.
-        before : float
-            Threshold of the step before; 0 where there was none.
-        spare : int
-            What `spare` gave, as a Python number.
+        Under error feedback elements crowd below the threshold, so that no fixed fraction of it would do, and for the
+        first few hundred steps it rises. ``threshold`` is this step's, ``before`` that of the step before or 0, and
+        ``spare`` the result of `spare`.
         """
         listed, found = self.listed, self.region.found
-        if listed == 0 and found > k:  # too many to be stored: as if they were spread evenly
+        if listed == 0 and found > k:  # too many to be stored: assume that they are spread evenly
             bound = cpu.magnitude_of(self.region.bound, self._accumulated.dtype)
             return threshold - (threshold - bound) * 0.5 * k / (found - k)
         if listed < k:
@@ -228,10 +187,7 @@ class Candidates:
 def list_candidates(
     accumulated: GradientWithResidual, context: Context, parts: Sequence[tuple[slice, float, int]]
 ) -> list[Candidates]:
-    """Return the candidates of each part (slice, bound, room), listed in the sweep that makes the sum.
-
-    A sum that is made already is not swept again: the lists are empty, and the answers are the same.
-    """
+    """Return the candidates of each part (slice, bound, room), listed while the sum is computed, if that is now."""
     found = [Candidates(accumulated, context, bound, room, part, n) for n, (part, bound, room) in enumerate(parts)]
     if not accumulated.is_computed:
         accumulated.sweep([candidates.region for candidates in found if candidates.region.bound > 0])

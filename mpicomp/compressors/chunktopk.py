@@ -12,7 +12,7 @@ from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.registry import register
-from mpicomp.setting_checks import check_least, check_ratio
+from mpicomp.setting_checks import check_least
 
 
 @register
@@ -26,8 +26,7 @@ class ChunkTopK(Sparsifier):
             i = start + np.argsort(-abs(x[start : start + chunk]), kind="stable")[:k]
             sent[i] = x[i]
 
-    All parts of a model are sent as often as each other, whatever their scale, and no element waits for those of
-    another chunk. A chunk is selected from while it is in the cache.
+    All parts of a model are sent equally often, whatever their scale; a chunk stays in the cache while it is processed.
 
     Parameters
     ----------
@@ -40,8 +39,8 @@ class ChunkTopK(Sparsifier):
 
     Notes
     -----
-    Different from published code: chunks are of the flat bucket, and not of tiles of each matrix, whose sides would
-    have to divide those of the matrix; indices are coded over the whole bucket, which takes no more bits.
+    Different from published code: chunks are of the flat bucket, not tiles whose sides divide those of each matrix;
+    indices are coded over the whole bucket, which takes no more bits.
 
     Examples
     --------
@@ -57,7 +56,6 @@ class ChunkTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
         check_least(self.id, "chunk", self.chunk, 1)
 
     def count(self, numel: int) -> int:

@@ -42,8 +42,7 @@ class Dense(Compressor):
             raise ConfigurationError(f"dense: wire must be None, 'fp16' or 'bf16', got {self.wire!r}")
 
     @property
-    def feedback(self) -> bool:
-        # The residual keeps the rounding errors of 16-bit numbers
+    def feedback(self) -> bool:  # the residual keeps the rounding errors of 16-bit numbers
         return self.wire is not None
 
     def wire_bytes_per_element(self, itemsize: int) -> float:

@@ -1,16 +1,15 @@
 """A threshold from a sample, with momentum correction and a ratio that falls at the beginning."""
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, repeat
 from operator import mul
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.compressors.base_compressor import Entry, num_kept
+from mpicomp.compressors.base_compressor import BucketParameters, Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -19,7 +18,7 @@ from mpicomp.compressors.wire_format import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
-from mpicomp.setting_checks import check_choice, check_least, check_range, check_ratio
+from mpicomp.setting_checks import check_choice, check_least, check_range
 
 _FEW = 0.8  # times k; with fewer than that the threshold is lowered
 _LOWER = 0.8  # factor by which the threshold is lowered
@@ -45,15 +44,15 @@ class DGC(Sparsifier):
     ratio : float
         Kept fraction in (0, 1] after the warm-up; k is the nearest integer to ``ratio * numel``, at least 1.
     sample : float
-        Fraction of the elements that are looked at, but at least ``2 / ratio`` of them. Where that is not fewer than
-        every third, or where everything is asked for, all of them are.
+        Fraction of the elements in the sample, but at least ``2 / ratio`` elements. If that is every third or more, or
+        the ratio is 1, the selection is exact.
     momentum : float
-        Where it is not 0, momentum is applied before the residual (momentum correction), and the optimizer must not
-        apply it again.
+        If not 0, momentum is applied before the residual (momentum correction), and the optimizer must not apply it
+        again.
     nesterov : bool
         Whether that is Nesterov's form.
     masking : bool
-        Whether the velocity of what was sent is set to zero (momentum factor masking).
+        Whether the velocity of sent elements is set to zero (momentum factor masking).
     clip : float or None
         Each rank first scales its gradients down to an L2 norm of at most ``clip / sqrt(ranks)``.
     warmup_steps : int
@@ -65,14 +64,13 @@ class DGC(Sparsifier):
     -----
     Different from the paper and its published code:
 
-    - Momentum correction is off unless asked for.
-    - No more than k elements are ever sent, and what is left back is the smallest. Published code sends up to 1.3 k
-      candidates' first k in the order of indices, so that elements at the end of an array lose whatever their size.
-    - Clipping is by the norm of all of a rank's gradients.
+    - Momentum correction is off unless asked for, and clipping is by the norm of all of a rank's gradients.
+    - At most k elements are sent, the largest. Published code sends the first k of up to 1.3 k candidates in the order
+      of indices, so that elements at the end of an array lose whatever their size.
     - The warm-up is counted in steps; biases and other vectors are part of their bucket and compressed like the rest.
     - The sample's stride is odd, so that it does not stay within a few columns of a matrix.
-    - With infinities or NaN, exactly the k largest are sent; so they are where the sample has fewer elements that are
-      not zero than it takes. Of an array of zeros nothing is sent.
+    - With infinities or NaN, or with a sample of too few nonzero elements, exactly the k largest are sent. Of an array
+      of zeros nothing is sent.
 
     Examples
     --------
@@ -94,18 +92,15 @@ class DGC(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "ratio", check_ratio("dgc", self.ratio))
         for name in ("sample", "momentum"):
-            check_range("dgc", name, getattr(self, name), 0, 1)
-            object.__setattr__(self, name, float(getattr(self, name)))
+            self._set(**{name: check_range("dgc", name, getattr(self, name), 0, 1)})
         for name in ("nesterov", "masking"):
             check_choice("dgc", name, getattr(self, name), (True, False))
-            object.__setattr__(self, name, bool(getattr(self, name)))
+            self._set(**{name: bool(getattr(self, name))})
         if self.clip is not None:
-            check_range("dgc", "clip", self.clip, 0, math.inf)
+            self._set(clip=check_range("dgc", "clip", self.clip, 0, math.inf))
             if self.clip == 0:
                 raise ConfigurationError("dgc: clip must be above 0, or None; at 0 nothing would ever be sent")
-            object.__setattr__(self, "clip", float(self.clip))
         check_least("dgc", "warmup_steps", self.warmup_steps, 0)
 
     @property
@@ -113,21 +108,13 @@ class DGC(Sparsifier):
         return Entry(self.clip, self.momentum, self.nesterov, self.masking)
 
     def ratio_at(self, step: int) -> float:
-        """Return the kept fraction that is aimed at in a step."""
+        """Return the kept fraction of a step."""
         if step >= self.warmup_steps:
             return self.ratio
         return float(self.ratio ** ((step + 1) / (self.warmup_steps + 1)))
 
-    def bind(
-        self,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        shapes: Sequence[tuple[int, ...]] = (),
-        *,
-        model: Mapping[str, int] | None = None,
-        warm_up: bool = True,
-    ) -> "DGC":
-        return self if warm_up else replace(self, warmup_steps=0)
+    def bind_to(self, bucket: BucketParameters) -> Self:
+        return self if bucket.warm_up else replace(self, warmup_steps=0)
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         ratio = self.ratio_at(context.step)
@@ -139,7 +126,7 @@ class DGC(Sparsifier):
         threshold = self._estimate(accumulated, stride, ratio, context)
         if not accumulated.finite:
             return search.largest()
-        search.foresee(itertools.accumulate(itertools.repeat(_LOWER, _CORRECTIONS), mul, initial=threshold))
+        search.foresee(accumulate(repeat(_LOWER, _CORRECTIONS), mul, initial=threshold))
         count = search.count(threshold, search.k + 1)
         for _ in range(_CORRECTIONS):
             if count >= _FEW * search.k:

@@ -18,7 +18,6 @@ from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device
 from mpicomp.kernels import cpu
-from mpicomp.setting_checks import check_ratio
 
 _ROOM = 8  # candidates that can be stored, as a multiple of k
 _MANY = 3  # candidates, as a multiple of those sent, from which on the gap between bound and threshold is halved
@@ -38,23 +37,10 @@ def most_of(k: int) -> int:
 class Search:
     """Count and select the elements of an array above a threshold, for a compressor that is to send k of them.
 
-    On the host elements are listed in the sweep that makes the sum, by a bound that is carried over from the step
-    before, and answers come from that list where they can. They never depend on it. On a device the host waits for
-    every number, longer than a sweep takes: there nothing is listed, and what is likely to be asked for is computed
-    beforehand and read at once.
-
-    Parameters
-    ----------
-    name : str
-        Key under which the bound is remembered.
-    accumulated : GradientWithResidual
-        The array that is selected from.
-    context : Context
-        Holds the memory of the bucket.
-    k : int
-        From 1 to the array's length.
-    ranks : sequence of int
-        Of the magnitudes that `magnitude` will be asked for; read with the moments.
+    On the host elements are listed in the sweep that makes the sum, by a bound from the step before; counts and
+    selections never depend on it. On a device the host waits longer for a number than a sweep takes: nothing is listed,
+    and likely counts are computed beforehand and read at once. ``name`` is the bound's key in the memory, ``ranks`` are
+    those of the magnitudes that `magnitude` returns.
     """
 
     def __init__(
@@ -62,13 +48,10 @@ class Search:
     ) -> None:
         self.accumulated = accumulated
         self.k = k
-        self.room = _ROOM * k
-        """Elements that can be listed."""
+        self.room = _ROOM * k  # elements that can be listed
         self._name = name
         self.memory = context.memory
-        """The bucket's, from step to step."""
-        self.waits = current_device().number is not None
-        """Whether the host waits for every number."""
+        self.waits = current_device().number is not None  # whether the host waits for every number
         self._bound = 0.0 if self.waits else context.memory.get(f"{name}.bound", 0.0)
         whole = slice(0, accumulated.numel), self._bound, self.room
         [self.candidates] = list_candidates(accumulated, context, [whole])
@@ -95,18 +78,18 @@ class Search:
         return self.magnitude(1) if self.waits else self.candidates.top()
 
     def magnitude(self, rank: int) -> float:
-        """Return the magnitude of one of the search's ranks, of which 1 is the largest; only where it `waits`."""
+        """Return the magnitude of one of the search's ranks, of which 1 is the largest; only if it `waits`."""
         return self._magnitudes[rank]
 
     def foresee(self, thresholds: Iterable[float]) -> None:
-        """Count above the first eight thresholds that may be asked about, where numbers are waited for."""
+        """Count above the first eight of the thresholds that may be needed, if numbers are waited for."""
         if self.waits:
             fitted = [self._fitted(threshold) for threshold in islice(thresholds, _FORESEEN)]
             counts = self.accumulated.to_host(*kernels.counts_above(self.accumulated.array(), fitted))
             self._counts.update(zip(fitted, map(int, counts), strict=True))
 
     def count(self, threshold: float, enough: int) -> int:
-        """Count the elements above a threshold; any number from ``enough`` on may stand for a larger one."""
+        """Count the elements above a threshold; any result from ``enough`` on may stand for a larger one."""
         listed, dtype = self.candidates.listed, self.accumulated.dtype
         threshold = self._fitted(threshold)
         if threshold in self._counts:
@@ -116,10 +99,7 @@ class Search:
         return self.candidates.count(threshold)
 
     def above(self, threshold: float, bounded: bool = True) -> Selection:
-        """Select the elements above a threshold; exactly the k largest where there are none or more than 4 k + 1024.
-
-        Where that is not ``bounded`` none and any number of them are sent, too.
-        """
+        """Select the elements above a threshold; if ``bounded`` the k largest in place of none or over 4 k + 1024."""
         if not 0 < threshold < math.inf:
             return self.largest()
         threshold = self._fitted(threshold)
@@ -139,14 +119,14 @@ class Search:
 
     def exactly(self, k: int) -> Selection:
         """Select the k largest, exactly; zeros if there are not enough others."""
-        if self.waits:  # the threshold bounds nothing there, and nobody waits for it
+        if self.waits:  # no list needs the threshold as its bound
             return self.candidates.select(k)[0]
         selection, threshold = self.candidates.largest(k)
         self.remember(threshold, k)
         return selection
 
     def remember(self, threshold: float, count: int) -> None:
-        """Keep a bound for the next step, given the magnitude above which this one has selected and how many."""
+        """Keep a bound for the next step, given the threshold of this step and the number of selected elements."""
         if not 0 < threshold < math.inf:
             return
         gap = self.memory.get(f"{self._name}.gap", _GAP)
@@ -163,33 +143,27 @@ class Search:
 
 @dataclass(frozen=True, repr=False)
 class Estimator(Sparsifier):
-    """A sparsifier that estimates above which magnitude there are k elements, and sends what lies there.
+    """A sparsifier that estimates the magnitude that k elements exceed, and sends the elements above it.
 
-    To add one: derive from it and give `threshold`.
-
-    Messages stay bounded, and every element is sent in time: if the estimate selects nothing (equal magnitudes may all
-    be below it) or more than 4 k + 1024 elements, or if some element is not finite, exactly the k largest are sent.
-    Of an array of zeros nothing is sent.
+    To add one: derive from it and implement `threshold`. Messages stay bounded: if the estimate selects nothing or more
+    than 4 k + 1024 elements, or if some element is not finite, exactly the k largest are sent. Of an array of zeros
+    nothing is sent.
 
     Parameters
     ----------
     ratio : float
-        Kept fraction in (0, 1] that is aimed at; k is the nearest integer to ``ratio * numel``, at least 1.
+        Intended kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     """
 
     ranks: ClassVar[Sequence[int]] = ()
-    """Ranks of the magnitudes that `threshold` asks for."""
+    """Ranks of the magnitudes that `threshold` reads."""
 
     @property
     def bounded(self) -> bool:
-        """Whether exactly the k largest are sent where the estimate is none to send by."""
+        """Whether the k largest are sent in place of none or too many."""
         return True
 
     ratio: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         search = Search(self.id, accumulated, context, num_kept(self.ratio, accumulated.numel), self.ranks)
@@ -199,4 +173,4 @@ class Estimator(Sparsifier):
 
     @abstractmethod
     def threshold(self, search: Search) -> float:
-        """Estimate the magnitude above which there are about ``search.k`` elements; NaN if that is unknown."""
+        """Estimate the magnitude that about ``search.k`` elements exceed; NaN if that is unknown."""

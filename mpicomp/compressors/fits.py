@@ -1,8 +1,4 @@
-"""Thresholds from fitted distributions: which magnitude a given share of an array exceeds.
-
-SIDCo (Abdelmoniem, Elzanaty, Alouini, Canini, MLSys 2021, arXiv 2101.10761), sections on single-stage thresholds and on
-peaks over a threshold. Everything here is arithmetic on a few float64 numbers.
-"""
+"""SIDCo's thresholds from fitted distributions (arXiv 2101.10761): arithmetic on a few float64 numbers."""
 
 import math
 from collections.abc import Sequence
@@ -15,33 +11,10 @@ DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 def whole_threshold(
     distribution: str, moments: cpu.Moments, logarithms: tuple[int, float, float] | None, share: float
 ) -> float:
-    """Fit all magnitudes that are not zero and return the one that a share of them exceeds.
+    """Fit all magnitudes that are not zero, and return the threshold that a share of them exceeds; never NaN.
 
-    Parameters
-    ----------
-    distribution : {"exponential", "gamma", "pareto"}
-        Of the magnitudes; generalised Pareto with location 0 in the last case.
-    moments : Moments
-        Of the array.
-    logarithms : tuple or None
-        What `mpicomp.kernels.cpu.logarithms` gave for it or for a sample; needed for gamma only.
-    share : float
-        In (0, 1).
-
-    Returns
-    -------
-    float
-        The threshold, at least 0 and never NaN for finite moments. Magnitudes that are all the same (no
-        variance) get an exponential fit.
-
-    Examples
-    --------
-    >>> from mpicomp.kernels.cpu import Moments
-    >>> moments = Moments(nonzero=1000, total=1000.0, energy=2000.0, finite=True)
-    >>> round(whole_threshold("exponential", moments, None, 0.001), 4)
-    6.9078
-    >>> round(whole_threshold("pareto", moments, None, 0.001), 4)
-    6.9078
+    ``logarithms`` is the result of `mpicomp.kernels.cpu.logarithms`, needed for gamma only. Magnitudes without variance
+    get an exponential fit.
     """
     mean = moments.total / moments.nonzero
     variance = moments.energy / moments.nonzero - mean * mean
@@ -54,18 +27,9 @@ def whole_threshold(
 
 
 def excess_threshold(distribution: str, tail: cpu.Tail, threshold: float, share: float) -> float:
-    """Fit a distribution to the elements above a threshold, and return the magnitude that a share of them exceeds.
+    """Fit the excess over a threshold, of at least one element, and return the threshold that a share of them exceeds.
 
-    Parameters
-    ----------
-    distribution : {"exponential", "gamma", "pareto"}
-        That of the first stage: after an exponential one excesses are exponential, otherwise generalised Pareto.
-    tail : Tail
-        What exceeds ``threshold``; at least one element.
-    threshold : float
-        Where the excesses begin.
-    share : float
-        Above 0; above 1 it asks for more than there are, and the fit is continued below the threshold.
+    A share above 1 continues the fit below the threshold.
     """
     mean = tail.excess / tail.count
     variance = tail.squares / tail.count - mean * mean
@@ -74,22 +38,11 @@ def excess_threshold(distribution: str, tail: cpu.Tail, threshold: float, share:
 
 
 def interpolated(points: Sequence[tuple[float, int]], wanted: float) -> float | None:
-    """Return a threshold between one that too many elements exceed and one that too few do.
+    """Return a threshold between one that too many elements exceed and one that too few do; None without both.
 
-    Counts are taken to fall exponentially in between. Under error feedback they fall slowly and then, where the
-    threshold of the step before was, all at once: to get there, a look at the middle takes turns with that.
-
-    Parameters
-    ----------
-    points : sequence of (float, int)
-        Thresholds and how many elements exceed them, in the order in which they were tried.
-    wanted : float
-        How many should.
-
-    Returns
-    -------
-    float or None
-        None where all thresholds were too low, or all too high.
+    ``points`` are thresholds and counts in the order in which they were tried. Counts are taken to fall exponentially
+    in between. Under error feedback they fall slowly and then, at the threshold of the step before, all at once: every
+    other time the result is nearer to the middle.
 
     Examples
     --------

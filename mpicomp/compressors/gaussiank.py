@@ -29,16 +29,15 @@ class GaussianK(Estimator):
     Parameters
     ----------
     ratio : float
-        Kept fraction in (0, 1] that is aimed at; k is the nearest integer to ``ratio * numel``, at least 1.
+        Intended kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     wire, indices
         See `Sparsifier`.
 
     Notes
     -----
     Different from published code: the mean of the elements is taken to be 0, so their root mean square stands for the
-    standard deviation; the selection is made after the last correction, and is not cut to its first k elements in the
-    order of indices; where it would be nothing or more than 4 k + 1024 elements, and where there are infinities or NaN,
-    exactly the k largest are sent. Of an array of zeros nothing is.
+    standard deviation; the selection follows the last correction, and is not cut to its first k elements in the order
+    of indices; `Estimator` bounds the number of sent elements.
 
     Examples
     --------

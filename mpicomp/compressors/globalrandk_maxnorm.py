@@ -7,14 +7,14 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base_compressor import Compressor, num_kept
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.maxnorm import MaxNorm, check_bits
 from mpicomp.compressors.randomk import one_of_each
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
-from mpicomp.setting_checks import check_choice, check_ratio
+from mpicomp.setting_checks import check_choice
 
 
 @register
@@ -27,9 +27,9 @@ class GlobalRandKMaxNorm(SharedSparsifier):
         i = positions_of(seed, step)  # k of them, the same on all ranks; each position once in 1 / ratio steps
         sent[i] = MaxNorm(bits, rounding=rounding)(x[i])
 
-    The array is cut into k parts of nearly equal length; each step sends one element of each, the next one in the
-    next step, from a random element on. So all are sent before any is sent again, as with a permutation of all elements
-    that is cut into chunks, which need not be stored. No index travels. What is not selected is zero on all ranks.
+    The array is cut into k parts of nearly equal length; each step sends one element of each, the next one in the next
+    step, from a random element on: all are sent before any is sent again, as with a stored permutation. No index
+    travels, and elements that are not selected are zero on all ranks.
 
     Parameters
     ----------
@@ -38,14 +38,13 @@ class GlobalRandKMaxNorm(SharedSparsifier):
     bits : int, or sequence of int
         See `MaxNorm`.
     rounding : {"nearest", "stochastic"}
-        To the nearest, with error feedback: what is not selected, and what rounding takes, waits for the element's next
-        turn. Or at random and without error feedback, as in the paper.
+        To the nearest with error feedback, or at random without, as in the paper.
 
     Notes
     -----
     Values are not multiplied by ``1 / ratio``. In the paper's form, ``rounding="stochastic"``, the mean over draws and
-    turns is therefore ``ratio`` times the gradient: steps are as much smaller, for which a larger learning rate can
-    make up. In the other form nothing has to: all that gradients hold is sent sooner or later.
+    turns is therefore ``ratio`` times the gradient, for which a larger learning rate can make up. With error feedback
+    every element is sent sooner or later.
 
     Different from the paper and its code: error feedback; the permutation; and in the code each rank keeps its
     gradient where nothing is selected, so that models of different ranks diverge.
@@ -75,9 +74,8 @@ class GlobalRandKMaxNorm(SharedSparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
         check_choice(self.id, "rounding", self.rounding, ("nearest", "stochastic"))
-        object.__setattr__(self, "bits", check_bits(self.id, self.bits))
+        self._set(bits=check_bits(self.id, self.bits))
         if self.wire is not None:
             raise ConfigurationError(
                 f"{self.id}: wire must be None, since bits say how values travel, got {self.wire!r}"
@@ -101,9 +99,6 @@ class GlobalRandKMaxNorm(SharedSparsifier):
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
         return self.count(1 << 20) / (1 << 20) * self.values.wire_bytes_per_element(itemsize)
-
-    def count(self, numel: int) -> int:
-        return num_kept(self.ratio, numel)
 
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         # The same draws in each step: the turn alone moves on.

@@ -17,10 +17,7 @@ TRAILER = 4
 
 @dataclass
 class Piece:
-    """One parameter's gradient inside a bucket: where it starts, and a host array of any float type and strides.
-
-    A bfloat16 gradient is given as uint16.
-    """
+    """One parameter's gradient inside a bucket: its offset, and a host array of any strides; bfloat16 as uint16."""
 
     offset: int
     gradient: NDArray[np.generic]
@@ -44,7 +41,7 @@ class Region:
 
 @dataclass
 class Velocity:
-    """Momentum correction: the velocity before a step, and where the one after it goes."""
+    """Momentum correction: the velocity before a step, and the array that receives the one after it."""
 
     before: NDArray[np.floating]
     after: NDArray[np.floating]
@@ -55,16 +52,15 @@ class Velocity:
 class GradientWithResidual:
     """The input of a compressor under error feedback: gradients, the residual, and room for their sum.
 
-    The sum is made once, by `array` or by `sweep`, whichever is asked for first: a compressor that knows what
-    it is looking for finds it in the sweep that makes the sum. The residual is left as it is, so that a
-    step can be undone.
+    The sum is computed once, by `array`, `part`, `sweep` or `fused`, whichever is called first: a compressor can search
+    for elements in the same sweep. Gradients and residual are left as they are, so that a step can be undone.
 
     Parameters
     ----------
     buffer : array, shape (numel + TRAILER,)
         float32 or float64; receives the sum.
     residual : array, shape (numel,), or None
-        Of the dtype of ``buffer``; None where there is no error feedback.
+        Of the dtype of ``buffer``; None without error feedback.
     pieces : sequence of Piece
         The gradients, which fill the bucket; an empty sequence stands for zeros without a residual.
     stale : bool
@@ -72,11 +68,11 @@ class GradientWithResidual:
     threads : int
         Number of threads that share a sweep.
     scale : float
-        Factor that gradients are multiplied by first.
+        Factor of the gradients.
     velocity : Velocity or None
-        Where momentum is applied before the sum.
+        For momentum before the sum.
     tables : dict, optional
-        Keeps for the next step what was found out about where pieces are.
+        Keeps pointers to the pieces for the next step.
     """
 
     def __init__(
@@ -96,34 +92,21 @@ class GradientWithResidual:
         self._scale = scale
         self._velocity = velocity
         self._tables = {} if tables is None else tables
-        self._device_moments: cpu.Moments | None = None  # as the kernels give them: on a device, numbers to be read
+        self._device_moments: cpu.Moments | None = None  # as kernels return them: on a device, 0-d arrays
         self._moments: cpu.Moments | None = None
-        self._made = 0  # elements of the sum that were made part by part
+        self._made = 0  # elements of the sum that were computed by `part`
         self._made_moments: cpu.Moments | None = None
         self.stale = stale
         self.threads = threads
-        self.lost = 0.0
-        """Energy that is missing from the sum since it was left out before; see `ready`."""
+        self.lost = 0.0  # energy of what `ready` left out of the sum
 
     @classmethod
     def ready(
-        cls,
-        buffer: NDArray[np.floating],
-        energy: float,
-        lost: float,
-        finite: bool,
-        stale: bool,
+        cls, buffer: NDArray[np.floating], energy: float, lost: float, finite: bool, stale: bool
     ) -> "GradientWithResidual":
         """Wrap values that were taken out of a larger array, to be exchanged in its place.
 
-        Parameters
-        ----------
-        buffer : array, shape (numel + TRAILER,)
-            The values.
-        energy, lost : float
-            Squared L2 norms of the larger array, and of what was left out of it.
-        finite, stale : bool
-            Of the larger array.
+        ``energy`` and ``finite`` are those of the larger array, and ``lost`` is the energy left out of it.
         """
         made = cls(buffer, None, [], stale)
         made.lost = lost
@@ -132,12 +115,12 @@ class GradientWithResidual:
 
     @property
     def residual(self) -> NDArray[np.floating] | None:
-        """What is in it of earlier steps; not to be written to."""
+        """The residual before the step, read-only."""
         return self._residual
 
     @property
     def numel(self) -> int:
-        """Number of elements, the tail left out."""
+        """Number of elements, without the trailer."""
         return self._buffer.size - TRAILER
 
     @property
@@ -147,20 +130,17 @@ class GradientWithResidual:
 
     @property
     def kernels(self) -> Any:
-        """Kernels of the place where it is."""
+        """Kernels of the array's device."""
         return kernels.of(self._buffer)
 
     @property
     def is_computed(self) -> bool:
-        """Whether the sum was made."""
+        """Whether the sum was computed."""
         return self._device_moments is not None
 
     @property
     def device_moments(self) -> cpu.Moments:
-        """Moments of the sum, computed in the sweep that makes it; on a device as 0-d arrays, which nobody waits for.
-
-        Kernels take them as they are.
-        """
+        """Moments of the sum; on a device as 0-d arrays, which kernels take without a wait of the host."""
         if self._device_moments is None:
             self.sweep()
         assert self._device_moments is not None
@@ -168,7 +148,7 @@ class GradientWithResidual:
 
     @property
     def moments(self) -> cpu.Moments:
-        """The same as Python numbers; on a device they are read, all at once, when they are asked for first."""
+        """The same as Python numbers; on a device they are read, all at once, at the first access."""
         if self._moments is None:
             self.to_host()
         assert self._moments is not None
@@ -191,10 +171,10 @@ class GradientWithResidual:
         return self._buffer[: self.numel]
 
     def part(self, start: int, stop: int) -> NDArray[np.floating]:
-        """Return a part of the sum, which is made only now where gradients can be cut.
+        """Return a part of the sum, computed only now if gradients can be cut.
 
-        A caller that asks for a part asks for all of them, once each, before anything else: a collective that sends the
-        first part before it needs the others lets the network wait for that one alone.
+        A caller takes all parts, once each, before anything else: a collective that sends the first part before it
+        needs the others lets the network wait for that one only.
         """
         if not self.is_computed and not self._divisible:
             self.sweep()
@@ -207,13 +187,7 @@ class GradientWithResidual:
         return self._buffer[start:stop]
 
     def sweep(self, regions: Sequence[Region] = ()) -> None:
-        """Make the sum, and list large elements in the same sweep.
-
-        Parameters
-        ----------
-        regions : sequence of Region
-            Where elements are listed: ascending and disjoint. They receive the elements found.
-        """
+        """Compute the sum, and list the elements of regions, ascending and disjoint, in the same sweep."""
         assert not self.is_computed, "the sum was made before"
         assert self._made == 0, "parts of the sum were made before"
         self._device_moments = self._sum(0, self.numel, regions)
@@ -222,18 +196,10 @@ class GradientWithResidual:
                 region.found = found
 
     def fused(self, kernel: Callable[[Any, Any, Any], Any]) -> Any:
-        """Make the sum by a kernel that selects from it, too.
+        """Compute the sum by a kernel that selects from it too, and return what it returns, moments among it.
 
-        Parameters
-        ----------
-        kernel : callable
-            Called with the gradient, the residual or None, and the array that receives the sum, all of which are flat;
-            the first may be the last. What it returns has `Moments` of the sum among its attributes.
-
-        Returns
-        -------
-        object
-            What the kernel returns.
+        The kernel is called with the gradient, the residual or None, and the array that receives the sum, all of which
+        are flat; the first may be the last.
         """
         assert not self.is_computed, "the sum was made before"
         out = self._buffer[: self.numel]
@@ -246,7 +212,7 @@ class GradientWithResidual:
         return made
 
     def to_host(self, *more: Any) -> list[Any]:
-        """Return Python numbers for what kernels have returned; moments that nobody has read are read with them."""
+        """Return Python numbers for results of kernels; moments that were not read yet are read with them."""
         if self._moments is not None:
             return list(to_python(*more))
         nonzero, total, energy, finite, *values = to_python(*self.device_moments, *more)
@@ -254,10 +220,10 @@ class GradientWithResidual:
         return values
 
     def with_trailer(self, *trailer: float) -> NDArray[np.floating]:
-        """Return the sum with four numbers after it, a contiguous array of shape (numel + TRAILER,).
+        """Return the sum and ``trailer``, a contiguous array of shape (numel + TRAILER,).
 
-        Without ``trailer`` they are what ranks sum along: whether the sum is not finite, whether
-        this rank is stale, the energy, and the energy that is missing.
+        By default the trailer is summed by ranks: whether the sum is not finite, whether this rank is stale, the
+        energy, and the lost energy.
         """
         moments, tail = self.device_moments, self._buffer[self.numel :]
         if trailer:
@@ -270,12 +236,12 @@ class GradientWithResidual:
 
     @property
     def _divisible(self) -> bool:
-        """Whether a part of the sum can be made by itself."""
+        """Whether a part of the sum can be computed without the others."""
         gathers = getattr(self.kernels, "GATHERS", False)
         return not gathers and bool(self._pieces) and all(piece.gradient.flags.c_contiguous for piece in self._pieces)
 
     def _sum(self, start: int, stop: int, regions: Sequence[Region] = ()) -> cpu.Moments:
-        """Make a part of the sum and return its moments."""
+        """Compute a part of the sum and return its moments."""
         out = self._buffer[: self.numel]
         moments: cpu.Moments | None = None
         if not self._pieces:
@@ -296,7 +262,7 @@ class GradientWithResidual:
         return cpu.Moments(0, 0.0, 0.0, True) if moments is None else moments
 
     def _gathered(self, out: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Return the input to the sum as one flat array; where there are several pieces it stands in ``out``."""
+        """Return the input to the sum as one flat array, in ``out`` if there are several pieces."""
         flats: list[NDArray[Any]] = []
         for piece in self._pieces:
             gradient, known = piece.gradient, (self.dtype, np.float16, np.uint16)
@@ -317,10 +283,7 @@ class GradientWithResidual:
         return flat
 
     def _parts(self, out: NDArray[np.floating], start: int, stop: int) -> Iterator[tuple[slice, NDArray[np.floating]]]:
-        """Return the slice of every piece between two places and its flat input to the sum.
-
-        Where kernels prefer that it is all pieces at once.
-        """
+        """Return the slice of every piece between two places and its flat input; kernels that gather take them all."""
         if self._pieces and getattr(self.kernels, "GATHERS", False):
             yield slice(0, self.numel), self._gathered(out)
             return
@@ -334,7 +297,7 @@ class GradientWithResidual:
             if gradient.dtype == self.dtype and gradient.dtype.isnative and gradient.flags.c_contiguous:
                 flat: NDArray[Any] = gradient
             else:
-                # Widened or packed where the sum will stand, which the kernel then adds to in place.
+                # Widened or packed into the sum's memory, to which the kernel then adds in place.
                 flat = out[part]
                 _copy(gradient, flat)
             if self._velocity is not None:
@@ -365,7 +328,7 @@ def _cuts(part: slice, regions: Sequence[Region]) -> Iterator[tuple[slice, Regio
 
 
 def _copy(gradient: NDArray[np.generic], out: NDArray[np.floating]) -> None:
-    """Widen or pack a gradient into a flat array, without another one in between."""
+    """Widen or pack a gradient into a flat array, without a temporary one."""
     contiguous = gradient.flags.c_contiguous and gradient.dtype.isnative
     if contiguous and gradient.dtype in (np.uint16, np.float16):
         kernels.widen(gradient.reshape(-1).view(np.uint16), "bf16" if gradient.dtype == np.uint16 else "fp16", out)

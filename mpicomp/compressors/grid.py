@@ -1,20 +1,23 @@
 """The base class of quantisers that round to a grid of equal steps, one grid for each bucket of elements."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.base_compressor import match_layer_setting
-from mpicomp.compressors.kinds import Quantiser
+from mpicomp.compressors.base_compressor import BucketParameters, match_layer_setting
+from mpicomp.compressors.kinds import Bytes, Floats, Quantiser
+from mpicomp.compressors.wire_format import SIGNS
 from mpicomp.errors import ConfigurationError
-from mpicomp.setting_checks import check_choice, is_integer
+from mpicomp.setting_checks import check_choice, check_layers, check_multiple, is_integer
 
-_WORD = 64  # elements of a bucket come in multiples of this: a bit plane is made of 64-bit words
+Words = NDArray[np.uint64]
+Grids = tuple[NDArray[np.float32] | None, NDArray[np.float32]]
+"""The least point of each bucket's grid, None for grids around zero, and its step."""
 
 MOST_BITS = 8
 """Largest number of bits of an element."""
@@ -31,8 +34,7 @@ class Grid(Quantiser):
     bucket : int
         Number of elements that share a grid, a multiple of 64.
     rounding : {"stochastic", "nearest"}
-        ``"stochastic"`` rounds to one of the two neighbouring grid points at random, so that the expected value is
-        exact; ``"nearest"`` rounds to the nearest point.
+        To one of the two neighbouring grid points at random, exactly in expectation, or to the nearest point.
     layers : mapping of str to int, optional
         Bits of parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
         pattern that matches counts. Buckets of elements then end where bits change.
@@ -50,37 +52,23 @@ class Grid(Quantiser):
 
     def __post_init__(self) -> None:
         self._check_bits("bits", self.bits)
-        if not is_integer(self.bucket) or self.bucket < 1 or self.bucket % _WORD:
-            raise ConfigurationError(f"{self.id}: bucket must be a multiple of {_WORD}, got {self.bucket!r}")
         check_choice(self.id, "rounding", self.rounding, ("stochastic", "nearest"))
-        object.__setattr__(self, "bits", int(self.bits))
-        object.__setattr__(self, "bucket", int(self.bucket))
-        if self.layers is not None:
-            if not isinstance(self.layers, Mapping):
-                raise ConfigurationError(f"{self.id}: layers must map names to bits, got {self.layers!r}")
-            for name, bits in self.layers.items():
-                self._check_bits(f"layers['{name}']", bits)
-            object.__setattr__(self, "layers", {str(name): int(bits) for name, bits in self.layers.items()})
+        bucket = check_multiple(self.id, "bucket", self.bucket, SIGNS)
+        layers = check_layers(self.id, "bits", self.layers, self._check_bits)
+        self._set(bits=int(self.bits), bucket=bucket, layers=layers)
 
-    def _check_bits(self, name: str, bits: object) -> None:
-        if not is_integer(bits) or not self.least_bits <= bits <= MOST_BITS:  # type: ignore[operator]
+    def _check_bits(self, name: str, bits: Any) -> int:
+        if not is_integer(bits) or not self.least_bits <= bits <= MOST_BITS:
             raise ConfigurationError(
                 f"{self.id}: {name} must be a whole number from {self.least_bits} to {MOST_BITS}, got {bits!r}"
             )
+        return int(bits)
 
-    def bind(
-        self,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        shapes: Sequence[tuple[int, ...]] = (),
-        *,
-        model: Mapping[str, int] | None = None,
-        warm_up: bool = True,
-    ) -> Self:
+    def bind_to(self, bucket: BucketParameters) -> Self:
         if not self.layers:
             return self
         parts: list[tuple[int, int]] = []  # elements, bits
-        for name, size in zip(names, sizes, strict=True):
+        for name, size in zip(bucket.names, bucket.sizes, strict=True):
             bits = self.bits_of(name)
             if parts and parts[-1][1] == bits:
                 parts[-1] = parts[-1][0] + size, bits
@@ -89,11 +77,11 @@ class Grid(Quantiser):
         return replace(self, parts=tuple((size, self.at_bits(bits)) for size, bits in parts))
 
     def bits_of(self, name: str) -> int:
-        """Return the bits of an element of a parameter."""
+        """Return the bits of the elements of a parameter."""
         return int(match_layer_setting(self.layers, name, self.bits))
 
     def at_bits(self, bits: int) -> Self:
-        """Return one that has these bits for all elements."""
+        """Return the same quantiser with these bits for all elements."""
         return replace(self, bits=bits, layers=None, parts=())
 
     @property
@@ -102,57 +90,39 @@ class Grid(Quantiser):
 
     @abstractmethod
     def _contracts(self, bits: int) -> bool:
-        """Return whether less is lost, on the average of random choices, than there is, at these bits."""
+        """Return whether the expected lost energy at these bits is less than all."""
 
     @property
     def unbiased(self) -> bool:
         return self.rounding == "stochastic"
 
     @property
-    def feedback(self) -> bool:
-        # Stochastic rounding is unbiased without it
+    def feedback(self) -> bool:  # stochastic rounding is unbiased without it
         return self.rounding == "nearest" and self.contractive
 
     def packed_bytes(self, numel: int) -> int:
-        return 8 * (self.bits * -(-numel // _WORD) + -(-self.numbers * self._buckets(numel) // 2))
+        return 8 * (self.bits * -(-numel // SIGNS) + -(-self.numbers * -(-numel // self.bucket) // 2))
 
-    def pack(
-        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
-    ) -> float:
+    def pack(self, array: Floats, message: Bytes, sent: Floats, key: int) -> float:
         message[-8:] = 0  # padding
-        words, bases, steps = self._parts(message, array.size)
-        return self._pack(array, bases, steps, words, sent, key if self.rounding == "stochastic" else None)
+        words, grids = self._parts(message, array.size)
+        return self._pack(array, grids, words, sent, key if self.rounding == "stochastic" else None)
 
     @abstractmethod
-    def _pack(
-        self,
-        array: NDArray[np.floating],
-        bases: NDArray[np.float32] | None,
-        steps: NDArray[np.float32],
-        words: NDArray[np.uint64],
-        sent: NDArray[np.floating],
-        key: int | None,
-    ) -> float:
-        """Choose the grids, and pack; see `Quantiser.pack`."""
+    def _pack(self, array: Floats, grids: Grids, words: Words, sent: Floats, key: int | None) -> float:
+        """Choose the grids, and pack; see `Quantiser.pack`. Without a key, round to the nearest."""
 
-    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        words, bases, steps = self._parts(message, out.size)
-        kernels.unpack_grid(bases, steps, words, self.bucket, self.bits, out)
+    def unpack(self, message: Bytes, out: Floats) -> None:
+        words, grids = self._parts(message, out.size)
+        kernels.unpack_grid(*grids, words, self.bucket, self.bits, out)
 
-    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
-        words, bases, steps = self._parts(message, out.size)
-        kernels.unpack_grid_add(bases, steps, words, self.bucket, self.bits, factor, out)
+    def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
+        words, grids = self._parts(message, out.size)
+        kernels.unpack_grid_add(*grids, words, self.bucket, self.bits, factor, out)
 
-    def _buckets(self, numel: int) -> int:
-        return -(-numel // self.bucket)
-
-    def _parts(
-        self, message: NDArray[np.uint8], numel: int
-    ) -> tuple[NDArray[np.uint64], NDArray[np.float32] | None, NDArray[np.float32]]:
-        """Return a message's words, its bases if it has any, and its steps."""
+    def _parts(self, message: Bytes, numel: int) -> tuple[Words, Grids]:
         self.check_length(message, numel)
-        end, buckets = 8 * self.bits * -(-numel // _WORD), self._buckets(numel)
+        end, buckets = 8 * self.bits * -(-numel // SIGNS), -(-numel // self.bucket)
         words, numbers = message[:end].view(np.uint64), message[end:].view(np.float32)
-        if self.numbers == 1:
-            return words, None, numbers[:buckets]
-        return words, numbers[:buckets], numbers[buckets : 2 * buckets]
+        bases = numbers[:buckets] if self.numbers == 2 else None
+        return words, (bases, numbers[(self.numbers - 1) * buckets : self.numbers * buckets])

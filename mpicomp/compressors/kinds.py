@@ -13,32 +13,33 @@ from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import INDICES, VALUES, Selection, Wire, compact, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
-from mpicomp.setting_checks import check_choice
+from mpicomp.setting_checks import check_choice, check_ratio
+
+Floats = NDArray[np.floating]
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, repr=False)
 class Sparsifier(Compressor):
-    """A compressor that sends some elements as they are and keeps the others back.
+    """A compressor that sends some elements as they are and keeps the others in the residual.
 
-    To add one: derive from it, give `select` and, where the number of selected elements depends on the
-    array's length alone, `count`; register it with `mpicomp.register`.
+    To add one: derive from it and implement `select` and, where the number of selected elements depends on the
+    array's length alone, `count`; register it with `mpicomp.register`. A field ``ratio`` is checked here.
 
     Parameters
     ----------
     wire : {None, "fp16", "bf16", "q8", "q4", "q2", "signs"}
-        How values travel. The 16-bit forms are rounded at the sender, and the error stays in the residual. So does that
-        of ``"q8"``, ``"q4"`` and ``"q2"``, which take a sign and 7, 3 or 1 bits of magnitude a value, and two scales
-        for every 256; and that of ``"signs"``: a bit a value and one mean magnitude for a whole message. Only those
-        collectives carry these that deliver messages as they are.
+        Format of values; rounding errors stay in the residual. ``"q8"``, ``"q4"`` and ``"q2"`` take a sign and 7, 3 or
+        1 bits of magnitude a value, and two scales for every 256; ``"signs"`` takes a bit a value and one mean
+        magnitude for the message. These need a collective that delivers messages as they are.
     indices : {"auto", "plain", "elias-fano"}
-        How indices travel: as 32-bit integers, in a code near their entropy, or as `wire_format.compact` chooses.
+        Format of indices: 32-bit integers, a code near their entropy, or the choice of `wire_format.compact`.
 
     Notes
     -----
-    What was selected is sent in few bits by Qsparse-local-SGD, Basu et al. 2019, arXiv 1906.02367, and by SparseLoCo,
-    Sarfi et al. 2025, arXiv 2508.15706, whose two bits stand for levels that are not symmetric. Here they are, and are
-    spaced like squares: dense where most values are, just above the threshold, see
-    `mpicomp.kernels.cpu.squares`. No block of values loses more energy than it has.
+    Selected values in few bits are from Qsparse-local-SGD, Basu et al. 2019, arXiv 1906.02367, and SparseLoCo, Sarfi et
+    al. 2025, arXiv 2508.15706. Levels here are symmetric and spaced like squares: dense just above the threshold, where
+    most values are, see `mpicomp.kernels.cpu.squares`. No block of values loses more energy than it has.
     """
 
     family: ClassVar[str] = "sparsifier"
@@ -50,6 +51,8 @@ class Sparsifier(Compressor):
     def __post_init__(self) -> None:
         check_choice(self.id, "wire", self.wire, VALUES)
         check_choice(self.id, "indices", self.indices, ("auto", *INDICES))
+        if self.selects_by_ratio:
+            self._set(ratio=check_ratio(self.id, getattr(self, "ratio", None)))
 
     @property
     def feedback(self) -> bool:
@@ -64,7 +67,7 @@ class Sparsifier(Compressor):
         return self.count(numel) or num_kept(getattr(self, "ratio", 0.01), numel)
 
     def wire_for(self, count: int, numel: int) -> Wire:
-        """Return the storage format for ``count`` elements of ``numel``; the same on all ranks: only shapes decide."""
+        """Return the storage format for ``count`` elements of ``numel``, the same on all ranks: only shapes decide."""
         return Wire(self.wire, compact(count, numel) if self.indices == "auto" else self.indices)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -96,12 +99,13 @@ class Sparsifier(Compressor):
 class SharedSparsifier(Compressor):
     """A compressor that sends the same elements on all ranks, so that no index travels and values can be summed.
 
-    To add one: derive from it and give `count` and `positions`. Every collective that sums dense arrays carries it.
+    To add one: derive from it and implement `positions`, and `count` unless a field ``ratio`` sets it. Every
+    collective that sums dense arrays carries it.
 
     Parameters
     ----------
     wire : {None, "fp16", "bf16"}
-        How values travel; the 16-bit forms are summed in at least float32, as those of `mpicomp.Dense` are.
+        Format of values; the 16-bit forms are summed in at least float32, as those of `mpicomp.Dense` are.
     """
 
     family: ClassVar[str] = "sparsifier"
@@ -115,6 +119,8 @@ class SharedSparsifier(Compressor):
 
     def __post_init__(self) -> None:
         check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16"))
+        if self.selects_by_ratio:
+            self._set(ratio=check_ratio(self.id, getattr(self, "ratio", None)))
 
     @property
     def feedback(self) -> bool:
@@ -123,9 +129,9 @@ class SharedSparsifier(Compressor):
     def wire_bytes_per_element(self, itemsize: int) -> float:
         return self.count(1 << 20) / (1 << 20) * (itemsize if self.wire is None else 2)
 
-    @abstractmethod
     def count(self, numel: int) -> int:
         """Return the number of elements sent out of ``numel``."""
+        return num_kept(getattr(self, "ratio", 1.0), numel)
 
     def expected(self, numel: int) -> int:
         return self.count(numel)
@@ -134,20 +140,17 @@ class SharedSparsifier(Compressor):
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         """Write ``count(numel)`` positions, ascending without repetition, the same on all ranks.
 
-        They may depend on the seed, the step and the bucket; ``context.random(shared=True)`` does. ``out`` is where the
-        bucket is: what the host draws goes there by ``mpicomp.device.current_device().assign``.
+        They may depend on the seed, the step and the bucket, as ``context.random(shared=True)`` does. ``out`` is on the
+        bucket's device: copy positions drawn on the host by ``mpicomp.device.current_device().assign``.
         """
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
-        """Return the factors of values before they are sent; the receiver adds them as they are.
-
-        An array is one of the host, wherever the bucket is.
-        """
+        """Return factors that the sender applies to values: a number, or a host array wherever the bucket is."""
         return 1.0
 
     @property
     def values(self) -> Compressor | None:
-        """The compressor that the selected values are sent with; None sends them as a dense array, see ``wire``."""
+        """The compressor of the selected values; None sends them as a dense array, see ``wire``."""
         return None
 
 
@@ -155,15 +158,15 @@ class SharedSparsifier(Compressor):
 class Quantiser(Compressor):
     """A compressor that sends every element, in few bits.
 
-    To add one: derive from it and give `packed_bytes`, `pack`, `unpack` and `unpack_add`. What is packed depends on the
-    array alone, and its length on the array's.
+    To add one: derive from it and implement `packed_bytes`, `pack`, `unpack` and `unpack_add`. The message depends on
+    the array alone, and its length on the array's.
     """
 
     family: ClassVar[str] = "quantiser"
     message: ClassVar[str] = "packed"
 
     parts: tuple[tuple[int, "Quantiser"], ...] = bound(())
-    """Elements and quantiser of each part of a bucket, if its parts are packed separately; see `packers`."""
+    """Elements and quantiser of each part of a bucket, if its parts are packed separately; see `packing.packers`."""
 
     @property
     def feedback(self) -> bool:
@@ -176,49 +179,40 @@ class Quantiser(Compressor):
     def packed_bytes(self, numel: int) -> int:
         """Return the number of bytes that ``numel`` elements are packed into: a multiple of 8; 0 for none."""
 
-    def check_length(self, message: NDArray[np.uint8], numel: int) -> None:
-        """Raise `MessageError` where a message is not as long as that of ``numel`` elements, before it is read."""
+    def check_length(self, message: Bytes, numel: int) -> None:
+        """Raise `MessageError` for a message that is not as long as that of ``numel`` elements, before it is read."""
         if message.size != self.packed_bytes(numel):
             raise MessageError(
                 f"{self.id}: {numel} elements are packed into {self.packed_bytes(numel)} bytes, got {message.size}"
             )
 
     @abstractmethod
-    def pack(
-        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
-    ) -> float:
+    def pack(self, array: Floats, message: Bytes, sent: Floats, key: int) -> float:
         """Pack an array.
 
         Parameters
         ----------
         array : array, shape (n,)
-            float32 or float64; it may be empty. Not to be written to.
+            float32 or float64, read-only; it may be empty.
         message : array of uint8, shape (packed_bytes(n),)
-            Receives what travels; aligned to 8 bytes. All of it is written to.
+            Receives the message; aligned to 8 bytes. All of it is written to.
         sent : array, shape (n,)
-            Receives what `unpack` makes of the message, bit for bit. Where an element of ``array`` is NaN or infinite,
-            some of it is.
+            Receives the values that `unpack` reads, bit for bit. If ``array`` has NaN or infinity, so has ``sent``.
         key : int
-            64 bits, others for each call: all random choices come from them.
+            64 bits, different for each call: the source of all random choices.
 
         Returns
         -------
         float
-            Squared L2 norm of ``array - sent``; NaN or infinite where an element is.
+            Squared L2 norm of ``array - sent``; NaN or infinite if an element is.
         """
 
     @abstractmethod
-    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        """Write the packed values to an array of the same length and dtype.
-
-        Raises
-        ------
-        MessageError
-            Where it is a message of another length, see `check_length`.
-        """
+    def unpack(self, message: Bytes, out: Floats) -> None:
+        """Write the packed values to an array of the same length and dtype; refuse messages by `check_length`."""
 
     @abstractmethod
-    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
+    def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
         """Add ``factor`` times the packed values to an array of the same length and dtype."""
 
 
@@ -226,7 +220,7 @@ class Quantiser(Compressor):
 class SharedQuantiser(Compressor):
     """A compressor that rounds every element to a grid that all ranks share, so that integers are summed.
 
-    Grids are symmetric and reach as far as any rank asks for. To add one: derive from it and give `scales`,
+    Grids are symmetric and reach as far as any rank asks for. To add one: derive from it and implement `scales`,
     `stochastic` and `reach`.
     """
 
@@ -236,7 +230,7 @@ class SharedQuantiser(Compressor):
     @property
     @abstractmethod
     def scales(self) -> tuple[int, ...]:
-        """Integers at the end of each grid, ascending, of which the first is below 2**24.
+        """Largest integer of each grid, ascending, the first below 2**24.
 
         An element travels on the finest grid on which no rank's integer is beyond ``scales[0]``.
         """
@@ -244,13 +238,13 @@ class SharedQuantiser(Compressor):
     @property
     @abstractmethod
     def stochastic(self) -> bool:
-        """Whether elements are rounded at random, so that they are right on the average; if not, to the nearest."""
+        """Whether elements are rounded at random, exactly in expectation; if not, to the nearest."""
 
     @abstractmethod
-    def reach(self, array: NDArray[np.floating]) -> float:
-        """Return the largest magnitude that this rank wants grids to reach; NaN or infinite where an element is.
+    def reach(self, array: Floats) -> float:
+        """Return the magnitude that this rank wants grids to reach; NaN or infinite if an element is.
 
-        The array may be empty. Elements beyond the ends are taken to them.
+        The array may be empty. Larger elements are clipped.
         """
 
     @property

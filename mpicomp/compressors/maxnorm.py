@@ -29,17 +29,17 @@ class MaxNorm(SharedQuantiser):
         levels = np.floor(x / w * s + random(x.size))  # integers, which ranks sum; + 0.5 with rounding="nearest"
         sent = levels * w / s
 
-    Every element is rounded to one of ``2 s + 1`` points from ``-w`` to ``w``, where ``s = 2**(bits - 1) - 1`` and w is
-    the largest norm of any rank. Integers of all ranks are summed as they travel.
+    Every element is rounded to one of ``2 s + 1`` points from ``-w`` to ``w``, where w is the largest norm of any rank.
+    Integers of all ranks are summed as they travel.
 
     Parameters
     ----------
     bits : int, or sequence of int
-        From 2 to 16, sign included. Several, ascending, are one grid each: the first gives the width of integers, and
+        From 2 to 16, sign included. Several, ascending, are one grid each: the first sets the width of integers, and
         an element goes on the finest grid on which it fits into that width on every rank. ``[6, 10]`` is the paper's
         two-scale form.
     norm : {"max", "l2"}
-        What w is: the largest magnitude, or the L2 norm, which is far larger and leaves few points that are used.
+        w is the largest magnitude, or the L2 norm, which is far larger, so that few points are used.
     rounding : {"stochastic", "nearest"}
         At random, up or down, so that the mean over draws is the element; or to the nearest point, which loses less and
         runs with error feedback. ``"nearest"`` needs ``norm="max"``: with the L2 norm equal elements would all be
@@ -47,18 +47,16 @@ class MaxNorm(SharedQuantiser):
 
     Notes
     -----
-    The variance of a rank's error is at most ``(w / s)**2 / 4`` for each element, of the s of its grid.
-
-    With ``"nearest"`` no error is larger than half a step, nor than its element, so what is kept back is bounded: its
-    largest element is at most ``1 / (2 s - 1)`` of the gradients' largest.
+    The variance of a rank's error is at most ``(w / s)**2 / 4`` for each element, of the s of its grid. With
+    ``"nearest"`` no error is larger than half a step, nor than its element, so the largest element of the residual is
+    at most ``1 / (2 s - 1)`` of the gradients' largest.
 
     Different from the paper and its code:
 
     - bits count the sign, of which the paper's ``s = 2**bits - 1`` takes one more;
-    - on the wire an integer takes as many bits as its sum over ranks can need, not 8, 16 or 32, so that it never
-      overflows;
-    - elements are compared to a finer grid before they are rounded. To look at the rounded ones sends those near its
-      end only where they were rounded down, which is biased.
+    - an integer on the wire takes the bits of its sum over ranks, not 8, 16 or 32, so that it never overflows;
+    - elements are compared to a finer grid before they are rounded: afterwards is biased, as elements near its end
+      would be sent only if they were rounded down.
 
     Examples
     --------
@@ -79,7 +77,7 @@ class MaxNorm(SharedQuantiser):
     rounding: str = "stochastic"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", check_bits(self.id, self.bits))
+        self._set(bits=check_bits(self.id, self.bits))
         check_choice(self.id, "norm", self.norm, ("max", "l2"))
         check_choice(self.id, "rounding", self.rounding, ("stochastic", "nearest"))
         if (self.rounding, self.norm) == ("nearest", "l2"):
@@ -111,7 +109,7 @@ class MaxNorm(SharedQuantiser):
 
 
 def check_bits(subsystem: str, bits: object) -> int | tuple[int, ...]:
-    """Return bits of one grid as an int and of several as a tuple, or say why they are none."""
+    """Return the bits of one grid as an int, of several as a tuple."""
     several = isinstance(bits, Sequence) and not isinstance(bits, str)
     given: list[Any] = list(bits) if several else [bits]  # type: ignore[call-overload]
     whole = all(map(is_integer, given))
@@ -123,7 +121,7 @@ def check_bits(subsystem: str, bits: object) -> int | tuple[int, ...]:
 
 
 def largest(array: NDArray[np.floating]) -> float:
-    """Return the largest magnitude: NaN where an element is, 0 of none."""
+    """Return the largest magnitude: NaN if an element is, 0 without elements."""
     if array.size == 0:
         return 0.0
     most, least = to_python(array.max(), array.min())

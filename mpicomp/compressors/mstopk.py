@@ -15,7 +15,7 @@ from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import to_python
 from mpicomp.registry import register
-from mpicomp.setting_checks import check_least, check_ratio
+from mpicomp.setting_checks import check_least
 
 
 @register
@@ -30,8 +30,7 @@ class MSTopK(Sparsifier):
         sent = np.where(chosen, x, 0)
 
     Bisection leaves two thresholds, one that at most k elements exceed and one that more than k do. Everything above
-    the upper one is sent, and what is missing is taken from between them: a run of neighbours in the order of indices,
-    from a random place on.
+    the upper one is sent, and so is a run of elements between the two, in the order of indices, from a random place on.
 
     Parameters
     ----------
@@ -44,9 +43,9 @@ class MSTopK(Sparsifier):
 
     Notes
     -----
-    Different from published code: exactly the k largest are sent where no threshold that was tried has more than k
-    elements above it (more than k are asked for than exceed the mean, or all magnitudes are equal), where more than 8 k
-    are left above the lower one, and where there are infinities or NaN.
+    Different from published code: exactly the k largest are sent if no threshold tried has more than k elements above
+    it (fewer exceed the mean, or all magnitudes are equal), if more than 8 k are above the lower one, and if there are
+    infinities or NaN.
 
     Examples
     --------
@@ -62,7 +61,6 @@ class MSTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "ratio", check_ratio("mstopk", self.ratio))
         check_least("mstopk", "samplings", self.samplings, 1)
 
     def count(self, numel: int) -> int:
@@ -75,7 +73,7 @@ class MSTopK(Sparsifier):
         return search.exactly(k) if selection is None else selection
 
     def _bracketed(self, search: Search, context: Context) -> Selection | None:
-        """Return the selection that bisection finds; None where it is of no use."""
+        """Return the selection that bisection finds; None if it finds none."""
         mean, top = search.mean, search.top()
         if not 0 <= mean < top:
             return None
@@ -105,10 +103,7 @@ class MSTopK(Sparsifier):
 
 
 class _Counted:
-    """Says how many elements more than k exceed a threshold, by counting them.
-
-    Where no list covers what is asked for, what exceeds the lower threshold is gathered as soon as it is little.
-    """
+    """Counts how many elements more than k exceed a threshold, in a pool of few elements as soon as there is one."""
 
     def __init__(self, search: Search) -> None:
         self._search = search
@@ -125,7 +120,7 @@ class _Counted:
 
 
 class _Ranked:
-    """Says the sign of that number, by the magnitudes of ranks k and k + 1, which are read once."""
+    """Returns the sign of that number, by the magnitudes of ranks k and k + 1, which are read once."""
 
     pool = None
 

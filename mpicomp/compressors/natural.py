@@ -7,10 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.kinds import Quantiser
+from mpicomp.compressors.kinds import Bytes, Floats, Quantiser
+from mpicomp.compressors.wire_format import SIGNS
 from mpicomp.registry import register
-
-_WORD = 64  # signs in a word
 
 
 @register
@@ -24,15 +23,13 @@ class Natural(Quantiser):
         up = random(x.size) < abs(x) / low - 1
         sent = np.copysign(np.where(up, 2 * low, low), x)
 
-    An element takes nine bits, its sign and its exponent, and no scale: elements of any size stand side by side. It is
-    off by an eighth of its energy in expectation at most, so that error feedback contracts; being unbiased it runs
-    without if nothing else is said.
+    An element takes nine bits, its sign and its exponent, and no scale, so elements may differ in size. The expected
+    lost energy is at most an eighth: error feedback contracts, and is off by default as the mean is unbiased.
 
     Notes
     -----
     Random bits are added to the mantissa of a float32 and carry into its exponent: exactly unbiased, down to the least
-    subnormal number. Elements beyond 2**127, the largest power of two, become that. float64 elements are taken to the
-    nearest float32 first.
+    subnormal number. Elements beyond 2**127 become that. float64 elements are rounded to the nearest float32 first.
 
     Examples
     --------
@@ -56,25 +53,23 @@ class Natural(Quantiser):
         return True
 
     def packed_bytes(self, numel: int) -> int:
-        return 8 * (-(-numel // _WORD) + -(-numel // 8))
+        return 8 * (-(-numel // SIGNS) + -(-numel // 8))
 
-    def pack(
-        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
-    ) -> float:
+    def pack(self, array: Floats, message: Bytes, sent: Floats, key: int) -> float:
         message[-8:] = 0  # padding
         words, exponents = self._parts(message, array.size)
         return kernels.pack_exponents(array, words, exponents, sent, key)
 
-    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
+    def unpack(self, message: Bytes, out: Floats) -> None:
         words, exponents = self._parts(message, out.size)
         kernels.unpack_exponents(words, exponents, out)
 
-    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
+    def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
         words, exponents = self._parts(message, out.size)
         kernels.unpack_exponents_add(words, exponents, factor, out)
 
-    def _parts(self, message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+    def _parts(self, message: Bytes, numel: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
         """Return a message's words of signs, and the exponents after them."""
         self.check_length(message, numel)
-        end = 8 * -(-numel // _WORD)
+        end = 8 * -(-numel // SIGNS)
         return message[:end].view(np.uint64), message[end : end + numel]

@@ -1,5 +1,6 @@
 """The sign of every element, and a mean magnitude for each block."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,18 +8,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.kinds import Quantiser
-from mpicomp.errors import ConfigurationError
+from mpicomp.compressors.kinds import Bytes, Floats, Quantiser
+from mpicomp.compressors.wire_format import SIGNS
 from mpicomp.registry import register
-from mpicomp.setting_checks import is_integer
+from mpicomp.setting_checks import check_multiple
 
-_WORD = 64  # signs in a word
+
+@dataclass(frozen=True, repr=False)
+class SignQuantiser(Quantiser):
+    """Words of 64 signs, followed by a float32 magnitude for each block of elements, padded to 8 bytes."""
+
+    @abstractmethod
+    def block_of(self, numel: int) -> int:
+        """Return the number of elements that share a magnitude, a multiple of 64."""
+
+    def packed_bytes(self, numel: int) -> int:
+        return 8 * (-(-numel // SIGNS) + -(-self._blocks(numel) // 2))
+
+    def pack(self, array: Floats, message: Bytes, sent: Floats, key: int) -> float:
+        message[-8:] = 0  # padding
+        words, scales = self._parts(message, array.size)
+        return kernels.pack_signs(array, self.block_of(array.size), scales, words, sent)
+
+    def unpack(self, message: Bytes, out: Floats) -> None:
+        words, scales = self._parts(message, out.size)
+        kernels.unpack_signs(scales, words, self.block_of(out.size), out)
+
+    def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
+        words, scales = self._parts(message, out.size)
+        kernels.unpack_signs_add(scales, words, self.block_of(out.size), factor, out)
+
+    def _blocks(self, numel: int) -> int:
+        return -(-numel // self.block_of(numel))
+
+    def _parts(self, message: Bytes, numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+        """Return a message's words of signs, and the magnitudes after them."""
+        self.check_length(message, numel)
+        end = 8 * -(-numel // SIGNS)
+        return message[:end].view(np.uint64), message[end:].view(np.float32)[: self._blocks(numel)]
 
 
 @register
 @dataclass(frozen=True, repr=False)
-class OneBit(Quantiser):
-    """One bit an element: its sign; and one float32 a block: the mean magnitude, which stands for all of the block's.
+class OneBit(SignQuantiser):
+    """One bit an element, its sign, and one float32 a block: the mean magnitude.
 
     ::
 
@@ -26,7 +59,7 @@ class OneBit(Quantiser):
             v = x[start : start + block]
             sent[start : start + block] = np.mean(abs(v)) * np.copysign(1, v)
 
-    Of all magnitudes the mean loses the least energy, and never more than there is, so that error feedback contracts.
+    Of all magnitudes the mean loses the least energy, and never more than there is, so error feedback contracts.
 
     Parameters
     ----------
@@ -36,9 +69,8 @@ class OneBit(Quantiser):
 
     Notes
     -----
-    A zero travels as the magnitude of its block, by its sign bit. A block of nothing but zeros comes out as zeros.
-
-    A magnitude of float64 elements beyond float32 travels as the largest float32; the rest waits in the residual.
+    A zero travels as the magnitude of its block, by its sign bit; a block of zeros stays zeros. A magnitude of float64
+    elements beyond float32 travels as the largest float32; the rest waits in the residual.
 
     Examples
     --------
@@ -58,33 +90,7 @@ class OneBit(Quantiser):
     block: int = 1024
 
     def __post_init__(self) -> None:
-        if not is_integer(self.block) or self.block < 1 or self.block % _WORD:
-            raise ConfigurationError(f"onebit: block must be a multiple of {_WORD}, got {self.block!r}")
-        object.__setattr__(self, "block", int(self.block))
+        self._set(block=check_multiple("onebit", "block", self.block, SIGNS))
 
-    def packed_bytes(self, numel: int) -> int:
-        return 8 * (-(-numel // _WORD) + -(-self._blocks(numel) // 2))
-
-    def pack(
-        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
-    ) -> float:
-        message[-8:] = 0  # padding
-        words, scales = self._parts(message, array.size)
-        return kernels.pack_signs(array, self.block, scales, words, sent)
-
-    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        words, scales = self._parts(message, out.size)
-        kernels.unpack_signs(scales, words, self.block, out)
-
-    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
-        words, scales = self._parts(message, out.size)
-        kernels.unpack_signs_add(scales, words, self.block, factor, out)
-
-    def _blocks(self, numel: int) -> int:
-        return -(-numel // self.block)
-
-    def _parts(self, message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-        """Return a message's words of signs, and the magnitudes after them."""
-        self.check_length(message, numel)
-        end = 8 * -(-numel // _WORD)
-        return message[:end].view(np.uint64), message[end:].view(np.float32)[: self._blocks(numel)]
+    def block_of(self, numel: int) -> int:
+        return self.block

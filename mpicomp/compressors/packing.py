@@ -2,32 +2,20 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from mpicomp.compressors.kinds import Quantiser
+from mpicomp.compressors.kinds import Bytes, Floats, Quantiser
 
 _MOST = (1 << 64) - 1  # of a key
 
 
 class Packer:
-    """Packs one piece of a bucket, part by part; what it does is what a `Quantiser` does with an array.
-
-    Parameters
-    ----------
-    parts : sequence of (int, Quantiser)
-        Elements and quantiser of each part of the piece, in order.
-    """
+    """Packs one piece of a bucket, whose parts (elements, quantiser) follow each other, as a `Quantiser` does."""
 
     def __init__(self, parts: Sequence[tuple[int, Quantiser]]) -> None:
         self._parts = [(size, quantiser, quantiser.packed_bytes(size)) for size, quantiser in parts]
         self.packed_bytes = sum(nbytes for _, _, nbytes in self._parts)
-        """Length of the message."""
 
-    def pack(
-        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
-    ) -> float:
-        """Pack the piece; see `Quantiser.pack`."""
+    def pack(self, array: Floats, message: Bytes, sent: Floats, key: int) -> float:
+        """Pack the piece as `Quantiser.pack` does."""
         lost, start, place = 0.0, 0, 0
         for number, (size, quantiser, nbytes) in enumerate(self._parts):
             part = slice(start, start + size)
@@ -35,15 +23,15 @@ class Packer:
             start, place = start + size, place + nbytes
         return lost
 
-    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        """Write the packed values; see `Quantiser.unpack`."""
+    def unpack(self, message: Bytes, out: Floats) -> None:
+        """Write the packed values."""
         start, place = 0, 0
         for size, quantiser, nbytes in self._parts:
             quantiser.unpack(message[place : place + nbytes], out[start : start + size])
             start, place = start + size, place + nbytes
 
-    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
-        """Add ``factor`` times the packed values; see `Quantiser.unpack_add`."""
+    def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
+        """Add ``factor`` times the packed values."""
         start, place = 0, 0
         for size, quantiser, nbytes in self._parts:
             quantiser.unpack_add(message[place : place + nbytes], factor, out[start : start + size])
@@ -51,15 +39,7 @@ class Packer:
 
 
 def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:
-    """Return what packs each piece of an array.
-
-    Parameters
-    ----------
-    compressor : Quantiser
-        Where it is bound to a bucket of as many elements as the array has, its parts are packed separately.
-    sizes : sequence of int
-        Elements of each piece, in order.
-    """
+    """Return the packer of each piece of an array; parts that ``compressor`` is bound to are packed separately."""
     if sum(size for size, _ in compressor.parts) != sum(sizes):
         known = {size: Packer([(size, compressor)]) for size in set(sizes)}
         return [known[size] for size in sizes]

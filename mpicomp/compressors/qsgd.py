@@ -3,11 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mpicomp import kernels
-from mpicomp.compressors.grid import Grid
+from mpicomp.compressors.grid import Grid, Grids, Words
+from mpicomp.compressors.kinds import Floats
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice
 
@@ -15,7 +13,7 @@ from mpicomp.setting_checks import check_choice
 @register
 @dataclass(frozen=True, repr=False)
 class QSGD(Grid):
-    """Every element to one of ``2 * s + 1`` multiples of its bucket's norm over s, with ``s = 2**(bits - 1) - 1``.
+    """QSGD (arXiv 1610.02132): every element to one of ``2 * s + 1`` multiples of its bucket's norm over s.
 
     ::
 
@@ -30,8 +28,8 @@ class QSGD(Grid):
     bucket : int
         Elements that share a norm, a multiple of 64. The norm adds ``32 / bucket`` bits to an element.
     rounding : {"stochastic", "nearest"}
-        At random, which is right on the average and needs no error feedback, or to the nearest multiple, which runs
-        with error feedback where it contracts.
+        At random, which is unbiased and needs no error feedback, or to the nearest multiple, which runs with error
+        feedback where it contracts.
     norm : {"max", "l2"}
         A bucket's largest magnitude, or the L2 norm of the paper.
     layers : mapping of str to int, optional
@@ -42,20 +40,18 @@ class QSGD(Grid):
     Different from the paper: norms of buckets, by default the largest magnitude in place of the L2 norm, and
     b bits for every element in place of an Elias code, which has no fixed length. At 4 bits, 15 of 16 codes are used.
 
-    How much is lost. Rounding at random has, in a bucket v of n elements with norm w, an expected error of
-    ``p * (1 - p)`` squared steps an element, p being its place between two points: at most ``n * (w / s)**2 / 4`` in
-    all, and in the L2 form also within the paper's ``min(n / s**2, sqrt(n) / s) * norm2(v)``. Rounding to the nearest
-    point never loses more than that. The energy of the bucket is at least ``w**2`` with either norm, so that below
-    ``n = 4 * s**2`` less is lost than there is: error feedback contracts.
+    Stochastic rounding has, in a bucket of n elements with norm w, an expected error of ``p * (1 - p)`` squared steps
+    an element, p being its place between two points: at most ``n * (w / s)**2 / 4`` in all, and in the L2 form also
+    within the paper's ``min(n / s**2, sqrt(n) / s) * norm2(v)``. Rounding to the nearest point never loses more. The
+    energy of the bucket is at least ``w**2`` with either norm, so error feedback contracts below ``n = 4 * s**2``.
 
-    In longer buckets the L2 form does not, however it rounds. At random, the error of n equal elements is some
-    ``sqrt(n) / s`` times their energy, and what is kept back grows by that from step to step. To the nearest point, n
-    equal elements above ``n = 4 * s**2`` lie below half a step, and none of them would ever be sent. Rounded to the
-    nearest with the largest magnitude as norm, any bucket contracts: the largest element is sent, and no error is
-    larger than its element.
+    In longer buckets the L2 form does not contract. At random, the error of n equal elements is some ``sqrt(n) / s``
+    times their energy, and the residual grows by that from step to step; to the nearest point all of them lie below
+    half a step and are never sent. With the largest magnitude and ``"nearest"`` any bucket contracts: the largest
+    element is sent, and no error is larger than its element.
 
-    Elements are right but for rounding: the step travels as a float32, a place on the grid has 23 fractional
-    bits, and norms of float64 elements beyond float32 are taken to nearly its largest number.
+    The step travels as a float32, a place on the grid has 23 fractional bits, and norms of float64 elements beyond
+    float32 are clipped to nearly its largest number.
 
     Examples
     --------
@@ -79,8 +75,7 @@ class QSGD(Grid):
 
     @classmethod
     def suggested(cls) -> "list[QSGD]":
-        # Four bits that contract; the other quantisers lose more at the same speed
-        return [QSGD(rounding="nearest")]
+        return [QSGD(rounding="nearest")]  # four bits that contract; other quantisers lose more at the same speed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,13 +89,5 @@ class QSGD(Grid):
     def contractive_variant(self) -> "QSGD":
         return self if self.contractive else replace(self, rounding="nearest", norm="max")
 
-    def _pack(
-        self,
-        array: NDArray[np.floating],
-        bases: NDArray[np.float32] | None,
-        steps: NDArray[np.float32],
-        words: NDArray[np.uint64],
-        sent: NDArray[np.floating],
-        key: int | None,
-    ) -> float:
-        return kernels.pack_grid(array, self.bucket, self.bits, self.norm, steps, words, sent, key)
+    def _pack(self, array: Floats, grids: Grids, words: Words, sent: Floats, key: int | None) -> float:
+        return kernels.pack_grid(array, self.bucket, self.bits, self.norm, grids[1], words, sent, key)

@@ -7,32 +7,29 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.device import current_device
 from mpicomp.registry import register
-from mpicomp.setting_checks import check_choice, check_ratio
+from mpicomp.setting_checks import check_choice
 
 _CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the cache
 
 
 @dataclass(frozen=True, repr=False)
 class _Random(SharedSparsifier):
-    """Parameters and count of the random sparsifiers."""
+    """The parameters of random sparsifiers."""
 
     ratio: float = 0.01
     scaled: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
         check_choice(self.id, "scaled", self.scaled, (True, False))
-        object.__setattr__(self, "scaled", bool(self.scaled))
+        self._set(scaled=bool(self.scaled))
 
     @property
-    def feedback(self) -> bool:
-        # Scaled values are unbiased, and the residual would not shrink
+    def feedback(self) -> bool:  # scaled values are unbiased, and the residual would not shrink
         return not self.scaled
 
     @property
@@ -46,9 +43,6 @@ class _Random(SharedSparsifier):
     @property
     def unbiased(self) -> bool:
         return self.scaled
-
-    def count(self, numel: int) -> int:
-        return num_kept(self.ratio, numel)
 
 
 @register
@@ -66,16 +60,15 @@ class RandomK(_Random):
     ratio : float
         Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     scaled : bool
-        Whether values are multiplied by the length of their part, which makes the mean unbiased. That form runs
-        without error feedback.
+        Whether values are multiplied by the length of their part: unbiased, and without error feedback.
     wire
         See `SharedSparsifier`.
 
     Notes
     -----
-    Different from random-k as it is usually given: a part for each position takes the place of a permutation of all of
-    them. An element is sent with probability one over the length of its part, which is k / numel as nearly as integers
-    allow; the chosen ones are spread evenly, and drawing them takes k steps.
+    Different from the usual random-k: one position of each of k parts in place of a permutation. An element is sent
+    with probability one over the length of its part, k / numel as nearly as integers allow; the chosen ones are spread
+    evenly, and drawing them takes k steps.
 
     Examples
     --------
@@ -117,8 +110,7 @@ class BlockRandomK(_Random):
     ratio : float
         Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     scaled : bool
-        Whether values are multiplied by ``numel / k``, which makes the mean unbiased. That form runs without error
-        feedback.
+        Whether values are multiplied by ``numel / k``: unbiased, and without error feedback.
     wire
         See `SharedSparsifier`.
 
@@ -155,20 +147,9 @@ class BlockRandomK(_Random):
 def one_of_each(
     numel: int, random: np.random.Generator, context: Context, out: NDArray[np.uint32], turn: int = 0
 ) -> None:
-    """Write one position of each of ``out.size`` parts of nearly equal length.
+    """Write one position of each of ``out.size`` parts of nearly equal length, ascending.
 
-    Parameters
-    ----------
-    numel : int
-        Length of all parts.
-    random : numpy.random.Generator
-        Draws a position of each part.
-    context : Context
-        Whose workspace is used.
-    out : array of uint32, shape (k,)
-        Receives the positions, ascending.
-    turn : int
-        How many positions further to go; the first of a part follows its last.
+    Positions go ``turn`` further than ``random`` draws them; the first of a part follows its last.
     """
     k = out.size
     draws = context.workspace.host_array("randomk.draws", min(k, _CHUNK), np.float64)
@@ -188,12 +169,12 @@ def one_of_each(
 
 
 def _host_room(out: NDArray[np.uint32], context: Context) -> NDArray[np.uint32]:
-    """Return where the host draws positions: the array itself, if it can write there."""
+    """Return the array in which the host draws positions: ``out`` if it is in host memory."""
     return out if isinstance(out, np.ndarray) else context.workspace.host_array("randomk.drawn", out.size, np.uint32)
 
 
 def _hand_over(drawn: NDArray[np.uint32], out: NDArray[np.uint32]) -> None:
-    """Put positions where they are wanted, if they were drawn elsewhere."""
+    """Copy positions to ``out`` if they were drawn in another array."""
     if drawn is not out:
         current_device().assign(out, drawn)
 

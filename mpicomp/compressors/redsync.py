@@ -24,25 +24,24 @@ class RedSync(Estimator):
         threshold = mean + t * (largest - mean)  # t: see ``search``
         sent = np.where(abs(x) > threshold, x, 0)
 
-    What is selected is often far from k: t takes few values, and the largest magnitude alone moves them all.
+    The number of selected elements is often far from k: t takes few values, and the largest magnitude moves them all.
 
     Parameters
     ----------
     ratio : float
-        Kept fraction in (0, 1] that is aimed at; k is the nearest integer to ``ratio * numel``, at least 1.
+        Intended kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     search : {"binary", "trimmed"}
         ``"binary"`` halves the interval of t, first [0, 1], until it is shorter than 0.2, and takes the last t. It ends
-        sooner where more than k and fewer than 2 k elements exceed the threshold; with fewer than k / 2 it goes on
-        below, otherwise above. ``"trimmed"`` takes the first t of 0.8, 0.6 ... 0 above which there are k elements.
+        sooner if more than k and fewer than 2 k elements exceed the threshold; with fewer than k / 2 it goes on below,
+        otherwise above. ``"trimmed"`` takes the first t of 0.8, 0.6 ... 0 above which there are k elements.
     wire, indices
         See `Sparsifier`.
 
     Notes
     -----
-    Different from the paper's system: the threshold is found again at every step with either search, the form of
-    the search does not depend on a layer's size, and values travel as they are, not as one mean. Different from
-    published code: where the threshold selects nothing or more than 4 k + 1024 elements, and where there are infinities
-    or NaN, exactly the k largest are sent. Of an array of zeros nothing is.
+    Different from the paper's system: the threshold is found at every step, the search does not depend on a layer's
+    size, and values travel as they are, not as one mean. Different from published code: `Estimator` bounds the number
+    of sent elements.
 
     Examples
     --------

@@ -37,45 +37,42 @@ class SIDCo(Estimator):
         excess = abs(x)[abs(x) > threshold] - threshold
         threshold -= np.mean(excess) * np.log((k / excess.size) ** (1 / stages_left))
 
-    The first stage fits all magnitudes and aims at a quarter of them; every later stage fits what exceeds the threshold
-    of the one before. Every 5 steps the number of stages changes by one if what the stages reach, averaged over the
-    steps, misses k by more than 20 %: in the direction of the change before if that helped, otherwise in the other
-    one. Where a step's last stage misses k by more than 10 %, up to 6 corrections follow in the same step.
+    The first stage fits all magnitudes and keeps a quarter; every later stage fits the excess over the threshold
+    before. Every 5 steps the number of stages changes by one if the elements selected by the stages, averaged over the
+    steps, miss k by more than 20 %: in the direction of the last change if that helped, otherwise in the other one.
+    Where a step's last stage misses k by more than 10 %, up to 6 corrections follow in the same step.
 
     Parameters
     ----------
     ratio : float
-        Kept fraction in (0, 1] that is aimed at.
+        Intended kept fraction in (0, 1].
     distribution : {"exponential", "gamma", "pareto"}
         Of the first stage. Later stages are exponential after an exponential one, otherwise generalised Pareto.
     stages : int or None
         None adapts it; a number fixes it.
     corrections : bool
-        False is the paper's estimator, to compare with: what the notes call a deviation is off, but for the exact
+        False is the paper's estimator, to compare with: without the deviations in the notes, but for the exact
         quantile and the exact top-k of few elements and of failed estimates.
     published : bool
-        Whether every estimate is sent as it is, even one that selects nothing or far too much. `as_published` sets it.
+        Whether every estimate is used as it is, even if it selects nothing or far too much. `as_published` sets it.
     wire, indices
         See `Sparsifier`.
 
     Notes
     -----
-    Deviations from the paper and its code. A stage aims at the elements that are still asked for over those
-    that it really has, where the paper multiplies fixed shares: a stage's error is not handed on. Corrections are new:
-    one between a threshold that too many elements exceed and one that too few do, or else another stage. Under
-    error feedback elements crowd below the threshold of the step before, which no distribution fits. The rule for the
-    number of stages climbs (the paper's, fewer stages when too many are selected, sticks at one stage on heavy
-    tails) and begins with 3 stages below a ratio of 0.05, with 2 below 0.25. Zeros are left out of the fit. The gamma
-    quantile is exact. Of more than 2,097,152 elements every n-th group of 1024 is looked at, with n such that at least
-    so many are seen; only the mean and variance of all magnitudes are of all of them. Fewer than 2,048 elements,
-    an estimate that selects nothing, and one that selects more than 4 k + 1,024 elements give an exact top-k, which
-    bounds the message.
+    Deviations from the paper and its code. A stage's share is relative to the elements that it really has; the paper
+    multiplies fixed shares, which passes a stage's error on. Corrections are new: one between a threshold that too many
+    elements exceed and one that too few do, or else another stage. Under error feedback elements crowd below the
+    threshold of the step before, which no distribution fits. The rule for the number of stages climbs (the paper's,
+    fewer stages when too many are selected, sticks at one stage on heavy tails) and begins with 3 stages below a ratio
+    of 0.05, with 2 below 0.25. Zeros are left out of the fit. The gamma quantile is exact. Of more than 2,097,152
+    elements every n-th group of 1024 is read, so that at least as many are; the mean and variance of all magnitudes are
+    of all elements. Fewer than 2,048 elements, and an estimate that `Estimator` refuses, give an exact top-k.
 
-    With ``published`` no law is suspended, but no message is bounded either: the residual keeps what an estimate has
-    left out, all of it if need be. Still different then: the gamma quantile is exact, where the authors' code has that
-    or an approximation; logarithms of zeros, which that code takes to be those of its smallest number, are left out;
-    the number of stages is adapted for each bucket. All three distributions are the paper's, and so is any number of
-    stages.
+    With ``published`` the laws hold, but messages are not bounded: the residual keeps all that an estimate leaves out.
+    Still different then: the gamma quantile is exact, where the authors' code has that or an approximation; logarithms
+    of zeros, in that code those of its smallest number, are left out; the number of stages is adapted for each bucket.
+    All three distributions are the paper's, and so is any number of stages.
     """
 
     id: ClassVar[str] = "sidco"
@@ -91,9 +88,8 @@ class SIDCo(Estimator):
 
     @classmethod
     def as_published(cls, **settings: Any) -> Self:
-        """Return the paper's SIDCo, but for ``settings``."""
-        values: dict[str, Any] = {"published": True, "corrections": False}
-        return cls.from_config(values | settings)
+        """Return the paper's SIDCo, except for ``settings``."""
+        return cls.from_config({"published": True, "corrections": False} | settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,7 +109,7 @@ class SIDCo(Estimator):
         return super().select(accumulated, context)
 
     def _fused(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """Sum, estimate and select in one kernel, and read its numbers at once."""
+        """Sum, estimate and select in one kernel, and read its results at once."""
         memory, workspace = context.memory, context.workspace
         k = num_kept(self.ratio, accumulated.numel)
         stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
@@ -149,7 +145,7 @@ class SIDCo(Estimator):
         return threshold
 
     def _estimate(self, search: Search, stages: int) -> tuple[float, float]:
-        """Return the threshold, and the share of the k elements that the stages alone have reached."""
+        """Return the threshold, and the number of elements that the stages select without corrections, over k."""
         moments, candidates = search.accumulated.moments, search.candidates
         stride = max(1, search.numel // _SAMPLE)
         logarithms = candidates.logarithms(stride) if self.distribution == "gamma" else None
@@ -181,7 +177,7 @@ class SIDCo(Estimator):
         return threshold, reached
 
     def _published(self, search: Search, stages: int) -> tuple[float, float]:
-        """Do what `_estimate` does, by shares that are fixed beforehand, as the paper does."""
+        """Return what `_estimate` does, with the paper's fixed shares."""
         moments, candidates = search.accumulated.moments, search.candidates
         logarithms = candidates.logarithms(1) if self.distribution == "gamma" else None
         share = search.k / search.numel

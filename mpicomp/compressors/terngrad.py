@@ -30,13 +30,13 @@ class TernGrad(SharedQuantiser):
     Parameters
     ----------
     clip : float or None
-        A rank wants w to be its largest magnitude, or ``clip`` times the root of its mean square where that is less;
-        the largest wish of all ranks counts, and elements beyond it are taken to it. Without clipping (None) w follows
-        the largest of all elements, the others are nearly always zero, and the mean over draws is the gradient.
+        w is the maximum over ranks of the smaller of two numbers: a rank's largest magnitude, and ``clip`` times its
+        root mean square; larger elements are clipped to w. Without clipping (None) w follows the largest of all
+        elements, nearly all others are sent as zero, and the mean over draws is the gradient.
 
     Notes
     -----
-    Not for error feedback: what is kept back of an element can be many times the element.
+    Not for error feedback: the error of an element can be many times the element.
 
     Different from the paper:
 
@@ -60,11 +60,10 @@ class TernGrad(SharedQuantiser):
     clip: float | None = 2.5
 
     def __post_init__(self) -> None:
-        if self.clip is None:
-            return
-        if not is_number(self.clip) or not 0 < self.clip < math.inf:
-            raise ConfigurationError(f"terngrad: clip must be None or a positive number, got {self.clip!r}")
-        object.__setattr__(self, "clip", float(self.clip))
+        if self.clip is not None:
+            if not is_number(self.clip) or not 0 < self.clip < math.inf:
+                raise ConfigurationError(f"terngrad: clip must be None or a positive number, got {self.clip!r}")
+            self._set(clip=float(self.clip))
 
     @property
     def scales(self) -> tuple[int, ...]:

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.candidates import list_candidates
 from mpicomp.compressors.context import Context
@@ -29,17 +27,15 @@ class Threshold(Sparsifier):
 
         sent = np.where(abs(x) >= limit, x, 0)
 
-    A top-k loses least in every step; a fixed threshold loses least over a whole training for the same number of
-    elements sent, since more is sent when gradients are large. There is no k, so the size of messages follows the data,
-    from nothing to the whole array.
+    Top-k loses least in every step; a fixed threshold loses least over a training for the same number of elements sent,
+    since more is sent when gradients are large. The size of messages follows the data, from nothing to the whole array.
 
     Parameters
     ----------
     limit : float
-        Magnitudes from here on are sent. 0 sends whatever is not zero. What an element adds up to waits in the residual
-        until it reaches the limit; where its gradients are independent, of mean zero and standard deviation s, that
-        takes about ``(limit / s)**2`` steps. So ten standard deviations of a gradient's elements keep about 1 %, and
-        the default does so for elements of about 0.001.
+        Magnitudes of at least this are sent; 0 sends whatever is not zero. An element waits in the residual until its
+        sum reaches the limit: about ``(limit / s)**2`` steps for independent gradients of standard deviation s. So ten
+        standard deviations keep about 1 %, as the default does for elements of about 0.001.
     wire, indices
         See `Sparsifier`.
 
@@ -60,23 +56,17 @@ class Threshold(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("threshold", "limit", self.limit, 0, math.inf)
-        object.__setattr__(self, "limit", float(self.limit))
+        self._set(limit=check_range("threshold", "limit", self.limit, 0, math.inf))
 
     def expected(self, numel: int) -> int:
-        # The fraction that the limit keeps is known only from the data
-        return num_kept(_SHARE, numel)
+        return num_kept(_SHARE, numel)  # the fraction that the limit keeps is known only from the data
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        below = _predecessor(self.limit, accumulated.dtype)
+        # Elements above the next smaller magnitude are those that reach the limit.
+        below = cpu.magnitude_of(max(0, cpu.magnitude_bits(self.limit, accumulated.dtype) - 1), accumulated.dtype)
         room = context.memory.get("threshold.room", self.expected(accumulated.numel))
         whole = slice(0, accumulated.numel), below, 2 * room + _SLACK
         [candidates] = list_candidates(accumulated, context, [whole])
         selection = candidates.above(below, room)
         context.memory["threshold.room"] = selection.indices.size
         return selection
-
-
-def _predecessor(magnitude: float, dtype: np.dtype) -> float:
-    """Return the next smaller magnitude: elements above it are those that reach the given one."""
-    return cpu.magnitude_of(max(0, cpu.magnitude_bits(magnitude, dtype) - 1), dtype)

@@ -3,21 +3,20 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpicomp.compressors.base_compressor import bound, match_layer_setting, num_kept
+from mpicomp.compressors.base_compressor import BucketParameters, bound, match_layer_setting, num_kept
 from mpicomp.compressors.candidates import list_candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device
-from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
-from mpicomp.setting_checks import check_ratio
+from mpicomp.setting_checks import check_layers, check_ratio
 
 _ROOM = 4  # candidates that are stored, as a multiple of k
 
@@ -33,17 +32,16 @@ class TopK(Sparsifier):
         i = np.sort(np.argsort(-abs(x), kind="stable")[:k])
         sent[i] = x[i]
 
-    Candidates are listed in the sweep that adds gradient and residual, by a bound from the step before; where
-    the bound turns out too high or too low a radix selection finds the exact threshold. The result never
-    depends on the bound.
+    Candidates are listed in the sweep that adds gradient and residual, by a bound from the step before; if that is too
+    high or too low, a radix selection finds the exact threshold. The result never depends on the bound.
 
     Parameters
     ----------
     ratio : float
         Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     layers : mapping of str to float, optional
-        Ratios of parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
-        pattern that matches counts. Each of these parameters is one selection, and so is each run of the others.
+        Ratios of parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first pattern that
+        matches counts. Each of these parameters is selected from separately, and so is each run of the others.
     wire, indices
         See `Sparsifier`.
 
@@ -67,35 +65,24 @@ class TopK(Sparsifier):
     ratio: float = 0.01
     layers: Mapping[str, float] | None = None
     parts: tuple[tuple[int, int], ...] = bound(())
-    """Elements and k of each selection in a bucket, where its parts have different ratios."""
+    """Elements and k of each selection in a bucket whose parts have different ratios."""
 
     @classmethod
-    def suggested(cls) -> "list[TopK]":
-        # For most networks, for slow ones, and for fast ones, where compute time counts
+    def suggested(
+        cls,
+    ) -> "list[TopK]":  # for most networks, for slow ones, and for fast ones, where compute time counts
         return [TopK(wire="bf16"), TopK(wire="q4"), TopK()]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "ratio", check_ratio("topk", self.ratio))
-        if self.layers is not None:
-            if not isinstance(self.layers, Mapping):
-                raise ConfigurationError(f"topk: layers must map names to ratios, got {self.layers!r}")
-            ratios = {str(name): check_ratio(f"topk: layers['{name}']", ratio) for name, ratio in self.layers.items()}
-            object.__setattr__(self, "layers", ratios)
+        layers = check_layers("topk", "ratios", self.layers, lambda name, ratio: check_ratio("topk", ratio, name))
+        self._set(layers=layers)
 
-    def bind(
-        self,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        shapes: Sequence[tuple[int, ...]] = (),
-        *,
-        model: Mapping[str, int] | None = None,
-        warm_up: bool = True,
-    ) -> "TopK":
+    def bind_to(self, bucket: BucketParameters) -> Self:
         if not self.layers:
             return self
         parts: list[tuple[int, float, bool]] = []  # elements, ratio, whether a pattern gave it
-        for name, size in zip(names, sizes, strict=True):
+        for name, size in zip(bucket.names, bucket.sizes, strict=True):
             layer_ratio = match_layer_setting(self.layers, name, None)
             if layer_ratio is None and parts and not parts[-1][2]:
                 parts[-1] = (parts[-1][0] + size, self.ratio, False)
@@ -123,20 +110,7 @@ class TopK(Sparsifier):
 def largest_of_parts(
     accumulated: GradientWithResidual, context: Context, parts: Sequence[tuple[int, int, int]]
 ) -> Selection:
-    """Select the k largest elements of each part of a bucket, exactly.
-
-    Parameters
-    ----------
-    accumulated, context
-        See `Sparsifier.select`; what bounds the candidates of the next step goes into the memory.
-    parts : sequence of (int, int, int)
-        Start, stop and k of each; ascending, disjoint, none empty.
-
-    Returns
-    -------
-    Selection
-        Valid until the next call for the same bucket.
-    """
+    """Select the k largest elements of each part (start, stop, k) of a bucket; parts ascend and are disjoint."""
     whole = [part[:2] for part in parts] == [(0, accumulated.numel)]
     if whole and not accumulated.is_computed and hasattr(accumulated.kernels, "topk"):
         return _fused(accumulated, context, parts[0][2])
@@ -150,7 +124,7 @@ def largest_of_parts(
         outcomes.append(selection)
         bits += [threshold, entry.spare(k)]
     bits = accumulated.to_host(*bits)
-    # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
+    # No bound follows from infinity and NaN, which no checkpoint in JSON could hold either.
     magnitudes = [cpu.magnitude_of(word, accumulated.dtype) for word in bits[::2]]
     thresholds = [threshold if math.isfinite(threshold) else 0.0 for threshold in magnitudes]
     context.memory["thresholds"] = thresholds
@@ -170,10 +144,7 @@ def largest_of_parts(
 
 
 def scratch_for(accumulated: GradientWithResidual, context: Context, k: int) -> Any:
-    """Return what fused kernels need at every step, made for candidates of about k elements.
-
-    Room comes in powers of two, so that a k that varies needs few of them.
-    """
+    """Return the scratch of fused kernels for about k candidates, in powers of two so that a varying k needs few."""
     numel, dtype = accumulated.numel, accumulated.dtype
     room = 1 << (_ROOM * k - 1).bit_length()
     make = accumulated.kernels.Workspace
@@ -181,9 +152,9 @@ def scratch_for(accumulated: GradientWithResidual, context: Context, k: int) -> 
 
 
 def bounds_for(context: Context, name: str) -> tuple[Any, Any]:
-    """Return the array of one number that bounds the candidates of a step, and the one that receives the next bound.
+    """Return the array of one number that bounds a step's candidates, and another for the next step's bound.
 
-    They are two: a step that is undone brings the first one back, whatever was not finite in between.
+    A step that is undone brings the first one back.
     """
     found = context.memory.get(name)
     bound = current_device().zeros(1, np.uint64) if found is None else current_device().to_device(found)
@@ -192,7 +163,7 @@ def bounds_for(context: Context, name: str) -> tuple[Any, Any]:
 
 
 def _fused(accumulated: GradientWithResidual, context: Context, k: int) -> Selection:
-    """Let one kernel make the sum and select; no number of it has to be read."""
+    """Sum and select in one kernel, of which the host reads no number."""
     topk = accumulated.kernels.topk
     scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(context, "topk.bound")
     indices = context.workspace.array("topk.indices", k, np.uint32)
@@ -202,6 +173,6 @@ def _fused(accumulated: GradientWithResidual, context: Context, k: int) -> Selec
 
 
 def _remembered(context: Context, key: str, default: float, parts: int) -> list[float]:
-    """Return a number for every part, as the step before left them if it had as many parts."""
+    """Return the numbers of the step before if it had as many parts, else defaults."""
     numbers: list[float] = context.memory.get(key, [])
     return numbers if len(numbers) == parts else [default] * parts

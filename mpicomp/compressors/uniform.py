@@ -3,18 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mpicomp import kernels
-from mpicomp.compressors.grid import Grid
+from mpicomp.compressors.grid import Grid, Grids, Words
+from mpicomp.compressors.kinds import Floats
 from mpicomp.registry import register
 
 
 @register
 @dataclass(frozen=True, repr=False)
 class Uniform(Grid):
-    """Every element to one of ``2**bits`` points between its bucket's least and largest element.
+    """Every element to one of ``2**bits`` points between the least and the largest element of its bucket.
 
     ::
 
@@ -29,23 +27,20 @@ class Uniform(Grid):
     bucket : int
         Elements that share a grid, a multiple of 64. Least element and step add ``64 / bucket`` bits to an element.
     rounding : {"nearest", "stochastic"}
-        To the nearest point, which runs with error feedback where it contracts, or at random, which is right on the
-        average and needs none.
+        To the nearest point, which runs with error feedback where it contracts, or at random, which is unbiased and
+        needs none.
     layers : mapping of str to int, optional
         Bits of parameters by patterns of names; see `Grid`.
 
     Notes
     -----
-    How much is lost. A bucket of n elements that reach over a range R, in ``L = 2**bits - 1`` steps, loses at most
-    ``n * (R / L)**2 / 4``: to the nearest point in any case, at random in expectation. Its energy is at least that of
-    its two ends, whose squares add up to ``R**2 / 2`` where they lie on both sides of zero and to more elsewhere. So
-    below ``n = 2 * L**2`` less is lost than there is, and error feedback contracts. That takes 3 bits for buckets of 64
-    and 4 for those of 256; with fewer bits feedback is refused.
+    A bucket of n elements over a range R, in ``L = 2**bits - 1`` steps, loses at most ``n * (R / L)**2 / 4``: to the
+    nearest point in any case, at random in expectation. Its energy is at least that of its two ends: ``R**2 / 2`` if
+    they lie on both sides of zero, else more. So error feedback contracts below ``n = 2 * L**2``: 3 bits for buckets of
+    64, 4 for those of 256. With fewer bits feedback is refused.
 
-    Zero is no point of the grid as a rule, so zeros come out as something else: not for gradients that are mostly zero.
-
-    Least elements and steps travel as float32; a range that float32 cannot hold ends early, and error feedback sends
-    the rest.
+    Zero is rarely a point of the grid and is then not kept: not for gradients that are mostly zero. Bases and steps
+    travel as float32; a range that float32 cannot hold ends early, and error feedback sends the rest.
 
     Examples
     --------
@@ -78,14 +73,7 @@ class Uniform(Grid):
         layers = self.layers and {name: max(3, bits) for name, bits in self.layers.items()}
         return self if self.contractive else replace(self, bits=max(3, self.bits), bucket=64, layers=layers)
 
-    def _pack(
-        self,
-        array: NDArray[np.floating],
-        bases: NDArray[np.float32] | None,
-        steps: NDArray[np.float32],
-        words: NDArray[np.uint64],
-        sent: NDArray[np.floating],
-        key: int | None,
-    ) -> float:
+    def _pack(self, array: Floats, grids: Grids, words: Words, sent: Floats, key: int | None) -> float:
+        bases, steps = grids
         assert bases is not None
         return kernels.pack_range(array, self.bucket, self.bits, bases, steps, words, sent, key)

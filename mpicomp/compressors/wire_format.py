@@ -72,16 +72,7 @@ class _Header(NamedTuple):
 
 @dataclass(frozen=True)
 class Wire:
-    """Storage format of the values and indices of a sparse message.
-
-    Parameters
-    ----------
-    values : {None, "fp16", "bf16", "signs", "q8", "q4", "q2"}
-        None is the dtype of the array; ``"signs"`` a bit a value with one magnitude for all; ``"q8"``, ``"q4"`` and
-        ``"q2"`` as many bits a value, with two scales for every 256.
-    indices : {"plain", "elias-fano"}
-        32-bit integers, or a code; `compact` chooses.
-    """
+    """Formats of a sparse message: values in ``VALUES`` (None: the array's dtype), indices in ``INDICES``."""
 
     values: str | None = None
     indices: str = "plain"
@@ -92,7 +83,7 @@ class Wire:
 
 
 def compact(count: int, numel: int) -> str:
-    """Return the storage format for ``count`` indices below ``numel``, from shapes alone, so the same on all ranks.
+    """Return the format of ``count`` indices below ``numel``, from shapes alone, so the same on all ranks.
 
     At least 64 indices are coded, if the code takes at most three quarters of plain integers: coding and decoding take
     1.5 ns an index each, and together at least 3 us. Fewer save less than that at 1 Gbit/s.
@@ -140,20 +131,9 @@ class Sparse:
 
 @dataclass
 class MessageHeader:
-    """The header of a message, and the places of its parts in the memory of several messages.
+    """The header of a message, and the bytes before its values and indices in the memory of several messages.
 
-    Attributes
-    ----------
-    flags : int
-        See `NONFINITE`, `STALE` and `DAMAGED`.
-    energy, lost : float
-        Squared L2 norms.
-    stored, coding : str
-        Formats of values and indices; empty if damaged.
-    count : int
-        Number of values.
-    values_at, indices_at : int
-        Bytes before the values and before the indices.
+    ``stored`` and ``coding`` are the formats of values and indices; a damaged message has flags only.
     """
 
     flags: int
@@ -167,7 +147,7 @@ class MessageHeader:
 
 
 def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
-    """Return the length in bytes of a message with ``count`` elements of an array of ``numel``.
+    """Return the bytes of a message with ``count`` elements of an array of ``numel``.
 
     Examples
     --------
@@ -182,10 +162,8 @@ def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> i
 
 
 def capacity_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
-    """Return a length that holds any message with at most ``count`` elements of an array of ``numel``.
-
-    A code of fewer indices is at most two words longer: it never has more bits, but its two parts are padded.
-    """
+    """Return the bytes that hold any message with at most ``count`` elements of an array of ``numel``."""
+    # A code of fewer indices never has more bits, but its two parts are padded, by at most two words.
     return message_bytes(count, numel, dtype, wire) + (0 if wire.indices == "plain" else 16)
 
 
@@ -199,37 +177,14 @@ def write_message(
     kept: float | NDArray[np.floating],
     finite: bool = True,
 ) -> float:
-    """Fill a message.
+    """Fill a message of `message_bytes`, aligned to 8, and return the energy lost by rounding.
 
-    Parameters
-    ----------
-    out : array of uint8, shape (message_bytes(...),)
-        Aligned to 8 bytes.
-    selection : Selection
-        If values are stored in fewer bits, ``selection.values`` is overwritten by what receivers decode, so that the
-        rounding error stays in the residual: it must not share memory with the accumulated array.
-    numel : int
-        Length of the array that was selected from.
-    wire : Wire
-        Storage format. ``"signs"`` sends the mean magnitude, which loses least.
-    flags : int
-        `NONFINITE` and `STALE`.
-    energy, kept : float
-        Squared L2 norms of the accumulated array, and of the selected values before the call. Both, and ``finite``, may
-        be 0-d arrays of a device. If values are stored as they are, ``kept`` may be ``selection.values``: the launch
-        that writes the header then computes their norm.
-    finite : bool
-        False sets `NONFINITE`.
-
-    Returns
-    -------
-    float
-        Energy lost by rounding. The message says that this and ``energy - kept`` are lost.
-
-    Notes
-    -----
-    Indices that do not ascend or exceed ``numel`` raise nothing here, on one rank: `parse_message` refuses the message
-    on all ranks.
+    If values are stored in fewer bits, ``selection.values`` receives what receivers decode, so that the rounding error
+    stays in the residual: it must not share memory with the accumulated array. ``energy`` and ``kept`` are the squared
+    L2 norms of that array and of the selected values before the call, or, if they are stored as they are, ``kept`` is
+    ``selection.values``: the launch that writes the header then computes their norm. ``finite=False`` sets `NONFINITE`.
+    Indices that do not ascend below ``numel`` raise nothing here, on one rank: `parse_message` refuses the message on
+    all ranks.
     """
     indices, values = selection.indices, selection.values
     if values.size != indices.size:
@@ -279,24 +234,8 @@ def parse_message(
 ) -> Sparse:
     """Return a parsed message; values and indices that are stored as they are stay views of it.
 
-    Parameters
-    ----------
-    message : array of uint8
-        Aligned to 8 bytes.
-    numel : int
-        Length of the array that was selected from.
-    dtype : numpy.dtype
-        float32 or float64, that of the array.
-    workspace : Workspace
-        Holds decoded parts, as ``decoded.indices`` and ``decoded.values``.
-    expected : int, optional
-        The number of values, if known.
-
-    Returns
-    -------
-    Sparse
-        Its indices ascend below ``numel``; it has none if the message is `DAMAGED`. Valid as long as the message, and
-        until the next one is parsed with the same workspace.
+    It is valid as long as the message, and until the next one is parsed with the same workspace, which holds decoded
+    parts. A `DAMAGED` message has no elements. ``expected`` is the number of values, if known.
 
     Raises
     ------
@@ -332,22 +271,10 @@ def parse_message(
 
 
 def unpack_sharing(memory: NDArray[np.uint8], headers: Sequence[MessageHeader], out: NDArray[np.floating]) -> bool:
-    """Write the values of messages in one of the formats `SHARING`.
+    """Write the values of messages with one format of `SHARING` to ``out``, message after message.
 
-    Parameters
-    ----------
-    memory : array of uint8
-        Holds the messages.
-    headers : sequence of MessageHeader
-        One for each message, all with the same format of values.
-    out : array
-        Receives the values, message after message.
-
-    Returns
-    -------
-    bool
-        False if a scale of two to eight bits is negative or not finite although no header says `NONFINITE`. On a device
-        a 0-d array, or True.
+    Return False if a scale of two to eight bits is negative or not finite although no header says `NONFINITE`; on a
+    device a 0-d array, or True.
     """
     stored = headers[0].stored
     if stored in BITS:
@@ -381,10 +308,7 @@ def parse_header(
 
 
 def parse_padded_message(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
-    """Return the parsed message at the start of ``room``, whose length is that of `capacity_bytes`.
-
-    The number of values is unknown here, so padding is checked to be zero.
-    """
+    """Return the parsed message at the start of ``room`` of `capacity_bytes`, after a check that padding is zero."""
     header = _header_of(room)
     if header.flags & DAMAGED:
         return parse_message(room, numel, dtype, workspace)
@@ -400,7 +324,7 @@ def parse_padded_message(room: NDArray[np.uint8], numel: int, dtype: np.dtype[An
 
 
 def _header_of(message: NDArray[np.uint8]) -> _Header:
-    """Return the raw header of a message; see `parse_message` for errors."""
+    """Return the raw header of a message."""
     if message.size < HEADER_BYTES:
         raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
     header = _Header(*_HEADER.unpack_from(received_on_host(message[:HEADER_BYTES]).data))
@@ -412,7 +336,7 @@ def _header_of(message: NDArray[np.uint8]) -> _Header:
 
 
 def _layout_of(header: _Header, numel: int, dtype: np.dtype[Any]) -> tuple[str, str]:
-    """Return the formats of values and indices; see `parse_message` for errors."""
+    """Return the formats of values and indices."""
     stored = _name_of(header.values, _VALUE_CODES, "values")
     coding = _name_of(header.indices, _INDEX_CODES, "indices")
     if stored in ("float32", "float64") and stored != _FULL[dtype]:

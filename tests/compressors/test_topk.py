@@ -107,7 +107,7 @@ def test_layers_are_part_of_the_configuration():
     assert get_compressor(compressor.get_config()) == compressor
     assert compressor.bind(["a", "b"], [10, 10]).get_config() == compressor.get_config()
     assert TopK().bind(["a"], [10]) == TopK()
-    with pytest.raises(ConfigurationError, match=r"topk: layers\['a'\]: ratio is the kept fraction"):
+    with pytest.raises(ConfigurationError, match=r"topk: layers\['a'\] is the kept fraction"):
         TopK(layers={"a": 2})
     with pytest.raises(ConfigurationError, match="topk: layers must map names to ratios"):
         TopK(layers=0.1)

@@ -48,9 +48,6 @@ def test_a_compressor_with_ratios_of_layers_is_for_lgreco_and_accordion():
         ratio: float = 0.05
         layers: dict | None = None
 
-        def bind(self, names, sizes, shapes=(), **rest):
-            return self
-
         def count(self, numel):
             return mpicomp.TopK(self.ratio).count(numel)
 

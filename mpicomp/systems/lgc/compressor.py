@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from typing import Any, ClassVar, Self
 
-from mpicomp.compressors.base_compressor import Compressor, bound, num_kept
+from mpicomp.compressors.base_compressor import BucketParameters, Compressor, bound, num_kept
 from mpicomp.compressors.wire_format import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import sizes
@@ -223,22 +223,15 @@ class LGC(Compressor):
         signs = coded / 8 if self.signs else 0
         return (code + innovation + signs + index_bytes(selected.indices, numel)) / numel
 
-    def bind(
-        self,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        shapes: Sequence[tuple[int, ...]] = (),
-        *,
-        model: Mapping[str, int] | None = None,
-        warm_up: bool = True,
-    ) -> "LGC":
+    def bind_to(self, bucket: BucketParameters) -> Self:
         made = self
-        if not warm_up:  # a code at the second step, which takes what later steps take
+        if not bucket.warm_up:  # a code at the second step: costs are those of later steps
             made = replace(self, dense_steps=0, training_steps=1)
         exceptions = made.exceptions
-        if model is not None or exceptions is None:
-            exceptions = made._exceptions_of(model if model is not None else dict(zip(names, sizes, strict=True)))
-        layers = _layers(names, sizes)
+        if bucket.model is not None or exceptions is None:
+            sizes_here = dict(zip(bucket.names, bucket.sizes, strict=True))
+            exceptions = made._exceptions_of(sizes_here if bucket.model is None else bucket.model)
+        layers = _layers(bucket.names, bucket.sizes)
         coded = [place for place, (name, _) in enumerate(layers) if name not in exceptions]
         parts, start = [], 0
         for place, (name, size) in enumerate(layers):

@@ -18,9 +18,9 @@
 - The bias of ``v`` is corrected as in Adam: the first steps would be thirty times too long otherwise.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from mpicomp.algorithms.countsketch import CountSketch
 from mpicomp.compressors import Context
+from mpicomp.compressors.base_compressor import BucketParameters
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Rounds
@@ -170,16 +171,8 @@ class _Preconditioned(CountSketch):
     variance_of: Callable[[str], torch.Tensor] = field(kw_only=True)
     names: tuple[str, ...] = field(default=(), kw_only=True)
 
-    def bind(
-        self,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        shapes: Sequence[tuple[int, ...]] = (),
-        *,
-        model: Mapping[str, int] | None = None,
-        warm_up: bool = True,
-    ) -> "_Preconditioned":
-        return replace(self, names=tuple(names))
+    def bind_to(self, bucket: BucketParameters) -> Self:
+        return replace(self, names=tuple(bucket.names))
 
     def get_config(self) -> dict[str, Any]:
         return {"id": self.id} | _settings(self)
