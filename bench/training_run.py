@@ -106,6 +106,7 @@ def train(
     once_bytes = round(sum(entry.wire_bytes for entry in transport.log))
     replica.optimizer = optimizer = _wrapped(replica.optimizer, model, settings, transport)
     replica.updater = updater = Updater(task, optimizer, settings.steps)
+    driver = _trial_driver(optimizer, model, settings)
     saves, first = settings.checkpoints, 0
     if saves is not None:
         first = saves.load(task, model, optimizer, updater, transport)
@@ -137,6 +138,8 @@ def train(
             loss, seconds, phases, record = _step(
                 replica, step, transport, comparison, settings.updates is None, backward
             )
+            if driver is not None:
+                driver.after_step()
             timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
             wire += record.wire_bytes
@@ -263,6 +266,17 @@ def _wrapped(optimizer: Any, model: torch.nn.Module, settings: Settings, transpo
         return UpdateOptimizer(optimizer, **words)
     # Phases are to add up to the step, so nothing overlaps.
     return DistributedOptimizer(optimizer, **words, overlap=False, bucket_bytes=settings.bucket_bytes)
+
+
+def _trial_driver(optimizer: Any, model: torch.nn.Module, settings: Settings) -> Any:
+    """Return the driver of a policy that undoes steps, such as flexible as published; None for others."""
+    drive_trials = getattr(optimizer.reducer.policy, "drive_trials", None)
+    if drive_trials is not None and settings.updates is not None:
+        raise ConfigurationError(
+            f"train: trials of policy '{settings.policy.id}' undo steps, and --exchange updates has steps between "
+            "exchanges; leave one of them out"
+        )
+    return None if drive_trials is None else drive_trials(optimizer, model)
 
 
 def _for_any_names(plan: Ran) -> Compressor:

@@ -24,8 +24,8 @@ Array = NDArray[np.float64]
 _OVERSHOOT = 0.5826
 # Exponent of an element's scale in its importance: 1 is the first-order gain of a step of Adam, 2 of a plain one.
 _IMPORTANCE_EXPONENT = 1.5
-# A loss counts more than that of the elements by themselves, since what others learn is worth less without them; for
-# selections twice as much, since measurements differ most there: docs/policies.md has both.
+# A loss counts more than that of the elements alone, which the others depend on; for selections twice as much, since
+# measurements differ most there: docs/policies.md has both.
 _LOSS_FACTOR = 2.0
 _SELECTION_LOSS_FACTOR = 4.0
 _STEPS_PER_LOCAL_STEP = 5.0  # by which training falls behind for each local step beyond the first: docs/policies.md
@@ -46,15 +46,8 @@ class ElementSurvey:
 
     These are of different batches, so what they have in common on one rank is signal, even if ranks have data of
     different kinds. Two surveys in a row are needed for a product. Elements are classed by their scale, the root of
-    their mean square, relative to that of all: gradients become smaller as training goes on. What quantizers send of
-    them, and what waits, is measured by packing them, each with a residual of its own.
-
-    Parameters
-    ----------
-    numel : int
-        Elements of the bucket.
-    quantisers : sequence of Quantiser
-        The quantizers to measure.
+    their mean square, relative to that of all: gradients become smaller as training proceeds. What quantizers send of
+    them, and what waits, is measured by packing them, each with a separate residual.
     """
 
     def __init__(self, numel: int, quantisers: Sequence[Quantiser] = ()) -> None:
@@ -71,13 +64,13 @@ class ElementSurvey:
         self._last_step = -2
 
     def width(self, sizes: Sequence[int]) -> int:
-        """Return 1 + classes times sums: the followed elements or 0, then each class's sums over the mean square."""
+        # The followed elements or 0, then each class's sums over the mean square
         return 1 + (3 + 2 * len(self._quantisers)) * _CLASSES
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """See `Survey.measure`; one object surveys one bucket."""
+        # One object surveys one bucket
         device = current_device()
         indices = device.to_device(self._indices)
         with np.errstate(invalid="ignore"):
@@ -113,29 +106,17 @@ class ElementSurvey:
         return out
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
-        """Return None: the survey knows no layers."""
+        return
 
 
 @dataclass
 class ElementStatistics:
-    """Scales and signal of a bucket's elements, learned from all ranks' surveys; the same on all ranks.
+    """Scales and signal of a bucket's elements, learned from all ranks' surveys; the same on all ranks."""
 
-    Attributes
-    ----------
-    numel : int
-        Elements of the bucket.
-    quantisers : int
-        Number of quantizers that surveys measure.
-    normalises : bool
-        Whether the optimizer divides by the root of a mean square, as Adam does.
-    surveys : int
-        Surveys so far.
-    """
-
-    numel: int
-    quantisers: int = 0
-    normalises: bool = True
-    surveys: int = 0
+    numel: int  # of the bucket
+    quantisers: int = 0  # number of quantizers that surveys measure
+    normalises: bool = True  # whether the optimizer divides by the root of a mean square, as Adam does
+    surveys: int = 0  # so far
 
     def __post_init__(self) -> None:
         self._followed = 1.0
@@ -184,7 +165,7 @@ class ElementStatistics:
     def selection_penalties(
         self, ratios: Array, ranks: int, age: float, by_magnitude: bool = True
     ) -> tuple[Array, Array]:
-        """Return the penalties of selections at some ratios, by each rank and by all together; see the functions."""
+        """Return the penalties of selections at some ratios, by each rank separately and by all jointly."""
         if self.is_zero:
             return np.zeros(ratios.size), np.zeros(ratios.size)
         if by_magnitude:
@@ -193,15 +174,10 @@ class ElementStatistics:
         return drawn, drawn
 
     def quantiser_penalty(self, quantiser: int, ranks: int, age: float) -> float:
-        """Return the penalty of one of the quantizers; see `quantiser_penalty`."""
         if self.is_zero:
             return 0.0
         energies = self.quantiser_energies(quantiser)
         return quantiser_penalty(*self.classes(), *energies, ranks, age, self.normalises)
-
-    def delay_penalty(self, delay: float, ranks: int, age: float) -> float:
-        """Return the penalty of a delay of all elements; see `delay_penalty`."""
-        return delay_penalty(delay, self.signal, ranks, age, self.normalises)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, JSON-able."""
@@ -220,14 +196,7 @@ def mean_waits(scales: Array, signals: Array, thresholds: Array) -> Array:
 
     A gradient is taken to be Gaussian: a mean, which is signal, and noise around it. Their sum over steps leaves the
     interval (-h, h) on average after ``(h / mean) tanh(h mean / variance)`` steps, with h the threshold and the
-    overshoot (Wald's identity).
-
-    Parameters
-    ----------
-    scales, signals : arrays
-        Root mean square of each element's gradients, and the share of signal in their energy, in (0, 1].
-    thresholds : array
-        Broadcast against them.
+    overshoot (Wald's identity). ``scales`` are root mean squares of gradients, ``signals`` shares of their energy.
     """
     means, noise = scales * np.sqrt(signals), scales * scales * (1 - signals)
     reach = thresholds + _OVERSHOOT * np.sqrt(noise)
@@ -239,27 +208,11 @@ def mean_waits(scales: Array, signals: Array, thresholds: Array) -> Array:
 def selection_penalties(
     shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float, normalises: bool = True
 ) -> tuple[Array, Array]:
-    """Return the penalties of sending elements once they exceed a threshold.
+    """Return the penalties of sending elements once they exceed a threshold, at some ratios.
 
-    Parameters
-    ----------
-    shares, scales, signals : arrays, shape (classes,)
-        Share of each class of elements in all, the root mean square of their gradients on a rank, and the share of
-        signal in their energy; shares need not add up to 1.
-    ratios : array, shape (ratios,)
-        Kept fractions; thresholds follow from them.
-    ranks : int
-        Number of ranks, each with its own threshold.
-    age : float
-        Steps of training so far: what waits is a share of them.
-    normalises : bool
-        Whether the optimizer divides by the root of a mean square; else bursts cost nothing.
-
-    Returns
-    -------
-    separate, joint : arrays, shape (ratios,)
-        Penalties in [0, 1] of ranks that send what exceeds their own threshold, and of ranks that all send the same
-        elements.
+    Classes of elements have ``shares`` of all, which need not add up to 1, ``scales`` and ``signals``. Gradients that
+    wait are a share of the ``age`` steps of training so far. Unless the optimizer ``normalises`` bursts cost nothing.
+    The results, in [0, 1], are for ranks that select separately, and for ranks that all send the same elements.
     """
     low, high = _THRESHOLD_RANGE
     thresholds = np.geomspace(low * scales.min(), high * scales.max(), _THRESHOLDS)[:, None]
@@ -267,7 +220,7 @@ def selection_penalties(
     log_kept = np.log((shares / steps).sum(axis=1))[::-1]
     reach = thresholds / scales + _OVERSHOOT * np.sqrt(1 - signals)
     bursts = (reach * reach / steps + (ranks - 1) * signals) / ranks, _joint_bursts(steps, signals, ranks)
-    weights = shares * importance(scales, signals)
+    weights = _weights(shares, scales, signals)
     separate, joint = (
         _penalty(weights, steps, burst if normalises else None, signals, ranks, age, _SELECTION_LOSS_FACTOR)
         for burst in bursts
@@ -282,7 +235,7 @@ def random_penalties(
     # Times between draws vary: their mean square is that of equal ones that are nearly twice as long.
     steps = np.broadcast_to(2 / ratios[:, None] - 1, (ratios.size, scales.size))
     bursts = _joint_bursts(steps, signals, ranks) if normalises else None
-    weights = shares * importance(scales, signals)
+    weights = _weights(shares, scales, signals)
     return _penalty(weights, steps, bursts, signals, ranks, age, _SELECTION_LOSS_FACTOR)
 
 
@@ -296,38 +249,22 @@ def quantiser_penalty(
     age: float,
     normalises: bool = True,
 ) -> float:
-    """Return the penalty of sending all elements in few bits.
+    """Return the penalty of sending all elements in few bits; see `selection_penalties`.
 
     An element too small for its grid is sent as 0 for a while and then as too large a number; one larger than its grid
-    waits. The energy that has waited for t steps is ``t`` times the noise and ``t**2`` times the signal, which gives t.
-
-    Parameters
-    ----------
-    shares, scales, signals, ranks, age, normalises
-        See `selection_penalties`.
-    sent, waiting : arrays, shape (classes,)
-        Energy of each class that is sent in a step, and that waits in residuals, over that of a gradient.
+    waits. ``sent`` and ``waiting`` are the energies of each class in a step and in residuals, over that of a gradient.
+    The energy that has waited for t steps is ``t`` times the noise and ``t**2`` times the signal, which gives t.
     """
     noise = 1 - signals
     delay = (np.sqrt(noise * noise + 4 * signals * waiting) - noise) / (2 * signals)
     bursts = (sent + (ranks - 1) * signals) / ranks if normalises else None
-    weights = shares * importance(scales, signals)
+    weights = _weights(shares, scales, signals)
     [penalty] = _penalty(weights, 1 + 2 * delay[None], bursts, signals, ranks, age, _LOSS_FACTOR)
     return float(penalty)
 
 
 def delay_penalty(delay: float, signal: float, ranks: int, age: float, normalises: bool = True) -> float:
-    """Return the penalty of delaying all elements together.
-
-    Parameters
-    ----------
-    delay : float
-        Steps that energy waits in residuals.
-    signal : float
-        Share of signal in the energy of a gradient.
-    ranks, age, normalises
-        See `selection_penalties`.
-    """
+    """Return the penalty of ``delay`` steps that the energy of all elements waits in residuals."""
     [burst] = _joint_bursts(np.array([1 + delay]), np.array([signal]), ranks)
     efficiency = 1 / np.sqrt(burst / (signal + (1 - signal) / ranks)) if normalises else 1.0
     lost = 1 - efficiency * (1 - min(1.0, delay / max(age, 1.0)))
@@ -335,16 +272,14 @@ def delay_penalty(delay: float, signal: float, ranks: int, age: float, normalise
 
 
 def local_steps_penalty(steps: int, trained: float) -> float:
-    """Return the penalty of ``steps`` local steps from one exchange to the next, after ``trained`` steps.
-
-    A rank's steps follow its own gradients, and those of others come late: much at the beginning and little later.
-    """
+    """Return the penalty of ``steps`` local steps from one exchange to the next, after ``trained`` steps."""
+    # The gradients of other ranks come late, which is a large share of the steps at the beginning only
     return float(min(_STEPS_PER_LOCAL_STEP * (steps - 1) / max(trained, 1.0), 1.0))
 
 
-def importance(scales: Array, signals: Array) -> Array:
-    """Return the importance of an element of each class."""
-    weights: Array = scales**_IMPORTANCE_EXPONENT * signals
+def _weights(shares: Array, scales: Array, signals: Array) -> Array:
+    """Return the importance of each class."""
+    weights: Array = shares * scales**_IMPORTANCE_EXPONENT * signals
     return weights
 
 

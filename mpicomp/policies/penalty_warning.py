@@ -9,7 +9,7 @@ import numpy as np
 
 from mpicomp.collectives import Scheme
 from mpicomp.compressors import Compressor, Quantiser
-from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
+from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey, delay_penalty
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport
 from mpicomp.policies.ratio_levels import suggested_compressors
 
@@ -20,15 +20,7 @@ _log = logging.getLogger("mpicomp.watch")
 
 
 class PenaltyWarning:
-    """Surveys some elements in the first steps, and judges the compressor that the user named, once.
-
-    Parameters
-    ----------
-    compressor : Compressor
-        A compressor with error feedback.
-    normalises : bool
-        See `ElementStatistics`.
-    """
+    """Surveys some elements in the first steps, and judges the compressor with feedback that the user named, once."""
 
     def __init__(self, compressor: Compressor, normalises: bool = True) -> None:
         self._normalises = normalises
@@ -96,7 +88,7 @@ class PenaltyWarning:
             separate, joint = penalties
             return float(joint[0] if scheme.may_drop_selected else separate[0])
         delay = 1 / outcome.gain - 1 if 0 < outcome.gain <= 1 else 0.0
-        return statistics.delay_penalty(delay, self._ranks, _SHORT_STEPS)
+        return delay_penalty(delay, statistics.signal, self._ranks, _SHORT_STEPS, self._normalises)
 
     def _mean(self, of_buckets: Sequence[float]) -> float:
         """Return the mean over elements."""

@@ -22,35 +22,16 @@ class PlanTradeoff:
 
     Training that falls behind by a share of its steps takes ``seconds of a step / (1 - share)`` for a step of dense
     training.
-
-    Parameters
-    ----------
-    penalties : sequence of arrays, shape (rows,)
-        Share of steps by which each row of each bucket falls behind; each bucket has a row of none.
-    seconds : sequence of arrays, shape (rows,)
-        Seconds of each row.
-    weights : sequence of float
-        Shares of the buckets in the progress of a step.
-    ready : sequence of float
-        Seconds at which each bucket is ready, relative to the last one.
-    compute_s : float
-        Seconds of a step outside of exchanges.
-    limit : float
-        The largest share of steps that may be lost, at least 0.
-    local_steps : int
-        Steps that ranks make between two exchanges.
-    local_penalty : float
-        Share of steps that is lost because ranks diverge in these, whatever is exchanged.
     """
 
-    penalties: Sequence[Array]
-    seconds: Sequence[Array]
-    weights: Sequence[float]
-    ready: Sequence[float]
-    compute_s: float
-    limit: float
-    local_steps: int = 1
-    local_penalty: float = 0.0
+    penalties: Sequence[Array]  # by bucket and row, the share of steps that is lost; each bucket has a row of none
+    seconds: Sequence[Array]  # by bucket and row
+    weights: Sequence[float]  # shares of the buckets in the progress of a step
+    ready: Sequence[float]  # seconds at which each bucket is ready, relative to the last one
+    compute_s: float  # seconds of a step outside of exchanges
+    limit: float  # the largest share of steps that may be lost
+    local_steps: int = 1  # from one exchange to the next
+    local_penalty: float = 0.0  # share of steps that is lost by these, whatever is exchanged
 
     def penalty(self, rows: Sequence[int]) -> float:
         """Return the share of steps that is lost with a row for every bucket."""
@@ -106,34 +87,10 @@ def least_total(
 
     L-GreCo's dynamic program (arXiv 2210.17357). Errors are rounded up to bins of ``limit / bins``, and one bin a part
     is added to the capacity: rounding alone then excludes no choice within the limit, and the error is at most ``limit
-    * (1 + parts / bins)``. The choice is never larger than ``default`` if that is within the limit. With ``strict`` no
-    bin is added and nothing is compared: the error is at most ``limit``, and ``default`` is taken only if rounding
-    leaves nothing within it.
-
-    Parameters
-    ----------
-    errors, sizes : sequences of arrays, shape (settings,)
-        Error and size of each setting of each part, not negative.
-    limit : float
-        The largest sum of errors.
-    default : array of int64, shape (parts,), optional
-        Taken if it is smaller than the solution, or nothing is within the limit.
-    bins : int
-        Number of bins of the limit.
-    strict : bool
-        Whether the limit is never exceeded, as published.
-
-    Returns
-    -------
-    array of int64, shape (parts,)
-        If nothing is within the limit and there is no default, the setting of least error of each part.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> errors = [np.array([0.0, 3.0]), np.array([0.0, 2.0])]
-    >>> least_total(errors, [np.array([9.0, 1.0]), np.array([5.0, 1.0])], 3.0).tolist()
-    [1, 0]
+    * (1 + parts / bins)``. The choice is never larger than ``default`` if that is within the limit. With ``strict``, as
+    published, no bin is added and nothing is compared: the error is at most ``limit``, and ``default`` is taken only if
+    rounding leaves nothing within it. If nothing is within the limit and there is no default, each part gets its
+    setting of least error.
     """
     best = np.full(bins + 1 + (0 if strict else len(errors)), np.inf)
     best[0] = 0.0
@@ -152,42 +109,14 @@ def least_total(
 
 
 def least_makespan(
-    errors: Sequence[Array],
-    seconds: Sequence[Array],
-    ready: Sequence[float],
-    limit: float,
-    bins: int = 1000,
+    errors: Sequence[Array], seconds: Sequence[Array], ready: Sequence[float], limit: float, bins: int = 1000
 ) -> tuple[Array, "Solutions"]:
     """Choose a setting for every bucket so that the last one ends soonest, for every limit of the sum of errors.
 
     Bucket b begins when it is ready and the one before it has ended: ``F_b = max(F_{b-1}, ready_b) + seconds``. F grows
-    with F of the bucket before, so the dynamic program of `least_total` is exact with it, to rounding of errors.
-
-    Parameters
-    ----------
-    errors, seconds : sequences of arrays, shape (settings,)
-        Error and seconds of each setting of each bucket.
-    ready : sequence of float
-        Seconds at which each bucket is ready, ascending.
-    limit : float
-        The largest sum of errors.
-    bins : int
-        Number of bins of the limit.
-
-    Returns
-    -------
-    ends : array, shape (bins + buckets + 1,)
-        Least end of the last bucket with errors of at most ``index * limit / bins``; infinite without a choice.
-    solutions : Solutions
-        Has the choice for each of them.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> errors, seconds = [np.array([0.0, 1.0])] * 2, [np.array([5.0, 1.0])] * 2
-    >>> ends, solutions = least_makespan(errors, seconds, [0.0, 4.0], 1.0, bins=10)
-    >>> float(ends[10]), solutions.at(10).tolist()
-    (6.0, [0, 1])
+    with F of the bucket before, so the dynamic program of `least_total` is exact with it, to rounding of errors. Return
+    the least end of the last bucket with errors of at most ``index * limit / bins``, infinite without a choice, shape
+    (bins + buckets + 1,), and the choices.
     """
     best = np.full(bins + len(errors) + 1, -np.inf)  # the first bucket has no end to wait for
     tables: list[NDArray[np.int32]] = []

@@ -28,10 +28,7 @@ def default_compressor() -> Compressor:
 
 
 def suggested_compressors(named: Compressor | None) -> tuple[list[Compressor], list[Quantiser]]:
-    """Return the compressors with a ratio, and the quantizers, that registered compressors suggest.
-
-    A compressor that the user named is the only one.
-    """
+    """Return the compressor with a ratio that the user named; else those, and the quantizers, that classes suggest."""
     if named is not None:
         return [named], []
     names = sorted(COMPRESSORS.names(), key=lambda name: COMPRESSORS.plugin(name) is not None)
@@ -63,13 +60,7 @@ def at_ratio(compressor: Compressor, ratio: float) -> Compressor:
 
 
 def ladder(least: float, most: float, step: float = math.sqrt(2)) -> list[float]:
-    """Return ratios from the least to the most one, each at most ``step`` times the one before.
-
-    Examples
-    --------
-    >>> ladder(0.01, 0.08, 2.0)
-    [0.01, 0.02, 0.04, 0.08]
-    """
+    """Return ratios from the least to the most one, each at most ``step`` times the one before."""
     count = max(1, math.ceil(math.log(most / least) / math.log(step) - 1e-9))
     return [float(f"{least * (most / least) ** (index / count):.4g}") for index in range(count + 1)]
 

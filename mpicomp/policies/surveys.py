@@ -31,18 +31,9 @@ class Survey(Protocol):
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """Measure a bucket, shape (width,).
+        """Measure a bucket with layers of these sizes, shape (width,).
 
-        Parameters
-        ----------
-        accumulated : array, shape (sum of sizes,)
-            Gradient plus residual of this rank, read-only.
-        residual : array, shape (sum of sizes,), or None
-            The residual in it, if there is feedback, read-only.
-        sizes : sequence of int
-            Elements of its layers.
-        step : int
-            Number of the step.
+        ``accumulated`` is the gradient plus the residual of this rank, ``residual`` the latter; both are read-only.
         """
         ...
 
@@ -54,10 +45,7 @@ class Survey(Protocol):
 class SpectrumSurvey:
     """Counts and energies of magnitudes in logarithmic bins, layer by layer.
 
-    Parameters
-    ----------
-    stride : int
-        1 surveys all elements of a layer; n every n-th group of 256 of them, different ones at each step.
+    With a stride of n, every n-th group of 256 elements of a large layer is surveyed, different ones at each step.
     """
 
     def __init__(self, stride: int = 1) -> None:
@@ -65,8 +53,7 @@ class SpectrumSurvey:
         self._workspaces: dict[Device, Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
-        """Return the length: a layer's top bin, counts and energies."""
-        return len(sizes) * (1 + 2 * BINS)
+        return len(sizes) * (1 + 2 * BINS)  # a layer's least bin, counts and energies
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
@@ -107,21 +94,13 @@ class SpectrumSurvey:
                 yield from zip(*(device.to_host(bins) for bins in both), strict=True)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """Return the squared L2 norm of each layer; with a stride, to some percent."""
+        # With a stride exact to some percent
         total: NDArray[np.float64] = measured.reshape(len(sizes), -1)[:, 1 + BINS :].sum(axis=1, dtype=np.float64)
         return total
 
 
 class Spectra:
-    """Spectra of a bucket's layers, summed over ranks.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        Elements of the layers.
-    surveys : array of float32, shape (ranks, width)
-        Results of `SpectrumSurvey` on all ranks.
-    """
+    """Spectra of a bucket's layers, summed over ranks: results of `SpectrumSurvey`, shape (ranks, width)."""
 
     def __init__(self, sizes: Sequence[int], surveys: NDArray[np.float32]) -> None:
         self.sizes = tuple(sizes)

@@ -36,13 +36,7 @@ _DROP = 0.5  # a learning rate that falls to this share has dropped; one lowered
 
 
 class NormSurvey:
-    """Squared L2 norms of layers, where they are large those of a part of their elements.
-
-    Parameters
-    ----------
-    stride : int
-        See `SpectrumSurvey`.
-    """
+    """Squared L2 norms of layers; of large layers those of a sample."""
 
     def __init__(self, stride: int = 1) -> None:
         self._spectra = SpectrumSurvey(stride)
@@ -66,9 +60,9 @@ class Accordion(Adaptive):
     """Two ratios: the larger one for parts of the model whose gradients change much, the smaller one for the others.
 
     A part is a layer with top-k, which is then selected by itself, and a bucket with every other compressor. Where its
-    norm differs from that of the period before by ``threshold`` of that or more, or where that was 0, the part gets
-    ``most``, else ``least``. It gets ``most`` in the first period, too. Where the learning rate has dropped to half of
-    its highest value since the start or since the last such drop, a period begins in which every part gets ``most``. In
+    norm differs from that of the period before by ``threshold`` of that or more, or if that was 0, the part gets
+    ``most``, else ``least``. It gets ``most`` in the first period, too. When the learning rate drops to half of its
+    highest value since the start or since the last such drop, a period begins in which every part gets ``most``. In
     large layers one element in eight is measured.
 
     Parameters
@@ -116,7 +110,7 @@ class Accordion(Adaptive):
         self._survey = NormSurvey(_STRIDE)
         self._looked = 0  # steps of this period
         self._sums: dict[str, float] = {}  # of norms in this period, by part
-        self._norms: dict[str, float] = {}  # in the period before
+        self._norms: dict[str, float] = {}  # means of the period before
         self._quiet: set[str] = set()  # parts that get the smaller ratio
         self._highest: float | None = None  # learning rate
         self._current: dict[int, Compressor] = {}
@@ -130,7 +124,7 @@ class Accordion(Adaptive):
         return self._survey
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        # The state of parts follows their names; where these have changed, a period begins
+        # The state of parts follows their names; if these have changed, a period begins
         self._current.clear()
         yield from super().start(shapes, transport)
         if self._sums.keys() != {part for bucket in range(len(shapes)) for part in self._parts(bucket)}:
@@ -157,8 +151,7 @@ class Accordion(Adaptive):
     def on_telemetry(self, report: StepReport) -> None:
         super().on_telemetry(report)
         if self._has_dropped(report.lr):
-            self._quiet.clear()
-            self._current.clear()
+            self._quiet = set()
             self._begin()
         norms = self._norms_of(report)
         delivered = report.step in self._delivered
@@ -191,7 +184,7 @@ class Accordion(Adaptive):
         self._delivered.clear()
 
     def _parts(self, bucket: int) -> tuple[str, ...]:
-        """Name the parts of a bucket; a bucket as a whole by its first layer."""
+        """Return the names of the parts of a bucket; a whole bucket has that of its first layer."""
         names = self._shapes[bucket].names
         return names if self.by_layer else names[:1]
 
@@ -213,7 +206,7 @@ class Accordion(Adaptive):
         return dropped
 
     def _norms_of(self, report: StepReport) -> dict[str, float] | None:
-        """Return the norm of every part in a step; None where some is not known."""
+        """Return the norm of every part in a step; None unless all are known."""
         norms: dict[str, float] = {}
         for bucket in range(len(self._shapes)):
             if bucket not in report.surveys:
@@ -225,11 +218,11 @@ class Accordion(Adaptive):
 
     def _begin(self) -> None:
         """Begin a period."""
-        self._looked = 0
-        self._sums = {}
+        self._looked, self._sums = 0, {}
+        self._current.clear()
 
     def _compare(self) -> None:
-        """Choose ratios from this period and the one before, and begin the next one."""
+        """Compare this period with the one before, and begin the next one."""
         norms = {part: total / self._looked for part, total in self._sums.items()}
         self._quiet = {
             part
@@ -237,5 +230,4 @@ class Accordion(Adaptive):
             if self._norms.get(part, 0.0) > 0 and abs(self._norms[part] - norm) < self.threshold * self._norms[part]
         }
         self._norms = norms
-        self._current.clear()
         self._begin()

@@ -60,14 +60,7 @@ _MIN_STEPS = 3  # at a ratio: of fewer, an interrupted one could be the median
 class LevelsSurvey:
     """Energies of a bucket, of a selection of it, and of a smaller selection from that one.
 
-    Estimators start afresh in each, so that the result depends on the array, the step and the ratios alone.
-
-    Parameters
-    ----------
-    compressor : Sparsifier or SharedSparsifier
-        Selects by a ratio.
-    ratio, less : float
-        Shares of the bucket's elements in the first and in the second selection.
+    Estimators start afresh in each, so that the result depends only on the array, the step and the ratios.
     """
 
     def __init__(self, compressor: Compressor, ratio: float, less: float) -> None:
@@ -114,8 +107,8 @@ class GraVAC(Adaptive):
     Candidates are fractions of ``most``, down to ``least``: with ``"exponential"`` 1/2, 1/4, 1/16, 1/256 ..., with
     ``"geometric"`` 1/2, 1/4, 1/8, 1/16 ... Gains are those of the accumulated gradients of all ranks, averaged over
     steps; until there are gains, steps are dense. The seconds of a step last from its last rank's start to that of the
-    next step. Where seconds mean nothing (one rank, or ranks of one process without a simulated network), the search
-    goes on down to ``least``.
+    next step. Without seconds (one rank, or ranks of one process without a simulated network) the search continues down
+    to ``least``.
 
     Parameters
     ----------
@@ -171,9 +164,8 @@ class GraVAC(Adaptive):
         check_least(self.id, "window", self.window)
         check_least(self.id, "every", self.every)
         check_range(self.id, "omega", self.omega, 0, 1)
-        for name, value in (("epsilon", self.epsilon), ("smoothing", self.smoothing)):
-            if name == "smoothing" and value is None:
-                continue
+        smoothing = 1 if self.smoothing is None else self.smoothing
+        for name, value in (("epsilon", self.epsilon), ("smoothing", smoothing)):
             check_range(self.id, name, value, 0, 1)
             if value == 0:
                 raise ConfigurationError(f"{self.id}: {name} must be above 0, got {value!r}")
@@ -197,8 +189,8 @@ class GraVAC(Adaptive):
         self._timings = 1 if self.published else self.window  # of which the median is a throughput
         self._throughputs = [deque[float](maxlen=self._timings) for _ in self._ratios]
         self._level: int | None = 0 if self.published else None  # of the next step; None is dense
-        begins = f"floor {self.most:.4g}" if self.published else "dense"
-        self._reason = f"{begins}: no gradient statistics yet"
+        first = f"floor {self.most:.4g}" if self.published else "dense"
+        self._reason = f"{first}: no gradient statistics yet"
         self._run: dict[int, _Run] = {}  # of steps that were not undone, until their report arrives
         self._before: _Step | None = None
 
@@ -229,7 +221,7 @@ class GraVAC(Adaptive):
 
     @property
     def bucket_bytes(self) -> int | None:
-        # As published, each array is compressed by itself
+        # As published, each array is a bucket
         return 1 if self.published else None
 
     @property
@@ -249,7 +241,7 @@ class GraVAC(Adaptive):
 
     def on_telemetry(self, report: StepReport) -> None:
         super().on_telemetry(report)
-        began = float(report.times[:, 0, 0].max())
+        began = float(report.latest[0, 0])
         if self._before is not None and report.step == self._before.step + 1 and began > self._before.began:
             self._throughputs[self._before.level].append(self._before.gain / (began - self._before.began))
         self._before = None
@@ -279,7 +271,7 @@ class GraVAC(Adaptive):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        # A result among other candidates is dropped, and the search starts again
+        # With other candidates the search starts again
         super().load_state_dict(state, cost)
         if state.get("ratios") != self._ratios:
             return
@@ -314,7 +306,7 @@ class GraVAC(Adaptive):
         self._surveyed = report.step
 
     def _gains_at(self, report: StepReport, run: "_Run") -> NDArray[np.float64] | None:
-        """Return the gains of a step at its floor and its candidate, NaN elsewhere; None where they are not known."""
+        """Return the gains of a step at its floor and its candidate, NaN elsewhere; None if unknown."""
         energy, *selected = sum(surveys.astype(np.float64).sum(axis=0) for surveys in report.surveys.values()).tolist()
         if not 0 < energy < np.inf:
             return None
@@ -323,7 +315,7 @@ class GraVAC(Adaptive):
         return gains
 
     def _gains_of(self, report: StepReport) -> NDArray[np.float64] | None:
-        """Return the gain of each candidate in a step, over all buckets; None where it is not known."""
+        """Return the gain of each candidate in a step, over all buckets; None if unknown."""
         lost, energy = np.zeros(len(self._ratios)), 0.0
         for bucket, surveys in report.surveys.items():
             spectra = Spectra(self._shapes[bucket].sizes, surveys)
@@ -364,16 +356,16 @@ class GraVAC(Adaptive):
 
 @dataclass(frozen=True)
 class _Run:
-    """Level of a step, None for dense, and the floor and the candidate at that time."""
+    """Levels of a step."""
 
-    level: int | None
+    level: int | None  # None is dense
     floor: int
     candidate: int
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that has not ended yet: its start, level and gain."""
+    """A step whose end is not known yet."""
 
     step: int
     began: float

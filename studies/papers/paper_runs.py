@@ -150,7 +150,7 @@ def train(
     """
     import resnet  # noqa: F401, registers its task
 
-    from mpicomp.systems.flexible.torch_state import copies_of  # loads torch
+    from mpicomp.systems.flexible.trials import copies_of
 
     shared = SharedModel(get_task(task_name, seed), steps)
     now, compute_s = 0, 0.0 if simulated is None else simulated.compute_s

@@ -41,7 +41,6 @@ HOMES = {
     ),
     "torch": (
         "mpicomp/torch/",
-        "mpicomp/systems/flexible/torch_state.py",
         "mpicomp/systems/lgc/autoencoder.py",
         "mpicomp/systems/optimizers/",
         "bench/training_run.py",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpicomp.cost.formulas import ring
-from mpicomp.systems.flexible.inequalities import published_choice, sparse_sum
+from mpicomp.systems.flexible.published_search import published_choice, sparse_sum
 
 RANKS = 8
 ALPHA = 1e-3  # seconds

@@ -233,7 +233,7 @@ def test_before_the_first_adjustment_and_after():
         seen.append(bucket)
     for bucket in seen[:12]:
         assert set(chosen([bucket]).values()) == {0.05}
-        assert bucket.reason.startswith("lgreco: every layer alike")
+        assert bucket.reason.startswith("lgreco: the same setting for all layers")
     changes = [step for step in range(1, 45) if seen[step].compressor != seen[step - 1].compressor]
     assert changes[0] == 12
     assert {(step - 12) % 15 for step in changes} == {0}
@@ -389,7 +389,7 @@ def test_settings_that_cannot_be(settings, text):
         (mpicomp.TopK(layers={"a": 0.5}), "chooses settings of layers by itself, so topk cannot have them"),
         (mpicomp.PowerSGD(layers={"a": 2}), "chooses settings of layers by itself, so powersgd cannot have them"),
         (mpicomp.QSGD(layers={"a": 2}), "chooses settings of layers by itself, so qsgd cannot have them"),
-        (mpicomp.PowerSGD(rows=64), "tells errors of whole matrices, and rows=64 cuts them"),
+        (mpicomp.PowerSGD(rows=64), "measures errors of whole matrices, and rows=64 cuts them"),
     ],
 )
 def test_compressors_that_it_cannot_work_with(compressor, text):

@@ -1,6 +1,7 @@
 """Steps for a trial under the optimizer: parameters, Adam's state and residuals come back, the schedule goes on."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from replicas import assert_replicas, distribute, network, square  # noqa: E402
 
-from mpicomp.systems.flexible.torch_state import drive_trials  # noqa: E402
+from mpicomp.systems.flexible import drive_trials  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -66,7 +67,7 @@ def test_what_a_trial_changes_comes_back(comm, overlap):
         else:
             assert not same(now, kept)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.99 ** (step + 1))
-    assert "that nothing beats" in optimizer.reducer.last_step.buckets[0].reason
+    assert "of a front of " in optimizer.reducer.last_step.buckets[0].reason
     optimizer.close()
 
 
@@ -98,3 +99,19 @@ def test_join_with_trials_is_refused(comm):
     with pytest.raises(ConfigurationError, match=r"join: trials of policy 'flexible' would undo"), optimizer.join():
         pass
     optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [([], 0, ""), (["--exchange", "updates"], 2, "train: trials of policy 'flexible' undo steps")],
+)
+def test_train_with_the_published_search_makes_its_trials(mpiexec, tmp_path, words, status, text):
+    pytest.importorskip("sklearn")
+    metrics, policy = tmp_path / "metrics.jsonl", json.dumps(SEARCH | {"least": 0.05})
+    command = ["train", "--task", "digits", "--steps", "24", "--no-verdict", "--policy", policy, "--metrics", metrics]
+    done = mpiexec(2, "-m", "mpicomp", *command, *words, timeout=100)
+    assert done.returncode == status, done.stderr
+    assert text in done.stderr
+    if status == 0:
+        reasons = [json.loads(line)["buckets"][0]["reason"] for line in metrics.read_text().splitlines()]
+        assert ["trial" in reason for reason in reasons] == [False] + [True] * 20 + [False] * 3

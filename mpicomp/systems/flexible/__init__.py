@@ -6,9 +6,9 @@ ring or a tree is the fastest. The ratio is a problem of three objectives: secon
 and 1 / gain. Where the gain or the network changes, each candidate ratio runs for ten steps from a checkpoint, NSGA-II
 finds the front, and one of its points runs. The collectives stand in `mpicomp.collectives`: star-topk and var-topk.
 
-**`Flexible.as_published()`** is that search (`published_search`, with `inequalities` and NSGA-II of `pareto`). Its
-trials undo steps, so a `TrialDriver` runs around the training loop: it copies and restores parameters, the optimizer's
-state and residuals. `torch_state` has the driver of PyTorch. Different from the paper:
+**`Flexible.as_published()`** is that search (`published_search`, with NSGA-II of `pareto`). Its trials undo steps, so a
+`TrialDriver` runs around the training loop: it copies and restores parameters, the optimizer's state and residuals.
+`drive_trials` returns that of PyTorch, and `mpicomp train` calls it. Different from the paper:
 
 - Links are measured by this library. The tree is recursive doubling, half of what the formula says.
 - The gain is that of all ranks' squared norms.
@@ -17,13 +17,13 @@ state and residuals. `torch_state` has the driver of PyTorch. Different from the
 - Residuals and the optimizer's state are restored, too, and residuals begin at zero.
 - Indices are coded, unless the compressor says otherwise; the formulas count them in 32 bits.
 
-Dense is no candidate then: this is the one policy under which a step may be slower than dense.
+Dense is no candidate then: a step may be slower than dense.
 
 **Here**, without `as_published`, nothing is tried: gains of all ratios come from one spectrum, seconds from the cost
 model, which holds both of the paper's times; all options are compared, dense among them (`option_policy`).
 """
 
 from mpicomp.systems.flexible.option_policy import Flexible
-from mpicomp.systems.flexible.trials import TrialDriver
+from mpicomp.systems.flexible.trials import TrialDriver, drive_trials
 
-__all__ = ["Flexible", "TrialDriver"]
+__all__ = ["Flexible", "TrialDriver", "drive_trials"]

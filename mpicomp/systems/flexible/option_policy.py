@@ -12,8 +12,9 @@ from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
+from mpicomp.policies.adaptive import MeasuredPolicy
 from mpicomp.policies.plan_selector import PlanSelector, PlanTable, collectives_for
-from mpicomp.policies.policy import BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings, feedback_of
+from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, default_compressor, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
@@ -40,26 +41,23 @@ class Option:
 
 @register
 @dataclass(eq=False)
-class Flexible(Policy):
+class Flexible(MeasuredPolicy):
     """Chooses a ratio, and allgather, star-topk, var-topk or dense, by seconds and by gain.
 
-    It names these collectives itself, although star-topk and var-topk leave out what the leading rank has not selected:
-    their gain counts that. Whether a sum takes a ring or a tree follows from the predicted seconds.
+    It chooses star-topk and var-topk although they leave out elements that the leading rank has not selected: their
+    gain counts that. Whether a sum takes a ring or a tree follows from the predicted seconds.
 
-    An option is a ratio with a kind of collective, or dense. Its objectives are the predicted seconds of all buckets,
-    their computation and the exchange, and 1 / gain. Of the options on the front one is chosen: that of the least
-    weighted objective, or the knee. Each bucket then takes the fastest collective of that kind.
+    An option is a ratio with a kind of collective, or dense. Its objectives are 1 / gain and the predicted seconds of
+    all buckets, computation and exchange. Of the options on the front the one of the least weighted objective is
+    chosen, or the knee. Each bucket then takes the fastest collective of that kind.
 
-    The choice is repeated
+    Gains are measured if the gain of the current option has changed by ``gain_threshold``, and after ``every`` steps;
+    the choice is repeated then, and if latency or bandwidth of the network have changed.
 
-    - with new gains: they are measured where the gain of what is sent has changed by ``gain_threshold`` since they
-      were, and after ``every`` steps;
-    - where latency or bandwidth of the network have changed.
-
-    Gains of all ratios come from one survey of one element in eight of large layers. Where another rank's indices are
-    sent the gain is less, by as much as was measured when that option last ran. Until the first survey arrives, two
-    steps, all is dense, or of the largest ratio where the collective is named. Without measurements seconds are those
-    of a network of 1 Gbit/s.
+    Gains of all ratios come from one survey of one element in eight of large layers. With another rank's indices the
+    gain is less, by as much as was measured when that option last ran. Until the first survey arrives, two steps, all
+    is dense, or of the largest ratio if the collective is named. Without measurements seconds are those of a network of
+    1 Gbit/s.
 
     Parameters
     ----------
@@ -71,17 +69,17 @@ class Flexible(Policy):
         ``"weighted"`` takes the least ``max(0.6 x seconds, 0.4 / gain)``, ``"knee"`` the least sum, after both
         objectives are scaled to 0 for the best and 1 for the worst on the front.
     gain_threshold : float
-        Relative change of the gain after which gains are measured, above 0.
+        Relative change of the gain at which gains are measured, above 0.
     every : int or None
-        Steps after which they are measured in any case; None is never.
+        Steps between measurements of gains at most; None sets no limit.
     solver : {"exact", "nsga2"}
-        ``"exact"`` compares all options. ``"nsga2"`` has NSGA-II search ratios and kinds, with objectives between two
+        ``"exact"`` compares all options. ``"nsga2"`` searches ratios and kinds by NSGA-II, with objectives between two
         ratios interpolated, and takes the nearest options; it needs pymoo (``pip install 'mpicomp[nsga]'``).
     ramp : int
         Steps in which the ratio falls linearly from 1 to ``most`` before anything is measured; in the paper's code five
         epochs.
     published : bool
-        Whether it is the paper's search; see `as_published`.
+        Whether the paper's search runs; see `as_published`.
     """
 
     id: ClassVar[str] = "flexible"
@@ -102,7 +100,7 @@ class Flexible(Policy):
     published: bool = field(default=False, kw_only=True)
 
     def __new__(cls, *settings: Any, published: object = False, **named: Any) -> "Flexible":
-        """Make the one of the two searches that ``published`` names."""
+        """Make the paper's search if ``published``."""
         from mpicomp.systems.flexible.published_search import FlexibleSearch  # derives from this class
 
         return super().__new__(FlexibleSearch if published is True else cls)
@@ -135,7 +133,7 @@ class Flexible(Policy):
         self.feedback = feedback_of(self.compressor, settings.feedback)
         self._pinned = None if settings.collective == "auto" else settings.collective
         if self._pinned is not None:
-            bind(self.compressor, self._pinned)  # what does not fit is refused here
+            bind(self.compressor, self._pinned)  # raises if it does not fit
         self._selector = PlanSelector(self.id, self.feedback, settings.cost)
         self._ratios = candidates(self.least, self.most, self.factor)
         self._survey = SpectrumSurvey(_STRIDE)
@@ -143,26 +141,22 @@ class Flexible(Policy):
         self._options: list[Option] = []
         self._rows: list[dict[Option, NDArray[np.int64]]] = []  # by bucket
         self._current: Option | None = None
-        self._seen: dict[Option, float] = {}  # share that an option was seen to gain of what the spectrum says
+        self._seen: dict[Option, float] = {}  # measured gain of an option over that of the spectrum
         self._spectral: NDArray[np.float64] | None = None  # gains of the ratios
-        self._asking = True  # whether this step is looked at
-        self._awaited: int | None = None  # the last step, until ranks have reported it
-        self._since = 0  # steps since gains were new
+        self._asking = True  # whether this step is surveyed
+        self._awaited: int | None = None  # the last step, until its report arrives
+        self._since = 0  # steps since the last measurement of gains
         self._window = _WINDOW
-        self._ramped = 0  # steps of the ramp that were made
+        self._ramped = 0  # steps of the ramp so far
         self._ran, self._gain = 0, 0.0  # steps of the current option, and its gain in the last of them
-        self._reference: float | None = None  # its gain when gains were new
+        self._reference: float | None = None  # its gain at the last measurement
         first = "dense" if self._pinned is None else "the largest ratio"
-        self._reason = f"{first} until gradients have been looked at"
-
-    @property
-    def cost(self) -> CostModel | None:
-        return self._selector.cost
+        self._reason = f"{first}: no gradient statistics yet"
 
     @property
     def wants_telemetry(self) -> bool:
         # The survey of a step arrives at the end of the next one
-        return self._selector.wants_telemetry or self._awaited is not None
+        return super().wants_telemetry or self._awaited is not None
 
     def survey(self, bucket: int) -> Survey | None:
         return self._survey if self._asking and not self._ramping else None
@@ -176,7 +170,7 @@ class Flexible(Policy):
         self._renew()
         yield from self._selector.start([self._ladder(group) for _ in shapes], shapes, transport)
         self._rows = [self._by_option(table) for table in self._selector.tables]
-        found = self._rows[0] if self._rows else {}  # without buckets nothing is exchanged
+        found = self._rows[0] if self._rows else {}  # there may be no buckets
         self._options = [option for option in found if self._pinned is None or option.kind != "dense"]
         if self._current not in self._options:
             self._current = None
@@ -208,7 +202,7 @@ class Flexible(Policy):
         if self._awaited is None or report.step < self._awaited:
             return
         self._awaited = None
-        if len(report.surveys) < len(self._shapes):  # it was lost on its way
+        if len(report.surveys) < len(self._shapes):  # the survey was lost
             self._asking = True
             return
         spectra = [Spectra(shape.sizes, report.surveys[bucket]) for bucket, shape in enumerate(self._shapes)]
@@ -226,15 +220,15 @@ class Flexible(Policy):
         return {"current": current, "seen": seen, "ramped": self._ramped}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        # The last choice runs on until gradients have been surveyed
-        self._selector.load_cost(cost)
+        # The last choice runs until gradients have been surveyed
+        super().load_state_dict(state, cost)
         current = state.get("current")
         self._current = None if current is None else Option(float(current[0]), str(current[1]))
         if self._options and self._current not in self._options:
             self._current = None
         self._seen = {Option(float(ratio), str(kind)): float(share) for ratio, kind, share in state.get("seen", [])}
-        self._ramped = int(state.get("ramped", self.ramp))  # a run that had no ramp has none after it is resumed
-        self._reason = "as before the restart until gradients have been looked at"
+        self._ramped = int(state.get("ramped", self.ramp))  # a run without a ramp has none after it is resumed
+        self._reason = "as before the restart: no gradient statistics yet"
         self._asking = True
         self._renew()
 
@@ -264,14 +258,12 @@ class Flexible(Policy):
         return self._ramped < self.ramp
 
     def _plan_of_ramp(self, bucket: int) -> Plan:
-        """Return a plan of a ratio above those that are chosen, by the collective of the largest one of these.
-
-        Its seconds are not learnt from: they would count for that one.
-        """
+        """Return a plan of a larger ratio, by the collective of the largest candidate."""
         ratio = 1 + (self.most - 1) * self._ramped / self.ramp
         option = self._option_of_ramp(ratio)
         reason = f"ratio {ratio:.4g}, step {self._ramped} of the ramp"
         rows, compressor = self._rows[bucket][option], at_ratio(self.compressor, ratio)
+        # Its seconds would count for the largest candidate, so they are not learned from
         return replace(self._selector.plan(bucket, rows, reason, compressor), settled=False, prediction=None)
 
     def _option_of_ramp(self, ratio: float) -> Option:
@@ -309,11 +301,11 @@ class Flexible(Policy):
             self._gain += (gain - self._gain) / min(self._ran, self._window)
 
     def _renew(self) -> None:
-        """Drop the gains seen of the option that ran."""
+        """Forget the gains of the option that ran."""
         self._ran, self._gain, self._reference = 0, 0.0, None
 
     def _changed(self) -> bool:
-        """Return whether the current option's gain has changed; once it is known for the first time, take it up."""
+        """Return whether the current option's gain has changed; its first value is the reference."""
         if self._ran < self._window or self._spectral is None:
             return False
         if self._reference is None:
@@ -324,7 +316,7 @@ class Flexible(Policy):
         return abs(self._gain - self._reference) >= self.gain_threshold * self._reference
 
     def _note(self) -> bool:
-        """Note what one rank's indices gain as a share of the spectrum's; return whether that is news."""
+        """Record the gain with one rank's indices over the spectrum's; return whether it has changed."""
         option = self._current
         if option is None or option.kind not in _LED or self._ran < self._window:
             return False
@@ -335,7 +327,7 @@ class Flexible(Policy):
         return abs(now - before) >= self.gain_threshold * before
 
     def _solve(self) -> None:
-        """Choose by the current state."""
+        """Choose an option by the current state."""
         if self._spectral is None:
             return
         objectives = self.objectives()
@@ -349,11 +341,11 @@ class Flexible(Policy):
             self._renew()
         self._reason = (
             f"ratio {option.ratio:.4g} by {option.kind}, gain {1 / objectives[place, 1]:.3f}, "
-            f"{self.choice} of {best.size} that nothing beats"
+            f"{self.choice} of a front of {best.size}"
         )
 
     def _evolve(self, objectives: pareto.Objectives) -> NDArray[np.int64]:
-        """Return the options that are nearest to what NSGA-II finds, with the logarithm of the ratio and the kind."""
+        """Return the options nearest to the front that NSGA-II finds, in the logarithm of the ratio and the kind."""
         kinds = list(dict.fromkeys(option.kind for option in self._options))
         places = {kind: [p for p, option in enumerate(self._options) if option.kind == kind] for kind in kinds}
         grids = {kind: np.log([self._options[place].ratio for place in members]) for kind, members in places.items()}
@@ -374,13 +366,7 @@ class Flexible(Policy):
 
 
 def candidates(least: float, most: float, factor: float) -> list[float]:
-    """Return ratios from the least to the most one, each ``factor`` times the one before but at the lower end.
-
-    Examples
-    --------
-    >>> candidates(0.001, 0.1, 3.0)
-    [0.001, 0.003704, 0.01111, 0.03333, 0.1]
-    """
+    """Return ratios from the least to the most one, each ``factor`` times the one before but at the lower end."""
     count = max(1, round(math.log(most / least) / math.log(factor))) if most > least else 0
     ratios = [least, *(most / factor**place for place in range(count))]
     return sorted({float(f"{ratio:.4g}") for ratio in ratios})

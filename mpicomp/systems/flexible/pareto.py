@@ -13,23 +13,14 @@ Objectives = NDArray[np.float64]
 """A row each, shape (rows, objectives); less is better in every column."""
 
 # Of NSGA-II, as in the published code of Flexible Communication.
-_POPULATION = 40  # points of a generation
-_OFFSPRING = 10  # new points of a generation
-_GENERATIONS = 40  # generations
+_POPULATION = 40
+_OFFSPRING = 10
+_GENERATIONS = 40
 _SEED = 1  # the same on all ranks
 
 
 def front(objectives: Objectives) -> NDArray[np.int64]:
-    """Return the rows that no other one dominates, ascending by the first objective.
-
-    A row dominates another one that it is nowhere worse and somewhere better than. Of equal rows the first is given.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> front(np.array([[3.0, 1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 2.0]])).tolist()
-    [1, 0]
-    """
+    """Return the rows that no other one dominates, ascending by the first objective; of equal rows the first."""
     no_worse = (objectives[:, None] <= objectives[None]).all(axis=2)
     better = (objectives[:, None] < objectives[None]).any(axis=2)
     equal_before = np.tril(no_worse & no_worse.T, -1).any(axis=1)
@@ -38,39 +29,24 @@ def front(objectives: Objectives) -> NDArray[np.int64]:
 
 
 def normalised(objectives: Objectives) -> Objectives:
-    """Return objectives from 0, the ideal, to 1, the nadir: the least and the most of each among these rows."""
+    """Scale each objective to 0 for its least value among these rows and 1 for its largest."""
     ideal, nadir = objectives.min(axis=0), objectives.max(axis=0)
     scaled: Objectives = (objectives - ideal) / np.where(nadir > ideal, nadir - ideal, 1.0)
     return scaled
 
 
 def weighted(objectives: Objectives, weights: Sequence[float]) -> int:
-    """Return the row of a front whose worst weighted objective is least (achievement scalarising), after normalising.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> weighted(np.array([[0.0, 1.0], [0.3, 0.3], [1.0, 0.0]]), (0.5, 0.5))
-    1
-    """
-    worst = (normalised(objectives) * np.asarray(weights)).max(axis=1)
-    return int(worst.argmin())
+    """Return the row of a front whose worst weighted objective is least (achievement scalarizing), after scaling."""
+    return int((normalised(objectives) * np.asarray(weights)).max(axis=1).argmin())
 
 
 def knee(objectives: Objectives) -> int:
-    """Return the row of a front that is farthest below the plane through its ends, after normalising; else the first.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> knee(np.array([[0.0, 1.0], [0.1, 0.4], [0.5, 0.3], [1.0, 0.0]]))
-    1
-    """
+    """Return the row of a front that is farthest below the plane through its ends, after scaling."""
     return int(normalised(objectives).sum(axis=1).argmin())
 
 
 def check_installed() -> None:
-    """Raise where a package that `evolve` needs is not installed."""
+    """Raise `ConfigurationError` if a package that `evolve` needs is not installed."""
     if find_spec("pymoo") is None:
         raise ConfigurationError(
             "pareto: NSGA-II needs pymoo, which is not installed; pip install 'mpicomp[nsga]', or use solver='exact'"
@@ -80,24 +56,9 @@ def check_installed() -> None:
 def evolve(
     evaluate: Callable[[NDArray[np.float64]], Objectives], least: Sequence[float], most: Sequence[float]
 ) -> NDArray[np.float64]:
-    """Seek a front of real variables by NSGA-II, with the settings of Flexible Communication's code.
+    """Return a front of real variables within bounds, by NSGA-II with the settings of the paper's code; deterministic.
 
-    Parameters
-    ----------
-    evaluate : callable
-        Gives the objectives of variables, shape (rows, variables).
-    least, most : sequence of float
-        Bounds of each variable.
-
-    Returns
-    -------
-    array, shape (rows, variables)
-        The same for the same objectives.
-
-    Raises
-    ------
-    ConfigurationError
-        Where pymoo is not installed.
+    ``evaluate`` returns the objectives of variables, shape (rows, variables).
     """
     check_installed()
     from pymoo.algorithms.moo.nsga2 import NSGA2

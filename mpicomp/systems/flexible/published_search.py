@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Network
+from mpicomp.cost.formulas import Terms, allgather, broadcast, ring, tree
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, ladder
@@ -19,17 +20,14 @@ from mpicomp.policies.surveys import Survey
 from mpicomp.reducer.agreement import agree
 from mpicomp.rounds import Group, Rounds
 from mpicomp.systems.flexible import pareto
-from mpicomp.systems.flexible.inequalities import published_choice, ring_beats_tree, sparse_sum
 from mpicomp.systems.flexible.option_policy import Flexible, Option, candidates
 from mpicomp.transport.base import Transport
 
-TRIAL = 10
-"""Steps for which a candidate runs."""
-
+TRIAL_STEPS = 10  # of each candidate
 _WEIGHTS = (0.6, 0.6, 0.4)  # of both times and of 1 / gain: the code has one time at 0.6, the paper gives no weights
-_CHANGES = 5  # of the gain from step to step, of which the mean counts: the window of the paper's code
-_ALL = 1 << 62  # bytes of a bucket that holds everything
-_BETWEEN = 4  # ratios that can run, for every factor between two candidates
+_CHANGES = 5  # of the gain from step to step, whose mean counts: the window of the paper's code
+_ALL_BYTES = 1 << 62  # of a bucket that holds everything
+_BETWEEN = 4  # ratios that can run for each factor between two candidates
 _LEAST_GAIN = 1e-9  # smallest gain that is divided by
 _INNER = {"ring": "ring", "tree": "recursive-doubling"}
 
@@ -59,32 +57,32 @@ class FlexibleSearch(Flexible):
     def configure(self, settings: UserSettings) -> None:
         super().configure(settings)
         for name in self._names():
-            bind(self.compressor, name)  # what does not fit is refused here
+            bind(self.compressor, name)  # raises if it does not fit
         self._tried = candidates(self.least, self.most, self.factor)
         if self.least < self.most:
             self._ratios = sorted({*self._tried, *ladder(self.least, self.most, self.factor ** (1 / _BETWEEN))})
         self._trial: int | None = None  # the candidate that runs
-        self._steps = 0  # that it has run
-        self._back = False  # whether a trial was broken off, so that its steps are to be undone
+        self._steps = 0  # of the trial so far
+        self._back = False  # whether a trial was interrupted, so that its steps have to be undone
         self.trial_action: str | None = None  # for `TrialDriver`: "keep" copies, "restore" loads the copy
         self.has_driver = False
         self._action_due = False  # whether the last step has ended with an action
         self._candidate_of: dict[int, int] = {}  # by step, until its seconds are known
-        self._energies = np.zeros((2, len(self._tried)))  # that were sent and that there were, in trials
-        self._seconds: list[list[tuple[float, float]]] = []  # computing and in rounds, of each step of each candidate
+        self._energies = np.zeros((2, len(self._tried)))  # that trials have sent, and in all
+        self._seconds: list[list[tuple[float, float]]] = []  # computing and in rounds, by candidate and step
         self._objectives: pareto.Objectives | None = None
         self._changes = deque[float](maxlen=_CHANGES)  # of the gain, relative, from step to step
-        self._last_gain = 0.0  # of the step before; 0 where there is none
+        self._last_gain = 0.0  # of the step before; 0 if there is none
         self._link = 0.0, 0.0
         self._reason = "the largest ratio until every candidate has run"
 
     @property
     def bucket_bytes(self) -> int:
-        return _ALL
+        return _ALL_BYTES
 
     @property
     def wants_telemetry(self) -> bool:
-        return self._selector.wants_telemetry or bool(self._candidate_of)
+        return super().wants_telemetry or bool(self._candidate_of)
 
     def survey(self, bucket: int) -> Survey | None:
         # Trials measure the gains
@@ -132,7 +130,7 @@ class FlexibleSearch(Flexible):
             self._energies[:] = 0
             self._seconds = [[] for _ in self._tried]
         elif self._awaited is not None:
-            self._asking = step > self._awaited + 1  # their seconds were lost on the way
+            self._asking = step > self._awaited + 1  # the reports of their seconds were lost
         else:
             self._since += 1
             self._follow_gain(outcomes)
@@ -160,7 +158,7 @@ class FlexibleSearch(Flexible):
             self._solve()
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        # The last choice runs on until the next search
+        # The last choice runs until the next search
         super().load_state_dict(state, cost)
         self._trial, self._candidate_of, self._awaited, self._back = None, {}, None, False
         self.trial_action, self._action_due = None, False
@@ -172,7 +170,7 @@ class FlexibleSearch(Flexible):
         return self._objectives
 
     def _check_driver(self) -> Rounds[None]:
-        """Raise on all ranks where some rank has no driver, or has not called it after the last step."""
+        """Raise on all ranks if some rank has no driver, or has not called it after the last step."""
         problem = None
         if self.trial_action is not None or not self.has_driver:
             problem = ConfigurationError(
@@ -188,7 +186,7 @@ class FlexibleSearch(Flexible):
             sum(outcome.energy * outcome.gain for outcome in outcomes), sum(outcome.energy for outcome in outcomes),
         ]  # fmt: skip
         self._steps += 1
-        if self._steps == TRIAL:
+        if self._steps == TRIAL_STEPS:
             self.trial_action, self._steps, self._trial = "restore", 0, trial + 1
         if self._trial == len(self._tried):
             self._trial, self._awaited = None, step
@@ -211,7 +209,7 @@ class FlexibleSearch(Flexible):
         return len(self._changes) == _CHANGES and fmean(self._changes) >= self.gain_threshold
 
     def _solve(self) -> None:
-        """Choose by the current state."""
+        """Choose a ratio by the current state."""
         if self._objectives is None:
             return
         grid, table = np.log(self._tried), self._objectives
@@ -232,12 +230,12 @@ class FlexibleSearch(Flexible):
             self._current = option
             self._renew()
         self._reason = (
-            f"ratio {option.ratio:.4g} by {option.kind}, gain {1 / found[place, 2]:.3f}, {self.choice} of {best.size} "
-            f"that nothing beats"
+            f"ratio {option.ratio:.4g} by {option.kind}, gain {1 / found[place, 2]:.3f}, {self.choice} of a front of "
+            f"{best.size}"
         )
 
     def _names(self) -> list[str]:
-        """Return the collectives that can be named by the rule."""
+        """Return the collectives that the inequalities may name."""
         if self._pinned not in (None, "star-topk", "var-topk"):
             return [self._pinned]
         sums = [f"{self._pinned or 'star-topk'}:{inner}" for inner in _INNER.values()]
@@ -250,7 +248,7 @@ class FlexibleSearch(Flexible):
         return collective
 
     def _option(self, ratio: float) -> Option:
-        """Return a ratio with the collective that the rule names for it."""
+        """Return a ratio with the collective that the inequalities name for it."""
         if self._pinned not in (None, "star-topk", "var-topk"):
             return Option(ratio, self._pinned)
         way = self._way(ratio)
@@ -259,6 +257,12 @@ class FlexibleSearch(Flexible):
     def _option_of_ramp(self, ratio: float) -> Option:
         return Option(self._ratios[-1], self._option(ratio).kind)
 
+    def drive_trials(self, optimizer: Any, model: Any = None) -> Any:
+        """Return the driver of a training loop with a `DistributedOptimizer`; see `trials.drive_trials`."""
+        from mpicomp.systems.flexible.trials import drive_trials  # which imports this module
+
+        return drive_trials(optimizer, model)
+
     def _way(self, ratio: float) -> str:
         ranks, nbytes = self._group.size, self._kept_bytes(ratio)
         if self._pinned is None:
@@ -266,7 +270,7 @@ class FlexibleSearch(Flexible):
         return "ring" if ring_beats_tree(ranks, nbytes, *self._link) else "tree"
 
     def _in_rounds(self, ratio: float) -> float:
-        """Return the seconds that the formulas give."""
+        """Return the seconds of the formulas."""
         way = "allgather" if self._pinned == "allgather" else self._way(ratio)
         return sparse_sum(way, self._group.size, self._kept_bytes(ratio)).seconds(*self._link)
 
@@ -277,3 +281,33 @@ class FlexibleSearch(Flexible):
         cost = self._selector.cost
         network = Network(max(2, self._group.hosts)) if cost is None else cost.network
         self._link = network.latency, network.seconds_per_byte
+
+
+def sparse_sum(kind: str, ranks: int, nbytes: float) -> Terms:
+    """Return the paper's cost (Table I) of averaging selections of ``nbytes`` of values, with as many of indices.
+
+    ``"allgather"`` of values and indices, or AR-Topk (equations 4a and 4b): a broadcast of one rank's indices and a sum
+    of the values at them, by a ``"ring"`` or a ``"tree"``.
+    """
+    if kind == "allgather":
+        return allgather(ranks, 2 * nbytes)
+    return broadcast(ranks, nbytes) + {"ring": ring, "tree": tree}[kind](ranks, nbytes)
+
+
+def published_choice(ranks: int, nbytes: float, latency: float, seconds_per_byte: float) -> str:
+    """Return the kind of `sparse_sum` that the inequalities (5a to 5c) name.
+
+    Both sides are multiplied so that none divides by zero. With two ranks the allgather is never slower.
+    """
+    if ranks == 1:
+        return "allgather"
+    depth, latency_bytes = math.log2(ranks), latency / seconds_per_byte
+    if ring_beats_tree(ranks, nbytes, latency, seconds_per_byte):
+        return "ring" if latency_bytes < (1 - 1 / ranks - depth / (2 * (ranks - 1))) * nbytes else "allgather"
+    return "tree" if latency_bytes < ((ranks - 1) / depth - 1.5) * nbytes else "allgather"
+
+
+def ring_beats_tree(ranks: int, nbytes: float, latency: float, seconds_per_byte: float) -> bool:
+    """Return whether inequality 5a names a ring for the sum."""
+    depth = math.log2(ranks)
+    return latency / seconds_per_byte * (ranks - 1 - depth) < (depth - (ranks - 1) / ranks) * nbytes

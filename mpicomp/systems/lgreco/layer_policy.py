@@ -20,13 +20,16 @@ from mpicomp.policies.surveys import Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
 from mpicomp.setting_checks import check_choice, check_flag, check_least, check_range
-from mpicomp.systems.lgreco.layer_surveys import Both, SumSurvey
-from mpicomp.systems.lgreco.layer_tables import Table, mixed_table, table_for
+from mpicomp.systems.lgreco.layer_surveys import SumSurvey, SurveyPair
+from mpicomp.systems.lgreco.layer_tables import MixedTable, Table, table_for
 from mpicomp.transport.base import Transport
 
-_SURVEYS = 10  # steps that are looked at before an adjustment
-_RATIOS = 8.0  # how far candidate ratios are from the uniform one, as a factor
-_NARROW = 2.0  # the same for ranks and bits
+_SURVEYED_STEPS = 10  # before an adjustment
+_RATIO_SPAN = 8.0  # factor from the uniform ratio to the smallest and the largest candidate
+_SPAN = 2.0  # the same for ranks and bits
+
+
+SurveyChoice = tuple[Survey | None, Survey | None]  # of the inner policy, and of this one
 
 
 @register
@@ -39,13 +42,13 @@ class LGreCo(Adaptive):
     limit. Until the first adjustment every layer has the uniform setting: top-k selects in every layer by itself from
     the first step on. Vectors, and matrices that PowerSGD does not compress, travel as without this policy.
 
-    With ``on`` another policy runs inside, and the error of its choice takes the place of the uniform one's. It sees
-    the gains of what is sent, which has about the same error. Buckets that it sends dense stay dense. Where its choice
-    changes, that runs as it is for one step, and layers are adjusted at the next.
+    With ``on`` another policy runs inside, and the error of its choice replaces that of the uniform setting. It gets
+    the gains of the adjusted settings, which have about the same error. Buckets that it sends dense stay dense. A
+    change of its choice runs unadjusted for one step.
 
     With ``families`` a layer may also be sent by another compressor, at any of its settings: one element selection, one
     of low rank and one of few bits can be mixed. Every array is then a bucket with the collective that carries its
-    compressor. All families have to agree whether there are residuals, and in clipping and momentum.
+    compressor. All families have to agree in feedback, clipping and momentum.
 
     Parameters
     ----------
@@ -56,8 +59,8 @@ class LGreCo(Adaptive):
     first : int
         Steps before the first adjustment, at least 2.
     span : float or None
-        Candidates are up to this many times lower and higher than the uniform setting, at least 1. None is 8 for ratios
-        and 2 for ranks and bits; with ``on`` 4 for ranks.
+        Factor from the uniform setting down and up to the last candidates, at least 1. None is 8 for ratios and 2 for
+        ranks and bits; with ``on`` 4 for ranks.
     on : str, mapping or None
         Name or configuration of a policy that chooses a setting of the compressor for each bucket, such as
         ``"gravac"``.
@@ -127,30 +130,28 @@ class LGreCo(Adaptive):
         self._families = [self.compressor, *(get_compressor(family) for family in self.families)]
         self._check_families(settings)
         if self._inner is not None:
-            # It chooses settings alone: with a collective that is named it measures nothing.
+            # It chooses settings only: with a named collective it measures nothing.
             collective = self._pinned or fitting(self.compressor)[0]
             self._inner.configure(UserSettings(self.compressor, collective, self.feedback))
         self._sums: list[SumSurvey | None] = []
         self._count = 0  # steps since the last adjustment
         self._adjusted = False
         self._tables: list[Table] = []
-        self._bases: list[Compressor | None] = []  # what the error is to be that of, in the last step
-        self._solved: list[Compressor | None] = []  # what it was when the layers were adjusted
-        self._chosen: dict[str, Any] = {}  # settings by layer, and what each had where they were chosen
-        self._instead: dict[str, Any] = {}
-        self._plans: list[tuple[Compressor, Compressor, str] | None] = []  # of each bucket: what for, what, and why
+        self._bases: list[Compressor | None] = []  # by bucket, the compressor whose error is the limit
+        self._solved: list[Compressor | None] = []  # these, at the last adjustment
+        self._chosen: dict[str, Any] = {}  # settings by layer
+        self._instead: dict[str, Any] = {}  # settings of the bases that these replace
+        self._plans: list[tuple[Compressor, Compressor, str] | None] = []  # by bucket: base, compressor, reason
         self._reason = ""
-        self._looked: list[tuple[Survey | None, Survey | None]] = []  # the other policy's and this one's, in this step
-        self._surveyed: dict[
-            int, list[tuple[Survey | None, Survey | None]]
-        ] = {}  # of steps whose report has not arrived
+        self._surveys: list[SurveyChoice] = []  # of this step, by bucket
+        self._surveyed: dict[int, list[SurveyChoice]] = {}  # of steps whose report has not arrived
 
     def check_compressor(self) -> None:
         for compressor in (self.compressor, *self._families):
             self._check_layers(compressor)
 
     def _check_families(self, named: UserSettings) -> None:
-        """Raise `ConfigurationError` where compressors cannot be mixed."""
+        """Raise `ConfigurationError` if the compressors cannot be mixed."""
         first, *others = self._families
         if others and named.collective != "auto":
             raise ConfigurationError(
@@ -186,7 +187,7 @@ class LGreCo(Adaptive):
         rows = getattr(compressor, "rows", None)
         if rows is not None:
             raise ConfigurationError(
-                f"{self.id}: tells errors of whole matrices, and rows={rows} cuts them; "
+                f"{self.id}: measures errors of whole matrices, and rows={rows} cuts them; "
                 "leave rows out, or use policy='static'"
             )
 
@@ -209,17 +210,17 @@ class LGreCo(Adaptive):
     def survey(self, bucket: int) -> Survey | None:
         # Only in the steps before an adjustment
         other = None if self._inner is None else self._inner.survey(bucket)
-        # What the last step before an adjustment would tell comes too late.
-        looks = self._count >= self._period - 1 - _SURVEYS and self._count != self._period - 1
-        survey = self._tables[bucket].survey if looks else None
+        # The report of the last step before an adjustment comes too late
+        is_due = self._period - 1 - _SURVEYED_STEPS <= self._count != self._period - 1
+        survey = self._tables[bucket].survey if is_due else None
         whole = self._sums[bucket]
         if survey is not None and whole is not None:
-            if self._count == max(0, self._period - 1 - _SURVEYS):
+            if self._count == max(0, self._period - 1 - _SURVEYED_STEPS):
                 whole.begin()
             whole.last = self._count == self._period - 2
             survey = whole
-        self._looked[bucket] = other, survey
-        return Both(other, survey) if other is not None and survey is not None else other or survey
+        self._surveys[bucket] = other, survey
+        return SurveyPair(other, survey) if other is not None and survey is not None else other or survey
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         self._tables = [self._table(shape) for shape in shapes]
@@ -227,7 +228,7 @@ class LGreCo(Adaptive):
         self._sums = [None if survey is None else SumSurvey(survey) for survey in sums]
         self._bases, self._solved = [None] * len(shapes), [None] * len(shapes)
         self._plans = [None] * len(shapes)
-        self._looked = [(None, None)] * len(shapes)
+        self._surveys = [(None, None)] * len(shapes)
         self._surveyed = {}
         names = {name for table in self._tables for name in table.settings_of(self.compressor)}
         if not names <= self._chosen.keys():
@@ -273,14 +274,14 @@ class LGreCo(Adaptive):
             current = table.settings_of(base)
             adjusted = all(self._instead.get(name) == setting for name, setting in current.items()) and bool(current)
             chosen = {name: self._chosen[name] for name in current} if adjusted else current
-            reason = self._reason if adjusted else "every layer alike"
+            reason = self._reason if adjusted else "the same setting for all layers"
             plan = self._plans[bucket] = base, table.compressor(base, chosen), reason
         return plan[1], "; ".join(filter(None, (why, plan[2])))
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         self._count += 1
-        if any(survey is not None for pair in self._looked for survey in pair):
-            self._surveyed[step] = list(self._looked)
+        if any(survey is not None for pair in self._surveys for survey in pair):
+            self._surveyed[step] = list(self._surveys)
         if self._inner is not None:
             self._inner.on_step_end(step, outcomes)
 
@@ -294,7 +295,7 @@ class LGreCo(Adaptive):
             width = 0 if other is None else other.width(self._shapes[bucket].sizes)
             if other is not None:
                 others[bucket] = surveys[:, :width]
-            if survey is not None and surveys.shape[1] > width:  # a sum is surveyed in its last step only
+            if survey is not None and surveys.shape[1] > width:  # a sum has results in its last step only
                 self._tables[bucket].observe(surveys[: 1 if self.published else None, width:])
         if self._inner is not None:
             self._inner.on_telemetry(replace(report, surveys=others))
@@ -324,11 +325,11 @@ class LGreCo(Adaptive):
     def _span_of(self, compressor: Compressor) -> float:
         if self.span is not None:
             return self.span
-        return _RATIOS if compressor.layer_setting == "ratio" else _NARROW * (1 if self._inner is None else 2)
+        return _RATIO_SPAN if compressor.layer_setting == "ratio" else _SPAN * (1 if self._inner is None else 2)
 
     def _table(self, shape: Shape) -> Table:
         tables = [table_for(family, shape, self._span_of(family), self.published) for family in self._families]
-        return mixed_table(self._families, tables, shape) if self.families else tables[0]
+        return MixedTable(self._families, tables, shape) if self.families else tables[0]
 
     def _solve(self) -> None:
         """Choose settings of all layers that are compressed."""
@@ -350,11 +351,11 @@ class LGreCo(Adaptive):
         found = [column[place].item() for column, place in zip(columns, choice, strict=True)]
         nbytes, uniform = self._nbytes(pairs, found), self._nbytes(pairs, values)
         if not self.published and nbytes > uniform and total(errors, default) <= limit:
-            found, nbytes = values, uniform  # sizes of layers do not quite add up to a message
+            found, nbytes = values, uniform  # a message is not exactly the sum of its layers' sizes
         names = [name for of_bucket in before for name in of_bucket]
         self._chosen, self._instead = dict(zip(names, found, strict=True)), dict(zip(names, values, strict=True))
         share = nbytes / uniform if uniform else 1.0
-        self._reason = f"layers at {share:.2f} of the bytes of all alike"
+        self._reason = f"layers at {share:.2f} of the bytes of the same setting for all"
 
     def _nbytes(self, pairs: Sequence[tuple[Table, Compressor]], values: Sequence[Any]) -> float:
         """Return the bytes of all buckets' messages."""

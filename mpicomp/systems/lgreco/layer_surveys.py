@@ -13,11 +13,11 @@ from mpicomp.device import Device, current_device, to_python
 from mpicomp.policies.surveys import WHOLE, Survey
 from mpicomp.workspace import Workspace
 
-_EXTRA_DIRECTIONS = 4  # that make those that are asked for more exact
+_EXTRA_DIRECTIONS = 4  # that make the requested ones more exact
 _ITERATIONS = 3  # of a subspace iteration
 
 
-class Both:
+class SurveyPair:
     """Two surveys in one."""
 
     def __init__(self, first: Survey, second: Survey) -> None:
@@ -39,16 +39,10 @@ class Both:
 
 
 class TailSurvey:
-    """Energies that selections of each layer's largest elements leave out, from all elements, and energies of layers.
-
-    Parameters
-    ----------
-    counts : sequence of array of int64, shape (settings,)
-        For each layer the numbers of elements that are kept, ascending.
-    """
+    """Energies that selections of each layer's largest elements leave out, from all elements, and layers' energies."""
 
     def __init__(self, counts: Sequence[NDArray[np.int64]]) -> None:
-        self._counts = tuple(counts)
+        self._counts = tuple(counts)  # of elements that each layer keeps, ascending
 
     def width(self, sizes: Sequence[int]) -> int:
         # For each layer its energy, then the energy left out at each count
@@ -71,31 +65,25 @@ class TailSurvey:
         return energies
 
     def lost(self, surveys: NDArray[np.float32]) -> list[NDArray[np.float64]]:
-        """Return the energy that ranks leave out of each layer at each number; surveys have shape (ranks, width)."""
+        """Return the energy that all ranks leave out of each layer at each count; surveys: (ranks, width)."""
         ends = np.cumsum([1 + part.size for part in self._counts])[:-1]
         return [part[1:] for part in np.split(surveys.astype(np.float64).sum(axis=0), ends)]
 
 
 class SumSurvey:
-    """A survey of the sum of what was accumulated in several steps.
+    """A survey of the sum of several steps' accumulated gradients, in the last of these steps.
 
-    What is not finite is left out of the sum. A step that is undone for another rank's sake stays in it.
-
-    Parameters
-    ----------
-    inner : Survey
-        Made of the sum, in the last of these steps; in the others there is nothing to tell.
+    Steps that are not finite on this rank are left out. A step that is undone because of another rank stays in it.
     """
 
     def __init__(self, inner: Survey) -> None:
         self._inner = inner
         self._sum: NDArray[np.floating] | None = None
         self._steps = 0  # in the sum
-        self.last = False
-        """Whether the step is the last one."""
+        self.last = False  # whether the step is the last one
 
     def begin(self) -> None:
-        """Forget the sum."""
+        """Begin a new sum."""
         self._steps = 0
 
     def width(self, sizes: Sequence[int]) -> int:
@@ -123,23 +111,15 @@ class SumSurvey:
 
 
 class RankSurvey:
-    """Energies that approximations of matrices leave out at several ranks, and energies of all layers.
+    """Energies that approximations of a bucket's matrices leave out at several ranks, and energies of all layers.
 
-    The leading directions come from a subspace iteration that starts at random, the same on all ranks. What it finds to
-    be left out is at least what the best approximation leaves out, and at high ranks of slowly falling singular values
-    some percent more.
-
-    Parameters
-    ----------
-    matrices : sequence of Matrix
-        Of the bucket.
-    ranks : sequence of (int, int)
-        For each the lowest and the highest rank, up to its smaller side; all from one to the other are measured.
+    The leading directions come from a subspace iteration that starts at random, the same on all ranks. It leaves out at
+    least as much as the best approximation, and at high ranks of slowly falling singular values some percent more.
     """
 
     def __init__(self, matrices: Sequence[Matrix], ranks: Sequence[tuple[int, int]]) -> None:
         self._matrices = tuple(matrices)
-        self._ranks = tuple(ranks)
+        self._ranks = tuple(ranks)  # the lowest and the highest rank of each matrix; all between are measured
 
     def width(self, sizes: Sequence[int]) -> int:
         # Energies of the layers, then each matrix's by rank
@@ -162,28 +142,18 @@ class RankSurvey:
         return measured[: len(sizes)].astype(np.float64)
 
     def lost(self, surveys: NDArray[np.float32], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
-        """Return the energy that each matrix loses at each rank of its factors; surveys have shape (ranks, width)."""
+        """Return the energy that each matrix loses at each rank of its factors; surveys: (ranks, width)."""
         cuts = np.cumsum([len(sizes), *(most - least + 1 for least, most in self._ranks)])
         return np.split(surveys.astype(np.float64).sum(axis=0), cuts)[1:-1]
 
 
 class BitsSurvey:
-    """Energies that a quantiser leaves out of each layer at several bits, and energies of the layers.
-
-    Parameters
-    ----------
-    quantisers : sequence of Quantiser
-        One for each number of bits, with buckets of the same length.
-    bucket : int
-        That length.
-    stride : int
-        1 looks at all of a layer; n, where it is large, at every n-th bucket, other ones at every step.
-    """
+    """Energies that a quantizer leaves out of each layer at several bits, and energies of the layers."""
 
     def __init__(self, quantisers: Sequence[Quantiser], bucket: int, stride: int = 1) -> None:
-        self._quantisers = tuple(quantisers)
-        self._bucket = bucket
-        self._stride = stride
+        self._quantisers = tuple(quantisers)  # one for each number of bits
+        self._bucket = bucket  # their length of a bucket
+        self._stride = stride  # every n-th bucket of a large layer is measured, other ones at every step
         self._workspaces: dict[Device, Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
@@ -219,11 +189,11 @@ class BitsSurvey:
         return sample
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        # Exact to some percent where a stride has left elements out
+        # Exact to some percent with a stride
         return measured.reshape(len(sizes), -1)[:, 0].astype(np.float64)
 
     def lost(self, surveys: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """Return the energy that all ranks lose, shape (layers, quantisers); surveys have shape (ranks, width)."""
+        """Return the energy that all ranks lose, shape (layers, quantizers); surveys: (ranks, width)."""
         lost: NDArray[np.float64] = surveys.astype(np.float64).sum(axis=0).reshape(len(sizes), -1)[:, 1:]
         return lost
 

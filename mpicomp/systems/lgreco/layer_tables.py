@@ -1,9 +1,10 @@
 """Errors and sizes of a bucket's layers at every setting of a compressor, among which L-GreCo chooses."""
 
+import functools
 import glob
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,9 @@ from mpicomp.compressors.wire_format import message_bytes
 from mpicomp.policies.policy import Shape
 from mpicomp.policies.ratio_levels import ladder
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
-from mpicomp.systems.lgreco.layer_surveys import BitsSurvey, Both, RankSurvey, TailSurvey
+from mpicomp.systems.lgreco.layer_surveys import BitsSurvey, RankSurvey, SurveyPair, TailSurvey
 
-Column = NDArray[Any]
-"""Settings of one layer, ascending: ratios, ranks or bits."""
+Column = NDArray[Any]  # settings of one layer, ascending: ratios, ranks or bits
 
 _STRIDE = 8  # a survey of selections or bits reads one group of elements in so many
 
@@ -32,8 +32,7 @@ class Table(ABC):
     over surveys.
     """
 
-    survey: Survey | None
-    """The survey that ranks make of the bucket; None where no layer can have one."""
+    survey: Survey | None  # of the bucket; None if no layer can have one
 
     @property
     @abstractmethod
@@ -54,7 +53,7 @@ class Table(ABC):
 
     @abstractmethod
     def settings(self, base: Compressor) -> list[Column]:
-        """Return the settings that each layer may have: the candidates and its setting in a compressor."""
+        """Return the settings that each layer may have: the candidates and that of ``base``."""
 
     @abstractmethod
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
@@ -62,7 +61,7 @@ class Table(ABC):
 
     @abstractmethod
     def sizes(self, settings: Sequence[Column], base: Compressor) -> list[NDArray[np.float64]]:
-        """Return the bytes of each layer at these settings, when it is sent as a compressor sends it."""
+        """Return the bytes of each layer at these settings, as ``base`` sends it."""
 
     @abstractmethod
     def nbytes(self, chosen: Sequence[Any], base: Compressor) -> float:
@@ -74,74 +73,65 @@ class Table(ABC):
 
 
 def table_for(compressor: Compressor, shape: Shape, span: float, whole: bool = False) -> Table:
-    """Return the table of a bucket.
+    """Return the table of a bucket, with candidates from the uniform setting over ``span`` to that times ``span``.
 
-    Parameters
-    ----------
-    compressor : Compressor
-        With the uniform setting, around which the candidates are. Where its ``layer_setting`` is ``"ratio"`` it has
-        `ratio`, `layers` and `wire_for`, as `mpicomp.TopK` has; where that is ``"rank"``, `rank`, `rank_of`, `wire`,
-        `min_compression_rate` and, within a bucket, `matrices`, as `mpicomp.PowerSGD` has; where that is ``"bits"``,
-        `bits`, `bits_of`, `at_bits` and `bucket`, as `mpicomp.QSGD` has.
-    shape : Shape
-        The bucket.
-    span : float
-        Factor by which the candidates go below and above the uniform setting.
-    whole : bool
-        Whether surveys of selections and bits read all elements, and errors of selections are exact.
+    A compressor whose ``layer_setting`` is ``"ratio"`` has `ratio`, `layers` and `wire_for`, as `mpicomp.TopK` has; one
+    of ``"rank"``, `rank`, `rank_of`, `wire`, `min_compression_rate` and, within a bucket, `matrices`, as
+    `mpicomp.PowerSGD` has; one of ``"bits"``, `bits`, `bits_of`, `at_bits` and `bucket`, as `mpicomp.QSGD` has. With
+    ``whole`` surveys of selections and bits read all elements, and errors of selections are exact.
     """
-    assert compressor.layer_setting is not None
-    made: Table
-    if compressor.layer_setting == "ratio" and whole:
-        made = _WholeSelections(compressor, shape, span)
-    elif compressor.layer_setting == "rank":
-        made = _Matrices(compressor, shape, span)
-    elif compressor.layer_setting == "bits":
-        made = _Quantised(compressor, shape, span, 1 if whole else _STRIDE)
-    else:
-        made = _Selections(compressor, shape, span)
-    return made
+    if compressor.layer_setting == "rank":
+        return _Matrices(compressor, shape, span)
+    if compressor.layer_setting == "bits":
+        return _Quantized(compressor, shape, span, 1 if whole else _STRIDE)
+    return (_WholeSelections if whole else _Selections)(compressor, shape, span)
 
 
-def mixed_table(compressors: Sequence[Compressor], tables: Sequence[Table], shape: Shape) -> Table:
-    """Return the table of a bucket with one layer, which any of several compressors may send at any of its settings.
+class _LayerTable(Table):
+    """A table of a compressor that has settings of layers; surveys give lost energies."""
 
-    Parameters
-    ----------
-    compressors : sequence of Compressor
-        One for each family, with its uniform setting; that of the first one bounds errors and sizes.
-    tables : sequence of Table
-        The layer's table for each.
-    shape : Shape
-        The bucket.
-    """
-    return _Mixed(compressors, tables, shape)
-
-
-class _Selections(Table):
-    """Ratios: every layer is selected by itself."""
-
-    def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
+    def __init__(self, shape: Shape) -> None:
         self._shape = shape
-        self._ratios = np.array(ladder(compressor.ratio / span, min(1.0, compressor.ratio * span)))
-        self._sizes = np.array(shape.sizes)
-        self.survey: Survey | None = SpectrumSurvey(_STRIDE)
-        self._mean: Spectra | None = None
-        self._count = 0
-        self._known: Spectra | None = None
+        self._taken: list[list[NDArray[np.float64]]] = []
+        self._lost: list[NDArray[np.float64]] | None = None  # mean of these, by layer
 
     @property
     def known(self) -> bool:
-        return self._known is not None
+        return self._lost is not None
 
     def observe(self, surveys: NDArray[np.float32]) -> None:
-        spectra = Spectra(self._shape.sizes, surveys)
-        self._count += 1
-        self._mean = spectra if self._mean is None else self._mean.mixed(spectra, 1 / self._count)
+        lost = list(self._lost_in(surveys))
+        if all(np.isfinite(errors).all() for errors in lost):
+            self._taken.append(lost)
+
+    @abstractmethod
+    def _lost_in(self, surveys: NDArray[np.float32]) -> Iterable[NDArray[np.float64]]:
+        """Return the energy that each layer loses at each candidate."""
 
     def update_errors(self) -> None:
-        if self._mean is not None:
-            self._known, self._mean, self._count = self._mean, None, 0
+        if self._taken:
+            self._lost, self._taken = [np.mean(errors, axis=0) for errors in zip(*self._taken, strict=True)], []
+
+    def compressor(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
+        config = base.get_config()
+        layers = {glob.escape(name): value for name, value in chosen.items()} | (config["layers"] or {})
+        made = get_compressor(config | {"layers": layers or None})
+        return made.bind(self._shape.names, self._shape.sizes, self._shape.shapes)
+
+
+class _WholeSelections(_LayerTable):
+    """Ratios, with errors from all elements at the candidates; at other ratios they are interpolated."""
+
+    def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
+        super().__init__(shape)
+        self._ratios = np.array(ladder(compressor.ratio / span, min(1.0, compressor.ratio * span)))
+        ratios = sorted({*self._ratios.tolist(), compressor.ratio})
+        self._kept = [np.unique([num_kept(ratio, size) for ratio in ratios]) for size in shape.sizes]
+        self._tails = TailSurvey(self._kept)
+        self.survey: Survey | None = self._tails
+
+    def _lost_in(self, surveys: NDArray[np.float32]) -> Iterable[NDArray[np.float64]]:
+        return self._tails.lost(surveys)
 
     def settings_of(self, base: Any) -> dict[str, Any]:
         return {name: match_layer_setting(base.layers, name, base.ratio) for name in self._shape.names}
@@ -150,8 +140,9 @@ class _Selections(Table):
         return [np.sort(np.append(self._ratios, ratio)) for ratio in self.settings_of(base).values()]
 
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
-        assert self._known is not None
-        return list(np.sqrt(self._known.lost(self._counts(settings) / self._sizes[:, None])))
+        assert self._lost is not None
+        parts = zip(self._counts(settings), self._kept, self._lost, strict=True)
+        return [np.sqrt(np.interp(counts, known, lost)) for counts, known, lost in parts]
 
     def sizes(self, settings: Sequence[Column], base: Any) -> list[NDArray[np.float64]]:
         # Bytes per element change little with the count, so those of now are used
@@ -165,9 +156,6 @@ class _Selections(Table):
         count = sum(num_kept(ratio, size) for ratio, size in zip(chosen, self._shape.sizes, strict=True))
         return self._message(count, base)
 
-    def compressor(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
-        return _within(base, chosen, self._shape)
-
     def _counts(self, settings: Sequence[Column]) -> NDArray[np.int64]:
         """Return the elements that layers keep, shape (layers, settings)."""
         pairs = zip(settings, self._shape.sizes, strict=True)
@@ -178,71 +166,56 @@ class _Selections(Table):
         return message_bytes(count, numel, self._shape.dtype, base.wire_for(count, numel))
 
 
-class _WholeSelections(_Selections):
-    """Ratios, with errors from all elements at the candidates; at other ratios they are interpolated."""
+class _Selections(_WholeSelections):
+    """Ratios, with errors from spectra of a sample of the elements."""
 
     def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
         super().__init__(compressor, shape, span)
-        ratios = sorted({*self._ratios.tolist(), compressor.ratio})
-        self._kept = [np.unique([num_kept(ratio, size) for ratio in ratios]) for size in shape.sizes]
-        self._tails = TailSurvey(self._kept)
-        self.survey = self._tails
-        self._taken: list[list[NDArray[np.float64]]] = []
-        self._lost: list[NDArray[np.float64]] | None = None
+        self.survey = SpectrumSurvey(_STRIDE)
+        self._mean: Spectra | None = None
+        self._count = 0
+        self._spectra: Spectra | None = None
 
     @property
     def known(self) -> bool:
-        return self._lost is not None
+        return self._spectra is not None
 
     def observe(self, surveys: NDArray[np.float32]) -> None:
-        lost = self._tails.lost(surveys)
-        if all(np.isfinite(errors).all() for errors in lost):
-            self._taken.append(lost)
+        spectra = Spectra(self._shape.sizes, surveys)
+        self._count += 1
+        self._mean = spectra if self._mean is None else self._mean.mixed(spectra, 1 / self._count)
 
     def update_errors(self) -> None:
-        if self._taken:
-            self._lost = [np.mean(errors, axis=0) for errors in zip(*self._taken, strict=True)]
-            self._taken = []
+        if self._mean is not None:
+            self._spectra, self._mean, self._count = self._mean, None, 0
 
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
-        assert self._lost is not None
-        parts = zip(self._counts(settings), self._kept, self._lost, strict=True)
-        return [np.sqrt(np.interp(counts, known, lost)) for counts, known, lost in parts]
+        assert self._spectra is not None
+        ratios = self._counts(settings) / np.array(self._shape.sizes)[:, None]
+        return list(np.sqrt(self._spectra.lost(ratios)))
 
 
-class _Matrices(Table):
-    """Ranks: matrices that are compressed at the uniform rank; the rest is not looked at."""
+class _Matrices(_LayerTable):
+    """Ranks of the matrices that are compressed at the uniform rank."""
 
     def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
-        self._shape = shape
+        super().__init__(shape)
         found = {matrix.start: matrix for matrix in compressor.bind(shape.names, shape.sizes, shape.shapes).matrices}
         starts = np.cumsum([0, *shape.sizes])[:-1].tolist()
         self._matrices = {name: found[start] for name, start in zip(shape.names, starts, strict=True) if start in found}
         self._ranks: list[tuple[int, int]] = []
         for matrix in self._matrices.values():
-            # Above this rank it would travel dense, or be no smaller for being of lower rank than its sides.
-            worth = matrix.rows * matrix.columns / ((matrix.rows + matrix.columns) * compressor.min_compression_rate)
-            most = min(math.ceil(compressor.rank * span), matrix.rows, matrix.columns, math.ceil(worth) - 1)
+            # From this rank on factors are not smaller than the matrix by the compressor's factor, and it is dense.
+            dense_rank = matrix.rows * matrix.columns / (matrix.rows + matrix.columns) / compressor.min_compression_rate
+            most = min(math.ceil(compressor.rank * span), matrix.rows, matrix.columns, math.ceil(dense_rank) - 1)
             least = min(max(1, math.floor(compressor.rank / span)), most)
             self._ranks.append((least, max(least, most)))
         self._survey = RankSurvey(list(self._matrices.values()), self._ranks)
         self.survey = self._survey if self._matrices else None
-        self._taken: list[list[NDArray[np.float64]]] = []
-        self._lost: list[NDArray[np.float64]] | None = None if self._matrices else []
+        self._lost = None if self._matrices else []
 
-    @property
-    def known(self) -> bool:
-        return self._lost is not None
-
-    def observe(self, surveys: NDArray[np.float32]) -> None:
-        lost = self._survey.lost(surveys, self._shape.sizes)
-        if all(np.isfinite(errors).all() for errors in lost):
-            self._taken.append(lost)
-
-    def update_errors(self) -> None:
-        if self._taken:
-            self._lost = [np.mean(errors, axis=0) for errors in zip(*self._taken, strict=True)]
-            self._taken = []
+    def _lost_in(self, surveys: NDArray[np.float32]) -> Iterable[NDArray[np.float64]]:
+        return self._survey.lost(surveys, self._shape.sizes)
 
     def settings_of(self, base: Any) -> dict[str, Any]:
         return {name: min(base.rank_of(name), matrix.rows, matrix.columns) for name, matrix in self._matrices.items()}
@@ -271,36 +244,21 @@ class _Matrices(Table):
     def nbytes(self, chosen: Sequence[Any], base: Any) -> float:
         return float(sum(size[0] for size in self.sizes([np.array([rank]) for rank in chosen], base)))
 
-    def compressor(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
-        return _within(base, chosen, self._shape)
 
-
-class _Quantised(Table):
-    """Bits: of every layer, whatever its size."""
+class _Quantized(_LayerTable):
+    """Bits of every layer, whatever its size."""
 
     def __init__(self, compressor: Any, shape: Shape, span: float, stride: int) -> None:
-        self._shape = shape
+        super().__init__(shape)
         least = max(compressor.least_bits, math.floor(compressor.bits / span))
-        asked = range(least, min(MOST_BITS, math.ceil(compressor.bits * span)) + 1)
-        # Where residuals shrink at the uniform bits they are to do so at all.
-        self._bits = [bits for bits in asked if compressor.at_bits(bits).contractive or not compressor.contractive]
+        numbers = range(least, min(MOST_BITS, math.ceil(compressor.bits * span)) + 1)
+        # If residuals shrink at the uniform bits, they have to at all others.
+        self._bits = [bits for bits in numbers if compressor.at_bits(bits).contractive or not compressor.contractive]
         self._survey = BitsSurvey([compressor.at_bits(bits) for bits in self._bits], compressor.bucket, stride)
         self.survey = self._survey
-        self._taken: list[NDArray[np.float64]] = []
-        self._lost: NDArray[np.float64] | None = None
 
-    @property
-    def known(self) -> bool:
-        return self._lost is not None
-
-    def observe(self, surveys: NDArray[np.float32]) -> None:
-        lost = self._survey.lost(surveys, self._shape.sizes)
-        if np.isfinite(lost).all():
-            self._taken.append(lost)
-
-    def update_errors(self) -> None:
-        if self._taken:
-            self._lost, self._taken = np.mean(self._taken, axis=0), []
+    def _lost_in(self, surveys: NDArray[np.float32]) -> Iterable[NDArray[np.float64]]:
+        return self._survey.lost(surveys, self._shape.sizes)
 
     def settings_of(self, base: Any) -> dict[str, Any]:
         return {name: base.bits_of(name) for name in self._shape.names}
@@ -328,14 +286,11 @@ class _Quantised(Table):
         [packer] = packers(made, [self._shape.numel])
         return float(packer.packed_bytes)
 
-    def compressor(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
-        return _within(base, chosen, self._shape)
 
+class MixedTable(Table):
+    """One layer, which any of several compressors may send: a setting is a place in the list of their candidates.
 
-class _Mixed(Table):
-    """Candidates of several compressors: a setting is a place in their list.
-
-    Where the first compressor leaves the layer dense, it is dense by the first candidate.
+    The first compressor bounds errors and sizes; if it leaves the layer dense, so does the first candidate.
     """
 
     def __init__(self, compressors: Sequence[Compressor], tables: Sequence[Table], shape: Shape) -> None:
@@ -346,10 +301,8 @@ class _Mixed(Table):
             if not columns and family == 0:
                 self._candidates.append((0, None))
             self._candidates += [(family, value.item()) for column in columns for value in column]
-        self.survey = None
-        for table in tables:
-            if table.survey is not None:
-                self.survey = table.survey if self.survey is None else Both(self.survey, table.survey)
+        surveys = [table.survey for table in tables if table.survey is not None]
+        self.survey = functools.reduce(SurveyPair, surveys) if surveys else None
 
     @property
     def known(self) -> bool:
@@ -400,11 +353,3 @@ class _Mixed(Table):
             chosen_family = get_compressor(chosen_family.get_config() | {chosen_family.layer_setting: value})
         made: Compressor = chosen_family.bind(shape.names, shape.sizes, shape.shapes)
         return made
-
-
-def _within(base: Compressor, chosen: Mapping[str, Any], shape: Shape) -> Compressor:
-    """Return a compressor with settings for layers of these names alone, and for the rest what it has."""
-    config = base.get_config()
-    layers = {glob.escape(name): value for name, value in chosen.items()} | (config["layers"] or {})
-    made = get_compressor(config | {"layers": layers or None})
-    return made.bind(shape.names, shape.sizes, shape.shapes)
