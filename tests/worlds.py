@@ -28,3 +28,36 @@ class Ranks:
 
     def residuals(self, name):
         return [reducer.residual(name) for reducer in self.reducers]
+
+
+class CheckedRanks(Ranks):
+    """Ranks that check every step: means and plans are equal on all ranks, and nothing is lost.
+
+    ``accumulated`` has gradient plus residual in float64, by step and rank; ``left`` has the residuals of each rank.
+    """
+
+    def __init__(self, size, *args, tolerance=4e-6, **settings):
+        super().__init__(size, *args, **settings)
+        self.tolerance, self.accumulated, self.left = tolerance, [], [{}] * size
+
+    def step(self, gradients, lr=None):
+        """Reduce one mapping a rank; return the records of rank 0's buckets."""
+        now = [
+            {name: array.astype(np.float64) + left.get(name, 0.0) for name, array in given.items()}
+            for given, left in zip(gradients, self.left, strict=True)
+        ]
+        means = self.reduce(gradients, lr)
+        self.left = [{name: r.residual(name).astype(np.float64) for name in means[0]} for r in self.reducers]
+        for name, mean in means[0].items():
+            assert all(other[name].tobytes() == mean.tobytes() for other in means)
+            total = sum(rank[name] for rank in now)
+            delivered = len(means) * mean.astype(np.float64) + sum(rank[name] for rank in self.left)
+            scale = max(1.0, np.abs(total).max())
+            np.testing.assert_allclose(delivered, total, rtol=0, atol=self.tolerance * scale)
+        plans = {
+            str([(bucket.collective, bucket.compressor, bucket.reason, bucket.predicted_s) for bucket in buckets])
+            for buckets in (reducer.last_step.buckets for reducer in self.reducers)
+        }
+        assert len(plans) == 1
+        self.accumulated.append(now)
+        return self.reducers[0].last_step.buckets

@@ -1,9 +1,9 @@
 """The command line: ``mpicomp COMMAND ...``.
 
-A command is a module of this package with a one-line ``HELP``, ``add_arguments(parser)`` and
-``run(arguments) -> int``, which returns the exit status. Its name stands in `COMMANDS`. The modules load
-nothing heavy when they are imported, no MPI above all: ``--help`` imports all of them, also on a login node.
-What is to run on rank 0 alone, without MPI, sets ``alone`` among the defaults of its parser.
+A command is a module of this package with a one-line ``HELP``, ``add_arguments(parser)`` and ``run(arguments) -> int``,
+which returns the exit status. Its name is in `COMMANDS`. Importing the modules loads neither MPI nor torch: ``--help``
+imports all of them, also on a login node. A command for rank 0 only, without MPI, sets ``alone`` among the defaults of
+its parser.
 """
 
 from __future__ import annotations
@@ -12,114 +12,81 @@ import argparse
 import contextlib
 import difflib
 import importlib
-import importlib.util
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 from mpicomp._version import __version__
 from mpicomp.system import abort, launcher
 
 COMMANDS = ("doctor", "list", "bench", "train", "lab", "report", "simulate", "trace")
-INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
-BROKEN_PIPE = 141  # the same for SIGPIPE
-
-
-def _available() -> list[str]:
-    return [name for name in COMMANDS if importlib.util.find_spec(f"{__name__}.{name}") is not None]
+INTERRUPTED = 130  # exit status that a shell reports after SIGINT
+BROKEN_PIPE = 141  # the same after SIGPIPE
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """Return the parser; with a command chosen, that command's module is the only one that is imported."""
+    """Return the parser; with a chosen command, only that command's module is imported."""
     parser = argparse.ArgumentParser(
         prog="mpicomp", description="Compressed gradient exchange for data-parallel training, native to MPI."
     )
     parser.add_argument("--version", action="version", version=f"mpicomp {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in _available() if chosen is None else [chosen]:
-        module = _module(name)
+    for name in COMMANDS if chosen is None else [chosen]:
+        module = importlib.import_module(f"{__name__}.{name}")
         subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(subparser)
         subparser.set_defaults(_command=module)
     return parser
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name}")
-
-
-def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, _available(), n=1)
-    if near:
-        return f"mpicomp: unknown command '{name}'; did you mean '{near[0]}'?"
-    return f"mpicomp: unknown command '{name}'; there are {', '.join(_available())}"
-
-
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read the words after ``mpicomp``; raise SystemExit where there is nothing to run."""
+    """Read the words after ``mpicomp``; raise SystemExit if there is nothing to run."""
     chosen = next((word for word in words if not word.startswith("-")), None)
-    if chosen is not None and chosen not in _available():
-        print(_unknown(chosen), file=sys.stderr)
+    if chosen is not None and chosen not in COMMANDS:
+        near = difflib.get_close_matches(chosen, COMMANDS, n=1)
+        advice = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"mpicomp: unknown command '{chosen}'; {advice}", file=sys.stderr)
         raise SystemExit(2)
     return _parser(chosen).parse_args(words)
 
 
 def _parse_on_one(parse: Callable[[], argparse.Namespace], rank: int) -> argparse.Namespace | int:
-    """Return the arguments, or the exit status where there is nothing to run.
-
-    All ranks get the same command line and come to the same verdict, so one of them prints it.
-    """
+    """Return the arguments, or the exit status if there is nothing to run."""
     silence = io.StringIO()
     with contextlib.ExitStack() as stack:
-        if rank != 0:
+        if rank != 0:  # all ranks get the same command line, so one of them prints errors
             stack.enter_context(contextlib.redirect_stdout(silence))
             stack.enter_context(contextlib.redirect_stderr(silence))
         try:
             return parse()
-        except SystemExit as leaving:
-            return leaving.code if isinstance(leaving.code, int) else 0
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 0
 
 
 def _report(error: Exception) -> None:
-    """Print an error that is meant for people, once if it is the same on all ranks."""
+    """Print an error with its text alone, once if it is the same on all ranks."""
     mpi = abort.running()
     text = " ".join(str(error).split("\n")) or type(error).__name__
-    if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
-        print(f"mpicomp: {text}", file=sys.stderr, flush=True)
-        return
-    size, rank = mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank()
-    notes = abort.meet(text.encode(errors="replace"))
-    if len(notes) < size or len(set(notes.values())) > 1:
+    size, rank = (1, 0) if mpi is None else (mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank())
+    notes = {} if size == 1 else abort.meet(text.encode(errors="replace"))
+    if size > 1 and (len(notes) < size or len(set(notes.values())) > 1):
         print(f"mpicomp: rank {rank} of {size}: {text}", file=sys.stderr, flush=True)
     elif rank == 0:
         print(f"mpicomp: {text}", file=sys.stderr, flush=True)
 
 
-def _watch_over(launch: launcher.Launch | None) -> None:
-    """End the job with this rank, which is about to leave with an error.
+def _end_job_with(launch: launcher.Launch | None) -> None:
+    """End the job with this rank, which is about to exit with an error.
 
-    A rank that leaves before it has initialized MPI keeps the others waiting in MPI_Init, where no launcher
-    notices that it is gone; so it joins them first.
+    A rank that exits before it has initialized MPI keeps the others waiting in MPI_Init, where no launcher notices
+    that it is gone; so it joins them first.
     """
-    if abort.running() is not None or (launch is not None and launch.size > 1 and not _finalized()):
-        with contextlib.suppress(ImportError, RuntimeError):  # no mpi4py, or no MPI library: nobody waits
-            abort.install()
-
-
-def _finalized() -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and bool(mpi.Is_finalized())
-
-
-def _load_plugins(names: Sequence[str]) -> None:
-    """Load named plugins before any name is looked up; processes that a command starts load them as well."""
-    from mpicomp import plugins
-
-    for name in names:
-        plugins.add(name)
-    plugins.load_all()
+    is_finalized = mpi is not None and mpi.Is_finalized()
+    if abort.running() is not None or (launch is not None and launch.size > 1 and not is_finalized):
+        with contextlib.suppress(ImportError, RuntimeError):  # no mpi4py, or no MPI library: no rank waits
+            abort.install()
 
 
 def _run(
@@ -128,20 +95,24 @@ def _run(
     from mpicomp.errors import MpicompError
 
     try:
-        if getattr(arguments, "plugin", None):
-            _load_plugins(arguments.plugin)
+        if getattr(arguments, "plugin", None):  # before any name is looked up
+            from mpicomp import plugins
+
+            for name in arguments.plugin:
+                plugins.add(name)
+            plugins.load_all()
         status = run(arguments)
     except MpicompError as error:
-        _watch_over(launch)
+        _end_job_with(launch)
         _report(error)
         return 2
     except BrokenPipeError:
         raise
     except Exception:
-        _watch_over(launch)
+        _end_job_with(launch)
         raise
     if status != 0:
-        _watch_over(launch)
+        _end_job_with(launch)
     return status
 
 
@@ -151,7 +122,7 @@ def run_program(parse: Callable[[], argparse.Namespace], run: Callable[[argparse
     Parameters
     ----------
     parse : callable
-        Reads the command line. What sets ``alone`` among the arguments is run on rank 0 alone, without MPI.
+        Reads the command line. With ``alone`` among the arguments rank 0 alone runs, without MPI.
     run : callable
         Does the work and returns the exit status.
 
@@ -167,17 +138,17 @@ def run_program(parse: Callable[[], argparse.Namespace], run: Callable[[argparse
         if launch is not None and getattr(arguments, "alone", False):
             if launch.rank != 0:
                 return 0
-            launch = None  # the others have left, and an error must not wait for them
+            launch = None  # the others have exited, and an error must not wait for them
         status = arguments if isinstance(arguments, int) else _run(run, arguments, launch)
         if sys.stdout is not None:  # None where the caller has closed it
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has left, as `head` does. Python would flush once more at exit and complain.
+        # The reader of the output has closed it, as `head` does. Python would flush again at exit and fail.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt:
-        _watch_over(launch)
+        _end_job_with(launch)
         return INTERRUPTED
     return status
 

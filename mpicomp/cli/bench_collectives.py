@@ -1,10 +1,10 @@
-"""``mpicomp bench collectives``: exchanges among real ranks, and what ``auto`` makes of them."""
+"""``mpicomp bench collectives``: exchanges among real ranks, and the choice of ``auto``."""
 
 import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_device
+from mpicomp.cli.options import add_device, count
 
 if TYPE_CHECKING:
     from mpicomp.compressors import Compressor
@@ -93,7 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.collectives import Settings, measure
     from mpicomp.cli.options import check_writable, read_compressors, read_list, read_numels, read_ratios
     from mpicomp.errors import ConfigurationError
-    from mpicomp.system import launcher
 
     numels = read_numels(_COMMAND, _NUMELS if arguments.numel is None else arguments.numel)
     ratios = read_ratios(_COMMAND, arguments.ratio)
@@ -106,10 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"{_COMMAND}: --limit must be a number of seconds above 0, got {arguments.limit}")
     if arguments.known is not None and arguments.calibrate is not None:
         raise ConfigurationError(f"{_COMMAND}: --calibrate measures what --from reads; give one of them")
-    launch = launcher.detect()
-    if launch is None or launch.rank == 0:
-        for path in filter(None, (arguments.json, arguments.csv, arguments.calibrate)):
-            check_writable(_COMMAND, path)
+    check_writable(_COMMAND, arguments.json, arguments.csv, arguments.calibrate)
 
     from mpicomp.bench import devices
     from mpicomp.device import HOST
@@ -121,11 +117,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     transport = MPITransport()
     first = transport.group.rank == 0
-    asked = (arguments.numel, arguments.compressor, arguments.collective, arguments.json, arguments.csv)
+    measures = any((arguments.numel, arguments.compressor, arguments.collective, arguments.json, arguments.csv))
     try:
         device = run_collectively(lambda: devices.device_on(_COMMAND, gpu), transport, _COMMAND) if on_gpu else HOST
         model = _model(arguments, transport)
-        if arguments.calibrate is not None and not any(word is not None for word in asked):
+        if arguments.calibrate is not None and not measures:
             if first:
                 print(f"{_COMMAND}: the cost model was written to {arguments.calibrate}")
             return 0
@@ -140,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool]:
-    """Return the fixed collectives, None for all, and whether auto is one of what was named."""
+    """Return the fixed collectives, None for all, and whether auto was named."""
     from mpicomp.cli.options import read_list
     from mpicomp.collectives import bind, collective_class
     from mpicomp.compressors import Dense
@@ -195,7 +191,7 @@ class _Printer:
         self.first = transport.group.rank == 0
         hosts, ranks = transport.hosts(), transport.group.size
         self.job = results.job_environment(ranks, hosts, transport.group.sharing)
-        self.where = f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}"
+        self.where = f"{count(ranks, 'rank')} on {count(hosts, 'host')}"
 
     def say(self, text: str) -> None:
         """Print a comment line on rank 0; programs that read OSU's format skip such lines."""
@@ -263,11 +259,7 @@ class _Printer:
 
 
 def _columns(found: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the columns of a table, with settings behind the name where something differs in them."""
+    """Return the columns of a table, with settings after the name if some differ."""
     if all(row["settings"] is None for row in found):
         return columns
     return {"compressor": columns["compressor"], "settings": ""} | dict(columns)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

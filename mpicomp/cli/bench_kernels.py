@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     compressors = _compressors(arguments, ratios, measurable(arguments.device))
     settings = Settings(arguments.numel, tuple(ratios), tuple(compressors), arguments.threads, arguments.repeats)
     check_memory(settings)
-    if arguments.json is not None:
-        check_writable(_COMMAND, arguments.json)
+    check_writable(_COMMAND, arguments.json)
     name, device = "cpu", HOST
     what = f"{arguments.threads} thread{'s' * (arguments.threads > 1)}"
     if arguments.device == "gpu":
@@ -77,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compressors(arguments: argparse.Namespace, ratios: Sequence[float], known: Sequence[str]) -> list[Any]:
-    """Return the compressors to measure: all that were named, at every ratio where they have one that is not given."""
+    """Return the compressors to measure."""
     from mpicomp.bench.kernels import SUITED
     from mpicomp.cli.options import read_compressors, read_list
     from mpicomp.errors import ConfigurationError

@@ -85,7 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.cli.options import check_writable, read_list
     from mpicomp.errors import ConfigurationError
     from mpicomp.setting_checks import check_least, check_ratio
-    from mpicomp.system import launcher
 
     ratio = check_ratio(_COMMAND, arguments.ratio)
     exchanges = [_exchange(word, ratio) for word in dict.fromkeys(read_list(arguments.exchange))]
@@ -104,9 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{_COMMAND}: --every must divide the steps of a block and of the warm-up, {steps} and {warm_up}, so that "
             f"each has as many exchanges, got {every}"
         )
-    launch = launcher.detect()
-    if arguments.json is not None and (launch is None or launch.rank == 0):
-        check_writable(_COMMAND, arguments.json)
+    check_writable(_COMMAND, arguments.json)
 
     from mpicomp.bench import devices
 
@@ -141,8 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings(steps, blocks, warm_up, every)
     trained, numel, threads = train_all(exchanges, task, settings, arguments.seed, transport, say, device)
     transport.close()
+    wrong = [training.exchange.name for training in trained if training.is_wrong]
     if group.rank != 0:
-        return int(any(training.is_wrong for training in trained))
+        return int(bool(wrong))
     facts = {
         "task": task.name,
         "shards": task.shards,
@@ -158,10 +156,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         results.write(arguments.json, found, threads, name, job)
     _show(found)
-    for training in trained:
-        if training.is_wrong:
-            print(f"\nWRONG: {training.exchange.name}: the ranks did not end with the same parameters")
-    return int(any(training.is_wrong for training in trained))
+    for name in wrong:
+        print(f"\nWRONG: {name}: the ranks did not end with the same parameters")
+    return int(bool(wrong))
 
 
 def _exchange(word: str, ratio: float) -> "Exchange":

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpicomp.bench.tasks import Task
     from mpicomp.compressors import Compressor
-    from mpicomp.policies import Policy
     from mpicomp.rounds import Group
 
 
@@ -24,7 +23,7 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
 
 
 def add_task(parser: argparse.ArgumentParser) -> None:
-    """Declare the options for what is trained, and for whose samples are whose."""
+    """Declare the options for the task, and for the distribution of its samples."""
     tasks = "digits, text-gpt, text-gpt-10m, text-lstm or vgg"
     parser.add_argument("--task", default="text-lstm", help=f"{tasks} (%(default)s)")
     parser.add_argument(
@@ -39,7 +38,7 @@ def load_task(
 ) -> "Task":
     """Return the task of `add_task`'s options, after MPI has started: it loads torch.
 
-    With a group, its first batch is drawn, so that data which are too few for the ranks are refused.
+    With a group, its first batch is drawn, which raises if there are fewer samples than ranks need.
     """
     from mpicomp.errors import ConfigurationError
 
@@ -59,17 +58,40 @@ def load_task(
 
 
 def add_device(parser: argparse.ArgumentParser, what: str) -> None:
-    """Declare the option for where something lives."""
+    """Declare the option for a device."""
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help=f"{what} (%(default)s)")
 
 
-def check_writable(command: str, path: str) -> None:
-    """Raise now, and not after hours of work, if a file cannot be written."""
+def writes_files() -> bool:
+    """Return whether this process writes the files of a job: the first one that the launcher has started."""
+    from mpicomp.system import launcher
+
+    launch = launcher.detect()
+    return launch is None or launch.rank == 0
+
+
+def check_writable(command: str, *paths: str | None) -> None:
+    """Raise now, and not after hours of work, if a file cannot be written by rank 0."""
     from mpicomp.errors import ConfigurationError
 
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ConfigurationError(f"{command}: '{path}' cannot be written; make its folder, or name another file")
+    for path in filter(None, paths if writes_files() else ()):
+        folder = os.path.dirname(path) or "."
+        if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise ConfigurationError(f"{command}: '{path}' cannot be written; make its folder, or name another file")
+
+
+def write_json(path: str, content: Any) -> None:
+    """Write an object to a file as JSON."""
+    from mpicomp.system import whole_file
+
+    with whole_file(path) as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with a noun, in the plural unless it is 1."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def check_folder(command: str, path: str) -> None:
@@ -85,7 +107,7 @@ def check_folder(command: str, path: str) -> None:
 
 
 def check_drawing(command: str) -> None:
-    """Raise now, and not after hours of work, if what draws a report is not installed."""
+    """Raise now, and not after hours of work, if packages that draw a report are not installed."""
     import importlib.util
 
     from mpicomp.errors import ConfigurationError
@@ -126,25 +148,22 @@ def read_list(text: str) -> list[str]:
             try:
                 end = json.JSONDecoder().raw_decode(text)[1]
             except json.JSONDecodeError:
-                end = len(text)  # its reader reports what is wrong
+                end = len(text)  # the parser of the object reports the error
         words.append(text[:end].strip())
         text = text[end:].lstrip(" ,")
     return words
 
 
 def read_configuration(command: str, text: str, ratio: float) -> dict[str, Any]:
-    """Read a name or a JSON configuration; the ratio goes where the compressor has one that is not given."""
+    """Read a name or a JSON configuration, with this ratio if the compressor has one that is not set."""
+    from dataclasses import fields
+
+    from mpicomp.compressors import compressor_class
+
     config = read_named(command, "--compressor", text)
-    if "id" in config and has_ratio(config["id"]):
+    if "id" in config and any(field.name == "ratio" for field in fields(compressor_class(config["id"]))):
         config.setdefault("ratio", ratio)
     return config
-
-
-def read_policy(command: str, text: str) -> "Policy":
-    """Return the policy of a name or a JSON configuration."""
-    from mpicomp.policies import get_policy
-
-    return get_policy(read_named(command, "--policy", text))
 
 
 def read_numels(command: str, text: str) -> list[int]:
@@ -166,7 +185,7 @@ def read_numels(command: str, text: str) -> list[int]:
 
 
 def read_compressors(command: str, words: Sequence[str], ratios: Sequence[float]) -> list["Compressor"]:
-    """Return every compressor that is named, at every ratio where it has one that is not given; none twice."""
+    """Return every named compressor, at every ratio if it has one that is not set; none twice."""
     from mpicomp.compressors import get_compressor
 
     found: list[Compressor] = []
@@ -176,15 +195,6 @@ def read_compressors(command: str, words: Sequence[str], ratios: Sequence[float]
             if compressor not in found:
                 found.append(compressor)
     return found
-
-
-def has_ratio(name: str) -> bool:
-    """Return whether the compressor of this name has a ratio among its parameters."""
-    from dataclasses import fields
-
-    from mpicomp.compressors import compressor_class
-
-    return any(entry.name == "ratio" for entry in fields(compressor_class(name)))
 
 
 def read_named(command: str, option: str, text: str) -> dict[str, Any]:

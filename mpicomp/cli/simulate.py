@@ -1,11 +1,10 @@
 """``mpicomp simulate``: step times at ranks and networks that are not here."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_plugin
+from mpicomp.cli.options import add_plugin, count, write_json
 
 if TYPE_CHECKING:
     from mpicomp.bench.simulate.measured import Measured
@@ -79,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.simulate.rows import simulate
     from mpicomp.cli.options import check_writable
 
-    for path in filter(None, (arguments.json, arguments.output)):
-        check_writable(_COMMAND, path)
+    check_writable(_COMMAND, arguments.json, arguments.output)
     if arguments.output is not None:
         from mpicomp.bench.simulate.picture import check_installed
 
@@ -94,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     links = _links(arguments)
     places = [_topology(arguments, measured, rank, links) for rank in ranks]
     print(
-        f"from {measured.task} on {_count(measured.ranks, 'rank')} of {_count(measured.hosts, 'host')}: "
-        f"{sum(bucket.numel for bucket in measured.buckets):,} elements in {_count(len(measured.buckets), 'bucket')}, "
+        f"from {measured.task} on {count(measured.ranks, 'rank')} of {count(measured.hosts, 'host')}: "
+        f"{sum(bucket.numel for bucket in measured.buckets):,} elements in {count(len(measured.buckets), 'bucket')}, "
         f"{measured.compute_s:.4g} s a step without exchange"
     )
     for note in dict.fromkeys(note for place in places for note in place.notes):
@@ -107,11 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         written["grid"] = _draw(arguments, measured, plans, ranks, links)
         print(f"drawn: {arguments.output}")
     if arguments.json is not None:
-        from mpicomp.system import whole_file
-
-        with whole_file(arguments.json) as file:
-            json.dump(written, file, indent=1)
-            file.write("\n")
+        write_json(arguments.json, written)
     return 0
 
 
@@ -226,7 +220,3 @@ def _topology(arguments: argparse.Namespace, measured: "Measured", ranks: int, l
         per_host = -(-measured.ranks // measured.hosts)
     check_least(_COMMAND, "--per-host", per_host)
     return Topology(ranks, per_host, measured.cost.network, measured.ranks, links)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -8,7 +8,7 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicomp.cli.options import add_device, add_plugin, add_task, load_task
+from mpicomp.cli.options import add_device, add_plugin, add_task, load_task, write_json, writes_files
 
 if TYPE_CHECKING:
     from mpicomp.bench.outcome import Outcome
@@ -125,11 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.errors import ConfigurationError, FileWriteError
     from mpicomp.policies.warmup import choose_warmup, read_warmup
     from mpicomp.setting_checks import check_least
-    from mpicomp.system import launcher
     from mpicomp.system.stopping import STOPPED, stop_on_signals
 
     if arguments.checkpoints is not None:
-        stop_on_signals()  # first of all: what is loaded below takes seconds
+        stop_on_signals()  # first: the imports below take seconds
     if arguments.steps is not None:
         check_least("train", "--steps", arguments.steps)
     check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
@@ -152,11 +151,8 @@ def run(arguments: argparse.Namespace) -> int:
         warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
     if arguments.against_dense:
         _check_against_dense(arguments, compressor)
-    launch = launcher.detect()
-    if launch is None or launch.rank == 0:
-        files = (arguments.json, arguments.metrics, arguments.report, arguments.measured, arguments.trace)
-        for path in filter(None, files):
-            check_writable("train", path)
+    check_writable("train", arguments.json, arguments.metrics, arguments.report, arguments.measured, arguments.trace)
+    if writes_files():
         if arguments.checkpoints is not None:
             check_folder("train", arguments.checkpoints)
         if arguments.report is not None:
@@ -244,9 +240,9 @@ def run(arguments: argparse.Namespace) -> int:
             with MetricsWriter(dense_lines) as metrics:
                 ended = train(task, settings_of_dense, transport, Progress(first), metrics, device)
             problem = problem or metrics.problem
-            assert not isinstance(ended, Stopped)  # nobody listens to signals without checkpoints
+            assert not isinstance(ended, Stopped)  # signals stop only a training with checkpoints
             dense = _Dense(ended, settings_of_dense, dense_lines)
-        if transport.group.rank == 0:  # of those that are left
+        if transport.group.rank == 0:  # of the surviving ranks
             try:
                 if isinstance(outcome, Stopped):
                     print(
@@ -264,7 +260,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor | None") -> None:
-    """Refuse what a second training cannot go with."""
+    """Refuse settings that a second training excludes."""
     from mpicomp.compressors import Dense
     from mpicomp.errors import ConfigurationError
 
@@ -306,7 +302,7 @@ def _report(
     lines: str | None,
     dense: _Dense | None,
 ) -> None:
-    """Print what a training came to, and write the files that were asked for."""
+    """Print the results of a training, and write the requested files."""
     from mpicomp.bench.outcome import run_object
     from mpicomp.bench.verdict import judge, table
 
@@ -316,9 +312,9 @@ def _report(
     result = run_object(task, settings, outcome, verdict)
     if arguments.measured is not None:
         assert outcome.measured is not None
-        _write(arguments.measured, outcome.measured.to_json())
+        write_json(arguments.measured, outcome.measured.to_json())
     if arguments.json is not None:
-        _write(arguments.json, result)
+        write_json(arguments.json, result)
     if arguments.report is not None:
         from mpicomp.bench.report.write import report_of_run
 
@@ -327,14 +323,6 @@ def _report(
             dense_object = run_object(task, dense.settings, dense.outcome, judge(dense.outcome))
             dense_files = dense_object, dense.lines
         report_of_run(result, lines, arguments.report, dense_files)
-
-
-def _write(path: str, content: Any) -> None:
-    from mpicomp.system import whole_file
-
-    with whole_file(path) as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
 
 
 def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
@@ -350,7 +338,7 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
 
 
 def _expand(arguments: argparse.Namespace) -> None:
-    """Replace ``--exchange demo`` by what it is short for; what else is named stays as it is."""
+    """Replace ``--exchange demo`` by the options that it stands for, unless these are set."""
     from mpicomp.bench.training_rows import DEMO, DEMO_COMPRESSOR, DEMO_SETTINGS
 
     if arguments.exchange == DEMO:
@@ -404,28 +392,28 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _every(steps: int | str) -> str:
-    """Return what is said of the steps between exchanges; nothing where there is one."""
+    """Describe the steps between exchanges, unless there is one."""
     if steps == "auto":
         return " after a number of steps that is chosen"
     return f" every {steps} steps" if steps != 1 else ""
 
 
 def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "Policy":
-    """Return the policy that was named or implied; settings that it cannot work with are refused."""
-    from mpicomp.cli.options import read_policy
-    from mpicomp.policies import UserSettings
+    """Return the named or implied policy; refuse settings that it cannot use."""
+    from mpicomp.cli.options import read_named
+    from mpicomp.policies import UserSettings, get_policy
     from mpicomp.policies.warmup import WarmUp, read_warmup
 
-    words = arguments.policy or ("auto" if compressor is None else "static")
-    trial = read_policy("train", words)  # one object serves one reducer
+    config = read_named("train", "--policy", arguments.policy or ("auto" if compressor is None else "static"))
+    policy = get_policy(config)
     if arguments.warmup is not None and read_warmup(arguments.warmup)[0]:
-        trial = WarmUp(trial, arguments.warmup)
-    trial.configure(UserSettings(compressor, arguments.collective))
-    return read_policy("train", words)
+        policy = WarmUp(policy, arguments.warmup)
+    policy.configure(UserSettings(compressor, arguments.collective))
+    return get_policy(config)  # one object serves one reducer
 
 
 def _replay(arguments: argparse.Namespace) -> "Policy":
-    """Return the policy that runs recorded plans."""
+    """Return the policy of recorded plans."""
     from mpicomp.bench.replay import Replay
     from mpicomp.errors import ConfigurationError
 

@@ -63,16 +63,6 @@ def test_the_first_steps_are_dense(size, warmup):
     np.testing.assert_allclose([reducer.residual("w") for reducer in ranks.reducers], residuals, atol=1e-12)
 
 
-def test_the_reason_says_so():
-    ranks = Ranks(2, TOPK, warmup=2)
-    reasons = []
-    for step in range(3):
-        ranks.reduce(gradients(2, step))
-        reasons.append(ranks.reducers[0].last_step.buckets[0].reason.partition(";")[0])
-    assert reasons[:2] == ["warm-up: step 1 of 2", "warm-up: step 2 of 2"]
-    assert "warm-up" not in reasons[2]
-
-
 @pytest.mark.parametrize(
     ("named", "steps"),
     [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from marks import slow
 from networks import Link
+from worlds import CheckedRanks
 
 import mpicomp
 from mpicomp.collectives import bind, variants
@@ -27,19 +28,15 @@ def gradients(step, rank, alike=0.0):
     }
 
 
-class Ranks:
+class Ranks(CheckedRanks):
     """Reducers on a simulated network; every choice is noted with the objectives that it was made from."""
 
     def __init__(self, size, link, compressor=None, collective="auto", bucket_bytes=1 << 20, compute_s=0.0, **settings):
+        policy = {"id": "flexible", **settings}
+        super().__init__(size, compressor, collective, policy, network=link, bucket_bytes=bucket_bytes, tolerance=1e-5)
         self.compute_s = compute_s
-        self.world = LocalWorld(size, hosts=size, network=link) if link else LocalWorld(size)
-        self.reducers = [
-            mpicomp.Reducer(compressor, collective, {"id": "flexible", **settings}, comm=end, bucket_bytes=bucket_bytes)
-            for end in self.world.transports
-        ]
         self.policy = self.reducers[0].policy
         self.count, self.choices = 0, []
-        self.residuals = [{name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(size)]
         solve = self.policy._solve
 
         def noted():
@@ -50,31 +47,12 @@ class Ranks:
         self.policy._solve = noted
 
     def step(self, make=gradients):
-        """Do a step; check that ranks agree and that nothing is lost."""
-        given = [make(self.count, rank) for rank in range(len(self.reducers))]
-        self.accumulated = [
-            {name: own[name].astype(np.float64) + left[name] for name in SHAPES}
-            for own, left in zip(given, self.residuals, strict=True)
-        ]
         for end in self.world.transports:
             end.seconds += self.compute_s
-        means = self.world.run([r.rounds(g) for r, g in zip(self.reducers, given, strict=True)])
-        for other in means[1:]:
-            assert all(other[name].tobytes() == means[0][name].tobytes() for name in SHAPES)
-        self.residuals = [{name: r.residual(name).astype(np.float64) for name in SHAPES} for r in self.reducers]
-        for name in SHAPES:
-            put_in = sum(own[name] for own in self.accumulated)
-            left = sum(own[name] for own in self.residuals)
-            delivered = len(given) * means[0][name].astype(np.float64)
-            np.testing.assert_allclose(delivered + left, put_in, rtol=0, atol=1e-5 * max(1, np.abs(put_in).max()))
-        records = [reducer.last_step.buckets for reducer in self.reducers]
-        for other in records[1:]:
-            assert [(b.collective, b.compressor, b.reason, b.predicted_s) for b in other] == [
-                (b.collective, b.compressor, b.reason, b.predicted_s) for b in records[0]
-            ]
+        buckets = super().step([make(self.count, rank) for rank in range(len(self.reducers))])
         assert len({reducer.policy.current for reducer in self.reducers}) == 1
         self.count += 1
-        return records[0]
+        return buckets
 
 
 def nothing_beats(objectives, place):
@@ -125,7 +103,7 @@ def test_gains_are_those_of_the_accumulated_gradients(size):
     ratios, checked = candidates(0.001, 0.1, 3.0), 0
     for _ in range(30):
         known = len(ranks.choices)
-        looked = getattr(ranks, "accumulated", None)
+        surveyed = ranks.accumulated[-1:]
         ranks.step()
         if len(ranks.choices) == known:
             continue
@@ -134,7 +112,7 @@ def test_gains_are_those_of_the_accumulated_gradients(size):
         for option, (_, cost) in zip(ranks.policy.options, objectives, strict=True):
             kept = energy = 0.0
             for names in (["conv", "bias"], ["fc"]):  # the buckets
-                for own in looked:
+                for own in surveyed[0]:
                     squares = np.sort(np.concatenate([own[name].ravel() ** 2 for name in names]))[::-1]
                     kept += squares[: int(option.ratio * squares.size + 0.5)].sum()
                     energy += squares.sum()
@@ -267,10 +245,10 @@ def test_what_borrowed_indices_gain_is_seen(collective):
         [bucket] = ranks.step(lambda step, rank: gradients(step, rank, 0.0))
         sent = sum(
             np.square(own[name] - left[name]).sum()
-            for own, left in zip(ranks.accumulated, ranks.residuals, strict=True)
+            for own, left in zip(ranks.accumulated[-1], ranks.left, strict=True)
             for name in SHAPES
         )
-        energy = sum(np.square(own[name]).sum() for own in ranks.accumulated for name in SHAPES)
+        energy = sum(np.square(own[name]).sum() for own in ranks.accumulated[-1] for name in SHAPES)
         gains.append(sent / energy)
         assert bucket.gain == pytest.approx(sent / energy, rel=1e-3)
     assert run_of(buckets[0]) == option
@@ -329,7 +307,7 @@ def test_a_restart_goes_on_with_what_was_chosen():
     again = Ranks(3, Link(1e-5, 20e6), every=50)
     for reducer, state in zip(again.reducers, states, strict=True):
         reducer.load_state_dict(state)
-    again.residuals, again.count = ranks.residuals, ranks.count
+    again.left, again.count = ranks.left, ranks.count
     current = ranks.policy.current
     buckets = again.step()
     assert run_of(buckets[0]) == current

@@ -208,21 +208,3 @@ def test_it_goes_on_where_it_stopped():
     stranger = Gossip(graph, 0, SHAPES[:1], np.dtype(np.float64))
     assert not stranger.load_state_dict(sides[0].state_dict())
     assert stranger.turn == 0
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("edges", ["ring", "torus", "chain"])
-def test_over_mpi_it_is_what_it_is_in_one_process(comm, edges):
-    from mpicomp.transport.mpi import MPITransport
-
-    pairs = [(rank, rank + 1) for rank in range(comm.size - 1)] if edges == "chain" else edges
-    graph, world = make_graph(pairs, comm.size), LocalWorld(comm.size)
-    transport = MPITransport(comm)
-    models, own = draw(comm.size), draw(comm.size)[comm.rank]
-    sides = [Gossip(graph, place, SHAPES, np.dtype(np.float64), 2) for place in range(comm.size)]
-    side = Gossip(graph, comm.rank, SHAPES, np.dtype(np.float64), 2)
-    for _ in range(6):
-        world.run([other.rounds(model) for other, model in zip(sides, models, strict=True)])
-        transport.run(side.rounds(own))
-        np.testing.assert_allclose(own, models[comm.rank], rtol=1e-9, atol=1e-12)
-    transport.close()

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from worlds import CheckedRanks
 
 import mpicomp
 from mpicomp.algorithms.matrix_batches import Matrix
@@ -38,41 +39,12 @@ def gradients(step, rank, scale=1.0):
     return {name: (scale * array).astype(np.float32) for name, array in out.items()}
 
 
-class Ranks:
-    """Reducers in lockstep, and what each of their steps accumulated."""
-
+class Ranks(CheckedRanks):
     def __init__(self, size, policy, compressor=None, bucket_bytes=1 << 20, collective="auto"):
-        self.world = LocalWorld(size)
-        self.reducers = [
-            mpicomp.Reducer(compressor, collective, policy, comm=end, bucket_bytes=bucket_bytes)
-            for end in self.world.transports
-        ]
-        self.residuals = [{name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(size)]
-        self.accumulated = []
+        super().__init__(size, compressor, collective, policy, bucket_bytes=bucket_bytes, tolerance=1e-5)
 
     def step(self, number, scale=1.0):
-        """Do a step; check that nothing is lost and that ranks agree."""
-        given = [gradients(number, rank, scale) for rank in range(len(self.reducers))]
-        now = [
-            {name: own[name].astype(np.float64) + residual[name] for name in SHAPES}
-            for own, residual in zip(given, self.residuals, strict=True)
-        ]
-        means = self.world.run([r.rounds(g) for r, g in zip(self.reducers, given, strict=True)])
-        for other in means[1:]:
-            assert all(other[name].tobytes() == means[0][name].tobytes() for name in SHAPES)
-        self.residuals = [{name: r.residual(name).astype(np.float64) for name in SHAPES} for r in self.reducers]
-        for name in SHAPES:
-            put_in = sum(own[name] for own in now)
-            left = sum(own[name] for own in self.residuals)
-            delivered = len(given) * means[0][name].astype(np.float64)
-            np.testing.assert_allclose(delivered + left, put_in, rtol=0, atol=1e-5 * max(1, np.abs(put_in).max()))
-        records = [reducer.last_step.buckets for reducer in self.reducers]
-        for other in records[1:]:
-            assert [(b.collective, b.compressor, b.reason) for b in other] == [
-                (b.collective, b.compressor, b.reason) for b in records[0]
-            ]
-        self.accumulated.append(now)
-        return records[0]
+        return super().step([gradients(number, rank, scale) for rank in range(len(self.reducers))])
 
 
 def lost_by_selection(array, ratio):
@@ -344,7 +316,7 @@ def test_a_restart_changes_nothing(compressor, on):
     again = Ranks(2, policy, compressor)
     for reducer, state in zip(again.reducers, states, strict=True):
         reducer.load_state_dict(state)
-    again.residuals = ranks.residuals
+    again.left = ranks.left
     for step in range(15, 50):
         expected, got = ranks.step(step), again.step(step)
         if on and 22 <= step < 27:

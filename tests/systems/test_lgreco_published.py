@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from marks import slow
+from worlds import CheckedRanks
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
@@ -27,31 +28,12 @@ def gradients(step, rank):
     return {name: array.astype(np.float32) for name, array in out.items()}
 
 
-class Ranks:
-    """Reducers in lockstep; what each rank accumulated in each step is kept, and nothing may be lost."""
-
-    def __init__(self, size, policy, compressor, **settings):
-        self.world = LocalWorld(size)
-        self.reducers = [mpicomp.Reducer(compressor, policy=policy, comm=e, **settings) for e in self.world.transports]
-        self.residuals = [{name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(size)]
-        self.accumulated = []
+class Ranks(CheckedRanks):
+    def __init__(self, size, policy, compressor, collective="auto"):
+        super().__init__(size, compressor, collective, policy, tolerance=1e-5)
 
     def step(self, number):
-        given = [gradients(number, rank) for rank in range(len(self.reducers))]
-        now = [
-            {name: own[name] + left[name] for name in SHAPES} for own, left in zip(given, self.residuals, strict=True)
-        ]
-        means = self.world.run([r.rounds(g) for r, g in zip(self.reducers, given, strict=True)])
-        self.residuals = [{name: r.residual(name).astype(float) for name in SHAPES} for r in self.reducers]
-        for name in SHAPES:
-            assert all(other[name].tobytes() == means[0][name].tobytes() for other in means)
-            delivered = len(given) * means[0][name].astype(float) + sum(own[name] for own in self.residuals)
-            np.testing.assert_allclose(delivered, sum(own[name] for own in now), rtol=0, atol=2e-4)
-        records = [reducer.last_step.buckets for reducer in self.reducers]
-        for other in records[1:]:
-            assert [(b.compressor, b.collective) for b in other] == [(b.compressor, b.collective) for b in records[0]]
-        self.accumulated.append(now)
-        return records[0]
+        return super().step([gradients(number, rank) for rank in range(len(self.reducers))])
 
     def sums(self, rank, begin=1):
         """What ten steps have accumulated: those of which ranks have heard last before the first adjustment."""
