@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench.gloo import process_group
 from mpicomp.bench.measure.exchanges import name_of
-from mpicomp.bench.plain_topk import PlainTopK, over_gloo, over_mpi
+from mpicomp.bench.peer_exchanges import PlainTopK, over_gloo, over_mpi, process_group, replica_group
 from mpicomp.bench.replay import Replay
 from mpicomp.bench.replica import CPU, Replica, threads_of_rank
-from mpicomp.bench.replica_group import replica_group
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.training_rows import (
     BACKWARD,

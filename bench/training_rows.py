@@ -86,40 +86,21 @@ class TrainingRow(TypedDict):
     after_s: Annotated[float, "median: from the end of backward to the end of the step"]
     phases_s: Annotated[
         dict[str, float] | None,
-        "medians: `compress`, up to the last round of the exchange; `exchange`, in rounds, waiting for others "
-        "included; `decode`, after them. null where the exchange does not tell: `none`, DDP and torchft",
+        "medians: `compress`, `exchange` with waiting, `decode`; null where unknown",
     ]
-    processor_s: Annotated[
-        float,
-        "processor time of a rank in a step, of all its threads, averaged over ranks and steps: less that of `none` "
-        "it is what the exchange takes, with what waits without sleeping",
-    ]
-    wire_bytes: Annotated[
-        float,
-        "that left a rank in a step, averaged over ranks and steps; without what measures the network. Of DDP "
-        "what a ring takes, which is gloo's way",
-    ]
-    link_bytes: Annotated[
-        float | None,
-        "that left a host's data interface in a step, with headers, counted by its kernel; null outside a lab",
-    ]
+    processor_s: Annotated[float, "processor time of a rank in a step, all its threads; mean over ranks and steps"]
+    wire_bytes: Annotated[float, "that left a rank in a step, mean; of DDP those of a ring, which is gloo's way"]
+    link_bytes: Annotated[float | None, "that left a host's eth0 in a step, with headers; null outside a lab"]
     replicas_equal: Annotated[bool, "whether all ranks ended with the same parameters, bit for bit"]
-    quality: Annotated[
-        float | None,
-        "on held-out data, after all steps; null where ranks differ, as they do with `none`",
-    ]
+    quality: Annotated[float | None, "on held-out data, after all steps; null where ranks differ"]
     of_none: Annotated[float | None, "`median_s` of `none` over this one; null where `none` was not run"]
     of_none_low: Annotated[float | None, "lower end of its 95 % interval"]
     of_none_high: Annotated[float | None, "its upper end"]
     hidden: Annotated[
         float | None,
-        "`hidden_s` over the lesser of `exchange_s` and `none_backward_s`; null without a partner in line and "
-        "`none`, as those below, or where that is not above 0",
+        "`hidden_s` over the lesser of `exchange_s` and `none_backward_s`; null without `none` and a partner in line",
     ]
-    hidden_low: Annotated[
-        float | None,
-        "lower end of its 95 % interval; null where some resampling is not above 0",
-    ]
+    hidden_low: Annotated[float | None, "lower end of its 95 % interval; null where a resampling is not above 0"]
     hidden_high: Annotated[float | None, "its upper end"]
     hidden_s: Annotated[float | None, "`median_s` in line less `median_s`"]
     exchange_s: Annotated[float | None, "`median_s` in line less that of `none`"]

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
+from mpicomp.bench.lab.lab_settings import parse_bandwidth, parse_latency
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
 from penalties import exchange_of, predict, steps_behind

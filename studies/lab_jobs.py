@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpicomp.bench.lab.lab_settings import LabError, parse_bandwidth, parse_latency
 from mpicomp.bench.lab.launch import find_launcher, find_mpi
 from mpicomp.bench.lab.run import check_requirements
-from mpicomp.bench.lab.units import LabError, parse_bandwidth, parse_latency
 
 from mpicomp.errors import ConfigurationError, MpicompError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from lab_jobs import Network
-from mpicomp.bench.lab.units import parse_bandwidth
+from mpicomp.bench.lab.lab_settings import parse_bandwidth
 
 DENSE = "dense"
 """The arm that all others are compared with."""

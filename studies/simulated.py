@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from lab_jobs import Network, check_lab, run_in_lab
-from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
+from mpicomp.bench.lab.lab_settings import parse_bandwidth, parse_latency
 from mpicomp.bench.simulate.compute_time import ComputeTime
 from mpicomp.bench.simulate.measured import Measured, read
 from mpicomp.bench.simulate.rows import Plan, Simulation

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpicomp.bench.lab.lab_settings import MPIS, Settings
+from mpicomp.bench.lab.lab_settings import MPIS, LabError, Settings
 from mpicomp.bench.lab.network import HEAD_ADDRESS, control_address
-from mpicomp.bench.lab.units import LabError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

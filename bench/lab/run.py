@@ -13,8 +13,7 @@ from types import FrameType
 from typing import Any
 
 from mpicomp.bench.lab import head, launch, namespaces, network
-from mpicomp.bench.lab.lab_settings import Settings
-from mpicomp.bench.lab.units import LabError, format_bandwidth
+from mpicomp.bench.lab.lab_settings import LabError, Settings, format_bandwidth
 
 # The sum over hosts of what leaves them.
 MOST_BANDWIDTH = 10 * 10**9

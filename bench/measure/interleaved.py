@@ -24,20 +24,11 @@ class KernelRow(TypedDict):
     p75_s: Annotated[float, "three quarters took less"]
     repeats: Annotated[int, "timed calls"]
     threads: Annotated[int | None, "that share its sweeps; null on a GPU"]
-    behind_s: Annotated[
-        float | None,
-        "median where the GPU still has other work when the call begins, as behind a backward pass; null on the host",
-    ]
+    behind_s: Annotated[float | None, "median behind other work of the GPU, as of a backward pass; null on the host"]
     behind_copies: Annotated[float | None, "`behind_s` over that of `memcpy`"]
-    ratio_reached: Annotated[
-        float | None,
-        "kept fraction, averaged over the timed calls; of compressors, and 1 of those that pack all elements",
-    ]
+    ratio_reached: Annotated[float | None, "mean kept fraction of the timed calls; null where nothing is selected"]
     bits_per_index: Annotated[float | None, "length of the code; of `indices.encode` and `indices.decode`; in bits"]
-    config: Annotated[
-        dict[str, Any] | None,
-        "the compressor's configuration, of `compress`, `pack` and `unpack`; `mpicomp.get_compressor` makes it again",
-    ]
+    config: Annotated[dict[str, Any] | None, "the compressor's configuration, as `mpicomp.get_compressor` takes it"]
 
 
 @dataclass

@@ -50,10 +50,7 @@ class Environment(TypedDict):
     cores: Annotated[int, "that this process may use"]
     threads: Annotated[int, "that were asked for"]
     device: Annotated[str, "`cpu`, or the name of the GPU"]
-    job: Annotated[
-        dict[str, Any] | None,
-        "of collectives and training: the MPI job; null where no ranks took part",
-    ]
+    job: Annotated[dict[str, Any] | None, "the MPI job; null where no ranks took part"]
 
 
 class JobEnvironment(TypedDict):
@@ -65,10 +62,7 @@ class JobEnvironment(TypedDict):
     hosts: Annotated[int, "that they are on"]
     oversubscribed: Annotated[bool, "whether some host has more ranks than cores"]
     lab: Annotated[bool, "whether it was an emulated cluster"]
-    variables: Annotated[
-        dict[str, Any],
-        "environment variables that MPI, UCX, OpenMP, Slurm and mpicomp look at; none whose value holds a path",
-    ]
+    variables: Annotated[dict[str, Any], "variables of MPI, UCX, OpenMP, Slurm and mpicomp, without paths"]
 
 
 def environment(threads: int, device: str, job: Mapping[str, Any] | None = None) -> dict[str, Any]:

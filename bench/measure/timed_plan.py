@@ -17,21 +17,14 @@ class _Which(TypedDict):
     ranks: Annotated[int, "that took part"]
     hosts: Annotated[int, "that they are on"]
     device: Annotated[str, "where gradients were: `cpu` or `gpu`"]
-    route: Annotated[
-        str | None,
-        "how messages reached MPI from a GPU: `staged` through the host's memory, or `direct`; null on the CPU, "
-        "and for a plan that was not run",
-    ]
+    route: Annotated[str | None, "how messages reached MPI from a GPU: `staged` or `direct`; null on the CPU"]
 
 
 class _Measured(TypedDict):
     median_s: Annotated[float | None, "median of the samples; null for a plan that was not run"]
     p95_s: Annotated[float | None, "95 % of the samples took no longer"]
     wire_bytes: Annotated[float | None, "that left a rank in an exchange, averaged over ranks"]
-    predicted_s: Annotated[
-        float | None,
-        "median of what the cost model, which learns along, said before each sample; null where there was none",
-    ]
+    predicted_s: Annotated[float | None, "median of the cost model's predictions before each sample"]
     speedup: Annotated[float | None, "`median_s` of the best dense plan over this one"]
     error: Annotated[float | None, "of the mean"]
     correct: Annotated[bool | None, "whether rounding explains it, and all ranks have the same bits"]
@@ -39,14 +32,8 @@ class _Measured(TypedDict):
     high_s: Annotated[float | None, "its upper end"]
     p99_s: Annotated[float | None, "99 % of the samples took no longer"]
     samples: Annotated[int, "how many there are"]
-    stopped: Annotated[
-        str | None,
-        "`interval`: the median is known well; `limit`: the time was over; `once`: it is too slow for more",
-    ]
-    span_s: Annotated[
-        float | None,
-        "median from the last rank's start to the last rank's end, which is what is predicted",
-    ]
+    stopped: Annotated[str | None, "`interval`: the median is known well; `limit`: time was over; `once`: too slow"]
+    span_s: Annotated[float | None, "median from the last rank's start to the last rank's end, as predicted"]
     rank_mean_s: Annotated[float | None, "mean over ranks of each rank's mean time"]
     rank_min_s: Annotated[float | None, "the least of them"]
     rank_max_s: Annotated[float | None, "the most"]
@@ -59,17 +46,11 @@ class _Measured(TypedDict):
     algbw_gb_s: Annotated[float | None, "`4 numel / median_s`"]
     busbw_gb_s: Annotated[float | None, "that times `2 (ranks - 1) / ranks`"]
     wirebw_gb_s: Annotated[float | None, "`wire_bytes / median_s`"]
-    first_predicted_s: Annotated[
-        float | None,
-        "what the cost model said before the plan was run for the first time; null for `auto`",
-    ]
+    first_predicted_s: Annotated[float | None, "prediction before the first run; null for `auto`"]
 
 
 class _OfAuto(TypedDict):
-    chosen: Annotated[
-        str | None,
-        "of `auto`: the plan that it ran most often; null for all others, as all below but `settings` and `config`",
-    ]
+    chosen: Annotated[str | None, "the plan that `auto` ran most often; null for others, as the fields below"]
     best: Annotated[str | None, "the best fixed plan of those that `auto` may choose, no compression among them"]
     best_s: Annotated[float | None, "its median, timed in turn with `auto`"]
     regret: Annotated[float | None, "`median_s / best_s - 1`"]
@@ -83,10 +64,7 @@ class _OfAuto(TypedDict):
 class PlanRow(_Which, _Measured, _OfAuto):
     """A row of ``bench collectives``."""
 
-    settings: Annotated[
-        str | None,
-        "where several configurations of a compressor were asked for: in what this one differs, but for the ratio",
-    ]
+    settings: Annotated[str | None, "in what it differs from other configurations of its compressor, but for the ratio"]
     config: Annotated[dict[str, Any], "the compressor's configuration"]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from mpicomp.bench.report import draw
-from mpicomp.bench.report.runs import Run
+from mpicomp.bench.report.runs import Rows, Run
 from mpicomp.bench.report.section_parts import (
     Array,
     Curve,
@@ -18,7 +18,6 @@ from mpicomp.bench.report.section_parts import (
     percent,
     step_number,
 )
-from mpicomp.bench.report.step_lines import Rows
 
 _MAX_PLANS = 8  # rows of the picture of plans
 _MAX_ROWS = 120  # of a map; more would be thinner than two pixels

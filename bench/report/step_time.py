@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from mpicomp.bench.report import draw
-from mpicomp.bench.report.runs import Run
+from mpicomp.bench.report.runs import PHASES, Run
 from mpicomp.bench.report.section_parts import (
     Array,
     Curve,
@@ -18,7 +18,6 @@ from mpicomp.bench.report.section_parts import (
     seconds,
     step_number,
 )
-from mpicomp.bench.report.step_lines import PHASES
 
 _MEANINGS = {
     "compute": "forward and backward",

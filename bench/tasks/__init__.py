@@ -6,7 +6,7 @@ are imported then and not before.
 """
 
 from mpicomp.bench.tasks.task import Task as Task
-from mpicomp.bench.tasks.task_registry import get_task as get_task
-from mpicomp.bench.tasks.task_registry import list_tasks as list_tasks
+from mpicomp.bench.tasks.task import get_task as get_task
+from mpicomp.bench.tasks.task import list_tasks as list_tasks
 
 __all__ = ["Task", "get_task", "list_tasks"]

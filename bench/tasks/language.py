@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 from mpicomp.bench.tasks import corpus
+from mpicomp.bench.tasks.corpus import Vocabulary
 from mpicomp.bench.tasks.sampling import Sampler, Shards, evenly
 from mpicomp.bench.tasks.task import Task
-from mpicomp.bench.tasks.tokens import Vocabulary
 from torch import nn
 from torch.nn import functional
 

@@ -58,9 +58,8 @@ examples:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the lab and return the exit status of the job, or 2 when there was none."""
-    from mpicomp.bench.lab.lab_settings import make_settings
+    from mpicomp.bench.lab.lab_settings import LabError, make_settings
     from mpicomp.bench.lab.run import run_lab
-    from mpicomp.bench.lab.units import LabError
 
     command = arguments.command
     if command and command[0] == "--":

@@ -194,7 +194,7 @@ def _ranks(text: str) -> list[int]:
 
 
 def _links(arguments: argparse.Namespace) -> "Links":
-    from mpicomp.bench.lab.units import LabError, parse_bandwidth, parse_latency
+    from mpicomp.bench.lab.lab_settings import LabError, parse_bandwidth, parse_latency
     from mpicomp.bench.simulate.topology import Links
     from mpicomp.errors import ConfigurationError
 

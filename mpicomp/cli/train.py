@@ -168,8 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
     from mpicomp.bench.replica import CPU
-    from mpicomp.bench.resuming import Checkpoints
-    from mpicomp.bench.training_run import Settings, Stopped, train
+    from mpicomp.bench.training_run import Checkpoints, Settings, Stopped, train
     from mpicomp.reducer.agreement import agree, run_collectively
 
     device = CPU if gpu is None else run_collectively(lambda: devices.torch_device("train", gpu), transport, "train")
@@ -303,8 +302,7 @@ def _report(
     dense: _Dense | None,
 ) -> None:
     """Print the results of a training, and write the requested files."""
-    from mpicomp.bench.outcome import run_object
-    from mpicomp.bench.verdict import judge, table
+    from mpicomp.bench.outcome import judge, run_object, table
 
     verdict = judge(outcome, None if dense is None else dense.outcome, task.quality_name)
     print(table(outcome, task.quality_name, settings.steps))

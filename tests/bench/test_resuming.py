@@ -12,9 +12,8 @@ pytest.importorskip("sklearn")
 from marks import slow
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.progress import Progress
-from mpicomp.bench.resuming import Checkpoints
 from mpicomp.bench.tasks.digits import Digits
-from mpicomp.bench.training_run import Settings, Stopped, train
+from mpicomp.bench.training_run import Checkpoints, Settings, Stopped, train
 
 import mpicomp
 from mpicomp.errors import ConfigurationError

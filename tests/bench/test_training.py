@@ -348,8 +348,7 @@ def test_ddp_averages_as_mpicomp_does(comm):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("over", ["gloo", "mpi"])
 def test_plain_topk_averages_the_largest_and_keeps_the_rest(comm, over):
-    from mpicomp.bench.gloo import process_group
-    from mpicomp.bench.plain_topk import PlainTopK, over_gloo, over_mpi
+    from mpicomp.bench.peer_exchanges import PlainTopK, over_gloo, over_mpi, process_group
 
     from mpicomp.transport.mpi import MPITransport
 
@@ -413,7 +412,7 @@ def test_hook_that_pytorch_refuses_is_a_configuration_error():
 
 @pytest.mark.parametrize("interface", ["lo", "nonexistent0"])
 def test_process_group_with_a_named_interface(interface, monkeypatch):
-    from mpicomp.bench.gloo import INTERFACE, process_group
+    from mpicomp.bench.peer_exchanges import INTERFACE, process_group
 
     from mpicomp.errors import ConfigurationError
 
@@ -433,7 +432,7 @@ SCRIPT = """
 import numpy as np
 import torch
 from mpicomp.bench.measure.timings import gather
-from mpicomp.bench.gloo import process_group
+from mpicomp.bench.peer_exchanges import process_group
 from mpicomp.transport.mpi import MPITransport
 from torch import distributed
 

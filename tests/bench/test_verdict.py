@@ -8,8 +8,7 @@ from golden import check_golden
 from mpicomp.bench.measure.chosen_plans import Ran
 from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.measure.timings import PHASES, Slowest
-from mpicomp.bench.outcome import Outcome
-from mpicomp.bench.verdict import judge, table
+from mpicomp.bench.outcome import Outcome, judge, table
 
 import mpicomp
 

@@ -5,8 +5,18 @@ from pathlib import Path
 
 import pytest
 from mpicomp.bench.lab import launch
-from mpicomp.bench.lab.lab_settings import Change, Link, make_settings, parse_schedule, read_schedule
-from mpicomp.bench.lab.units import LabError, format_bandwidth, parse_bandwidth, parse_latency, parse_loss
+from mpicomp.bench.lab.lab_settings import (
+    Change,
+    LabError,
+    Link,
+    format_bandwidth,
+    make_settings,
+    parse_bandwidth,
+    parse_latency,
+    parse_loss,
+    parse_schedule,
+    read_schedule,
+)
 
 
 def make(**changes):

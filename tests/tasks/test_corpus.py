@@ -3,7 +3,7 @@ import os
 import numpy as np
 import pytest
 from mpicomp.bench.tasks import corpus
-from mpicomp.bench.tasks.tokens import Vocabulary
+from mpicomp.bench.tasks.corpus import Vocabulary
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,10 +19,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("msgspec")
 
 from mpicomp.bench.report.draw import DARK, LIGHT
-from mpicomp.bench.report.run_comparison import verdict
-from mpicomp.bench.report.runs import read_runs
+from mpicomp.bench.report.runs import read_lines, read_runs
 from mpicomp.bench.report.section_parts import Bins
-from mpicomp.bench.report.step_lines import read_lines
+from mpicomp.bench.report.write import verdict
 
 import mpicomp
 from mpicomp import cli
