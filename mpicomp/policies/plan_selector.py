@@ -55,27 +55,13 @@ class BucketState:
 
 @dataclass
 class PlanTable:
-    """All plans of a bucket, a row each: every level of its ladder with every collective that carries it.
+    """All plans of a bucket, a row each: every level of its ladder with every collective that carries it."""
 
-    Attributes
-    ----------
-    schemes : list of Scheme
-        A scheme for each row.
-    levels : array of int64, shape (rows,)
-        The level of each row.
-    kept : array of float64, shape (levels,)
-        Elements that each level is expected to keep.
-    numel : int
-        Elements of the bucket.
-    candidates : Candidates or None
-        Their predicted seconds; None if nothing can be measured.
-    """
-
-    schemes: list[Scheme[Any]]
-    levels: NDArray[np.int64]
-    kept: NDArray[np.float64]
-    numel: int
-    candidates: Candidates | None = None
+    schemes: list[Scheme[Any]]  # by row
+    levels: NDArray[np.int64]  # by row
+    kept: NDArray[np.float64]  # by level, the elements that it is expected to keep
+    numel: int  # of the bucket
+    candidates: Candidates | None = None  # the rows' predicted seconds; None if nothing can be measured
     _bound: dict[int, Scheme[Any]] = field(default_factory=dict)
 
     @property
@@ -118,33 +104,15 @@ class PlanSelector:
     are not timed. Of short steps some are learned from, ten a second, and the first ones of a new row; between them one
     step of up to six is compared with its prediction, and an outlier requests telemetry of the next step.
 
-    Parameters
-    ----------
-    name : str
-        Name of the policy, for reasons.
-    feedback : bool
-        Whether there is a residual.
-    cost : CostModel, str or None
-        A cost model or the file that it is in; that of rank 0 counts. None measures one before the first step.
-    pinned : bool
-        Whether the user named the collective: then nothing is measured, and seconds are predicted only if rank 0 has a
-        cost model.
-
-    Attributes
-    ----------
-    cost : CostModel or None
-        The shared cost model.
-    tables : list of PlanTable
-        A table for each bucket.
-    measured : bool
-        Whether seconds are predicted and learned.
+    ``cost`` is a cost model or the file that it is in; that of rank 0 counts, and None measures one before the first
+    step. With a ``pinned`` collective nothing is measured, and seconds are predicted only if rank 0 has a cost model.
     """
 
     def __init__(self, name: str, feedback: bool, cost: CostModel | str | None, pinned: bool = False) -> None:
-        self.cost: CostModel | None = None
-        self.tables: list[PlanTable] = []
-        self.measured = False
-        self._name = name
+        self.cost: CostModel | None = None  # shared by all ranks
+        self.tables: list[PlanTable] = []  # by bucket
+        self.measured = False  # whether seconds are predicted and learned
+        self._name = name  # for reasons
         self._feedback = feedback
         self._source = cost
         self._pinned = pinned
@@ -195,19 +163,10 @@ class PlanSelector:
         self, ladders: Sequence[Sequence[tuple[Compressor, Sequence[str]]]], shapes: Sequence[Shape],
         transport: Transport,
     ) -> Rounds[None]:  # fmt: skip
-        """Build the tables of new buckets; measure links, operations and kernels that are not known.
+        """Build the tables of new buckets; measure links, operations and kernels that are not known. As rounds.
 
-        Collective over all ranks, as rounds.
-
-        Parameters
-        ----------
-        ladders : sequence of sequences
-            For each bucket its levels, from the one that keeps least: a compressor, and the names of its collectives,
-            the preferred one first.
-        shapes : sequence of Shape
-            The buckets.
-        transport : Transport
-            Connects the ranks.
+        A ladder has the levels of a bucket, from the one that keeps least: a compressor, and the names of its
+        collectives, the preferred one first.
         """
         group = transport.group
         self.measured = False
@@ -269,19 +228,7 @@ class PlanSelector:
     def plan(
         self, bucket: int, among: NDArray[np.int64], reason: str = "", compressor: Compressor | None = None
     ) -> Plan:
-        """Return the plan of a bucket for this step.
-
-        Parameters
-        ----------
-        bucket : int
-            Number of the bucket.
-        among : array of int64
-            Rows to choose from.
-        reason : str
-            Reason for these rows, if there is one.
-        compressor : Compressor, optional
-            Sent in place of a level that keeps about as much.
-        """
+        """Return the plan of a bucket for this step: one of some rows, with another compressor if one is passed."""
         state = self._states[bucket]
         if state.plan is not None and state.known and not state.must_choose:
             # In the steady state policies pass the objects of the step before.
@@ -368,19 +315,7 @@ class PlanSelector:
 def choose_plan(
     candidates: Candidates, among: NDArray[np.int64], last: int, may_explore: bool
 ) -> tuple[int, str, bool]:
-    """Return (plan, reason, is_exploration).
-
-    Parameters
-    ----------
-    candidates : Candidates
-        The plans and their seconds.
-    among : array of int64
-        Plans to choose from.
-    last : int
-        The plan that runs: its seconds were just learned, so it is not explored.
-    may_explore : bool
-        Whether a plan may be taken that is the fastest within its uncertainty.
-    """
+    """Return (plan, reason, is_exploration); the last plan is not explored, since its seconds were just learned."""
     best, hopeful = candidates.choose(_TOO_SLOW_RATIO, among)
     reason = f"least predicted seconds of {among.size} plans"
     if best != last:
@@ -397,16 +332,9 @@ def choose_plan(
 def collectives_for(compressor: Compressor, group: Group, complete: bool = False) -> list[str]:
     """Return the names of all collectives that carry a compressor, those preferred without measurements first.
 
-    Parameters
-    ----------
-    compressor : Compressor
-        The compressor to carry.
-    group : Group
-        All ranks: hierarchical collectives need several hosts, and several ranks on one of them.
-    complete : bool
-        Whether only those count that deliver all that every rank's compressor has selected, if there are any.
+    If ``complete``, only those that deliver all that every rank's compressor has selected, if there are any.
     """
-    is_flat = group.hosts in (1, group.size)
+    is_flat = group.hosts in (1, group.size)  # hierarchical ones need several hosts, and several ranks on one
     names = [name for name in variants(compressor) if not (is_flat and "hierarchical" in name)]
     delivering = [name for name in names if not bind(compressor, name).may_drop_selected] if complete else []
     return delivering or names

@@ -25,18 +25,7 @@ _RAMP_BEGIN = 0.25  # ratio of the first step of DGC's ramp, section 3.3 of its 
 
 
 def read_warmup(warmup: int | str) -> tuple[int, bool]:
-    """Return the number of steps of a warm-up, and whether it is a ramp of ratios.
-
-    Raises
-    ------
-    ConfigurationError
-        Where it is neither an integer of at least 0, nor ``"ramp:N"`` with N of at least 1.
-
-    Examples
-    --------
-    >>> read_warmup(100), read_warmup("ramp:100")
-    ((100, False), (100, True))
-    """
+    """Return the number of steps of a warm-up, and whether it is a ramp of ratios: ``"ramp:N"``."""
     ramps = isinstance(warmup, str) and warmup.startswith(_RAMP)
     try:
         steps = int(warmup.removeprefix(_RAMP)) if isinstance(warmup, str) else operator.index(warmup)
@@ -57,24 +46,11 @@ def choose_warmup(
     policy: Any = None,
     feedback: bool | None = None,
 ) -> int | str:
-    """Return the user's warm-up, or the default for the other settings.
+    """Return the user's warm-up, or the default for the other settings of `mpicomp.Reducer`.
 
     The default is `DENSE_STEPS` for a compressor without other settings: it must train well. It is 0 with further
     settings, and for compressors that are dense, have their own warm-up, are as published, or that dense steps cannot
     replace.
-
-    Parameters
-    ----------
-    warmup : int, str or None
-        See `read_warmup`; None for the default.
-    compressor, collective, policy, feedback
-        See `mpicomp.Reducer`.
-
-    Examples
-    --------
-    >>> from mpicomp.compressors import TopK
-    >>> choose_warmup(None, TopK()), choose_warmup(None, TopK(), "allgather"), choose_warmup(3, TopK(), "allgather")
-    (20, 0, 3)
     """
     if warmup is not None:
         steps, ramps = read_warmup(warmup)
@@ -86,13 +62,7 @@ def choose_warmup(
 
 
 def with_warmup(policy: Any, warmup: int | str | None) -> Any:
-    """Return a policy with a warm-up before it, as `mpicomp.Reducer` takes it; None for the warm-up changes nothing.
-
-    Examples
-    --------
-    >>> with_warmup(None, 0), with_warmup("auto", 5)
-    ({'warmup': 0}, {'id': 'auto', 'warmup': 5})
-    """
+    """Return a policy with a warm-up before it, as `mpicomp.Reducer` takes it; unchanged if the warm-up is None."""
     if warmup is None:
         return policy
     if isinstance(policy, Policy):
@@ -111,22 +81,15 @@ def _has_warmup(compressor: Compressor) -> bool:
 class WarmUp(Policy):
     """Runs dense exchange or DGC's ramp of ratios in the first steps, and then another policy.
 
-    Steps that were undone do not count. The policy that follows starts with the first step, and gets no report of the
-    warm-up, which ends for all buckets in the same step.
-
-    Parameters
-    ----------
-    then : Policy
-        The policy that follows.
-    length : int or str
-        See `read_warmup`; at least one step. The ramp has five ratios in geometric progression, from 0.25 to that of
-        the compressor, which begins after the warm-up.
+    The ramp has five ratios in geometric progression, from 0.25 to that of the compressor, which begins after the
+    warm-up. Steps that were undone do not count. The policy that follows starts with the first step, and gets no report
+    of the warm-up, which ends for all buckets in the same step.
     """
 
     id: ClassVar[str] = "warmup"
 
     then: Policy
-    length: int | str
+    length: int | str  # see `read_warmup`; at least one step
 
     def check(self) -> None:
         self.id = self.then.id  # type: ignore[misc]  # messages are about the policy that follows

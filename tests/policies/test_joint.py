@@ -222,12 +222,6 @@ def test_fidelity_has_to_be_a_share(fidelity):
         get_policy({"id": "auto", "fidelity": fidelity})
 
 
-@pytest.mark.parametrize("compressor", ["onebit", "powersgd"])
-def test_a_compressor_whose_gain_cannot_be_told(compressor):
-    with pytest.raises(ConfigurationError, match=f"auto: needs the gain at other ratios, which {compressor} cannot"):
-        Ranks(2, compressor, policy="auto")
-
-
 def test_without_feedback_nothing_may_be_late():
     steps = Training(3, SLOW, feedback=False).run(30)
     assert {own.compressor["id"] for buckets in steps for own in buckets} == {"dense"}

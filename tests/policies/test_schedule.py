@@ -7,7 +7,6 @@ import pytest
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Schedule
 
 
@@ -111,40 +110,3 @@ def test_it_goes_on_where_it_was():
     for ratio in whole[5:]:
         second.reduce(gradient)
         assert second.reducers[0].last_step.buckets[0].ratio == ratio
-
-
-def test_steps_that_were_undone_do_not_count():
-    ranks = Ranks(2, mpicomp.TopK(), nonfinite="skip", policy={"id": "schedule", "begin": 0.5, "end": 0.1, "steps": 4})
-    good, bad = {"w": np.ones(100, np.float32)}, {"w": np.full(100, np.nan, np.float32)}
-    ratios = []
-    for one in (good, bad, good, good):
-        ranks.reduce([good, one])
-        ratios.append(ranks.reducers[0].last_step.buckets[0].ratio)
-    assert ratios[1] == ratios[2]
-    assert ratios[0] > ratios[2] > ratios[3]
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"begin": 0}, r"^schedule: begin: ratio is the kept fraction and must be in \(0, 1\], got 0$"),
-        ({"end": 1.5}, r"^schedule: end: ratio is the kept fraction and must be in \(0, 1\], got 1.5$"),
-        ({"steps": 0}, "schedule: steps must be an integer of at least 1, got 0"),
-        ({"steps": 2, "shape": "varco"}, "schedule: steps must be an integer of at least 3, got 2"),
-        ({"shape": "cosine"}, "schedule: shape must be 'linear', 'exponential', 'step' or 'varco', got 'cosine'"),
-        ({"stages": 1}, "schedule: stages must be an integer of at least 2, got 1"),
-        ({"slope": 0.5}, "schedule: slope must be a number from 1 to"),
-        ({"begn": 0.5}, "schedule setting: unknown name 'begn'; did you mean 'begin'"),
-    ],
-)
-def test_settings_that_cannot_be(settings, text):
-    with pytest.raises(ConfigurationError, match=text):
-        Ranks(1, mpicomp.TopK(), policy={"id": "schedule"} | settings)
-
-
-@pytest.mark.parametrize(
-    "compressor", [mpicomp.Dense(), mpicomp.OneBit(), mpicomp.PowerSGD(rank=1), mpicomp.Threshold()], ids=str
-)
-def test_compressors_without_a_ratio(compressor):
-    with pytest.raises(ConfigurationError, match=f"^schedule: changes the ratio, which {compressor.id} does not have"):
-        Ranks(1, compressor, policy="schedule")

@@ -8,7 +8,7 @@ from networks import Link
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.errors import IncompatiblePairError
 
 LAG = 2  # a step is planned with what is known of the second step before it
 SIZES = {"steady": 400, "moving[0]": 300, "late*": 200}  # names as file patterns would misread them
@@ -137,16 +137,6 @@ def test_a_drop_of_the_learning_rate():
     assert steady == [MOST] * 11 + [LEAST] * 11 + [MOST] * 4 + [LEAST] * 14
 
 
-def test_steps_that_were_undone_say_nothing():
-    ranks = Ranks(2, mpicomp.TopK(), nonfinite="skip", policy=policy(every=3))
-    good = {"w": np.ones(100, np.float32)}
-    bad = {"w": np.full(100, 1e6, np.float32)}
-    bad["w"][0] = np.nan
-    for one in (good, bad, good, good):
-        ranks.reduce([good, one])
-    assert ranks.reducers[0].policy.state_dict()["looked"] == 2  # the last one is under way
-
-
 def test_it_goes_on_where_it_was():
     settings = policy(every=4)
     gradients = recorded(2, 60)
@@ -176,35 +166,6 @@ def test_other_layers_begin_anew():
     both = old | {"new": np.arange(1, 101, dtype=np.float32)}
     ranks.reduce([both] * 2)
     assert ranks.reducers[0].last_step.buckets[0].layers.kept.tolist() == [2, 20]
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"least": 0.2, "most": 0.1}, "accordion: least must not be above most, got least=0.2 and most=0.1"),
-        ({"most": 0}, r"accordion: most is the kept fraction and must be in \(0, 1\], got 0"),
-        ({"every": 0}, "accordion: every must be an integer of at least 1, got 0"),
-        ({"threshold": 0}, "accordion: threshold must be above 0, got 0"),
-        ({"threshold": "a"}, "accordion: threshold must be a number from 0"),
-    ],
-)
-def test_settings_that_cannot_be(settings, text):
-    with pytest.raises(ConfigurationError, match=text):
-        Ranks(1, mpicomp.TopK(), policy={"id": "accordion"} | settings)
-
-
-@pytest.mark.parametrize(
-    ("compressor", "text"),
-    [
-        (mpicomp.Dense(), "accordion: chooses between two ratios, and dense has none"),
-        (mpicomp.PowerSGD(rank=1), "accordion: chooses between two ratios, and powersgd has none"),
-        (mpicomp.TopK(layers={"a": 0.5}), "accordion: chooses ratios of layers by itself, so topk cannot have its own"),
-    ],
-    ids=str,
-)
-def test_compressors_that_do_not_fit(compressor, text):
-    with pytest.raises(ConfigurationError, match=text):
-        Ranks(1, compressor, policy="accordion")
 
 
 @pytest.mark.parametrize("policy", [{"id": "accordion", "every": 2}, {"id": "lgreco", "first": 2, "every": 2}])

@@ -10,11 +10,9 @@ from worlds import CheckedRanks
 
 import mpicomp
 from mpicomp.collectives import bind, variants
-from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.rounds import layout_groups
 from mpicomp.systems.flexible import Flexible
 from mpicomp.systems.flexible.option_policy import Option, candidates
-from mpicomp.transport import LocalWorld
 
 SHAPES = {"conv": (40, 50, 5), "bias": (17,), "fc": (300, 100)}
 
@@ -320,32 +318,3 @@ def test_a_restart_goes_on_with_what_was_chosen():
 def test_the_policy_is_its_configuration():
     policy = Flexible(most=0.2, choice="knee")
     assert mpicomp.policies.get_policy(policy.get_config()).get_config() == policy.get_config()
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"least": 0.2}, "least must not be above most"),
-        ({"most": 2}, r"most is the kept fraction and must be in \(0, 1\], got 2"),
-        ({"factor": 1}, "factor must be above 1, got 1"),
-        ({"factor": 0.5}, "factor must be a number from 1"),
-        ({"gain_threshold": 0}, "gain_threshold must be above 0"),
-        ({"choice": "best"}, "choice must be 'weighted' or 'knee', got 'best'"),
-        ({"solver": "guess"}, "solver must be 'exact' or 'nsga2', got 'guess'"),
-        ({"every": 0}, "every must be an integer of at least 1"),
-    ],
-)
-def test_settings_that_cannot_be(settings, text):
-    with pytest.raises(ConfigurationError, match=f"flexible: {text}"):
-        Flexible(**settings)
-
-
-@pytest.mark.parametrize("compressor", ["dense", "powersgd", "onebit", mpicomp.TopK(layers={"a": 0.5})])
-def test_compressors_that_it_cannot_work_with(compressor):
-    with pytest.raises(ConfigurationError, match=r"flexible: .*policy='static'"):
-        mpicomp.Reducer(compressor, policy="flexible", comm=LocalWorld(1).transports[0])
-
-
-def test_a_collective_that_does_not_fit():
-    with pytest.raises(IncompatiblePairError, match="topk: does not fit collective 'allreduce'"):
-        mpicomp.Reducer("topk", "allreduce", "flexible", comm=LocalWorld(1).transports[0])

@@ -9,7 +9,6 @@ from networks import Link
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.errors import ConfigurationError
 from mpicomp.transport import LocalWorld
 
 LAG = 2  # a step is decided with what is known of the second step before it
@@ -299,16 +298,6 @@ def test_any_selection_by_a_ratio_gives_gains_of_two_levels():
     assert gains["blockrandomk"] == pytest.approx([0.2, 0.1], abs=0.02)
 
 
-def test_a_pause_between_steps_changes_nothing():
-    phases, settings, _ = RECORDS["ends"]
-    ratios = []
-    for pause_s in (0.0, 1000.0):
-        timed = Timed(2, Link(1e-5, 4e6), settings, bucket_bytes=4 * SIZES["a"])
-        gradients = recorded(2, phases)
-        ratios.append([timed.step(own, pause_s * (step in (4, 12)))[0] for step, own in enumerate(gradients)])
-    assert ratios[0] == ratios[1]
-
-
 FIXED = {"feedback": False}
 
 
@@ -427,15 +416,6 @@ def test_a_random_choice_gains_its_ratio():
     assert ranks.reducers[0].last_step.buckets[0].ratio == 0.4
 
 
-def test_steps_that_were_undone_say_nothing():
-    ranks = Ranks(2, mpicomp.TopK(), nonfinite="skip", policy={"id": "gravac"})
-    bad = {"w": SHARP[0]["w"].copy()}
-    bad["w"][0] = np.nan
-    for own in (SHARP, [SHARP[0], bad], SHARP, SHARP):
-        ranks.reduce(own)
-    assert ranks.reducers[0].policy.state_dict()["steps"] == 2  # the last one is under way
-
-
 def test_it_goes_on_where_it_was():
     policy = {"window": 4, "smoothing": 0.5}
     first, second = (Timed(2, Link(1e-5, 4e6), policy) for _ in range(2))
@@ -463,29 +443,3 @@ def test_collectives_are_chosen_too():
     bucket = timed.reducers[0].last_step.buckets[0]
     assert bucket.predicted_s > 0
     assert "least predicted seconds of" in bucket.reason or "repeating the last plan" in bucket.reason
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"least": 0.2}, "gravac: least must not be above most, got least=0.2 and most=0.1"),
-        ({"most": 2}, r"gravac: most is the kept fraction and must be in \(0, 1\], got 2"),
-        ({"window": 0}, "gravac: window must be an integer of at least 1, got 0"),
-        ({"omega": -0.1}, "gravac: omega must be a number from 0 to 1, got -0.1"),
-        ({"epsilon": 0}, "gravac: epsilon must be above 0, got 0"),
-        ({"epsilon": 1.1}, "gravac: epsilon must be a number from 0 to 1, got 1.1"),
-        ({"smoothing": 0.0}, "gravac: smoothing must be above 0, got 0.0"),
-        ({"scaling": "linear"}, "gravac: scaling must be 'exponential' or 'geometric', got 'linear'"),
-        ({"gains": "both"}, "gravac: gains must be 'spectrum' or 'multilevel', got 'both'"),
-        ({"published": "yes"}, "gravac: published must be True or False, got 'yes'"),
-    ],
-)
-def test_settings_that_cannot_be(settings, text):
-    with pytest.raises(ConfigurationError, match=text):
-        Ranks(1, mpicomp.TopK(), policy={"id": "gravac"} | settings)
-
-
-@pytest.mark.parametrize("compressor", [mpicomp.Dense(), mpicomp.OneBit(), mpicomp.Threshold()], ids=str)
-def test_compressors_whose_gain_cannot_be_told(compressor):
-    with pytest.raises(ConfigurationError, match=f"gravac: needs the gain at other ratios, which {compressor.id}"):
-        Ranks(1, compressor, policy="gravac")

@@ -9,7 +9,6 @@ from worlds import CheckedRanks
 
 import mpicomp
 from mpicomp.algorithms.matrix_batches import Matrix
-from mpicomp.errors import ConfigurationError
 from mpicomp.policies import POLICIES
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.surveys import SpectrumSurvey
@@ -329,44 +328,6 @@ def test_the_policy_is_its_configuration():
     assert policy.get_config()["on"] == {"id": "test-in-turn", "length": 20}
     again = mpicomp.policies.get_policy(policy.get_config())
     assert again.get_config() == policy.get_config()
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"alpha": 0}, "alpha must be above 0"),
-        ({"alpha": -1}, "alpha must be a number from 0"),
-        ({"every": 1}, "every must be an integer of at least 2, got 1"),
-        ({"first": 2.5}, "first must be an integer of at least 2"),
-        ({"span": 0.5}, "span must be a number from 1"),
-        ({"on": "static"}, "on must be a policy that chooses a setting .* got static"),
-        ({"on": "lgreco"}, "on must be a policy that chooses a setting"),
-        ({"on": 3}, "on must be a policy's name or configuration, got 3"),
-    ],
-)
-def test_settings_that_cannot_be(settings, text):
-    with pytest.raises(ConfigurationError, match=f"lgreco: {text}"):
-        LGreCo(**settings)
-
-
-@pytest.mark.parametrize(
-    ("compressor", "text"),
-    [
-        (
-            "dense",
-            "needs a compressor with a ratio, a rank or bits for each layer, which dense has not; use topk",
-        ),
-        ("sidco", "which sidco has not"),
-        ("randomk", "which randomk has not"),
-        (mpicomp.TopK(layers={"a": 0.5}), "chooses settings of layers by itself, so topk cannot have them"),
-        (mpicomp.PowerSGD(layers={"a": 2}), "chooses settings of layers by itself, so powersgd cannot have them"),
-        (mpicomp.QSGD(layers={"a": 2}), "chooses settings of layers by itself, so qsgd cannot have them"),
-        (mpicomp.PowerSGD(rows=64), "measures errors of whole matrices, and rows=64 cuts them"),
-    ],
-)
-def test_compressors_that_it_cannot_work_with(compressor, text):
-    with pytest.raises(ConfigurationError, match=f"lgreco: .*{text}"):
-        mpicomp.Reducer(compressor, policy="lgreco", comm=LocalWorld(1).transports[0])
 
 
 @pytest.mark.parametrize("shape", [(40, 60), (60, 40), (7, 300)])

@@ -9,9 +9,7 @@ from marks import slow
 from worlds import CheckedRanks
 
 import mpicomp
-from mpicomp.errors import ConfigurationError
 from mpicomp.systems.lgreco import LGreCo
-from mpicomp.transport import LocalWorld
 
 SHAPES = {"conv": (24, 9, 5), "flat": (3000,), "heavy": (60, 40), "bias": (12,), "even": (50, 30)}
 SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
@@ -208,29 +206,6 @@ def test_what_low_rank_leaves_dense_may_be_selected_from():
                 errors[name][place] = math.sqrt(np.mean(energies))
     own, limit = np.sum(list(errors.values()), axis=0)
     assert 0 < own <= 1.03 * limit
-
-
-@pytest.mark.parametrize(
-    ("settings", "compressor", "collective", "text"),
-    [
-        ({"families": ["powersgd"]}, "topk", "allgather", "no collective carries all of topk, powersgd, so none can"),
-        ({"families": ["topk"]}, "topk", "auto", "families must differ in what they set, and two of them set ratio"),
-        (
-            {"families": [{"id": "qsgd", "norm": "l2", "bits": 2}]},
-            "topk",
-            "auto",
-            "is not contractive, so what it keeps back would grow",
-        ),
-        ({"families": ["sidco"]}, "topk", "auto", "needs a compressor with a ratio, a rank or bits .* sidco has not"),
-        ({"families": "powersgd"}, "topk", "auto", "families must be a list of compressors, got 'powersgd'"),
-        ({"families": ["powersgd"], "on": "gravac"}, "topk", "auto", "takes either on or families, got both"),
-        ({"error": "most"}, "topk", "auto", "error must be 'mean' or 'sum', got 'most'"),
-        ({"published": 1}, "topk", "auto", "published must be True or False, got 1"),
-    ],
-)
-def test_what_cannot_be_is_refused(settings, compressor, collective, text):
-    with pytest.raises(ConfigurationError, match=text):
-        mpicomp.Reducer(compressor, collective, {"id": "lgreco", **settings}, comm=LocalWorld(1).transports[0])
 
 
 def test_the_switch():

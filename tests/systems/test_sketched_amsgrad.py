@@ -142,7 +142,7 @@ def test_power_gossip_types_strides_and_missing_gradients():
 
 def test_sketched_amsgrad_late_group_begins_at_the_learning_rate():
     model = linear()
-    optimizer = alone(model.named_parameters(), lr=0.1)
+    optimizer = alone([{"params": [model.weight], "lr": 0.0}, {"params": [model.bias]}], lr=0.1)
     for step in range(4):
         optimizer.zero_grad()
         squares(model, 0, step).backward()

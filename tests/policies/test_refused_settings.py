@@ -1,0 +1,148 @@
+"""Settings and compressors that policies refuse before anything is exchanged, and steps that do not count."""
+
+import numpy as np
+import pytest
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.transport import LocalWorld
+
+SETTINGS = {
+    "accordion": [
+        ({"least": 0.2, "most": 0.1}, "least must not be above most, got least=0.2 and most=0.1"),
+        ({"most": 0}, r"most is the kept fraction and must be in \(0, 1\], got 0"),
+        ({"every": 0}, "every must be an integer of at least 1, got 0"),
+        ({"threshold": 0}, "threshold must be above 0, got 0"),
+        ({"threshold": "a"}, "threshold must be a number from 0"),
+    ],
+    "flexible": [
+        ({"least": 0.2}, "least must not be above most"),
+        ({"most": 2}, r"most is the kept fraction and must be in \(0, 1\], got 2"),
+        ({"factor": 1}, "factor must be above 1, got 1"),
+        ({"factor": 0.5}, "factor must be a number from 1"),
+        ({"gain_threshold": 0}, "gain_threshold must be above 0"),
+        ({"choice": "best"}, "choice must be 'weighted' or 'knee', got 'best'"),
+        ({"solver": "guess"}, "solver must be 'exact' or 'nsga2', got 'guess'"),
+        ({"every": 0}, "every must be an integer of at least 1"),
+        ({"published": "yes"}, "published must be True or False, got 'yes'"),
+    ],
+    "gravac": [
+        ({"least": 0.2}, "least must not be above most, got least=0.2 and most=0.1"),
+        ({"most": 2}, r"most is the kept fraction and must be in \(0, 1\], got 2"),
+        ({"window": 0}, "window must be an integer of at least 1, got 0"),
+        ({"omega": -0.1}, "omega must be a number from 0 to 1, got -0.1"),
+        ({"epsilon": 0}, "epsilon must be above 0, got 0"),
+        ({"epsilon": 1.1}, "epsilon must be a number from 0 to 1, got 1.1"),
+        ({"smoothing": 0.0}, "smoothing must be above 0, got 0.0"),
+        ({"scaling": "linear"}, "scaling must be 'exponential' or 'geometric', got 'linear'"),
+        ({"gains": "both"}, "gains must be 'spectrum' or 'multilevel', got 'both'"),
+        ({"published": "yes"}, "published must be True or False, got 'yes'"),
+    ],
+    "lgreco": [
+        ({"alpha": 0}, "alpha must be above 0"),
+        ({"alpha": -1}, "alpha must be a number from 0"),
+        ({"every": 1}, "every must be an integer of at least 2, got 1"),
+        ({"first": 2.5}, "first must be an integer of at least 2"),
+        ({"span": 0.5}, "span must be a number from 1"),
+        ({"on": "static"}, "on must be a policy that chooses a setting .* got static"),
+        ({"on": "lgreco"}, "on must be a policy that chooses a setting"),
+        ({"on": 3}, "on must be a policy's name or configuration, got 3"),
+        ({"error": "most"}, "error must be 'mean' or 'sum', got 'most'"),
+        ({"published": 1}, "published must be True or False, got 1"),
+        ({"families": "powersgd"}, "families must be a list of compressors, got 'powersgd'"),
+        ({"families": ["powersgd"], "on": "gravac"}, "takes either on or families, got both"),
+        ({"families": ["topk"]}, "families must differ in what they set, and two of them set ratio"),
+        ({"families": ["sidco"]}, "needs a compressor with a ratio, a rank or bits .* sidco has not"),
+    ],
+    "schedule": [
+        ({"begin": 0}, r"begin: ratio is the kept fraction and must be in \(0, 1\], got 0$"),
+        ({"end": 1.5}, r"end: ratio is the kept fraction and must be in \(0, 1\], got 1.5$"),
+        ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
+        ({"steps": 2, "shape": "varco"}, "steps must be an integer of at least 3, got 2"),
+        ({"shape": "cosine"}, "shape must be 'linear', 'exponential', 'step' or 'varco', got 'cosine'"),
+        ({"stages": 1}, "stages must be an integer of at least 2, got 1"),
+        ({"slope": 0.5}, "slope must be a number from 1 to"),
+    ],
+}
+NO_GAIN, LAYERED = "needs the gain at other ratios, which {} cannot", mpicomp.TopK(layers={"a": 0.5})
+COMPRESSORS = {
+    "accordion": [
+        *((name, f"chooses between two ratios, and {name} has none") for name in ("dense", "powersgd")),
+        (LAYERED, "chooses ratios of layers by itself, so topk cannot have its own"),
+    ],
+    "auto": [(name, NO_GAIN.format(name)) for name in ("onebit", "powersgd")],
+    "flexible": [
+        *((name, NO_GAIN.format(name)) for name in ("dense", "powersgd", "onebit")),
+        (LAYERED, "chooses ratios by itself, so topk cannot have ratios of its own .*policy='static'"),
+    ],
+    "gravac": [(name, NO_GAIN.format(name)) for name in ("dense", "onebit", "threshold")],
+    "lgreco": [
+        *(
+            (name, f"needs a compressor with .*, which {name} has not; use topk")
+            for name in ("dense", "sidco", "randomk")
+        ),
+        (LAYERED, "chooses settings of layers by itself, so topk cannot have them"),
+        (mpicomp.PowerSGD(layers={"a": 2}), "chooses settings of layers by itself, so powersgd cannot have them"),
+        (mpicomp.QSGD(layers={"a": 2}), "chooses settings of layers by itself, so qsgd cannot have them"),
+        (mpicomp.PowerSGD(rows=64), "measures errors of whole matrices, and rows=64 cuts them"),
+    ],
+    "schedule": [
+        (name, f"changes the ratio, which {name} does not have")
+        for name in ("dense", "onebit", "powersgd", "threshold")
+    ],
+}
+
+
+def refuse(error, text, compressor, policy, collective="auto"):
+    with pytest.raises(error, match=text):
+        mpicomp.Reducer(compressor, collective, policy, comm=LocalWorld(1).transports[0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "text"), [(policy, *row) for policy, rows in SETTINGS.items() for row in rows]
+)
+def test_policy_impossible_setting_is_refused(policy, settings, text):
+    refuse(ConfigurationError, f"^{policy}: {text}", "topk", {"id": policy} | settings)
+
+
+@pytest.mark.parametrize(
+    ("policy", "compressor", "text"), [(policy, *row) for policy, rows in COMPRESSORS.items() for row in rows], ids=str
+)
+def test_policy_compressor_that_does_not_fit_is_refused(policy, compressor, text):
+    refuse(ConfigurationError, f"^{policy}: {text}", compressor, policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "collective", "error", "text"),
+    [
+        ({"id": "flexible"}, "allreduce", IncompatiblePairError, "topk: does not fit collective 'allreduce'"),
+        (
+            {"id": "lgreco", "families": ["powersgd"]},
+            "allgather",
+            ConfigurationError,
+            "no collective carries all of topk, powersgd, so none can",
+        ),
+        (
+            {"id": "lgreco", "families": [{"id": "qsgd", "norm": "l2", "bits": 2}]},
+            "auto",
+            ConfigurationError,
+            "is not contractive, so what it keeps back would grow",
+        ),
+        ({"id": "schedule", "begn": 0.5}, "auto", ConfigurationError, "unknown name 'begn'; did you mean 'begin'"),
+    ],
+)
+def test_policy_pair_that_does_not_fit_is_refused(policy, collective, error, text):
+    refuse(error, text, "topk", policy, collective)
+
+
+@pytest.mark.parametrize(
+    ("policy", "key", "expected"), [("accordion", "looked", 2), ("gravac", "steps", 2), ("schedule", "steps", 3)]
+)
+def test_policy_undone_step_does_not_count(policy, key, expected):
+    """Steps of reports: the last one is still to come."""
+    world = LocalWorld(2)
+    reducers = [mpicomp.Reducer("topk", policy=policy, comm=end, nonfinite="skip") for end in world.transports]
+    good, bad = ({"w": np.array([start, *range(1, 1000)], np.float32)} for start in (1, np.nan))
+    for other in (good, bad, good, good):
+        world.run([reducer.rounds(gradient) for reducer, gradient in zip(reducers, (good, other), strict=True)])
+    assert reducers[0].policy.state_dict()[key] == expected
