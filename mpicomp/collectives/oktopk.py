@@ -36,7 +36,7 @@ from mpicomp.compressors.wire_format import (
 from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round, Rounds, parts_of
+from mpicomp.rounds import Group, Round, Rounds, gather_rows, parts_of
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
@@ -48,8 +48,7 @@ _RENEW_REGIONS = 64  # exchanges of a bucket after which regions are balanced ag
 _RENEW_THRESHOLD = 32  # exchanges of a bucket after which the threshold is found again
 _ADJUST = 1.008  # factor by which the threshold changes in between
 
-_WORTH = 1 << 14
-"""Bytes by which sharing out has to shorten the longest message: they take about as long as two rounds' latency."""
+_WORTH_BYTES = 1 << 14  # by which sharing out has to shorten the longest message: about two rounds' latency
 
 _Span = tuple[int, int]
 """Where a part of the array begins and ends."""
@@ -142,7 +141,8 @@ class _Step:
         chosen.indices += np.uint32(regions[self.group.rank][0])
 
         even, spans, held = parts_of(sum(counts), ranks), regions, chosen
-        if self._worth_sharing(counts, even):
+        shorter = self._bytes(max(counts), (0, self.numel)) - self._bytes(even[0], (0, self.numel))
+        if max(counts) * ranks > 2 * sum(counts) and shorter > _WORTH_BYTES:
             held = yield from self._share_out(chosen, counts, even)
             counts, spans = even, [(0, self.numel)] * ranks
         before = self.problem
@@ -155,7 +155,9 @@ class _Step:
         lost = sum(message.lost for message in arrived) + owners_lost
         if error is not None:
             sent = less(sent, Selection(chosen.indices, error), self.workspace, "sent.rounded")
-            lost = yield from self._sum_lost(sent)
+            [change] = to_python(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
+            lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan
+            lost = float((yield from gather_rows(np.array(lost), self.group)).sum())
             check_undamaged("oktopk", DAMAGED * math.isnan(lost), self.problem)
         self.state["exchanges"] += 1
         self.context.memory["oktopk"] = self.state
@@ -283,12 +285,6 @@ class _Step:
         chosen.values[:] = rounded
         return error
 
-    def _worth_sharing(self, counts: Sequence[int], even: Sequence[int]) -> bool:
-        longest = max(counts)
-        whole = (0, self.numel)
-        shorter = self._bytes(longest, whole) - self._bytes(even[0], whole)
-        return longest * self.group.size > 2 * sum(counts) and shorter > _WORTH
-
     def _share_out(self, chosen: Selection, counts: Sequence[int], even: Sequence[int]) -> Rounds[Selection]:
         """Move consecutive pieces of all ranks' elements so that each rank holds ``even`` of them; return its own."""
         ranks, rank, whole = self.group.size, self.group.rank, (0, self.numel)
@@ -315,14 +311,6 @@ class _Step:
         messages = self._read((yield gather), sizes, counts, spans, "delivered.all")
         everything = room(self.workspace, "delivered.all", sum(counts), self.dtype)
         return everything, sum(part.lost for part in messages)
-
-    def _sum_lost(self, sent: Selection) -> Rounds[float]:
-        """Return the energy that all ranks lost, each of which knows its own; NaN where one read what is damaged."""
-        [change] = to_python(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
-        lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan
-        share = Round("allgatherv", [1] * self.group.size, _ENERGY, send=np.array([lost]))
-        share.recv = self.workspace.host_array("lost", self.group.size, _ENERGY)
-        return float((yield share).sum())
 
     def _bytes(self, count: int, span: _Span) -> int:
         return self.scheme.bytes_of(count, span[1] - span[0], self.dtype)

@@ -79,7 +79,8 @@ def _seconds_per_byte(seconds: float, latency: float, nbytes: int) -> float:
 
 def _probe_group(network: Network, transport: Transport, name: str, effort: Effort) -> Rounds[None]:
     group = transport.group.part(name)
-    largest = yield from _max_size(0 if group is None else group.size, transport.group)
+    sizes = yield from gather_rows(np.int64(0 if group is None else group.size), transport.group)
+    largest = int(sizes.max())
     if largest < 2:
         return
     busy = group if group is not None and group.size > 1 else None
@@ -143,11 +144,6 @@ def _model_group(name: str, size: int, world: Group) -> Group:
     if name == HOST:
         return Group(0, size, name=name)
     return Group(0, size, name=name, hosts=size, sharing=min(Counter(world.layout).values()))
-
-
-def _max_size(size: int, world: Group) -> Rounds[int]:
-    """Return the maximum over ranks."""
-    return int((yield from gather_rows(np.int64(size), world)).max())
 
 
 def _ring(group: Group | None, nbytes: int) -> Round:

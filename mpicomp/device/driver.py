@@ -67,7 +67,9 @@ def device_array(array: Any) -> DeviceArray | None:
     dtype = np.dtype(np.uint16 if typestr[1:] == "V2" and str(array.dtype) == "bfloat16" else typestr)
     shape = tuple(interface["shape"])
     strides = interface.get("strides")
-    return DeviceArray(interface["data"][0], shape, _strides(shape, dtype) if strides is None else strides, dtype)
+    if strides is None:
+        strides = tuple(dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return DeviceArray(interface["data"][0], shape, strides, dtype)
 
 
 def streams_of(arrays: Iterable[Any]) -> set[int]:
@@ -94,13 +96,6 @@ def streams_of(arrays: Iterable[Any]) -> set[int]:
             if stream is not None:
                 streams.add(stream)
     return streams | {sys.modules["torch"].cuda.current_stream(device).cuda_stream or LEGACY for device in devices}
-
-
-def _strides(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
-    strides = [dtype.itemsize]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides[: len(shape)]))
 
 
 def _of_torch(tensor: Any) -> DeviceArray:

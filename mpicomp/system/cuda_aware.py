@@ -67,25 +67,19 @@ def cuda_aware(
         return Awareness(False, off)
     if probed is not None and not probed.value:
         return probed
+    seconded = "" if probed is None else f", and {probed.reason}"
     answer = _query(path)
     if answer is not None:
-        return Awareness(answer, f"the loaded {vendor} library was asked{_and(probed)}")
+        return Awareness(answer, f"the loaded {vendor} library was asked{seconded}")
     if cray and any("libmpi_gtl_cuda" in path for path in files(loaded)):
-        return Awareness(True, f"MPICH_GPU_SUPPORT_ENABLED=1, and Cray's libmpi_gtl_cuda is loaded{_and(probed)}")
+        return Awareness(True, f"MPICH_GPU_SUPPORT_ENABLED=1, and Cray's libmpi_gtl_cuda is loaded{seconded}")
     if vendor == "Open MPI":
         answer = _ompi_info(path)
         if answer is not None:
-            return Awareness(answer, f"ompi_info was asked{_and(probed)}")
-    return Awareness(False, f"the library does not say{_but(probed)}; {_ADVICE}")
-
-
-def _and(probed: Awareness | None) -> str:
-    return "" if probed is None else f", and {probed.reason}"
-
-
-def _but(probed: Awareness | None) -> str:
-    # It has sent to itself alone: the way to others may be one that knows no GPUs.
-    return "" if probed is None else f" ({probed.reason}, which tells nothing of other ranks)"
+            return Awareness(answer, f"ompi_info was asked{seconded}")
+    # A probe has sent to itself alone: the way to others may be one that knows no GPUs.
+    alone = "" if probed is None else f" ({probed.reason}, which tells nothing of other ranks)"
+    return Awareness(False, f"the library does not say{alone}; {_ADVICE}")
 
 
 def _turned_off(vendor: str, cray: bool, environ: Mapping[str, str]) -> str | None:

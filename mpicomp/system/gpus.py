@@ -66,7 +66,9 @@ def visible(environ: Mapping[str, str] | None = None, listing: str | None = None
         raise LaunchError(f"gpu: {_MASK}='{mask}' hides every GPU of {host} from this process; unset it, or {_ASK}")
     chosen = []
     for word in words:
-        match = [gpu for gpu in found if gpu.index == word or _begins(gpu.uuid, word)]
+        # CUDA takes the beginning of a device's name for it.
+        prefix = word.startswith(("GPU-", "MIG-"))
+        match = [gpu for gpu in found if gpu.index == word or (prefix and gpu.uuid.startswith(word))]
         if not match:
             raise LaunchError(
                 f"gpu: {_MASK}={mask} names '{word}', which this process does not have; on {host} it has "
@@ -75,11 +77,6 @@ def visible(environ: Mapping[str, str] | None = None, listing: str | None = None
             )
         chosen.append(match[0])
     return chosen
-
-
-def _begins(uuid: str, word: str) -> bool:
-    """Return whether a word of a mask stands for a device: CUDA takes the beginning of its name."""
-    return word.startswith(("GPU-", "MIG-")) and uuid.startswith(word)
 
 
 def local_device(environ: Mapping[str, str] | None = None, listing: str | None = None) -> int:

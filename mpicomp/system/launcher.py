@@ -17,6 +17,19 @@ from dataclasses import dataclass
 # external step and the interactive shell of salloc, in which a plain python is one process and no rank.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
+# Variables of the number of ranks, the rank, the rank among those of its host, and their number.
+_VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "openmpi": (
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    "pmi": (("PMI_SIZE",), ("PMI_RANK", "PMI_ID"), ("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS",)),
+    "slurm": (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_PROCID",), ("SLURM_LOCALID",), ()),
+    "pmix": (("PMIX_SIZE",), ("PMIX_RANK",), (), ()),
+}
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -48,61 +61,6 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
-def _launch(
-    name: str, size: int | None, rank: int | None, local_rank: int | None, local_size: int | None
-) -> Launch | None:
-    if size is None or rank is None or not rank < size:
-        return None
-    return Launch(name, size, rank, local_rank, local_size)
-
-
-def _openmpi(environ: Mapping[str, str]) -> Launch | None:
-    return _launch(
-        "openmpi",
-        _number(environ, "OMPI_COMM_WORLD_SIZE"),
-        _number(environ, "OMPI_COMM_WORLD_RANK", "PMIX_RANK"),
-        _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    )
-
-
-def _pmi(environ: Mapping[str, str]) -> Launch | None:
-    # Slurm's pmi2 plugin sets PMI_RANK and PMI_SIZE too, but never Hydra's names for the local ranks; Hydra
-    # inside an allocation finds Slurm's variables set, and adds its own.
-    if "MPI_LOCALRANKID" in environ:
-        name = "hydra"
-    elif "SLURM_PROCID" in environ:
-        name = "slurm"
-    else:
-        name = "pmi"
-    return _launch(
-        name,
-        _number(environ, "PMI_SIZE"),
-        _number(environ, "PMI_RANK", "PMI_ID"),
-        _number(environ, "MPI_LOCALRANKID", "SLURM_LOCALID"),
-        _number(environ, "MPI_LOCALNRANKS"),
-    )
-
-
-def _slurm(environ: Mapping[str, str]) -> Launch | None:
-    # SLURM_NTASKS alone means nothing: a batch script and the shell of salloc have it as well, set to what
-    # was asked for. Only srun starts a step, and a step has a number.
-    step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
-    if step is None or step >= _SLURM_SPECIAL_STEPS:
-        return None
-    return _launch(
-        "slurm",
-        _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
-        _number(environ, "SLURM_PROCID"),
-        _number(environ, "SLURM_LOCALID"),
-        None,
-    )
-
-
-def _pmix(environ: Mapping[str, str]) -> Launch | None:
-    return _launch("pmix", _number(environ, "PMIX_SIZE"), _number(environ, "PMIX_RANK"), None, None)
-
-
 def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     """Return which launcher started this process; of several that have left their variables, the innermost.
 
@@ -111,9 +69,23 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     >>> detect({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
     True
     """
-    if environ is None:
-        environ = os.environ
-    return _openmpi(environ) or _pmi(environ) or _slurm(environ) or _pmix(environ)
+    environ = os.environ if environ is None else environ
+    for name, variables in _VARIABLES.items():
+        size, rank, local_rank, local_size = (_number(environ, *names) for names in variables)
+        if size is None or rank is None or rank >= size:
+            continue
+        if name == "slurm":
+            # SLURM_NTASKS alone means nothing: a batch script and the shell of salloc have it as well, set to what was
+            # asked for. Only srun starts a step, and a step has a number.
+            step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+            if step is None or step >= _SLURM_SPECIAL_STEPS:
+                continue
+        if name == "pmi":
+            # Slurm's pmi2 plugin sets PMI_RANK and PMI_SIZE too, but never Hydra's names for the local ranks; Hydra
+            # inside an allocation finds Slurm's variables set, and adds its own.
+            name = "hydra" if "MPI_LOCALRANKID" in environ else "slurm" if "SLURM_PROCID" in environ else "pmi"
+        return Launch(name, size, rank, local_rank, local_size)
+    return None
 
 
 def describe(launch: Launch) -> str:

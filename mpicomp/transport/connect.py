@@ -21,9 +21,20 @@ def connect(comm: Any = None) -> Transport:
     """
     if isinstance(comm, Transport):
         return comm
-    from mpicomp.transport.mpi import MPITransport  # starts MPI, which import mpicomp must not
+    from mpi4py import MPI  # starts MPI, which import mpicomp must not
 
-    _check_initialized()
+    from mpicomp.transport.mpi import MPITransport
+
+    # A call of MPI would end this process without a message.
+    if not MPI.Is_initialized():
+        raise LaunchError(
+            "mpi: MPI has not begun in this process, since mpi4py.rc.initialize is False; call MPI.Init_thread() "
+            "first, or leave that setting out"
+        )
+    if MPI.Is_finalized():
+        raise LaunchError(
+            "mpi: MPI has come to its end in this process and cannot begin again; do this before MPI.Finalize()"
+        )
     abort.install()  # for a program that has called MPI_Init itself, after the import
     if comm is not None:
         _check_comm(comm)
@@ -49,21 +60,6 @@ def run_over(comm: Any, rounds: Callable[[Group], Rounds[Value]]) -> Value:
     if transport is not comm:
         transport.close()
     return value
-
-
-def _check_initialized() -> None:
-    """Raise before a call of MPI would end this process without a message."""
-    from mpi4py import MPI
-
-    if not MPI.Is_initialized():
-        raise LaunchError(
-            "mpi: MPI has not begun in this process, since mpi4py.rc.initialize is False; call MPI.Init_thread() "
-            "first, or leave that setting out"
-        )
-    if MPI.Is_finalized():
-        raise LaunchError(
-            "mpi: MPI has come to its end in this process and cannot begin again; do this before MPI.Finalize()"
-        )
 
 
 def _check_comm(comm: Any) -> None:

@@ -5,7 +5,7 @@ stream of their own that follows the one they were made in: while one bucket tra
 back through a few pinned chunks, each filled while the one before it is on its way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,8 +112,14 @@ class Staging:
         if cuda is None or device.device_array(to.like) is None:
             return from_host(mean, described, to.like, to.out)
         result = self._means.get(described.name)
-        if result is None or not _same_kind(result, to.like):
-            result = self._means[described.name] = empty_like(to.like)
+        like = to.like
+        same = result is not None and (result.shape, result.dtype, result.device) == (
+            like.shape,
+            like.dtype,
+            like.device,
+        )
+        if not same:
+            result = self._means[described.name] = empty_like(like)
         found = device.device_array(result)
         assert found is not None
         if found.size:
@@ -147,11 +153,6 @@ class Staging:
         return self._streams[where]
 
 
-def _same_kind(result: Any, like: Any) -> bool:
-    """Return whether an array can take what is to be given in place of another one."""
-    return bool(result.shape == like.shape and result.dtype == like.dtype and result.device == like.device)
-
-
 class _Chunks:
     """Pinned chunks of the host that are filled in turn, each when what it held before has arrived."""
 
@@ -169,7 +170,7 @@ class _Chunks:
 
     def send(self, mean: NDArray[np.floating], dtype: str, to: DeviceArray, stream: int) -> None:
         """Put a flat mean into a contiguous array of the device, in a stream."""
-        fill = _filling(dtype)
+        narrowed = dtype in ("float16", "bfloat16")
         step = CHUNK // to.dtype.itemsize
         for start in range(0, mean.size, step):
             part = mean[start : start + step]
@@ -177,14 +178,10 @@ class _Chunks:
             self._next = (self._next + 1) % CHUNKS
             self._cuda.wait(self._where, free)
             nbytes = part.size * to.dtype.itemsize
-            fill(part, memory[:nbytes])
+            if narrowed:
+                narrow(part, dtype, memory[:nbytes].view(np.uint16))
+            else:
+                np.copyto(memory[:nbytes].view(part.dtype), part)
             address = to.address + start * to.dtype.itemsize
             self._cuda.send(self._where, address, memory.ctypes.data, nbytes, stream)
             self._cuda.record(self._where, free, stream)
-
-
-def _filling(dtype: str) -> Callable[[NDArray[np.floating], NDArray[np.uint8]], None]:
-    """Return a function that writes numbers into memory of a dtype."""
-    if dtype in ("float16", "bfloat16"):
-        return lambda part, memory: narrow(part, dtype, memory.view(np.uint16))
-    return lambda part, memory: np.copyto(memory.view(part.dtype), part)
