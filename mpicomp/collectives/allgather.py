@@ -66,10 +66,7 @@ class SparseMean:
         return mean
 
     def add(self, indices: NDArray[np.uint32], values: NDArray[np.floating], factor: float) -> bool:
-        """Add ``factor * values`` at ``indices``; False, and nothing is written, where one is out of range.
-
-        On a device nobody waits for the answer, a 0-d array.
-        """
+        """Add ``factor * values`` at ``indices``; return False (0-d on a device) and add none if one is too large."""
         self._touch(indices)
         added: bool = kernels.scatter_add(indices, values, factor, self.array)
         if self._on_host and not added:

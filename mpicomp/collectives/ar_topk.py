@@ -23,10 +23,7 @@ _HEADER = np.dtype([("energy", "<f8"), ("count", "<i8")])  # of VAR-Topk
 
 
 class ARTopk(Scheme[Sparsifier]):
-    """Bcast of one rank's indices, then a sum of every rank's values at them, by a dense collective.
-
-    The sum costs what a dense one of k elements does, whatever the number of ranks.
-    """
+    """Bcast of one rank's indices, then a sum of every rank's values at them, by a dense collective."""
 
     messages: ClassVar[str] = "sparse"
 

@@ -37,7 +37,6 @@ _KNOWN = NONFINITE | STALE | DAMAGED
 def dense_bytes(numel: int, dtype: np.dtype[Any], wire: str | None) -> int:
     """Return the length in bytes of a message with ``numel`` elements; a multiple of 8.
 
-    >>> import numpy as np
     >>> dense_bytes(3, np.dtype(np.float32), None), dense_bytes(3, np.dtype(np.float32), "fp16")
     (40, 32)
     """
@@ -48,10 +47,7 @@ def dense_bytes(numel: int, dtype: np.dtype[Any], wire: str | None) -> int:
 def write_header(
     message: NDArray[np.uint8], count: int, flags: int, energy: float, lost: float, finite: bool = True
 ) -> None:
-    """Fill the header of a message of ``count`` elements.
-
-    ``energy``, ``lost`` and ``finite``, which is a flag by itself, may be known on a device only.
-    """
+    """Fill the header of a message of ``count`` elements; the numbers may be known on a device only."""
     words = message.size // _WORD % (1 << 16)
     lead = VERSION | flags << 8 | words << 16 | count << 32
     kernels.write_header(message, lead, finite, energy, None, lost)
@@ -97,10 +93,7 @@ def read_headers(messages: NDArray[np.uint8], count: int) -> tuple[int, float, f
 def pack(
     array: NDArray[np.floating], wire: str | None, message: NDArray[np.uint8], sent: NDArray[np.floating]
 ) -> float:
-    """Write an array behind a message's header; return the squared L2 norm of what rounding took away.
-
-    ``sent`` receives what the receiver will see, if that is rounded.
-    """
+    """Write an array behind a header, its rounded form to ``sent``; return the squared L2 norm of the rounding."""
     if wire is None:
         _payload(message, array.size, array.dtype)[:] = array
         return 0.0

@@ -214,10 +214,7 @@ class Hierarchical(Scheme[Compressor]):
     def _between_hosts(
         self, part: GradientWithResidual, context: Context, across: Group
     ) -> Rounds[tuple[Result, bool]]:
-        """Run the inner collective among the owners of a slice, and divide its mean by ranks in place of hosts.
-
-        Tell also whether one of them was sent a damaged message, where all of them know.
-        """
+        """Return the inner collective's result, over ranks, and whether an owner was sent a damaged message."""
         inner = replace(
             context,
             group=across,
@@ -263,10 +260,7 @@ def _slices(numel: int, group: Group) -> list[int]:
 
 
 def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], energy: float, hosts: int) -> bool:
-    """Return whether whatever is kept back of a host's sum can be taken from an array, if all hosts say so.
-
-    An owner also answers for what the mean over hosts loses, times their number.
-    """
+    """Return whether whatever is kept back of a host's sum can be taken from an array, if all hosts say so."""
     [own_energy] = to_python(kernels.energy(array))
     if far_from_largest((energy + own_energy) * hosts**2, array.dtype):
         return True
@@ -280,10 +274,7 @@ def _put_together(
     sent: NDArray[np.floating] | Selection,
     problem: MessageError | None,
 ) -> Result:
-    """Return the result from the reports of a host's owners; all numbers but the last are the same on all hosts.
-
-    ``problem`` is what this rank could not read as an owner.
-    """
+    """Return the result from the reports of a host's owners; ``problem`` is what this rank could not read as one."""
     numbers = (float(number) for number in reports.reshape(-1, _REPORT).sum(axis=0))
     energy, lost, kept, nonfinite, stale, damaged, alone = numbers
     if problem is not None:

@@ -201,10 +201,7 @@ class _Step:
         return target, self._read(incoming, received, coming, [(0, own_region[1] - own_region[0])] * ranks, "arrived")
 
     def _within(self, counts: NDArray[np.int64], most: int) -> list[int]:
-        """Return numbers of elements that each rank has sent this one; a wrong one is taken to what may be, and noted.
-
-        The others know nothing of it, so this rank has to go on with them.
-        """
+        """Return counts clipped to what may be: the others know nothing of a wrong one, so this rank has to go on."""
         found = [int(count) for count in counts]
         for rank, count in enumerate(found):
             if not 0 <= count <= most:
@@ -221,10 +218,7 @@ class _Step:
         return added(first, second, self.workspace, name)
 
     def _agree(self, sums: Selection, selection: Selection, target: int) -> Rounds[tuple[list[int], int, int]]:
-        """Return how many sums of each owner are delivered, the magnitude bits that they reach, and this rank's number.
-
-        The last one is that of its own sums, where what it heard of them is damaged.
-        """
+        """Return the delivered sums of each owner, the magnitude bits that they reach, and this rank's number."""
         ranks, state = self.group.size, self.state
         bits = 0 if state["threshold"] is None else kernels.magnitude_bits(state["threshold"], self.dtype)
         [reaching] = to_python(0 if state["threshold"] is None else kernels.count_reaching(sums.values, bits))

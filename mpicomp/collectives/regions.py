@@ -95,10 +95,7 @@ def read_answers(
 
 
 class SegmentedMean:
-    """Adds and divides segments while others are under way, and notes whether all of them are finite.
-
-    Behind the values of an array stand `TRAILER` numbers, which are summed and never divided.
-    """
+    """Adds and divides segments as they arrive, and notes whether they are finite; trailers are summed alone."""
 
     def __init__(self, accumulated: GradientWithResidual, ranks: int) -> None:
         self._accumulated = accumulated

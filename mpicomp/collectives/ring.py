@@ -124,10 +124,7 @@ def _lengths(numel: int, halved: bool, size: int) -> list[tuple[int, ...]]:
 
 
 def _spans(numel: int, halved: bool, group: Group) -> list[tuple[slice, slice]]:
-    """Return which elements a rank sends and which ones it receives, exchange by exchange.
-
-    What it receives in a step it sends in the next one, from the first to the last.
-    """
+    """Return what a rank sends and receives, exchange by exchange; it sends next what it has received."""
     size = group.size
     pieces: list[list[slice]] = []
     stop = 0

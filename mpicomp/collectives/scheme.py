@@ -130,10 +130,7 @@ class Scheme(ABC, Generic[CompressorType]):
 
     @classmethod
     def inner_compressor(cls, compressor: Compressor) -> Compressor | None:
-        """Return the compressor that the collective inside of this one has to carry.
-
-        None where it stands alone. Otherwise the constructor's second argument is a scheme of that compressor.
-        """
+        """Return what the inner collective, the constructor's second argument, carries; None if there is none."""
         return None
 
     @abstractmethod
@@ -188,10 +185,7 @@ def check_undamaged(collective: str, flags: int, problem: MessageError | None) -
 def check_counts(
     collective: str, counts: Iterable[int], least: int, most: int, sent: tuple[int, int] | None = None
 ) -> list[int]:
-    """Return the numbers of elements that all ranks have received, or raise on all of them before memory is allocated.
-
-    ``sent`` is this rank and the number that it has sent.
-    """
+    """Return the ranks' counts, or raise on all ranks; ``sent`` is this rank's place among them and its count."""
     found = [int(count) for count in counts]
     wrong = next((place for place, count in enumerate(found) if not least <= count <= most), None)
     problem = None

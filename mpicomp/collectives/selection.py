@@ -74,10 +74,9 @@ def exchange_at(
     inner: Scheme[Any],
     problem: MessageError | None = None,
 ) -> Exchange:
-    """Average the values at some positions with another collective, as if they were the whole array.
+    """Average the values at some positions, the same on all ranks, as if they were the whole array.
 
-    ``indices`` are the same on all ranks, without repetition. If they are wrong (``problem``), this rank takes part
-    with zeros and asks all ranks to agree again.
+    If the positions are wrong (``problem``), this rank takes part with zeros and asks all ranks to agree again.
     """
     array, dtype = accumulated.array(), accumulated.dtype
     buffer = context.workspace.array("positions", indices.size + TRAILER, dtype)
@@ -138,10 +137,9 @@ _NONE = -1  # sent by a rank without a gradient in place of the number of its ro
 def mean_of_rows(
     indices: NDArray[np.int64] | None, rows: NDArray[np.floating], group: Group
 ) -> Rounds[tuple[NDArray[np.int64], NDArray[np.floating]] | None]:
-    """Average rows over all ranks, as rounds; a rank's missing rows are zeros. The same bits on every rank.
+    """Average rows over all ranks, a rank's missing rows being zeros. The same bits on every rank; as rounds.
 
-    Three allgathervs: how many rows each rank has, which, and the rows themselves. ``indices`` ascend without
-    repetition; None stands for no gradient. The result is (indices, means), or None if no rank has a gradient.
+    ``indices`` ascend, None stands for no gradient. Return (indices, means), or None if no rank has a gradient.
     """
     width = rows.shape[1]
     lengths = yield from gather_rows(np.array(_NONE if indices is None else indices.size, _INDEX), group)

@@ -173,10 +173,7 @@ def predict(
 
 @compiled
 def choose(out: Array, too_slow: float, among: Array) -> tuple[int, int]:
-    """Return the plan of least predicted seconds, and the one of least seconds minus a standard deviation.
-
-    Plans of ``too_slow`` times the least predicted seconds are never the second one; ``out`` is that of `predict`.
-    """
+    """Return the plan of least predicted seconds, and that of least seconds minus a standard deviation."""
     best, least = among[0], math.inf
     for plan in among:
         seconds = out[0, plan] + out[1, plan]

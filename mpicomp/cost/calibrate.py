@@ -49,11 +49,6 @@ def share_model(source: CostModel | str | None, transport: Transport) -> Rounds[
 
     It is a copy of rank 0's ``source``, a model or the name of a file; else of the one that an earlier reducer of this
     process shared among ranks of the same layout; else measured, or with ``MPICOMP_PROBE=0`` left to the first steps.
-
-    Raises
-    ------
-    ConfigurationError
-        On all ranks, if the source of rank 0 is something else, cannot be read, or is of another number of hosts.
     """
     group = transport.group
     content: dict[str, Any] = {}

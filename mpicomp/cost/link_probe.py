@@ -44,11 +44,7 @@ THOROUGH = Effort(0.3, (1 << 18, 1 << 23), 5, 5, np.median, barrier=True)
 
 
 def probe(network: Network, transport: Transport, effort: Effort = QUICK) -> Rounds[None]:
-    """Measure links and every operation, and set the network's state. Collective over all ranks, as rounds.
-
-    Each group of more than one rank is measured. Seconds are from the last rank's start to the last rank's end, on the
-    clock that ranks share.
-    """
+    """Measure links and every operation, and set the network's state. Collective over all ranks, as rounds."""
     group = transport.group
     for name in (WORLD, HOST, ACROSS):
         if name != WORLD and group.hosts in (1, group.size):
@@ -119,10 +115,7 @@ def _probe_group(network: Network, transport: Transport, name: str, effort: Effo
 def _measure(
     transport: Transport, group: Group | None, tasks: list[Round], barrier: bool = False
 ) -> Rounds[NDArray[np.float64]]:
-    """Run rounds one after the other; return the seconds of each, the same numbers on all ranks.
-
-    A rank that ends early begins the next round early, which then seems shorter; ``barrier`` synchronizes the ranks.
-    """
+    """Run rounds one after the other; return the seconds from last start to last end of each, the same on all ranks."""
     times = np.full((len(tasks), 2), -math.inf)
     if group is not None:
         for row, task in enumerate(tasks):

@@ -108,13 +108,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, content: Any) -> "CostModel":
-        """Build one from the result of `to_json`.
-
-        Raises
-        ------
-        ConfigurationError
-            If the content is something else.
-        """
+        """Build one from the result of `to_json`; other content is a `ConfigurationError`."""
         try:
             if content["schema"] != SCHEMA:
                 raise ValueError(f"schema must be {SCHEMA}, got {content['schema']!r}")
@@ -140,13 +134,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: "str | os.PathLike[str]") -> "CostModel":
-        """Read a model from a file.
-
-        Raises
-        ------
-        ConfigurationError
-            If the file is missing or holds something else.
-        """
+        """Read a model from a file; one that is missing or holds something else is a `ConfigurationError`."""
         try:
             with open(path, encoding="utf-8") as file:
                 content = json.load(file)

@@ -146,10 +146,7 @@ class Network:
         return innovation, slope, variance, changed
 
     def check_outlier(self, log_ratio: float, sd: float) -> None:
-        """Suspect a change of links if measured over predicted seconds are far from 1; learn nothing else.
-
-        ``log_ratio`` is the logarithm of that ratio, ``sd`` its standard deviation.
-        """
+        """Suspect a change of links if the logarithm of measured over predicted seconds is far from 0, given its sd."""
         if abs(log_ratio) > max(MIN_CHANGE_LOG, _OUTLIER_SD * sd):
             self._suspected = 1 if log_ratio > 0 else -1
 

@@ -98,10 +98,7 @@ class Correction:
         return cls(sum(known) / len(known) if known else 0.0, sd**2)
 
     def update(self, variance: float, innovation: float, expected: float, drift: float, slope: float = 1.0) -> None:
-        """Update with an innovation of ``expected`` variance; ``variance`` is the prior one, ``drift`` follows.
-
-        ``slope`` is the derivative of the measurement by the error.
-        """
+        """Update with an innovation of ``expected`` variance, whose derivative by the error is ``slope``."""
         gain = slope * variance / expected
         self.error += gain * innovation
         self.variance = (1 - gain * slope) * variance + drift
@@ -159,10 +156,7 @@ class Candidates:
         return total
 
     def choose(self, too_slow: float, among: NDArray[np.int64]) -> tuple[int, int]:
-        """Return the plan of least predicted seconds, and the one that may be the fastest within its uncertainty.
-
-        A plan of ``too_slow`` times the least predicted seconds is not the second one.
-        """
+        """Return the plan of least predicted seconds, and the one that may be the fastest within its uncertainty."""
         return arithmetic.choose(self._predicted, too_slow, among)
 
     def check_outlier(self, plan: int, seconds: float) -> None:
@@ -176,10 +170,7 @@ class Candidates:
         return self._step - int(self._last_step[plan]) if self._last_step[plan] >= 0 else None
 
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
-        """Learn from a plan's measured seconds, the same on all ranks; return whether the network has changed.
-
-        ``kernels_s`` are those of the slowest rank, ``seconds`` from the last rank's start to the last rank's end.
-        """
+        """Learn from a plan's seconds, the same on all ranks; return whether the network has changed."""
         rows = int(self._speed_of[plan]), int(self._kernel_of[plan]), int(self._round_of[plan])
         speed, kernels, rounds = self._speeds[rows[0]], self._kernels[rows[1]], self._rounds[rows[2]]
         _, kernels_table, rounds_table = self._tables
@@ -211,10 +202,7 @@ class Candidates:
         return changed
 
     def inflate_variance(self, inflated: set[int] | None = None) -> None:
-        """Predict with links that were measured again, and inflate the variance of corrections of rounds.
-
-        ``inflated`` has the ids of corrections that other buckets share and that were inflated before; added to.
-        """
+        """Inflate corrections of rounds, once for all buckets (by ``inflated``), after links were measured again."""
         inflated = set() if inflated is None else inflated
         for correction in self._rounds:
             if id(correction) not in inflated:

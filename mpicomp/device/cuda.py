@@ -26,10 +26,7 @@ _FORMATS: dict[type, str] = {
 
 
 def common_device(arrays: Sequence[Any]) -> Device:
-    """Return a device for a bucket of arrays: the GPU that all of them are on, else the host.
-
-    Without CuPy or CUDA's driver it is the host, to which they are then copied whole.
-    """
+    """Return the GPU that all arrays of a bucket are on, else the host, to which they are then copied whole."""
     driver = cuda.driver()
     numbers = set()
     for array in arrays:

@@ -73,10 +73,7 @@ class Device:
         out[:] = values
 
     def wait_stream(self, arrays: Sequence[Any]) -> None:
-        """Order all later work here after the work that makes these arrays; the host does not wait.
-
-        Called in the thread that made them, whose current stream is meant.
-        """
+        """Order later work here after the current streams of the calling thread that make these arrays."""
 
     def wait(self) -> None:
         """Wait until all work of this device's stream is done."""
@@ -115,10 +112,7 @@ def activated(device: Device) -> Iterator[None]:
 
 
 def to_python(*values: Any) -> Sequence[Any]:
-    """Return Python numbers for the values that kernels return.
-
-    On a device these are 0-d arrays. All of a call are read at once while the host waits, so ask for them in one call.
-    """
+    """Return Python numbers for the values that kernels return, all of a call in one read of the device."""
     return current_device().to_python(*values)
 
 
@@ -129,8 +123,5 @@ def pick(array: Any, positions: Sequence[int]) -> NDArray[Any]:
 
 
 def received_on_host(array: Any) -> NDArray[Any]:
-    """Return a short part of what a round has received, in host memory.
-
-    A staged message is there already, and nothing is copied.
-    """
+    """Return a short part of what a round has received, in host memory; a staged message is there already."""
     return current_device().received_on_host(array)

@@ -73,17 +73,12 @@ def device_array(array: Any) -> DeviceArray | None:
 
 
 def streams_of(arrays: Iterable[Any]) -> set[int]:
-    """Return the streams in which arrays on GPUs were made and will be used; none where there is nothing to wait for.
-
-    Of a torch tensor that is the one current in the calling thread, for which torch is asked once a device: that takes
-    longer than all else that is done for a tensor. Stream 0, which the CUDA array interface forbids, is an
-    `ArrayTypeError`.
-    """
+    """Return the streams in which arrays on GPUs were made and will be used; none if there is nothing to wait for."""
     streams: set[int] = set()
     devices: set[Any] = set()
     for array in arrays:
         if getattr(array, "is_cuda", False):
-            devices.add(array.device)
+            devices.add(array.device)  # torch is asked once a device: it takes longer than all else here
         elif (interface := getattr(array, "__cuda_array_interface__", None)) is not None:
             # Before version 3 nothing was said of streams: what the legacy stream waits for is all that can be waited
             # for.
@@ -112,11 +107,7 @@ def _dtype_of(dtype: Any) -> np.dtype[Any]:
 
 
 def make_current() -> None:
-    """Make a device's context current in this thread, where this process uses one and the thread has none.
-
-    MPI libraries that take GPU memory call CUDA in whatever thread calls them: Intel MPI ends the job where that has no
-    context.
-    """
+    """Make a context current in this thread if it has none: Intel MPI, which calls CUDA, ends the job without one."""
     for cuda in _in_use:
         cuda.make_current()
 

@@ -11,10 +11,7 @@ from mpicomp.errors import FileWriteError
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str], newline: str | None = None) -> Iterator[IO[str]]:
-    """Open a text file to write; it takes the place of an old one when all is written. Pipes are written to at once.
-
-    Where the system does not take it, `FileWriteError` is raised, and an old file is as it was.
-    """
+    """Open a text file that takes the place of an old one when all is written, or leaves it: a `FileWriteError`."""
     target = Path(path)
     plain = target.is_file() or not target.exists()
     target = target.resolve() if plain else target  # a link stays one

@@ -61,10 +61,7 @@ status = 0
 
 
 def running() -> Any:
-    """Return ``mpi4py.MPI`` if MPI is initialised and not yet finalised in this process, else None.
-
-    It never initialises MPI: the module is looked up, not imported.
-    """
+    """Return ``mpi4py.MPI`` if MPI runs in this process, else None; it is looked up, not imported."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
@@ -72,10 +69,7 @@ def running() -> Any:
 
 
 def install() -> bool:
-    """Set the hooks that end the job when this rank fails; return whether they are set. A second call does nothing.
-
-    Call it once MPI is up; it costs no communication. On a job of one rank, where nobody waits, it does nothing.
-    """
+    """Set the hooks that end the job when this rank fails, once MPI is up and has several ranks; return whether."""
     global _installed_in
     if not wanted():
         return False
@@ -134,11 +128,7 @@ def end_job(status: int) -> None:
 def meet(
     note: bytes = b"", limit_s: float = GRACE_S, enough: Callable[[dict[int, bytes]], bool] = lambda notes: False
 ) -> dict[int, bytes]:
-    """Announce to the other ranks that this one leaves with an error, and wait a moment for them to do the same.
-
-    It is no collective operation: a rank may call it alone. When all of them come, the job needs no abort and
-    the exit of each is an ordinary one.
-    """
+    """Announce that this rank leaves with an error; return the notes of those that do the same soon. Not collective."""
     global _met
     mpi = running()
     if mpi is None:
@@ -204,10 +194,7 @@ def _hook_main(previous: Callable[..., Any]) -> None:
 
 
 def _first_with(kind: type[BaseException], value: BaseException) -> int:
-    """Return the first rank that ends with the same error, as far as that is known soon; most are on all ranks.
-
-    Rank 0 waits for nobody, and neither do errors that are none of mpicomp's.
-    """
+    """Return the first rank that ends with the same error of mpicomp's, as far as that is known soon."""
     rank: int = running().COMM_WORLD.Get_rank()
     if rank == 0 or not issubclass(kind, MpicompError):
         return rank

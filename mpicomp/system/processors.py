@@ -17,10 +17,7 @@ _warned = False
 
 
 def narrowed() -> tuple[set[int], set[int]] | None:
-    """Return the processors of the main thread and those that the process had, where OpenMP has narrowed the first.
-
-    What it had is known to OpenMP, which has laid out its places there: also where a launcher has bound this process.
-    """
+    """Return the processors of the main thread and those of the process, if OpenMP has narrowed the first."""
     if not hasattr(os, "sched_getaffinity") or not binds(os.environ):
         return None
     now, had = os.sched_getaffinity(os.getpid()), _places()

@@ -79,10 +79,7 @@ def faster_route(device: Device, task: Round) -> str:
 
 
 def run_on_device(device: Device, exchange: Rounds[Value], route: str | None = None) -> Rounds[Value]:
-    """Run an exchange on a device and pass its rounds on, by a route (the faster one by default). As rounds.
-
-    The device is active while the exchange computes, and not while its rounds are under way.
-    """
+    """Run an exchange on its device, active while it computes, and pass its rounds on by a route. As rounds."""
     if device is HOST:
         return (yield from exchange)
     staged_rounds: dict[Pending, _RoutedRound] = {}
@@ -191,11 +188,7 @@ def _when_active(device: Device, arrived: Callable[[int, int], None]) -> Callabl
 
 
 class DeviceBuffer:
-    """An array of a device while a transport has it: slices, assignment, copies to the host, a buffer for MPI.
-
-    No work that is still in a stream may touch the array. An assignment is complete when it returns, as MPI waits for
-    no stream.
-    """
+    """An array of a device while a transport has it, for slices, assignments that are complete, copies, and MPI."""
 
     def __init__(self, device: Any, array: Any) -> None:
         self._device = device

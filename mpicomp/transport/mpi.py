@@ -73,10 +73,7 @@ class MPITransport(Transport):
         self.group = self._with_sums(pool.group)
 
     def _open(self, pool: Pool, front: ChannelSet, back: ChannelSet, naps: bool) -> None:
-        """Use channels, which return to the pool when this is closed or collected.
-
-        Background rounds have other channels (``back``), so that they need not begin in one order with the others.
-        """
+        """Use channels, which return to the pool when this is closed or collected; ``back`` for the background."""
         super().__init__()
         self._pool = pool
         self._front = front.channels
@@ -266,10 +263,7 @@ _CORES = 1 << 12  # cores of one machine; those with higher numbers do not count
 
 
 def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
-    """Return the cores for each rank on the host where they are fewest; the same on all ranks. Collective.
-
-    Those count that some rank of a host may run on.
-    """
+    """Return the allowed cores for each rank on the host where they are fewest, the same on all ranks. Collective."""
     mine = np.zeros(_CORES, np.bool_)
     mine[[core for core in os.sched_getaffinity(0) if core < _CORES]] = True
     everyones = np.empty((comm.size, _CORES // 8), np.uint8)
@@ -279,10 +273,7 @@ def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
 
 
 def takes_naps(comm: MPI.Comm, cores: float) -> bool:
-    """Return whether ranks have to leave their core to others while they wait, the same on all ranks. Collective.
-
-    ``MPICOMP_NAPS=0/1`` overrides what follows from the cores.
-    """
+    """Return whether ranks that wait share their cores, or what ``MPICOMP_NAPS=0/1`` says. Collective."""
     said = os.environ.get("MPICOMP_NAPS")
     mine = cores < 1 if said not in ("0", "1") else said == "1"
     everyones = np.empty(1, np.int32)
@@ -291,10 +282,7 @@ def takes_naps(comm: MPI.Comm, cores: float) -> bool:
 
 
 def sums_are_identical(comm: MPI.Comm, naps: bool) -> bool:
-    """Sum numbers for which the order matters and compare the bits. Collective.
-
-    Each communicator may have its own algorithms, and so may calls that block, which are not in use with ``naps``.
-    """
+    """Sum numbers for which the order matters, with calls in use here, and compare the bits. Collective."""
     if comm.size <= 2:
         return True  # a + b is b + a
     numbers = np.random.default_rng(comm.rank).standard_normal(_PROBE).astype(np.float32)

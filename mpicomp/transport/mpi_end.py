@@ -85,10 +85,7 @@ def _finalize_after_leaving() -> Any:
 
 
 def _all_ranks_came() -> bool:
-    """Return whether all ranks of the job have come to this end alive, after a wait for those that have not.
-
-    A rank that knows of a death does not wait: others may be about to go on without the dead one, and wait for it.
-    """
+    """Return whether all ranks have come here alive, after a wait, unless this rank knows of a death."""
     global _all_came
     if abort.ranks_died:
         return False

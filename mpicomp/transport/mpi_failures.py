@@ -56,11 +56,9 @@ def check_survives(subsystem: str) -> None:
 
 
 def completed(comm: MPI.Comm, requests: Sequence[MPI.Request]) -> list[int]:
-    """Return the places of the requests that are complete, which are freed, as MPI_Testsome does.
-
-    That also frees a send to a dead rank, which the network may still have; when it then fails, Open MPI ends the job.
-    Here nothing is freed once a rank has died, and `RankFailedError` is raised.
-    """
+    """Free complete requests, as MPI_Testsome does, and return their places; raise once a rank has died."""
+    # MPI_Testsome also frees a send to a dead rank, which the network may still have; when it then fails, Open MPI ends
+    # the job. Here nothing is freed once a rank has died.
     done = [place for place, request in enumerate(requests) if request.Get_status()]
     failed = comm.Get_failed()
     died = failed.size > 0
@@ -73,11 +71,8 @@ def completed(comm: MPI.Comm, requests: Sequence[MPI.Request]) -> list[int]:
 
 
 def all_end(naps: Naps) -> bool:
-    """Wait until all ranks of the job end or have died; return whether all have come here, the same on all that have.
-
-    A rank without a transport comes to MPI's own end, whose agreement then becomes a part of this one, with another
-    flag.
-    """
+    """Wait until all ranks of the job end or have died; return whether all have come here, the same on all."""
+    # A rank without a transport comes to MPI's own end, whose agreement then becomes a part of this one.
     flag = np.array([_HERE], np.int32)  # becomes the bits that all flags have
     request = MPI.COMM_WORLD.Iagree(flag)
     try:

@@ -28,10 +28,7 @@ _LEAVE_S = 3.0  # seconds that the thread may take to stop; it is mostly polling
 
 
 class Job(Future[Value]):
-    """A future of the value that a generator of rounds returns; it cannot be cancelled: the other ranks would wait.
-
-    ``log`` has the generator's rounds but those in the background, with seconds until they were found to be done.
-    """
+    """A future of what a generator returns, not to be cancelled; ``log`` has its rounds but background ones."""
 
     def __init__(self, exchange: Rounds[Value]) -> None:
         super().__init__()
@@ -123,10 +120,7 @@ class ProgressThread:
         return self
 
     def submit(self, exchange: Rounds[Value]) -> Job[Value]:
-        """Hand a generator to the thread, in the same order on all ranks.
-
-        From then on the arrays of its rounds are the thread's, until the job is done.
-        """
+        """Hand a generator, and the arrays of its rounds, to the thread, in the same order on all ranks."""
         if not self._started or self._driver.leaving:
             raise ClosedError("progress thread: it does not run; call start, and submit nothing after stop")
         job = self._driver.scheduler.submit(exchange)
@@ -134,10 +128,7 @@ class ProgressThread:
         return job
 
     def wait(self, jobs: Iterable[Job[Any]]) -> None:
-        """Wait until jobs are done, and raise the exception of the first one that failed. Not collective.
-
-        This thread computes nothing meanwhile, so the other one sleeps less.
-        """
+        """Wait until jobs are done, and raise the first failure. This thread is idle, so the other one sleeps less."""
         self._driver.awaited = True
         try:
             for job in jobs:
@@ -146,10 +137,7 @@ class ProgressThread:
             self._driver.awaited = False
 
     def stop(self) -> None:
-        """End the thread and release the channels. It waits for no other rank, and a second call does nothing.
-
-        Jobs that are not done then fail with `ClosedError`: wait for those whose results count.
-        """
+        """End the thread without waiting for a rank; jobs that are not done fail with `ClosedError`."""
         self._leave()
 
     def __enter__(self) -> "ProgressThread":

@@ -54,11 +54,8 @@ class Staging:
         self._step += 1
 
     def start(self, name: str, array: Any) -> None:
-        """Begin to copy an array to the host, after what its stream holds by now; nothing waits.
-
-        Called in the thread that made the array, whose current stream is meant. Until `host` has come back the array
-        must not change. A second call for the same name in one step does nothing.
-        """
+        """Begin to copy an array to the host, after its stream's work in the calling thread; once a step and name."""
+        # Until `host` has come back the array must not change.
         cuda = device.driver()
         if cuda is None or self._arrival(name) is not None:
             return
@@ -83,10 +80,7 @@ class Staging:
         arrival.view = np.ndarray(found.shape, found.dtype, arrival.memory, -low, found.strides)
 
     def host(self, name: str, array: Any) -> NDArray[Any]:
-        """Return an array on the host, when it is there; see `mpicomp.arrays.to_host`.
-
-        That of a device is copied once in a step, however often it is asked for, and belongs to this object.
-        """
+        """Return an array on the host, when it is there; that of a device is copied once in a step."""
         self.start(name, array)
         arrival = self._arrival(name)
         if arrival is None:
@@ -100,11 +94,7 @@ class Staging:
         return arrival.view
 
     def unflatten(self, mean: NDArray[np.floating], parts: Sequence[MeanPart]) -> list[Any]:
-        """Return parts of a flat host mean as the kinds of arrays that came in; see `mpicomp.arrays.from_host`.
-
-        On a device they are there for what is put into its library's current stream from now on. Each is the same array
-        at every step.
-        """
+        """Return parts of a flat host mean as the kinds of arrays that came in; on a device the same at every step."""
         return [self._unflatten(part.of(mean), part) for part in parts]
 
     def _unflatten(self, mean: NDArray[np.floating], to: MeanPart) -> Any:
