@@ -82,9 +82,7 @@ class CountSketch(Sketch):
         super().__post_init__()
         check_least("countsketch", "candidates", self.candidates)
 
-    @property
-    def feedback(self) -> bool:
-        return True
+    feedback = True
 
     @property
     def entry(self) -> Entry:

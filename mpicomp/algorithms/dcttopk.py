@@ -88,13 +88,8 @@ class DCTTopK(Compressor):
         """The selection among coefficients."""
         return _Coefficients(self.ratio, self.side**2, wire=self.wire, indices=self.indices)
 
-    @property
-    def feedback(self) -> bool:
-        return True  # the residual keeps coefficients that are not sent
-
-    @property
-    def can_fall_back_to_dense(self) -> bool:
-        return False  # the residual is DeMo's momentum, which a dense step would empty
+    feedback = True  # the residual keeps coefficients that are not sent
+    can_fall_back_to_dense = False  # the residual is DeMo's momentum, which a dense step would empty
 
     def expected(self, numel: int) -> int:
         return self.selection.count(numel)

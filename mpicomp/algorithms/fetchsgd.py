@@ -77,13 +77,8 @@ class FetchSGD(Sketch):
     rows: int = 5
     columns: float = 0.05
 
-    @property
-    def feedback(self) -> bool:
-        return False  # the error table keeps what is not delivered yet
-
-    @property
-    def contractive(self) -> bool:
-        return False  # a residual would keep a second time what the error table holds
+    feedback = False  # the error table keeps what is not delivered yet
+    contractive = False  # a residual would keep a second time what the error table holds
 
     @property
     def can_fall_back_to_dense(self) -> bool:

@@ -122,9 +122,7 @@ class PowerSGD(Compressor):
             warm_start=bool(self.warm_start),
         )
 
-    @property
-    def feedback(self) -> bool:  # the residual keeps the error of the projection
-        return True
+    feedback = True  # the residual keeps the error of the projection
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
         side = 1 << 10

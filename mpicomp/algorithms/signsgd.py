@@ -69,17 +69,10 @@ class SignSGD(Compressor):
             )
         self._set(scale=float(self.scale))
 
-    @property
-    def feedback(self) -> bool:
-        return False  # without magnitudes the sent part of an element is unknown
+    feedback = False  # without magnitudes the sent part of an element is unknown
+    can_fall_back_to_dense = False  # signs have one size, whatever that of gradients
 
-    @property
-    def can_fall_back_to_dense(self) -> bool:
-        return False  # signs have one size, whatever that of gradients
-
-    @property
-    def contractive(self) -> bool:
-        return False  # delivered values may be many times as large as the gradient
+    contractive = False  # delivered values may be many times as large as the gradient
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
         return 1 / 8

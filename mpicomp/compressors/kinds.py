@@ -54,10 +54,7 @@ class Sparsifier(Compressor):
         if self.selects_by_ratio:
             self._set(ratio=check_ratio(self.id, getattr(self, "ratio", None)))
 
-    @property
-    def feedback(self) -> bool:
-        # A selection by magnitude is biased
-        return True
+    feedback = True  # a selection by magnitude is biased
 
     def count(self, numel: int) -> int | None:
         """Return the number of elements selected out of ``numel``; None where the values decide it."""
@@ -113,9 +110,7 @@ class SharedSparsifier(Compressor):
 
     wire: str | None = field(default=None, kw_only=True)
 
-    @property
-    def by_magnitude(self) -> bool:
-        return False
+    by_magnitude = False
 
     def __post_init__(self) -> None:
         check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16"))

@@ -43,14 +43,8 @@ class Natural(Quantiser):
     id: ClassVar[str] = "natural"
     paper: ClassVar[str] = "natural compression, Horvath et al. 2019, arXiv 1905.10988; beyond 2**127 it saturates"
 
-    @property
-    def feedback(self) -> bool:
-        # Unbiased without it
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return True
+    feedback = False  # unbiased without it
+    unbiased = True
 
     def packed_bytes(self, numel: int) -> int:
         return 8 * (-(-numel // SIGNS) + -(-numel // 8))

@@ -69,9 +69,7 @@ class TernGrad(SharedQuantiser):
     def scales(self) -> tuple[int, ...]:
         return (1,)
 
-    @property
-    def stochastic(self) -> bool:
-        return True
+    stochastic = True
 
     @property
     def unbiased(self) -> bool:
