@@ -1,7 +1,4 @@
-"""Arrays of NumPy, CuPy and torch, seen as host arrays, and host arrays given back as what came in.
-
-torch and CuPy are never imported here: who passes their arrays has loaded them.
-"""
+"""Conversion of NumPy, CuPy and torch arrays to host arrays and back, without an import of torch or CuPy."""
 
 import functools
 import math
@@ -22,12 +19,12 @@ WORK_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
-"""For each gradient dtype, the one that sums and residuals are kept in."""
+"""The dtype of sums and residuals for each gradient dtype."""
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Name, dtype and shape of one array, which have to be the same on all ranks."""
+    """Name, dtype and shape of one array, the same on all ranks."""
 
     name: str
     dtype: str
@@ -44,7 +41,7 @@ class ArraySpec:
         return WORK_DTYPES[self.dtype]
 
 
-@functools.cache  # which takes a tenth of the time that NumPy takes to make a name
+@functools.cache  # a tenth of the time in which NumPy formats a name
 def _name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -56,7 +53,7 @@ def _library(array: Any) -> str | None:
 
 @functools.cache
 def _library_of(kind: type) -> str | None:
-    """Return the library whose arrays are of a type, None where it is none."""
+    """Return the library whose arrays have a type, or None."""
     if issubclass(kind, np.ndarray):
         return "numpy"
     for cls in kind.__mro__:
@@ -67,13 +64,7 @@ def _library_of(kind: type) -> str | None:
 
 
 def describe(arrays: Mapping[str, Any]) -> list[ArraySpec]:
-    """Describe every array of a mapping, or say which one cannot be reduced.
-
-    Raises
-    ------
-    ArrayTypeError
-        Where the mapping is none, a name is no string, or an array is of a kind or dtype that is not known.
-    """
+    """Return the specs of a mapping's arrays; raise `ArrayTypeError` for an unknown kind of mapping, name or array."""
     if not isinstance(arrays, Mapping):
         raise ArrayTypeError(f"reduce: a mapping from names to arrays is needed, got {type(arrays).__name__}")
     described = []
@@ -99,27 +90,22 @@ def describe(arrays: Mapping[str, Any]) -> list[ArraySpec]:
 
 
 class SpecCache:
-    """Describes arrays of every step as `describe` does, and only compares them where they are like those before.
-
-    All that a description is made of is compared itself, so that no other array can be taken for one that was there.
-    """
+    """Returns the specs of every step's arrays, computed only if name, kind, dtype, shape or layout has changed."""
 
     def __init__(self) -> None:
-        self.described: list[ArraySpec] = []
-        """Descriptions of the arrays that were passed last."""
-        self.on_host = False
-        """Whether these are NumPy's own arrays of numbers that NumPy knows, so that nothing has to be converted."""
+        self.described: list[ArraySpec] = []  # specs of the last arrays
+        self.on_host = False  # whether these are NumPy arrays that need no conversion
         self._kind: type | None = None
         self._looks: list[tuple[Any, ...]] = []
 
     def describe(self, arrays: Mapping[str, Any]) -> list[ArraySpec]:
-        """Return what `describe` does, or raise it. The list is not to be written to: it may be returned again."""
+        """Return the specs, a read-only list, or raise as `describe` does."""
         try:
             looks = [
                 (name, type(array), array.dtype, array.shape, None if type(array) is np.ndarray else array.layout)
                 for name, array in arrays.items()
             ]
-        except Exception:  # of what is no array, for which there is a better word, and of what has no layout
+        except Exception:  # no array, which `describe` reports, or a CuPy array, which has no layout
             self.described, self.on_host, self._looks = describe(arrays), False, []
             return self.described
         if looks != self._looks or type(arrays) is not self._kind:
@@ -130,10 +116,7 @@ class SpecCache:
 
 
 def to_host(array: Any) -> NDArray[Any]:
-    """Return a NumPy array with the same numbers, without a copy where they are in host memory.
-
-    bfloat16 comes as uint16. Strides are kept.
-    """
+    """Return a NumPy array with the same numbers and strides, in host memory without a copy; bfloat16 as uint16."""
     match _library(array):
         case "torch":
             torch = sys.modules["torch"]
@@ -150,24 +133,9 @@ def to_host(array: Any) -> NDArray[Any]:
 
 
 def from_host(mean: NDArray[np.floating], described: ArraySpec, like: Any, out: NDArray[Any] | None) -> Any:
-    """Return a flat host mean as the kind of array that came in.
+    """Return a flat host mean as an array of the kind, dtype and shape of ``like``, read-only in NumPy.
 
-    Parameters
-    ----------
-    mean : array, shape (numel,)
-        float32 or float64.
-    described : ArraySpec
-        Of the array that came in.
-    like : array
-        The array that came in.
-    out : array of uint16, shape (numel,), or None
-        Where 16-bit results go; needed for them only.
-
-    Returns
-    -------
-    array
-        Of the kind, dtype and shape of ``like``; read-only where its library knows such a thing. It shares memory
-        with ``mean`` or ``out`` where it stays in host memory.
+    It shares memory with ``mean`` or, for 16-bit dtypes, with ``out`` if it stays in host memory.
     """
     host: NDArray[Any] = mean
     if described.dtype in ("float16", "bfloat16"):
@@ -191,7 +159,7 @@ def from_host(mean: NDArray[np.floating], described: ArraySpec, like: Any, out: 
 
 
 def as_kind_of(like: Any, array: Any) -> Any:
-    """Return an array of CuPy as the library of another device array knows it, in the same memory."""
+    """Return a CuPy array as one of the library of ``like``, in the same memory."""
     if _library(like) != "torch":
         return array
     torch = sys.modules["torch"]
@@ -201,7 +169,7 @@ def as_kind_of(like: Any, array: Any) -> Any:
 
 
 def narrow(mean: NDArray[np.floating], dtype: str, out: NDArray[np.uint16]) -> None:
-    """Round to ``"float16"`` or ``"bfloat16"``; beyond 16 bits the largest number is delivered, not infinity."""
+    """Round to ``"float16"`` or ``"bfloat16"``; larger numbers become the largest one, not infinity."""
     kernels.narrow(mean, "fp16" if dtype == "float16" else "bf16", out)
 
 

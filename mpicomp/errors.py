@@ -17,16 +17,7 @@ class ConfigurationError(MpicompError, ValueError):
 
 
 class UnknownNameError(ConfigurationError):
-    """A name stands for nothing; the message gives the nearest one that does.
-
-    Parameters
-    ----------
-    subsystem : str
-        Who was asked, for instance ``"compressor"``.
-    name : str
-        The name that was asked for.
-    known : iterable of str
-        The names that exist.
+    """A name is not known to a subsystem; the message suggests the nearest one that is.
 
     Examples
     --------

@@ -1,8 +1,8 @@
-"""Plugins: files and packages of users' that register compressors, collectives, policies and training tasks.
+"""Plugins: users' files and packages that register compressors, collectives, policies and training tasks.
 
-They are found as entry points of the group ``mpicomp.plugins`` of installed packages, in the variable
-``MPICOMP_PLUGINS``, and by ``--plugin`` of the command line, which adds to that variable, so that the processes of a
-job see it too. They are imported when a name is looked up, never by ``import mpicomp``.
+They are entry points of the group ``mpicomp.plugins``, or in the variable ``MPICOMP_PLUGINS``, to which the command
+line's ``--plugin`` adds, so that all processes of a job see them. They are imported when a name is looked up, never by
+``import mpicomp``.
 """
 
 import hashlib
@@ -20,19 +20,13 @@ from mpicomp.errors import ConfigurationError
 GROUP = "mpicomp.plugins"
 VARIABLE = "MPICOMP_PLUGINS"
 
-_loaded: dict[str, str] = {}  # what was imported: a file's path, or a module's name without one; and what others see
+_loaded: dict[str, str] = {}  # by file, or module without one: the description that ranks compare
 _entered = False  # whether entry points were read
-_read = ""  # the variable when all that it named was loaded
+_read = ""  # the variable at the last load
 
 
 def add(name: str) -> None:
-    """Have a plugin loaded by this process and by those that it starts.
-
-    Parameters
-    ----------
-    name : str
-        A Python file or a module. Of a file the path is kept as an absolute one.
-    """
+    """Add a Python file or a module to the plugins of this process and of those that it starts."""
     name = os.path.realpath(name) if _is_file(name) else name
     if os.pathsep in name:
         raise ConfigurationError(
@@ -43,14 +37,9 @@ def add(name: str) -> None:
 
 
 def load_all() -> None:
-    """Import every plugin that is not imported yet.
+    """Import every plugin that is not imported yet, and raise `ConfigurationError` for one that fails.
 
-    An entry point that fails warns, since nobody has asked for it by name.
-
-    Raises
-    ------
-    ConfigurationError
-        Where a file or module that was named is missing or fails.
+    An entry point that fails warns, as nobody has asked for it by name.
     """
     global _entered, _read
     if not _entered:
@@ -81,7 +70,7 @@ def _is_file(name: str) -> bool:
 
 
 def _load(name: str) -> None:
-    """Import a file or a module, unless its file was imported already, under whatever name."""
+    """Import a file or a module, unless its file was imported already under any name."""
     spec = _found(name)
     place = os.path.realpath(spec.origin) if spec.has_location and spec.origin else spec.name
     if place in _loaded:
@@ -103,12 +92,11 @@ def _load(name: str) -> None:
 
 
 def _found(name: str) -> ModuleSpec:
-    """Return the path of a plugin."""
     if _is_file(name):
         path = os.path.realpath(name)
         if not os.path.isfile(path):
             raise ConfigurationError(f"plugin: there is no file '{name}'")
-        # Files of one name in several folders are different modules.
+        # Files of the same name in several folders are different modules.
         digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
         spec = importlib.util.spec_from_file_location(f"mpicomp_plugin_{Path(name).stem}_{digest}", path)
         if spec is None:
@@ -126,7 +114,7 @@ def _found(name: str) -> ModuleSpec:
 
 
 def _is_imported(place: str) -> bool:
-    """Return whether a file is a module already, of a script that imports it."""
+    """Return whether a script has imported a file as a module."""
     files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     name = os.path.basename(place)
     return any(file and os.path.basename(file) == name and os.path.realpath(file) == place for file in files)

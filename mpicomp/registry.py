@@ -1,7 +1,7 @@
-"""One register for compressors, collectives, policies and training tasks, built in or from a plugin.
+"""Registries of compressors, collectives, policies and training tasks, built in or from a plugin.
 
-A class is registered where it is defined. Built-in ones stand in packages whose modules are all imported at the first
-look-up, and so are plugins: a new one is one file, and nothing else names it.
+A class is registered where it is defined. Modules of built-in packages, and plugins, are imported at the first look-up:
+a new class is one file, and nothing else names it.
 """
 
 import importlib
@@ -23,7 +23,7 @@ REGISTRIES: "dict[str, Registry[Any]]" = {}
 
 
 def register(cls: Class) -> Class:
-    """Make a compressor, collective, policy or training task known by its name; use it as a decorator.
+    """Register a compressor, collective, policy or training task under its name; use it as a decorator.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def register(cls: Class) -> Class:
     Raises
     ------
     ConfigurationError
-        Where it is of no known kind, has no name, or another class has that id.
+        For an unknown kind, a missing name, or the name of another class.
     """
     kind = getattr(cls, "kind", None)
     if kind not in REGISTRIES:
@@ -45,16 +45,9 @@ def register(cls: Class) -> Class:
 
 
 class Registry(Generic[Object]):
-    """Classes of one kind by their ``id``, each with a class method ``from_config`` that builds an object.
+    """Classes of one ``kind`` by the attribute ``key``, each with a class method ``from_config`` that builds an object.
 
-    Parameters
-    ----------
-    kind : str
-        The attribute ``kind`` of the classes, also used in messages.
-    packages : sequence of str
-        Packages of built-in classes: their modules are imported at the first look-up.
-    key : str
-        The attribute with the name of a class.
+    The modules of ``packages`` are imported at the first look-up.
     """
 
     def __init__(self, kind: str, packages: Sequence[str], key: str = "id") -> None:
@@ -84,8 +77,8 @@ class Registry(Generic[Object]):
         Parameters
         ----------
         config : str, mapping or object
-            An object is returned unchanged. With ``"as_published": True`` in a configuration, settings that are not
-            given have the values of the paper.
+            An object is returned unchanged. ``"as_published": True`` in a configuration sets the other settings to the
+            values of the paper.
 
         Raises
         ------
@@ -143,7 +136,7 @@ class Registry(Generic[Object]):
         return [self._classes[name] for name in self.names()]
 
     def plugin(self, name: str) -> str | None:
-        """Return the file that a class comes from, a module's name where it has none; None for a built-in one."""
+        """Return the file of a class, or its module without one; None for a built-in class."""
         return None if self._class(name).__module__.startswith("mpicomp.") else self._origins[name][0]
 
     def _class(self, name: str) -> Any:
@@ -153,7 +146,7 @@ class Registry(Generic[Object]):
         return self._classes[name]
 
     def _load(self) -> None:
-        """Import modules that register classes. They may look up names themselves."""
+        """Import modules that register classes, which may look up names themselves."""
         if not self._loaded:
             self._loaded = True
             try:
@@ -168,6 +161,6 @@ class Registry(Generic[Object]):
 
 
 def _file_of(cls: type) -> str:
-    """Return the file in which a class is defined, under whatever name it was imported; its module without one."""
+    """Return the file in which a class is defined, or its module without one."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return os.path.realpath(file) if file else cls.__module__

@@ -1,4 +1,4 @@
-"""Checks of settings. A wrong one raises an error with the subsystem, the rule and the value, before any data moves."""
+"""Checks of settings: a wrong one raises an error with the subsystem, the rule and the value, before any data moves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real

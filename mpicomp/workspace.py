@@ -34,22 +34,19 @@ class Workspace:
         self._objects: dict[Any, Any] = {}
 
     def made(self, key: Any, make: Callable[[], Made]) -> Made:
-        """Return the object that ``make`` returns, made when its key is asked for first."""
+        """Return the object of a key, which ``make`` returns at the first call."""
         if key not in self._objects:
             self._objects[key] = make()
         made: Made = self._objects[key]
         return made
 
     def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return ``size`` elements of ``dtype`` at the workspace's device, not cleared.
-
-        The array is the caller's until the same name and dtype are asked for again.
-        """
+        """Return ``size`` uninitialised elements on the workspace's device, valid until the next call for the name."""
         array: NDArray[Any] = self._named(name, size, dtype, self.device)
         return array
 
     def host_array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return such an array in host memory, wherever the others are: for counts and other short messages."""
+        """Return such an array in host memory, whatever the device: for counts and other short messages."""
         found: NDArray[Any] = self._named(name, size, dtype, HOST)
         return found
 

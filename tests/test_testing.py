@@ -304,8 +304,8 @@ def stale_is_taken_for_bad(result, context):
         (another_gain, "nothing_is_lost", "gain is 0.5, not 1"),
         (own_energy, "nothing_is_lost", "ranks get different results"),
         (bad_is_not_told, "one_bad_rank_is_seen_by_all", "nan on rank 0 is not seen by all"),
-        (stale_is_not_told, "one_stale_rank_is_heard_by_all", "rank 0 is stale, and not all know it"),
-        (stale_is_taken_for_bad, "one_stale_rank_is_heard_by_all", "taken for not finite"),
+        (stale_is_not_told, "one_stale_rank_is_seen_by_all", "rank 0 is stale, and not all know it"),
+        (stale_is_taken_for_bad, "one_stale_rank_is_seen_by_all", "taken for not finite"),
     ],
 )
 @pytest.mark.usefixtures("registry")

@@ -23,11 +23,11 @@ class Entry:
         Each rank scales its gradients down to an L2 norm of at most ``clip / sqrt(ranks)``, over all its arrays. None
         leaves them unclipped.
     momentum : float
-        Where it is not 0, the velocity ``u = momentum * u + gradient`` is added instead of the gradient.
+        If not 0, the velocity ``u = momentum * u + gradient`` is added instead of the gradient.
     nesterov : bool
         Nesterov momentum: ``u = momentum * (u + gradient)``, and ``u + gradient`` is added.
     masking : bool
-        Whether the velocity of what was sent is set to zero.
+        Whether the velocity of sent elements is set to zero.
     """
 
     clip: float | None = None
@@ -51,8 +51,8 @@ class BucketParameters:
 class Compressor(ABC):
     """A frozen dataclass whose fields are its parameters, each with a default.
 
-    Two compressors are equal when their configurations are. State that lives from step to step is not kept here
-    but in the memory of the bucket that is compressed, so one object can serve many buckets.
+    Two compressors are equal when their configurations are. State is kept in the memory of a bucket, so one object can
+    serve many buckets.
     """
 
     kind: ClassVar[str] = "compressor"
@@ -69,12 +69,10 @@ class Compressor(ABC):
     paper: ClassVar[str]
     """The paper that the compressor comes from, and the deviations from it."""
     layer_setting: ClassVar[str | None] = None
-    """Which parameter its ``layers`` has values of for parts of a model, by the names of their parameters: ``"ratio"``
-    of a selection, ``"rank"`` of factors, ``"bits"`` of elements; None where it has none.
-    """
+    """The setting that ``layers`` sets by names of parameters: ``"ratio"``, ``"rank"`` or ``"bits"``; else None."""
     needs_identical_blas: ClassVar[bool] = False
-    """Whether the mean goes through matrix products or decompositions of a library, whose bits are others on a GPU than
-    on the host: then all ranks' gradients have to be on the one or on the other.
+    """Whether the mean depends on matrix products of a library, whose bits differ between GPU and host: all ranks'
+    gradients then have to be on the same kind of device.
     """
 
     def __repr__(self) -> str:
@@ -95,7 +93,7 @@ class Compressor(ABC):
 
     @property
     def contractive_variant(self) -> "Compressor | None":
-        """Itself where it contracts; otherwise a form of it that does, None where there is none."""
+        """A form that contracts: the compressor itself if it does, None without one."""
         return self if self.contractive else None
 
     @property
@@ -105,28 +103,24 @@ class Compressor(ABC):
 
     @property
     def can_fall_back_to_dense(self) -> bool:
-        """Whether a dense step may take its place now and then.
-
-        Not where it delivers something else than a mean of gradients, where it learns from what it exchanges, or where
-        residuals are momentum.
-        """
+        """Whether a dense step may replace it: it delivers means of gradients, learns nothing and keeps no momentum."""
         return True
 
     @property
     def selects_by_ratio(self) -> bool:
-        """Whether its parameter ``ratio`` gives the number of selected elements, so that policies may choose it."""
+        """Whether a parameter ``ratio`` sets the number of selected elements, so that policies may choose it."""
         return self.message in ("sparse", "shared") and any(entry.name == "ratio" for entry in fields(self))
 
     @property
     def by_magnitude(self) -> bool:
-        """Whether it selects the largest elements, or nearly these; if not, any may be among them."""
+        """Whether it selects the largest elements, at least nearly."""
         return True
 
     @classmethod
     def suggested(cls) -> "Sequence[Compressor]":
-        """Return the settings among which ``policy="auto"`` chooses where no compressor is named: mostly none.
+        """Return the settings, mostly none, among which ``policy="auto"`` chooses if no compressor is named.
 
-        They select the largest elements by a ratio, which is theirs to choose, or pack all.
+        They select the largest elements by a ratio, which the policy sets, or pack all.
         """
         return ()
 
@@ -169,7 +163,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Bytes of message for one element of the array that is compressed, on the average, headers left out."""
+        """Average bytes of message, without headers, for one element of the array."""
 
     def _set(self, **settings: Any) -> None:
         """Store checked settings, in `__post_init__` only: the dataclass is frozen."""
@@ -182,7 +176,7 @@ class Compressor(ABC):
 
     @classmethod
     def from_config(cls, parameters: Mapping[str, Any]) -> Self:
-        """Build one from its parameters, refusing those that it does not have."""
+        """Build a compressor from its parameters."""
         known = [field.name for field in _parameters(cls)]
         for name in parameters:
             if name not in known:
@@ -199,18 +193,18 @@ COMPRESSORS: Registry[Compressor] = Registry(
 
 @functools.cache
 def _parameters(compressor: type[Compressor]) -> list[Field[Any]]:
-    """Return the parameters of a class, those that it shares with others last."""
+    """Return the parameters of a class, shared ones last."""
     parameters = [entry for entry in fields(compressor) if _BOUND not in entry.metadata]
     return sorted(parameters, key=lambda entry: bool(entry.kw_only))
 
 
 def bound(default: Any) -> Any:
-    """Make a field for what `Compressor.bind` finds out about a bucket: it is no parameter, and in no configuration."""
+    """Return a field that `Compressor.bind_to` sets: it is no parameter, and in no configuration."""
     return field(default=default, kw_only=True, metadata={_BOUND: True})
 
 
 def match_layer_setting(layers: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """Return what the first pattern that matches a parameter's name gives it, or the default.
+    """Return the setting of the first pattern that matches a parameter's name, or the default.
 
     Examples
     --------

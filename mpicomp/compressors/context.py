@@ -11,19 +11,18 @@ from mpicomp.workspace import Workspace
 
 @dataclass
 class Context:
-    """What a compressor and a scheme know of a step, except for the array.
+    """The input of compressors and schemes besides the array.
 
     Parameters
     ----------
     group : Group
         The ranks that take part. Random choices that must differ between ranks come from this rank's place in it.
     step, bucket, seed : int
-        Number of the step, number of the bucket, and the seed of the run. The same on all ranks; random choices are
-        seeded by them.
+        Numbers of the step and of the bucket, and the seed of the run, the same on all ranks; they seed random choices.
     memory : dict
         This bucket's memory from step to step. Numbers and strings in it are part of a checkpoint.
     workspace : Workspace
-        Provides arrays that are needed at every step, without allocations.
+        Arrays that are needed at every step, without allocations.
     """
 
     group: Group = field(default_factory=lambda: Group(0, 1))
@@ -44,15 +43,7 @@ class Context:
         return np.random.default_rng([self.seed, self.step, self.bucket, *rank])
 
     def key(self, shared: bool, part: int = 0) -> int:
-        """Return 64 bits for a kernel that draws random numbers by itself.
-
-        Parameters
-        ----------
-        shared : bool
-            Whether all ranks get the same.
-        part : int
-            Distinguishes the draws of one step.
-        """
+        """Return 64 random bits for a kernel, the same on all ranks if ``shared``; ``part`` numbers a step's draws."""
         rank = () if shared else (self.rank,)
         entropy = [self.seed, self.step, self.bucket, part, *rank]
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])

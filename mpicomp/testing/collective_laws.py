@@ -11,14 +11,13 @@ import numpy as np
 from mpicomp.collectives import Context, Result, Scheme, bind, collective_class, fitting
 from mpicomp.compressors import Compressor, Selection, Sparsifier
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
-from mpicomp.testing.examples import representatives
-from mpicomp.testing.local_ranks import DTYPES, Array, norm2
+from mpicomp.testing.examples import DTYPES, Array, norm2, representatives
 from mpicomp.transport import LocalWorld
 
-_RANKS = (1, 2, 3, 4, 5)  # 3 and 5 catch what works for powers of two only
+_RANKS = (1, 2, 3, 4, 5)  # 3 and 5 catch code that works for powers of two only
 _LENGTHS = (1, 2, 7, 1001)
 _HOSTS = (0, 0, 1, 1, 1)  # the host of each rank, for groups of ranks
-_STEPS = 2  # a collective may do something else at first
+_STEPS = 2  # a collective may differ in its first step
 
 
 @dataclass
@@ -43,7 +42,7 @@ def check_registered(cls: type[Scheme[Any]]) -> None:
 def check_nothing_is_lost(cls: type[Scheme[Any]]) -> None:
     """Check that all ranks get the same bits, and that the sum of what they sent is the mean times ranks.
 
-    The gain has to be that of what was sent, where it is reported; what leaves one rank's array has to be in another's.
+    A reported gain has to be that of the sent arrays, and elements that leave a rank's array have to reach another's.
     """
     for where, outcome in _exchanges(cls):
         first, ranks = outcome.results[0], len(outcome.results)
@@ -67,7 +66,7 @@ def check_nothing_is_lost(cls: type[Scheme[Any]]) -> None:
 
 
 def check_bytes_are_those_of_rounds(cls: type[Scheme[Any]]) -> None:
-    """Check that `exchange` runs the `rounds`, unless values decide them: all operations and all bytes."""
+    """Check that `exchange` runs the operations and bytes of `rounds`, unless they depend on values."""
     for where, outcome in _exchanges(cls):
         if outcome.scheme.by_value:
             continue
@@ -98,8 +97,8 @@ def check_one_bad_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
                 assert result.nonfinite, f"{bad} on rank {culprit} is not seen by all: {where}"
 
 
-def check_one_stale_rank_is_heard_by_all(cls: type[Scheme[Any]]) -> None:
-    """Check that a request of one rank to agree again reaches all ranks, and is not taken for a bad number."""
+def check_one_stale_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
+    """Check that a rank's request for a new agreement reaches all ranks, and is not taken for a bad number."""
     for compressor, ranks in itertools.product(_carried(cls), (1, 2, 3, 4)):
         for culprit in range(ranks):
             outcome = _exchange(compressor, cls.id, _gradients(ranks, 50, DTYPES[0]), LocalWorld(ranks), culprit)
@@ -114,7 +113,7 @@ LAWS: list[Callable[[Any], None]] = [
     check_nothing_is_lost,
     check_bytes_are_those_of_rounds,
     check_one_bad_rank_is_seen_by_all,
-    check_one_stale_rank_is_heard_by_all,
+    check_one_stale_rank_is_seen_by_all,
 ]
 
 
@@ -123,7 +122,7 @@ def _carried(cls: type[Scheme[Any]]) -> list[Compressor]:
 
 
 def _exchanges(cls: type[Scheme[Any]]) -> Iterator[tuple[str, _Outcome]]:
-    """Exchange arrays of all lengths among all numbers of ranks, in steps that remember; yield each last one."""
+    """Exchange arrays of all lengths among all numbers of ranks, in steps with a memory; yield each last one."""
     worlds: list[tuple[int, bool, int | tuple[int, ...]]] = [(ranks, True, 1) for ranks in _RANKS]
     worlds += [(3, False, 1), (len(_HOSTS), True, _HOSTS)]
     for compressor, (ranks, identical, hosts) in itertools.product(_carried(cls), worlds):
@@ -158,7 +157,7 @@ def _exchange(
 
 
 def _gradients(ranks: int, numel: int, dtype: np.dtype[Any], step: int = 0) -> list[Array]:
-    """Return one array a rank, of which some have nothing that is large."""
+    """Return one array a rank, some with small elements only."""
     rng = np.random.default_rng([numel, step])
     return [
         ((1e-3 if rank % 3 == 1 else 1.0) * rng.standard_t(3, numel)).astype(dtype, copy=False) for rank in range(ranks)

@@ -23,7 +23,7 @@ from mpicomp.compressors import (
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.compressors.wire_format import message_bytes, parse_message, write_message
 from mpicomp.rounds import Group
-from mpicomp.testing.local_ranks import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
+from mpicomp.testing.examples import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 
@@ -33,7 +33,7 @@ _BLOCK = 64  # elements over which they are averaged
 
 
 def laws_of(compressor: Compressor) -> list[Callable[[Any], None]]:
-    """Return the laws that hold for a compressor."""
+    """Return the laws of a compressor's kind."""
     laws: list[Callable[[Any], None]] = [check_configuration]
     if isinstance(compressor, Sparsifier):
         laws += [check_selection, check_awkward_arrays, check_input_is_left_alone, check_message, check_memory]
@@ -47,7 +47,7 @@ def laws_of(compressor: Compressor) -> list[Callable[[Any], None]]:
 
 
 def check_configuration(compressor: Compressor) -> None:
-    """Check that it is registered, that parameters have defaults, and that a way through JSON gives the same again."""
+    """Check that it is registered, that parameters have defaults, and that JSON keeps its configuration."""
     cls = type(compressor)
     assert compressor_class(compressor.id) is cls, f"'{compressor.id}' is registered for another class"
     assert cls().get_config()["id"] == compressor.id, "every parameter needs a default"
@@ -64,7 +64,7 @@ def check_selection(compressor: Sparsifier) -> None:
     """Check that indices ascend and are in range, values are the array's, and the number is the promised one."""
     for array in _arrays():
         _check_selection(compressor, array, compressor.select(accumulated(array), Context()))
-    # Parameters in pieces, with a residual, narrower and with strides: the sum counts.
+    # Parameters in pieces, with a residual, in 16 bits and with strides: the sum counts.
     rng = np.random.default_rng(1)
     whole, half, strided = rng.normal(size=500).astype("f4"), rng.normal(size=50).astype("f2"), rng.normal(size=(9, 20))
     pieces = [Piece(0, whole), Piece(500, half), Piece(550, strided.astype("f4")[:, ::2])]
@@ -76,7 +76,7 @@ def check_selection(compressor: Sparsifier) -> None:
 
 
 def check_awkward_arrays(compressor: Sparsifier) -> None:
-    """Check zeros, equal elements, the smallest and largest numbers, NaN and infinity: each gives a legal selection."""
+    """Check that zeros, equal elements, the smallest and largest numbers, NaN and infinity give legal selections."""
     for name, array in awkward().items():
         for dtype in DTYPES:
             context = Context()
@@ -99,7 +99,7 @@ def check_input_is_left_alone(compressor: Sparsifier) -> None:
 
 
 def check_message(compressor: Sparsifier) -> None:
-    """Check that written messages are read back, and that lost energy is that of the elements left out."""
+    """Check that messages are parsed to what was written, and that lost energy is that of the elements left out."""
     for array in _arrays():
         selection = compressor.select(accumulated(array), Context())
         indices = selection.indices.copy()
@@ -152,7 +152,7 @@ def check_positions(compressor: SharedSparsifier) -> None:
 
 
 def check_packing(compressor: Quantiser) -> None:
-    """Check that receivers see the values that the sender counts as sent; lost energy is the rest, at most all."""
+    """Check that receivers decode the values that the sender counts as sent; lost energy is the rest, at most all."""
     awkward_arrays = [array.astype(dtype) for array in awkward().values() for dtype in DTYPES]
     for array in _arrays() + awkward_arrays:
         where = f"for an array of {array.size} {array.dtype.name}"
@@ -213,12 +213,12 @@ def check_nothing_is_lost(compressor: Compressor) -> None:
 
 
 def check_unbiased(compressor: Compressor) -> None:
-    """Check that the mean of many draws is the input, but for four standard errors, in every block of elements.
+    """Check that the mean of many draws is the input, within four standard errors, in every block of elements.
 
-    Errors are summed over a block as they are, and once more with the elements' signs, which shows what shrinks them.
+    Errors are summed over a block as they are, and once more with the elements' signs, which shows shrinkage.
     """
     rng = np.random.default_rng(8)
-    # Elements that are drawn a few times only have no measurable standard error.
+    # Elements that are drawn a few times have no measurable standard error.
     sizes = np.repeat(10.0 ** rng.integers(-1, 2, 1024 // _BLOCK), _BLOCK)
     array = (sizes * rng.standard_t(4, sizes.size)).astype(np.float32)
     exact = array.astype(np.float64)
@@ -241,8 +241,8 @@ def check_unbiased(compressor: Compressor) -> None:
 def check_feedback_contracts(compressor: Compressor) -> None:
     """Check that the residual stays bounded: no step loses more energy than there was.
 
-    What is rounded at random may be unlucky in a step, and is held to it on the average of ten. What can run with error
-    feedback is looked at even if it declares none.
+    Random rounding may be unlucky in a step, and is checked on the average of ten. A compressor that can run with error
+    feedback is checked even if it declares none.
     """
     if not compressor.contractive:
         return

@@ -10,20 +10,20 @@ import numpy as np
 from mpicomp.policies import Policy, get_policy, policy_class
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Request, Round, observe
-from mpicomp.testing.local_ranks import PRECISION, Array, make_reducers
+from mpicomp.testing.examples import PRECISION, Array, make_reducers
 from mpicomp.transport import LocalWorld
 
 _RANKS = (1, 2, 3)
 _STEPS = 30
-_HALFWAY = 13  # steps before a checkpoint: no multiple of what policies count by
+_HALFWAY = 13  # steps before a checkpoint: no multiple of the intervals of policies
 _SHAPES = {"conv": (20, 30), "bias": (17,), "fc": (60, 40)}
 _BUCKET_BYTES = 4096  # several buckets
-_BEGINNING = 10  # first steps, in which ranks may do more rounds than later
-_SELDOM = 2  # steps afterwards in which they may
+_FIRST_STEPS = 10  # in which ranks may do more rounds than later
+_MOST_LATE_STEPS = 2  # later steps in which they may
 
 
 def check_configuration(policy: Policy) -> None:
-    """Check that it is registered, that settings have defaults, and that a way through JSON gives the same again."""
+    """Check that it is registered, that settings have defaults, and that JSON keeps its configuration."""
     cls = type(policy)
     assert policy_class(policy.id) is cls, f"'{policy.id}' is registered for another class"
     assert cls().get_config()["id"] == policy.id, "every setting needs a default"
@@ -61,9 +61,9 @@ def check_nothing_is_lost(policy: Policy) -> None:
 
 
 def check_it_goes_on_after_a_checkpoint(policy: Policy) -> None:
-    """Check that reducers that take up the state of others act as these do.
+    """Check that reducers that load the state of others act as these do.
 
-    Policies that survey gradients again then (see `Policy.resumes`) only have to agree among ranks.
+    Policies that survey gradients again after it (see `Policy.resumes`) only have to agree among ranks.
     """
     for ranks in _RANKS:
         reducers, world = _begin(policy, ranks)
@@ -89,9 +89,9 @@ def check_it_goes_on_after_a_checkpoint(policy: Policy) -> None:
 
 
 def check_a_step_does_not_wait(policy: Policy) -> None:
-    """Check that policies add no rounds, except at the beginning and when something has changed.
+    """Check that policies add no round that ranks wait for, except in first steps and after changes.
 
-    What they have to know comes in messages that nobody waits for; see `Policy.on_telemetry`.
+    Telemetry comes in background messages; see `Policy.on_telemetry`.
     """
     reducers, world = _begin(policy, 2)
     late = 0
@@ -102,8 +102,8 @@ def check_a_step_does_not_wait(policy: Policy) -> None:
         record = reducers[0].last_step
         assert record is not None
         waited = sum(isinstance(task, Round) and not task.background for task in asked)
-        late += step >= _BEGINNING and waited > sum(len(bucket.rounds) for bucket in record.buckets)
-    assert late <= _SELDOM, f"in {late} of {_STEPS - _BEGINNING} steps ranks waited for rounds of no plan"
+        late += step >= _FIRST_STEPS and waited > sum(len(bucket.rounds) for bucket in record.buckets)
+    assert late <= _MOST_LATE_STEPS, f"in {late} of {_STEPS - _FIRST_STEPS} steps ranks waited for rounds of no plan"
 
 
 LAWS: list[Callable[[Any], None]] = [
@@ -116,7 +116,7 @@ LAWS: list[Callable[[Any], None]] = [
 
 
 def _begin(policy: Policy, ranks: int) -> tuple[list[Reducer], LocalWorld]:
-    """Return reducers of so many ranks, each with a policy of this configuration."""
+    """Return a reducer for each rank, each with a policy of this configuration."""
     return make_reducers(None, "auto", ranks, policy=policy.get_config(), bucket_bytes=_BUCKET_BYTES)
 
 
@@ -126,7 +126,7 @@ def _gradient(step: int, rank: int) -> dict[str, Array]:
 
 
 def _reduce(world: LocalWorld, reducers: list[Reducer], step: int) -> list[dict[str, Array]]:
-    """Do a step, and return copies of the ranks' means."""
+    """Run a step, and return copies of the ranks' means."""
     exchanges = [reducer.rounds(_gradient(step, rank), 0.1) for rank, reducer in enumerate(reducers)]
     return [{name: mean.copy() for name, mean in means.items()} for means in world.run(exchanges)]
 

@@ -21,7 +21,7 @@ from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.rounds import Group, drive
 from mpicomp.rounds.reports import from_one
-from mpicomp.testing.local_ranks import accumulated
+from mpicomp.testing.examples import accumulated
 from mpicomp.transport import LocalWorld
 
 SCRIPT = Path(fuzz.__file__)
