@@ -1,8 +1,7 @@
 """Send mutated messages to everything that decodes any: see docs/sharp-bits.md, "Hostile input".
 
-    python tests/faults/fuzz.py [--how whole|compiled] [--decoder GLOB] [--messages N] [--seed K] [--list]
+    python tests/faults/fuzz.py [--decoder GLOB] [--messages N] [--seed K] [--list]
 
-``whole`` calls a decoder as exchanges call it. ``compiled`` repeats its kernels alone, which is many times as fast.
 With ``NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=F`` kernels check every index (the folder keeps these kernels from others).
 Names are found from the registries; ``exchange/*`` are whole exchanges as one rank sees them.
 
@@ -17,6 +16,7 @@ import fnmatch
 import json
 import mmap
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -34,135 +34,63 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "studies"))  # decoder
 import numpy as np
 from faults.decoders import decoders, exchanges
 from faults.fence import Fence, fence_workspaces
-from faults.mutations import mutate
-from faults.repeated import calls_of, repeat
+from faults.mutations import SPARE, mutate
 
 from mpicomp.errors import MpicompError
 
 _PATIENCE_S = 60  # of processor time without a message that is decoded: then it hangs. Compiling takes a few of them
-_MEMORY = 4 << 30  # bytes of address space beyond what is there at first
-_SPARE = 64  # bytes by which a message may grow
-_PROGRESS_BYTES = 1 << 20  # bytes of the file in which a process tells what it does
-_EACH = {"whole": 500, "compiled": 100_000}  # messages of one case
-_EMPTY = 20  # cases without elements that may come first; a decoder with more of them has no kernels
+_MEMORY_BYTES = 4 << 30  # of address space beyond what is there at first
+_PROGRESS_BYTES = 1 << 20  # of the file in which a process notes what it does
+_CASE_MESSAGES = 500  # that are made of one genuine message
 _SHOWN = 5  # faults of one decoder that are printed
-
-Said = dict[str, int]
 
 
 class Progress:
-    """What a process is at, in memory that outlives it: decoder, case, message, state of the mutations, and bytes."""
+    """What a process is at, in memory that outlives it: numbers of decoder, case and message, and the message."""
 
     def __init__(self, path):
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _PROGRESS_BYTES)
-        self.numbers = np.frombuffer(self._memory, np.uint64, 8)
-        self._bytes = np.frombuffer(self._memory, np.uint8, offset=64)
+        self.numbers = np.frombuffer(self._memory, np.uint64, 4)
+        self._bytes = np.frombuffer(self._memory, np.uint8, offset=32)
 
     @property
     def message(self):
-        return self._bytes[: int(self.numbers[4])].tobytes()
+        return self._bytes[: int(self.numbers[3])].tobytes()
 
     @message.setter
     def message(self, value):
         size = min(value.size, self._bytes.size)
         self._bytes[:size] = value[:size]
-        self.numbers[4] = size
+        self.numbers[3] = size
 
 
-def places(fence, size):
-    """Return two rooms of at least so many bytes: one that begins at a page nobody may touch, one that ends at it."""
-    whole = -(-size // 8) * 8
-    return fence.empty(whole, np.uint8, at_end=False), fence.empty(whole, np.uint8, at_end=True)
-
-
-def laid(rooms, message, turn):
-    """Copy a message to the one room or the other, so that it touches the page, as far as it stays aligned."""
-    first, last = rooms
-    if turn % 2:
-        view = first[: message.size]
-    else:
-        start = (last.size - message.size) // 8 * 8
-        view = last[start : start + message.size]
-    view[:] = message
-    return view
-
-
-def random_of(name, seed, number):
-    """Return the random numbers of a case: others for each decoder, the same in every process."""
-    return np.random.default_rng([seed, zlib.crc32(name.encode()), number])
-
-
-class Fuzz:
-    """Decodes in this process.
-
-    Parameters
-    ----------
-    progress : Progress
-        Where it says what it does.
-    seed : int
-        Of all cases and mutations.
-    """
-
-    def __init__(self, progress, seed):
-        self.progress, self.seed = progress, seed
-        self.fence = Fence()
-        fence_workspaces(self.fence)
-
-    def case(self, name, make, number):
-        rng = random_of(name, self.seed, number)
-        made = make(rng, self.fence)
-        self.progress.numbers[1] = number
-        return made, np.array([rng.integers(2**63)], np.uint64)
-
-    def whole(self, name, make, messages):
-        """Yield counts of how messages ended; a fault as its traceback."""
-        count, number = 0, 0
-        said = Counter()
-        while count < messages:
-            case, state = self.case(name, make, number)
-            pristine = np.frombuffer(case.message, np.uint8)
-            scratch = np.empty(pristine.size + _SPARE, np.uint8)
-            rooms = places(self.fence, scratch.size)
-            for turn in range(min(_EACH["whole"], messages - count)):
-                size = mutate(state, pristine, scratch, case.resizes)
-                message = laid(rooms, scratch[:size], turn)
-                self.progress.numbers[2] = turn
-                self.progress.message = message
-                try:
-                    case.decode(message)
-                    said["decoded"] += 1
-                except MpicompError:
-                    said["refused"] += 1
-                except Exception:
-                    said["faults"] += 1
-                    yield fault(name, self.seed, number, turn, message.tobytes(), traceback.format_exc())
-                count += 1
-            number += 1
-        yield dict(said)
-
-    def compiled(self, name, make, messages):
-        """Do so with kernels alone, in a compiled loop."""
-        said, number = Counter(), 0
-        while said["messages"] < messages:
-            case, state = self.case(name, make, number)
-            pristine = np.frombuffer(case.message, np.uint8)
-            message = laid(places(self.fence, pristine.size), pristine, number)
-            parts = [(buffer, calls) for buffer, calls in calls_of(case, message) if calls]
-            number += 1
-            if not parts:
-                if not said and number == _EMPTY:
-                    break
-                continue
-            most = min(_EACH["compiled"], messages - said["messages"])
-            for buffer, calls in parts:
-                each = -(-most // len(parts))
-                self.progress.message = buffer.reshape(-1).view(np.uint8)
-                said["decoded"] += repeat(buffer, calls, state, each, self.progress.numbers[3:4])
-                said["messages"] += each
-                said[" > ".join(function.__name__ for function, *_ in calls)] += each
-        said["refused"] = said["messages"] - said["decoded"]
-        yield dict(said)
+def decode_mutations(name, make, messages, seed, fence, progress):
+    """Yield each fault, and at the end counts of how messages ended."""
+    said = Counter()
+    for count in range(messages):
+        number, turn = divmod(count, _CASE_MESSAGES)
+        if turn == 0:
+            case = make(np.random.default_rng([seed, zlib.crc32(name.encode()), number]), fence)
+            rng = random.Random(f"{name} {seed} {number}")
+            size = -(-(len(case.message) + SPARE) // 8) * 8
+            rooms = [fence.empty(size, np.uint8, at_end=at_end) for at_end in (True, False)]
+        mutated = np.frombuffer(mutate(rng, case.message, case.resizes), np.uint8)
+        # At the end of the one or the beginning of the other, as far as it stays aligned.
+        start = (size - mutated.size) // 8 * 8 if turn % 2 == 0 else 0
+        message = rooms[turn % 2][start : start + mutated.size]
+        message[:] = mutated
+        progress.numbers[1:3] = number, turn
+        progress.message = message
+        try:
+            case.decode(message)
+            said["decoded"] += 1
+        except MpicompError:
+            said["refused"] += 1
+        except Exception:
+            said["faults"] += 1
+            yield fault(name, seed, number, turn, message.tobytes(), traceback.format_exc())
+    yield dict(said)
 
 
 def fault(name, seed, number, turn, message, what):
@@ -173,29 +101,28 @@ def fault(name, seed, number, turn, message, what):
 def child(arguments):
     """Decode in this process; print a line for each decoder that is done and for each fault."""
     faulthandler.enable()
-    known = decoders() | exchanges()
-    progress = Progress(arguments.progress)
-    fuzz = Fuzz(progress, arguments.seed)
+    known, fence, progress = decoders() | exchanges(), Fence(), Progress(arguments.progress)
+    fence_workspaces(fence)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
-    for name in arguments.names:
-        progress.numbers[0] = arguments.names.index(name)
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
+    for place, name in enumerate(arguments.names):
+        progress.numbers[0] = place
         began = time.perf_counter()
-        for said in getattr(fuzz, arguments.how)(name, known[name], arguments.messages):
+        for said in decode_mutations(name, known[name], arguments.messages, arguments.seed, fence, progress):
             if "fault" not in said:
                 said |= {"decoder": name, "seconds": round(time.perf_counter() - began, 1)}
             print(json.dumps(said), flush=True)
 
 
-def outcomes(names, how, messages, seed):
-    """Have a process decode, and another one go on where it dies; yield what they say, and how they die."""
+def outcomes(names, messages, seed):
+    """Have a process decode, and another one go on where it dies; yield their reports, and how they die."""
     left = list(names)
     with tempfile.TemporaryDirectory(prefix="mpicomp-fuzz-") as folder:
         while left:
             path = Path(folder) / "progress"
             path.write_bytes(bytes(_PROGRESS_BYTES))
-            progress, given = Progress(path), list(left)
-            command = [sys.executable, __file__, "--child", str(path), "--how", how, "--seed", str(seed)]
+            progress, begun = Progress(path), list(left)
+            command = [sys.executable, __file__, "--child", str(path), "--seed", str(seed)]
             command += ["--messages", str(messages), *(f"--name={name}" for name in left)]
             with open(Path(folder) / "errors", "w+b") as errors:
                 process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
@@ -203,15 +130,14 @@ def outcomes(names, how, messages, seed):
                 if left:
                     errors.seek(0)
                     trace = errors.read().decode(errors="replace")[-6000:]
-                    name = given[int(progress.numbers[0])]
-                    case, turn, state = (int(number) for number in progress.numbers[1:4])
+                    place, case, turn = (int(number) for number in progress.numbers[:3])
                     ended = f"ended with status {process.returncode}\n{trace}"
-                    yield fault(name, seed, case, turn, progress.message, ended) | {"state": state, "fatal": True}
-                    left.remove(name)
+                    yield fault(begun[place], seed, case, turn, progress.message, ended)
+                    left.remove(begun[place])
 
 
 def _lines(process, progress, left):
-    """Yield what a process says until it ends; kill it where nothing changes any more."""
+    """Yield a process's reports until it ends; kill it where nothing changes any more."""
     os.set_blocking(process.stdout.fileno(), False)
     text, before, since = b"", None, 0.0
     try:
@@ -249,35 +175,31 @@ def _used_s(process):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def fuzz(names, how, messages, seed, output=None):
-    """Decode mutated messages; return what each decoder has said, and the faults."""
+def fuzz(names, messages, seed, output=None):
+    """Decode mutated messages; return the counts of each decoder, and the faults."""
     done, faults = [], []
-    for said in outcomes(names, how, messages, seed):
-        if "decoder" in said:
-            done.append(said)
-        else:
-            faults.append(said)
-        if output is not None and (
-            "decoder" in said or sum(report["fault"] == said["fault"] for report in faults) <= _SHOWN
-        ):
+    for said in outcomes(names, messages, seed):
+        (done if "decoder" in said else faults).append(said)
+        if output is not None and ("decoder" in said or _count(faults, said["fault"]) <= _SHOWN):
             print(_text(said), file=output, flush=True)
     return done, faults
 
 
+def _count(faults, name):
+    return sum(report["fault"] == name for report in faults)
+
+
 def _text(said):
     if "fault" in said:
-        state = f", state {said['state']}" if "state" in said else ""
-        where = f"seed {said['seed']}, case {said['case']}, message {said['message']}{state}"
+        where = f"seed {said['seed']}, case {said['case']}, message {said['message']}"
         return f"FAULT in {said['fault']}: {where}\n  {said['bytes'][:2000]}\n{said['what']}"
-    kernels = [f"{key} {count:,}" for key, count in said.items() if key.startswith("_")]
     numbers = " ".join(f"{said.get(key, 0):,} {key}" for key in ("decoded", "refused", "faults"))
-    return "; ".join([f"{said['decoder']}: {numbers}, {said['seconds']} s", *kernels])
+    return f"{said['decoder']}: {numbers}, {said['seconds']} s"
 
 
 def main():
     """Run what was asked for and return the exit status."""
     parser = argparse.ArgumentParser(description="Send mutated messages to decoders.")
-    parser.add_argument("--how", choices=["whole", "compiled"], default="whole")
     parser.add_argument(
         "--decoder", metavar="GLOB", action="append", help="only these; all but exchange/* if not given"
     )
@@ -292,15 +214,15 @@ def main():
     known = decoders() | exchanges()
     names = list(known) if arguments.list else list(decoders())
     if arguments.decoder:
-        names = [name for name in known if any(fnmatch.fnmatch(name, item) for item in arguments.decoder)]
+        names = [name for name in known if any(fnmatch.fnmatch(name, pattern) for pattern in arguments.decoder)]
     if arguments.list:
         print(*names, sep="\n")
         return 0
     if not names:
         parser.error("no decoder has such a name; see --list")
-    done, faults = fuzz(names, arguments.how, arguments.messages, arguments.seed, sys.stdout)
+    done, faults = fuzz(names, arguments.messages, arguments.seed, sys.stdout)
     total = sum(said.get("decoded", 0) + said.get("refused", 0) + said.get("faults", 0) for said in done)
-    print(f"{len(done)} decoders, {total:,} messages, {len(faults)} faults; {arguments.how}, seed {arguments.seed}")
+    print(f"{len(done)} decoders, {total:,} messages, {len(faults)} faults; seed {arguments.seed}")
     return 1 if faults else 0
 
 

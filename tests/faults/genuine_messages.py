@@ -5,7 +5,7 @@ made of it, and either raises an error of mpicomp or returns after a look at wha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,8 +48,6 @@ class Case:
     message: bytes
     decode: Callable[[np.ndarray], None]
     resizes: bool = True
-    arrived: list[np.ndarray] = field(default_factory=list)
-    """Where `decode` has put the parts of the last message, if it does not read it in place."""
 
 
 Decoder = Callable[[np.random.Generator, object], Case]
@@ -197,6 +195,6 @@ def learned_code(kind):
                     code.decode(code_values, outs[0], worker)
                 code.decode_near(code_values, code_values, *outs)
 
-        return Case(weights.tobytes() + values.tobytes(), decode, resizes=False, arrived=rooms)
+        return Case(weights.tobytes() + values.tobytes(), decode, resizes=False)
 
     return make

@@ -1,112 +1,105 @@
-"""Mutations of messages, compiled: what a damaged link, another version or an enemy could send."""
+"""What may become of a message: mutations of bytes, each drawn from random numbers."""
 
-import numba
-import numpy as np
+import struct
 
-# What integers that are read without a look at them do most harm with.
-_EXTREMES = np.array([0, 1, 2, -1, -2, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 255, 65535, 65536], np.int64)
-_SINGLES = np.array([np.nan, np.inf, -np.inf, -1.0, 0.0, 3.4e38, 1e-45], np.float32).view(np.uint32)
-_DOUBLES = np.array([np.nan, np.inf, -np.inf, -1.0, 0.0, 1e308, 5e-324, 1e20], np.float64).view(np.uint64)
-KINDS = 10
+SPARE = 64
+"""Bytes by which a message may grow."""
 
-
-@numba.njit(nogil=True)
-def draw(state):
-    """Return the next 64 bits of SplitMix64, whose state is an array of one number."""
-    state[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = state[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+# Integers that do most harm where they are read without a check.
+_EXTREMES = [0, 1, 2, -1, -2, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 255, 65535, 65536]
+_NUMBERS = {"<f": [3.4e38, 1e-45], "<d": [1e308, 5e-324, 1e20]}
+_NONFINITE = [float("nan"), float("inf"), float("-inf"), -1.0, 0.0]
 
 
-@numba.njit(nogil=True)
-def below(state, bound):
-    return np.int64(draw(state) % np.uint64(bound))
+def mutate(rng, pristine, resizes):
+    """Return a mutated message; one in sixteen is left as it is, so that what follows is seen to work again."""
+    message = bytearray(pristine)
+    if rng.randrange(16):
+        for _ in range(rng.randint(1, 3)):
+            if message:
+                rng.choice([*_IN_PLACE, *(_RESIZING if resizes else [])])(rng, message)
+            elif resizes:
+                _lengthen(rng, message)
+    return message[: len(pristine) + SPARE]
 
 
-@numba.njit(nogil=True)
-def put(out, place, width, value):
-    for i in range(min(width, out.size - place)):
-        out[place + i] = np.uint8(np.uint64(value) >> np.uint64(8 * i) & np.uint64(255))
+def _flip_bits(rng, message):
+    for _ in range(rng.randint(1, 8)):
+        message[rng.randrange(len(message))] ^= 1 << rng.randrange(8)
 
 
-@numba.njit(nogil=True)
-def place_of(state, size, width):
+def _shorten(rng, message):
+    del message[rng.randrange(len(message)) :]
+
+
+def _lengthen(rng, message):
+    message += _stretch(rng, rng.randint(0, SPARE))
+
+
+def _put_extreme_integer(rng, message):
+    width = rng.choice([1, 2, 4, 8])
+    value = rng.choice(_EXTREMES) % (1 << 8 * width)
+    _write(message, _field(rng, message, width), value.to_bytes(width, "little"))
+
+
+def _put_number(rng, message):
+    form = rng.choice(list(_NUMBERS))
+    value = struct.pack(form, rng.choice(_NONFINITE + _NUMBERS[form]))
+    _write(message, _field(rng, message, len(value)), value)
+
+
+def _change_count(rng, message):
+    place = _field(rng, message, 4)
+    value = int.from_bytes(message[place : place + 4], "little") + rng.randint(-4, 4)
+    _write(message, place, (value % (1 << 32)).to_bytes(4, "little"))
+
+
+def _swap_fields(rng, message):
+    width = rng.choice([1, 2, 4, 8])
+    first, second = _field(rng, message, width), _field(rng, message, width)
+    before = message[first : first + width]
+    _write(message, first, message[second : second + width])
+    _write(message, second, before)
+
+
+def _repeat_or_swap_neighbors(rng, message):
+    """As indices that repeat or descend."""
+    place = _field(rng, message, 4)
+    before = message[place : place + 4]
+    _write(message, place, message[place + 4 : place + 8])
+    if rng.randrange(2):
+        _write(message, place + 4, before)
+
+
+def _overwrite_stretch(rng, message):
+    _write(message, rng.randrange(len(message)), _stretch(rng, rng.randint(1, 64)))
+
+
+def _copy_stretch(rng, message):
+    source = rng.randrange(len(message))
+    _write(message, rng.randrange(len(message)), message[source : source + rng.randint(1, 64)])
+
+
+_RESIZING = [_shorten, _lengthen]
+_IN_PLACE = [
+    _flip_bits, _put_extreme_integer, _put_number, _change_count, _swap_fields, _repeat_or_swap_neighbors,
+    _overwrite_stretch, _copy_stretch,
+]  # fmt: skip
+
+
+def _field(rng, message, width):
     """Return the place of a field: of the first 32 bytes, where headers are, as often as of all others."""
-    fields = max(1, size // width)
-    if below(state, 2):
+    fields = max(1, len(message) // width)
+    if rng.randrange(2):
         fields = min(fields, max(1, 32 // width))
-    return below(state, fields) * width
+    return width * rng.randrange(fields)
 
 
-@numba.njit(nogil=True)
-def mutate_once(state, out, size, room, resize):
-    """Change the first ``size`` bytes of an array in one way, and return how many they are then."""
-    kind = below(state, KINDS)
-    if size == 0 and kind != 2:
-        return size
-    width = 1 << below(state, 4)
-    if kind == 0:  # bits
-        for _ in range(1 + below(state, 8)):
-            out[below(state, size)] ^= np.uint8(1 << below(state, 8))
-    elif kind == 1:  # too short
-        return below(state, size) if resize else size
-    elif kind == 2:  # too long
-        if not resize:
-            return size
-        longer = size + below(state, room - size + 1)
-        filling = below(state, 3)
-        for i in range(size, longer):
-            out[i] = 0 if filling == 0 else 255 if filling == 1 else below(state, 256)
-        return longer
-    elif kind == 3:  # an extreme integer
-        put(out[:size], place_of(state, size, width), width, _EXTREMES[below(state, _EXTREMES.size)])
-    elif kind == 4:  # two fields take each other's place
-        first, second = place_of(state, size, width), place_of(state, size, width)
-        for i in range(min(width, size - max(first, second))):
-            out[first + i], out[second + i] = out[second + i], out[first + i]
-    elif kind == 5:  # a number that is none
-        if below(state, 2):
-            put(out[:size], place_of(state, size, 4), 4, np.int64(_SINGLES[below(state, _SINGLES.size)]))
-        else:
-            put(out[:size], place_of(state, size, 8), 8, np.int64(_DOUBLES[below(state, _DOUBLES.size)]))
-    elif kind == 6:  # neighbours are the same, or swapped: indices that repeat or descend
-        place = place_of(state, size, 4)
-        swaps = below(state, 2)
-        for i in range(min(4, size - place - 4)):
-            before = out[place + i]
-            out[place + i] = out[place + 4 + i]
-            if swaps:
-                out[place + 4 + i] = before
-    elif kind == 7:  # a count that lies, by a little
-        place = place_of(state, size, 4)
-        value = np.int64(0)
-        for i in range(min(4, size - place)):
-            value |= np.int64(out[place + i]) << (8 * i)
-        put(out[:size], place, 4, value + below(state, 9) - 4)
-    elif kind == 8:  # a stretch of the same byte, or of random ones
-        start = below(state, size)
-        filling = below(state, 3)
-        for i in range(start, min(size, start + 1 + below(state, 64))):
-            out[i] = 0 if filling == 0 else 255 if filling == 1 else below(state, 256)
-    else:  # a stretch that stands somewhere else too
-        start, source = below(state, size), below(state, size)
-        for i in range(min(1 + below(state, 64), size - max(start, source))):
-            out[start + i] = out[source + i]
-    return size
+def _stretch(rng, length):
+    return rng.choice([bytes(length), b"\xff" * length, rng.randbytes(length)])
 
 
-@numba.njit(nogil=True)
-def mutate(state, pristine, out, resize):
-    """Write a mutated message to ``out``, which has room for a longer one, and return its length.
-
-    One in sixteen is left as it is, so that what follows a mutation is seen to work again.
-    """
-    size = pristine.size
-    out[:size] = pristine
-    if below(state, 16) == 0:
-        return size
-    for _ in range(1 + below(state, 3)):
-        size = mutate_once(state, out, size, out.size, resize)
-    return size
+def _write(message, place, data):
+    """Overwrite bytes; what does not fit is cut off."""
+    data = data[: max(0, len(message) - place)]
+    message[place : place + len(data)] = data

@@ -20,16 +20,13 @@ import argparse
 import collections
 import ctypes
 import faulthandler
-import gc
 import hashlib
 import json
 import math
 import os
 import shutil
-import statistics
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -42,6 +39,7 @@ if __name__ == "__main__":
     ctypes.CDLL(None).mallopt(-8, 1)
 
 import numpy as np
+from faults.growth import CommunicatorCount, held_by_process, verdict
 from mpi4py import MPI
 from schemes import OWN, UNBIASED, USERS, pairs
 
@@ -88,43 +86,6 @@ def first_episodes(ranks):
     These on one host and on several.
     """
     return len(FIRST) + len(CHOOSING) * (1 + len(LAYOUTS.get(ranks, [])))
-
-
-class Open:
-    """Counts communicators by an attribute that MPI copies when it duplicates one and deletes when it frees one."""
-
-    def __init__(self):
-        self.made = self.freed = 0
-        self._key = MPI.Comm.Create_keyval(self._copy, self._delete)
-        self.watch(MPI.COMM_WORLD)
-
-    def watch(self, comm):
-        self.made += 1
-        comm.Set_attr(self._key, True)
-
-    def _copy(self, *_):
-        self.made += 1
-        return True
-
-    def _delete(self, *_):
-        self.freed += 1
-
-
-def held(opened):
-    """Return what this process holds, by name; memory that is free goes back to the system first."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    watches = sum(pool.watch is not None for pool in pools.values())
-    known = [channels for pool in pools.values() for channels in pool._sets.values()]
-    return {
-        "rss_kib": int(status["VmRSS"].split()[0]),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": threading.active_count(),
-        "communicators": opened.made - opened.freed - watches - len(known),  # without those that pools keep
-        "sets_in_use": sum(not channels.free for channels in known),
-        "rounds_under_way": sum(not channels.progress() for channels in known),
-    }
 
 
 class Episode:
@@ -409,7 +370,7 @@ def _numbers(what):
 
 def soak(steps, seed, number, say, most_s=math.inf):
     """Run episodes until so many steps are made, or seconds gone, and return what was seen on this rank."""
-    world, opened, counts = MPI.COMM_WORLD, Open(), collections.Counter()
+    world, opened, counts = MPI.COMM_WORLD, CommunicatorCount(), collections.Counter()
     folder = Path(world.bcast(tempfile.mkdtemp(prefix="mpicomp-soak-") if world.rank == 0 else None))
     done, worst, began, seen = 0, 0.0, time.monotonic(), []
     episode = None
@@ -434,7 +395,7 @@ def soak(steps, seed, number, say, most_s=math.inf):
         episode = None
         number += 1
         if number % LOOK == 0:
-            value = held(opened)
+            value = held_by_process(opened)
             say(f"{done} steps, {number} episodes, {time.monotonic() - began:.0f} s, {value}")
             for ranks, pool in pools.items():
                 assert len(pool._sets) <= MANY, f"the pool of {ranks} keeps {len(pool._sets)} sets of channels"
@@ -447,25 +408,6 @@ def soak(steps, seed, number, say, most_s=math.inf):
     return {"steps": done, "episodes": number, "seconds": time.monotonic() - began, "worst": worst, "seen": seen} | {
         "counts": dict(counts)
     }
-
-
-def verdict(seen):
-    """Return, of what a rank held after each episode, the growth of memory and the names of what else has grown.
-
-    Memory is that of the last tenth of steps over that of the first tenth, medians. Of all else what is held throughout
-    the last quarter is compared with that of the first: what comes and goes is none of it.
-    """
-    if len(seen) < 2:
-        return None, []
-    first, last = seen[0][0], seen[-1][0]
-    tenth = (last - first) / 10
-    early = [item["rss_kib"] for done, item in seen if done <= first + tenth]
-    late = [item["rss_kib"] for done, item in seen if done >= last - tenth]
-    quarter = max(1, len(seen) // 4)
-    held_before, held_after = ([item for _, item in part] for part in (seen[:quarter], seen[-quarter:]))
-    names = [name for name in seen[0][1] if name != "rss_kib"]
-    grown = [name for name in names if min(o[name] for o in held_after) > min(o[name] for o in held_before)]
-    return statistics.median(late) / statistics.median(early) - 1, grown
 
 
 def main():

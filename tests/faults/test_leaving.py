@@ -51,6 +51,10 @@ class Torch:
         self.optimizer.close()
 
 
+def fail(*_):
+    raise KeyError("what went wrong")
+
+
 def trainer():
     return {"plain": Plain, "torch": lambda: Torch(False), "overlap": lambda: Torch(True)}[sys.argv[1]]()
 """
@@ -58,10 +62,10 @@ def trainer():
 
 @pytest.fixture
 def job(mpiexec, tmp_path):
-    def start(ranks, body, *arguments, within=10, first="", **env):
+    def start(ranks, body, kind="plain", within=10, first="", **env):
         program = tmp_path / "program.py"
         program.write_text(first + PROGRAM + body)
-        return mpiexec(ranks, program, *(arguments or ["plain"]), timeout=3 * within + START_S, env=env)
+        return mpiexec(ranks, program, kind, timeout=3 * within + START_S, env=env)
 
     return start
 
@@ -77,54 +81,35 @@ finally:
     training.close()
 print("the end", flush=True)
 """
+IN_BACKWARD = "next(training.model.parameters()).register_hook(fail)"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind"),
-    [(4, "plain"), slow(3, "overlap"), slow(2, "plain"), slow(3, "torch"), slow(2, "overlap"), slow(4, "overlap")],
+    ("ranks", "kind", "fails", "said"),
+    [
+        (4, "plain", "fail()", "KeyError: 'what went wrong'"),
+        *(
+            slow(ranks, kind, "fail()", "KeyError: 'what went wrong'")
+            for ranks, kind in [(3, "overlap"), (2, "plain"), (3, "torch"), (2, "overlap"), (4, "overlap")]
+        ),
+        slow(3, "overlap", IN_BACKWARD, "KeyError: 'what went wrong'"),
+        *(
+            slow(ranks, "plain", "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", "KeyboardInterrupt")
+            for ranks in (2, 3)
+        ),
+        *(
+            slow(ranks, "plain", "sys.exit(3)", f"rank {ranks - 1} of {ranks}: left with status 3")
+            for ranks in (2, 3, 4)
+        ),
+    ],
 )
-def test_an_exception_behind_which_everything_is_closed(job, ranks, kind):
-    ended = job(ranks, FINALLY.format(fails="raise KeyError('what went wrong')"), kind)
+def test_rank_that_fails_and_closes_ends_the_job(job, ranks, kind, fails, said):
+    """By an exception, in backward while buckets are under way too, an interrupt or an exit with an error."""
+    ended = job(ranks, FINALLY.format(fails=fails), kind)
     assert ended.returncode != 0
-    assert "KeyError: 'what went wrong'" in ended.stderr
+    assert ended.returncode == 3 or "sys.exit(3)" not in fails
+    assert said in ended.stderr
     assert "the end" not in ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_an_interrupt_behind_which_everything_is_closed(job, ranks):
-    ended = job(ranks, FINALLY.format(fails="os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"))
-    assert ended.returncode != 0
-    assert "KeyboardInterrupt" in ended.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, slow(2), slow(4)])
-def test_an_exit_with_an_error_behind_which_everything_is_closed(job, ranks):
-    ended = job(ranks, FINALLY.format(fails="sys.exit(3)"))
-    assert ended.returncode == 3
-    assert f"rank {ranks - 1} of {ranks}: left with status 3" in ended.stderr
-
-
-@pytest.mark.slow
-def test_an_exception_in_backward_while_buckets_are_under_way(job):
-    body = """
-training = Torch(True)
-training.step()
-
-def fails(*_):
-    raise KeyError("what went wrong")
-
-if rank == last:
-    next(training.model.parameters()).register_hook(fails)
-try:
-    training.step()
-finally:
-    training.close()
-"""
-    ended = job(3, body)
-    assert ended.returncode != 0
-    assert "KeyError: 'what went wrong'" in ended.stderr
 
 
 LEAVES = """
@@ -153,7 +138,7 @@ main()
         slow(4, "overlap", "sys.exit(0)"),
     ],
 )
-def test_a_rank_that_leaves_is_named_and_the_job_ends(job, ranks, kind, leaves):
+def test_rank_that_leaves_is_named_and_the_job_ends(job, ranks, kind, leaves):
     ended = job(ranks, LEAVES.format(leaves=leaves), kind)
     assert ended.returncode != 0
     said = r"rank \d has waited for \d\.\d s in the \w+ of step \d.*: rank {} has left the program; ending the job"
@@ -192,7 +177,7 @@ training.step()
         ("shared", "MPI.COMM_WORLD.Barrier()"),
     ],
 )
-def test_a_rank_that_has_closed_is_named_and_the_job_ends(job, kind, waits):
+def test_rank_that_has_closed_is_named_and_the_job_ends(job, kind, waits):
     ended = job(3, CLOSES.format(waits=waits), kind, MPICOMP_STALL="2")
     assert ended.returncode != 0
     said = r"rank 0 has waited for [01]\.\d s in the \w+ of step 1.*: rank 2 has closed what this exchange"
@@ -200,9 +185,65 @@ def test_a_rank_that_has_closed_is_named_and_the_job_ends(job, kind, waits):
     assert "training.step()" in ended.stderr
 
 
+CHECKPOINT = """
+training = Plain()
+training.step()
+if rank != 0:
+    mpicomp.save_checkpoint("checkpoints", {"step": 1})
+"""
+ON_SOME_RANKS = """
+Plain().step()
+if rank != 0:
+    mpicomp.Reducer("topk")
+else:
+    time.sleep(4)
+"""
+IN_ANOTHER_ORDER = """
+first, second = Plain(), Plain()
+first.step(), second.step()
+for training in (first, second) if rank == 0 else (second, first):
+    training.step()
+"""
+IN_DIFFERENT_EXCHANGES = [
+    r"rank 0 has waited .*: ranks? [12, ]+ waits? for something else",
+    r"ending the job \(all ranks have to make the same calls in the same order\)",
+]
+
+
 @pytest.mark.slow
-def test_who_computes_with_a_reducer_open_is_waited_for(job):
-    body = """
+@pytest.mark.parametrize(
+    ("ranks", "body", "env", "said"),
+    [
+        (3, LEAVES.format(leaves="return"), {"MPI4PY_RC_THREAD_LEVEL": "single"}, ["rank 2 has left the program"]),
+        (3, CHECKPOINT, {"MPICOMP_STALL": "60"}, ["in the making of a transport", "rank 0 has left the program"]),
+        (
+            3,
+            ON_SOME_RANKS,
+            {"MPICOMP_STALL": "1"},
+            [
+                r"rank 1 has waited for \S+ s in the making of a transport.*: rank 0 is not there",
+                "rank 0 has left the program; ending the job",
+            ],
+        ),
+        (2, IN_ANOTHER_ORDER, {"MPICOMP_STALL": "1"}, IN_DIFFERENT_EXCHANGES),
+        (3, IN_ANOTHER_ORDER, {"MPICOMP_STALL": "1"}, IN_DIFFERENT_EXCHANGES),
+    ],
+    ids=[
+        "without threads",
+        "before a checkpoint",
+        "a reducer on some ranks",
+        "2 reducers, 2 ranks",
+        "2 reducers, 3 ranks",
+    ],
+)
+def test_ranks_that_wait_in_vain_end_the_job(job, ranks, body, env, said):
+    ended = job(ranks, body, within=5, **env)
+    assert ended.returncode != 0
+    for pattern in said:
+        assert re.search(pattern, ended.stderr), ended.stderr
+
+
+COMPUTES = """
 from mpicomp.transport.mpi import MPITransport
 shared = MPITransport()
 for _ in range(2):  # numbers of the first one's users are those of another one's, which is open
@@ -215,90 +256,68 @@ for _ in range(2):  # numbers of the first one's users are those of another one'
     if rank == last:
         time.sleep(4)
 shared.close()
-print("done", flush=True)
 """
-    ended = job(3, body, MPICOMP_STALL="1")
-    assert ended.returncode == 0
-    assert ended.stdout.count("done") == 3
-
-
-@pytest.mark.slow
-def test_it_is_found_out_without_threads_too(job):
-    ended = job(3, LEAVES.format(leaves="return"), MPI4PY_RC_THREAD_LEVEL="single")
-    assert ended.returncode != 0
-    assert "rank 2 has left the program" in ended.stderr
-
-
-@pytest.mark.slow
-def test_a_rank_that_leaves_before_a_checkpoint_is_written(job, tmp_path):
-    body = f"""
-training = Plain()
-training.step()
-if rank != 0:
-    mpicomp.save_checkpoint({str(tmp_path / "ck")!r}, {{"step": 1}})
-"""
-    ended = job(3, body)
-    assert ended.returncode != 0
-    assert "in the making of a transport" in ended.stderr
-    assert "rank 0 has left the program" in ended.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, slow(4)])
-def test_who_goes_on_alone_with_something_else_is_left_alone(job, ranks):
-    body = """
+GOES_ON = """
 training = Plain()
 for _ in range(3):
     training.step()
 if rank == 0:
     time.sleep(5)
-    print("evaluated", flush=True)
 """
-    ended = job(ranks, body, MPICOMP_STALL="2")
-    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "evaluated", "")
+LATE = "if rank == 0:\n    time.sleep(3)\nPlain().step()"
+IN_A_PART = """
+part = MPI.COMM_WORLD.Split(rank > 1, rank)
+reducer = mpicomp.Reducer("dense", "allreduce", comm=part)
+reducer.reduce({"w": np.ones(10)})
+if rank == 3:
+    time.sleep(4)
+reducer.reduce({"w": np.ones(10)})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "body", "stall", "said"),
+    [
+        (3, COMPUTES, 1, ""),
+        (2, GOES_ON, 2, "^$"),
+        (4, GOES_ON, 2, "^$"),
+        (2, LATE, 1, "rank 1 has waited for 1 s for the other ranks to make a reducer"),
+        (4, IN_A_PART, 1, r"rank 2 has waited for 1\.\d s in the allreduce of step 1, .*: rank 3 is not there"),
+    ],
+    ids=["computes", "goes on, 2 ranks", "goes on, 4 ranks", "the first reducer", "a part of the ranks"],
+)
+def test_rank_that_takes_longer_is_waited_for(job, ranks, body, stall, said):
+    ended = job(ranks, body + "\nprint('done', flush=True)", MPICOMP_STALL=str(stall))
+    assert ended.returncode == 0
+    assert ended.stdout.count("done") == ranks
+    assert re.search(said, ended.stderr)
 
 
 BROKEN = """
-training = Plain({collective!r})
+training = Plain("gtopk")
 training.step()
 
 if rank == last:
     from mpicomp.kernels import cpu
     def fails(*_, **__):
         raise MemoryError("no memory left")
-    before, cpu.{kernel} = cpu.{kernel}, fails
+    before, cpu.norm_change = cpu.norm_change, fails
 
 try:
     training.step()
 except MemoryError:
-    cpu.{kernel} = before
+    cpu.norm_change = before
     {then}
 """
-
-
-@pytest.mark.parametrize(
-    "then",
-    [
-        "training.step()",
-        slow("sys.exit(0)"),
-        slow("time.sleep(60)"),
-        slow("mpicomp.Reducer('dense').reduce({'w': np.ones(4)})"),
-    ],
-)
-def test_an_error_that_is_none_of_ours_and_is_caught(job, then):
-    """Its next call would join the others in the middle of the step before."""
-    ended = job(3, BROKEN.format(collective="gtopk", kernel="norm_change", then=then))
-    assert ended.returncode != 0
-    assert "MemoryError: no memory left" in ended.stderr
-
-
-CONSTRUCTORS = """
-def wrong():
-    {wrong}
+CONSTRUCTOR = """
+class Mine(mpicomp.TopK):
+    def get_config(self):
+        raise ZeroDivisionError("in my compressor")
 
 try:
     if rank == last:
-        wrong()
+        mpicomp.Reducer(Mine(0.1))
     else:
         Plain().step()
 except {caught}:
@@ -307,65 +326,30 @@ except {caught}:
 
 
 @pytest.mark.parametrize(
-    ("caught", "then"),
-    [("()", "pass"), slow("ZeroDivisionError", "sys.exit(0)"), slow("ZeroDivisionError", "sys.exit(2)")],
+    ("body", "said"),
+    [
+        (BROKEN.format(then="training.step()"), "MemoryError: no memory left"),
+        slow(BROKEN.format(then="sys.exit(0)"), "MemoryError: no memory left"),
+        slow(BROKEN.format(then="time.sleep(60)"), "MemoryError: no memory left"),
+        slow(BROKEN.format(then="mpicomp.Reducer('dense').reduce({'w': np.ones(4)})"), "MemoryError: no memory left"),
+        (CONSTRUCTOR.format(caught="()", then="pass"), "ZeroDivisionError: in my compressor"),
+        slow(CONSTRUCTOR.format(caught="ZeroDivisionError", then="sys.exit(0)"), "ZeroDivisionError: in my compressor"),
+        slow(CONSTRUCTOR.format(caught="ZeroDivisionError", then="sys.exit(2)"), "status 2"),
+    ],
+    ids=["steps", "exits", "sleeps", "makes a reducer", "constructor", "constructor, exits", "constructor, status 2"],
 )
-def test_constructor_fails_on_one_rank_by_an_error_of_the_user(job, caught, then):
-    wrong = """
-    class Mine(mpicomp.TopK):
-        def get_config(self):
-            raise ZeroDivisionError("in my compressor")
-    mpicomp.Reducer(Mine(0.1))
-"""
-    ended = job(3, CONSTRUCTORS.format(wrong=wrong.strip(), caught=caught, then=then))
+def test_foreign_error_in_an_exchange_ends_the_job(job, body, said):
+    """Also where it is caught: the next call of that rank would join the others in the middle of the step before."""
+    ended = job(3, body)
     assert ended.returncode != 0
-    assert "ZeroDivisionError: in my compressor" in ended.stderr or "status 2" in ended.stderr
-
-
-@pytest.mark.slow
-def test_a_reducer_that_is_made_on_some_ranks_only(job):
-    body = """
-Plain().step()
-if rank != 0:
-    mpicomp.Reducer("topk")
-else:
-    time.sleep(4)
-"""
-    ended = job(3, body, MPICOMP_STALL="1", within=5)
-    assert ended.returncode != 0
-    assert re.search(r"rank 1 has waited for \S+ s in the making of a transport.*: rank 0 is not there", ended.stderr)
-    assert "rank 0 has left the program; ending the job" in ended.stderr
-
-
-@pytest.mark.slow
-def test_the_first_reducer_is_waited_for_with_a_word(job):
-    body = "if rank == 0:\n    time.sleep(3)\nPlain().step()\nprint('done', flush=True)\n"
-    ended = job(2, body, MPICOMP_STALL="1", within=5)
-    assert ended.returncode == 0
-    assert "rank 1 has waited for 1 s for the other ranks to make a reducer" in ended.stderr
-    assert ended.stdout.count("done") == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [slow(2), 3])
-def test_ranks_that_wait_for_each_other_in_different_reducers(job, ranks):
-    body = """
-first, second = Plain(), Plain()
-first.step(), second.step()
-for training in (first, second) if rank == 0 else (second, first):
-    training.step()
-"""
-    ended = job(ranks, body, MPICOMP_STALL="1", within=5)
-    assert ended.returncode != 0
-    assert re.search(r"rank 0 has waited .*: ranks? [12, ]+ waits? for something else", ended.stderr)
-    assert "ending the job (all ranks have to make the same calls in the same order)" in ended.stderr
+    assert said in ended.stderr
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [slow("plain", "MPI has come to its end on this rank"), slow("overlap", "submit nothing after stop")],
 )
-def test_finalizing_mpi_with_an_open_reducer(job, kind, said):
+def test_step_after_finalize_is_a_closed_error(job, kind, said):
     body = """
 training = trainer()
 training.step()
@@ -382,7 +366,7 @@ training.close()
 
 
 @pytest.mark.slow
-def test_thread_levels_that_differ(job):
+def test_thread_levels_that_differ_become_the_lowest(job):
     body = """
 training = Torch(None)
 for _ in range(3):
@@ -402,23 +386,8 @@ mpi4py.rc.thread_level = "serialized" if launcher.detect().rank == 1 else "multi
 
 
 @pytest.mark.slow
-def test_ranks_of_a_part_have_their_numbers_of_the_job(job):
-    body = """
-part = MPI.COMM_WORLD.Split(rank > 1, rank)
-reducer = mpicomp.Reducer("dense", "allreduce", comm=part)
-reducer.reduce({"w": np.ones(10)})
-if rank == 3:
-    time.sleep(4)
-reducer.reduce({"w": np.ones(10)})
-"""
-    ended = job(4, body, MPICOMP_STALL="1", within=5)
-    assert ended.returncode == 0
-    assert re.search(r"rank 2 has waited for 1\.\d s in the allreduce of step 1, .*: rank 3 is not there", ended.stderr)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("drop", ["del training", slow("training.close()"), slow("training.again = training")])
-def test_reducers_are_made_and_dropped_without_end(job, drop):
+def test_hundreds_of_dropped_reducers_leave_nothing(job, drop):
     body = f"""
 for number in range(1500 if {drop!r} == "training.close()" else 800):
     training = Plain()

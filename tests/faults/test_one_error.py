@@ -1,11 +1,23 @@
-"""What is wrong on one rank is raised on all of them, the same, before any data moves."""
+"""What is wrong on one rank is raised on all of them, the same, before any data moves; a NaN undoes the step."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 
 import mpicomp
-from mpicomp.errors import ConfigurationError, DisagreementError, IncompatiblePairError, MpicompError, UnknownNameError
-from mpicomp.policies import Static
+from mpicomp.errors import (
+    ConfigurationError,
+    DisagreementError,
+    IncompatiblePairError,
+    MpicompError,
+    NonFiniteError,
+    UnknownNameError,
+)
+from mpicomp.policies import Static, list_policies, policy_class
+from mpicomp.policies.warmup import with_warmup
+
+POLICIES = ["static", "auto", "accordion", "flexible", "gravac", "lgreco", "schedule"]
 
 
 def the_same_on_all(comm, kind, act):
@@ -42,7 +54,7 @@ def still_works(comm, reducer, names=("w",)):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("first", [True, False], ids=["on the first rank", "on the last rank"])
-def test_a_setting(comm, wrong, kind, said, first):
+def test_wrong_setting_of_one_rank_is_one_error(comm, wrong, kind, said, first):
     failing = comm.rank == (0 if first else comm.size - 1)
     fine = {"compressor": "topk", "comm": comm}
     message = the_same_on_all(comm, kind, lambda: mpicomp.Reducer(**(fine | (wrong if failing else {}))))
@@ -53,7 +65,7 @@ def test_a_setting(comm, wrong, kind, said, first):
 
 
 @pytest.mark.mpi(max_size=3)
-def test_a_policy_whose_reducer_was_refused_serves_another_one(comm):
+def test_policy_of_a_refused_reducer_serves_another(comm):
     policy = Static()
     wrong = "nosuch" if comm.rank == comm.size - 1 else "topk"
     the_same_on_all(comm, UnknownNameError, lambda: mpicomp.Reducer(wrong, policy=policy, comm=comm))
@@ -74,7 +86,7 @@ STEPPED = [
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("running", [False, True], ids=["before the first step", "in mid-run"])
 @pytest.mark.parametrize(("compressor", "collective"), STEPPED, ids=str)
-def test_a_state_of_another_step(comm, compressor, collective, running):
+def test_state_of_another_step_is_one_error(comm, compressor, collective, running):
     def make():
         return mpicomp.Reducer(compressor, collective, comm=comm)
 
@@ -105,7 +117,7 @@ def test_a_state_of_another_step(comm, compressor, collective, running):
 
 
 @pytest.mark.mpi(max_size=3)
-def test_all_ranks_go_back_to_an_earlier_step_in_mid_run(comm):
+def test_all_ranks_go_back_to_an_earlier_step(comm):
     reducer = mpicomp.Reducer({"id": "randomk", "ratio": 0.1}, "ring", comm=comm)
 
     def step(number):
@@ -124,7 +136,7 @@ def test_all_ranks_go_back_to_an_earlier_step_in_mid_run(comm):
 
 
 @pytest.mark.mpi(max_size=3)
-def test_a_state_without_a_step_loads_nothing(comm):
+def test_state_without_a_step_loads_nothing(comm):
     reducer = mpicomp.Reducer({"id": "topk", "ratio": 0.1}, comm=comm)
     still_works(comm, reducer)
     before, state = reducer.residual("w"), reducer.state_dict()
@@ -137,7 +149,7 @@ def test_a_state_without_a_step_loads_nothing(comm):
 
 
 @pytest.mark.mpi(max_size=3)
-def test_a_state_of_another_policy_on_one_rank(comm):
+def test_state_of_another_policy_is_one_error(comm):
     reducer = mpicomp.Reducer({"id": "topk"}, policy="gravac", comm=comm)
     still_works(comm, reducer)
     state = reducer.state_dict()
@@ -151,21 +163,13 @@ def test_a_state_of_another_policy_on_one_rank(comm):
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("policy", ["static", "accordion", "auto"])
-def test_learning_rates_of_any_type(comm, policy):
+def test_learning_rate_of_any_type_is_a_float(comm, policy):
     torch = pytest.importorskip("torch")
-    of_a_type = [
-        0.25,
-        np.float32(0.25),
-        np.float64(0.25),
-        np.array(0.25),
-        torch.tensor(0.25),
-        1,
-        True,
-    ]
+    rates = [0.25, np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25), 1, True]
     compressor = {"id": "topk", "ratio": 0.1} if policy != "auto" else None
     reducer = mpicomp.Reducer(compressor, policy=policy, comm=comm)
     for _ in range(2):
-        for lr in of_a_type:
+        for lr in rates:
             reducer.reduce({"w": np.full(3000, comm.rank + 1.0, np.float32)}, lr=lr)
             assert type(reducer.last_step.lr) is float
             assert reducer.last_step.lr == float(lr)
@@ -176,26 +180,21 @@ def test_learning_rates_of_any_type(comm, policy):
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("lr", ["0.1", [1.0, 2.0], np.ones(2), 1j], ids=str)
-def test_a_learning_rate_that_is_none_on_one_rank(comm, lr):
+def test_learning_rate_that_is_no_number_is_one_error(comm, lr):
     reducer = mpicomp.Reducer({"id": "topk"}, "allgather", comm=comm)
     still_works(comm, reducer)
-    given = lr if comm.rank == comm.size - 1 else 0.1
-    act = lambda: reducer.reduce({"w": np.ones(100, np.float32)}, lr=given)  # noqa: E731
+    act = partial(reducer.reduce, {"w": np.ones(100, np.float32)}, lr=lr if comm.rank == comm.size - 1 else 0.1)
     assert "reduce: lr must be a number or None, got" in the_same_on_all(comm, ConfigurationError, act)
     still_works(comm, reducer)
     reducer.close()
 
 
 @pytest.mark.mpi(max_size=3)
-def test_numbers_of_numpy_are_settings_too(comm):
-    reducer = mpicomp.Reducer(
-        {"id": "randomk", "ratio": 0.1},
-        comm=comm,
-        seed=np.int64(3),
-        bucket_bytes=np.uint32(1 << 20),
-        threads=np.int8(1),
-    )
-    same = mpicomp.Reducer({"id": "randomk", "ratio": 0.1}, comm=comm, seed=3, bucket_bytes=1 << 20)
+def test_numbers_of_numpy_are_settings(comm):
+    compressor = {"id": "randomk", "ratio": 0.1}
+    numbers = {"seed": np.int64(3), "bucket_bytes": np.uint32(1 << 20), "threads": np.int8(1)}
+    reducer = mpicomp.Reducer(compressor, comm=comm, **numbers)
+    same = mpicomp.Reducer(compressor, comm=comm, seed=3, bucket_bytes=1 << 20)
     gradient = {"w": np.random.default_rng(comm.rank).normal(size=3000).astype(np.float32)}
     assert reducer.reduce(gradient)["w"].tobytes() == same.reduce(gradient)["w"].tobytes()
     assert reducer.state_dict()["settings"] == same.state_dict()["settings"]
@@ -204,15 +203,52 @@ def test_numbers_of_numpy_are_settings_too(comm):
 
 
 @pytest.mark.mpi(max_size=3)
-def test_an_error_of_ours_leaves_the_reducer_usable(comm):
+def test_reducer_is_usable_after_an_error(comm):
     reducer = mpicomp.Reducer({"id": "topk", "ratio": 0.1}, comm=comm)
     for wrong in ({"w": "text"}, {"w": np.ones(7)}, {"other": np.ones(100, np.float32)}, {}):
         still_works(comm, reducer)
-        if comm.rank == comm.size - 1 and comm.size > 1:
-            act = lambda given=wrong: reducer.reduce(given)  # noqa: E731
-        else:
-            act = lambda: reducer.reduce({"w": np.ones(100, np.float32)})  # noqa: E731
+        arrays = wrong if comm.rank == comm.size - 1 else {"w": np.ones(100, np.float32)}
         if comm.size > 1:
-            the_same_on_all(comm, MpicompError, act)
+            the_same_on_all(comm, MpicompError, partial(reducer.reduce, arrays))
     still_works(comm, reducer)
+    reducer.close()
+
+
+def test_policies_of_the_package_are_all_tried():
+    registered = {name for name in list_policies() if policy_class(name).__module__.startswith("mpicomp.")}
+    assert registered == set(POLICIES)
+
+
+def gradients(rank, step, bad=None):
+    rng = np.random.default_rng([rank, step])
+    arrays = {name: rng.normal(size=size).astype(np.float32) for name, size in (("a", 4000), ("b", 300))}
+    if bad is not None:
+        arrays["b"][7] = bad
+    return arrays
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("mode", ["raise", "skip"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nonfinite_gradient_is_one_end_on_all_ranks(comm, policy, mode, monkeypatch):
+    monkeypatch.setenv("MPICOMP_PROBE", "0")
+    compressor = None if policy == "auto" else "topk"
+    reducer = mpicomp.Reducer(compressor, policy=with_warmup(policy, 0), nonfinite=mode, comm=comm)
+    for step in range(8):
+        bad = {3: np.nan, 6: np.inf}.get(step)
+        arrays = gradients(comm.rank, step, bad if comm.rank == comm.size - 1 else None)
+        before = {name: reducer.residual(name) for name in arrays} if step else {}
+        if bad is not None and mode == "raise":
+            with pytest.raises(NonFiniteError, match=f"got NaN or infinity on some rank at step {step}"):
+                reducer.reduce(arrays)
+            means = {}
+        else:
+            means = {name: mean.copy() for name, mean in reducer.reduce(arrays).items()}
+        assert len(set(comm.allgather(tuple(mean.tobytes() for mean in means.values())))) == 1
+        if bad is not None:
+            assert all(reducer.residual(name).tobytes() == before[name].tobytes() for name in arrays)
+            assert not any(mean.any() for mean in means.values())
+        else:
+            assert all(np.isfinite(mean).all() for mean in means.values())
+            assert any(mean.any() for mean in means.values())
     reducer.close()

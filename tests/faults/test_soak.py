@@ -57,7 +57,7 @@ def test_what_is_lost_is_found_and_where_is_said(comm, fault, monkeypatch):
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_what_grows_is_found(comm):
-    from faults.soak import verdict
+    from faults.growth import verdict
 
     def seen(kib, threads):
         return [(10 * n, {"rss_kib": kib(n), "threads": threads(n)}) for n in range(100)]

@@ -14,21 +14,49 @@ import pytest
 import run
 from marks import slow
 
+import mpicomp
+from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.transport import LocalWorld
+
 pytestmark = pytest.mark.timeout(300)
 JOB_S = 120  # a job takes 9 s on two idle cores, and 24 where two others run
 
-STACKS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1, all_threads=True)\n"
-
-REDUCER = """
-import json, os, pickle, signal, sys
+PROGRAM = """
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+import copy, ctypes, hashlib, json, os, pickle, sys, threading, time
 from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 import mpicomp
 
+world = MPI.COMM_WORLD
+rank, ones = world.rank, {"w": np.ones(100, np.float32)}
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def draw(step, name, shape):
+    return np.random.default_rng([step, name]).standard_t(3, shape).astype(np.float32)
+
+def on_rounds(reducer, act):
+    perform = reducer.transport.perform
+    def acting(task):
+        act()
+        return perform(task)
+    reducer.transport.perform = acting
+
+def make_reducer(comm=None):
+    return mpicomp.Reducer("dense", comm=comm, on_failure="shrink")
+
+def report(reducer, lost, values, *more):
+    bits = hashlib.blake2b(b"".join(value.tobytes() for value in values)).hexdigest()
+    print("row", json.dumps([sorted(lost), bits, reducer.transport.group.size, *more]), flush=True)
+"""
+
+REDUCER = """
 folder, names, compressor, collective, first, last, when, victim = json.loads(sys.argv[1])
-folder, rank = Path(folder), MPI.COMM_WORLD.rank
-name = names[rank]  # what this rank is called in the first job
+folder, name = Path(folder), names[rank]  # what this rank is called in the first job
 calls = []
 survive = {"on_failure": lambda lost, left: calls.append([lost, left])} if victim >= 0 else {}
 reducer = mpicomp.Reducer(compressor, collective, policy={"warmup": 0}, **survive)
@@ -36,50 +64,52 @@ if first:
     reducer.load_state_dict(pickle.loads((folder / f"before-{name}").read_bytes()))
 rounds = 0
 
-def perform(task, plain=type(reducer.transport).perform):
+def act():
     global rounds
     rounds += 1
     if step == last // 2 and name == victim and rounds == when:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return plain(reducer.transport, task)
+        die()
 
-reducer.transport.perform = perform
+on_rounds(reducer, act)
 for step in range(first, last):
     rounds = 0
     if step == last // 2 and victim >= 0:
         (folder / f"before-{name}").write_bytes(pickle.dumps(reducer.state_dict()))
         if when == 0 and name == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-    gradient = np.random.default_rng([step, name]).standard_t(3, (50, 40)).astype(np.float32)
-    mean = reducer.reduce({"w": gradient})["w"].copy()
+            die()
+    mean = reducer.reduce({"w": draw(step, name, (50, 40))})["w"].copy()
     lost = reducer.last_step.lost_ranks
     assert lost == ([victim] if victim >= 0 and step == last // 2 else []), (step, lost)
     assert reducer.last_step.step == step
-left = reducer.transport.group.size
-outcome = {"mean": mean, "residual": reducer.residual("w"), "calls": calls, "left": left}
+outcome = {"mean": mean, "residual": reducer.residual("w"), "calls": calls, "left": reducer.transport.group.size}
 (folder / f"{'restarted' if first else 'survived'}-{name}").write_bytes(pickle.dumps(outcome))
 reducer.close()
 """
 
 
 @pytest.fixture
-def openmpi():
+def command(clean_environ):
+    """Return the line that starts ranks which may outlive each other, and its environment."""
     from mpi4py import MPI
 
     if MPI.get_vendor()[0] != "Open MPI":
         pytest.skip("the MPI of this Python is no Open MPI, the only one whose ranks outlive each other")
 
+    def line(ranks, source, *words):
+        launcher = [str(Path(sys.executable).with_name("mpiexec")), "--with-ft", "ulfm", "--oversubscribe"]
+        python = [sys.executable, "-c", PROGRAM + source, *map(str, words)]
+        return [*launcher, "--allow-run-as-root", "-n", str(ranks), *python], clean_environ | {"OMP_NUM_THREADS": "1"}
+
+    return line
+
 
 @pytest.fixture
-def job(openmpi, clean_environ):
-    """Start ranks that may outlive each other; return what they printed."""
+def job(command):
+    """Run such a job and return what it printed."""
 
     def start(ranks, source, *words, status=0):
-        launcher = [str(Path(sys.executable).with_name("mpiexec")), "--with-ft", "ulfm", "--oversubscribe"]
-        python = [sys.executable, "-c", STACKS + source, *map(str, words)]
-        command = [*launcher, "--allow-run-as-root", "-n", str(ranks), *python]
-        environ = clean_environ | {"OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        line, environ = command(ranks, source, *words)
+        with subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
             try:
                 printed, _ = job.communicate(timeout=JOB_S)
             except subprocess.TimeoutExpired:
@@ -90,10 +120,6 @@ def job(openmpi, clean_environ):
         return printed
 
     return start
-
-
-def outcome(folder, what, name):
-    return pickle.loads((folder / f"{what}-{name}").read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -108,13 +134,13 @@ def outcome(folder, what, name):
     ],
     ids=str,
 )
-def test_those_that_are_left_go_on_as_if_they_had_been_restarted(job, tmp_path, compressor, collective, when, victim):
+def test_survivors_equal_a_restart_from_their_states(job, tmp_path, compressor, collective, when, victim):
     """Killed before a step or in the middle of its rounds: to the bit what three ranks do that load what they held."""
     job(4, REDUCER, json.dumps([str(tmp_path), [0, 1, 2, 3], compressor, collective, 0, 12, when, victim]))
     left = [name for name in range(4) if name != victim]
     job(3, REDUCER, json.dumps([str(tmp_path), left, compressor, collective, 6, 12, 0, -1]))
-    survived, restarted = ([outcome(tmp_path, what, name) for name in left] for what in ("survived", "restarted"))
-    for first, second in zip(survived, restarted, strict=True):
+    for name in left:
+        first, second = (pickle.loads((tmp_path / f"{what}-{name}").read_bytes()) for what in ("survived", "restarted"))
         np.testing.assert_array_equal(first["mean"], second["mean"])
         np.testing.assert_array_equal(first["residual"], second["residual"])
         assert first["calls"] == [[[victim], 3]]
@@ -122,17 +148,13 @@ def test_those_that_are_left_go_on_as_if_they_had_been_restarted(job, tmp_path, 
 
 
 TORCH = """
-import copy, hashlib, json, os, signal, sys, threading, time
-from pathlib import Path
-import numpy as np
 import torch
-from mpi4py import MPI
 import mpicomp.torch
 
 torch.set_num_threads(1)
 kind, compressor, step_of_death, delay, victims, steps = json.loads(sys.argv[1])
 folder, names = (Path(sys.argv[2]), json.loads(sys.argv[3])) if len(sys.argv) > 2 else (None, [0, 1, 2, 3])
-rank = names[MPI.COMM_WORLD.rank]  # what this rank is called in the first job
+rank = names[rank]  # what this rank is called in the first job
 first = 0
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[layer for _ in range(5) for layer in (torch.nn.Linear(200, 200), torch.nn.Tanh())])
@@ -157,7 +179,7 @@ for step in range(first, steps):
         held = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         held = copy.deepcopy(held)
     if step == step_of_death and rank in victims:
-        threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(delay, die).start()
     inputs = torch.randn(8, 200, generator=torch.Generator().manual_seed(10 * step + rank))
     optimizer.zero_grad()
     loss = (model(inputs) - inputs).square().mean()
@@ -171,9 +193,7 @@ for step in range(first, steps):
             torch.save(held, folder / f"{rank}")
     if step >= step_of_death and not lost:
         time.sleep(0.005)  # so that death comes before the end
-values = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
-row = [sorted(lost), hashlib.blake2b(values).hexdigest(), optimizer.reducer.transport.group.size, seconds, float(loss)]
-print("row", json.dumps(row), flush=True)
+report(optimizer.reducer, lost, [value.detach().numpy() for value in model.parameters()], seconds, float(loss))
 optimizer.close()
 """
 
@@ -203,7 +223,7 @@ def check_survivors(printed, victims, ranks=4):
     ],
     ids=str,
 )
-def test_optimizers_go_on(job, kind, compressor):
+def test_optimizers_survive_a_death(job, kind, compressor):
     check_survivors(job(4, TORCH, json.dumps([kind, compressor, 20, 0.013, [1], 60])), [1])
 
 
@@ -222,67 +242,23 @@ def two_die_at_once(job):
     return not ended
 
 
-def test_two_die_at_once(job):
-    two_die_at_once(job)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1300)
-def test_ten_pairs_die_at_once(job):
-    assert sum(two_die_at_once(job) for _ in range(10)) >= 7
-
-
-CRASH = """
-import ctypes
-import numpy as np
-from mpi4py import MPI
-import mpicomp
-
-rank = MPI.COMM_WORLD.rank
-reducer = mpicomp.Reducer("dense", on_failure="shrink")
-for step in range(6):
-    if step == 3 and rank == 1:
-        ctypes.string_at(0)
-    mean = reducer.reduce({"w": np.ones(100, np.float32)})["w"]
-print("row", mean[0], flush=True)
-reducer.close()
-"""
-
-
-def test_rank_that_crashes_dies_at_once(job):
-    """Open MPI's handler prints a backtrace in the crashed process, which deadlocks if that held malloc's lock."""
-    printed = job(3, CRASH)
-    assert printed.count("row 1.0") == 2
-    assert "Fatal Python error: Segmentation fault" in printed
-    assert "*** Process received signal ***" not in printed
+@pytest.mark.parametrize(("pairs", "least"), [(1, 0), slow(10, 7)])
+def test_two_deaths_at_once_are_survived_or_end_the_job(job, pairs, least):
+    assert sum(two_die_at_once(job) for _ in range(pairs)) >= least
 
 
 KINDS = """
-import hashlib, json, os, signal, sys
-import numpy as np
-from mpi4py import MPI
-import mpicomp
-
-settings, step_of_death, victim = json.loads(sys.argv[1])
-rank = MPI.COMM_WORLD.rank
+settings, step_of_death, victim, groups = json.loads(sys.argv[1])
 policy = settings.pop("policy", {}) | {"warmup": 0}
-reducer = mpicomp.Reducer(on_failure="shrink", bucket_bytes=40_000, policy=policy, **settings)
-
-def perform(task, plain=type(reducer.transport).perform):
-    if step == step_of_death and rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return plain(reducer.transport, task)
-
-reducer.transport.perform = perform
+comm = world.Split(rank % groups, rank)
+reducer = mpicomp.Reducer(on_failure="shrink", bucket_bytes=40_000, policy=policy, comm=comm, **settings)
+on_rounds(reducer, lambda: die() if step == step_of_death and rank == victim else None)
 lost = []
 for step in range(2 * step_of_death):
-    random = np.random.default_rng([step, rank])
-    shapes = {"a": (80, 100), "b": 6000}
-    gradients = {name: random.standard_t(3, shape).astype(np.float32) for name, shape in shapes.items()}
-    means = reducer.reduce(gradients, lr=0.1)
+    means = reducer.reduce({"a": draw(step, rank, (80, 100)), "b": draw(step + 99, rank, 6000)}, lr=0.1)
     lost += reducer.last_step.lost_ranks
-bits = hashlib.blake2b(means["a"].tobytes() + means["b"].tobytes()).hexdigest()
-print("row", json.dumps([lost, bits, reducer.transport.group.size]), flush=True)
+report(reducer, lost, means.values(), rank % groups)
 reducer.close()
 """
 _LGC = {"id": "lgc", "dense_steps": 3, "training_steps": 4}
@@ -306,102 +282,67 @@ _LGC = {"id": "lgc", "dense_steps": 3, "training_steps": 4}
     ],
     ids=str,
 )
-def test_what_policies_and_learned_codes_know_goes_on(job, settings, step, victim):
-    check_survivors(job(4, KINDS, json.dumps([settings, step, victim])), [victim])
+def test_policies_and_learned_codes_survive_a_death(job, settings, step, victim):
+    check_survivors(job(4, KINDS, json.dumps([settings, step, victim, 1])), [victim])
 
 
-GROUPS = """
-import hashlib, json, os, signal, sys
-import numpy as np
-from mpi4py import MPI
-import mpicomp
-
-victim, world = int(sys.argv[1]), MPI.COMM_WORLD
-part = world.Split(world.rank % 2, world.rank)
-reducer = mpicomp.Reducer("topk", comm=part, on_failure="shrink", policy={"warmup": 0})
-lost = []
-for step in range(20):
-    if step == 9 and world.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    random = np.random.default_rng([step, world.rank])
-    mean = reducer.reduce({"w": random.standard_t(3, 5000).astype(np.float32)})["w"]
-    lost += reducer.last_step.lost_ranks
-bits = hashlib.blake2b(mean.tobytes()).hexdigest()
-print("row", json.dumps([lost, bits, reducer.transport.group.size, world.rank % 2]), flush=True)
-reducer.close()
-"""
-
-
-def test_a_rank_of_a_part_of_the_job_dies(job):
-    """Two groups of three ranks: those of the dead one go on as two, and the others do not notice."""
-    reports = rows(job(6, GROUPS, 2))
+def test_death_in_a_group_leaves_other_groups_alone(job):
+    reports = rows(job(6, KINDS, json.dumps([{"compressor": "topk"}, 9, 2, 2])))
     assert sorted((row[0], row[2], row[3]) for row in reports) == [([], 3, 1)] * 3 + [([2], 2, 0)] * 2
     assert len({row[1] for row in reports}) == 2  # the same bits in each group
 
 
-LEAVING = """
-import os, signal, sys
-import numpy as np
-from mpi4py import MPI
-import mpicomp
-
-rank = MPI.COMM_WORLD.rank
-reducer = mpicomp.Reducer("dense", on_failure="shrink")
+SIX_STEPS = """
+reducer = make_reducer()
 for step in range(6):
     if step == 3 and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    reducer.reduce({"w": np.ones(100, np.float32)})
+        {death}
+    mean = reducer.reduce(ones)["w"]
+print("row", mean[0], flush=True)
 reducer.close()
-sys.exit(3 if rank == 0 else 0)
 """
-
-
-def test_the_status_of_a_rank_that_is_left_is_that_of_the_job(job):
-    job(3, LEAVING, status=3)
-
-
-LATE = """
-import os, signal, time
-import numpy as np
-from mpi4py import MPI
-import mpicomp
-
-rank = MPI.COMM_WORLD.rank
-reducer = mpicomp.Reducer("dense", on_failure="shrink")
-reducer.reduce({"w": np.ones(100, np.float32)})
+DEATH_AFTER_THE_LAST_STEP = """
+reducer = make_reducer()
+reducer.reduce(ones)
 if rank == 0:
     time.sleep(1)  # the others have left, and wait for this one
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 reducer.close()
 """
-
-
-def test_a_rank_dies_when_the_others_have_left(job):
-    job(3, LATE)
-
-
-SOME = """
-import numpy as np
-from mpi4py import MPI
-import mpicomp
-
-world = MPI.COMM_WORLD
-part = world.Split(world.rank % 2, world.rank)
-if world.rank % 2 == 0:
-    reducer = mpicomp.Reducer("dense", comm=part, on_failure="shrink")
-    reducer.reduce({"w": np.ones(100, np.float32)})
+# Ranks without a reducer have no part in what the others agree on at their end, and come to MPI's own.
+RANKS_WITHOUT_A_REDUCER = """
+part = world.Split(rank % 2, rank)
+if rank % 2 == 0:
+    reducer = make_reducer(part)
+    reducer.reduce(ones)
     reducer.close()
 """
 
 
-def test_ranks_end_beside_others_without_a_reducer(job):
-    """Those have no part in what the ranks agree on at their end, and come to MPI's own."""
-    job(4, SOME)
+@pytest.mark.parametrize(
+    ("ranks", "source", "status"),
+    [
+        (3, SIX_STEPS.format(death="die()") + "sys.exit(3 if rank == 0 else 0)", 3),
+        (3, DEATH_AFTER_THE_LAST_STEP, 0),
+        (4, RANKS_WITHOUT_A_REDUCER, 0),
+    ],
+    ids=["a rank that is left has a status", "the others have left", "some ranks have no reducer"],
+)
+def test_job_that_may_lose_ranks_ends(job, ranks, source, status):
+    job(ranks, source, status=status)
+
+
+def test_rank_that_crashes_dies_at_once(job):
+    """Open MPI's handler prints a backtrace in the crashed process, which deadlocks if that held malloc's lock."""
+    printed = job(3, SIX_STEPS.format(death="ctypes.string_at(0)"))
+    assert printed.count("row 1.0") == 2
+    assert "Fatal Python error: Segmentation fault" in printed
+    assert "*** Process received signal ***" not in printed
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_thirty_kills(job, tmp_path):
+def test_thirty_kills_equal_restarts(job, tmp_path):
     """At random moments, in random ranks; ten of them while a thread exchanges during backward.
 
     The end has the bits of a run that has had three ranks from the step on in which the fourth died.
@@ -431,28 +372,21 @@ def test_thirty_kills(job, tmp_path):
 
 
 UNREPORTED = """
-import os, signal, time
-import numpy as np
-from mpi4py import MPI
-import mpicomp
-
-rank = MPI.COMM_WORLD.rank
-reducer = mpicomp.Reducer("dense", on_failure="shrink")
-reducer.reduce({"w": np.ones(100, np.float32)})
+reducer = make_reducer()
+reducer.reduce(ones)
 if rank == 0:
     os.kill(os.getppid(), signal.SIGSTOP)  # the launcher, which reports deaths
-    os.kill(os.getpid(), signal.SIGKILL)
-reducer.reduce({"w": np.ones(100, np.float32)})
+    die()
+reducer.reduce(ones)
 """
 
 
 @pytest.mark.slow
-def test_death_that_mpi_does_not_report_ends_the_job(openmpi, clean_environ, tmp_path):
-    launcher = [str(Path(sys.executable).with_name("mpiexec")), "--with-ft", "ulfm", "--oversubscribe"]
-    command = [*launcher, "--allow-run-as-root", "-n", "3", sys.executable, "-c", UNREPORTED]
+def test_death_that_mpi_does_not_report_ends_the_job(command, tmp_path):
+    line, environ = command(3, UNREPORTED)
     printed = tmp_path / "printed"
     with printed.open("w") as file:
-        job = subprocess.Popen(command, env=clean_environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file)
+        job = subprocess.Popen(line, env=environ, stdout=file, stderr=file)
         ranks = []
         try:
             deadline = time.monotonic() + JOB_S
@@ -479,7 +413,7 @@ def gone(processes):
     return {state(process) for process in processes} <= {"X", "Z"}
 
 
-def test_other_mpis_are_refused(mpiexec):
+def test_mpi_that_cannot_lose_ranks_is_refused(mpiexec):
     """On all ranks, with the line to use; also by an Open MPI that was started without it."""
     source = "import mpicomp; mpicomp.Reducer('dense', on_failure='shrink')"
     done = mpiexec(2, "-c", source)
@@ -488,11 +422,7 @@ def test_other_mpis_are_refused(mpiexec):
     assert "`mpiexec --with-ft ulfm -n N python ...`" in done.stderr
 
 
-def test_a_setting_that_is_none():
-    import mpicomp
-    from mpicomp.errors import ConfigurationError, UnknownNameError
-    from mpicomp.transport import LocalWorld
-
+def test_on_failure_without_meaning_is_refused():
     with pytest.raises(UnknownNameError, match="on_failure: unknown name 'shrnk'; did you mean 'shrink'"):
         mpicomp.Reducer("dense", on_failure="shrnk", comm=LocalWorld(1).transports[0])
     with pytest.raises(ConfigurationError, match="needs ranks that are processes"):

@@ -19,7 +19,7 @@ def gradients(rank, step):
     return {"first": rng.normal(size=(40, 30)).astype(np.float32), "second": rng.normal(size=500).astype(np.float32)}
 
 
-# What one rank's reducer is given in place of what the others have.
+# Settings of one rank's reducer that differ from those of the others.
 SETTINGS = {
     "another compressor": {"compressor": {"id": "gaussiank", "ratio": 0.1}},
     "another ratio": {"compressor": {"id": "topk", "ratio": 0.2}},
@@ -38,63 +38,19 @@ SETTINGS = {
 }
 
 
-# What one rank gives to reduce in place of what the others give.
-def _without(given, _):
-    del given["second"]
-
-
-def _renamed(given, _):
-    given["secnod"] = given.pop("second")
-
-
-def _more(given, _):
-    given["third"] = np.ones(3, np.float32)
-
-
-def _nothing(given, _):
-    given.clear()
-
-
-def _transposed(given, _):
-    given["first"] = np.ascontiguousarray(given["first"].T)
-
-
-def _flat(given, _):
-    given["first"] = given["first"].reshape(-1)
-
-
-def _longer(given, rng):
-    given["second"] = np.ones(500 + rng.randint(1, 9), np.float32)
-
-
-def _double(given, _):
-    given["second"] = given["second"].astype(np.float64)
-
-
-def _half(given, _):
-    given["second"] = given["second"].astype(np.float16)
-
-
-def _integers(given, _):
-    given["second"] = given["second"].astype(np.int32)
-
-
-def _text(given, _):
-    given["second"] = "no array"
-
-
+# What one rank changes of its gradients.
 ARRAYS = {
-    "a parameter is missing": _without,
-    "another name": _renamed,
-    "one more parameter": _more,
-    "no parameter at all": _nothing,
-    "another shape of as many elements": _transposed,
-    "a matrix as a vector": _flat,
-    "another length": _longer,
-    "twice the bits": _double,
-    "half the bits": _half,
-    "integers": _integers,
-    "no array": _text,
+    "a parameter is missing": lambda arrays, _: arrays.pop("second"),
+    "another name": lambda arrays, _: arrays.update(secnod=arrays.pop("second")),
+    "one more parameter": lambda arrays, _: arrays.update(third=np.ones(3, np.float32)),
+    "no parameter at all": lambda arrays, _: arrays.clear(),
+    "another shape of as many elements": lambda arrays, _: arrays.update(first=np.ascontiguousarray(arrays["first"].T)),
+    "a matrix as a vector": lambda arrays, _: arrays.update(first=arrays["first"].reshape(-1)),
+    "another length": lambda arrays, rng: arrays.update(second=np.ones(500 + rng.randint(1, 9), np.float32)),
+    "twice the bits": lambda arrays, _: arrays.update(second=arrays["second"].astype(np.float64)),
+    "half the bits": lambda arrays, _: arrays.update(second=arrays["second"].astype(np.float16)),
+    "integers": lambda arrays, _: arrays.update(second=arrays["second"].astype(np.int32)),
+    "no array": lambda arrays, _: arrays.update(second="no array"),
 }
 OTHERS = ["a state of an earlier step", "a state of a later step", "one rank loads a state", "another learning rate"]
 KINDS = [*SETTINGS, *ARRAYS, *OTHERS]
@@ -129,9 +85,9 @@ def disagree(comm, kind):
         for before in range(step):
             states.append(reducer.state_dict())
             reducer.reduce(gradients(comm.rank, before))
-        given, lr = gradients(comm.rank, step), 0.1
+        arrays, lr = gradients(comm.rank, step), 0.1
         if kind in ARRAYS and odd:
-            ARRAYS[kind](given, rng)
+            ARRAYS[kind](arrays, rng)
         elif kind == "another learning rate":
             lr = "0.1" if odd else 0.1
         elif kind == "one rank loads a state" and odd:
@@ -140,7 +96,7 @@ def disagree(comm, kind):
             reducer.load_state_dict(states[-1] if odd else reducer.state_dict())
         elif kind == "a state of a later step":
             reducer.load_state_dict((reducer.state_dict() | {"step": step + 3}) if odd else reducer.state_dict())
-        said, seconds = raised_on_all(comm, lambda: reducer.reduce(given, lr=lr))
+        said, seconds = raised_on_all(comm, lambda: reducer.reduce(arrays, lr=lr))
         assert reducer.last_step.step == step - 1  # nothing was applied
         return said, victim, seconds
     finally:
@@ -149,7 +105,7 @@ def disagree(comm, kind):
 
 @pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("kind", [*KINDS[::14], *(slow(kind) for kind in KINDS if kind not in KINDS[::14])])
-def test_ranks_that_differ(comm, kind):
+def test_rank_that_differs_is_named_in_time(comm, kind):
     said, victim, seconds = disagree(comm, kind)
     print(f"{kind}: {seconds:.3f} s: {said}")
     assert f"rank {victim}" in said
@@ -172,7 +128,7 @@ sys.stdout.write(f"{time.time()}\\n")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_rank_that_makes_fewer_steps(mpiexec, ranks):
+def test_rank_that_makes_fewer_steps_ends_the_job(mpiexec, ranks):
     rng = random.Random(ranks)
     victim = rng.randrange(ranks)
     done = mpiexec(ranks, "-c", LEAVES, victim, rng.randrange(1, 19))

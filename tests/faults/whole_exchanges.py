@@ -54,27 +54,24 @@ def fill(task, message):
 
 def _replayed(fence, received, begin, check):
     """Return the case of a rank that goes through rounds in which it receives these messages, one after the other."""
-    lengths, arrived = [len(part) for part in received], []
+    lengths = [len(part) for part in received]
 
     def decode(message):
         with activated(fence), np.errstate(all="ignore"):
             exchange, reply, place, start = begin(), None, 0, 0
-            arrived.clear()
             while not isinstance(asked := advance(exchange, reply), Returned):
                 assert place < len(lengths) + 8, "an exchange without an end"
                 if not isinstance(asked, Round) or asked.background:
                     raise AssertionError("a round in the background, of which nothing is known here")
                 stop = start + (lengths[place] if place < len(lengths) else 64)
                 fill(asked, message[start:stop])
-                if asked.recv is not None:
-                    arrived.append(asked.recv)
-                    if asked.arrived is not None and asked.recv.size:
-                        asked.arrived(0, asked.recv.size)
+                if asked.recv is not None and asked.arrived is not None and asked.recv.size:
+                    asked.arrived(0, asked.recv.size)
                 reply = np.empty(0, asked.dtype) if asked.recv is None else asked.recv
                 start, place = stop, place + 1
             check(asked.value)
 
-    return Case(b"".join(received), decode, arrived=arrived)
+    return Case(b"".join(received), decode)
 
 
 def whole_exchange(compressor, collective):
@@ -147,13 +144,12 @@ def leader_message(instance):
         arrays = [_accumulated(fence, random_array(rng, numel, dtype)) for _ in ends]
         with activated(fence):
             task = advance(share_selection(lead, arrays[first](), contexts[first]))
-        message, arrived = task.send.tobytes(), []
+        message = task.send.tobytes()
 
         def decode(message):
             with activated(fence):
                 exchange = share_selection(lead, arrays[1 - first](), contexts[1 - first])
                 asked = advance(exchange)
-                arrived[:] = [asked.recv]
                 fill(asked, message)
                 led = advance(exchange, asked.recv).value
             assert led.values.size == led.indices.size == selected.count
@@ -161,7 +157,7 @@ def leader_message(instance):
             if led.problem is not None:
                 raise led.problem
 
-        return Case(message, decode, arrived=arrived)
+        return Case(message, decode)
 
     return make
 

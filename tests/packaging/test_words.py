@@ -1,0 +1,64 @@
+"""Words that the project does not use: its names and sentences are those of the field, in plain American English."""
+
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("mpicomp", "kernels", "bench", "studies", "docs", "slurm", "tests")
+SUFFIXES = (".py", ".pyi", ".md", ".cu", ".cuh", ".sh", ".sbatch")
+FILES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SUFFIXES),
+]
+# Each with what is written instead: data do not speak, and the others have gone out of use.
+WORDS = {
+    r"\b(?:un)?told\b": "reported, known",
+    r"\bbeside\b": "next to, in addition to, during",
+    r"\bupon\b": "on",
+    r"\banew\b": "again",
+    r"\b[Ww]hoever\b": "code that, a rank that",
+    r"\b(?:over)?hear[sd]?\b": "receive",
+    r"\bfor own in\b|\bown(?:\.\w|\[| = )": "the name of what it is",
+}
+NAMES = {"own", "apart", "together", "behind"}
+"""No names in code: as words of a sentence they are fine."""
+EXCEPTIONS = {"tests/packaging/test_words.py"}
+
+
+def banned_words(text):
+    """Return the lines of a text with a banned word, each with what is written instead."""
+    return [
+        f"{number}: {match[0]!r}: {better}"
+        for number, line in enumerate(text.splitlines(), 1)
+        for pattern, better in WORDS.items()
+        if (match := re.search(pattern, line))
+    ]
+
+
+def banned_names(path):
+    """Return the lines of a Python file with a banned name."""
+    with tokenize.open(path) as file:
+        tokens = [token for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME]
+    return [f"{token.start[0]}: the name {token.string!r}" for token in tokens if token.string in NAMES]
+
+
+@pytest.mark.quick
+def test_files_have_no_banned_words():
+    found = []
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        if name not in EXCEPTIONS and "_build" not in path.parts:
+            lines = banned_words(path.read_text()) + (banned_names(path) if path.suffix == ".py" else [])
+            found += [f"{name}:{line}" for line in lines]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.quick
+def test_banned_words_and_names_are_found(tmp_path):
+    assert len(banned_words("for own in buckets:\nranks are told\na thread of its own.\nput together")) == 2
+    path = tmp_path / "code.py"
+    path.write_text("own = 'together'  # its own\n")
+    assert banned_names(path) == ["1: the name 'own'"]
