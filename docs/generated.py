@@ -88,15 +88,15 @@ def compressor_table() -> str:
     head = ["compressor", "family", "bias", "feedback", "bytes for 4"]
     families = list(dict.fromkeys(entry["family"] for entry in _entries()))
     rows = [
-        [f"[`{own['name']}`](#{own['name']})", own["family"], own["bias"], _feedback(own), _bytes(own)]
-        for own in sorted(_entries(), key=lambda entry: families.index(entry["family"]))
+        [f"[`{entry['name']}`](#{entry['name']})", entry["family"], entry["bias"], _feedback(entry), _bytes(entry)]
+        for entry in sorted(_entries(), key=lambda entry: families.index(entry["family"]))
     ]
     return table(head, rows)
 
 
 def compressor(cls: type) -> str:
     """Return the section of a compressor: what fits it, where it comes from, its parameters with their defaults."""
-    [entry] = [own for own in _entries() if own["name"] == cls.id]
+    [entry] = [entry for entry in _entries() if entry["name"] == cls.id]
     fits = ", ".join(f"[`{name}`](collectives.md#{name})" for name in entry["collectives"])
     return f"### {cls.id}\n\nPaper: {entry['paper']}.\n\nCarried by {fits}.\n\n{_autoclass('compressor', cls)}"
 
@@ -189,12 +189,12 @@ def fields(cls: type | dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]
         return cls
     if typing.is_typeddict(cls):
         hints = typing.get_type_hints(cls, include_extras=True)
-        return {name: (_kind(typing.get_args(own)[0]), own.__metadata__[0]) for name, own in hints.items()}
+        return {name: (_kind(typing.get_args(hint)[0]), hint.__metadata__[0]) for name, hint in hints.items()}
     hints = typing.get_type_hints(cls)
     text = NumpyDocString(inspect.getdoc(cls) or "")
     found = {
-        own.name: (_kind(hints[own.name]), _meaning(" ".join(line.strip() for line in own.desc)))
-        for own in text["Attributes"]
+        attribute.name: (_kind(hints[attribute.name]), _meaning(" ".join(line.strip() for line in attribute.desc)))
+        for attribute in text["Attributes"]
     }
     for name, member in vars(cls).items():
         getter = getattr(member, "fget", None) or getattr(member, "func", None)  # of a property, cached or not

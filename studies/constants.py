@@ -59,7 +59,7 @@ class Trained:
         [dense] = [row for row in rows if row["exchange"] == "dense"]  # another one may have `behind` for `losses`
         self.task = str(dense["task"])
         losses = np.array(dense["losses"])
-        self.behind = {
+        self.steps_behind = {
             row["exchange"]: row["behind"] if "behind" in row else steps_behind(losses, np.array(row["losses"]))
             for row in rows
             if row is not dense
@@ -75,7 +75,7 @@ class Trained:
     def predicted(self) -> dict[str, float]:
         """Return what is predicted of each exchange, with the constants as they are now."""
         predictions: dict[str, float] = {}
-        for exchange in self.behind:
+        for exchange in self.steps_behind:
             found = [predict(elements, exchange, step) for step, elements in self._observed]
             known = [value for value in found if value is not None]
             if known and exchange != "onebit":  # no candidate of `auto`
@@ -84,7 +84,7 @@ class Trained:
 
     def errors(self) -> list[float]:
         """Return how far predictions are off."""
-        return [abs(value - self.behind[exchange]) for exchange, value in self.predicted().items()]
+        return [abs(value - self.steps_behind[exchange]) for exchange, value in self.predicted().items()]
 
     def regret(self, network: Network, fidelity: float) -> tuple[float, float]:
         """Return by how much longer than with the best exchange training takes, and how far behind it is.
@@ -95,7 +95,7 @@ class Trained:
         names = ["dense", *predictions]
         seconds = np.array([seconds_of(name, self.numel, network) for name in names])
         guess = np.array([0.0, *predictions.values()])
-        truth = np.array([0.0, *(max(0.0, self.behind[name]) for name in predictions)])
+        truth = np.array([0.0, *(max(0.0, self.steps_behind[name]) for name in predictions)])
         tradeoff = PlanTradeoff([guess], [seconds], [1.0], [0.0], _COMPUTE_S[self.task], 1 - fidelity)
         [row] = tradeoff.best()
         if tradeoff.time_per_dense_step([row]) > (1 - auto._MIN_GAIN) * tradeoff.time_per_dense_step([0]):

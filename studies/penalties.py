@@ -137,10 +137,10 @@ def table(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for row in trainings:
         base = dense.get((row["task"], row["seed"], row["steps"]))
         if base is not None:
-            behind = 0.0 if base is row else steps_behind(np.array(base["losses"]), np.array(row["losses"]))
+            penalty = 0.0 if base is row else steps_behind(np.array(base["losses"]), np.array(row["losses"]))
             of_row, of_dense = (each["predicted"].get(row["exchange"]) for each in (row, base))
             kept = {name: value for name, value in row.items() if name not in ("losses", "elements")}
-            made.append(kept | {"behind": behind, "predicted": of_row, "by_dense": of_dense})
+            made.append(kept | {"behind": penalty, "predicted": of_row, "by_dense": of_dense})
     return made
 
 

@@ -139,10 +139,10 @@ def summary(cells: Sequence[Mapping[str, Any]], errors: Sequence[float]) -> list
     ]
     if sure is not None:
         lines.append(f"worst lower end of an interval of regret: {sure:+.1%}")
-    behind = sum(cell["is_behind"] for cell in cells)
+    num_behind = sum(cell["is_behind"] for cell in cells)
     lines.append(
         f"behind the best dense plan by more than {_BEHIND:.0%}, or {1e6 * _BEHIND_S:.0f} us in cells under "
-        f"{1e3 * _SHORT_S:.0f} ms: {behind} of {len(cells)}"
+        f"{1e3 * _SHORT_S:.0f} ms: {num_behind} of {len(cells)}"
     )
     if errors:
         lines.append(f"predicted against measured seconds: median error {np.median(errors):.1%} of {len(errors)} rows")

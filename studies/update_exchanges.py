@@ -188,7 +188,7 @@ def table(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         (row["task"], row["steps"], row["seed"], row["rate"]): row["losses"] for row in made if row["arm"] == "dense"
     }
 
-    def behind(row: Mapping[str, Any]) -> float:
+    def nats_behind(row: Mapping[str, Any]) -> float:
         base = dense.get((row["task"], row["steps"], row["seed"], row["rate"]))
         if base is None or row["steps"] < _LONG_ENOUGH:
             return float("nan")
@@ -200,7 +200,7 @@ def table(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     means: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for (task, steps, arm, rate), rows in by_rate.items():
         mean = {name: float(np.mean([row[name] for row in rows])) for name in ("quality", "sent_less", "wire_less")}
-        mean["behind"] = float(np.mean([behind(row) for row in rows]))
+        mean["behind"] = float(np.mean([nats_behind(row) for row in rows]))
         entry = {"task": task, "arm": arm, "steps": steps, "rate": rate, "seeds": len(rows)}
         means.setdefault((task, steps, arm), []).append(entry | mean)
     best = {}

@@ -1,4 +1,4 @@
-"""A real browser without a window: Debian's Chromium, told what to do by its driver over HTTP (W3C WebDriver)."""
+"""A real browser without a window: Debian's Chromium, driven over HTTP (W3C WebDriver)."""
 
 import base64
 import json

@@ -4,7 +4,7 @@ Parallel tests are marked ``@pytest.mark.mpi`` (``min_size=`` where they need so
 of them show nothing new, so that these are for ``--slow``) and take the `comm` fixture. They run under
 ``mpiexec -n N python -m pytest --only-mpi``; `tests/run.py` does that for several N. A parallel test must run the same
 on all ranks; where it cannot run at all, say so with ``skipif`` and not with ``pytest.skip`` in its body, so that the
-number of tests to expect can be told.
+number of tests to expect is known.
 """
 
 import contextlib
@@ -212,7 +212,7 @@ def mpiexec(clean_environ, tmp_path_factory):
     longer. The job is given no chance to outlive the test.
     """
     if not Path(sys.executable).with_name("mpiexec").exists():
-        pytest.skip("there is no mpiexec beside this Python")
+        pytest.skip("there is no mpiexec next to this Python")
     command, settings = run.launcher()
 
     def start(ranks, *arguments, timeout=20, env=None, cwd=None):

@@ -1,7 +1,7 @@
 """Rounds of every kind that look at what they deliver themselves, for every transport.
 
 Each is a generator that one rank runs. ``members`` are the ranks of the group that is meant, found from the layout by
-hand; what is expected of a rank is told by what that rank is known to send.
+hand; what is expected of a rank follows from what that rank sends.
 """
 
 import numpy as np
@@ -22,12 +22,12 @@ def members_of(layout, name, rank):
     """Give the ranks of a rank's group, None where it is in none, from the words of the definition."""
     if name == "world":
         return list(range(len(layout)))
-    together = [[other for other, host in enumerate(layout) if host == number] for number in sorted(set(layout))]
-    [members] = [ranks for ranks in together if rank in ranks]
+    by_host = [[other for other, host in enumerate(layout) if host == number] for number in sorted(set(layout))]
+    [members] = [ranks for ranks in by_host if rank in ranks]
     if name == "host":
         return members
     place = members.index(rank)
-    return sorted(ranks[place] for ranks in together) if all(len(ranks) > place for ranks in together) else None
+    return sorted(ranks[place] for ranks in by_host) if all(len(ranks) > place for ranks in by_host) else None
 
 
 def of(rank, size, dtype, turn=0):
@@ -108,7 +108,7 @@ def alltoallv_of_any_lengths(members, rank, name, dtype, **how):
 
 
 def sendrecv_to_the_right(members, rank, name, dtype, **how):
-    """Everybody sends to one and hears from another one."""
+    """Everybody sends to one and receives from another one."""
     place, size = members.index(rank), len(members)
     if size == 1:
         return

@@ -64,14 +64,14 @@ def followed(operation, sizes, root, shift, neighbours, hosts, latency, per_byte
             if sizes[0] >= small:  # scattered, then gathered in a ring
                 ring(wires, lambda rank, step: sizes[0] / ranks, ranks - 1)
         case "gatherv":
-            wires.together([(rank, root, sizes[rank]) for rank in range(ranks) if rank != root])
+            wires.exchange([(rank, root, sizes[rank]) for rank in range(ranks) if rank != root])
         case "alltoallv":
             for step in range(1, ranks):
-                wires.together([(rank, (rank + step) % ranks, sizes[(rank + step) % ranks]) for rank in range(ranks)])
+                wires.exchange([(rank, (rank + step) % ranks, sizes[(rank + step) % ranks]) for rank in range(ranks)])
         case "neighbor_alltoall":
-            wires.together([(rank, other, sizes[0]) for rank, others in enumerate(neighbours) for other in others])
+            wires.exchange([(rank, other, sizes[0]) for rank, others in enumerate(neighbours) for other in others])
         case "sendrecv":
-            wires.together([(rank, (rank + shift) % ranks, max(sizes)) for rank in range(ranks)])
+            wires.exchange([(rank, (rank + shift) % ranks, max(sizes)) for rank in range(ranks)])
         case _:
             raise AssertionError(operation)
     return max(wires.ready)
@@ -85,7 +85,7 @@ class Wires:
         self.ready = [0.0] * len(hosts)
         self.sending, self.receiving = {}, {}
 
-    def together(self, messages):
+    def exchange(self, messages):
         """Send messages of (rank, rank, bytes) that all ranks begin when they come to them."""
         arrived = list(self.ready)
         for sender, receiver, nbytes in messages:
@@ -105,7 +105,7 @@ def ring(wires, size, steps):
     """Pass a part to the right neighbour, and so on with what has come."""
     ranks = len(wires.ready)
     for step in range(steps):
-        wires.together([(rank, (rank + 1) % ranks, size(rank, step)) for rank in range(ranks)])
+        wires.exchange([(rank, (rank + 1) % ranks, size(rank, step)) for rank in range(ranks)])
 
 
 def doubling(wires, nbytes):
@@ -113,12 +113,12 @@ def doubling(wires, nbytes):
     ranks = len(wires.ready)
     power = 1 << (ranks.bit_length() - 1)
     beyond = [(rank, rank - power) for rank in range(power, ranks)]
-    wires.together([(rank, other, nbytes) for rank, other in beyond])
+    wires.exchange([(rank, other, nbytes) for rank, other in beyond])
     distance = 1
     while distance < power:
-        wires.together([(rank, rank ^ distance, nbytes) for rank in range(power)])
+        wires.exchange([(rank, rank ^ distance, nbytes) for rank in range(power)])
         distance *= 2
-    wires.together([(other, rank, nbytes) for rank, other in beyond])
+    wires.exchange([(other, rank, nbytes) for rank, other in beyond])
 
 
 def tree(wires, root, nbytes):
@@ -127,5 +127,5 @@ def tree(wires, root, nbytes):
     reached = 1
     while reached < ranks:
         pairs = [(place, place + reached) for place in range(reached) if place + reached < ranks]
-        wires.together([((root + a) % ranks, (root + b) % ranks, nbytes) for a, b in pairs])
+        wires.exchange([((root + a) % ranks, (root + b) % ranks, nbytes) for a, b in pairs])
         reached *= 2

@@ -1,4 +1,4 @@
-"""Stands in for the processes of studies that start trainings: what `mpicomp` would write, and what it was told."""
+"""Stands in for the processes of studies that start trainings: what `mpicomp` would write, and its command lines."""
 
 import itertools
 import json

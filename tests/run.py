@@ -5,7 +5,7 @@
 ``--quick`` is for the minute before a commit: lint, types, and the tests marked quick, those in parallel at 2 ranks.
 ``--slow`` adds the tests marked slow: what is left of products of which others run representatives, and long studies.
 
-It uses the tools of the Python that runs it and the ``mpiexec`` beside it, of MPICH or of Open MPI. The last line is
+It uses the tools of the Python that runs it and the ``mpiexec`` next to it, of MPICH or of Open MPI. The last line is
 ``N passed, N failed``: tests over all runs, and each check that is no test counts as one. The line before it says what
 is in neither number: ``N skipped, N failed as expected``. Parallel tests count as skipped that ran at no number of
 ranks.
@@ -40,7 +40,7 @@ STACKS_S = 3  # how long a run that is to be killed has for dumping its stacks
 
 @dataclass
 class Count:
-    """How many tests or checks passed and failed; beside these, how many did not run, or failed as they are marked."""
+    """How many tests or checks passed and failed; and how many did not run, or failed as they are marked."""
 
     passed: int = 0
     failed: int = 0
@@ -197,7 +197,7 @@ def census(arguments: list[str], folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def launcher() -> tuple[list[str], dict[str, str]]:
-    """Return how to start ranks with the MPI beside this Python, and the environment for a small machine."""
+    """Return how to start ranks with the MPI of this Python, and the environment for a small machine."""
     mpiexec = Path(sys.executable).with_name("mpiexec")
     command = [str(mpiexec) if mpiexec.exists() else "mpiexec"]
     env = dict(ALONE)
@@ -267,12 +267,12 @@ def main() -> int:
     total = Count()
     with tempfile.TemporaryDirectory(prefix="mpicomp-tests-") as name:
         folder = Path(name)
-        beside = contextlib.ExitStack()
+        at_once = contextlib.ExitStack()
         if "lint" in parts:
             total += lint()
             # It takes one core for half a minute, and tests that start processes leave one free.
-            log = beside.enter_context((folder / "types.log").open("w+"))
-            typed = beside.enter_context(ThreadPoolExecutor(1)).submit(types, log)
+            log = at_once.enter_context((folder / "types.log").open("w+"))
+            typed = at_once.enter_context(ThreadPoolExecutor(1)).submit(types, log)
         if "serial" in parts:
             options = [*SIDE_BY_SIDE, "-r", "fEs", "-m", f"not mpi{marked}", *passed_on, *paths]
             total += pytest(options, folder / "serial.xml", LIMIT_S["serial"], [], ALONE)
@@ -280,7 +280,7 @@ def main() -> int:
             total += typed.result()
             log.seek(0)
             print(log.read(), flush=True)
-        beside.close()
+        at_once.close()
         if "parallel" in parts:
             ranks = [int(size) for size in arguments.ranks.split(",")]
             total += parallel([*passed_on, *(paths or files_with("mark.mpi"))], ranks, folder, f"mpi{marked}")

@@ -2,7 +2,7 @@
 
     mpiexec -n 2 python tests/step_cost.py [--json F] [--steps N]
 
-One bucket of 1,000 floats: dense by allreduce, top-k by allgather, and `auto`, beside MPI's Allreduce alone. Files and
+One bucket of 1,000 floats: dense by allreduce, top-k by allgather, and `auto`, next to MPI's Allreduce alone. Files and
 functions are those of mpicomp and its kernels. Calls are of functions, Python's and C's, as cProfile counts them: the
 median over steps. Microseconds are the median and, as machines are shared, the fastest tenth of steps that take turns.
 """

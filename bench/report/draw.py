@@ -14,8 +14,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from mpicomp.bench.report.section_parts import Array, Curve, digits, seconds
 
 # Every colour of a line, a label or an area has a contrast of 3 to its ground, and that of text 4.5 (WCAG 2.2, AA).
-# The colours of phases, those of the first four runs and those of the other four, whose lines are dashed, can be told
-# apart with any of the three weaknesses of colour vision.
+# Within the phases, the first four runs and the other four, whose lines are dashed, no two colors look the same with
+# any of the three weaknesses of color vision.
 _COLOURS = {
     "ground": ("#ffffff", "#15181d"),
     "ink": ("#1b1f24", "#eceff3"),

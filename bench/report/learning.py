@@ -134,7 +134,7 @@ def _quality(runs: Sequence[Run]) -> Picture:
     )
 
 
-def behind(runs: Sequence[Run]) -> Section | None:
+def steps_behind(runs: Sequence[Run]) -> Section | None:
     """Return the picture of progress that waits in residuals; None where nothing is known of any run."""
     drawn, points = [], []
     for number, run in enumerate(runs):

@@ -12,7 +12,7 @@ import jinja2
 import numpy as np
 from mpicomp.bench.report import draw
 from mpicomp.bench.report.chosen import chosen
-from mpicomp.bench.report.learning import behind, loss, loss_curve
+from mpicomp.bench.report.learning import loss, loss_curve, steps_behind
 from mpicomp.bench.report.runs import Run, read_lines, read_runs
 from mpicomp.bench.report.section_parts import Array, Table, amount, capital, digits, listed, seconds, times
 from mpicomp.bench.report.step_time import phases, predicted, ranks
@@ -142,7 +142,7 @@ def report_of_run(
 
 def draw_report(runs: list[Run], output: str, folder: str | None) -> int:
     """Write the report of runs that have been read; see `write_report`."""
-    found = [loss(runs), phases(runs), chosen(runs), behind(runs), predicted(runs), ranks(runs)]
+    found = [loss(runs), phases(runs), chosen(runs), steps_behind(runs), predicted(runs), ranks(runs)]
     sections = [section for section in found if section is not None]
     drawings: dict[str, str] = {}
     for picture in (picture for section in sections for picture in section.pictures):

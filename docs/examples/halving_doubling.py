@@ -37,7 +37,7 @@ class HalvingDoubling(Scheme[mpicomp.Dense]):
         ]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        """Sum parts, divide the own one, and pass means on."""
+        """Sum parts, divide the part that is kept, and pass means on."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         total = context.workspace.array("total", numel + TRAILER, dtype)
         # Four numbers travel behind the array, in the same sum: what all ranks have to know of each other's.
@@ -76,13 +76,13 @@ def _moves(whole: int, group: Group) -> list[Move]:
     everything, nothing = slice(0, whole), slice(0, 0)
     idle: Move = ((None, None), nothing, nothing)
     halving: list[Move] = []
-    own = everything
+    kept = everything
     for distance in (core >> bit for bit in range(1, core.bit_length())):
-        middle = (own.start + own.stop) // 2
-        low, high = slice(own.start, middle), slice(middle, own.stop)
-        own, given = (high, low) if rank & distance else (low, high)
-        halving.append(((rank ^ distance, rank ^ distance), given, own))
-    doubling: list[Move] = [(peers, kept, given) for peers, given, kept in reversed(halving)]
+        middle = (kept.start + kept.stop) // 2
+        low, high = slice(kept.start, middle), slice(middle, kept.stop)
+        kept, sent = (high, low) if rank & distance else (low, high)
+        halving.append(((rank ^ distance, rank ^ distance), sent, kept))
+    doubling: list[Move] = [(peers, kept, sent) for peers, sent, kept in reversed(halving)]
     if core == group.size:
         return halving + doubling
     if rank >= core:

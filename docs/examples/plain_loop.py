@@ -9,13 +9,13 @@ def main(rank, ranks, steps=200, comm=None):
     random = np.random.default_rng(0)
     inputs = random.normal(size=(1200, 50)).astype(np.float32)
     labels = inputs @ random.normal(size=50) > 0
-    mine, own = inputs[rank::ranks], labels[rank::ranks]
+    mine, targets = inputs[rank::ranks], labels[rank::ranks]
 
     weights = {"w": np.zeros(50, np.float32), "b": np.zeros(1, np.float32)}
     reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.1), comm=comm)
     for _ in range(steps):
-        error = 1 / (1 + np.exp(-(mine @ weights["w"] + weights["b"]))) - own
-        gradients = {"w": mine.T @ error / len(own), "b": error.mean(keepdims=True)}
+        error = 1 / (1 + np.exp(-(mine @ weights["w"] + weights["b"]))) - targets
+        gradients = {"w": mine.T @ error / len(targets), "b": error.mean(keepdims=True)}
         gradients = {name: gradient.astype(np.float32) for name, gradient in gradients.items()}
         means = reducer.reduce(gradients)  # called by all ranks; read-only, valid until the next call
         for name, mean in means.items():

@@ -43,7 +43,7 @@ def main(folder, epochs=4):
     rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 8, generator=random)
-    rows = [{"inputs": own, "labels": own[:1] * own[1:2]} for own in inputs]
+    rows = [{"inputs": row, "labels": row[:1] * row[1:2]} for row in inputs]
 
     model = Model()
     mpicomp.torch.broadcast_parameters(model)

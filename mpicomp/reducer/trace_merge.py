@@ -162,7 +162,7 @@ class Events:
         for bucket in step.buckets:
             self._add_bucket(step, bucket, last)
         self._wire += step.overhead_wire_bytes
-        if step.overhead_wire_bytes or not step.buckets:  # the last bucket has told of its own
+        if step.overhead_wire_bytes or not step.buckets:  # the last bucket reports its own
             self._count(step.end)
         about = {
             "step": step.step,
@@ -302,8 +302,8 @@ def put_together(parts: Sequence[str], path: str) -> None:
 def merge(part: str, path: str, group: Group, drift: float, error: float, waits: bool = True) -> Rounds[None]:
     """Put the files of all ranks into one, which rank 0 writes. Collective, as rounds.
 
-    What a rank was in a round before the last of those had begun it that it hears from becomes a slice of its own on
-    another track: it waited.
+    The time in a round before the last rank that it receives from has begun it is a slice on another track: the rank
+    waited.
 
     Parameters
     ----------

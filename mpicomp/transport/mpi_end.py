@@ -40,7 +40,7 @@ def leave() -> None:
     if os.getpid() != _process or MPI.Is_finalized() or all(pool.over for pool in mine):
         return
     if abort.leaves_alone or (abort.ranks_died and abort.status != 0):
-        abort.end_job(abort.status)  # once the others have heard that this rank leaves, they end with their own status
+        abort.end_job(abort.status)  # once the others know that this rank leaves, they end with their own status
     for pool in mine:
         pool.over = True
         if pool.deaths is not None:

@@ -169,7 +169,7 @@ def _print(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
         "paper: ResNet-101 on CIFAR10, VGG-16 on CIFAR100 (top-5), LSTM on PTB (perplexity), 32 V100; here resnet20 "
         "on 5,000 images of MNIST, vgg on digits (accuracy) and text-lstm (nats a token)",
         f"here: {ranks} ranks on a simulated network, where top-k 1000x would be {_RATIO} times as fast as 10x if its "
-        "messages were all that there is beside computing, as the paper's is; ranks' own work is in processor time",
+        "messages were all that there is besides computing, as the paper's is; ranks' own work is in processor time",
         *(f"{task}: {bits / 1e6:.3g} Mbit/s, {1e3 * compute_s:.3g} ms of computing"
           for task, bits, compute_s in sorted(networks)),
         "speed-up: of seconds of as many steps; means over seeds, with the range; steps that are alike are timed once",

@@ -23,7 +23,7 @@ WORDS = {
     r"\b(?:over)?hear[sd]?\b": "receive",
     r"\bfor own in\b|\bown(?:\.\w|\[| = )": "the name of what it is",
 }
-NAMES = {"own", "apart", "together", "behind"}
+NAMES = {"own", "apart", "together"}
 """No names in code: as words of a sentence they are fine."""
 EXCEPTIONS = {"tests/packaging/test_words.py"}
 
