@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             "name": name,
             "parameters": {key: value for key, value in policy_class(name)().get_config().items() if key != "id"},
             "paper": policy_class(name).paper,
+            "as_published": hasattr(policy_class(name), "as_published"),
             "plugin": POLICIES.plugin(name),
         }
         for name in list_policies()
@@ -92,6 +93,7 @@ def compressor_entries() -> list[dict[str, Any]]:
                 "collectives": fitting(cls),
                 "wire_bytes_per_element": example.wire_bytes_per_element(4),
                 "paper": cls.paper,
+                "as_published": hasattr(cls, "as_published"),
                 "plugin": COMPRESSORS.plugin(name),
             }
         )
@@ -100,6 +102,8 @@ def compressor_entries() -> list[dict[str, Any]]:
 
 def _print_origin(entry: dict[str, Any]) -> None:
     print(f"    paper: {entry['paper']}")
+    if entry.get("as_published"):
+        print(f"    with the paper's settings: {json.dumps({'id': entry['name'], 'as_published': True})}")
     if entry["plugin"] is not None:
         print(f"    plugin: {entry['plugin']}")
 

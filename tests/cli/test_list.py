@@ -62,3 +62,16 @@ def test_text_has_a_part_for_each_compressor(written, capsys):
         assert f"{entry['wire_bytes_per_element']:g}" in part[2]
         assert part[3].strip() == f"collectives: {', '.join(entry['collectives'])}"
         assert entry["paper"] in part[4]
+
+
+def test_text_has_the_configuration_of_the_paper(written, capsys):
+    published = [
+        entry["name"] for part in ("compressors", "policies") for entry in written[part] if entry.get("as_published")
+    ]
+    assert {"sidco", "gravac", "lgreco", "flexible"} <= set(published)
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    for name in published:
+        config = {"id": name, "as_published": True}
+        assert f"with the paper's settings: {json.dumps(config)}" in printed
+        (mpicomp.get_policy if name in mpicomp.list_policies() else mpicomp.get_compressor)(config)

@@ -16,6 +16,7 @@ from mpicomp.registry import REGISTRIES
 from mpicomp.testing import checks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+EXAMPLE_FILES = "sign_topk", "int8", "halving_doubling", "flush"
 SLOW = Link(50e-6, 1e9)
 
 
@@ -27,10 +28,10 @@ def examples():
             registry.names()  # built-in ones are there to stay
             patch.setattr(registry, "_classes", dict(registry._classes))
         patch.syspath_prepend(EXAMPLES)
-        for name in ("sign_topk", "halving_doubling", "flush"):
+        for name in EXAMPLE_FILES:
             importlib.import_module(name)
         yield
-        for name in ("sign_topk", "halving_doubling", "flush"):
+        for name in EXAMPLE_FILES:
             del sys.modules[name]
 
 
@@ -46,6 +47,11 @@ def gradients(step, ranks, numel=20_000):
 def test_the_compressor_keeps_the_laws(law):
     [check] = [check for check in checks(sign_topk(0.05)) if check.__name__ == law]
     check()
+
+
+def test_quantiser_of_the_docs_keeps_the_laws():
+    for check in checks(mpicomp.get_compressor("int8")):
+        check()
 
 
 def test_the_collective_keeps_the_laws():
