@@ -78,9 +78,9 @@ def test_train_writes_what_its_lines_add_up_to(mpiexec, tmp_path, ranks, argumen
     if numel_sent == 0:
         assert result["sent_bytes"] == result["wire_bytes"] == 0
     assert f"verdict: {result['verdict']}" in done.stdout
-    told = [(bucket["gain"], bucket["energy"]) for line in lines[30:] for bucket in line["buckets"]]
-    sent = sum(gain * energy for gain, energy in told)
-    assert result["delay"] == pytest.approx(sum(energy for _, energy in told) / sent - 1, rel=1e-6, abs=1e-9)
+    reported = [(bucket["gain"], bucket["energy"]) for line in lines[30:] for bucket in line["buckets"]]
+    sent = sum(gain * energy for gain, energy in reported)
+    assert result["delay"] == pytest.approx(sum(energy for _, energy in reported) / sent - 1, rel=1e-6, abs=1e-9)
     assert [line["step"] for line in lines] == list(range(60))
     assert all(line["schema"] == 1 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -222,11 +222,11 @@ def test_warmup_runs_dense_steps_first(mpiexec, tmp_path, arguments, warmup, den
     assert result["warmup"] == warmup
     reasons = [line["buckets"][0]["reason"] for line in lines]
     assert sum(reason.startswith("warm-up") for reason in reasons) == (4 if warmup == "ramp:4" else warmup)
-    told = [line["buckets"][0]["ratio"] for line in lines if line["buckets"][0]["compressor"]["id"] == "topk"]
+    reported = [line["buckets"][0]["ratio"] for line in lines if line["buckets"][0]["compressor"]["id"] == "topk"]
     if arguments:  # one rank has nothing to gain from dense exchange, nor from another collective
-        assert len(told) == 8 - dense
+        assert len(reported) == 8 - dense
         assert result["collective"] == "allgather"
-    assert {float(f"{ratio:.4g}") for ratio in told} <= ratios
+    assert {float(f"{ratio:.4g}") for ratio in reported} <= ratios
     assert f"warmup {warmup}" in done.stdout if warmup else "warmup" not in done.stdout
 
 

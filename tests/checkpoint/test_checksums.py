@@ -33,7 +33,7 @@ def test_load_of_a_flipped_byte_names_file_and_array(tmp_path, rank, ranks):
     path = file_of(tmp_path, rank)
     whole = path.read_bytes()
     head, start = head_of(path)
-    spans = {name: own["data_offsets"] for name, own in head.items() if name != "__metadata__"}
+    spans = {name: item["data_offsets"] for name, item in head.items() if name != "__metadata__"}
     rng = np.random.default_rng(rank)
     for place in range(len(whole)):
         damaged = bytearray(whole)
@@ -95,8 +95,10 @@ def test_the_checksums_are_those_that_other_tools_give(tmp_path):
     head, start = head_of(path)
     metadata = head.pop("__metadata__")
     body = path.read_bytes()[start:]
-    sums = [f"{zlib.crc32(body[slice(*own['data_offsets'])]):08x}" for own in head.values()]
-    assert [own["data_offsets"][0] for own in head.values()] == sorted(own["data_offsets"][0] for own in head.values())
+    sums = [f"{zlib.crc32(body[slice(*item['data_offsets'])]):08x}" for item in head.values()]
+    assert [entry["data_offsets"][0] for entry in head.values()] == sorted(
+        item["data_offsets"][0] for item in head.values()
+    )
     assert metadata["crc32"] == "".join(sums)
     whole = path.read_bytes()[8:start]
     blank = whole.replace(metadata["header_crc32"].encode(), b"00000000")
@@ -120,9 +122,9 @@ def test_checkpoints_from_before_are_loaded(tmp_path, ranks):
     before = content(tmp_path)
     for rank, loaded in enumerate(load(tmp_path, ranks)):
         old = rank * 2 // ranks
-        own = 1.5 if ranks == 1 else 1.0 + old
+        value = 1.5 if ranks == 1 else 1.0 + old
         expected = {
-            "r": {"schema": 1, "step": 5, "residuals": {"w": np.full((2, 2), own, "f4")}, "velocities": {}},
+            "r": {"schema": 1, "step": 5, "residuals": {"w": np.full((2, 2), value, "f4")}, "velocities": {}},
             "high": np.array([old, 0.5], ">f8"),
             "place": (old, None, "x"),
         }

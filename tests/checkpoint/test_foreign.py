@@ -78,7 +78,7 @@ def test_save_keeps_a_checkpoint_with_a_foreign_file(tmp_path, extra):
         save(tmp_path, [{"epoch": epoch}])
         assert load(tmp_path) == [{"epoch": epoch}]
         assert names(tmp_path) == ["00000001", f"{epoch:08d}"]
-    assert {name: own for name, own in tree_of(tmp_path).items() if name.startswith("00000001")} == before
+    assert {name: item for name, item in tree_of(tmp_path).items() if name.startswith("00000001")} == before
 
 
 def test_other_ones_go_on_being_removed(tmp_path):
@@ -117,7 +117,7 @@ def test_rank_files_of_others_are_left_alone(tmp_path):
         save(tmp_path, [{"epoch": epoch}])
         assert load(tmp_path) == [{"epoch": epoch}]
         now = tree_of(tmp_path)
-        assert {name: own for name, own in now.items() if name.startswith("2024")} == before
+        assert {name: item for name, item in now.items() if name.startswith("2024")} == before
         assert len(now) == len(before) + 2
 
 
@@ -161,9 +161,9 @@ def test_save_removes_checkpoints_of_earlier_versions(tmp_path):
     save(tmp_path, [{"epoch": 3}], keep=2)
     assert names(tmp_path) == ["00000002", "00000004"]
     path = tmp_path / "00000002" / "rank-00001.safetensors"
-    # What another tool wrote anew has the keys in another order.
-    own = json.dumps(about(checkpoint=2, ranks=2, rank=1))
-    save_file({"w": np.zeros(3)}, path, {"a": "b", "mpicomp": own})
+    # What another tool rewrote has the keys in another order.
+    value = json.dumps(about(checkpoint=2, ranks=2, rank=1))
+    save_file({"w": np.zeros(3)}, path, {"a": "b", "mpicomp": value})
     save(tmp_path, [{"epoch": 4}])
     assert names(tmp_path) == ["00000005"]
 

@@ -138,9 +138,9 @@ def test_a_folder_that_is_no_path_on_one_rank(tmp_path, wrong, bad):
     folders = [wrong if rank == bad else str(tmp_path / "a") for rank in range(2)]
     world = LocalWorld(2)
     ends = zip(folders, world.transports, strict=True)
-    saved = world.run([caught(save_rounds(own, {}, 1, end.group)) for own, end in ends])
+    saved = world.run([caught(save_rounds(one_end, {}, 1, end.group)) for one_end, end in ends])
     loaded = world.run(
-        [caught(load_rounds(own, end.group)) for own, end in zip(folders, world.transports, strict=True)]
+        [caught(load_rounds(folder, end.group)) for folder, end in zip(folders, world.transports, strict=True)]
     )
     for verb, errors in [("save", saved), ("load", loaded)]:
         text = the_one(errors, ConfigurationError)
@@ -194,26 +194,26 @@ def test_whatever_a_step_raises_is_raised_on_all(tmp_path, monkeypatch, name, er
 
 def damaged(whole, rng):
     """Damage a file in one or several places."""
-    own = bytearray(whole)
+    value = bytearray(whole)
     for _ in range(rng.integers(1, 4)):
-        place, length = int(rng.integers(len(own))), int(rng.integers(1, 200))
+        place, length = int(rng.integers(len(value))), int(rng.integers(1, 200))
         match rng.integers(6):
             case 0:
-                own[place] ^= int(rng.integers(1, 256))
+                value[place] ^= int(rng.integers(1, 256))
             case 1:
-                del own[place:]
+                del value[place:]
             case 2:
-                own[place:place] = rng.bytes(length)
+                value[place:place] = rng.bytes(length)
             case 3:
-                del own[place : place + length]
+                del value[place : place + length]
             case 4:
-                own[place : place + length] = bytes(min(length, len(own) - place))
+                value[place : place + length] = bytes(min(length, len(value) - place))
             case 5:
-                other = int(rng.integers(len(own)))
-                own[place : place + length] = own[other : other + length]
-        if not own:
+                other = int(rng.integers(len(value)))
+                value[place : place + length] = value[other : other + length]
+        if not value:
             break
-    return bytes(own)
+    return bytes(value)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -251,7 +251,7 @@ def test_load_of_old_damaged_files_is_one_error_of_all_ranks(tmp_path, seed):
         rank, ranks = int(rng.integers(3)), int(rng.integers(1, 5))
         files[rank].write_bytes(damaged(wholes[rank], rng))
         found = load_errors(tmp_path, ranks)
-        errors = [own for own in found if isinstance(own, MpicompError)]
+        errors = [item for item in found if isinstance(item, MpicompError)]
         assert not errors or the_one(found)
         files[rank].write_bytes(wholes[rank])
     save(tmp_path, [{}])

@@ -63,19 +63,19 @@ def test_a_damaged_file_is_one_error_of_all_ranks(comm, tmp_path, damage):
     if comm.rank == 0:
         path = file_of(folder, last)
         deep = "[" * 100_000 + "]" * 100_000
-        own = about(ranks=comm.size, rank=last)
+        value = about(ranks=comm.size, rank=last)
         match damage:
             case "flipped":
                 whole = path.read_bytes()
                 path.write_bytes(whole[:-20] + bytes([whole[-20] ^ 4]) + whole[-19:])
             case "token":
-                write_before(path, own | {"token": 2**63})
+                write_before(path, value | {"token": 2**63})
             case "deep header":
                 write_before(path, deep)
             case "deep tree":
-                write_before(path, own, deep)
+                write_before(path, value, deep)
             case "ranks":
-                write_before(file_of(folder, 0), own | {"ranks": 2**40, "rank": 0})
+                write_before(file_of(folder, 0), value | {"ranks": 2**40, "rank": 0})
     comm.Barrier()
     with pytest.raises(CheckpointError, match=r"rank-[0-9]+.safetensors'") as raised:
         mpicomp.load_checkpoint(folder, comm)

@@ -1,4 +1,4 @@
-"""Residuals are distributed anew among another number of ranks."""
+"""Residuals are redistributed among another number of ranks."""
 
 import numpy as np
 import pytest
@@ -42,10 +42,10 @@ def slow(residuals, ranks):
 def test_the_mean_over_ranks_is_conserved(written, ranks, seed):
     residuals = np.random.default_rng(seed).normal(size=(written, 3))
     shares = [weights(rank, ranks, written) for rank in range(ranks)]
-    new = [sum(share * residuals[source] for source, share in own.items()) for own in shares]
+    new = [sum(share * residuals[source] for source, share in by_source.items()) for by_source in shares]
     np.testing.assert_allclose(np.mean(new, axis=0), residuals.mean(axis=0), atol=1e-12)
     np.testing.assert_allclose(new, slow(residuals, ranks), atol=1e-12)
-    assert all(share > 0 for own in shares for share in own.values())
+    assert all(share > 0 for by_source in shares for share in by_source.values())
 
 
 @pytest.mark.parametrize(("written", "ranks"), [(1, 1), (4, 4), (4, 2), (2, 4), (3, 2), (1, 3), (5, 1)])
@@ -59,21 +59,21 @@ def test_residuals_and_velocities_are_distributed_anew(tmp_path, written, ranks)
     save(tmp_path, [{"deep": [({7: state}, rank)]} for rank, state in enumerate(states)])
     loaded = load(tmp_path, ranks)
     for rank, tree in enumerate(loaded):
-        ((own, nearest),) = tree["deep"]
+        ((element, nearest),) = tree["deep"]
         assert nearest == rank * written // ranks
-        rest = {key: value for key, value in own[7].items() if key not in ("residuals", "velocities")}
+        rest = {key: value for key, value in element[7].items() if key not in ("residuals", "velocities")}
         check_same(rest, {key: states[nearest][key] for key in rest})
         assert rest["step"] == 4
     for kind in ("residuals", "velocities"):
         for name in states[0][kind]:
             before = [state[kind][name] for state in states]
             after = [tree["deep"][0][0][7][kind][name] for tree in loaded]
-            assert {(own.dtype, own.shape, type(own)) for own in after} == {
+            assert {(item.dtype, item.shape, type(item)) for item in after} == {
                 (before[0].dtype, before[0].shape, np.ndarray)
             }
-            np.testing.assert_allclose(after, slow([own.astype("f8") for own in before], ranks), rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(after, slow([item.astype("f8") for item in before], ranks), rtol=1e-6, atol=1e-7)
             if written == ranks:
-                assert [own.tobytes() for own in after] == [own.tobytes() for own in before]
+                assert [entry.tobytes() for entry in after] == [item.tobytes() for item in before]
     new = Ranks(ranks, **settings)
     for reducer, tree in zip(new.reducers, loaded, strict=True):
         reducer.load_state_dict(tree["deep"][0][0][7])

@@ -88,7 +88,7 @@ def test_process_without_a_launcher_is_one_rank(alone):
 def test_singletons_are_told_once(alone):
     step = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
     first, second = (alone("--json", SLURM_PROCID=rank, **step) for rank in ("0", "1"))
-    # Whoever fails first may be the end of all, so only the one that prints does.
+    # The first rank that fails may end the job, so only the one that prints fails.
     assert [first.returncode, second.returncode] == [1, 0]
     assert second.stdout == ""
     (problem,) = json.loads(first.stdout)["problems"]

@@ -15,11 +15,13 @@ ADDED_S = 12e-3
 def test_the_mean_of_what_is_added_is_told_from_how_much_steps_differ(seed):
     random = np.random.default_rng(seed)
     contention = Contention()
-    told = []
+    reported = []
     for step in range(400):
         contention.observe(step // 10 % 2, 2e-3 + random.exponential(ADDED_S))
-        told.append(contention.seconds)
-    assert np.mean(told[100:]) == pytest.approx(ADDED_S, rel=0.35)  # of 32 pairs at a time, and the lower of two plans
+        reported.append(contention.seconds)
+    assert np.mean(reported[100:]) == pytest.approx(
+        ADDED_S, rel=0.35
+    )  # of 32 pairs at a time, and the lower of two plans
 
 
 def test_seconds_that_differ_by_little_have_nothing_added():
@@ -61,7 +63,7 @@ def trained(bits, seed):
             end.seconds += 20e-3
         noise = 3 * random.standard_normal((4, gradient.size)).astype(np.float32)
         link.added_s = random.exponential(ADDED_S)
-        world.run([each.rounds({"w": gradient + own}) for each, own in zip(reducers, noise, strict=True)])
+        world.run([each.rounds({"w": gradient + item}) for each, item in zip(reducers, noise, strict=True)])
         if step >= 30:
             probed += reducers[0].last_step.once_wire_bytes > 0
             [bucket] = reducers[0].last_step.buckets

@@ -142,5 +142,5 @@ def test_a_link_that_has_changed_is_measured_anew():
     world, network = probed(4, link)
     link.bits = 100e6
     networks = [Network.from_json(network.to_json()) for _ in world.transports]
-    world.run([probe_link(own, end) for own, end in zip(networks, world.transports, strict=True)])
+    world.run([probe_link(network, end) for network, end in zip(networks, world.transports, strict=True)])
     assert networks[0].seconds_per_byte == pytest.approx(8 / 100e6, rel=0.02)

@@ -88,22 +88,22 @@ def test_what_one_plan_measures_moves_all():
 def test_one_accident_changes_nothing_and_two_alike_do():
     network = known()
     plan = PLANS[1]
-    own = coefficients(network, *plan)
-    before = network.seconds(own)
-    assert network.observe(own, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is False
-    assert network.seconds(own) == before
-    assert network.observe(own, before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is False
-    assert network.observe(own, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is False
-    assert network.observe(own, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is True
-    assert network.seconds(own) == pytest.approx(20 * before, rel=0.3)
+    value = coefficients(network, *plan)
+    before = network.seconds(value)
+    assert network.observe(value, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is False
+    assert network.seconds(value) == before
+    assert network.observe(value, before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is False
+    assert network.observe(value, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is False
+    assert network.observe(value, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is True
+    assert network.seconds(value) == pytest.approx(20 * before, rel=0.3)
 
 
 def test_it_survives_a_file():
     network = known()
     feed(network, PLANS, 20, np.random.default_rng(1))
     again = Network.from_json(json.loads(json.dumps(network.to_json())))
-    own = [coefficients(network, *plan) for plan in PLANS]
-    assert [again.seconds(plan) for plan in own] == [network.seconds(plan) for plan in own]
+    value = [coefficients(network, *plan) for plan in PLANS]
+    assert [again.seconds(plan) for plan in value] == [network.seconds(plan) for plan in value]
     assert again.factor_variance.tobytes() == network.factor_variance.tobytes()
 
 

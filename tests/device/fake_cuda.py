@@ -2,7 +2,7 @@
 
 Arrays are opaque, as CuPy's are: NumPy gets at none of them but by what CuPy offers it, and what mixes them with arrays
 of the host fails. What is put into a stream is done at once (``eager``), when somebody waits for it and not before
-(``lazy``), or at some time in between (``random``): whoever forgets to wait, or takes the wrong stream, gets rubbish.
+(``lazy``), or at some time in between (``random``): code that forgets to wait, or takes the wrong stream, gets rubbish.
 
 Kernels are those of the host (`HostKernels`), or those of CUDA in an emulation (see `device.emulator`).
 """
@@ -109,8 +109,13 @@ class ndarray:  # noqa: N801 (CuPy's name)
 
     @property
     def __cuda_array_interface__(self):
-        told = dict(self._host.__array_interface__)
-        return {"shape": told["shape"], "typestr": told["typestr"], "strides": self._host.strides, "version": 3} | {
+        reported = dict(self._host.__array_interface__)
+        return {
+            "shape": reported["shape"],
+            "typestr": reported["typestr"],
+            "strides": self._host.strides,
+            "version": 3,
+        } | {
             "data": (self._host.ctypes.data if self.size else 0, False),
             "stream": self.cupy.stream_in_use(),
         }
@@ -495,8 +500,10 @@ class _Module:
 
         def launch(grid, block, arguments):
             given = tuple(
-                emulator.ndarray(own._host, own._memory or emulator.Memory(0)) if isinstance(own, ndarray) else own
-                for own in arguments
+                emulator.ndarray(argument._host, argument._memory or emulator.Memory(0))
+                if isinstance(argument, ndarray)
+                else argument
+                for argument in arguments
             )
             self._cupy.launches.append(name)
             self._cupy.put(lambda: kernel(grid, block, given))
@@ -507,7 +514,7 @@ class _Module:
 def install(monkeypatch, schedule="eager", seed=0, emulated=False, guarded=False):
     """Put it in the place of CuPy and of the driver, with the host's kernels or emulated ones; give the module.
 
-    Where it is ``guarded``, whoever else touches its memory dies, see `device.guarded`.
+    Where it is ``guarded``, any other access to its memory is a crash, see `device.guarded`.
     """
     if guarded:
         from device import guarded as guards  # it changes this module

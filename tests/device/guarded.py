@@ -2,7 +2,7 @@
 
 All of it is open while a kernel or a copy of the stand-in runs, and the arrays of a round on the direct route from its
 post to its completion. Whatever else reads or writes it, in Python or in a library, dies of a segmentation fault. What
-this cannot show: an access in the time of another one, by a second thread or beside the array in its own pages.
+this cannot show: an access in the time of another one, by a second thread or next to the array in its own pages.
 """
 
 import contextlib
@@ -140,18 +140,18 @@ def install(monkeypatch):
 
     def arrays(leg):
         both = leg.requested.send, leg.requested.recv
-        return [own for own in both if isinstance(own, fake_cuda.ndarray) and own.size]
+        return [item for item in both if isinstance(item, fake_cuda.ndarray) and item.size]
 
     begin, finish = gpu_routes.DirectRound.__init__, gpu_routes.DirectRound.finish
 
     def begun(leg, *args):
         begin(leg, *args)
-        for own in arrays(leg):
-            arena.lend(own)
+        for buffer in arrays(leg):
+            arena.lend(buffer)
 
     def arrived(leg):
-        for own in arrays(leg):
-            arena.give_back(own)
+        for buffer in arrays(leg):
+            arena.give_back(buffer)
         return finish(leg)
 
     monkeypatch.setattr(gpu_routes.DirectRound, "__init__", begun)

@@ -1,7 +1,7 @@
 """A stand-in for CUDA's driver and for CuPy's arrays, as lazy as a device may be.
 
 Memory of the device is memory of the host that only this module reads. What is put into a stream is done when somebody
-waits for it and not before, so whoever forgets to wait, or puts work into the wrong stream, gets rubbish. It has what
+waits for it and not before, so code that forgets to wait, or puts work into the wrong stream, gets rubbish. It has what
 `mpicomp.transport.staging` uses and nothing more.
 """
 
@@ -163,12 +163,12 @@ class Cupy:
 
             @property
             def __cuda_array_interface__(self):
-                told = dict(self._memory.__array_interface__)
-                told["data"] = (self._memory.ctypes.data if self._memory.size else 0, False)
-                told["version"] = outer.version
+                reported = dict(self._memory.__array_interface__)
+                reported["data"] = (self._memory.ctypes.data if self._memory.size else 0, False)
+                reported["version"] = outer.version
                 if outer.version >= 3:
-                    told["stream"] = outer.current_stream
-                return told
+                    reported["stream"] = outer.current_stream
+                return reported
 
             def get(self):
                 outer.driver.finish(outer.current_stream or 1)

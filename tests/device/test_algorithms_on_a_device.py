@@ -51,13 +51,13 @@ def on_host(value):
 
 
 def stepped(ranks, given, bring):
-    """Give the means and the residuals of a step, on the host; what cannot be told is the error of a rank."""
+    """Give the means and the residuals of a step, on the host; what cannot be computed is the error of a rank."""
     try:
-        means = ranks.reduce([{name: bring(value) for name, value in own.items()} for own in given])
+        means = ranks.reduce([{name: bring(value) for name, value in item.items()} for item in given])
     except MpicompError as error:
         return str(error), type(error.__cause__)
-    told = [{name: on_host(value) for name, value in own.items()} for own in means]
-    return told, [ranks.residuals(name) for name in given[0]]
+    reported = [{name: on_host(value) for name, value in mean.items()} for mean in means]
+    return reported, [ranks.residuals(name) for name in given[0]]
 
 
 def ranks_of(compressor, size=3, **settings):
@@ -97,16 +97,16 @@ def test_what_is_remembered_moves_between_host_and_device(compressor, saves, eag
         if step == 4:
             for before, after in zip(first.reducers, second.reducers, strict=True):
                 state = before.state_dict()
-                assert not any(isinstance(own, fake_cuda.ndarray) for own in leaves(state))
+                assert not any(isinstance(leave, fake_cuda.ndarray) for leave in leaves(state))
                 after.load_state_dict(state)
-        ranks, own = (first, bring) if step < 4 else (second, other)
-        np.testing.assert_equal(stepped(ranks, given, own), expected)
+        ranks, value = (first, bring) if step < 4 else (second, other)
+        np.testing.assert_equal(stepped(ranks, given, value), expected)
 
 
 def leaves(value):
     if isinstance(value, dict):
         value = list(value.values())
-    return [leaf for own in value for leaf in leaves(own)] if isinstance(value, list | tuple) else [value]
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list | tuple) else [value]
 
 
 @pytest.mark.parametrize("bad", [np.nan, *(pytest.param(bad, marks=pytest.mark.slow) for bad in (np.inf, 3e38))])
@@ -121,11 +121,11 @@ def test_what_is_not_finite_is_found_alike(compressor, bad, eager):
 
 @pytest.mark.parametrize("compressor", ALGORITHMS, ids=str)
 def test_zeros(compressor, eager):
-    """Factors are drawn anew where there is nothing to go on from; a frame of zeros is one."""
+    """Factors are drawn again where there is nothing to go on from; a frame of zeros is one."""
 
     def change(step, given):
-        for own in given:
-            for value in own.values():
+        for item in given:
+            for value in item.values():
                 value[:] = 0 if step != 3 else value
 
     compare(compressor, eager.asarray, change)
@@ -133,8 +133,8 @@ def test_zeros(compressor, eager):
 
 def test_a_column_that_is_empty_is_drawn_anew(eager):
     def change(step, given):
-        for own in given:
-            own["b.weight"][1:] = 0  # of rank one
+        for item in given:
+            item["b.weight"][1:] = 0  # of rank one
 
     compare(mpicomp.PowerSGD(rank=3, min_compression_rate=0.5), eager.asarray, change)
 
@@ -163,8 +163,8 @@ def test_stacks_see_their_matrices_wherever_they_are(shapes, counts, eager):
     array = np.arange(start)
     views = [stack.of(array) for stack in stacks]
     assert all(np.shares_memory(view, array) for view in views)
-    for matrix, own in zip(matrices, [own for view in views for own in view], strict=True):
-        np.testing.assert_array_equal(own.reshape(-1), array[matrix.start : matrix.stop])
+    for matrix, entry in zip(matrices, [item for view in views for item in view], strict=True):
+        np.testing.assert_array_equal(entry.reshape(-1), array[matrix.start : matrix.stop])
     compare(mpicomp.PowerSGD(rank=1, min_compression_rate=0.5), eager.asarray, shapes=shapes)
 
 
@@ -203,6 +203,6 @@ def test_the_host_waits_for_few_numbers(compressor, most, eager):
     places = [bucket.device for reducer in ranks.reducers for bucket in reducer.layout.buckets]
     alone, before = eager.reads, [place.reads for place in places]
     given = [gradients_of(rank, 9, shapes) for rank in range(3)]
-    ranks.reduce([{name: eager.asarray(value) for name, value in own.items()} for own in given])
+    ranks.reduce([{name: eager.asarray(value) for name, value in item.items()} for item in given])
     assert max(place.reads - b for place, b in zip(places, before, strict=True)) <= most
     assert eager.reads == alone

@@ -27,7 +27,7 @@ def counted(cupy, compressor, collective, size, parameters=1, route="staged", sh
     names = [str(number) for number in range(parameters)]
     given = [{name: cupy.empty(NUMEL // parameters, np.float32).reshape(shape) for name in names} for _ in range(size)]
     for step in range(STEPS):
-        for array in (own[name] for own in given for name in names):  # where they were before, as frameworks have it
+        for array in (item[name] for item in given for name in names):  # where they were before, as frameworks have it
             array._host[:] = random.laplace(size=array.shape)
         if step == STEPS - 1:  # rooms are made and bounds are known by now
             driver.to_host_bytes = driver.from_host_bytes = 0

@@ -1,7 +1,7 @@
 """Rounds on arrays of a device that MPI is given as they are: it reads and writes memory that nobody else may look at.
 
 The device's memory is the host's, so any MPI takes it. What is put into streams is done late, so what is not waited for
-is rubbish; where the memory is guarded, whoever touches it at another time dies (see `device.guarded`).
+is rubbish; where the memory is guarded, an access at another time is a crash (see `device.guarded`).
 """
 
 import contextlib
@@ -68,7 +68,7 @@ def on_the_device(gpu, exchange):
         if not isinstance(asked, Round):
             reply = landed(gpu, pending.pop(asked), (yield asked))
             continue
-        send, recv = (None if own is None else gpu.to_device(own) for own in (asked.send, asked.recv))
+        send, recv = (None if send is None else gpu.to_device(send) for send in (asked.send, asked.recv))
         if send is not None:
             send += 0  # the last change is a kernel's
         reply = yield replace(asked, send=send, recv=recv)
@@ -113,9 +113,9 @@ def test_in_a_thread_beside_other_rounds(transports, comm):
     layout, transport = transports[-1]
     with ProgressThread(transport) as thread:
         jobs = [thread.submit(directly(in_the_background(layout, comm.rank))) for _ in range(3)]
-        own = transport.run(directly(at_once(layout, comm.rank, dtypes=[np.float32])))
+        value = transport.run(directly(at_once(layout, comm.rank, dtypes=[np.float32])))
         assert all(job.result(timeout=60) > 0 for job in jobs)
-    assert own > 0
+    assert value > 0
 
 
 @pytest.mark.parametrize("numel", [0, 70_000, *(pytest.param(numel, marks=slow) for numel in (1, 200_001))])
@@ -191,15 +191,15 @@ def gradients_of(rank, step):
 def reduced(comm, compressor, collective, bring):
     """Give the means of all steps and the residuals after each."""
     reducer = mpicomp.Reducer(compressor, collective, comm=comm, feedback=None if compressor.contractive else False)
-    told = []
+    reported = []
     for step in range(STEPS):
-        means = reducer.reduce({name: bring(own) for name, own in gradients_of(comm.rank, step).items()})
-        told.append(
-            {name: own.get() if isinstance(own, fake_cuda.ndarray) else own.copy() for name, own in means.items()}
+        means = reducer.reduce({name: bring(item) for name, item in gradients_of(comm.rank, step).items()})
+        reported.append(
+            {name: mean.get() if isinstance(mean, fake_cuda.ndarray) else mean.copy() for name, mean in means.items()}
         )
-        told.append({name: reducer.residual(name).copy() for name in SHAPES})
+        reported.append({name: reducer.residual(name).copy() for name in SHAPES})
     reducer.close()
-    return told
+    return reported
 
 
 def compare(cupy, comm, compressor, collective, monkeypatch):
@@ -208,7 +208,7 @@ def compare(cupy, comm, compressor, collective, monkeypatch):
     for kind, made in ((gpu_routes.StagedRound, staged), (gpu_routes.DirectRound, direct)):
         begin = kind.__init__
         monkeypatch.setattr(kind, "__init__", lambda *a, begin=begin, made=made: (made.append(0), begin(*a))[1])
-    expected = reduced(comm, compressor, collective, lambda own: own)
+    expected = reduced(comm, compressor, collective, lambda value: value)
     assert not direct
     np.testing.assert_equal(reduced(comm, compressor, collective, cupy.asarray), expected)
     assert direct or comm.size == 1

@@ -58,12 +58,12 @@ def gradients_of(rank, step):
 def run(compressor, collective, bring):
     """Give the means of each step and rank, and the residuals after it."""
     ranks = Ranks(SIZE, compressor, collective, feedback=None if compressor.feedback else False)
-    told = []
+    reported = []
     for step in range(STEPS):
-        given = [{name: bring(own) for name, own in gradients_of(rank, step).items()} for rank in range(SIZE)]
-        means = [{name: on_host(own) for name, own in mean.items()} for mean in ranks.reduce(given)]
-        told.append((means, {name: ranks.residuals(name) for name in SHAPES}))
-    return told
+        given = [{name: bring(item) for name, item in gradients_of(rank, step).items()} for rank in range(SIZE)]
+        means = [{name: on_host(item) for name, item in mean.items()} for mean in ranks.reduce(given)]
+        reported.append((means, {name: ranks.residuals(name) for name in SHAPES}))
+    return reported
 
 
 def on_host(value):
@@ -72,7 +72,7 @@ def on_host(value):
 
 @pytest.mark.parametrize(("compressor", "collective"), kinds(SAME_BITS), ids=str)
 def test_means_and_residuals_have_the_bits_of_the_host(compressor, collective, cupy):
-    np.testing.assert_equal(run(compressor, collective, cupy.asarray), run(compressor, collective, lambda own: own))
+    np.testing.assert_equal(run(compressor, collective, cupy.asarray), run(compressor, collective, lambda value: value))
 
 
 @pytest.mark.parametrize(("compressor", "collective"), kinds(LAWS), ids=str)
@@ -80,9 +80,9 @@ def test_nothing_is_lost_and_all_ranks_hold_the_same_bits(compressor, collective
     before = {name: np.zeros((SIZE, *shape)) for name, shape in SHAPES.items()}
     for step, (means, after) in enumerate(run(compressor, collective, cupy.asarray)):
         np.testing.assert_equal(means[0], means[1])
-        for name, own in SHAPES.items():
+        for name, shape in SHAPES.items():
             given = np.array([gradients_of(rank, step)[name] for rank in range(SIZE)], np.float64)
             held = (given + before[name]).sum(axis=0) - SIZE * means[0][name].astype(np.float64)
             np.testing.assert_allclose(held, np.sum(after[name], axis=0, dtype=np.float64), rtol=0, atol=2e-5)
             before[name] = np.array(after[name], np.float64)
-            assert before[name].shape == (SIZE, *own)
+            assert before[name].shape == (SIZE, *shape)

@@ -42,41 +42,41 @@ KERNEL half_atomic(int* array) {
   if (threadIdx.x < 32) atomicAdd(array, 1); else array[0] = array[0] + 1;
 }
 KERNEL no_barrier(int* array) {
-  __shared__ int told[64];
-  told[threadIdx.x] = threadIdx.x;
-  array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x ^ 32];
+  __shared__ int shared[64];
+  shared[threadIdx.x] = threadIdx.x;
+  array[blockIdx.x * 64 + threadIdx.x] = shared[threadIdx.x ^ 32];
 }
 KERNEL no_second_barrier(int* array) {
-  __shared__ int told[64];
+  __shared__ int shared[64];
   for (int turn = 0; turn < 2; ++turn) {
-    told[threadIdx.x] = threadIdx.x + turn;
+    shared[threadIdx.x] = threadIdx.x + turn;
     __syncthreads();
-    array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x ^ 32];
+    array[blockIdx.x * 64 + threadIdx.x] = shared[threadIdx.x ^ 32];
   }
 }
 KERNEL in_order(int* array) {
-  __shared__ int told[64], any;
+  __shared__ int shared[64], any;
   __shared__ char bytes[64];
   if (threadIdx.x == 0) any = 0;
   __syncthreads();
   for (int turn = 0; turn < 2; ++turn) {
-    told[threadIdx.x] = threadIdx.x;
+    shared[threadIdx.x] = threadIdx.x;
     bytes[threadIdx.x] = 1;
     __ballot_sync(0xffffffffu, 1);
-    int near = told[threadIdx.x ^ 1];
+    int near = shared[threadIdx.x ^ 1];
     __syncthreads();
-    array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x ^ 32] + near + bytes[threadIdx.x ^ 33];
+    array[blockIdx.x * 64 + threadIdx.x] = shared[threadIdx.x ^ 32] + near + bytes[threadIdx.x ^ 33];
     if (threadIdx.x % 2) any = 1;  // the same by all of them
     __syncthreads();
   }
 }
 KERNEL left_over(int* array) {
-  __shared__ int told[64];
-  if (blockIdx.x == 3) told[threadIdx.x] = 7;
+  __shared__ int shared[64];
+  if (blockIdx.x == 3) shared[threadIdx.x] = 7;
   __syncthreads();
-  array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x];
+  array[blockIdx.x * 64 + threadIdx.x] = shared[threadIdx.x];
 }
-KERNEL beside(int* array, i64 size) {
+KERNEL past_end(int* array, i64 size) {
   if (threadIdx.x == 0) array[0] = array[size];
 }
 KERNEL order(int* array) {
@@ -118,16 +118,16 @@ def test_writing_outside_an_array(kernel):
 
 @pytest.mark.parametrize("index", [-1, 5, 100])
 def test_reading_outside_an_array(kernel, index):
-    with pytest.raises(RuntimeError, match="beside: block 0, thread 0: a read outside the arrays"):
-        kernel("beside", 1, emulator.zeros(5, np.int32), index)
+    with pytest.raises(RuntimeError, match="past_end: block 0, thread 0: a read outside the arrays"):
+        kernel("past_end", 1, emulator.zeros(5, np.int32), index)
 
 
 def test_reading_behind_a_part_of_an_array(kernel):
     """What is behind it is the array's, but the kernel was not given that."""
     array = emulator.zeros(9, np.int32)
-    kernel("beside", 1, array, 5)
+    kernel("past_end", 1, array, 5)
     with pytest.raises(RuntimeError, match="a read outside the arrays"):
-        kernel("beside", 1, array[:5], 5)
+        kernel("past_end", 1, array[:5], 5)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ view[0]
 
 @pytest.mark.parametrize("touch", TOUCHES)
 def test_memory_that_the_host_may_not_touch(touch):
-    """Whoever does dies, by a segmentation fault."""
+    """Such an access is a segmentation fault."""
     root = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", CHILD + TOUCHES[touch]],

@@ -29,15 +29,15 @@ def run(compressor, collective, size, bring, copied=lambda: 0, **settings):
     """
     feedback = None if compressor.contractive else False
     ranks = Ranks(size, compressor, collective, feedback=feedback, **settings)
-    told = []
+    reported = []
     for step in range(STEPS):
         given = [gradients_of(rank, step) for rank in range(size)]
         before = copied()
-        means = ranks.reduce([{name: bring(value) for name, value in own.items()} for own in given])
+        means = ranks.reduce([{name: bring(value) for name, value in item.items()} for item in given])
         sent = sum(reducer.last_step.buckets[0].sent_bytes for reducer in ranks.reducers)
         assert copied() - before <= 1.5 * sent + 512 * size
-        told.append(([dict(own) for own in means], [ranks.residuals(name) for name in SHAPES]))
-    return told
+        reported.append(([dict(mean) for mean in means], [ranks.residuals(name) for name in SHAPES]))
+    return reported
 
 
 def compare(compressor, collective, cupy, size=3, **settings):
@@ -47,7 +47,7 @@ def compare(compressor, collective, cupy, size=3, **settings):
         for own_there in there:
             assert all(isinstance(value, fake_cuda.ndarray) for value in own_there.values())
         np.testing.assert_equal(residuals_there, residuals)
-    last = [{name: value.get() for name, value in own.items()} for own in found[-1][0]]
+    last = [{name: value.get() for name, value in item.items()} for item in found[-1][0]]
     np.testing.assert_equal(last, expected[-1][0])
 
 

@@ -1,4 +1,4 @@
-"""What a reducer does beside exchanging, with arrays on a device: states, 16 bits, momentum, what is not finite."""
+"""What a reducer does besides exchanging, with arrays on a device: states, 16 bits, momentum, what is not finite."""
 
 import numpy as np
 import pytest
@@ -25,8 +25,8 @@ def gradients_of(rank, step, dtype=np.float32):
 
 def stepped(ranks, step, bring, **settings):
     given = [gradients_of(rank, step, **settings) for rank in range(len(ranks.reducers))]
-    means = ranks.reduce([{name: bring(value) for name, value in own.items()} for own in given])
-    return [{name: on_host(value) for name, value in own.items()} for own in means]
+    means = ranks.reduce([{name: bring(value) for name, value in item.items()} for item in given])
+    return [{name: on_host(value) for name, value in mean.items()} for mean in means]
 
 
 def on_host(value):
@@ -54,7 +54,7 @@ def test_states_move_between_host_and_device(compressor, saves, loads, cupy):
     for step in range(3):
         stepped(first, step, bring[saves])
     for reducer, state in zip(second.reducers, states(first), strict=True):
-        assert all(isinstance(own, np.ndarray) for own in state["residuals"].values())
+        assert all(isinstance(item, np.ndarray) for item in state["residuals"].values())
         reducer.load_state_dict(state)
     for step in range(3, 6):
         np.testing.assert_equal(stepped(second, step, bring[loads]), stepped(whole, step, bring["host"]))
@@ -67,7 +67,7 @@ def test_16_bits_come_back_as_16_bits(compressor, cupy):
     there, here = Ranks(2, compressor), Ranks(2, compressor)
     for step in range(3):
         found = stepped(there, step, cupy.asarray, dtype=np.float16)
-        assert {own.dtype for own in found[0].values()} == {np.dtype(np.float16)}
+        assert {item.dtype for item in found[0].values()} == {np.dtype(np.float16)}
         np.testing.assert_equal(found, stepped(here, step, lambda value: value, dtype=np.float16))
     residual = there.reducers[0].residual("first")
     assert residual.dtype == np.float32
@@ -92,13 +92,13 @@ def test_what_is_not_finite(compressor, policy, cupy):
         stepped(ranks, 0, bring)
         given = [gradients_of(rank, 1) for rank in range(2)]
         given[1]["second"][3] = np.nan
-        told = None
+        reported = None
         try:
-            told = ranks.reduce([{name: bring(value) for name, value in own.items()} for own in given])
-            told = [{name: on_host(value) for name, value in own.items()} for own in told]
+            reported = ranks.reduce([{name: bring(value) for name, value in item.items()} for item in given])
+            reported = [{name: on_host(value) for name, value in item.items()} for item in reported]
         except NonFiniteError as error:
-            told = str(error)
-        return told, [ranks.residuals(name) for name in SHAPES], stepped(ranks, 2, bring)
+            reported = str(error)
+        return reported, [ranks.residuals(name) for name in SHAPES], stepped(ranks, 2, bring)
 
     np.testing.assert_equal(bad(cupy.asarray), bad(lambda value: value))
 
@@ -114,8 +114,8 @@ def test_ranks_on_host_and_device_together(compressor, cupy):
     mixed, alike = Ranks(3, compressor), Ranks(3, compressor)
     for step in range(3):
         given = [gradients_of(rank, step) for rank in range(3)]
-        own = [{name: cupy.asarray(value) for name, value in given[0].items()}, *given[1:]]
-        means = mixed.reduce(own)
+        item = [{name: cupy.asarray(value) for name, value in given[0].items()}, *given[1:]]
+        means = mixed.reduce(item)
         assert isinstance(means[0]["first"], fake_cuda.ndarray)
         assert isinstance(means[1]["first"], np.ndarray)
         expected = alike.reduce(given)
@@ -162,7 +162,7 @@ def test_events_do_not_grow_with_the_number_of_arrays(cupy, monkeypatch):
         for step in range(3):
             counted.clear()
             values = np.random.default_rng(step).standard_normal((arrays, 100 // arrays), np.float32)
-            ranks.reduce([{str(place): cupy.asarray(own) for place, own in enumerate(values)}])
+            ranks.reduce([{str(place): cupy.asarray(value) for place, value in enumerate(values)}])
         recorded.append(len(counted))
     assert recorded[0] == recorded[1]
 
@@ -171,10 +171,10 @@ def test_the_joint_choice_surveys_arrays_of_a_device(cupy):
     """What it chooses depends on what it measures; all ranks get the same, and nothing is lost."""
     ranks, given, means = Ranks(2), np.zeros(600), np.zeros(600)
     for step in range(6):
-        told = stepped(ranks, step, cupy.asarray)
-        np.testing.assert_equal(told[0], told[1])
+        reported = stepped(ranks, step, cupy.asarray)
+        np.testing.assert_equal(reported[0], reported[1])
         given += sum(gradients_of(rank, step)["first"].reshape(-1) for rank in range(2))
-        means += 2.0 * told[0]["first"].reshape(-1)
+        means += 2.0 * reported[0]["first"].reshape(-1)
     np.testing.assert_allclose(given, means + ranks.residual_sum("first").reshape(-1), rtol=0, atol=1e-4)
 
 
@@ -211,9 +211,9 @@ def test_a_thread_exchanges_what_other_streams_still_compute(cupy):
                 if begun is None:
                     means = reducer.reduce(given)
                 else:
-                    for name, own in given.items():
-                        begun.put(name, own)
+                    for name, item in given.items():
+                        begun.put(name, item)
                     means = begun.finish(given)
-                for own in means.values():
-                    np.testing.assert_array_equal((own + 1).get(), np.full(20, 3 * step + 4))
+                for mean in means.values():
+                    np.testing.assert_array_equal((mean + 1).get(), np.full(20, 3 * step + 4))
     reducer.close()

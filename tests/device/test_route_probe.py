@@ -18,14 +18,14 @@ def cupy(monkeypatch):
 
 def run(cupy, compressor, size, on_device, takes):
     ranks = Ranks(size, compressor)
-    for transport, own in zip(ranks.world.transports, takes, strict=True):
-        transport.takes_device_memory = own
+    for transport, take in zip(ranks.world.transports, takes, strict=True):
+        transport.takes_device_memory = take
     values = [np.random.default_rng(rank).laplace(size=NUMEL).astype(np.float32) for rank in range(size)]
-    given = [{"w": cupy.asarray(own) if there else own} for own, there in zip(values, on_device, strict=True)]
-    means = [own["w"] for own in ranks.reduce(given)]
-    hosts = [own.get() if isinstance(own, fake_cuda.ndarray) else own.copy() for own in means]
-    [expected] = {own["w"].tobytes() for own in Ranks(size, compressor).reduce([{"w": own} for own in values])}
-    assert {own.tobytes() for own in hosts} == {expected}
+    given = [{"w": cupy.asarray(value) if there else value} for value, there in zip(values, on_device, strict=True)]
+    means = [item["w"] for item in ranks.reduce(given)]
+    hosts = [mean.get() if isinstance(mean, fake_cuda.ndarray) else mean.copy() for mean in means]
+    [expected] = {item["w"].tobytes() for item in Ranks(size, compressor).reduce([{"w": value} for value in values])}
+    assert {host.tobytes() for host in hosts} == {expected}
     return [reducer.layout.buckets[0].device.routes for reducer in ranks.reducers]
 
 
@@ -35,7 +35,7 @@ def test_both_are_measured_and_all_ranks_have_the_same_table(compressor, cupy):
     assert isinstance(first, RouteTable)
     assert first == second == third
     assert set(first.seconds) == set(first.sums) == {"direct", "staged"}
-    assert all(len(times) == len(first.sizes) for own in (first.seconds, first.sums) for times in own.values())
+    assert all(len(times) == len(first.sizes) for seconds in (first.seconds, first.sums) for times in seconds.values())
     assert first.identical_sums
 
 

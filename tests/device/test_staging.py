@@ -34,7 +34,7 @@ def alone(**settings):
 
 
 def reduce_on_all(world, reducers, gradients):
-    return world.run([own.rounds({"w": mine}) for own, mine in zip(reducers, gradients, strict=True)])
+    return world.run([reducer.rounds({"w": mine}) for reducer, mine in zip(reducers, gradients, strict=True)])
 
 
 @pytest.mark.parametrize("stream", [1, 2, "own"])
@@ -91,9 +91,9 @@ def test_the_same_as_on_the_host(cupy, monkeypatch, dtype, ranks):
         gradients = [
             {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()} for _ in range(ranks)
         ]
-        staged = [{name: cupy.made(own) for name, own in mine.items()} for mine in gradients]
+        staged = [{name: cupy.made(item) for name, item in mine.items()} for mine in gradients]
         expected, means = (
-            world.run([own.rounds(mine) for own, mine in zip(some, inputs, strict=True)])
+            world.run([item.rounds(mine) for item, mine in zip(some, inputs, strict=True)])
             for world, some, inputs in zip(worlds, reducers, (gradients, staged), strict=True)
         )
         for ours, theirs in zip(means, expected, strict=True):
@@ -323,9 +323,9 @@ def test_over_mpi(cupy, comm, compressor, collective):
             accumulated = everyones + residuals
             if compressor != "dense":
                 sent = np.zeros_like(accumulated)
-                for own, out in zip(accumulated, sent, strict=True):
-                    top = np.argsort(-np.abs(own), kind="stable")[:10]
-                    out[top] = own[top]
+                for item, out in zip(accumulated, sent, strict=True):
+                    top = np.argsort(-np.abs(item), kind="stable")[:10]
+                    out[top] = item[top]
                 residuals = accumulated - sent
                 accumulated = sent
             np.testing.assert_allclose(mean, accumulated.mean(0), rtol=1e-5, atol=1e-6)

@@ -268,7 +268,7 @@ def test_a_full_disk_costs_time_alone(tmp_path):
 def test_an_installation_that_nobody_may_write_to(tmp_path):
     """All of the file system is read-only, as in a container image, the home and the temporary folders too."""
     # Folders that may be mounts of their own stay what they are: this very Python may be in the temporary one.
-    bound = [f"mount --bind {own} {own} && mount -o remount,bind,ro {own}" for own in ("/tmp", "/dev/shm")]
+    bound = [f"mount --bind {name} {name} && mount -o remount,bind,ro {name}" for name in ("/tmp", "/dev/shm")]
     read_only = " && ".join(["mount -o remount,bind,ro /", *bound])
     alone = ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{read_only} && exec "$@"', "sh"]
     try:

@@ -104,10 +104,10 @@ def test_large_elements_are_found_among_many_small_ones(dtype):
     array = rng.normal(size=100_000).astype(dtype)
     heavy = rng.choice(array.size, 10, replace=False)
     array[heavy] = np.where(rng.random(10) < 0.5, -1, 1) * rng.uniform(100, 200, 10)
-    told = estimates(cpu, sketched(cpu, array, KEY, 5, 5000), KEY, array.size)
-    assert set(np.argsort(-np.abs(told))[:10]) == set(heavy)
+    reported = estimates(cpu, sketched(cpu, array, KEY, 5, 5000), KEY, array.size)
+    assert set(np.argsort(-np.abs(reported))[:10]) == set(heavy)
     noise = np.linalg.norm(array) / np.sqrt(5000)
-    assert np.abs(told - array)[heavy].max() < 3 * noise
+    assert np.abs(reported - array)[heavy].max() < 3 * noise
 
 
 def test_estimates_are_right_on_the_average_of_keys():
@@ -140,8 +140,8 @@ def test_rows_and_keys_scatter_apart():
     places = np.array([[column for _, column, _ in cells_of(index, KEY, 3, columns)] for index in range(size)])
     other = np.array([[column for _, column, _ in cells_of(index, KEY + 1, 3, columns)] for index in range(size)])
     for left, right in [(places[:, 0], places[:, 1]), (places[:, 1], places[:, 2]), (places[:, 0], other[:, 0])]:
-        together = (left == right).mean()
-        assert abs(together - 1 / columns) < 5 / np.sqrt(size * columns)
+        all_ranks = (left == right).mean()
+        assert abs(all_ranks - 1 / columns) < 5 / np.sqrt(size * columns)
 
 
 def test_cells_are_cleared_where_elements_are(kernels):

@@ -71,7 +71,7 @@ def test_sums_of_words_are_sums_of_integers(kernels, dtype, limit, ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 1024, 4095, 4096])
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 def test_no_sum_overflows_at_any_number_of_ranks(kernels, ranks, bits):
-    """All ranks at one end, and all at the other, in turns: the fullest fields there are, beside empty ones."""
+    """All ranks at one end, and all at the other, in turns: the fullest fields there are, next to empty ones."""
     limit = 2 ** (bits - 1) - 1
     size = 3000
     array = np.where(np.arange(size) % 3 == 0, -limit, limit).astype(np.float32)

@@ -51,14 +51,14 @@ def test_numbers_are_uniform_and_neighbors_uncorrelated(key):
     numbers = many(key) / 2**32
     counts = np.histogram(numbers, 64, (0, 1))[0]
     assert np.square(counts - COUNT / 64).sum() / (COUNT / 64) < 63 + 5 * np.sqrt(2 * 63)  # chi squared
-    for apart in (1, 2, 64, 128, 1024):
-        assert abs(np.corrcoef(numbers[apart:], numbers[:-apart])[0, 1]) < 5 / np.sqrt(COUNT)
+    for distance in (1, 2, 64, 128, 1024):
+        assert abs(np.corrcoef(numbers[distance:], numbers[:-distance])[0, 1]) < 5 / np.sqrt(COUNT)
 
 
 def test_keys_are_uncorrelated():
     drawn = [many(key) / 2**32 for key in KEYS]
-    apart = np.abs(np.corrcoef(drawn) - np.eye(len(KEYS)))
-    assert apart.max() < 5 / np.sqrt(COUNT)
+    distance = np.abs(np.corrcoef(drawn) - np.eye(len(KEYS)))
+    assert distance.max() < 5 / np.sqrt(COUNT)
 
 
 def test_a_key_whose_halves_are_alike_is_another_key():

@@ -70,14 +70,14 @@ def step(place, gradient, residual, ratio, distribution, stages, bound, workspac
     before = int(bound.get()[0])
     emulator.launches.clear()
     with place.quiet():
-        told = gpu.sidco(*there, out, k, distribution, stages, bound, indices, values, count, workspace)
+        reported = gpu.sidco(*there, out, k, distribution, stages, bound, indices, values, count, workspace)
     if place.emulated:
         assert len(emulator.launches) == launches(gradient.size, dtype, distribution, stages)
     with np.errstate(all="ignore"):
         total = gradient if residual is None else gradient + residual
-        threshold = dtype(told.threshold.item())
+        threshold = dtype(reported.threshold.item())
     magnitudes = np.abs(total)
-    if told.exact.item():
+    if reported.exact.item():
         taken = largest(total, min(k, np.count_nonzero(total)))
         threshold = magnitudes[taken].min()
         if np.isnan(magnitudes[taken]).any():
@@ -94,20 +94,20 @@ def step(place, gradient, residual, ratio, distribution, stages, bound, workspac
     left[taken] = 0
     np.testing.assert_array_equal(out.get(), left)
     seen = float(place.seen(np.asarray(threshold)))
-    assert bound.get()[0] == next_bound(workspace, before, told.candidates.item(), taken.size, seen)
-    assert told.nonzero.item() == np.count_nonzero(total)
-    assert told.finite.item() == np.isfinite(total).all()
-    if told.finite.item():
+    assert bound.get()[0] == next_bound(workspace, before, reported.candidates.item(), taken.size, seen)
+    assert reported.nonzero.item() == np.count_nonzero(total)
+    assert reported.finite.item() == np.isfinite(total).all()
+    if reported.finite.item():
         with np.errstate(over="ignore"):
             sums = place.seen(magnitudes).sum(dtype=np.float64), np.square(place.seen(total), dtype=np.float64).sum()
-        np.testing.assert_allclose([told.total.item(), told.energy.item()], sums, rtol=1e-10)
-    return told, taken, left
+        np.testing.assert_allclose([reported.total.item(), reported.energy.item()], sums, rtol=1e-10)
+    return reported, taken, left
 
 
 def assert_same_elements(taken, expected, array, threshold):
     """What lies within 1e-5 of the threshold may fall on either side of it."""
-    apart = np.setxor1d(taken, expected)
-    np.testing.assert_allclose(np.abs(array[apart].astype(np.float64)), threshold, rtol=1e-5)
+    distance = np.setxor1d(taken, expected)
+    np.testing.assert_allclose(np.abs(array[distance].astype(np.float64)), threshold, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
@@ -123,12 +123,12 @@ def test_thresholds_are_those_of_the_cpu(place, dtype, distribution, sample):
         threshold, reached, expected = on_the_cpu(gradient, compressor)
         hits = []
         for _ in range(2):
-            told, taken, _ = step(place, gradient, None, ratio, distribution, stages, bound, workspace)
-            np.testing.assert_allclose(told.threshold.item(), threshold, rtol=1e-5, err_msg=f"{ratio} {stages}")
-            np.testing.assert_allclose(told.reached.item(), reached, rtol=1e-4)
+            reported, taken, _ = step(place, gradient, None, ratio, distribution, stages, bound, workspace)
+            np.testing.assert_allclose(reported.threshold.item(), threshold, rtol=1e-5, err_msg=f"{ratio} {stages}")
+            np.testing.assert_allclose(reported.reached.item(), reached, rtol=1e-4)
             assert_same_elements(taken, expected, gradient, threshold)
-            hits.append(told.hit.item())
-        assert hits == [0, 0 < told.candidates.item() <= workspace.room]
+            hits.append(reported.hit.item())
+        assert hits == [0, 0 < reported.candidates.item() <= workspace.room]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,9 +144,9 @@ def test_a_large_array_is_fitted_by_a_sample(place, dtype, distribution, size, m
         compressor = mpicomp.SIDCo(ratio=ratio, distribution=distribution, stages=stages)
         threshold, reached, expected = on_the_cpu(gradient, compressor)
         bound = place.zeros(1, np.uint64)
-        told, taken, _ = step(place, gradient, None, ratio, distribution, stages, bound, workspace, shift=1)
-        np.testing.assert_allclose(told.threshold.item(), threshold, rtol=1e-5)
-        np.testing.assert_allclose(told.reached.item(), reached, rtol=1e-4)
+        reported, taken, _ = step(place, gradient, None, ratio, distribution, stages, bound, workspace, shift=1)
+        np.testing.assert_allclose(reported.threshold.item(), threshold, rtol=1e-5)
+        np.testing.assert_allclose(reported.reached.item(), reached, rtol=1e-4)
         assert_same_elements(taken, expected, gradient, threshold)
 
 
@@ -158,8 +158,8 @@ def test_corrections_stay_inside_their_brackets(place):
     array[335:345] = 100
     threshold, _, expected = on_the_cpu(array, mpicomp.SIDCo(ratio=0.01, stages=1))
     workspace, bound = gpu.Workspace(size, 1000, np.float32), place.zeros(1, np.uint64)
-    told, taken, _ = step(place, array, None, 0.01, "exponential", 1, bound, workspace)
-    np.testing.assert_allclose(told.threshold.item(), threshold, rtol=1e-5)
+    reported, taken, _ = step(place, array, None, 0.01, "exponential", 1, bound, workspace)
+    np.testing.assert_allclose(reported.threshold.item(), threshold, rtol=1e-5)
     np.testing.assert_array_equal(taken, expected)
 
 
@@ -192,15 +192,15 @@ def test_what_cannot_be_estimated_is_selected_exactly(place, dtype, distribution
         expected = compressor.select(summed(array), Context()).indices
         workspace, bound = gpu.Workspace(array.size, 400, dtype), place.zeros(1, np.uint64)
         for _ in range(2):
-            told, taken, _ = step(place, array, None, ratio, distribution, stages, bound, workspace)
-            if told.exact.item():
+            reported, taken, _ = step(place, array, None, ratio, distribution, stages, bound, workspace)
+            if reported.exact.item():
                 np.testing.assert_array_equal(taken, expected)
             else:
-                assert_same_elements(taken, expected, array, told.threshold.item())
+                assert_same_elements(taken, expected, array, reported.threshold.item())
             if kind in ("zeros", "one", "five", "nan", "infinite", "few", "single") or ratio == 1:
-                assert told.threshold.item() == 0
-                assert math.isnan(told.reached.item())
-                assert told.exact.item() == array.any()
+                assert reported.threshold.item() == 0
+                assert math.isnan(reported.reached.item())
+                assert reported.exact.item() == array.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -217,15 +217,15 @@ def test_steps_of_error_feedback_select_what_the_cpu_does(place, dtype, sample, 
         gradient = SAMPLES[sample](rng, size).astype(dtype)
         stages = memory["sidco.stages"]
         expected = compressor.select(summed(gradient, residual), context).indices
-        told, taken, left = step(
+        reported, taken, left = step(
             place, gradient, residual, ratio, distribution, stages, bound, workspace, shift=count % 2
         )
-        assert_same_elements(taken, expected, gradient + residual, told.threshold.item())
-        rule._adapt(memory, told.reached.item(), ratio)
+        assert_same_elements(taken, expected, gradient + residual, reported.threshold.item())
+        rule._adapt(memory, reported.reached.item(), ratio)
         on_host = {name: context.memory[name] for name in memory}
         assert on_host == pytest.approx(memory, rel=1e-4)
         residual = left
-        hits += told.hit.item()
+        hits += reported.hit.item()
     assert hits > 0
 
 

@@ -50,7 +50,7 @@ def test_squares_are_packed_by_definition(kernels, dtype, bits, size, shift):
     array += np.copysign(1, array)
     array[3::50] = 0
     out, sent, lost = pack(kernels, array, bits)
-    # A base is told from sums, whose last bits depend on their order.
+    # A base follows from sums, whose last bits depend on their order.
     np.testing.assert_allclose(sent, oracle.few_bits(array, bits), rtol=3e-7)
     np.testing.assert_array_equal(np.signbit(sent), np.signbit(array))
     np.testing.assert_allclose(lost, np.square(array.astype(np.float64) - sent).sum(), rtol=1e-12)

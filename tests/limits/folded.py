@@ -34,14 +34,14 @@ def folded(numel, dtype, windows):
     dtype = np.dtype(dtype)
     nbytes = -(-numel * dtype.itemsize // FOLD) * FOLD
     start = _map(None, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)
-    own = {
+    value = {
         block
         for first, last in windows
         for block in range(first * dtype.itemsize // FOLD, last * dtype.itemsize // FOLD + 1)
     }
     descriptor = os.memfd_create("fold")
     os.ftruncate(descriptor, FOLD)
-    for block in set(range(nbytes // FOLD)) - own:
+    for block in set(range(nbytes // FOLD)) - value:
         _map(start + block * FOLD, FOLD, mmap.MAP_SHARED | _FIXED, descriptor)
     os.close(descriptor)
     memory = (ctypes.c_char * nbytes).from_address(start)

@@ -50,7 +50,7 @@ def long_arrays(monkeypatch):
         if size * np.dtype(dtype).itemsize < LONG:
             return short(place, size, dtype)
         assert NUMEL <= size <= NUMEL + 100, f"an array of {size} elements"
-        return folded(size, dtype, [(own.start, own.stop - 1) for own in WINDOWS] + [(NUMEL, size - 1)])
+        return folded(size, dtype, [(window.start, window.stop - 1) for window in WINDOWS] + [(NUMEL, size - 1)])
 
     def zeros(place, size, dtype):
         return empty(place, size, dtype) if size * np.dtype(dtype).itemsize >= LONG else np.zeros(size, dtype)
@@ -60,9 +60,12 @@ def long_arrays(monkeypatch):
 
 
 def gradient_of(rank):
-    array, rng = folded(NUMEL, np.float32, [(own.start, own.stop - 1) for own in WINDOWS]), np.random.default_rng(rank)
-    for own in WINDOWS:
-        array[own] = rng.normal(size=own.stop - own.start)
+    array, rng = (
+        folded(NUMEL, np.float32, [(window.start, window.stop - 1) for window in WINDOWS]),
+        np.random.default_rng(rank),
+    )
+    for window in WINDOWS:
+        array[window] = rng.normal(size=window.stop - window.start)
     return array
 
 
@@ -73,7 +76,7 @@ def held(reducer):
 
 def count_nonzero(array):
     """Count what is not zero; folded pages would be counted for each place that they are at."""
-    return [np.count_nonzero(array[own]) for own in WINDOWS]
+    return [np.count_nonzero(array[window]) for window in WINDOWS]
 
 
 @pytest.mark.slow
@@ -81,18 +84,18 @@ def count_nonzero(array):
 @pytest.mark.parametrize(("compressor", "collective"), SELECTIONS, ids=str)
 def test_nothing_is_lost_and_nothing_goes_astray(compressor, collective, long_arrays):
     """An index that is cut, or has a wrong sign, puts a value somewhere else: then the law does not hold there."""
-    together = Ranks(2, compressor, collective, feedback=True, bucket_bytes=1 << 40)
+    all_ranks = Ranks(2, compressor, collective, feedback=True, bucket_bytes=1 << 40)
     gradients = [gradient_of(rank) for rank in range(2)]
     before = [0.0 for _ in WINDOWS]
     for _ in range(2):
-        means = [own["w"] for own in together.reduce([{"w": own} for own in gradients])]
-        for place, own in enumerate(WINDOWS):
-            put_in = sum(array[own].astype(np.float64) for array in gradients) + before[place]
-            before[place] = sum(held(reducer)[own].astype(np.float64) for reducer in together.reducers)
-            delivered = 2 * means[0][own].astype(np.float64)
+        means = [item["w"] for item in all_ranks.reduce([{"w": gradient} for gradient in gradients])]
+        for place, window in enumerate(WINDOWS):
+            put_in = sum(array[window].astype(np.float64) for array in gradients) + before[place]
+            before[place] = sum(held(reducer)[window].astype(np.float64) for reducer in all_ranks.reducers)
+            delivered = 2 * means[0][window].astype(np.float64)
             scale = max(1.0, np.abs(put_in).max())
             np.testing.assert_allclose(delivered + before[place], put_in, rtol=0, atol=4e-6 * scale)
-            assert means[1][own].tobytes() == means[0][own].tobytes()
+            assert means[1][window].tobytes() == means[0][window].tobytes()
         found = count_nonzero(means[0])
         if isinstance(compressor, mpicomp.BlockRandomK | mpicomp.LGC):
             continue  # one block that may lie anywhere
@@ -106,16 +109,16 @@ def test_nothing_is_lost_and_nothing_goes_astray(compressor, collective, long_ar
 def test_exactly_the_largest_are_delivered(long_arrays):
     """They are found here among the windows' elements alone, whose places are added in 64 bits."""
     compressor = mpicomp.TopK(ratio=FEW)
-    together = Ranks(1, compressor, "allgather", feedback=True, bucket_bytes=1 << 40)
+    all_ranks = Ranks(1, compressor, "allgather", feedback=True, bucket_bytes=1 << 40)
     gradient = gradient_of(0)
-    places = np.concatenate([np.arange(own.start, own.stop, dtype=np.int64) for own in WINDOWS])
-    values = np.concatenate([gradient[own] for own in WINDOWS])
+    places = np.concatenate([np.arange(window.start, window.stop, dtype=np.int64) for window in WINDOWS])
+    values = np.concatenate([gradient[window] for window in WINDOWS])
     chosen = np.sort(np.argsort(-np.abs(values), kind="stable")[: compressor.count(NUMEL)])
-    [means] = together.reduce([{"w": gradient}])
-    found = np.concatenate([own.start + np.flatnonzero(means["w"][own]) for own in WINDOWS])
+    [means] = all_ranks.reduce([{"w": gradient}])
+    found = np.concatenate([window.start + np.flatnonzero(means["w"][window]) for window in WINDOWS])
     np.testing.assert_array_equal(found, places[chosen])
     np.testing.assert_array_equal(means["w"][found], values[chosen])
-    [left] = [held(reducer) for reducer in together.reducers]
+    [left] = [held(reducer) for reducer in all_ranks.reducers]
     assert not left[found].any()
 
 

@@ -32,12 +32,12 @@ def test_cut_messages_deliver_the_same(comm, compressor, collective):
     reducers = [mpicomp.Reducer(compressor, collective, feedback=True, comm=end) for end in transports]
     before = 0.0
     for step in range(3):
-        own = np.random.default_rng([comm.rank, step]).normal(size=(20, 25)).astype(np.float32)
-        cut, whole = (reducer.reduce({"w": own})["w"].copy() for reducer in reducers)
+        value = np.random.default_rng([comm.rank, step]).normal(size=(20, 25)).astype(np.float32)
+        cut, whole = (reducer.reduce({"w": value})["w"].copy() for reducer in reducers)
         if comm.size == 2:  # sums of more have another order where they are cut
             assert cut.tobytes() == whole.tobytes()
         assert len(set(comm.allgather(cut.tobytes()))) == 1
-        put_in = comm.allreduce(own.astype(np.float64)) + before
+        put_in = comm.allreduce(value.astype(np.float64)) + before
         before = comm.allreduce(reducers[0].residual("w").astype(np.float64))
         np.testing.assert_allclose(comm.size * cut + before, put_in, rtol=0, atol=1e-4)
     for reducer, end in zip(reducers, transports, strict=True):
@@ -46,7 +46,7 @@ def test_cut_messages_deliver_the_same(comm, compressor, collective):
 
 
 def ramp(start, stop, rank):
-    """Return what stands in a part of a rank's array; its place can be told from it."""
+    """Return what stands in a part of a rank's array; its place follows from it."""
     return ((np.arange(start, stop, dtype=np.int64) * 7 + rank) % 113).astype(np.uint8)
 
 
@@ -118,8 +118,8 @@ def test_more_bytes_than_31_bits_count(comm, collective, monkeypatch, tmp_path):
     mean = reducer.reduce({"w": mine})["w"]
     expected = (repeated(MANY, 0)[1] + repeated(MANY, 1)[1]) / np.float32(2)
     for start in range(0, MANY, expected.size):
-        own = mean[start : start + expected.size]
-        np.testing.assert_array_equal(own, expected[: own.size])
+        value = mean[start : start + expected.size]
+        np.testing.assert_array_equal(value, expected[: value.size])
     assert reducer.last_step.buckets[0].numel == MANY
     reducer.close()
 
@@ -147,7 +147,7 @@ def test_more_bytes_of_messages_than_31_bits_count(comm, indices, monkeypatch, t
     expected = sum(np.where(np.abs(p) > limit, p, 0) for p, limit in zip(parts, limits, strict=True)) / np.float32(2)
     clear = np.logical_and.reduce([np.abs(p) != limit for p, limit in zip(parts, limits, strict=True)])
     for start in range(0, numel, expected.size):
-        own = mean[start : start + expected.size]
-        np.testing.assert_array_equal(own[clear[: own.size]], expected[: own.size][clear[: own.size]])
+        value = mean[start : start + expected.size]
+        np.testing.assert_array_equal(value[clear[: value.size]], expected[: value.size][clear[: value.size]])
     assert (~clear).sum() < 10
     reducer.close()

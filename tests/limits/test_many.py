@@ -13,12 +13,12 @@ import mpicomp
 SOAK = Path(__file__).resolve().parents[1] / "faults" / "soak.py"
 
 
-def check(together, gradients, before):
+def check(all_ranks, gradients, before):
     """Make a step, look at the law and the ranks' bits, and return the sum of residuals, of all arrays in one."""
-    means = together.reduce(gradients)
-    assert all(own[name].tobytes() == means[0][name].tobytes() for own in means[1:] for name in own)
-    put_in = sum(flat(own) for own in gradients) + before
-    after = sum(flat({name: own.residual(name) for name in gradients[0]}) for own in together.reducers)
+    means = all_ranks.reduce(gradients)
+    assert all(mean[name].tobytes() == means[0][name].tobytes() for mean in means[1:] for name in mean)
+    put_in = sum(flat(gradient) for gradient in gradients) + before
+    after = sum(flat({name: reducer.residual(name) for name in gradients[0]}) for reducer in all_ranks.reducers)
     delivered = len(gradients) * flat({name: means[0][name] for name in gradients[0]})
     scale = max(1.0, np.abs(put_in).max(), np.abs(delivered).max())
     np.testing.assert_allclose(delivered + after, put_in, rtol=0, atol=4e-6 * scale)
@@ -26,7 +26,7 @@ def check(together, gradients, before):
 
 
 def flat(arrays):
-    return np.concatenate([own.reshape(-1) for own in arrays.values()]).astype(np.float64)
+    return np.concatenate([array.reshape(-1) for array in arrays.values()]).astype(np.float64)
 
 
 def small(rank, step, count, largest=9):
@@ -39,30 +39,30 @@ def small(rank, step, count, largest=9):
 @pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN), key=lambda case: case[0].message), ids=str)
 def test_parameters_of_one_element_or_none(compressor, collective):
     """Each in a bucket of its own, where a compressor has nothing to choose from."""
-    together = Ranks(3, compressor, collective, feedback=True, bucket_bytes=1)
+    all_ranks = Ranks(3, compressor, collective, feedback=True, bucket_bytes=1)
     before = 0.0
     for step in range(3):
-        before = check(together, [small(rank, step, 12, largest=1) for rank in range(3)], before)
+        before = check(all_ranks, [small(rank, step, 12, largest=1) for rank in range(3)], before)
 
 
 @pytest.mark.parametrize(
     ("compressor", "collective"), [("topk", "allgather"), slow("powersgd", "auto"), slow(None, "auto")], ids=str
 )
 def test_ten_thousand_parameters(compressor, collective):
-    together = Ranks(2, compressor, collective, bucket_bytes=32 << 20)
+    all_ranks = Ranks(2, compressor, collective, bucket_bytes=32 << 20)
     before = 0.0
     for step in range(2):
-        before = check(together, [small(rank, step, 10_000) for rank in range(2)], before)
+        before = check(all_ranks, [small(rank, step, 10_000) for rank in range(2)], before)
 
 
 @pytest.mark.parametrize("compressor", ["topk", slow("onebit")])
 def test_a_thousand_buckets(compressor):
-    together = Ranks(2, compressor, feedback=True, bucket_bytes=1)
-    gradients = [[{f"p{n}": own for n, own in enumerate(rows)} for rows in draw(step, 2, 1000)] for step in range(2)]
+    all_ranks = Ranks(2, compressor, feedback=True, bucket_bytes=1)
+    gradients = [[{f"p{n}": row for n, row in enumerate(rows)} for rows in draw(step, 2, 1000)] for step in range(2)]
     before = 0.0
-    for own in gradients:
-        before = check(together, own, before)
-    assert len(together.reducers[0].last_step.buckets) == 1000
+    for gradient in gradients:
+        before = check(all_ranks, gradient, before)
+    assert len(all_ranks.reducers[0].last_step.buckets) == 1000
 
 
 def draw(step, ranks, count, size=20):
@@ -81,13 +81,13 @@ def test_a_thousand_buckets_over_mpi(comm, overlap):
     left = 0.0
     for step in range(3):
         everyones = draw(step, comm.size, 1000)
-        given = {f"p{n}": own for n, own in enumerate(everyones[comm.rank])}
+        given = {f"p{n}": values for n, values in enumerate(everyones[comm.rank])}
         stream = None if thread is None else reducer.stream(thread)
         if stream is None:
             means = reducer.reduce(given)
         else:
-            for name, own in given.items():
-                stream.put(name, own)
+            for name, item in given.items():
+                stream.put(name, item)
             means = stream.finish(given)
         delivered = comm.size * np.stack([means[name] for name in given]).astype(np.float64)
         after = comm.allreduce(np.stack([reducer.residual(name) for name in given]).astype(np.float64))
@@ -102,15 +102,15 @@ def test_a_thousand_buckets_over_mpi(comm, overlap):
 @pytest.mark.slow
 @pytest.mark.parametrize(("compressor", "collective"), pairs(OWN), ids=str)
 def test_the_law_among_64_ranks(compressor, collective):
-    together = Ranks(64, compressor, collective, feedback=True, bucket_bytes=3000)
+    all_ranks = Ranks(64, compressor, collective, feedback=True, bucket_bytes=3000)
     before = 0.0
     shapes = {"one": (1,), "none": (0,), "matrix": (20, 30), "vector": (501,), "wide": (7, 11)}
     for step in range(3):
         rng = np.random.default_rng(step)
         gradients = [{name: rng.normal(size=shape) for name, shape in shapes.items()} for _ in range(64)]
-        for own in gradients:
-            own["vector"] = own["vector"].astype(np.float32)
-        before = check(together, gradients, before)
+        for gradient in gradients:
+            gradient["vector"] = gradient["vector"].astype(np.float32)
+        before = check(all_ranks, gradients, before)
 
 
 @pytest.mark.slow

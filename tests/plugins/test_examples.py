@@ -114,5 +114,5 @@ def test_a_choice_of_collective_considers_the_new_one():
         means = ranks.reduce(gradients(step, 4))
         seen.add(ranks.reducers[0].last_step.buckets[0].collective)
     assert "halving-doubling" in seen
-    expected = np.mean([own["w"] for own in gradients(39, 4)], axis=0)
+    expected = np.mean([gradient["w"] for gradient in gradients(39, 4)], axis=0)
     np.testing.assert_allclose(means[3]["w"], expected, rtol=1e-5, atol=1e-6)

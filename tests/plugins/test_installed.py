@@ -53,7 +53,7 @@ def mpicomp(python, tmp_path, clean_environ):
     def start(*words, ranks=1, env=None):
         command, settings = run.launcher()
         command = [] if ranks == 1 else [*command, "-n", str(ranks)]
-        for library in Path(sys.prefix, "lib").glob("libmpi.so.*"):  # which mpi4py looks for beside its Python
+        for library in Path(sys.prefix, "lib").glob("libmpi.so.*"):  # which mpi4py looks for next to its Python
             settings["MPI4PY_LIBMPI"] = str(library)
         done = subprocess.run(
             [*command, python, "-P", "-m", "mpicomp", *map(str, words)],

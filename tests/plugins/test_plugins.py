@@ -81,9 +81,9 @@ def test_a_file_that_the_script_imports_itself_is_read_once(plugin, python, tmp_
 
 
 def test_files_of_one_name_in_two_folders_are_two_plugins(plugin, python):
-    first, second = plugin("mine", "a/own.py"), plugin("mine2", "b/own.py")
+    first, second = plugin("mine", "a/mine.py"), plugin("mine2", "b/mine.py")
     code = MADE + "print(mpicomp.get_compressor('mine2').id, type(mpicomp.get_compressor('mine2')).__module__)"
-    assert "mine2 mpicomp_plugin_own_" in python(code, [first, second]).stdout
+    assert "mine2 mpicomp_plugin_mine_" in python(code, [first, second]).stdout
 
 
 def test_a_name_is_taken_once(plugin, python):
@@ -145,7 +145,7 @@ def test_a_plugin_may_look_names_up(plugin, python):
 
 def test_what_was_registered_can_be_told_from_what_is_built_in(plugin, python):
     path = plugin()
-    code = "from mpicomp.compressors import COMPRESSORS as own; print(own.plugin('mine'), own.plugin('topk'))"
+    code = "from mpicomp.compressors import COMPRESSORS; print(COMPRESSORS.plugin('mine'), COMPRESSORS.plugin('topk'))"
     assert python(code, [path]).stdout.splitlines()[-1] == f"{path} None"
 
 

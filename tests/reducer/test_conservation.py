@@ -49,13 +49,13 @@ EPS = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 1e-6, "float64": 1e-6}
 
 @pytest.mark.parametrize(("compressor", "collective", "ranks", "bucket_bytes"), CASES, ids=str)
 def test_the_law(compressor, collective, ranks, bucket_bytes):
-    together = Ranks(ranks, compressor, collective, feedback=True, bucket_bytes=bucket_bytes)
+    all_ranks = Ranks(ranks, compressor, collective, feedback=True, bucket_bytes=bucket_bytes)
     rng = np.random.default_rng(ranks)
     before = None
     for _ in range(4):
         gradients = [arrays(rng) for _ in range(ranks)]
         copies = [{name: bits(array) for name, array in one.items()} for one in gradients]
-        means = together.reduce(gradients)
+        means = all_ranks.reduce(gradients)
         for one, copy in zip(gradients, copies, strict=True):
             assert {name: bits(array) for name, array in one.items()} == copy, "input was modified"
         for name, example in gradients[0].items():
@@ -74,11 +74,11 @@ def test_the_law(compressor, collective, ranks, bucket_bytes):
             scale = max([1.0, *np.abs(delivered).ravel()])
             eps = EPS[str(example.dtype).removeprefix("torch.").replace(">f4", "float32")]
             np.testing.assert_allclose(
-                delivered + together.residual_sum(name), put_in, rtol=0, atol=4 * eps * scale, err_msg=name
+                delivered + all_ranks.residual_sum(name), put_in, rtol=0, atol=4 * eps * scale, err_msg=name
             )
-        before = {name: together.residual_sum(name) for name in gradients[0]}
+        before = {name: all_ranks.residual_sum(name) for name in gradients[0]}
         for name in gradients[0]:
-            assert together.reducers[0].residual(name).dtype == (
+            assert all_ranks.reducers[0].residual(name).dtype == (
                 np.float64 if name in ("fp64", "transposed") else np.float32
             )
 
@@ -86,11 +86,11 @@ def test_the_law(compressor, collective, ranks, bucket_bytes):
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("compressor", OWN, ids=str)
 def test_without_feedback_nothing_is_kept(compressor, feedback):
-    together = Ranks(2, compressor, feedback=feedback)
+    all_ranks = Ranks(2, compressor, feedback=feedback)
     rng = np.random.default_rng(0)
     gradient = rng.normal(size=1000).astype(np.float32)
-    together.reduce([{"w": gradient}, {"w": -gradient / 3}])
-    kept = any(residual.any() for residual in together.residuals("w"))
+    all_ranks.reduce([{"w": gradient}, {"w": -gradient / 3}])
+    kept = any(residual.any() for residual in all_ranks.residuals("w"))
     # PowerSGD sends what has one dimension as it is.
     everything = compressor in (mpicomp.Dense(), mpicomp.TopK(ratio=1.0, indices="plain"), mpicomp.PowerSGD(rank=1))
     assert kept == (feedback and not everything)
@@ -110,59 +110,59 @@ def test_without_feedback_nothing_is_kept(compressor, feedback):
 def test_the_law_of_residuals_that_decay(compressor, collective, decay):
     """gradient + decay x residual before == ranks x mean + residual after; a step that is undone decays nothing."""
     chosen = {"id": "dense", "wire": "bf16"} if compressor == "dense" else compressor
-    together = Ranks(3, chosen, collective, feedback=True, feedback_decay=decay, nonfinite="skip")
+    all_ranks = Ranks(3, chosen, collective, feedback=True, feedback_decay=decay, nonfinite="skip")
     rng = np.random.default_rng(1)
     before = 0.0
     for step in range(5):
         gradients = [{"w": rng.normal(size=(20, 30)).astype(np.float32)} for _ in range(3)]
         if step == 3:
             gradients[1]["w"][0, 0] = np.nan
-            together.reduce(gradients)
-            np.testing.assert_array_equal(together.residual_sum("w"), before)
+            all_ranks.reduce(gradients)
+            np.testing.assert_array_equal(all_ranks.residual_sum("w"), before)
             continue
-        means = together.reduce(gradients)
-        after = together.residual_sum("w")
-        left = sum(wide(own["w"]) for own in gradients) + decay * before
+        means = all_ranks.reduce(gradients)
+        after = all_ranks.residual_sum("w")
+        left = sum(wide(gradient["w"]) for gradient in gradients) + decay * before
         np.testing.assert_allclose(3 * wide(means[0]["w"]) + after, left, atol=2e-5)
         assert np.abs(after).max() > 0
         before = after
 
 
 def test_residuals_start_at_zero():
-    together = Ranks(1, mpicomp.TopK(ratio=0.5))
-    [mean] = together.reduce([{"w": np.array([1, 2], np.float32)}])
+    all_ranks = Ranks(1, mpicomp.TopK(ratio=0.5))
+    [mean] = all_ranks.reduce([{"w": np.array([1, 2], np.float32)}])
     assert mean["w"].tolist() == [0, 2]
-    assert together.residuals("w")[0].tolist() == [1, 0]
+    assert all_ranks.residuals("w")[0].tolist() == [1, 0]
 
 
 def test_what_is_not_sent_arrives_later():
-    together = Ranks(2, mpicomp.TopK(ratio=0.25))
+    all_ranks = Ranks(2, mpicomp.TopK(ratio=0.25))
     gradient = np.array([1, -8, 2, 3], np.float32)
     total = np.zeros(4)
     nothing = np.zeros(4, np.float32)
     for step in range(4):
-        means = together.reduce([{"w": gradient if step == 0 else nothing}] * 2)
+        means = all_ranks.reduce([{"w": gradient if step == 0 else nothing}] * 2)
         total += means[0]["w"]
     np.testing.assert_array_equal(total, gradient)
 
 
 def test_sixteen_bit_gradients_too_small_for_a_mean_are_not_lost():
     """A mean below the smallest half is delivered as zero; that is the only loss, and residuals stay float32."""
-    together = Ranks(4, mpicomp.TopK(ratio=0.5))
+    all_ranks = Ranks(4, mpicomp.TopK(ratio=0.5))
     tiny = np.full(4, 6e-8, np.float16)
-    together.reduce([{"w": tiny}] * 4)
-    for residual in together.residuals("w"):
+    all_ranks.reduce([{"w": tiny}] * 4)
+    for residual in all_ranks.residuals("w"):
         assert residual.dtype == np.float32
         np.testing.assert_array_equal(residual, [0, 0, *tiny[2:].astype(np.float32)])
 
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
 def test_values_beyond_a_sixteen_bit_wire_arrive_in_parts(wire):
-    together = Ranks(2, mpicomp.Dense(wire=wire))
+    all_ranks = Ranks(2, mpicomp.Dense(wire=wire))
     gradient = np.array([1e5, -3e5, 1.0], np.float32)
     total = np.zeros(3)
     for step in range(12):
-        means = together.reduce([{"w": gradient if step == 0 else np.zeros(3, np.float32)}] * 2)
+        means = all_ranks.reduce([{"w": gradient if step == 0 else np.zeros(3, np.float32)}] * 2)
         assert np.isfinite(means[0]["w"]).all()
         total += means[0]["w"]
     np.testing.assert_allclose(total, gradient, rtol=1e-6)

@@ -33,42 +33,42 @@ def energies(flat):
 
 @pytest.mark.parametrize("kept", [1, 7, 60, 461])
 def test_a_selection(kept):
-    own = array()
-    indices = np.sort(np.argsort(-np.abs(own))[:kept]).astype(np.uint32)
-    layers = layers_of(PARTS, own, Selection(indices, own[indices]), energies(own), 0.5)
+    whole = array()
+    indices = np.sort(np.argsort(-np.abs(whole))[:kept]).astype(np.uint32)
+    layers = layers_of(PARTS, whole, Selection(indices, whole[indices]), energies(whole), 0.5)
     for place, (start, stop) in enumerate(ENDS):
         inside = [index for index in indices if start <= index < stop]
         assert layers.kept[place] == len(inside)
         assert layers.ratios[place] == len(inside) / (stop - start)
-        sent = sum(float(own[index]) ** 2 for index in inside)
-        assert layers.gains[place] == pytest.approx(sent / energies(own)[place], abs=1e-5)
+        sent = sum(float(whole[index]) ** 2 for index in inside)
+        assert layers.gains[place] == pytest.approx(sent / energies(whole)[place], abs=1e-5)
 
 
 def test_an_array_that_is_sent_in_part():
-    own = array()
-    sent = np.where(np.arange(own.size) % 3 == 0, own, own / 2).astype(np.float32)
-    layers = layers_of(PARTS, own, sent, energies(own), 0.8)
+    whole = array()
+    sent = np.where(np.arange(whole.size) % 3 == 0, whole, whole / 2).astype(np.float32)
+    layers = layers_of(PARTS, whole, sent, energies(whole), 0.8)
     assert (layers.kept == SIZES).all()
-    lost = [sum(float(x) ** 2 for x in part) for part in parts(own - sent)]
-    np.testing.assert_allclose(layers.gains, 1 - np.array(lost) / energies(own), atol=1e-5)
+    lost = [sum(float(x) ** 2 for x in part) for part in parts(whole - sent)]
+    np.testing.assert_allclose(layers.gains, 1 - np.array(lost) / energies(whole), atol=1e-5)
 
 
 def test_where_nothing_was_looked_at_no_gain_is_told():
-    own = array()
-    layers = layers_of(PARTS, own, own, None, 1.0)
+    whole = array()
+    layers = layers_of(PARTS, whole, whole, None, 1.0)
     assert layers.gains is None
     assert [entry["gain"] for entry in layers.to_json()] == [None] * 4
 
 
 def test_what_is_sent_whole_has_the_gain_of_the_bucket():
-    own = array()
-    assert (layers_of(PARTS, own, own, energies(own), 1.0).gains == 1).all()
+    whole = array()
+    assert (layers_of(PARTS, whole, whole, energies(whole), 1.0).gains == 1).all()
 
 
 def test_a_parameter_without_energy_has_lost_nothing():
-    own = array()
-    own[300:341] = 0
-    layers = layers_of(PARTS, own, Selection(np.array([5], np.uint32), own[5:6]), energies(own), 0.1)
+    whole = array()
+    whole[300:341] = 0
+    layers = layers_of(PARTS, whole, Selection(np.array([5], np.uint32), whole[5:6]), energies(whole), 0.1)
     assert layers.gains[1] == layers.gains[2] == 1
     assert layers.gains[3] == 0
 
@@ -96,7 +96,7 @@ def test_records_hold_them_in_steps_that_are_looked_at():
     reducers = [mpicomp.Reducer(policy=Looks(), comm=end) for end in world.transports]
     for step in range(4):
         flat = [array(10 * step + rank) for rank in range(2)]
-        gradients = [{n: p.astype(np.float32) for n, p in zip(NAMES, parts(own), strict=True)} for own in flat]
+        gradients = [{n: p.astype(np.float32) for n, p in zip(NAMES, parts(item), strict=True)} for item in flat]
         before = [np.concatenate([reducers[rank].residual(n) for n in NAMES]) if step else 0 for rank in range(2)]
         world.run([r.rounds(g) for r, g in zip(reducers, gradients, strict=True)])
         for rank, reducer in enumerate(reducers):

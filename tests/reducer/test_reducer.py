@@ -61,7 +61,7 @@ def test_a_policy_with_nothing_to_exchange(policy):
     assert [mean["w"].shape for mean in means] == [(0, 3)] * 2
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("all_ranks", [False, True], ids=["one rank", "all ranks"])
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize(
     ("bad", "error", "text"),
@@ -79,17 +79,17 @@ def test_a_policy_with_nothing_to_exchange(policy):
     ],
     ids=["integer", "bool", "complex", "list", "name", "no mapping"],
 )
-def test_arrays_that_cannot_be_reduced(bad, error, text, steps_before, together):
+def test_arrays_that_cannot_be_reduced(bad, error, text, steps_before, all_ranks):
     ranks = Ranks(3, mpicomp.TopK(ratio=0.2))
     for _ in range(steps_before):
         ranks.reduce([{"w": ONES}] * 3)
     before = ranks.residuals("w") if steps_before else None
     sent = [list(end.log) for end in ranks.world.transports]
     with pytest.raises(error, match=text) as caught:
-        ranks.reduce([bad if together or rank == 1 else {"w": ONES} for rank in range(3)])
+        ranks.reduce([bad if all_ranks or rank == 1 else {"w": ONES} for rank in range(3)])
     assert "3 of 3 ranks raised" in caught.value.__notes__
     assert isinstance(caught.value, TypeError)
-    assert ("(on rank 1)" in str(caught.value)) != together
+    assert ("(on rank 1)" in str(caught.value)) != all_ranks
     if steps_before:
         for old, new in zip(before, ranks.residuals("w"), strict=True):
             np.testing.assert_array_equal(old, new)

@@ -18,12 +18,12 @@ def slurm(clean_environ):
 
 @pytest.fixture(scope="session")
 def mpich():
-    """Skip where the templates cannot start ranks of what is installed beside this Python."""
+    """Skip where the templates cannot start ranks of what is installed next to this Python."""
     if not (BIN / "mpicomp").exists() or not (BIN / "mpiexec").exists():
-        pytest.skip("needs mpicomp and mpiexec installed beside this Python")
+        pytest.skip("needs mpicomp and mpiexec installed next to this Python")
     version = subprocess.run([BIN / "mpiexec", "--version"], capture_output=True, text=True, check=False)
     if "HYDRA" not in version.stdout:
-        pytest.skip("needs MPICH beside this Python")
+        pytest.skip("needs MPICH next to this Python")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(110)
 def mpich():
     version = subprocess.run([BIN / "mpiexec", "--version"], capture_output=True, text=True, check=False)
     if "HYDRA" not in version.stdout:
-        pytest.skip("needs MPICH beside this Python")
+        pytest.skip("needs MPICH next to this Python")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The template as it is shipped, on four nodes; and what a user is told who starts it in a wrong way."""
+"""The template as it is shipped, on four nodes; and what a user reads who starts it in a wrong way."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_template_stops_with_the_doctors_message(slurm, mpich, tmp_path):
 
 
 def test_template_reports_missing_mpicomp(slurm, tmp_path):
-    # Whoever runs the tests may have an environment with it on the PATH.
+    # The environment of the tests may have mpicomp on the PATH.
     job = submit(slurm, tmp_path, "train_cpu.sbatch", VENV=tmp_path, PATH=os.defpath)
     assert (job.states, job.statuses) == (["FAILED"], [1])
     assert "train_cpu: mpicomp is not on the PATH of n1; set VENV or MODULES" in job.printed

@@ -30,10 +30,13 @@ def test_flexible_formulas_are_those_of_the_printed_table():
         printed = flexible_tables.PRINTED_VI.get((cell.model, cell.gbps))
         if cell.table != "VI" or cell.latency_ms != 1 or printed is None:
             continue
-        told = flexible_tables.formula_ms(cell, 8)
+        reported = flexible_tables.formula_ms(cell, 8)
         for name, row in zip(flexible_tables.PUBLISHED, printed, strict=True):
             # The printed figures are up to an eighth from the paper's formulas.
-            assert told[name] == pytest.approx(row[flexible_tables.RATIOS.index(cell.ratio)], rel=0.125), (cell, name)
+            assert reported[name] == pytest.approx(row[flexible_tables.RATIOS.index(cell.ratio)], rel=0.125), (
+                cell,
+                name,
+            )
             checked += 1
     assert checked == 72
 
@@ -104,8 +107,8 @@ def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch)
         ]
         world.run([reducer.rounds(given) for reducer, given in zip(reducers, gradients, strict=True)])
         sent.append([sum(bucket.sent_bytes for bucket in reducer.last_step.buckets) for reducer in reducers])
-    told, least = lgc_models.step_bytes("small", config, collective, ranks, 4)
-    assert told == pytest.approx(np.mean(sent[4:]))
+    reported, least = lgc_models.step_bytes("small", config, collective, ranks, 4)
+    assert reported == pytest.approx(np.mean(sent[4:]))
     assert least == np.min(sent[4:])
 
 

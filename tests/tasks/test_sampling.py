@@ -89,11 +89,11 @@ def test_epoch_of_a_shard_has_samples_at_most_once(ranks):
 
 def test_shards_are_the_same_whoever_asks_and_in_whatever_order():
     one, other = Shards("t", LABELS, 4, seed=3), Shards("t", LABELS, 4, seed=3)
-    told = [one.indices(step, rank, 3).tolist() for step in range(5) for rank in range(3)]
-    assert [other.indices(step, 2, 3).tolist() for step in reversed(range(5))] == told[2::3][::-1]
+    reported = [one.indices(step, rank, 3).tolist() for step in range(5) for rank in range(3)]
+    assert [other.indices(step, 2, 3).tolist() for step in reversed(range(5))] == reported[2::3][::-1]
     assert other.indices(0, 0, 2).tolist() == Shards("t", LABELS, 4, seed=3).indices(0, 0, 2).tolist()
-    assert other.indices(0, 0, 3).tolist() == told[0]
-    assert Shards("t", LABELS, 4, seed=4).indices(0, 0, 3).tolist() != told[0]
+    assert other.indices(0, 0, 3).tolist() == reported[0]
+    assert Shards("t", LABELS, 4, seed=4).indices(0, 0, 3).tolist() != reported[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

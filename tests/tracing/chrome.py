@@ -52,7 +52,7 @@ def check(trace):
 def check_nested(slices, slack=0.002):
     """Raise where two slices of a thread overlap and neither is inside of the other; rounding is forgiven."""
     open_until = []
-    for begin, end in sorted(slices, key=lambda own: (own[0], -own[1])):
+    for begin, end in sorted(slices, key=lambda value: (value[0], -value[1])):
         while open_until and open_until[-1] <= begin + slack:
             open_until.pop()
         assert not open_until or end <= open_until[-1] + slack, (begin, end, open_until)

@@ -88,13 +88,13 @@ def test_a_trace_of_all_ranks(comm, tmp_path, compressor, collective, hosts):
         buckets = [bucket for record in records[rank] for bucket in record["buckets"]]
         assert [event["name"] for event in tracks[rank, "step"]] == [f"step {step}" for step in range(STEPS)]
         assert len(tracks[rank, "compute"]) == STEPS
-        told = tracks[rank, "bucket"]
-        assert len(told) == len(buckets)
+        reported = tracks[rank, "bucket"]
+        assert len(reported) == len(buckets)
         seconds = defaultdict(float)
         for track in ("compress", "wait", "exchange", "decode"):
             for event in tracks[rank, track]:
                 seconds[track, event["args"]["step"], event["args"]["bucket"]] += event["dur"] / 1e6
-        for event, bucket, step in zip(told, buckets, np.repeat(range(STEPS), len(buckets) // STEPS), strict=True):
+        for event, bucket, step in zip(reported, buckets, np.repeat(range(STEPS), len(buckets) // STEPS), strict=True):
             about = event["args"]
             for key in ("compressor", "collective", "ratio", "sent_bytes", "wire_bytes", "predicted_s", "numel"):
                 assert about[key] == bucket[key]
@@ -119,7 +119,7 @@ def check_causes(kinds, ranks, error):
     tracks = by_track(kinds)
     rounds = defaultdict(lambda: [[] for _ in range(ranks)])  # by step and bucket, of each rank: what it has waited for
     for rank in range(ranks):
-        events = sorted(tracks[rank, "wait"] + tracks[rank, "exchange"], key=lambda own: (own["ts"], -own["dur"]))
+        events = sorted(tracks[rank, "wait"] + tracks[rank, "exchange"], key=lambda value: (value["ts"], -value["dur"]))
         begin = None
         for event in events:
             begin = event["ts"] if begin is None else begin
@@ -131,11 +131,11 @@ def check_causes(kinds, ranks, error):
             begin = None
     waited = 0
     for everyones in rounds.values():
-        assert len({len(own) for own in everyones}) == 1
-        for own in zip(*everyones, strict=True):
-            last = max(begin for begin, _, _ in own)
-            assert min(end for _, _, end in own) >= last - 2 * error - 0.002
-            for begin, cut, end in own:
+        assert len({len(values) for values in everyones}) == 1
+        for item in zip(*everyones, strict=True):
+            last = max(begin for begin, _, _ in item)
+            assert min(end for _, _, end in item) >= last - 2 * error - 0.002
+            for begin, cut, end in item:
                 assert cut == pytest.approx(min(max(begin, last), end), abs=0.002)
                 waited += cut > begin
     if ranks > 1 and rounds:
@@ -146,16 +146,16 @@ def check_messages(tracks, ranks, error):
     """In a ring, all ranks do the same: none has the message of the one before it that has not begun to send it."""
     rounds = []
     for rank in range(ranks):
-        events = sorted(tracks[rank, "wait"] + tracks[rank, "exchange"], key=lambda own: (own["ts"], -own["dur"]))
-        own, begin = [], None
+        events = sorted(tracks[rank, "wait"] + tracks[rank, "exchange"], key=lambda value: (value["ts"], -value["dur"]))
+        item, begin = [], None
         for event in events:
             begin = event["ts"] if begin is None else begin
             if event["name"] != "wait":
                 about = event["args"]
-                own.append((about.get("begun", begin), begin, event["ts"], event["ts"] + event["dur"], about["from"]))
+                item.append((about.get("begun", begin), begin, event["ts"], event["ts"] + event["dur"], about["from"]))
                 begin = None
-        rounds.append(own)
-    assert len({len(own) for own in rounds}) == 1
+        rounds.append(item)
+    assert len({len(slices) for slices in rounds}) == 1
     for place, everyones in enumerate(zip(*rounds, strict=True)):
         for rank, (_, begin, cut, end, sources) in enumerate(everyones):
             assert sources == [(rank - 1) % ranks], place
@@ -173,9 +173,9 @@ def test_an_error_on_one_rank_leaves_what_each_has_done_and_waits_for_nobody(com
             reducer.reduce({"w": np.ones(10, "f4")})
             raise RuntimeError
     else:
-        own = mpicomp.trace(path, comm=comm)
+        tracer = mpicomp.trace(path, comm=comm)
         reducer.reduce({"w": np.ones(10, "f4")})
-        own.__exit__(RuntimeError, RuntimeError(), None)
+        tracer.__exit__(RuntimeError, RuntimeError(), None)
     reducer.close()
     assert tracing.listeners == []
     comm.barrier()
@@ -219,18 +219,18 @@ def test_one_trace_at_a_time(tmp_path):
 
 
 def test_without_steps_it_is_one_all_the_same(tmp_path):
-    own = mpicomp.trace(tmp_path / "trace.json", comm=alone())
-    own.finish()
-    own.finish()
+    tracer = mpicomp.trace(tmp_path / "trace.json", comm=alone())
+    tracer.finish()
+    tracer.finish()
     assert check(json.loads((tmp_path / "trace.json").read_text()))["X"] == []
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path, monkeypatch):
     reducer = mpicomp.Reducer("topk", "allgather", comm=alone())
-    own = mpicomp.trace(tmp_path / "trace.json", comm=alone())
+    tracer = mpicomp.trace(tmp_path / "trace.json", comm=alone())
     reducer.reduce({"w": np.ones(10, "f4")})
-    own.flush()
-    own._file.close()  # what is written next cannot be
+    tracer.flush()
+    tracer._file.close()  # what is written next cannot be
 
     class Full:
         def write(self, text):
@@ -238,22 +238,22 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path, monkeypatch):
 
         close = flush = lambda self: None
 
-    own._file = Full()
+    tracer._file = Full()
     reducer.reduce({"w": np.ones(10, "f4")})
     with pytest.warns(UserWarning, match="No space left"):
-        own.flush()
+        tracer.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reducer.reduce({"w": np.ones(10, "f4")})
-        own.flush()
-        own.finish()
+        tracer.flush()
+        tracer.finish()
     kinds = check(json.loads((tmp_path / "trace.json").read_text()))
     assert [event["name"] for event in kinds["X"] if event["cat"] == "step"] == ["step 0"]
 
 
 def test_steps_are_in_the_file_a_quarter_of_a_second_later(tmp_path):
     reducer = mpicomp.Reducer("topk", "allgather", comm=alone())
-    own = mpicomp.trace(tmp_path / "trace.json", comm=alone())
+    tracer = mpicomp.trace(tmp_path / "trace.json", comm=alone())
 
     def written():
         return [step.step for step in read(str(tmp_path / "trace.json.rank-0"))[1]]
@@ -267,10 +267,10 @@ def test_steps_are_in_the_file_a_quarter_of_a_second_later(tmp_path):
     assert written() == list(range(last + 1))
     for _ in range(tracing._MAX_STEPS):
         reducer.reduce({"w": np.ones(10, "f4")})
-        assert len(own._steps) < tracing._MAX_STEPS
-    own.flush()
+        assert len(tracer._steps) < tracing._MAX_STEPS
+    tracer.flush()
     assert written() == list(range(last + 1 + tracing._MAX_STEPS))
-    own.finish()
+    tracer.finish()
 
 
 def test_several_reducers_have_tracks_of_their_own(tmp_path):
@@ -330,5 +330,9 @@ def test_while_backward_goes_on(comm, tmp_path):
         tracks = by_track(kinds)
         for rank in range(comm.size):
             assert len(tracks[rank, "step"]) == 3
-            assert len(tracks[rank, "bucket"]) == 3 * len({own["args"]["bucket"] for own in tracks[rank, "bucket"]}) > 3
+            assert (
+                len(tracks[rank, "bucket"])
+                == 3 * len({track["args"]["bucket"] for track in tracks[rank, "bucket"]})
+                > 3
+            )
         check_causes(kinds, comm.size, 0.0)

@@ -65,9 +65,9 @@ def test_in_a_thread_beside_other_rounds(transports, comm, channels):
         with ProgressThread(transport, channels) as thread:
             made, asked_for = programs(layout, comm.rank)
             jobs = [thread.submit(program) for program in made]
-            own = transport.run(at_once(layout, comm.rank, dtypes=[np.float32]))
+            value = transport.run(at_once(layout, comm.rank, dtypes=[np.float32]))
             looked = [job.result(timeout=60) for job in jobs]
-        assert own > 0
+        assert value > 0
         assert looked[-1] == 3 * len(DTYPES)  # sums of each type
         assert [[entry.operation for entry in job.log] for job in jobs] == asked_for
 

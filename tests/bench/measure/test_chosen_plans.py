@@ -118,20 +118,20 @@ def test_leading_plan_is_of_the_leading_compressor():
 
 
 def test_layers_are_means_over_ranks_and_steps():
-    told = []
+    reported = []
     for rank in range(2):
         choices = Choices()
         for step in range(4):
             gains = np.array([0.2 + 0.2 * rank, 0.5]) if step == 2 else None
             choices.add(record(bucket(["a", "b"], 20, 2 if step % 2 else 4 + 2 * rank, TOPK, gains=gains)))
-        told.append(choices.sums())
-    first, second = choices.layers(np.array(told))
+        reported.append(choices.sums())
+    first, second = choices.layers(np.array(reported))
     # Kept of the 10 elements: 1 in odd steps, in even ones 2 on one rank and 3 on the other.
     assert (first.name, first.numel, first.ratio) == ("a", 10, pytest.approx((1 + 1 + 2 + 3) / 4 / 10))
     assert (first.gain, second.gain) == pytest.approx((0.3, 0.5))
-    told = Choices()
-    told.add(record(bucket(["a"], 10, 1, TOPK)))
-    assert told.layers(told.sums()[None])[0].gain is None
+    reported = Choices()
+    reported.add(record(bucket(["a"], 10, 1, TOPK)))
+    assert reported.layers(reported.sums()[None])[0].gain is None
 
 
 def test_table_of_many_plans_is_short():

@@ -24,7 +24,7 @@ def normal_below(value):
 
 
 def information_in_bins(rho):
-    """Mutual information of two normal numbers that are only told by the sixteenth that they lie in: by integration."""
+    """Mutual information of two normal numbers that are known to the sixteenth that they lie in: by integration."""
     edges = [-9.0]
     for place in range(1, BINS):
         low, high = -9.0, 9.0

@@ -164,12 +164,12 @@ def test_clock_of_all_ranks_is_that_of_each_rank(ranks, per_host):
         for name in variants(bound):
             scheme = bind(bound, name)
             expected = simulate(scheme, N, layout, BETWEEN, INSIDE)
-            told = clock.seconds(scheme, N, FLOAT)
+            reported = clock.seconds(scheme, N, FLOAT)
             if per_host == 6 and "gtopk" in name:
                 # Where some pairs of a hop are on one host and others are not, one rank may be ahead of another.
-                assert expected <= told < 1.15 * expected
+                assert expected <= reported < 1.15 * expected
             else:
-                assert told == pytest.approx(expected, rel=1e-4), (compressor, name)
+                assert reported == pytest.approx(expected, rel=1e-4), (compressor, name)
             looked += 1  # parts of arrays differ by an element between ranks, which is less than the tolerance
     assert looked > 50
 
@@ -205,11 +205,11 @@ def test_exchange_is_no_slower_on_a_faster_link():
     for compressor in COMPRESSORS:
         bound = compressor.bind(["w"], [N], [(200, 300)], warm_up=False)
         for name in variants(bound):
-            told = [
+            reported = [
                 Clock(topology(12, 2, Links(1 / rate, 1e-4))).seconds(bind(bound, name), N, FLOAT)
                 for rate in (1e6, 1e7, 1e8, 1e10)
             ]
-            assert told == sorted(told, reverse=True), (compressor, name)
+            assert reported == sorted(reported, reverse=True), (compressor, name)
 
 
 @pytest.mark.quick
@@ -225,7 +225,7 @@ def test_allreduce_folds_only_without_a_power_of_two():
     assert volume(5, folded, 3) == pytest.approx(3 / (4 / 3))
     assert volume(5, 1.2 * folded, 5) == pytest.approx(1.2 * folded)
     assert volume(5, 1.1, 8) == pytest.approx(1.1)  # a ring, which does not fold
-    assert volume(4, 1.1, 3) == pytest.approx(1.1)  # it cannot be told
+    assert volume(4, 1.1, 3) == pytest.approx(1.1)  # it is unknown
     assert volume(10, folded, 12, per_host=2) == pytest.approx(3.5 / (10 / 6))  # of 5 hosts, and 6
 
 

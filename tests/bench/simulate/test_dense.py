@@ -1,4 +1,4 @@
-"""Dense exchanges that were timed by themselves: what they took is what is told, and carries over to other ranks."""
+"""Dense exchanges that were timed by themselves: what they took is predicted, and carries over to other ranks."""
 
 import json
 from dataclasses import replace
@@ -51,8 +51,8 @@ def test_untimed_exchange_is_the_cost_models():
     for steps in (timed, untimed):
         assert exchange_s(steps, collective="scatter-reduce") >= rounds
     topk = mpicomp.TopK(ratio=0.01)
-    told = [exchange_s(steps, collective="star-topk:ring", compressor=topk) for steps in (timed, untimed)]
-    assert told[0] == pytest.approx(told[1], rel=0.5)  # computation is measured each time
+    reported = [exchange_s(steps, collective="star-topk:ring", compressor=topk) for steps in (timed, untimed)]
+    assert reported[0] == pytest.approx(reported[1], rel=0.5)  # computation is measured each time
 
 
 def test_correction_carries_over_to_other_links():
@@ -117,12 +117,12 @@ def test_correction_is_of_ranks_that_are_alike(ranks, expected):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("apart", [False, True])
-def test_time_dense_of_hosts_has_fewer_ranks_too(comm, apart):
+@pytest.mark.parametrize("separate_hosts", [False, True])
+def test_time_dense_of_hosts_has_fewer_ranks_too(comm, separate_hosts):
     from mpicomp.transport.mpi import MPITransport
 
-    transport = MPITransport(comm, layout=range(comm.size) if apart else [0] * comm.size)
+    transport = MPITransport(comm, layout=range(comm.size) if separate_hosts else [0] * comm.size)
     timed = time_dense(1000, transport)
     assert timed == comm.bcast(timed)
-    assert {timing.ranks for timing in timed} == ({*range(2, comm.size + 1)} if apart else {comm.size} - {1})
+    assert {timing.ranks for timing in timed} == ({*range(2, comm.size + 1)} if separate_hosts else {comm.size} - {1})
     transport.close()

@@ -46,9 +46,9 @@ def test_bucket_waits_for_backward_and_for_others():
 def test_overlap_is_never_slower_than_none(parts):
     steps = measured(sorted(ready for ready, _ in parts))
     exchanges = [seconds for _, seconds in parts]
-    beside, after = (step_seconds(steps, exchanges, overlap) for overlap in (True, False))
-    assert beside <= after * (1 + 1e-12)
-    assert beside >= steps.compute_s
+    overlapped, after = (step_seconds(steps, exchanges, overlap) for overlap in (True, False))
+    assert overlapped <= after * (1 + 1e-12)
+    assert overlapped >= steps.compute_s
     assert after == pytest.approx(steps.compute_s + sum(exchanges))
 
 
@@ -96,11 +96,11 @@ def simulation(steps, ranks=8, rate=1e9, latency=1e-5, per_host=1):
 
 def test_row_is_the_sum_of_its_parts():
     steps = measured([0.2, 0.9], [1_000_000, 2_000_000])
-    told = simulation(steps, rate=1e7)
-    dense = told.row(Plan(mpicomp.Dense()), overlap=False)
+    reported = simulation(steps, rate=1e7)
+    dense = reported.row(Plan(mpicomp.Dense()), overlap=False)
     assert dense["speedup"] == 1
     assert dense["step_s"] == pytest.approx(steps.compute_s + dense["exchange_s"])
-    topk = told.row(Plan(mpicomp.TopK(ratio=0.01)), overlap=False)
+    topk = reported.row(Plan(mpicomp.TopK(ratio=0.01)), overlap=False)
     assert topk["speedup"] == pytest.approx(dense["step_s"] / topk["step_s"])
     assert topk["efficiency"] == pytest.approx(steps.compute_s / topk["step_s"])
     assert topk["speedup"] > 1.5  # the link is slow
@@ -111,11 +111,11 @@ def test_messages_of_more_ranks_take_longer_to_decode():
     work = ComputeTime(CostModel(Network(4)))
     network = Network(4)
     scheme = mpicomp.collectives.bind(mpicomp.TopK(ratio=0.05), "allgather")
-    told = [
+    reported = [
         work.seconds(scheme, 1 << 20, np.dtype(np.float32), Topology(ranks, 1, network, 4)) for ranks in (1, 8, 512)
     ]
-    assert told == sorted(told)
-    assert told[2] > 4 * told[0]
+    assert reported == sorted(reported)
+    assert reported[2] > 4 * reported[0]
 
 
 @pytest.fixture(scope="module")
