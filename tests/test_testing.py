@@ -282,11 +282,11 @@ def own_energy(result, context):
     result.energy += context.rank
 
 
-def bad_is_not_told(result, context):
+def bad_is_hidden(result, context):
     result.nonfinite = False
 
 
-def stale_is_not_told(result, context):
+def stale_is_hidden(result, context):
     result.stale = False
 
 
@@ -303,8 +303,8 @@ def stale_is_taken_for_bad(result, context):
         (array_is_written_to, "nothing_is_lost", "arrays sum to something else than before|gain is 1.0, not"),
         (another_gain, "nothing_is_lost", "gain is 0.5, not 1"),
         (own_energy, "nothing_is_lost", "ranks get different results"),
-        (bad_is_not_told, "one_bad_rank_is_seen_by_all", "nan on rank 0 is not seen by all"),
-        (stale_is_not_told, "one_stale_rank_is_seen_by_all", "rank 0 is stale, and not all know it"),
+        (bad_is_hidden, "one_bad_rank_is_seen_by_all", "nan on rank 0 is not seen by all"),
+        (stale_is_hidden, "one_stale_rank_is_seen_by_all", "rank 0 is stale, and not all know it"),
         (stale_is_taken_for_bad, "one_stale_rank_is_seen_by_all", "taken for not finite"),
     ],
 )

@@ -293,7 +293,7 @@ def test_text_that_reads_like_osu(rows):
 
 
 @pytest.mark.slow
-def test_configurations_of_one_compressor_are_told_apart():
+def test_configurations_of_one_compressor_differ():
     compressors = [TopK(ratio=0.1), TopK(ratio=0.2), TopK(ratio=0.1, wire="bf16"), SIDCo(ratio=0.1)]
     found = run(Settings([50], compressors, ["allgather"], False, 0.01))
     rows = [row for row in found if row["compressor"] != "dense"]

@@ -358,7 +358,7 @@ def test_bad_options_are_refused_before_mpi_starts(arguments, text, capsys):
         slow(["--data", "/nonexistent.npz"], "/nonexistent.npz"),
     ],
 )
-def test_bad_options_of_several_ranks_are_told_once(mpiexec, tmp_path, arguments, text):
+def test_bad_options_of_several_ranks_are_printed_once(mpiexec, tmp_path, arguments, text):
     done, _, _ = train(mpiexec, tmp_path, 2, "--task", "digits", "--steps", "2", *arguments)
     assert done.returncode == 2
     assert done.stderr.count(text) == 1

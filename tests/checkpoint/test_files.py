@@ -87,7 +87,7 @@ def test_keep_is_a_number_of_checkpoints(tmp_path, keep):
     assert names(tmp_path) == []
 
 
-def test_ranks_that_mean_different_folders_are_told(tmp_path):
+def test_ranks_with_different_folders_are_refused(tmp_path):
     world = LocalWorld(2)
     with pytest.raises(
         DisagreementError, match=r"save_checkpoint: folder must be the same on all ranks, got .*a on rank 0"

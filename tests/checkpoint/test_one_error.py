@@ -258,7 +258,7 @@ def test_load_of_old_damaged_files_is_one_error_of_all_ranks(tmp_path, seed):
     assert names(tmp_path) == ["00000002"]
 
 
-def test_ranks_that_disagree_are_told_before_a_problem_of_one(tmp_path):
+def test_disagreement_is_raised_before_a_problem_of_one(tmp_path):
     world = LocalWorld(2)
     with pytest.raises(DisagreementError):
         world.run([save_rounds(tmp_path / n, {}, 1, end.group) for n, end in zip("ab", world.transports, strict=True)])

@@ -115,7 +115,7 @@ def test_gpu_without_cupy_is_refused(capsys):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
-def test_missing_cupy_is_told_by_one_rank(mpiexec):
+def test_missing_cupy_is_reported_by_one_rank(mpiexec):
     done = mpiexec(2, "-m", "mpicomp", *COLLECTIVES, "--device", "gpu")
     assert (done.returncode, done.stdout) == (2, "")
     [line] = [line for line in done.stderr.splitlines() if line.startswith("mpicomp: ")]
@@ -126,7 +126,7 @@ def test_missing_cupy_is_told_by_one_rank(mpiexec):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(gpus.installed()), reason="there is a GPU")
 @pytest.mark.parametrize("words", [slow(TRAINING), ["train", "--task", "digits", "--steps", "1"]], ids=str)
-def test_missing_gpu_is_told_by_one_rank(words, mpiexec):
+def test_missing_gpu_is_reported_by_one_rank(words, mpiexec):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     done = mpiexec(2, "-m", "mpicomp", *words, "--device", "gpu", timeout=100)
@@ -157,7 +157,7 @@ def test_kernels_are_measured_by_one_rank(mpiexec, tmp_path):
     assert (tmp_path / "out.json").exists()
 
 
-def test_wrong_ratio_is_told_by_one_rank(mpiexec):
+def test_wrong_ratio_is_printed_by_one_rank(mpiexec):
     done = mpiexec(3, "-m", "mpicomp", *KERNELS, "--ratio", "0")
     assert done.returncode == 2
     assert done.stderr.count("ratio is the kept fraction") == 1
@@ -221,7 +221,7 @@ def test_cost_model_is_written_and_read(mpiexec, tmp_path):
 
 
 @pytest.mark.slow
-def test_file_without_a_cost_model_is_told_once(mpiexec, tmp_path):
+def test_file_without_a_cost_model_warns_once(mpiexec, tmp_path):
     path = tmp_path / "cost.json"
     path.write_text("{}")
     done = mpiexec(2, "-m", "mpicomp", *COLLECTIVES, "--from", path, timeout=60)
@@ -253,7 +253,7 @@ def test_trainings_take_turns_and_print_once(mpiexec, tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_ranks_beyond_the_data_are_told_once(mpiexec):
+def test_ranks_beyond_the_data_are_reported_once(mpiexec):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     code = """if True:

@@ -101,7 +101,7 @@ def test_wrong_option_is_refused(capsys):
 
 
 @pytest.mark.parametrize("arguments", [slow(("docter",)), ("doctor", "--jsn"), slow(())])
-def test_wrong_words_are_told_by_one_rank(mpiexec, arguments):
+def test_wrong_words_are_printed_by_one_rank(mpiexec, arguments):
     ended = mpiexec(3, "-m", "mpicomp", *arguments)
     assert ended.returncode == 2
     assert ended.stderr.count("mpicomp: ") == 1

@@ -85,7 +85,7 @@ def test_process_without_a_launcher_is_one_rank(alone):
     assert report["problems"] == []
 
 
-def test_singletons_are_told_once(alone):
+def test_singletons_are_reported_once(alone):
     step = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
     first, second = (alone("--json", SLURM_PROCID=rank, **step) for rank in ("0", "1"))
     # The first rank that fails may end the job, so only the one that prints fails.

@@ -69,7 +69,7 @@ def test_no_step_is_dense_in_its_place():
         assert ranks.reducers[0].residual("w").any()
 
 
-def test_what_moves_together_is_told_by_one_number():
+def test_correlated_layers_have_one_number():
     ranks = Ranks(1, DCTTopK(ratio=1 / 16, side=4))
     smooth = np.full(32, 3.0, np.float32)
     [mean] = ranks.reduce([{"w": smooth}])

@@ -369,7 +369,7 @@ def test_settings_that_cannot_be():
         Wire(None, "rice")
 
 
-def test_arrays_that_do_not_fit_are_told_to_the_caller():
+def test_arrays_that_do_not_fit_are_an_error_of_the_caller():
     out = np.empty(message_bytes(3, NUMEL, np.dtype(np.float32), PLAIN), np.uint8)
     with pytest.raises(ValueError, match="the message has 56 bytes, out has 48"):
         write_message(out[:48], selection_of(3, np.float32), NUMEL, PLAIN, 0, 1.0, 1.0)

@@ -12,7 +12,7 @@ ADDED_S = 12e-3
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_mean_of_what_is_added_is_told_from_how_much_steps_differ(seed):
+def test_mean_of_contention_follows_from_differences(seed):
     random = np.random.default_rng(seed)
     contention = Contention()
     reported = []

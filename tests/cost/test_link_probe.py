@@ -119,7 +119,7 @@ def test_messages_for_which_libraries_have_another_algorithm_are_expected_to_tak
     assert took < predicted < 4.5 * took
 
 
-def test_links_inside_hosts_are_told_from_those_between():
+def test_links_inside_hosts_differ_from_those_between():
     world, network = probed(8, Link(5e-5, 1e9), hosts=[0, 0, 0, 0, 1, 1, 1, 1])
     views = sample_views(world.transports[0].group)
 

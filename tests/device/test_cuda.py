@@ -83,7 +83,7 @@ def test_what_is_not_known_is_no(vendor, path):
         ("MPICH", "", {"UCX_TLS": "tcp,cuda_ipc"}, "leaves out cuda"),
     ],
 )
-def test_a_library_that_is_told_to_do_without(library, vendor, version, setting, says):
+def test_library_without_threads_by_a_setting(library, vendor, version, setting, says):
     """It was built for CUDA and says yes; what it is given would crash all the same."""
     path = library(QUERY.format(1))
     value, reason = cuda_aware(vendor, path, setting, version)
@@ -96,7 +96,7 @@ def test_ucx_that_takes_cuda(library, transports):
     assert cuda_aware("Open MPI", library(QUERY.format(1)), {"UCX_TLS": transports})[0] is True
 
 
-def test_mvapich_that_is_told_to(library):
+def test_mvapich_with_its_setting(library):
     assert cuda_aware("MVAPICH2", library(QUERY.format(1)), {"MV2_USE_CUDA": "1"})[0] is True
 
 

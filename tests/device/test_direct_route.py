@@ -107,7 +107,7 @@ def test_rounds_pending_while_others_run(transports, comm):
 
 
 @slow
-def test_in_a_thread_beside_other_rounds(transports, comm):
+def test_in_a_thread_during_other_rounds(transports, comm):
     from mpicomp.transport.scheduler import ProgressThread
 
     layout, transport = transports[-1]

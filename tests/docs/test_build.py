@@ -50,7 +50,7 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "slurm/README.md"])
-def test_pages_beside_the_site_link_to_files_that_are_there(page):
+def test_pages_outside_the_site_link_to_files(page):
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
     assert links
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []

@@ -58,7 +58,7 @@ def test_megabytes_of_the_table_are_those_that_an_exchange_sends():
         assert sent / 1e6 == pytest.approx(documented_mb, rel=0.02)
 
 
-def test_a_field_is_told_in_the_words_of_its_class():
+def test_field_has_the_words_of_its_class():
     row = re.search(r"\| `gain` \| number or null \| (.+) \|", FILL("<!-- fields: mpicomp.BucketRecord -->"))
     assert row[1].startswith("share of the energy of gradient plus residual that was sent, over all ranks")
     both = FILL("<!-- fields: mpicomp.StepRecord, mpicomp.bench.measure.run_fields.Line -->")

@@ -13,7 +13,7 @@ def _calls_it(first, second, third, out):
     _product_and_sum(first, second, third, out)
 
 
-def test_a_product_and_a_sum_are_rounded_twice_whoever_calls():
+def test_product_and_sum_are_rounded_twice():
     """A fused multiply-add rounds once, and a host without it would come to other bits."""
     rng = np.random.default_rng(0)
     for dtype in (np.float32, np.float64):

@@ -143,7 +143,7 @@ def test_a_plugin_may_look_names_up(plugin, python):
     assert python(MADE, [plugin(above=above)]).stdout.startswith("read mine\nMine")
 
 
-def test_what_was_registered_can_be_told_from_what_is_built_in(plugin, python):
+def test_registered_names_differ_from_built_in_ones(plugin, python):
     path = plugin()
     code = "from mpicomp.compressors import COMPRESSORS; print(COMPRESSORS.plugin('mine'), COMPRESSORS.plugin('topk'))"
     assert python(code, [path]).stdout.splitlines()[-1] == f"{path} None"

@@ -53,7 +53,7 @@ def test_an_array_that_is_sent_in_part():
     np.testing.assert_allclose(layers.gains, 1 - np.array(lost) / energies(whole), atol=1e-5)
 
 
-def test_where_nothing_was_looked_at_no_gain_is_told():
+def test_bucket_without_a_survey_has_no_gain():
     whole = array()
     layers = layers_of(PARTS, whole, whole, None, 1.0)
     assert layers.gains is None

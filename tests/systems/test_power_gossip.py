@@ -210,7 +210,7 @@ def test_going_on_from_a_state(tmp_path):
     assert other.optimizers[0].state_dict()["mpicomp"] == {}
 
 
-def test_one_rank_that_goes_on_and_one_that_begins_are_told_apart():
+def test_rank_that_goes_on_differs_from_one_that_begins():
     ranks = Ranks(2)
     ranks.step(0)
     states = [optimizer.state_dict() for optimizer in ranks.optimizers]

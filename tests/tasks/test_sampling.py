@@ -87,7 +87,7 @@ def test_epoch_of_a_shard_has_samples_at_most_once(ranks):
         assert (first != second).any()
 
 
-def test_shards_are_the_same_whoever_asks_and_in_whatever_order():
+def test_shards_are_the_same_in_any_order():
     one, other = Shards("t", LABELS, 4, seed=3), Shards("t", LABELS, 4, seed=3)
     reported = [one.indices(step, rank, 3).tolist() for step in range(5) for rank in range(3)]
     assert [other.indices(step, 2, 3).tolist() for step in reversed(range(5))] == reported[2::3][::-1]

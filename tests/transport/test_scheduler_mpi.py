@@ -58,7 +58,7 @@ def test_all_at_once(transports, comm, channels):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_in_a_thread_beside_other_rounds(transports, comm, channels):
+def test_in_a_thread_during_other_rounds(transports, comm, channels):
     from mpicomp.transport.scheduler import ProgressThread
 
     for layout, transport in transports:

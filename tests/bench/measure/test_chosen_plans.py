@@ -30,7 +30,7 @@ def record(*buckets, skipped=False):
 TOPK, LESS, DENSE = mpicomp.TopK(ratio=0.1), mpicomp.TopK(ratio=0.05), mpicomp.Dense()
 
 
-def test_step_is_told_in_short():
+def test_step_is_printed_in_short():
     step = record(
         bucket(["a"], 1000, 100, TOPK, "star-topk:ring", 0.2),
         bucket(["b"], 9000, 9000, DENSE, "ring", None),

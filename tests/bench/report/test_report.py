@@ -338,7 +338,7 @@ def lab(colour, weakness):
 
 @pytest.mark.parametrize("weakness", WEAKNESSES)
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
-def test_colours_can_be_told_apart(colours, weakness):
+def test_colors_are_distinct(colours, weakness):
     for tokens in (PHASES, ("run0", "run1", "run2", "run3"), ("run4", "run5", "run6", "run7")):
         for one, other in combinations(tokens, 2):
             distance = lab(colours[one], WEAKNESSES[weakness]) - lab(colours[other], WEAKNESSES[weakness])
