@@ -21,6 +21,8 @@ WORK_DTYPES: dict[str, np.dtype[Any]] = {
 }
 """The dtype of sums and residuals for each gradient dtype."""
 
+_BFLOAT16_EXPONENT = 0x7F80  # bits that are all set in infinity and NaN
+
 
 @dataclass(frozen=True)
 class ArraySpec:
@@ -100,18 +102,22 @@ class SpecCache:
 
     def describe(self, arrays: Mapping[str, Any]) -> list[ArraySpec]:
         """Return the specs, a read-only list, or raise as `describe` does."""
-        try:
-            looks = [
-                (name, type(array), array.dtype, array.shape, None if type(array) is np.ndarray else array.layout)
-                for name, array in arrays.items()
-            ]
-        except Exception:  # no array, which `describe` reports, or a CuPy array, which has no layout
-            self.described, self.on_host, self._looks = describe(arrays), False, []
-            return self.described
-        if looks != self._looks or type(arrays) is not self._kind:
-            self.described = describe(arrays)
-            self.on_host = all(kind is np.ndarray and dtype.kind == "f" for _, kind, dtype, _, _ in looks)
-            self._looks, self._kind = looks, type(arrays)
+        if type(arrays) is self._kind and len(arrays) == len(self._looks):
+            for (name, array), (known, kind, dtype, shape, layout) in zip(arrays.items(), self._looks, strict=True):
+                if name != known or type(array) is not kind or array.dtype != dtype or array.shape != shape:
+                    break
+                if layout is not None and array.layout != layout:
+                    break
+            else:
+                return self.described
+        self._kind = None
+        self.described = describe(arrays)
+        self._looks = [
+            (name, type(array), array.dtype, array.shape, getattr(array, "layout", None))
+            for name, array in arrays.items()
+        ]
+        self._kind = type(arrays)
+        self.on_host = all(kind is np.ndarray and dtype.kind == "f" for _, kind, dtype, _, _ in self._looks)
         return self.described
 
 
@@ -130,6 +136,14 @@ def to_host(array: Any) -> NDArray[Any]:
         case _:
             host = array
     return host.view(np.uint16) if _name_of(host.dtype) == "bfloat16" else host
+
+
+def is_finite(array: Any) -> bool:
+    """Return whether all numbers of an array are finite."""
+    values = to_host(array)
+    if values.dtype == np.uint16:
+        return bool((values & _BFLOAT16_EXPONENT != _BFLOAT16_EXPONENT).all())
+    return bool(np.isfinite(values).all())
 
 
 def from_host(mean: NDArray[np.floating], described: ArraySpec, like: Any, out: NDArray[Any] | None) -> Any:

@@ -74,6 +74,10 @@ class RankFailedError(MpicompError, RuntimeError):
     """A rank has died while others exchange with it; raised on those that are left."""
 
 
+class AgreedRankFailure(RankFailedError):  # noqa: N818, it is an error by its base class
+    """A rank has died, as all that are left have agreed, so that they need not agree again."""
+
+
 class ClosedError(MpicompError, RuntimeError):
     """Something was used after ``close()``."""
 

@@ -1,5 +1,6 @@
 """Checks of settings: a wrong one raises an error with the subsystem, the rule and the value, before any data moves."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -14,6 +15,27 @@ def check_least(subsystem: str, name: str, value: Any, least: int = 1) -> int:
     if not is_integer(value) or value < least:
         raise ConfigurationError(f"{subsystem}: {name} must be an integer of at least {least}, got {value!r}")
     return int(value)
+
+
+def to_whole(subsystem: str, name: str, value: Any, least: int | None = None) -> int:
+    """Return a whole number of whatever integer type it came in."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigurationError(f"{subsystem}: {name} must be a whole number, got {value!r}") from None
+    if least is not None and number < least:
+        raise ConfigurationError(f"{subsystem}: {name} must be at least {least}, got {value!r}")
+    return number
+
+
+def to_number(subsystem: str, name: str, value: Any) -> float:
+    """Return a number of whatever type it came in; 0-dimensional arrays and tensors are among them."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(f"{subsystem}: {name} must be a number or None, got {value!r}") from None
 
 
 def check_range(subsystem: str, name: str, value: Any, least: float, most: float) -> float:

@@ -30,7 +30,10 @@ class Workspace:
 
     def __init__(self, device: Device = HOST) -> None:
         self.device = device
-        self._arrays: dict[tuple[str, np.dtype, bool], Any] = {}
+        self._arrays: dict[tuple[str, Any, bool], Any] = {}
+        self.last_layout: Any = None
+        """Layout of the messages of the last exchange, prepared by the collective that is used again."""
+        self._part: tuple[Any, Any] = (None, None)  # an array, and the last part of it that was asked for
         self._objects: dict[Any, Any] = {}
 
     def made(self, key: Any, make: Callable[[], Made]) -> Made:
@@ -42,17 +45,23 @@ class Workspace:
 
     def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """Return ``size`` uninitialised elements on the workspace's device, valid until the next call for the name."""
-        array: NDArray[Any] = self._named(name, size, dtype, self.device)
-        return array
+        array: NDArray[Any] | None = self._arrays.get((name, dtype, True))
+        if array is None or array.size < size:
+            array = self._arrays[name, dtype, True] = self.device.empty(size, dtype)
+        return array if array.size == size else array[:size]
 
     def host_array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """Return such an array in host memory, whatever the device: for counts and other short messages."""
-        found: NDArray[Any] = self._named(name, size, dtype, HOST)
-        return found
-
-    def _named(self, name: str, size: int, dtype: DTypeLike, device: Device) -> Any:
-        key = (name, np.dtype(dtype), device is HOST)
-        array = self._arrays.get(key)
+        array: NDArray[Any] | None = self._arrays.get((name, dtype, False))
         if array is None or array.size < size:
-            array = self._arrays[key] = device.empty(size, dtype)
+            array = self._arrays[name, dtype, False] = np.empty(size, dtype)
         return array if array.size == size else array[:size]
+
+    def part(self, array: NDArray[Any], size: int) -> NDArray[Any]:
+        """Return the first elements of an array, the same object as in the last call with the same arguments."""
+        part: NDArray[Any]
+        whole, part = self._part
+        if whole is not array or part.size != size:
+            part = array[:size]
+            self._part = array, part
+        return part

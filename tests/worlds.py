@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpicomp.policies.warmup import with_warmup
-from mpicomp.reducer.reducer import TrainingReducer
+from mpicomp.reducer.special_reducers import TrainingReducer
 from mpicomp.transport import LocalWorld
 
 

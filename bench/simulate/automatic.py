@@ -44,7 +44,8 @@ def choose(
     drive(policy.start(shapes, transport), _echo)
     now, done = 0.0, []
     for step in range(_STEPS):
-        drive(policy.refresh(transport), _echo)
+        if rounds := policy.refresh(transport):
+            drive(rounds, _echo)
         plans = [policy.plan(bucket) for bucket in range(len(shapes))]
         exchanged = [seconds_of(plan.scheme, shape) for plan, shape in zip(plans, shapes, strict=True)]
         ready, end = ends(measured, [seconds.whole for seconds in exchanged], overlap)

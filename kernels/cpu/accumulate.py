@@ -1,5 +1,7 @@
 """Error feedback: gradient plus residual, in one sweep that also collects moments and candidates."""
 
+import math
+
 import numpy as np
 from mpicomp.kernels.cpu.bit_ops import first_one
 from mpicomp.kernels.cpu.bits import as_bits, infinity_of, mask_of
@@ -19,10 +21,12 @@ def accumulate(gradient: Floats, residual: Floats | None, out: Floats, threads: 
     """
     mask = mask_of(out.dtype)
     bits = as_bits(out)
+    nothing = bits[:0]
+    if threads == 1:
+        return _moments(_accumulate(gradient, residual, out, bits, mask, None, 0, nothing, nothing), out)
 
     def sweep(part: slice) -> Moments:
         second = None if residual is None else residual[part]
-        nothing = bits[:0]
         sums = _accumulate(gradient[part], second, out[part], bits[part], mask, None, 0, nothing, nothing)
         return _moments(sums, out[part])
 
@@ -50,6 +54,9 @@ def accumulate_candidates(
     mask = mask_of(out.dtype)
     limit = mask.dtype.type(bound)
     words = as_bits(out)
+    if threads == 1:
+        sums = _accumulate(gradient, residual, out, words, mask, limit, base, index[count:], bits[count:])
+        return count + sums[0], _moments(sums, out)
     parts = cut(out.size, threads)
     room = max(0, index.size - count)
     slots = [slice(count + room * p // len(parts), count + room * (p + 1) // len(parts)) for p in range(len(parts))]
@@ -79,12 +86,12 @@ def is_finite(top: int, dtype: np.dtype) -> bool:
     return int(top) < infinity_of(dtype)
 
 
-def _moments(sums: tuple[float, ...], out: Floats) -> Moments:
+def _moments(sums: tuple[int, int, float, float], out: Floats) -> Moments:
     _, nonzero, total, energy = sums
-    finite = bool(np.isfinite(energy))
+    finite = math.isfinite(energy)
     if not finite and out.dtype == np.float64:  # squares of finite numbers overflow too
         finite = is_finite(_top(as_bits(out), mask_of(out.dtype)), out.dtype)
-    return Moments(int(nonzero), float(total), float(energy), finite)
+    return Moments(nonzero, total, energy, finite)
 
 
 @kernel

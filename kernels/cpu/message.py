@@ -4,15 +4,13 @@ What is written here are numbers that a device knows and the host does not: `mpi
 anybody waiting for them.
 """
 
-import contextlib
 import struct
 from collections.abc import Sequence
 
 import numpy as np
 from mpicomp.kernels.cpu.cast import widen
 from mpicomp.kernels.cpu.compile import Bytes, Floats
-from mpicomp.kernels.cpu.indices import ascending_below
-from mpicomp.kernels.cpu.scatter import scatter_add
+from mpicomp.kernels.cpu.scatter import add_ascending
 from mpicomp.kernels.cpu.sweep import energy as energy_of
 from numpy.typing import NDArray
 
@@ -45,9 +43,11 @@ def write_tail(out: Floats, finite: bool, stale: bool, energy: float, lost: floa
 
     Numbers beyond float32 become infinite.
     """
-    out[0], out[1] = not finite, stale
-    with contextlib.nullcontext() if max(energy, lost) < _FAR_BELOW else np.errstate(over="ignore"):
-        out[2], out[3] = energy, lost
+    if max(energy, lost) < _FAR_BELOW:
+        out[:] = not finite, stale, energy, lost
+    else:
+        with np.errstate(over="ignore"):
+            out[:] = not finite, stale, energy, lost
 
 
 def sparse_add(
@@ -72,12 +72,17 @@ def sparse_add(
     check_stored("sparse_add", stored, out.dtype)
     if not right:
         return False
-    where = indices.view(np.uint8)
+    where, dtype = indices.view(np.uint8), out.dtype
+    by = dtype.type(factor)
     for value_at, index_at, count in zip(values_at, indices_at, counts, strict=True):
         chosen = where[index_at : index_at + 4 * count].view(np.uint32)
-        if not ascending_below(chosen, out.size):
+        if stored in HALVES:
+            values = np.empty(count, dtype)
+            widen(messages[value_at : value_at + 2 * count].view(np.uint16), stored, values)
+        else:
+            values = messages[value_at : value_at + dtype.itemsize * count].view(dtype)
+        if not add_ascending(chosen, values, by, out):
             return False
-        scatter_add(chosen, _values(messages, value_at, count, stored, out.dtype), factor, out)
     return True
 
 
@@ -85,11 +90,3 @@ def check_stored(name: str, stored: str, dtype: np.dtype[np.floating]) -> None:
     """Refuse values of another dtype than that of the array that they are added to, unless they have 16 bits."""
     if stored not in HALVES and _DTYPES.get(stored) != dtype:
         raise ValueError(f"{name}: values must be stored as {dtype.name}, fp16 or bf16, got {stored!r}")
-
-
-def _values(messages: Bytes, start: int, count: int, stored: str, dtype: np.dtype[np.floating]) -> Floats:
-    if stored not in HALVES:
-        return messages[start : start + dtype.itemsize * count].view(dtype)
-    values = np.empty(count, dtype)
-    widen(messages[start : start + 2 * count].view(np.uint16), stored, values)
-    return values

@@ -53,6 +53,19 @@ def _scatter_add(indices, values, factor, out):  # type: ignore[no-untyped-def]
     return True
 
 
+@exact
+def add_ascending(indices, values, factor, out):  # type: ignore[no-untyped-def]
+    """Add ``factor * values`` at indices that ascend below n; if they do not, write nothing and return False."""
+    wrong = np.uint32(0)
+    for j in range(1, indices.size):
+        wrong |= np.uint32(indices[j] <= indices[j - 1])  # no early end: so it vectorises
+    if wrong != 0 or (indices.size > 0 and indices[indices.size - 1] >= out.size):
+        return False
+    for j in range(indices.size):
+        out[indices[j]] += factor * values[j]
+    return True
+
+
 @kernel
 def _subtract_at(indices, values, out):  # type: ignore[no-untyped-def]
     for j in range(indices.size):

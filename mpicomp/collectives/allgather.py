@@ -1,7 +1,6 @@
 """Every rank's sparse message to every rank, which all decode in rank order."""
 
-import functools
-import operator
+import struct
 from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any, ClassVar
@@ -25,12 +24,16 @@ from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import (
     DAMAGED,
+    HEADER_BYTES,
     NONFINITE,
     SHARING,
     STALE,
     MessageHeader,
     Selection,
+    Wire,
+    lead_of,
     message_bytes,
+    message_parts,
     parse_header,
     parse_message,
     unpack_sharing,
@@ -38,11 +41,13 @@ from mpicomp.compressors.wire_format import (
 )
 from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
+from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
 
 _MANY = 16  # if more than one element in so many was touched, setting the whole array to zero is faster
+_SHORT = 1 << 14  # elements; an array of fewer is set to zero sooner than elements are noted and cleared
 
 
 class SparseMean:
@@ -56,20 +61,21 @@ class SparseMean:
         self.array: NDArray[np.floating] = device.zeros(numel, dtype)
         self._workspace = Workspace(device)
         self._on_host = isinstance(self.array, np.ndarray)
+        self._notes = self._on_host and numel > _SHORT  # whether it notes where it was written to
         self._touched: list[NDArray[np.uint32]] = []
 
     @classmethod
     def cleared(cls, workspace: Workspace, numel: int, dtype: np.dtype[Any]) -> "SparseMean":
         """Return the workspace's mean of this length, all zero."""
         mean = workspace.made((cls, numel, dtype), lambda: cls(numel, dtype))
-        mean._clear()
+        mean.clear()
         return mean
 
     def add(self, indices: NDArray[np.uint32], values: NDArray[np.floating], factor: float) -> bool:
         """Add ``factor * values`` at ``indices``; return False (0-d on a device) and add none if one is too large."""
         self._touch(indices)
         added: bool = kernels.scatter_add(indices, values, factor, self.array)
-        if self._on_host and not added:
+        if self._notes and not added:
             self._touched.pop()
         return added
 
@@ -95,28 +101,47 @@ class SparseMean:
                 right = _both(right, unpack_sharing(messages, headers, unpacked))
                 values, stored = unpacked.view(np.uint8), self.array.dtype.name
                 values_at = [self.array.dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
-            if self._on_host:
-                if not right:
-                    break
-                for start, count in zip(indices_at, counts, strict=True):
-                    part = indices.view(np.uint8)[start : start + 4 * count]
-                    self._touch(part.view(np.uint32))
-            right = kernels.sparse_add(
-                values, values_at, indices, indices_at, counts, stored, factor, self.array, right
-            )
+            right = self._add_parts(values, values_at, indices, indices_at, counts, stored, factor, right)
+        return right
+
+    def add_plain(self, messages: NDArray[np.uint8], layout: "MessageLayout", factor: float) -> bool:
+        """Do what `add_messages` does with messages of a layout whose parts are stored as they are."""
+        stored, values_at, indices_at = layout.stored, layout.values_at, layout.indices_at
+        return self._add_parts(messages, values_at, messages, indices_at, layout.counts, stored, factor, True)
+
+    def _add_parts(
+        self,
+        values: NDArray[np.uint8],
+        values_at: Sequence[int],
+        indices: NDArray[Any],
+        indices_at: Sequence[int],
+        counts: Sequence[int],
+        stored: str,
+        factor: float,
+        right: bool,
+    ) -> bool:
+        """Add selections, see `mpicomp.kernels.cpu.sparse_add`; if any is wrong, an array on the host becomes zero."""
+        if self._notes and right:
+            for start, count in zip(indices_at, counts, strict=True):
+                self._touch(indices.view(np.uint8)[start : start + 4 * count].view(np.uint32))
+        array = self.array
+        right = kernels.of(array).sparse_add(
+            values, values_at, indices, indices_at, counts, stored, factor, array, right
+        )
         if self._on_host and not right:
             self._touched.clear()  # which may be out of range
-            self.array.fill(0)
+            array.fill(0)
         return right
 
     def _touch(self, indices: NDArray[np.uint32]) -> None:
-        if self._on_host:
+        if self._notes:
             touched = self._workspace.array(f"touched.{len(self._touched)}", indices.size, np.uint32)
             touched[:] = indices
             self._touched.append(touched)
 
-    def _clear(self) -> None:
-        if not self._on_host or sum(touched.size for touched in self._touched) > self.array.size // _MANY:
+    def clear(self) -> None:
+        """Set all elements to zero."""
+        if not self._notes or sum(touched.size for touched in self._touched) > self.array.size // _MANY:
             self.array.fill(0)
         else:
             for touched in self._touched:
@@ -132,14 +157,91 @@ def _both(first: bool, second: bool) -> bool:
 
 
 _BYTE = np.dtype(np.uint8)
+_PLAIN = Wire()
+_HARMLESS = (NONFINITE | STALE) << 8  # bits of a message's first word that do not change how it is read
+
+
+class MessageLayout:
+    """Places of the ranks' messages in the memory that is gathered; it serves all steps with the same counts."""
+
+    def __init__(
+        self, compressor: Sparsifier, group: Group, counts: list[int], context: Context, like: GradientWithResidual
+    ) -> None:
+        self.compressor, self.group, self.counts = compressor, group, counts
+        self.numel, self.dtype = like.numel, like.dtype
+        self.wire = compressor.wire_for(counts[group.rank], self.numel)
+        formats = [compressor.wire_for(count, self.numel) for count in counts]
+        parts = [
+            message_parts(count, self.numel, self.dtype, wire) for count, wire in zip(counts, formats, strict=True)
+        ]
+        sizes = [size for _, size in parts]
+        starts = list(accumulate(sizes, initial=0))
+        self.bounds = list(pairwise(starts))
+        self.message = context.workspace.array("allgather.message", sizes[group.rank], _BYTE)
+        self.received = context.workspace.array("allgather.messages", starts[-1], _BYTE)
+        self.task = Round("allgatherv", sizes, _BYTE, send=self.message, recv=self.received)
+        self.mean = SparseMean.cleared(context.workspace, self.numel, self.dtype)
+        self.is_plain = like.kernels is cpu and all(wire == _PLAIN for wire in formats)
+        """Whether values and indices of all messages are stored as they are, in memory of the host."""
+        if self.is_plain:
+            self.stored = self.dtype.name
+            self.values_at = [start + HEADER_BYTES for start, _ in self.bounds]
+            self.indices_at = [start + middle for start, (middle, _) in zip(starts, parts, strict=False)]
+            self.leads = [lead_of(count, self.dtype, wire) for count, wire in zip(counts, formats, strict=True)]
+            self._headers = struct.Struct("<" + "".join(f"Qdd{size - HEADER_BYTES}x" for size in sizes))
+            self.message.fill(0)
+            middle, count = parts[group.rank][0], counts[group.rank]
+            self._values = self.message[HEADER_BYTES : HEADER_BYTES + count * self.dtype.itemsize].view(self.dtype)
+            self._indices = self.message[middle : middle + 4 * count].view(np.uint32)
+
+    def write(self, selection: Selection, flags: int, moments: cpu.Moments) -> None:
+        """Fill this rank's message."""
+        if self.is_plain:
+            self._values[:] = selection.values
+            self._indices[:] = selection.indices
+            lead = self.leads[self.group.rank] | flags << 8
+            cpu.write_header(self.message, lead, moments.finite, moments.energy, selection.values, 0.0)
+            return
+        kept = selection.values if self.wire.values is None else kernels.energy(selection.values)
+        write_message(self.message, selection, self.numel, self.wire, flags, moments.energy, kept, moments.finite)
+
+    def read(self, received: NDArray[np.uint8]) -> tuple[int, float, float, list[MessageHeader] | None]:
+        """Return the flags of all messages together, the sums of energy and lost energy, and the headers.
+
+        None for the headers stands for messages that `SparseMean.add_plain` can read.
+
+        Raises
+        ------
+        MessageError
+            If a header is damaged.
+        """
+        flags, energy, lost = 0, 0.0, 0.0
+        if self.is_plain:
+            fields = self._headers.unpack_from(received.data)
+            for lead, expected in zip(fields[::3], self.leads, strict=True):
+                different = lead ^ expected
+                if different & ~_HARMLESS:
+                    break
+                flags |= different
+            else:
+                return flags >> 8, sum(fields[1::3]), sum(fields[2::3]), None
+        headers: list[MessageHeader] = []
+        try:
+            for (start, stop), count in zip(self.bounds, self.counts, strict=True):
+                header = parse_header(received[start:stop], self.numel, self.dtype, count, start)
+                headers.append(header)
+                flags, energy, lost = flags | header.flags, energy + header.energy, lost + header.lost
+        except MessageError as error:
+            raise MessageError(f"from rank {len(headers)}: {error}") from error
+        return flags, energy, lost, headers
 
 
 @register
 class Allgather(Scheme[Sparsifier]):
     """Allgatherv of sparse messages with their true lengths.
 
-    Where the compressor selects a fixed number of elements the lengths are known and nothing is asked; where
-    the values decide, one round of one integer a rank comes first. A rank may select nothing.
+    If the compressor selects a fixed number of elements the lengths are known; if the values decide, one round of one
+    integer a rank comes first. A rank may select nothing.
     """
 
     id: ClassVar[str] = "allgather"
@@ -149,43 +251,41 @@ class Allgather(Scheme[Sparsifier]):
     needs_whole_message: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        gather = Round("allgatherv", [self._bytes(self.compressor.expected(numel), numel, dtype)] * group.size, _BYTE)
+        count = self.compressor.expected(numel)
+        size = message_bytes(count, numel, dtype, self.compressor.wire_for(count, numel))
+        gather = Round("allgatherv", [size] * group.size, _BYTE)
         return [gather] if self.compressor.count(numel) is not None else [count_round(group), gather]
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
-        group, workspace = context.group, context.workspace
-        numel, dtype = accumulated.numel, accumulated.dtype
+        group, workspace, numel = context.group, context.workspace, accumulated.numel
         selection = self.compressor.select(accumulated, context)
         moments = accumulated.device_moments
         counts = [selection.indices.size] * group.size
         if self.compressor.count(numel) is None:
             counts = yield from gather_counts(self.id, counts[group.rank], numel, context)
-        sizes = [self._bytes(count, numel, dtype) for count in counts]
-        message = workspace.array("message", sizes[group.rank], _BYTE)
-        wire = self.compressor.wire_for(counts[group.rank], numel)
-        if wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
+        layout = workspace.last_layout
+        if (
+            layout is None or layout.compressor is not self.compressor or layout.group is not group
+            or layout.numel != numel or layout.dtype != accumulated.dtype or layout.counts != counts
+        ):  # fmt: skip
+            layout = workspace.last_layout = MessageLayout(self.compressor, group, counts, context, accumulated)
+        if layout.wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
-        kept = selection.values if wire.values is None else kernels.energy(selection.values)
-        flags = STALE * accumulated.stale
-        write_message(message, selection, numel, wire, flags, moments.energy, kept, moments.finite)
-        received = yield Round(
-            "allgatherv", sizes, _BYTE, send=message, recv=workspace.array("messages", sum(sizes), _BYTE)
-        )
-
-        mean = SparseMean.cleared(workspace, numel, dtype)
-        bounds = list(pairwise([0, *accumulate(sizes)]))
-        headers: list[MessageHeader] = []
+        layout.write(selection, STALE * accumulated.stale, moments)
+        received = yield layout.task
+        mean = layout.mean
+        mean.clear()
         try:
-            for (start, stop), count in zip(bounds, counts, strict=True):
-                headers.append(parse_header(received[start:stop], numel, dtype, count, start))
-            readable = [header for header in headers if not header.flags & DAMAGED]
-            [right] = to_python(mean.add_messages(received, readable, 1 / group.size))
+            flags, energy, lost, headers = layout.read(received)
+            if headers is None:
+                right = mean.add_plain(received, layout, 1 / group.size)
+            else:
+                readable = [header for header in headers if not header.flags & DAMAGED]
+                [right] = to_python(mean.add_messages(received, readable, 1 / group.size))
             if not right:
-                return undelivered(accumulated, self._wrong(received, bounds, numel, dtype, workspace), False)
+                return undelivered(accumulated, self._wrong(received, layout, workspace), False)
         except MessageError as error:
-            return undelivered(accumulated, MessageError(f"allgather: from rank {len(headers)}: {error}"), False)
-        flags = functools.reduce(operator.or_, (header.flags for header in headers))
-        energy, lost = sum(header.energy for header in headers), sum(header.lost for header in headers)
+            return undelivered(accumulated, MessageError(f"allgather: {error}"), False)
         return Result(
             mean=mean.array,
             sent=selection,
@@ -196,16 +296,11 @@ class Allgather(Scheme[Sparsifier]):
             stale=bool(flags & STALE),
         )
 
-    def _wrong(
-        self, received: Any, bounds: list[tuple[int, int]], numel: int, dtype: np.dtype[Any], workspace: Workspace
-    ) -> MessageError:
-        """Return what is wrong with the first message whose indices are."""
-        for rank, (start, stop) in enumerate(bounds):
+    def _wrong(self, received: Any, layout: MessageLayout, workspace: Workspace) -> MessageError:
+        """Return the error of the first message whose indices are wrong."""
+        for rank, (start, stop) in enumerate(layout.bounds):
             try:
-                parse_message(received[start:stop], numel, dtype, workspace)
+                parse_message(received[start:stop], layout.numel, layout.dtype, workspace)
             except MessageError as error:
                 return MessageError(f"allgather: from rank {rank}: {error}")
         raise AssertionError("all messages can be read one by one")
-
-    def _bytes(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:
-        return message_bytes(count, numel, dtype, self.compressor.wire_for(count, numel))

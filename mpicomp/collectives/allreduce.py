@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp import kernels
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of
 from mpicomp.compressors.context import Context
@@ -37,13 +36,14 @@ class Allreduce(Scheme[Dense]):
         group, numel = context.group, accumulated.numel
         if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
-        [shape] = self.rounds(numel, accumulated.dtype, group)
-        shape.send = accumulated.with_trailer()
-        shape.recv = context.workspace.array("mean", numel + TRAILER, accumulated.dtype)
-        whole = yield shape
-        mean = whole[:numel]
+        workspace, dtype = context.workspace, accumulated.dtype
+        whole = workspace.array("mean", numel + TRAILER, dtype)
+        task = Round("allreduce", (numel + TRAILER,), dtype, send=accumulated.with_trailer(), recv=whole)
+        whole = yield task
+        mean = workspace.part(whole, numel)
         nonfinite, stale, energy, lost = received_on_host(whole[numel:]).tolist()
-        [finite] = to_python(kernels.is_finite(kernels.scale(mean, 1 / group.size), mean.dtype))
+        place = accumulated.kernels
+        [finite] = to_python(place.is_finite(place.scale(mean, 1 / group.size), dtype))
         return Result(
             mean=mean,
             sent=accumulated.array(),

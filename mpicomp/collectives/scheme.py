@@ -218,7 +218,8 @@ def cause_of(error: MessageError) -> MessageError | None:
 
 def is_finite(mean: NDArray[np.floating], energy: float, ranks: int) -> bool:
     """Return whether all of a mean is finite; it is looked at only where so much energy allows for anything else."""
-    return far_from_largest(energy * ranks, mean.dtype) or bool(np.isfinite(mean).all())
+    total = energy * ranks
+    return (total >= 0 and 16 * math.sqrt(total) < _largest(mean.dtype)) or bool(np.isfinite(mean).all())
 
 
 def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:
@@ -242,8 +243,7 @@ def gain_of(lost: float, energy: float) -> float:
     """Return the retained share of energy: 1 where there was none or none was lost, NaN where it is unknown."""
     if energy == 0 or lost == 0:
         return 1.0
-    with np.errstate(invalid="ignore", over="ignore"):
-        return float(1 - np.float64(lost) / np.float64(energy))
+    return 1 - float(lost) / float(energy)
 
 
 COLLECTIVES: Registry[Scheme[Any]] = Registry(

@@ -1,6 +1,7 @@
 """Large elements, listed in the sweep that makes the sum, and queries that need no further sweep."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,11 @@ from mpicomp.compressors.gradient_with_residual import GradientWithResidual, Reg
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import to_python
 from mpicomp.kernels import cpu
+
+_WORDS: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.float32): np.dtype(np.uint32),
+    np.dtype(np.float64): np.dtype(np.uint64),
+}
 
 
 class Candidates:
@@ -30,24 +36,17 @@ class Candidates:
         place: int,
     ) -> None:
         self._accumulated = accumulated
-        self._workspace = scope.workspace
-        self._name = f"candidates.{place}"
+        self._workspace = workspace = scope.workspace
+        self._name = name = f"candidates.{place}"
         self.part = part
-        dtype = accumulated.dtype
-        self._word = np.dtype(np.uint32 if dtype == np.float32 else np.uint64)
-        room = min(room, self.numel) if bound > 0 else 0
-        self.region = Region(
-            self.part.start,
-            self.part.stop,
-            cpu.magnitude_bits(bound, dtype),
-            scope.workspace.array(f"{self._name}.index", room, np.uint32),
-            scope.workspace.array(f"{self._name}.bits", room, self._word),
-        )
-
-    @property
-    def numel(self) -> int:
+        self.numel: int = part.stop - part.start
         """Number of elements of this part."""
-        return int(self.part.stop - self.part.start)
+        self._word = word = _WORDS[accumulated.dtype]
+        self._scratch: NDArray[Any] | None = None  # listed magnitudes, the k largest last, once k were selected
+        room = min(room, self.numel) if bound > 0 else 0
+        index, bits = workspace.array(name + ".index", room, np.uint32), workspace.array(name + ".bits", room, word)
+        bound_bits = cpu.magnitude_bits(bound, accumulated.dtype) if room else 0
+        self.region = Region(part.start, part.stop, bound_bits, index, bits)
 
     @property
     def moments(self) -> cpu.Moments:
@@ -119,26 +118,36 @@ class Candidates:
 
     def select(self, k: int) -> tuple[Selection, int]:
         """Select as `largest` does, but return magnitude bits as kernels do: on a device, as a 0-d array."""
-        selection = self._selection(k)
-        array = self._accumulated.array()
-        if k // 4 < self.listed < k:
+        selection, accumulated, region = self._selection(k), self._accumulated, self.region
+        array, kernels = accumulated.array(), accumulated.kernels
+        listed = self.listed
+        if k // 4 < listed < k:
             self._list_more(k)
-        if k <= self.listed:
-            index, bits = self.region.index[: self.listed], self.region.bits[: self.listed]
-            scratch = self._workspace.array(f"{self._name}.scratch", self.listed, self._word)
-            threshold = kernels.select_candidates(index, bits, scratch, array, *_arrays(selection))
+            listed = self.listed
+        if k <= listed:
+            self._scratch = scratch = self._workspace.array(self._name + ".scratch", listed, self._word)
+            index, bits = region.index[:listed], region.bits[:listed]
+            threshold = kernels.select_candidates(index, bits, scratch, array, selection.indices, selection.values)
         else:
             threshold = kernels.kth_magnitude(self.array, k)
-            kernels.select_largest(self.array, threshold, *_arrays(selection))
+            kernels.select_largest(self.array, threshold, selection.indices, selection.values)
             if self.part.start:
                 np.add(selection.indices, np.uint32(self.part.start), out=selection.indices)
         return selection, threshold
 
     def spare(self, k: int) -> int:
         """Return the magnitude bits of the candidate of rank 3 k / 2, or of the last; 0 for fewer than k candidates."""
-        if self.listed < k:
+        scratch, rank = self._scratch, k + k // 2
+        if scratch is None:
             return 0
-        bits: int = kernels.kth_magnitude(self._listed_values, min(self.listed, k + k // 2))
+        listed = scratch.size
+        if isinstance(scratch, np.ndarray):  # which `select` has left in two parts: a radix selection takes longer
+            if listed <= rank:
+                return int(scratch[: listed - k].min(initial=scratch[listed - k]))
+            if k < rank:
+                scratch[: listed - k].partition(listed - rank)
+            return int(scratch[listed - rank])
+        bits: int = kernels.kth_magnitude(self._listed_values, min(listed, rank))
         return bits
 
     def bound_for_next(self, k: int, threshold: float, before: float, spare: int) -> float:
@@ -178,19 +187,22 @@ class Candidates:
 
     def _selection(self, room: int) -> Selection:
         workspace, dtype = self._workspace, self._accumulated.dtype
-        return Selection(
-            workspace.array(f"{self._name}.indices", room, np.uint32),
-            workspace.array(f"{self._name}.values", room, dtype),
-        )
+        indices = workspace.array(self._name + ".indices", room, np.uint32)
+        return Selection(indices, workspace.array(self._name + ".values", room, dtype))
 
 
 def list_candidates(
     accumulated: GradientWithResidual, context: Context, parts: Sequence[tuple[slice, float, int]]
 ) -> list[Candidates]:
     """Return the candidates of each part (slice, bound, room), listed while the sum is computed, if that is now."""
-    found = [Candidates(accumulated, context, bound, room, part, n) for n, (part, bound, room) in enumerate(parts)]
+    found, regions = [], []
+    for place, (part, bound, room) in enumerate(parts):
+        candidates = Candidates(accumulated, context, bound, room, part, place)
+        found.append(candidates)
+        if candidates.region.bound > 0:
+            regions.append(candidates.region)
     if not accumulated.is_computed:
-        accumulated.sweep([candidates.region for candidates in found if candidates.region.bound > 0])
+        accumulated.sweep(regions)
     return found
 
 

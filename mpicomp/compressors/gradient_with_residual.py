@@ -1,8 +1,8 @@
 """Gradient plus residual, summed in one sweep that may also collect statistics or candidates for the caller."""
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,7 @@ TRAILER = 4
 """Elements after the array in its buffer: room for flags and energies that are summed with it."""
 
 
-@dataclass
-class Piece:
+class Piece(NamedTuple):
     """One parameter's gradient inside a bucket: its offset, and a host array of any strides; bfloat16 as uint16."""
 
     offset: int
@@ -61,7 +60,7 @@ class GradientWithResidual:
         float32 or float64; receives the sum.
     residual : array, shape (numel,), or None
         Of the dtype of ``buffer``; None without error feedback.
-    pieces : sequence of Piece
+    pieces : sequence of Piece, or of pairs like it
         The gradients, which fill the bucket; an empty sequence stands for zeros without a residual.
     stale : bool
         Whether this rank asks all ranks to agree again.
@@ -79,7 +78,7 @@ class GradientWithResidual:
         self,
         buffer: NDArray[np.floating],
         residual: NDArray[np.floating] | None,
-        pieces: Sequence[Piece],
+        pieces: Sequence[tuple[int, NDArray[Any]]],
         stale: bool = False,
         threads: int = 1,
         scale: float = 1.0,
@@ -87,6 +86,12 @@ class GradientWithResidual:
         tables: MutableMapping[str, Any] | None = None,
     ) -> None:
         self._buffer = buffer
+        self.numel: int = buffer.size - TRAILER
+        """Number of elements, without the trailer."""
+        self.dtype: np.dtype[Any] = buffer.dtype
+        """float32 or float64."""
+        self.kernels: Any = kernels.of(buffer)
+        """Kernels of the array's device."""
         self._residual = residual
         self._pieces = pieces
         self._scale = scale
@@ -117,21 +122,6 @@ class GradientWithResidual:
     def residual(self) -> NDArray[np.floating] | None:
         """The residual before the step, read-only."""
         return self._residual
-
-    @property
-    def numel(self) -> int:
-        """Number of elements, without the trailer."""
-        return self._buffer.size - TRAILER
-
-    @property
-    def dtype(self) -> np.dtype:
-        """float32 or float64."""
-        return self._buffer.dtype
-
-    @property
-    def kernels(self) -> Any:
-        """Kernels of the array's device."""
-        return kernels.of(self._buffer)
 
     @property
     def is_computed(self) -> bool:
@@ -166,7 +156,7 @@ class GradientWithResidual:
 
     def array(self) -> NDArray[np.floating]:
         """Return the sum, a contiguous array of shape (numel,)."""
-        if not self.is_computed:
+        if self._device_moments is None:
             self.sweep()
         return self._buffer[: self.numel]
 
@@ -188,11 +178,11 @@ class GradientWithResidual:
 
     def sweep(self, regions: Sequence[Region] = ()) -> None:
         """Compute the sum, and list the elements of regions, ascending and disjoint, in the same sweep."""
-        assert not self.is_computed, "the sum was made before"
+        assert self._device_moments is None, "the sum was made before"
         assert self._made == 0, "parts of the sum were made before"
         self._device_moments = self._sum(0, self.numel, regions)
         if regions:
-            for region, found in zip(regions, self.to_host(*(region.found for region in regions)), strict=True):
+            for region, found in zip(regions, self.to_host(*[region.found for region in regions]), strict=True):
                 region.found = found
 
     def fused(self, kernel: Callable[[Any, Any, Any], Any]) -> Any:
@@ -215,6 +205,9 @@ class GradientWithResidual:
         """Return Python numbers for results of kernels; moments that were not read yet are read with them."""
         if self._moments is not None:
             return list(to_python(*more))
+        if self.kernels is cpu:
+            self._moments = self.device_moments
+            return list(more)
         nonzero, total, energy, finite, *values = to_python(*self.device_moments, *more)
         self._moments = cpu.Moments(nonzero, total, energy, finite)
         return values
@@ -231,32 +224,38 @@ class GradientWithResidual:
                 with np.errstate(over="ignore"):  # of an energy in float32
                     tail[place] = number
         else:
-            kernels.write_tail(tail, moments.finite, self.stale, moments.energy, self.lost)
+            self.kernels.write_tail(tail, moments.finite, self.stale, moments.energy, self.lost)
         return self._buffer
 
     @property
     def _divisible(self) -> bool:
         """Whether a part of the sum can be computed without the others."""
         gathers = getattr(self.kernels, "GATHERS", False)
-        return not gathers and bool(self._pieces) and all(piece.gradient.flags.c_contiguous for piece in self._pieces)
+        contiguous = all(gradient.flags.c_contiguous for _, gradient in self._pieces)
+        return not gathers and bool(self._pieces) and contiguous
 
     def _sum(self, start: int, stop: int, regions: Sequence[Region] = ()) -> cpu.Moments:
         """Compute a part of the sum and return its moments."""
-        out = self._buffer[: self.numel]
+        out, residual, kernels = self._buffer[: self.numel], self._residual, self.kernels
         moments: cpu.Moments | None = None
         if not self._pieces:
             out[start:stop] = 0
-        for part, gradient in self._parts(out, start, stop):
-            residual = None if self._residual is None else self._residual[part]
-            for cut, region in _cuts(part, regions):
-                where = slice(part.start + cut.start, part.start + cut.stop)
-                residual_cut = None if residual is None else residual[cut]
+        gathers = bool(self._pieces) and getattr(kernels, "GATHERS", False)
+        for offset, gradient in [(0, self._gathered(out))] if gathers else self._pieces:
+            low, high = max(start, offset), min(stop, offset + gradient.size)
+            if low >= high:
+                continue
+            flat = gradient if gathers else self._input(gradient, offset, low, high)
+            for first, last, region in _cuts(low, high, regions) if regions else ((low, high, None),):
+                target = out[first:last]
+                source = flat[first - low : last - low]
+                kept_back = None if residual is None else residual[first:last]
                 if region is None:
-                    added = kernels.accumulate(gradient[cut], residual_cut, out[where], self.threads)
+                    added = kernels.accumulate(source, kept_back, target, self.threads)
                 else:
                     region.found, added = kernels.accumulate_candidates(
-                        gradient[cut], residual_cut, out[where], region.bound, where.start, region.index, region.bits,
-                        region.found, self.threads,
+                        source, kept_back, target, region.bound, first, region.index, region.bits, region.found,
+                        self.threads,
                     )  # fmt: skip
                 moments = added if moments is None else moments + added
         return cpu.Moments(0, 0.0, 0.0, True) if moments is None else moments
@@ -264,12 +263,12 @@ class GradientWithResidual:
     def _gathered(self, out: NDArray[np.floating]) -> NDArray[np.floating]:
         """Return the input to the sum as one flat array, in ``out`` if there are several pieces."""
         flats: list[NDArray[Any]] = []
-        for piece in self._pieces:
-            gradient, known = piece.gradient, (self.dtype, np.float16, np.uint16)
+        for offset, gradient in self._pieces:
+            flat, known = gradient, (self.dtype, np.float16, np.uint16)
             if not (gradient.dtype in known and gradient.dtype.isnative and gradient.flags.c_contiguous):
-                gradient = out[piece.offset : piece.offset + gradient.size]
-                _copy(piece.gradient, gradient)
-            flats.append(gradient.reshape(-1))
+                flat = out[offset : offset + gradient.size]
+                _copy(gradient, flat)
+            flats.append(flat.reshape(-1))
         velocity = self._velocity
         scale = 1.0 if velocity is not None else self._scale
         flat = flats[0]
@@ -282,49 +281,44 @@ class GradientWithResidual:
             flat = out
         return flat
 
-    def _parts(self, out: NDArray[np.floating], start: int, stop: int) -> Iterator[tuple[slice, NDArray[np.floating]]]:
-        """Return the slice of every piece between two places and its flat input; kernels that gather take them all."""
-        if self._pieces and getattr(self.kernels, "GATHERS", False):
-            yield slice(0, self.numel), self._gathered(out)
-            return
-        for piece in self._pieces:
-            part = slice(max(start, piece.offset), min(stop, piece.offset + piece.gradient.size))
-            if part.start >= part.stop:
-                continue
-            gradient = piece.gradient
-            if gradient.flags.c_contiguous:
-                gradient = gradient.reshape(-1)[part.start - piece.offset : part.stop - piece.offset]
-            if gradient.dtype == self.dtype and gradient.dtype.isnative and gradient.flags.c_contiguous:
-                flat: NDArray[Any] = gradient
-            else:
-                # Widened or packed into the sum's memory, to which the kernel then adds in place.
-                flat = out[part]
-                _copy(gradient, flat)
-            if self._velocity is not None:
-                velocity = self._velocity
-                before, after = velocity.before[part], velocity.after[part]
-                kernels.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out[part])
-                flat = out[part]
-            elif self._scale != 1:
-                with np.errstate(over="ignore", invalid="ignore"):
-                    np.multiply(flat, flat.dtype.type(self._scale), out=out[part])
-                flat = out[part]
-            yield part, flat
+    def _input(self, gradient: NDArray[Any], offset: int, start: int, stop: int) -> NDArray[Any]:
+        """Return a part of a piece as flat input to the sum, with momentum and scale applied; it may stand in there."""
+        if gradient.flags.c_contiguous:
+            gradient = gradient.reshape(-1)[start - offset : stop - offset]
+            if gradient.dtype == self.dtype and gradient.dtype.isnative and self._velocity is None and self._scale == 1:
+                return gradient
+        out = self._buffer[start:stop]
+        flat: NDArray[Any] = gradient
+        if not (gradient.dtype == self.dtype and gradient.dtype.isnative and gradient.flags.c_contiguous):
+            # Widened or packed into the sum's memory, to which the kernel then adds in place.
+            _copy(gradient, out)
+            flat = out
+        velocity = self._velocity
+        if velocity is not None:
+            before, after = velocity.before[start:stop], velocity.after[start:stop]
+            kernels.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out)
+            return out
+        if self._scale != 1:
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.multiply(flat, flat.dtype.type(self._scale), out=out)
+            return out
+        return flat
 
 
-def _cuts(part: slice, regions: Sequence[Region]) -> Iterator[tuple[slice, Region | None]]:
-    """Cut a piece where regions begin and end; the slices are relative to the piece."""
-    place = part.start
+def _cuts(start: int, stop: int, regions: Sequence[Region]) -> list[tuple[int, int, Region | None]]:
+    """Cut a part of a bucket where regions begin and end."""
+    cuts: list[tuple[int, int, Region | None]] = []
+    place = start
     for region in regions:
-        start, stop = max(place, region.start), min(part.stop, region.stop)
-        if start >= stop:
-            continue
-        if place < start:
-            yield slice(place - part.start, start - part.start), None
-        yield slice(start - part.start, stop - part.start), region
-        place = stop
-    if place < part.stop:
-        yield slice(place - part.start, part.stop - part.start), None
+        first, last = max(place, region.start), min(stop, region.stop)
+        if first < last:
+            if place < first:
+                cuts.append((place, first, None))
+            cuts.append((first, last, region))
+            place = last
+    if place < stop:
+        cuts.append((place, stop, None))
+    return cuts
 
 
 def _copy(gradient: NDArray[np.generic], out: NDArray[np.floating]) -> None:

@@ -91,9 +91,12 @@ class TopK(Sparsifier):
         return replace(self, parts=tuple((size, num_kept(ratio, size)) for size, ratio, _ in parts))
 
     def count(self, numel: int) -> int:
-        return sum(k for _, k in self._parts(numel))
+        return sum([k for _, k in self._parts(numel)]) if self.parts else num_kept(self.ratio, numel)
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
+        if not self.parts:
+            numel = accumulated.numel
+            return largest_of_parts(accumulated, context, [(0, numel, num_kept(self.ratio, numel))])
         parts = []
         start = 0
         for size, k in self._parts(accumulated.numel):
@@ -110,13 +113,30 @@ class TopK(Sparsifier):
 def largest_of_parts(
     accumulated: GradientWithResidual, context: Context, parts: Sequence[tuple[int, int, int]]
 ) -> Selection:
-    """Select the k largest elements of each part (start, stop, k) of a bucket; parts ascend and are disjoint."""
-    whole = [part[:2] for part in parts] == [(0, accumulated.numel)]
+    """Select the k largest elements of each part of a bucket, exactly.
+
+    Parameters
+    ----------
+    accumulated, context
+        See `Sparsifier.select`; what bounds the candidates of the next step goes into the memory.
+    parts : sequence of (int, int, int)
+        Start, stop and k of each; ascending, disjoint, none empty.
+
+    Returns
+    -------
+    Selection
+        Valid until the next call for the same bucket.
+    """
+    whole = len(parts) == 1 and parts[0][1] - parts[0][0] == accumulated.numel
     if whole and not accumulated.is_computed and hasattr(accumulated.kernels, "topk"):
         return _fused(accumulated, context, parts[0][2])
-    bounds = _remembered(context, "bounds", 0.0, len(parts))
-    before = _remembered(context, "thresholds", 0.0, len(parts))
-    wanted = [(slice(start, stop), bound, _ROOM * k) for (start, stop, k), bound in zip(parts, bounds, strict=True)]
+    memory, dtype = context.memory, accumulated.dtype
+    bounds, before = memory.get("bounds", ()), memory.get("thresholds", ())
+    if len(bounds) != len(parts) or len(before) != len(parts):
+        bounds = before = [0.0] * len(parts)
+    wanted = []
+    for (start, stop, k), least in zip(parts, bounds, strict=True):
+        wanted.append((slice(start, stop), least, _ROOM * k))
     candidates = list_candidates(accumulated, context, wanted)
     outcomes, bits = [], []
     for entry, (_, _, k) in zip(candidates, parts, strict=True):
@@ -124,15 +144,14 @@ def largest_of_parts(
         outcomes.append(selection)
         bits += [threshold, entry.spare(k)]
     bits = accumulated.to_host(*bits)
-    # No bound follows from infinity and NaN, which no checkpoint in JSON could hold either.
-    magnitudes = [cpu.magnitude_of(word, accumulated.dtype) for word in bits[::2]]
-    thresholds = [threshold if math.isfinite(threshold) else 0.0 for threshold in magnitudes]
-    context.memory["thresholds"] = thresholds
-    found = [
-        entry.bound_for_next(k, now, then, spare)
-        for entry, (_, _, k), now, then, spare in zip(candidates, parts, thresholds, before, bits[1::2], strict=True)
-    ]
-    context.memory["bounds"] = [bound if math.isfinite(bound) else 0.0 for bound in found]
+    # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
+    thresholds, bounds = [], []
+    for place, (entry, (_, _, k)) in enumerate(zip(candidates, parts, strict=True)):
+        magnitude = cpu.magnitude_of(bits[2 * place], dtype)
+        thresholds.append(magnitude if math.isfinite(magnitude) else 0.0)
+        least = entry.bound_for_next(k, thresholds[-1], before[place], bits[2 * place + 1])
+        bounds.append(least if math.isfinite(least) else 0.0)
+    memory["thresholds"], memory["bounds"] = thresholds, bounds
     if len(outcomes) == 1:
         return outcomes[0]
     count = sum(k for _, _, k in parts)
@@ -170,9 +189,3 @@ def _fused(accumulated: GradientWithResidual, context: Context, k: int) -> Selec
     values = context.workspace.array("topk.values", k, accumulated.dtype)
     accumulated.fused(lambda *arrays: topk(*arrays, bound, indices, values, scratch, False, following))
     return Selection(indices, values)
-
-
-def _remembered(context: Context, key: str, default: float, parts: int) -> list[float]:
-    """Return the numbers of the step before if it had as many parts, else defaults."""
-    numbers: list[float] = context.memory.get(key, [])
-    return numbers if len(numbers) == parts else [default] * parts

@@ -158,7 +158,18 @@ def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> i
     >>> message_bytes(100, 10_000, single, Wire("fp16", "elias-fano"))
     344
     """
-    return _parts(count, numel, value_bytes(count, dtype, wire.values), wire.indices)[1]
+    return message_parts(count, numel, dtype, wire)[1]
+
+
+def message_parts(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> tuple[int, int]:
+    """Return the bytes at which a message's indices begin and at which it ends."""
+    return _parts(count, numel, value_bytes(count, dtype, wire.values), wire.indices)
+
+
+def lead_of(count: int, dtype: np.dtype[Any], wire: Wire, flags: int = 0) -> int:
+    """Return the first 8 bytes of a message as an integer."""
+    stored, coding = _VALUE_CODES[wire.values or _FULL[dtype]], _INDEX_CODES[wire.indices]
+    return VERSION | flags << 8 | stored << 16 | coding << 24 | count << 32
 
 
 def capacity_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
@@ -192,8 +203,7 @@ def write_message(
     middle, end = _parts(indices.size, numel, value_bytes(values.size, values.dtype, wire.values), wire.indices)
     if out.size != end:
         raise ValueError(f"write_message: the message has {end} bytes, out has {out.size}")
-    stored, coding = _VALUE_CODES[wire.values or _FULL[values.dtype]], _INDEX_CODES[wire.indices]
-    header = VERSION | flags << 8 | stored << 16 | coding << 24 | indices.size << 32
+    header = lead_of(indices.size, values.dtype, wire, flags)
     write_pairs = getattr(kernels.of(out), "write_pairs", None)
     if write_pairs is not None and kept is values and wire.values is None and wire.indices == "plain":
         write_pairs(out, header, finite, energy, values, indices, middle)

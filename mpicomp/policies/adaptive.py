@@ -33,8 +33,8 @@ class MeasuredPolicy(Policy):
     def wants_telemetry(self) -> bool:
         return self._selector.wants_telemetry
 
-    def refresh(self, transport: Transport) -> Rounds[None]:
-        yield from self._selector.refresh(transport)
+    def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
+        return self._selector.refresh(transport)  # type: ignore[return-value]  # the step ignores the value
 
     def on_telemetry(self, report: StepReport) -> None:
         self._selector.on_telemetry(report)

@@ -181,17 +181,22 @@ class Auto(MeasuredPolicy):
         ]
         self._allowed = [self._dense_rows(bucket) for bucket in range(len(shapes))]
 
-    def refresh(self, transport: Transport) -> Rounds[None]:
+    def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
         """Search for better plans after surveys, and at once after a change of the network."""
-        changed = yield from self._selector.refresh(transport)
-        if changed or self._search_is_due:
-            self._search_is_due = False
-            before = self._allowed
-            self._search_plans()
-            if changed or not all(map(np.array_equal, before, self._allowed)):
-                scheduled = self._next_survey if self._next_survey > self._step else math.inf
-                self._schedule_next_search(0)
-                self._next_survey = min(self._next_survey, scheduled)
+        rounds = self._selector.refresh(transport)
+        return self._refresh(rounds) if rounds or self._search_is_due else ()
+
+    def _refresh(self, rounds: Rounds[bool] | tuple[()]) -> Rounds[None]:
+        changed = yield from rounds
+        if not changed and not self._search_is_due:
+            return
+        self._search_is_due = False
+        before = self._allowed
+        self._search_plans()
+        if changed or not all(map(np.array_equal, before, self._allowed)):
+            scheduled = self._next_survey if self._next_survey > self._step else math.inf
+            self._schedule_next_search(0)
+            self._next_survey = min(self._next_survey, scheduled)
 
     def plan(self, bucket: int) -> Plan:
         return self._selector.plan(bucket, self._allowed[bucket], self._reason)

@@ -137,7 +137,8 @@ class PlanSelector:
         """Whether ranks are to share the seconds of this step: of some short steps, and if something is unknown."""
         if not self.measured:
             return False
-        return self._count % self._interval == 0 or self._must_learn()
+        assert self.cost is not None
+        return self._count % self._interval == 0 or bool(self._unknown) or self.cost.network.change_suspected
 
     def _must_learn(self) -> bool:
         assert self.cost is not None
@@ -195,11 +196,15 @@ class PlanSelector:
         self._explorations = _EXPLORATIONS[0]
         self._reset_intervals()
 
-    def refresh(self, transport: Transport) -> Rounds[bool]:
-        """Measure the links again if they seem to have changed; return whether they have. Collective, as rounds."""
+    def refresh(self, transport: Transport) -> Rounds[bool] | tuple[()]:
+        """Begin a step: measure the links again if they seem to have changed; return whether they have.
+
+        Collective, as rounds, or an empty tuple if there are none.
+        """
         self._count += 1
-        if not self._changed:
-            return False
+        return self._measure_links(transport) if self._changed else ()
+
+    def _measure_links(self, transport: Transport) -> Rounds[bool]:
         self._changed = False
         assert self.cost is not None
         network = self.cost.network

@@ -4,7 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,8 +94,7 @@ class UserSettings:
     local_steps: Sequence[int] = (1,)
 
 
-@dataclass(frozen=True)
-class BucketOutcome:
+class BucketOutcome(NamedTuple):
     """Energy, gain and kept elements of an exchange, the same on all ranks; see `mpicomp.collectives.Result`."""
 
     energy: float
@@ -215,10 +214,9 @@ class Policy(ABC):
         return
         yield
 
-    def refresh(self, transport: Transport) -> Rounds[None]:
-        """Prepare this step's plans. Collective, as rounds; mostly there are none."""
-        return
-        yield
+    def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
+        """Prepare this step's plans. Collective, as rounds, or an empty tuple in place of a generator without any."""
+        return ()
 
     @abstractmethod
     def plan(self, bucket: int) -> Plan:

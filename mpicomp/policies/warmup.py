@@ -164,8 +164,8 @@ class WarmUp(Policy):
             self._first.load_state_dict(self._first.state_dict(), self.then.cost)  # measure nothing twice
             yield from self._first.start(shapes, transport)
 
-    def refresh(self, transport: Transport) -> Rounds[None]:
-        yield from self._active.refresh(transport)
+    def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
+        return self._active.refresh(transport)
 
     def plan(self, bucket: int) -> Plan:
         self._planning = self._active

@@ -5,20 +5,24 @@ It costs rounds of its own and so happens only at the first step and when some r
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from mpicomp import errors
+from mpicomp import errors, plugins
 from mpicomp.arrays import ArraySpec
 from mpicomp.cost import CostModel
+from mpicomp.device import on_device
 from mpicomp.errors import ConfigurationError, DisagreementError, MessageError, MpicompError, OutOfMemoryError
 from mpicomp.policies import Policy
 from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.rounds.reports import checked_lengths, read_object
 from mpicomp.transport import Transport
+
+if TYPE_CHECKING:
+    from mpicomp.reducer.reducer import Reducer
 
 Made = TypeVar("Made")
 
@@ -66,11 +70,22 @@ class LoadedState:
             ) from error
 
 
-def policy_digest(loaded: LoadedState | None, policy: Policy) -> dict[str, Any]:
-    """Return what plans follow from, for ranks to compare: a digest of the policy's state, whether it was loaded."""
-    state = policy.state_dict() if loaded is None else loaded.policy
+def settings_of_step(reducer: "Reducer", gradients: Iterable[Any]) -> dict[str, Any]:
+    """Return the settings and states that have to be the same on all ranks in the step that follows."""
+    planner, loaded = reducer.planner, reducer.loaded
+    state = planner.state_dict() if loaded is None else loaded.policy
     digest = hashlib.blake2b(json.dumps(state, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
-    return {"what the policy has learnt": digest, "whether a state was loaded": loaded is not None}
+    settings = reducer.settings | {
+        "the step that follows": reducer.count if loaded is None else loaded.step,
+        "what the policy has learnt": digest,
+        "whether a state was loaded": loaded is not None,
+        "whether the last step was applied": not reducer.must_check_ranks,
+        "plugins": ", ".join(plugins.loaded()) or "none",
+    }
+    if planner.compressor.needs_identical_blas:
+        where = "a GPU" if on_device(gradients) else "the host"
+        settings[f"where gradients are, with compressor '{planner.compressor.id}',"] = where
+    return settings
 
 
 def agree(

@@ -12,7 +12,7 @@ from mpicomp import kernels
 from mpicomp.arrays import ArraySpec
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Velocity
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import HOST, Device, to_python
 from mpicomp.errors import ConfigurationError
@@ -56,6 +56,38 @@ class LayerBounds:
     def index_bounds(self) -> Any:
         """The same at the bucket's device, in the dtype of indices: others would have all indices converted first."""
         return self.device.to_device(self.bounds.astype(np.uint32))
+
+    def places_in(self, sent: NDArray[np.floating] | Selection) -> Any:
+        """Return the positions of `bounds` among the indices of a selection, at the device; None for an array."""
+        if not isinstance(sent, Selection):
+            return None
+        if self.device is HOST:
+            return sent.indices.searchsorted(self.index_bounds)
+        with self.device.active():
+            return np.searchsorted(sent.indices, self.index_bounds)
+
+    def gains(
+        self,
+        accumulated: NDArray[np.floating],
+        sent: NDArray[np.floating] | Selection,
+        energies: NDArray[np.float64] | None,
+        gain: float,
+    ) -> NDArray[np.float64] | None:
+        """Return the gain of each parameter, shape (parameters,); None without its energies.
+
+        ``gain`` is that of the bucket, and of every parameter if almost nothing was lost.
+        """
+        if energies is None:
+            return None
+        if gain > _WHOLE_GAIN:
+            return np.full(len(self.names), gain)
+        bounds, places = self.bounds, self.places_in(sent)
+        ends = bounds if places is None else self.device.to_host(places)
+        parts = zip(energies, bounds[:-1], bounds[1:], ends[:-1], ends[1:], strict=True)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            lost = np.array(to_python(*(_lost(accumulated, sent, *part) for part in parts)))
+            gains: NDArray[np.float64] = np.clip(1 - np.where(energies > 0, lost / energies, 0.0), 0.0, 1.0)
+        return gains
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,57 +133,29 @@ class Layers:
 
 def layers_of(
     layers: LayerBounds,
-    accumulated: NDArray[np.floating],
-    sent: NDArray[np.floating] | Selection,
-    energies: NDArray[np.float64] | None,
-    gain: float,
+    places: Any,
+    gains: NDArray[np.float64] | None,
     thinned: Sequence[tuple[int, int, int]] = (),
 ) -> Layers:
-    """Return the kept elements and the gain of each parameter.
+    """Return the elements that were sent of each parameter, and its gain.
 
     Parameters
     ----------
     layers : LayerBounds
         The parameters.
-    accumulated, sent, thinned
-        Of the bucket; see `mpicomp.collectives.Result`. Each part of ``thinned`` lies in one parameter.
-    energies : array of float64, shape (parameters,), or None
-        Squared L2 norms of the parameters' accumulated gradients, where they are known.
-    gain : float
-        Of the bucket; where almost nothing was lost it stands for that of every parameter.
+    places, gains
+        See `LayerBounds.places_in` and `LayerBounds.gains`.
+    thinned : sequence of (int, int, int)
+        See `mpicomp.collectives.Result`. Each part lies in one parameter.
     """
-    places = gains = None
-    if isinstance(sent, Selection):
-        places = np.searchsorted(sent.indices, layers.index_bounds)
-    if energies is not None and gain > _WHOLE_GAIN:
-        gains = np.full(len(layers.names), gain)
-    elif energies is not None:
-        gains = _gains(layers, accumulated, sent, energies, places)
-    return Layers(layers.names, layers.elements, functools.partial(_count, layers, places, thinned), gains)
 
+    def count() -> NDArray[np.int64]:
+        kept = np.diff(layers.bounds if places is None else layers.device.to_host(places))
+        for start, stop, elements in thinned:
+            kept[np.searchsorted(layers.bounds, start, side="right") - 1] -= stop - start - elements
+        return kept
 
-def _count(layers: LayerBounds, places: Any, thinned: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
-    """Return the elements that were sent of each parameter; ``places`` are those of `bounds` in the selection."""
-    kept = np.diff(layers.bounds if places is None else layers.device.to_host(places))
-    for start, stop, count in thinned:
-        kept[np.searchsorted(layers.bounds, start, side="right") - 1] -= stop - start - count
-    return kept
-
-
-def _gains(
-    layers: LayerBounds,
-    accumulated: NDArray[np.floating],
-    sent: NDArray[np.floating] | Selection,
-    energies: NDArray[np.float64],
-    places: Any,
-) -> NDArray[np.float64]:
-    bounds = layers.bounds
-    ends = bounds if places is None else layers.device.to_host(places)
-    parts = zip(energies, bounds[:-1], bounds[1:], ends[:-1], ends[1:], strict=True)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        lost = np.array(to_python(*(_lost(accumulated, sent, *part) for part in parts)))
-        gains: NDArray[np.float64] = np.clip(1 - np.where(energies > 0, lost / energies, 0.0), 0.0, 1.0)
-    return gains
+    return Layers(layers.names, layers.elements, count, gains)
 
 
 def _lost(
@@ -165,7 +169,7 @@ def _lost(
 ) -> Any:
     """Return the energy not sent from ``start`` to ``stop``, where elements ``low`` to ``high`` of the selection lie.
 
-    Of a selection that travels in 16 bits what rounding took is passed over: less than a hundred-thousandth.
+    Rounding of a selection to 16 bits is left out: it takes less than a hundred-thousandth.
     """
     if isinstance(sent, Selection):
         values = sent.values[low:high]
@@ -222,7 +226,7 @@ class Bucket:
         self._velocity = self.device.zeros(self.numel if self.entry.momentum else 0, self.dtype)
         self._next_velocity = self.device.zeros(self._velocity.size, self.dtype)
 
-    @property
+    @functools.cached_property
     def shape(self) -> Shape:
         """Names, sizes, shapes, dtype and device of the bucket, which policies choose by."""
         return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype, self.device)
@@ -248,7 +252,6 @@ class Bucket:
         """
         if gradients is None:
             return GradientWithResidual(self._accumulated, None, [], stale=True)
-        pieces = self._pieces(gradients)
         residual = self._residual[: self.numel] if self.feedback else None
         if residual is not None and self.decay != 1:
             with self.device.active():
@@ -256,29 +259,31 @@ class Bucket:
         velocity = None
         if self.entry.momentum:
             velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
-        tables = self._tables
-        return GradientWithResidual(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
+        return GradientWithResidual(
+            self._accumulated, residual, self._pieces(gradients), False, self.threads, scale, velocity, self._tables
+        )
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
         """Return the squared L2 norm of gradients; overwrites where `accumulate` puts its sum."""
         with self.device.active():
             return GradientWithResidual(self._accumulated, None, self._pieces(gradients), threads=self.threads).energy
 
-    def _pieces(self, gradients: Sequence[Any]) -> list[Piece]:
-        arrays = (self.device.to_device(array) for array in gradients)
-        return [Piece(offset, array) for offset, array in zip(self.offsets, arrays, strict=True)]
+    def _pieces(self, gradients: Sequence[Any]) -> list[tuple[int, Any]]:
+        if self.device is not HOST:
+            gradients = [self.device.to_device(array) for array in gradients]
+        return list(zip(self.offsets, gradients, strict=True))
 
     def commit(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
         """Make ``accumulated - sent`` the residual; where something was not finite nothing of that is kept."""
         if not self.feedback:
             return
         left = self._accumulated[: self.numel]
-        with np.errstate(invalid="ignore", over="ignore"):
-            if isinstance(sent, Selection):
-                kernels.subtract_at(sent.indices, sent.values, left)
-            elif sent.base is left.base:
-                left[:] = 0
-            else:
+        if isinstance(sent, Selection):
+            kernels.of(left).subtract_at(sent.indices, sent.values, left)
+        elif sent.base is left.base:
+            left[:] = 0
+        else:
+            with np.errstate(invalid="ignore", over="ignore"):
                 np.subtract(left, sent, out=left)
         if not finite:
             left[~np.isfinite(left)] = 0

@@ -1,6 +1,7 @@
 """The state that lives from step to step: arrays in buckets, and their residuals and velocities."""
 
 import copy
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -145,6 +146,16 @@ class Layout:
             return gradients
         self._stages = True
         return [self._staging.host(name, gradient) for name, gradient in zip(bucket.names, gradients, strict=True)]
+
+    def clip_factor(self, gradients: Mapping[str, Any], scale: float, ranks: int) -> float:
+        """Return the factor that clips this rank's scaled gradients: 1 without clipping, or if they are not finite."""
+        if self.entry.clip is None:
+            return 1.0
+        energy = scale**2 * sum(
+            bucket.energy(self.inputs_of(bucket, [gradients[name] for name in bucket.names])) for bucket in self.buckets
+        )
+        limit = self.entry.clip / math.sqrt(ranks)
+        return limit / math.sqrt(energy) if limit**2 < energy < math.inf else 1.0
 
     def unflatten(
         self, bucket: Bucket, mean: Any, gradients: Mapping[str, Any], unused: Collection[str]

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,8 +11,9 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import Result
 from mpicomp.policies import Plan
-from mpicomp.reducer.bucket import Bucket, Layers
+from mpicomp.reducer.bucket import Bucket, Layers, layers_of
 from mpicomp.rounds import Group, Request, Round, Rounds, dense_ring_bytes
+from mpicomp.transport.base import RoundLog
 
 Value = TypeVar("Value")
 
@@ -48,6 +50,12 @@ class Tally:
         """Add another tally's bytes."""
         self.sent_bytes += other.sent_bytes
         self.wire_bytes += other.wire_bytes
+
+    def add_log(self, log: Sequence[RoundLog]) -> None:
+        """Add the bytes of a transport's log."""
+        for entry in log:
+            self.sent_bytes += entry.sent_bytes
+            self.wire_bytes += entry.wire_bytes
 
     def count(self, exchange: Rounds[Value], group: Group) -> Rounds[Value]:
         """Pass a generator of rounds on, and add the bytes and the seconds of each."""
@@ -162,7 +170,9 @@ class BucketExchange:
     """Seconds that it took to keep the residual and to return the mean; they count as if they had followed at once."""
     survey: NDArray[np.float32] | None = None
     result: Result = field(init=False)
-    layers: Layers = field(init=False)
+    gains: NDArray[np.float64] | None = None
+    places: Any = None
+    """See `mpicomp.reducer.bucket.LayerBounds`, as for ``gains``."""
 
     def times(self, offset: float) -> tuple[float, float, float, float]:
         """Return start, end, seconds outside rounds and ``ready``, by the clock that ranks share."""
@@ -201,7 +211,7 @@ class BucketExchange:
             wire_bytes=tally.wire_bytes,
             dense_wire_bytes=dense_ring_bytes(bucket.numel, self.group.size),
             rounds=[request.operation for request, _, _ in self.requests if isinstance(request, Round)],
-            layers=self.layers,
+            layers=layers_of(bucket.bounds, self.places, self.gains, result.thinned),
             code_error=result.code_error if result.code_error is None or np.isfinite(result.code_error) else None,
             energy=result.energy if np.isfinite(result.energy) else None,
         )

@@ -1,30 +1,28 @@
 """The reducer: gradients in, their mean over ranks out, and nothing lost in between."""
 
-import functools
-import inspect
 import itertools
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import plugins
-from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
-from mpicomp.errors import ClosedError, ConfigurationError, RankFailedError, UnknownNameError
+from mpicomp.errors import AgreedRankFailure, ClosedError, ConfigurationError, RankFailedError, UnknownNameError
 from mpicomp.policies import Plan, Policy, UserSettings, get_policy
 from mpicomp.policies.warmup import WarmUp, choose_warmup
 from mpicomp.reducer.agreement import NO_EXTRA, ExtraExchange, LoadedState, run_collectively
 from mpicomp.reducer.layout import LARGE_BUCKET, Layout
 from mpicomp.reducer.record import StepRecord, Tally, Value
-from mpicomp.reducer.step import AGREED, Step
+from mpicomp.reducer.settings import to_decay, with_known_settings
+from mpicomp.reducer.step import Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.rounds import Rounds
 from mpicomp.rounds.reports import from_one
+from mpicomp.setting_checks import to_whole
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
 from mpicomp.transport.scheduler import ProgressThread
@@ -33,20 +31,6 @@ _NONFINITE = ("raise", "skip", "pass")
 _ON_FAILURE = ("abort", "shrink")
 _SCHEMA = 1
 _numbers = itertools.count()
-Settings = ParamSpec("Settings")
-
-
-def _with_known_settings(
-    make: Callable[Concatenate["Reducer", Settings], None],
-) -> Callable[Concatenate["Reducer", Settings], None]:
-    """Let a reducer refuse keywords that it does not have in the project's words, not in Python's."""
-
-    @functools.wraps(make)
-    def checked(self: "Reducer", /, *args: Settings.args, **settings: Settings.kwargs) -> None:
-        check_settings(settings, args[0] if args else settings.get("compressor"), "reducer")
-        make(self, *args, **settings)
-
-    return checked
 
 
 class Reducer:
@@ -133,10 +117,10 @@ class Reducer:
     [[1.0, 0.0], [2.0, 3.0]]
     """
 
-    _normalises = True  # see `TrainingReducer`
+    _normalises = True  # see `mpicomp.reducer.special_reducers.TrainingReducer`
     _local_steps: Sequence[int] = (1,)
 
-    @_with_known_settings
+    @with_known_settings
     def __init__(
         self,
         compressor: Compressor | str | Mapping[str, Any] | None = None,
@@ -172,7 +156,7 @@ class Reducer:
             if self._owned:
                 self.transport.close()
             raise
-        self.policy.serves = True  # on all ranks or on none
+        self._claim_policy()
         self._user = self.transport.enter()
 
     def _configure(self, named: Policy | str | Mapping[str, Any] | None) -> None:
@@ -205,12 +189,12 @@ class Reducer:
             compressor, self._collective, self._feedback, policy.known_cost, self._normalises, self._local_steps
         )
         chosen = None if isinstance(named, Mapping) and "id" not in named else named
-        policy.warmup = choose_warmup(policy.warmup, compressor, self._collective, chosen, self._feedback)
-        planner = WarmUp(policy, policy.warmup) if policy.warmup else policy
+        warmup = choose_warmup(policy.warmup, compressor, self._collective, chosen, self._feedback)
+        planner = WarmUp(policy, warmup) if warmup else policy
         planner.configure(settings)
-        self.seed = _whole("seed", self._seed)
-        cut_bytes = None if self._bucket_bytes is None else _whole("bucket_bytes", self._bucket_bytes, 1)
-        decay = _decay(self._decay)
+        self.seed = to_whole("reducer", "seed", self._seed)
+        cut_bytes = None if self._bucket_bytes is None else to_whole("reducer", "bucket_bytes", self._bucket_bytes, 1)
+        decay = to_decay(self._decay)
         if decay != 1 and not policy.feedback:
             raise ConfigurationError(
                 f"reducer: feedback_decay={decay} has no residual to act on, since {policy.compressor.id} runs "
@@ -225,7 +209,7 @@ class Reducer:
             "collective": self._collective,
             "policy": policy.get_config(),
             "feedback": policy.feedback,
-            "warmup": policy.warmup,
+            "warmup": warmup,
             "nonfinite": self.nonfinite,
             "bucket_bytes": planner.bucket_bytes or cut_bytes,
             "seed": self.seed,
@@ -234,7 +218,7 @@ class Reducer:
             "feedback_decay": decay,
         }
         """Settings that have to be the same on all ranks."""
-        threads = _whole("threads", self._threads, 1)
+        threads = to_whole("reducer", "threads", self._threads, 1)
         self.layout = Layout(policy.feedback, self.settings["bucket_bytes"], policy.compressor.entry, threads, decay)
         # Where ranks take turns in one process, the seconds of a rank are also those of others.
         self.telemetry = Telemetry(self.transport.group.size, self.transport.probes)
@@ -252,6 +236,10 @@ class Reducer:
         """That a rank was found to have died, outside of `reduce` or when the last step was applied already."""
         self.stop = False
         """Whether all ranks know that some rank was asked to stop."""
+
+    def _claim_policy(self) -> None:
+        """Note in the policy that it serves this reducer: on all ranks or on none, so not before all have made it."""
+        self.policy.warmup, self.policy.serves = self.settings["warmup"], True
 
     @property
     def compressor(self) -> Compressor:
@@ -386,7 +374,7 @@ class Reducer:
         transport = self.transport
         if self._generation == transport.generation:
             transport.revoke()
-            if str(error) != AGREED:
+            if not isinstance(error, AgreedRankFailure):
                 transport.agree(False)
             self.lost_ranks = self.lost_ranks + transport.shrink()
         self._generation = transport.generation
@@ -396,7 +384,7 @@ class Reducer:
         state |= yield from from_one(shared, transport.group, "reducer")
         self._past.append(self.layout)
         self._configure(self.policy.get_config() | {"warmup": self.policy.warmup, "cost": self.policy.known_cost})
-        self.policy.serves = True
+        self._claim_policy()
         self.load_state_dict(state)
         if callable(self._on_failure) and self.lost_ranks:
             self._on_failure(list(self.lost_ranks), transport.group.size)
@@ -472,7 +460,7 @@ class Reducer:
         """
         if not isinstance(state, Mapping) or state.get("schema") != _SCHEMA or "residuals" not in state:
             raise ConfigurationError("reducer: the state is not one that Reducer.state_dict gave; nothing was loaded")
-        step = _whole("the state's step", state.get("step"), 0)
+        step = to_whole("reducer", "the state's step", state.get("step"), 0)
         cost = None if state.get("cost") is None else CostModel.from_json(state["cost"])
         self.layout.load(state)
         self.loaded = LoadedState(step, state.get("policy", {}), cost)
@@ -513,110 +501,3 @@ class Reducer:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("reducer: it was closed; make a new one")
-
-
-class TrainingReducer(Reducer):
-    """A reducer of a training loop, which knows what its optimizer does with means.
-
-    Parameters
-    ----------
-    *args, **settings
-        Of `Reducer`.
-    normalises : bool
-        Whether the optimizer divides the mean by the root of its mean square, as Adam does. What comes late then comes
-        in bursts that make its steps smaller, which ``auto``, and the warning of a compressor that falls behind, take
-        into account.
-    local_steps : sequence of int
-        Steps that ranks may make by themselves from one call of `reduce` to the next, ascending, where they exchange
-        what these have changed. With more than one ``policy="auto"`` chooses; see `Reducer.local_steps`.
-    """
-
-    def __init__(self, *args: Any, normalises: bool = True, local_steps: Sequence[int] = (1,), **settings: Any) -> None:
-        self._normalises, self._local_steps = normalises, local_steps
-        super().__init__(*args, **settings)
-
-
-def check_settings(settings: Mapping[str, Any], compressor: Any, subsystem: str) -> None:
-    """Refuse keywords that are no settings of a reducer, and say where those of a compressor belong.
-
-    Parameters
-    ----------
-    settings : mapping
-        Keywords.
-    compressor : Compressor, str, mapping or None
-        As `Reducer` takes it.
-    subsystem : str
-        Start of the error message.
-    """
-    known = inspect.signature(Reducer).parameters
-    unknown = {name: value for name, value in settings.items() if name not in known}
-    if not unknown:
-        return
-    compressor = "topk" if compressor is None else compressor  # as an example
-    config = get_compressor(compressor).get_config()
-    inner = {name: value for name, value in unknown.items() if name in config and name != "id"}
-    if not inner:
-        raise UnknownNameError(f"{subsystem}: settings", next(iter(unknown)), known)
-    meant = get_compressor(config | inner)
-    module = "mpicomp." if type(meant).__module__.startswith("mpicomp.") else ""
-    raise ConfigurationError(
-        f"{subsystem}: {', '.join(inner)} must be set in the compressor; pass compressor={module}{meant!r}, or its "
-        f"configuration, { ({'id': config['id']} | inner)!r}"
-    )
-
-
-def _whole(name: str, value: Any, least: int | None = None) -> int:
-    """Return a setting that has to be a whole number, of whatever integer type it came in."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ConfigurationError(f"reducer: {name} must be a whole number, got {value!r}") from None
-    if least is not None and number < least:
-        raise ConfigurationError(f"reducer: {name} must be at least {least}, got {value!r}")
-    return number
-
-
-def _decay(value: Any) -> float:
-    """Return the factor of residuals."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ConfigurationError(f"reducer: feedback_decay must be above 0 and at most 1, got {value!r}")
-    return float(value)
-
-
-def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | None = None, comm: Any = None) -> Any:
-    """Average one array over the ranks, compressed and without state: elements that are not sent are lost.
-
-    Collective over ``comm``. For something that is averaged again and again use a `Reducer`, which keeps what
-    was not sent, its buffers and its communicator.
-
-    Parameters
-    ----------
-    array : array
-        NumPy, CuPy or torch; float16, bfloat16, float32 or float64; not modified.
-    compressor : Compressor, str, mapping or None
-        None is dense.
-    comm : mpi4py.MPI.Comm, Transport or None
-        None stands for MPI.COMM_WORLD.
-
-    Returns
-    -------
-    array
-        The mean: of the same kind, dtype and shape, read-only, the same bits on every rank.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpicomp.transport import LocalWorld
-    >>> allreduce(np.array([3, -5, 1], np.float32), "dense", LocalWorld(1).transports[0]).tolist()
-    [3.0, -5.0, 1.0]
-    """
-    chosen = get_compressor("dense" if compressor is None else compressor)
-    # One array tells nothing about the next one: the collective is the first that fits.
-    reducer = Reducer(chosen, fitting(chosen)[0], feedback=False, comm=_world() if comm is None else comm)
-    try:
-        return reducer.reduce({"array": array})["array"]
-    finally:
-        reducer.close()
-
-
-_world: Callable[[], Transport] = functools.cache(connect)  # which duplicates MPI.COMM_WORLD once, not at every call

@@ -13,7 +13,7 @@ from mpicomp.policies import Policy
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
-from mpicomp.reducer.reducer import check_settings
+from mpicomp.reducer.settings import check_settings
 from mpicomp.reducer.stream import Stream
 from mpicomp.torch.arguments import as_real, check_forward, check_kind
 from mpicomp.torch.overlap import start_overlap_thread

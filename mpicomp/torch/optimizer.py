@@ -14,7 +14,7 @@ from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.layout import LARGE_BUCKET
-from mpicomp.reducer.reducer import check_settings
+from mpicomp.reducer.settings import check_settings
 from mpicomp.setting_checks import check_least
 from mpicomp.torch.arguments import (
     NamedParameters,

@@ -8,7 +8,7 @@ import torch
 
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
-from mpicomp.reducer.reducer import check_settings
+from mpicomp.reducer.settings import check_settings
 from mpicomp.setting_checks import check_flag, check_least
 from mpicomp.torch.arguments import check_no_ddp, members_of, parameters_by_name
 from mpicomp.torch.collective_optimizer import CollectiveOptimizer

@@ -12,7 +12,7 @@ from mpicomp.policies import Policy
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
-from mpicomp.reducer.reducer import TrainingReducer
+from mpicomp.reducer.special_reducers import TrainingReducer
 from mpicomp.torch.arguments import NamedParameters, named_pairs
 from mpicomp.torch.optimizer_proxy import wrap
 from mpicomp.torch.overlap import start_overlap_thread

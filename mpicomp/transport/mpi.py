@@ -123,15 +123,15 @@ class MPITransport(Transport):
         return received(pending.task)
 
     def perform(self, task: Round) -> NDArray[Any]:
-        channel = self._channel(task)
-        if self._watch is not None:
-            self._watch.begin(self, channel, channel.begun + 1, task.operation, self.user)
+        channel, watch = self._channel(task), self._watch
+        if watch is not None:
+            watch.begin(self, channel, channel.begun + 1, task.operation, self.user)
         try:
             channel.perform(task, self._naps, self._meanwhile)
         finally:
-            if self._watch is not None:
-                self._watch.end(self)
-        return received(task)
+            if watch is not None:
+                watch.end(self)
+        return received(task) if task.recv is None else task.recv
 
     def channels(self, count: int) -> list[Transport]:
         made: list[Transport] = []

@@ -111,7 +111,7 @@ class Channel:
                 kept.append(started)
                 raise
             return
-        comm = self._comm_of(task)
+        comm = self.comm if task.graph is None else self._comm_of(task.graph)
         for name, arguments in calls:
             if naps:
                 request = getattr(comm, f"I{name.lower()}")(*arguments)
@@ -160,18 +160,13 @@ class Channel:
                 self.done(started)
         return not self._under_way
 
-    def _comm_of(self, task: Round) -> MPI.Comm:
-        """Return the communicator that a collective call of this round is made on.
-
-        That of a graph is made when a round that is waited for asks for it first, which all ranks do in the same one.
-        """
-        if task.graph is None:
-            return self.comm
-        if task.graph not in self._graphs:
+    def _comm_of(self, graph: Graph) -> MPI.Comm:
+        """Return the communicator of a graph, made in the first round that is waited for, the same on all ranks."""
+        if graph not in self._graphs:
             assert isinstance(self.comm, MPI.Intracomm)
-            neighbours = list(task.graph.neighbours(self.comm.rank))
-            self._graphs[task.graph] = self.comm.Create_dist_graph_adjacent(neighbours, neighbours)
-        return self._graphs[task.graph]
+            neighbours = list(graph.neighbours(self.comm.rank))
+            self._graphs[graph] = self.comm.Create_dist_graph_adjacent(neighbours, neighbours)
+        return self._graphs[graph]
 
     def _exchange(self, task: Round) -> Started:
         messages = [started for started in self._under_way if isinstance(started, _Messages)]
@@ -187,9 +182,14 @@ class Channel:
         if self._survives and task.operation != "allreduce":
             return None
         send, recv, counts, root = task.send, task.recv, task.counts, task.root
-        rank, size = self.comm.rank, self.comm.size
+        nbytes = sum(counts) * task.dtype.itemsize
+        fits = nbytes <= self._limit
+        if fits and task.operation == "allreduce" and nbytes:
+            return [("Allreduce", (send, recv))]
         equal = min(counts) == max(counts)
-        fits = sum(counts) * task.dtype.itemsize <= self._limit
+        if fits and equal and task.operation == "allgatherv":
+            return [("Allgather", (send, recv))]
+        rank, size = self.comm.rank, self.comm.size
         match task.operation:
             case "allreduce":
                 assert send is not None
@@ -201,7 +201,7 @@ class Channel:
                     recv[:] = send
                 return [("Bcast", (recv[part], root)) for part in self._cuts(task, 0, counts[0])]
             case "allgatherv" if fits:
-                return [("Allgather", (send, recv)) if equal else ("Allgatherv", (send, [recv, counts]))]
+                return [("Allgatherv", (send, [recv, counts]))]
             case "allgatherv":
                 # No displacement may pass the limit either, so every rank's part goes out by itself.
                 assert recv is not None

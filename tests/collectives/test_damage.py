@@ -353,7 +353,7 @@ def test_damage_over_mpi_is_one_error_on_all_ranks(comm, monkeypatch, collective
 @pytest.mark.mpi
 def test_damaged_last_message_is_reported_in_the_next_step(comm, monkeypatch):
     """Nothing follows that could tell the others."""
-    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.05), "allgather", comm=comm)
+    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.05, wire="fp16"), "allgather", comm=comm)
     arrays = gradients(comm.size, 0)[comm.rank]
     reducer.reduce(arrays)
     if comm.rank == comm.size - 1:

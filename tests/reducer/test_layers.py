@@ -10,7 +10,8 @@ from mpicomp.collectives import bind
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.policies import Plan, Policy, UserSettings
 from mpicomp.policies.surveys import SpectrumSurvey
-from mpicomp.reducer.bucket import LayerBounds, layers_of
+from mpicomp.reducer import bucket
+from mpicomp.reducer.bucket import LayerBounds
 from mpicomp.transport import LocalWorld
 
 NAMES, SIZES = ("a", "b", "c", "d"), (300, 1, 40, 120)
@@ -21,6 +22,11 @@ ENDS = list(itertools.pairwise(BOUNDS.tolist()))
 
 def array(seed=0):
     return np.random.default_rng(seed).standard_t(3, BOUNDS[-1]).astype(np.float32)
+
+
+def layers_of(accumulated, sent, energies, gain):
+    places, gains = PARTS.places_in(sent), PARTS.gains(accumulated, sent, energies, gain)
+    return bucket.layers_of(PARTS, places, gains)
 
 
 def parts(flat):
@@ -35,7 +41,7 @@ def energies(flat):
 def test_a_selection(kept):
     whole = array()
     indices = np.sort(np.argsort(-np.abs(whole))[:kept]).astype(np.uint32)
-    layers = layers_of(PARTS, whole, Selection(indices, whole[indices]), energies(whole), 0.5)
+    layers = layers_of(whole, Selection(indices, whole[indices]), energies(whole), 0.5)
     for place, (start, stop) in enumerate(ENDS):
         inside = [index for index in indices if start <= index < stop]
         assert layers.kept[place] == len(inside)
@@ -47,7 +53,7 @@ def test_a_selection(kept):
 def test_an_array_that_is_sent_in_part():
     whole = array()
     sent = np.where(np.arange(whole.size) % 3 == 0, whole, whole / 2).astype(np.float32)
-    layers = layers_of(PARTS, whole, sent, energies(whole), 0.8)
+    layers = layers_of(whole, sent, energies(whole), 0.8)
     assert (layers.kept == SIZES).all()
     lost = [sum(float(x) ** 2 for x in part) for part in parts(whole - sent)]
     np.testing.assert_allclose(layers.gains, 1 - np.array(lost) / energies(whole), atol=1e-5)
@@ -55,20 +61,20 @@ def test_an_array_that_is_sent_in_part():
 
 def test_bucket_without_a_survey_has_no_gain():
     whole = array()
-    layers = layers_of(PARTS, whole, whole, None, 1.0)
+    layers = layers_of(whole, whole, None, 1.0)
     assert layers.gains is None
     assert [entry["gain"] for entry in layers.to_json()] == [None] * 4
 
 
 def test_what_is_sent_whole_has_the_gain_of_the_bucket():
     whole = array()
-    assert (layers_of(PARTS, whole, whole, energies(whole), 1.0).gains == 1).all()
+    assert (layers_of(whole, whole, energies(whole), 1.0).gains == 1).all()
 
 
 def test_a_parameter_without_energy_has_lost_nothing():
     whole = array()
     whole[300:341] = 0
-    layers = layers_of(PARTS, whole, Selection(np.array([5], np.uint32), whole[5:6]), energies(whole), 0.1)
+    layers = layers_of(whole, Selection(np.array([5], np.uint32), whole[5:6]), energies(whole), 0.1)
     assert layers.gains[1] == layers.gains[2] == 1
     assert layers.gains[3] == 0
 
@@ -118,3 +124,12 @@ def test_a_policy_serves_one_reducer():
         mpicomp.errors.ConfigurationError, match=r"reducer: this policy \(looks\) serves another reducer"
     ):
         mpicomp.Reducer(policy=policy, comm=LocalWorld(1).transports[0])
+
+
+def test_policy_of_a_refused_reducer_is_as_it_was():
+    policy = mpicomp.policies.get_policy("static")
+    with pytest.raises(mpicomp.errors.ConfigurationError, match="threads must be at least 1"):
+        mpicomp.Reducer("topk", policy=policy, threads=0, comm=LocalWorld(1).transports[0])
+    assert (policy.warmup, policy.serves) == (None, False)
+    reducer = mpicomp.Reducer("topk", policy=policy, comm=LocalWorld(1).transports[0])
+    assert (policy.warmup, policy.serves, reducer.settings["warmup"]) == (0, True, 0)
