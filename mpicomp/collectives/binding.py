@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.scatter_reduce import ScatterReduce
+from mpicomp.collectives.allreduce import ScatterReduce
 from mpicomp.collectives.scheme import COLLECTIVES, Exchange, Scheme
 from mpicomp.collectives.selection import exchange_at
 from mpicomp.collectives.two_phase import TwoPhase
