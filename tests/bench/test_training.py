@@ -2,13 +2,25 @@
 
 import json
 
-import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+import numpy as np
+import torch
 from marks import slow
+from mpicomp.bench.exchange_replicas import Job, train_all, trainers
+from mpicomp.bench.measure.metrics import MetricsWriter
+from mpicomp.bench.measure.progress import Progress
+from mpicomp.bench.peer_exchanges import INTERFACE, PlainTopK, over_gloo, over_mpi, process_group
+from mpicomp.bench.tasks import get_task
+from mpicomp.bench.tasks.updating import Updater
 from mpicomp.bench.training_rows import (
     BACKWARD,
     COMPRESS,
     DECODE,
+    DEMO_COMPRESSOR,
     EXCHANGE,
     FIELDS,
     FORWARD,
@@ -22,13 +34,16 @@ from mpicomp.bench.training_rows import (
     slowest,
     train_in_turn,
 )
+from mpicomp.bench.training_run import Settings as Training
+from mpicomp.bench.training_run import train
 
 from mpicomp import Dense, TopK
 from mpicomp.compressors import get_compressor
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies import get_policy
+from mpicomp.torch import UpdateOptimizer
 from mpicomp.transport import LocalWorld
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("sklearn")
+from mpicomp.transport.mpi import MPITransport
 
 
 class Scripted:
@@ -169,38 +184,13 @@ def exchanges():
 
 
 def train_digits(transport):
-    from mpicomp.bench.exchange_replicas import train_all
-    from mpicomp.bench.tasks import get_task
-
     task = get_task("digits", 1)
     trained, numel, threads = train_all(exchanges(), task, Settings(2, 2, 3), 1, transport, silent)
     assert threads == torch.get_num_threads()
     return {training.exchange.name: training for training in trained}, numel
 
 
-@pytest.mark.timeout(120)
-def test_exchanges_of_one_rank_train_the_same():
-    threads = torch.get_num_threads()
-    trained, numel = train_digits(LocalWorld(1).transports[0])
-    torch.set_num_threads(threads)
-    assert numel > 30_000
-    assert all(training.equal and training.steps.shape == (2, 2, FIELDS) for training in trained.values())
-    assert all((training.steps[:, :, SECONDS] > 0).all() for training in trained.values())
-    assert all(training.steps[:, :, PROCESSOR].mean() > 0 for training in trained.values())
-    assert {training.steps[:, :, WIRE].sum() for training in trained.values()} == {0}
-    assert trained["ddp"].quality == trained["dense"].quality == trained["none"].quality
-    assert trained["topk:allgather"].ran == "topk allgather"
-    assert trained["ddp"].ran is None
-    for name in ("topk:allgather", "plain-topk"):
-        assert (trained[name].steps[:, :, [COMPRESS, EXCHANGE, DECODE]] >= 0).all()
-    assert np.isnan(trained["ddp"].steps[:, :, EXCHANGE]).all()
-    assert not torch.distributed.is_initialized()
-
-
 def test_block_of_updates_has_means_over_steps():
-    from mpicomp.bench.exchange_replicas import Job, trainers
-    from mpicomp.bench.tasks import get_task
-
     transport = LocalWorld(1).transports[0]
     job = Job(get_task("digits", 1), Settings(6, 1, 3, every=3), 1, transport)
     with trainers([Exchange("updates:dense", Dense())], job) as [ours]:
@@ -214,10 +204,6 @@ def test_block_of_updates_has_means_over_steps():
 
 
 def test_demo_moves_each_parameter_by_the_rate():
-    from mpicomp.bench.exchange_replicas import Job, trainers
-    from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.training_rows import DEMO_COMPRESSOR
-
     task = get_task("digits", 1)
     exchange = Exchange("demo", get_compressor(DEMO_COMPRESSOR))
     with trainers([exchange], Job(task, Settings(1, 1, 0), 1, LocalWorld(1).transports[0])) as [ours]:
@@ -234,13 +220,6 @@ def test_demo_moves_each_parameter_by_the_rate():
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
 def test_torchft_diloco_ends_where_update_optimizer_does(comm):
-    from mpicomp.bench.exchange_replicas import Job, trainers
-    from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.tasks.updating import Updater
-
-    from mpicomp.torch import UpdateOptimizer
-    from mpicomp.transport.mpi import MPITransport
-
     every, steps = 2, 6
     transport, task = MPITransport(comm), get_task("digits", 1)
     job = Job(task, Settings(steps, 1, 0, every=every), 1, transport)
@@ -268,14 +247,15 @@ def test_torchft_diloco_ends_where_update_optimizer_does(comm):
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_ranks_train_with_each_exchange(comm):
-    from mpicomp.transport.mpi import MPITransport
-
     transport = MPITransport(comm)
     trained, numel = train_digits(transport)
     transport.close()
     assert trained["none"].equal == (comm.size == 1)
     assert not any(training.is_wrong for training in trained.values())
     for name, training in trained.items():
+        assert training.steps.shape == (2, 2, FIELDS)
+        assert (training.steps[:, :, SECONDS] > 0).all()
+        assert training.steps[:, :, PROCESSOR].mean() > 0
         assert (training.quality is not None) == (comm.rank == 0 and (name != "none" or comm.size == 1))
         wire = training.steps[:, :, WIRE]
         ring = 2 * (comm.size - 1) / comm.size * 4 * numel
@@ -287,6 +267,14 @@ def test_ranks_train_with_each_exchange(comm):
         else:
             assert (wire.mean() > 0) == (comm.size > 1)
     assert trained["plain-topk"].quality == trained["plain-topk-mpi"].quality
+    assert numel > 30_000
+    assert trained["topk:allgather"].ran == "topk allgather"
+    assert trained["ddp"].ran is None
+    for name in ("topk:allgather", "plain-topk"):
+        assert (trained[name].steps[:, :, [COMPRESS, EXCHANGE, DECODE]] >= 0).all()
+    assert np.isnan(trained["ddp"].steps[:, :, EXCHANGE]).all()
+    if comm.size == 1:
+        assert trained["ddp"].quality == trained["dense"].quality == trained["none"].quality
     gathered = comm.allgather([training.steps for training in trained.values()])
     for other in gathered:
         np.testing.assert_array_equal(other, gathered[0])
@@ -296,16 +284,6 @@ def test_ranks_train_with_each_exchange(comm):
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_replay_runs_recorded_plans_in_the_steps_that_count(comm, tmp_path):
-    from mpicomp.bench.exchange_replicas import train_all
-    from mpicomp.bench.measure.metrics import MetricsWriter
-    from mpicomp.bench.measure.progress import Progress
-    from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.training_run import Settings as Training
-    from mpicomp.bench.training_run import train
-
-    from mpicomp.policies import get_policy
-    from mpicomp.transport.mpi import MPITransport
-
     transport = MPITransport(comm)
     task = get_task("digits", 1)
     path = comm.bcast(str(tmp_path / "trace.jsonl"))
@@ -327,11 +305,6 @@ def test_replay_runs_recorded_plans_in_the_steps_that_count(comm, tmp_path):
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_ddp_averages_as_mpicomp_does(comm):
-    from mpicomp.bench.exchange_replicas import Job, trainers
-    from mpicomp.bench.tasks import get_task
-
-    from mpicomp.transport.mpi import MPITransport
-
     torch.set_num_threads(1)
     transport, task = MPITransport(comm), get_task("digits", 1)
     exchanges = [Exchange("dense", Dense(), "allreduce"), Exchange("ddp")]
@@ -348,10 +321,6 @@ def test_ddp_averages_as_mpicomp_does(comm):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("over", ["gloo", "mpi"])
 def test_plain_topk_averages_the_largest_and_keeps_the_rest(comm, over):
-    from mpicomp.bench.peer_exchanges import PlainTopK, over_gloo, over_mpi, process_group
-
-    from mpicomp.transport.mpi import MPITransport
-
     transport = MPITransport(comm)
     shapes = [(4, 5), (3,)]
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
@@ -383,10 +352,6 @@ def test_plain_topk_averages_the_largest_and_keeps_the_rest(comm, over):
 @pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
 def test_torchft_ddp_ends_where_ddp_does(comm):
     pytest.importorskip("torchft")
-    from mpicomp.bench.exchange_replicas import train_all
-    from mpicomp.bench.tasks import get_task
-
-    from mpicomp.transport.mpi import MPITransport
 
     transport = MPITransport(comm)
     names = [Exchange("ddp"), Exchange("torchft-ddp")]
@@ -398,11 +363,6 @@ def test_torchft_ddp_ends_where_ddp_does(comm):
 
 
 def test_hook_that_pytorch_refuses_is_a_configuration_error():
-    from mpicomp.bench.exchange_replicas import train_all
-    from mpicomp.bench.tasks import get_task
-
-    from mpicomp.errors import ConfigurationError
-
     with pytest.raises(ConfigurationError, match="ddp-bf16: PyTorch refuses this hook over gloo: "):
         train_all(
             [Exchange("ddp-bf16")], get_task("digits", 1), Settings(2, 2, 3), 1, LocalWorld(1).transports[0], silent
@@ -412,10 +372,6 @@ def test_hook_that_pytorch_refuses_is_a_configuration_error():
 
 @pytest.mark.parametrize("interface", ["lo", "nonexistent0"])
 def test_process_group_with_a_named_interface(interface, monkeypatch):
-    from mpicomp.bench.peer_exchanges import INTERFACE, process_group
-
-    from mpicomp.errors import ConfigurationError
-
     monkeypatch.setenv(INTERFACE, interface)
     if interface == "lo":
         with process_group(LocalWorld(1).transports[0]):

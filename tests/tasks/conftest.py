@@ -9,3 +9,11 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def numbers(tmp_path_factory):
+    """Return the path of a text that is quickly learned."""
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"line {number} of {number % 7} and {number % 11}\n" for number in range(4000)))
+    return path

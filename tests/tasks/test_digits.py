@@ -21,42 +21,11 @@ def train(task, steps, ranks=1):
     return model
 
 
-def test_describes_itself(task):
-    assert (task.name, task.quality_name, task.better) == ("digits", "held-out accuracy", "higher")
-
-
-def test_same_seed_same_bits(task):
-    again, other = get_task("digits", seed=1), get_task("digits", seed=2)
-    model, same, different = task.model().state_dict(), again.model().state_dict(), other.model().state_dict()
-    assert all(torch.equal(model[name], same[name]) for name in model)
-    assert not any(torch.equal(model[name], different[name]) for name in model)
-    for mine, same, different in zip(task.batch(9, 1, 4), again.batch(9, 1, 4), other.batch(9, 1, 4), strict=True):
-        assert torch.equal(mine, same)
-        assert not torch.equal(mine, different)
-
-
 def test_split_does_not_follow_the_seed(task):
     other = get_task("digits", seed=2)
     assert torch.equal(task._test[0], other._test[0])
     held_out = {image.numpy().tobytes() for image in task._test[0]}
     assert not held_out & {image.numpy().tobytes() for image in task._train[0]}
-
-
-def test_ranks_see_images_of_their_own(task):
-    images = torch.cat([task.batch(0, rank, 4)[0] for rank in range(4)])
-    assert len(np.unique(images.flatten(1).numpy(), axis=0)) == len(images) == 128
-
-
-def test_size(task):
-    assert 30_000 < sum(parameter.numel() for parameter in task.model().parameters()) < 50_000
-
-
-def test_learns(task):
-    model = train(task, 60, ranks=4)
-    accuracy = task.evaluate(model)
-    assert accuracy > 0.9
-    assert task.evaluate(model) == accuracy
-    assert model.training
 
 
 def test_share_is_evaluated_on_even_images(task):

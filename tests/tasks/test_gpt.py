@@ -8,10 +8,10 @@ from mpicomp.bench import training_run
 from mpicomp.bench.exchange_replicas import train_all
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.progress import Progress
-from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.gpt import GPT, TextGPT, TextGPT10M
 from mpicomp.bench.tasks.updating import Updater, warm_up_and_cosine
 from mpicomp.bench.training_rows import Exchange, Settings
+from tiny_gpt import Tiny
 
 import mpicomp
 from mpicomp.policies import get_policy
@@ -20,31 +20,9 @@ from mpicomp.transport import LocalWorld
 pytestmark = pytest.mark.timeout(60)
 
 
-class Tiny(TextGPT):
-    """The task with a model that is trained in milliseconds; it is not registered."""
-
-    name = "tiny"
-    width = 64
-    layers = 2
-    length = 16
-    vocabulary = 300
-
-
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    path.write_text("".join(f"line {number} of {number % 7} and {number % 11}\n" for number in range(4000)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny(text):
-    return Tiny(seed=1, data=text)
-
-
-@pytest.fixture(scope="module")
-def task():
-    return get_task("text-gpt", seed=1)
+def tiny(numbers):
+    return Tiny(seed=1, data=numbers)
 
 
 def train(task, model, optimizer, updater, steps):
@@ -56,29 +34,6 @@ def train(task, model, optimizer, updater, steps):
         updater()
         losses.append(loss.item())
     return losses
-
-
-@pytest.mark.slow
-def test_describes_itself(task):
-    assert (task.name, task.quality_name, task.better) == ("text-gpt", "held-out loss", "lower")
-    assert task.batch(0, 0, 1).shape == (12, 65)
-    assert task.tokens == 2048
-
-
-def test_same_seed_same_bits(tiny, text):
-    model, same, other = (Tiny(seed, text).model().state_dict() for seed in (1, 1, 2))
-    assert all(torch.equal(model[name], same[name]) for name in model)
-    assert {name for name in model if torch.equal(model[name], other[name])} == {
-        name for name in model if "norm" in name
-    }
-    assert torch.equal(tiny.batch(5, 1, 4), Tiny(1, text).batch(5, 1, 4))
-    assert not torch.equal(tiny.batch(5, 1, 4), Tiny(2, text).batch(5, 1, 4))
-
-
-def test_model_keeps_the_callers_random_state(tiny):
-    state = torch.get_rng_state()
-    tiny.model()
-    assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(("task", "least", "most"), [(TextGPT, 2.8e6, 3.3e6), (TextGPT10M, 9.5e6, 11e6)])
@@ -167,16 +122,6 @@ def test_matrices_decay_and_scales_do_not(tiny):
     assert all(matrix.ndim == 2 for matrix in matrices["params"])
     assert all(scale.ndim == 1 for scale in scales["params"])
     assert len(matrices["params"]) + len(scales["params"]) == len(list(model.parameters()))
-
-
-def test_loss_falls(tiny):
-    model = tiny.model()
-    optimizer = tiny.optimizer(model)
-    before = tiny.evaluate(model)
-    losses = train(tiny, model, optimizer, Updater(tiny, optimizer, 40).update, range(40))
-    assert losses[0] > 4
-    assert losses[-1] < losses[0] - 1
-    assert tiny.evaluate(model) < before - 1
 
 
 def test_training_clips_and_follows_the_schedule(tiny):

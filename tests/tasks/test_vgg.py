@@ -22,16 +22,6 @@ def train(task, steps, ranks=1):
     return model
 
 
-def test_describes_itself(task):
-    assert (task.name, task.quality_name, task.better) == ("vgg", "held-out accuracy", "higher")
-
-
-def test_same_seed_same_bits(task):
-    model, same, other = (get_task("vgg", seed=seed).model().state_dict() for seed in (1, 1, 2))
-    assert all(torch.equal(model[name], same[name]) for name in model)
-    assert not any(torch.equal(model[name], other[name]) for name in model if name.endswith("weight"))
-
-
 def test_first_layers_are_small_and_last_ones_huge(task):
     parameters = list(task.model().parameters())
     numels = [parameter.numel() for parameter in parameters]
@@ -39,13 +29,6 @@ def test_first_layers_are_small_and_last_ones_huge(task):
     convolutions = [parameter.numel() for parameter in parameters if parameter.ndim == 4]
     assert convolutions == sorted(convolutions)
     assert sum(convolutions) < sum(numels) / 10
-
-
-@pytest.mark.slow
-def test_learns(task):
-    model = train(task, 25)
-    assert task.evaluate(model) > 0.5  # ten classes
-    assert model.training
 
 
 @pytest.mark.slow
