@@ -6,7 +6,7 @@ import re
 import estimators
 import pytest
 from regret import judged
-from study_words import call
+from study_jobs import call
 from tables import DOCS, check_types, documented
 
 from mpicomp.cli import main

@@ -15,10 +15,8 @@ from pathlib import Path
 import lab_jobs
 import numpy as np
 import pytest
-from no_processes import stand_in
-from policy_jobs import CHOOSING_S, FAST, MEDIAN_S, SLOW, Jobs
 from policy_runs import mean_over_steps, steps_to
-from study_words import call
+from study_jobs import CHOOSING_S, FAST, MEDIAN_S, SLOW, Jobs, call, stand_in
 from tables import check_types, documented
 
 NETWORKS = ("--networks", "50mbit/1ms,1gbit/0us")

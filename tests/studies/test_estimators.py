@@ -5,7 +5,7 @@ import json
 import estimators
 import numpy as np
 import pytest
-from study_words import call
+from study_jobs import call
 
 from mpicomp.compressors import get_compressor
 

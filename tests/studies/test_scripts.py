@@ -10,7 +10,7 @@ import gpu_first_hour
 import pytest
 from lab_jobs import execute, last_words
 from marks import slow
-from study_words import call
+from study_jobs import call
 
 STUDIES = Path(__file__).resolve().parents[2] / "studies"
 SCRIPTS = [

@@ -1,4 +1,4 @@
-"""Stands in for the processes of studies that start trainings: what `mpicomp` would write, and its command lines."""
+"""Studies without their processes: how they are called, and what `mpicomp` would write in their jobs."""
 
 import itertools
 import json
@@ -6,12 +6,29 @@ from pathlib import Path
 
 from lab_jobs import Network
 
+from mpicomp.cli import run_program
+
 SLOW, FAST = Network("50mbit", "1ms"), Network("1gbit", "0us")
 STEPS = {"digits": 200, "text-lstm": 300, "text-gpt": 300}
 RATES = {"dense": 1.0, "bf16": 1.0, "static": 0.9, "auto": 0.999, "qsgd4": 0.995}  # how fast an arm learns
 STEP_S = {"qsgd4": 0.5, "topk1": 0.1, "dense-bf16": 0.9}  # of a plan, over that of dense
 MEDIAN_S = {None: 0.1, SLOW: 2.0, FAST: 0.5}
 CHOOSING_S = 0.125
+
+
+def call(study, words):
+    """Run a study with these words and return the exit status."""
+    return run_program(lambda: study.parser().parse_args(words), study.run)
+
+
+def stand_in(monkeypatch, jobs):
+    """Have studies call ``jobs`` in place of `lab_jobs.execute`, and let them begin here."""
+    monkeypatch.setattr("lab_jobs.execute", jobs)
+    monkeypatch.setattr("lab_jobs.find_launcher", lambda: Path("/bin/mpiexec"))
+    monkeypatch.setattr("lab_jobs.find_mpi", lambda launcher: "mpich")
+    monkeypatch.setattr("lab_jobs.check_lab", lambda command: None)
+    monkeypatch.setattr("comparison.check_tasks", lambda command: None)
+    return jobs
 
 
 class Jobs:

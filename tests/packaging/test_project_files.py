@@ -1,0 +1,67 @@
+"""The files for newcomers and contributors fit the project: README, workflow, hooks."""
+
+import configparser
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from marks import slow
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOW = ROOT / ".github" / "workflows" / "tests.yml"
+SETTINGS = configparser.ConfigParser()
+SETTINGS.read(ROOT / "setup.cfg")
+README = (ROOT / "README.md").read_text()
+[TURNED_OVER] = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+COMMANDS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+
+TRAINING = """
+import torch
+torch.manual_seed(0)
+ToyModel = lambda: torch.nn.Linear(3, 2)
+my_share_of_the_data = [(torch.ones(4, 3), torch.zeros(4, 2))] * 3
+"""
+
+
+def test_readme_opens_with_two_commands_for_python_and_pip():
+    first, second = COMMANDS[:2]
+    for command in (first, second):
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[mpich,")
+        assert command.count("\n") == 1
+    assert "mpicomp train" in first
+    assert "tests/run.py" in second
+
+
+@pytest.mark.parametrize("ranks", [slow(1), 2])
+def test_readme_script_trains(mpiexec, tmp_path, ranks):
+    pytest.importorskip("torch")
+    script = tmp_path / "script.py"
+    after = "".join(line[1:] for line in TURNED_OVER.splitlines(keepends=True))
+    script.write_text(TRAINING + after + "\nassert optimizer.reducer.last_step.step == 2\n")
+    done = mpiexec(ranks, script, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_workflow_is_valid():
+    pytest.importorskip("check_jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(WORKFLOW)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_workflow_runs_every_python_and_both_libraries():
+    text = WORKFLOW.read_text()
+    pythons = re.findall(r"Python :: (3\.\d+)", SETTINGS["metadata"]["classifiers"])
+    listed = ", ".join(f'"{version}"' for version in pythons)
+    assert f"python: [{listed}]" in text
+    assert "mpi: [mpich, openmpi]" in text
+
+
+def test_hooks_have_the_versions_of_the_workflow():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for name, repository in (("ruff", "ruff-pre-commit"), ("check-jsonschema", "check-jsonschema")):
+        [version] = re.findall(rf"/{repository}\n    rev: v?(\S+)", hooks)
+        assert version == pinned[name]

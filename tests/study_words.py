@@ -1,8 +1,0 @@
-"""Runs a study as its script is run."""
-
-from mpicomp.cli import run_program
-
-
-def call(study, words):
-    """Run a study with these words and return the exit status."""
-    return run_program(lambda: study.parser().parse_args(words), study.run)
