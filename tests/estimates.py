@@ -1,6 +1,7 @@
 """What every compressor that estimates a threshold has to stand."""
 
 import copy
+import json
 
 import numpy as np
 import oracle
@@ -79,23 +80,24 @@ def check_memory_changes_nothing(compressor, size, dtype):
         assert compressor.select(state, context).indices.tolist() == fresh[0].tolist()
 
 
-def check_awkward(compressor, name, dtype, ratio, fixed=False):
-    """Check that selections of awkward arrays are bounded, and not empty where there is something to send."""
+def check_awkward(compressor, name, dtype, steps):
+    """Check that selections of awkward arrays are bounded, and not empty if an element is not zero."""
     with np.errstate(over="ignore", under="ignore"):
         array = AWKWARD[name].astype(dtype)
-    k = oracle.kept(ratio, array.size)
+    k = oracle.kept(compressor.ratio, array.size)
     context, first = Context(), None
-    for _ in range(3):  # with no bound, and with bounds from the steps before
+    for step in range(steps):  # with no bound, and with bounds from the steps before
         indices, _ = select(compressor, array, context)
-        assert all(0 < value < np.inf for value in context.memory.values())
-        if fixed:
-            assert indices.size == k
-        else:
+        assert all(0 < value < np.inf for key, value in context.memory.items() if key.endswith((".bound", ".gap")))
+        json.dumps(context.memory, allow_nan=False)
+        if compressor.count(array.size) is None:
             assert indices.size <= 4 * k + 1024
             assert (indices.size > 0) == array.any()
+        else:
+            assert indices.size == k
         first = indices if first is None else first
-        assert indices.tolist() == first.tolist()
-        if not np.isfinite(array).all():
+        assert step > 3 or indices.tolist() == first.tolist()  # SIDCo's stages adapt after five steps
+        if compressor.id == "topk" or not np.isfinite(array).all():
             assert indices.tolist() == oracle.largest(array, k)
 
 

@@ -3,13 +3,11 @@
 import math
 
 import numpy as np
-import oracle
 import pytest
-from estimates import AWKWARD, check_awkward, check_memory_changes_nothing, select
 from worlds import Ranks
 
 import mpicomp
-from mpicomp import Context, get_compressor
+from mpicomp import get_compressor
 from mpicomp.collectives import fitting
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.testing import checks
@@ -271,47 +269,6 @@ def test_quantiser_of_zeros_sends_zeros(compressor):
         assert not any(mean["w"].any() for mean in means)
     assert together.reducers[0].last_step.buckets[0].gain == 1
     assert not together.reducers[0].feedback or not together.residual_sum("w").any()
-
-
-ESTIMATORS = [
-    (mpicomp.DGC, {}, [5e-324, 0.0001, 0.01, 1.0], [0.005, 0.03]),
-    (mpicomp.GaussianK, {}, [0.0001, 0.01, 1.0], [0.001, 0.03]),
-    (mpicomp.MSTopK, {}, [0.0001, 0.01, 1.0], [0.001, 0.03]),
-    (mpicomp.MSTopK, {"samplings": 6}, [], [0.03]),
-    (mpicomp.MSTopK, {"samplings": 3}, [], [0.1]),
-    (mpicomp.RedSync, {"search": "binary"}, [0.0001, 0.01, 1.0], [0.001, 0.03]),
-    (mpicomp.RedSync, {"search": "trimmed"}, [0.0001, 0.01, 1.0], [0.001, 0.03]),
-]
-
-
-@pytest.mark.parametrize("name", AWKWARD)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(
-    "compressor", [cls(ratio=ratio, **settings) for cls, settings, ratios, _ in ESTIMATORS for ratio in ratios], ids=str
-)
-def test_estimator_of_an_awkward_array_stays_bounded(compressor, name, dtype):
-    check_awkward(compressor, name, dtype, compressor.ratio, fixed=compressor.id == "mstopk")
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(
-    "compressor",
-    [
-        *(cls(ratio=ratio, **settings) for cls, settings, _, ratios in ESTIMATORS for ratio in ratios),
-        mpicomp.Threshold(limit=1.5),
-    ],
-    ids=str,
-)
-def test_estimator_selects_the_same_with_any_memory(compressor, dtype):
-    check_memory_changes_nothing(compressor, 5000, dtype)
-
-
-@pytest.mark.parametrize(("name", "least"), [("gaussiank", 1e200), ("mstopk", 1e307), ("redsync", 1e307)])
-def test_estimator_whose_sums_overflow_selects_exactly(name, least):
-    array = np.linspace(least, 1.7e308 if least > 1e300 else 1e300, 5000)
-    assert select(get_compressor({"id": name, "ratio": 0.01}), array, Context())[0].tolist() == oracle.largest(
-        array, 50
-    )
 
 
 @pytest.mark.mpi

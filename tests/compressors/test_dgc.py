@@ -3,69 +3,10 @@ import math
 import numpy as np
 import oracle
 import pytest
-from estimates import largest_without_zeros, select, sequences
-from marks import slow
+from estimates import select
 from worlds import Ranks
 
 from mpicomp import DGC, Context
-from mpicomp.rounds import Group
-
-
-def by_the_rule(array, ratio, sample, context):
-    """What the rule selects, from its description and with Python's own sort."""
-    n = array.size
-    k = oracle.kept(ratio, n)
-    size = max(math.ceil(sample * n), math.ceil(2 / ratio))
-    if n < 3 * size or k == n:  # where everything is asked for there is nothing to estimate
-        return largest_without_zeros(array, k)
-    stride = n // size - 1 if n // size % 2 == 0 else n // size
-    start = int(np.random.default_rng([context.seed, context.step, context.bucket, context.rank]).integers(stride))
-    looked_at = sorted((abs(float(value)) for value in array[start::stride]), reverse=True)
-    assert len(looked_at) >= size
-    threshold = looked_at[oracle.kept(ratio, len(looked_at)) - 1]
-    passed = np.flatnonzero(np.abs(array) > array.dtype.type(threshold))
-    for _ in range(10):
-        if passed.size >= 0.8 * k:
-            break
-        threshold *= 0.8
-        passed = np.flatnonzero(np.abs(array) > array.dtype.type(threshold))
-    if not 0 < passed.size <= k or threshold == 0:
-        return largest_without_zeros(array, k)
-    return passed.tolist()
-
-
-@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
-@pytest.mark.parametrize("ratio", [0.0001, slow(0.001), 0.01, 0.1, slow(0.5), 1.0])
-@pytest.mark.parametrize("sample", [0, 0.01, 0.1, 1])
-def test_it_selects_what_the_rule_says(dtype, ratio, sample):
-    context, sizes = Context(group=Group(3, 4), seed=1, bucket=2), set()
-    for step, array in enumerate(sequences(6001, dtype)):
-        context.step = step
-        indices, _ = select(DGC(ratio=ratio, sample=sample), array, context)
-        assert indices.tolist() == by_the_rule(array, ratio, sample, context)
-        assert indices.size <= oracle.kept(ratio, 6001)
-        sizes.add(indices.size)
-    if 0.001 <= ratio <= 0.1 and sample <= 0.1 and 3 * 2 / ratio < 6001:
-        assert sizes - {0, oracle.kept(ratio, 6001)}, "only the exact selection was seen"
-
-
-def test_what_is_left_back_is_the_smallest():
-    """All large elements are at the end, where a cut in the order of indices would drop them."""
-    array = np.concatenate((np.full(4900, 1.0), np.linspace(2, 3, 100))).astype(np.float32)
-    for step in range(20):
-        indices, _ = select(DGC(ratio=0.02), array, Context(step=step))
-        assert set(indices) <= set(range(4900, 5000))
-
-
-def test_ranks_and_steps_look_at_different_samples():
-    array = np.random.default_rng(0).laplace(size=30_000).astype(np.float32)
-    sizes = [
-        select(DGC(ratio=0.01), array, Context(group=Group(rank, rank + 1), step=step))[0].size
-        for rank in (0, 1)
-        for step in range(8)
-    ]
-    assert sizes[:8] != sizes[8:]
-    assert len(set(sizes)) > 2
 
 
 def test_the_ratio_falls_over_the_warm_up():

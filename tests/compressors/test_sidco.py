@@ -7,20 +7,16 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
+from estimates import accumulated
 from worlds import Ranks
 
 from mpicomp import SIDCo, get_compressor
 from mpicomp.compressors import sidco
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.warmup import choose_warmup
 
 DISTRIBUTIONS = ["exponential", "gamma", "pareto"]
-
-
-def accumulated(array, residual=None):
-    return GradientWithResidual(np.empty(array.size + TRAILER, array.dtype), residual, [Piece(0, array)])
 
 
 def pareto(excess, share):
@@ -139,48 +135,6 @@ def test_the_reached_ratio_is_near_the_asked_one(distribution, parent, ratio):
         compressor.select(accumulated(pool[step % 5]), context).indices.size / (ratio * 200_000) for step in range(60)
     ]
     assert 0.8 <= np.mean(reached[10:]) <= 1.25
-
-
-@pytest.mark.parametrize("ratio", [0.001, 0.05, 1.0])
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.zeros(5000),
-        np.full(5000, -2.5),
-        np.full(5000, 1e-42),
-        np.full(5000, 3e38),
-        np.array([5.0]),
-        np.where(np.arange(5000) % 1000 == 0, 3.0, 0.0),
-        np.where(np.arange(5000) == 17, 1e38, 1e-38),
-        np.repeat([1.0, 2.0], 2500),
-        np.where(np.arange(5000) == 3, np.nan, 1.0),
-        np.where(np.arange(5000) == 3, np.inf, 1.0),
-    ],
-    ids=["zeros", "equal", "denormal", "huge", "one", "sparse", "outlier", "two", "nan", "infinity"],
-)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_awkward_arrays(array, distribution, ratio, dtype):
-    array, context = array.astype(dtype), Context()
-    k = max(1, round(ratio * array.size))
-    for _ in range(12):
-        selection = SIDCo(ratio=ratio, distribution=distribution).select(accumulated(array), context)
-        assert selection.indices.size <= 4 * k + 1024
-        if array.any():
-            assert selection.indices.size >= 1
-        np.testing.assert_array_equal(selection.values, array[selection.indices])
-    json.dumps(context.memory, allow_nan=False)
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_the_list_of_candidates_never_changes_the_result(distribution):
-    rng, context = np.random.default_rng(8), Context()
-    compressor = SIDCo(ratio=0.01, distribution=distribution, stages=3)
-    for scale in (1, 1.1, 30, 1e-4, 1, 1):
-        array = (scale * rng.standard_t(4, 30_000)).astype(np.float32)
-        selection = compressor.select(accumulated(array), context)
-        fresh = compressor.select(accumulated(array), Context())
-        assert selection.indices.tolist() == fresh.indices.tolist()
 
 
 def test_the_number_of_stages_climbs():

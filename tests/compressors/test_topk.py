@@ -1,25 +1,20 @@
+"""Exact selections, and the sums that they are made of."""
+
 import numpy as np
 import oracle
 import pytest
+from estimates import accumulated
 from worlds import Ranks
 
-from mpicomp import TopK, get_compressor
+from mpicomp import ChunkTopK, TopK, get_compressor
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
 from mpicomp.errors import ConfigurationError
-
-
-def accumulated(gradient, residual=None, cuts=()):
-    """Hand a gradient over in pieces that end at the given places."""
-    parts = np.split(gradient, cuts)
-    offsets = np.concatenate(([0], cuts)).astype(int)
-    pieces = [Piece(int(offset), part) for offset, part in zip(offsets, parts, strict=True)]
-    return GradientWithResidual(np.full(gradient.size + TRAILER, np.nan, gradient.dtype), residual, pieces)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3, 1.0])
-def test_the_bound_from_the_step_before_never_changes_the_result(dtype, ratio):
+def test_topk_bound_never_changes_the_selection(dtype, ratio):
     rng = np.random.default_rng(1)
     context = Context()
     residual = np.zeros(3001, dtype)
@@ -35,31 +30,7 @@ def test_the_bound_from_the_step_before_never_changes_the_result(dtype, ratio):
         residual[selection.indices] = 0
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.zeros(100),
-        np.full(100, -2.5),
-        np.full(100, 1e-42),
-        np.full(100, 3e38),
-        np.array([5.0]),
-        np.array([0.0, 1.0, 0.0, -1.0, 1.0]),
-        np.array([1.0, np.nan, np.inf, -np.inf, 2.0]),
-    ],
-    ids=["zeros", "equal", "denormal", "huge", "one", "ties", "nonfinite"],
-)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0])
-def test_awkward_arrays(array, dtype, ratio):
-    array = array.astype(dtype)
-    context = Context()
-    for _ in range(3):  # with no bound, and with bounds from the steps before
-        selection = TopK(ratio=ratio).select(accumulated(array), context)
-        assert selection.indices.tolist() == oracle.largest(array, oracle.kept(ratio, array.size))
-        np.testing.assert_array_equal(selection.values, array[selection.indices])
-
-
-def test_strided_and_narrow_pieces():
+def test_topk_of_strided_and_narrow_pieces_selects_of_the_sum():
     wide = np.arange(20, dtype=np.float32)[::-2]
     half = np.arange(5, dtype=np.float16)
     brain = (np.arange(3, dtype=np.float32) * 100).view(np.uint32) >> 16
@@ -76,7 +47,6 @@ def test_strided_and_narrow_pieces():
 
 
 def by_layer(array, sizes, ratios):
-    """Select in every part on its own."""
     places, start = [], 0
     for size, ratio in zip(sizes, ratios, strict=True):
         chosen = oracle.largest(array[start : start + size], oracle.kept(ratio, size))
@@ -87,10 +57,10 @@ def by_layer(array, sizes, ratios):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("cuts", [(), (500, 520, 1000), (100, 510)], ids=["whole", "layers", "across"])
-def test_a_ratio_for_every_layer(dtype, cuts):
+def test_topk_layers_have_their_ratios(dtype, cuts):
     names, sizes = ["conv.weight", "conv.bias", "embedding.weight", "fc.weight", "out.weight"], [500, 20, 480, 700, 300]
     compressor = TopK(ratio=0.05, layers={"*.bias": 1.0, "embedding.*": 0.01}).bind(names, sizes)
-    # What no pattern matches is one selection wherever it stands together.
+    # Neighbors that match no pattern are one selection.
     parts, ratios = [500, 20, 480, 1000], [0.05, 1.0, 0.01, 0.05]
     rng = np.random.default_rng(4)
     context = Context()
@@ -102,7 +72,7 @@ def test_a_ratio_for_every_layer(dtype, cuts):
         assert selection.indices.size == compressor.count(2000)
 
 
-def test_layers_are_part_of_the_configuration():
+def test_topk_layers_are_part_of_the_configuration():
     compressor = TopK(ratio=0.1, layers={"a": 0.5})
     assert get_compressor(compressor.get_config()) == compressor
     assert compressor.bind(["a", "b"], [10, 10]).get_config() == compressor.get_config()
@@ -113,7 +83,7 @@ def test_layers_are_part_of_the_configuration():
         TopK(layers=0.1)
 
 
-def test_layers_through_a_reducer():
+def test_topk_layers_of_ratio_one_leave_no_residual():
     together = Ranks(3, TopK(ratio=0.1, layers={"bias": 1.0}))
     rng = np.random.default_rng(5)
     for _ in range(3):
@@ -129,7 +99,7 @@ def test_layers_through_a_reducer():
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_select_the_same(threads):
+def test_topk_threads_select_the_same(threads):
     array = np.random.default_rng(6).laplace(size=300_000).astype(np.float32)
     context, expected = Context(), oracle.kept(0.001, array.size)
     order = np.sort(np.argsort(-np.abs(array), kind="stable")[:expected])
@@ -137,3 +107,75 @@ def test_threads_select_the_same(threads):
         state = accumulated(array)
         state.threads = threads
         assert TopK(ratio=0.001).select(state, context).indices.tolist() == order.tolist()
+
+
+@pytest.mark.parametrize("numel", [3, 100, 300, 345])
+def test_chunktopk_sends_the_largest_of_each_chunk(numel):
+    """Over two parameters whose border is inside of a chunk, and with residuals."""
+    ranks, ratio, chunk = Ranks(2, ChunkTopK(ratio=0.05, chunk=100)), 0.05, 100
+    rng = np.random.default_rng(numel)
+    residuals = [np.zeros(numel) for _ in range(2)]
+    for _ in range(4):
+        gradients = [rng.standard_t(3, numel).astype(np.float32) for _ in range(2)]
+        means = ranks.reduce([{"a": gradient[:2], "b": gradient[2:]} for gradient in gradients])
+        mean = np.zeros(numel)
+        for gradient, residual in zip(gradients, residuals, strict=True):
+            residual += gradient
+            for start in range(0, numel, chunk):
+                part = residual[start : start + chunk]
+                for place in oracle.largest(part.astype(np.float32), oracle.kept(ratio, part.size)):
+                    mean[start + place] += part[place] / 2
+                    part[place] = 0
+        found = np.concatenate([means[0]["a"], means[0]["b"]])
+        np.testing.assert_allclose(found, mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("numel", [1, 99, 100, 101, 250])
+def test_chunktopk_counts_those_of_all_chunks(numel):
+    sizes = [min(100, numel - start) for start in range(0, numel, 100)]
+    assert ChunkTopK(ratio=0.034, chunk=100).count(numel) == sum(oracle.kept(0.034, size) for size in sizes)
+
+
+PIECES = (7, 1, 20)
+
+
+def make_sum(dtype=np.float32, momentum=False, turned=False):
+    """Return a sum of three pieces; ``turned`` makes one of them an array that cannot be cut."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=size).astype(dtype) for size in PIECES]
+    if turned:
+        arrays[2] = np.ascontiguousarray(arrays[2].reshape(4, 5).T).T
+    numel = sum(PIECES)
+    pieces = [Piece(offset, array) for offset, array in zip((0, 7, 8), arrays, strict=True)]
+    velocity = Velocity(np.ones(numel, np.float32), np.zeros(numel, np.float32), 0.9, True) if momentum else None
+    residual = rng.normal(size=numel).astype(np.float32)
+    return GradientWithResidual(
+        np.full(numel + TRAILER, np.nan, np.float32), residual, pieces, scale=0.5, velocity=velocity
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize(("momentum", "turned"), [(False, False), (True, False), (False, True)])
+def test_sum_by_parts_is_that_of_a_sweep(dtype, momentum, turned):
+    whole, parts = make_sum(dtype, momentum, turned), make_sum(dtype, momentum, turned)
+    expected = whole.array()
+    for start, stop in [(5, 12), (0, 5), (12, 12), (12, 28)]:
+        assert parts.part(start, stop).tobytes() == expected[start:stop].tobytes()
+    assert parts.is_computed
+    assert parts.array().tobytes() == expected.tobytes()
+    assert parts.finite
+    assert parts.energy == pytest.approx(whole.energy)
+    np.testing.assert_allclose(parts.with_trailer()[-TRAILER:], whole.with_trailer()[-TRAILER:], rtol=1e-6)
+
+
+def test_sum_of_a_part_computes_nothing_else():
+    parts = make_sum()
+    parts.part(5, 12)
+    assert not parts.is_computed
+    assert np.flatnonzero(~np.isnan(parts._buffer)).tolist() == list(range(5, 12))
+
+
+def test_sum_of_a_stale_rank_is_zeros():
+    stale = GradientWithResidual(np.full(3 + TRAILER, np.nan, np.float32), None, [], stale=True)
+    assert stale.part(1, 3).tolist() == [0, 0]
+    assert stale.is_computed

@@ -1,0 +1,248 @@
+"""Quantisers that pack an array, whole or in the parts of a bucket, and votes."""
+
+import json
+import math
+
+import numpy as np
+import oracle
+import pytest
+from lockstep import run
+from marks import slow
+from worlds import Ranks
+
+from mpicomp import QSGD, EFSign, Natural, OneBit, SignSGD, Uniform
+from mpicomp.compressors.packing import packers
+from mpicomp.errors import ConfigurationError
+
+NAMES, SIZES = ["wide.weight", "wide.bias", "narrow.weight", "nothing"], [300, 7, 200, 0]
+NUMEL = sum(SIZES)
+
+
+def packed(compressor, array, key=0):
+    sent = np.empty_like(array)
+    lost = compressor.pack(array, np.empty(compressor.packed_bytes(array.size), np.uint8), sent, key)
+    return sent, lost
+
+
+@pytest.mark.parametrize(
+    ("compressor", "block", "numel"),
+    [(OneBit(block=128), 128, 3000), *((EFSign(), numel, numel) for numel in (1, 64, 100, 3000, 100_000))],
+    ids=str,
+)
+def test_signs_are_sent_with_the_mean_of_a_block(compressor, block, numel):
+    array = np.random.default_rng(numel).standard_t(3, numel)
+    sent, lost = packed(compressor, array)
+    np.testing.assert_allclose(sent, oracle.scaled_signs(array, block), rtol=1.2e-7)
+    parts = np.split(array, range(block, numel, block))
+    expected = sum(np.square(part).sum() - np.abs(part).sum() ** 2 / part.size for part in parts)
+    np.testing.assert_allclose(lost, expected, rtol=1e-5, atol=1e-9 * np.square(array).sum())
+
+
+def test_onebit_blocks_follow_the_size_of_layers():
+    array = np.concatenate([np.full(1024, 1e-6), np.full(1024, -5.0), np.full(10, 3.0)])
+    sent, lost = packed(OneBit(), array)
+    assert lost < 1e-12
+    np.testing.assert_allclose(sent, array, rtol=1e-7)
+
+
+def test_natural_loses_at_most_an_eighth_of_the_energy():
+    rng = np.random.default_rng(0)
+    for array in (rng.normal(size=100_000), rng.standard_t(2, 100_000), rng.lognormal(sigma=5, size=100_000)):
+        assert packed(Natural(), array, 3)[1] / np.square(array).sum() <= 1 / 8 * 1.1
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+@pytest.mark.parametrize("bucket", [64, 128, 512])
+def test_qsgd_l2_variance_is_within_the_published_bound(bits, bucket):
+    points = 2 ** (bits - 1) - 1
+    bound = min(bucket / points**2, np.sqrt(bucket) / points)
+    rng = np.random.default_rng(bits)
+    for array in (rng.normal(size=100 * bucket), rng.standard_t(2, 100 * bucket), np.ones(100 * bucket)):
+        lost = np.mean([packed(QSGD(bits=bits, bucket=bucket, norm="l2"), array, key)[1] for key in range(5)])
+        assert lost <= bound * np.square(array).sum()
+        assert lost <= bucket / (4 * points**2) * np.square(array).sum() * 1.02  # the bound of the docstring
+
+
+@pytest.mark.parametrize(("bits", "bucket"), [(3, 64), (4, 256), (8, 4096)])
+def test_uniform_worst_bucket_loses_the_stated_energy(bits, bucket):
+    """Two ends on both sides of zero, and all others half a step from a point, as near to zero as that goes."""
+    array = np.zeros(bucket)  # half a step from two points, since the number of steps is odd
+    array[:2] = (-1.0, 1.0)
+    _, lost = packed(Uniform(bits=bits, bucket=bucket), array)
+    assert lost == pytest.approx((bucket - 2) * (2 / (2**bits - 1)) ** 2 / 4, rel=1e-4)
+    assert lost < np.square(array).sum()
+
+
+def contracts(compressor):
+    """The rule of the docstrings."""
+    if isinstance(compressor, Natural):
+        return True
+    if isinstance(compressor, Uniform):
+        return compressor.bucket < 2 * (2**compressor.bits - 1) ** 2
+    always = compressor.norm == "max" and compressor.rounding == "nearest"
+    return always or compressor.bucket < 4 * (2 ** (compressor.bits - 1) - 1) ** 2
+
+
+BUCKETS = (64, 128, 256, 512, 1024, 4096, 65536, 1 << 17, 1 << 20)
+ROUNDINGS = [{"bucket": bucket, "rounding": rounding} for bucket in BUCKETS for rounding in ("stochastic", "nearest")]
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_quantiser_declares_whether_it_contracts(bits):
+    forms = [Natural(), *(Uniform(bits=bits, **settings) for settings in ROUNDINGS)]
+    if bits > 1:
+        forms += [QSGD(bits=bits, norm=norm, **settings) for norm in ("max", "l2") for settings in ROUNDINGS]
+    for compressor in forms:
+        assert compressor.contractive == contracts(compressor)
+        assert compressor.unbiased == (getattr(compressor, "rounding", "stochastic") == "stochastic")
+        assert compressor.feedback == (not compressor.unbiased and compressor.contractive)
+        assert compressor.contractive_variant.contractive
+        assert (compressor.contractive_variant is compressor) == compressor.contractive
+
+
+def test_quantiser_feedback_needs_all_layers_to_contract():
+    assert Uniform(bits=8, bucket=64, layers={"a": 4}).feedback
+    assert not Uniform(bits=8, bucket=64, layers={"a": 2}).feedback
+
+
+def test_qsgd_l2_nearest_never_sends_equal_elements():
+    """The reason for which this form is refused for long buckets."""
+    array = np.ones(1024)
+    assert not packed(QSGD(bits=4, bucket=1024, norm="l2", rounding="nearest"), array)[0].any()
+    assert packed(QSGD(bits=4, bucket=128, norm="l2", rounding="nearest"), array)[0].all()
+
+
+def test_qsgd_feedback_is_refused_with_a_form_that_works():
+    refused = QSGD(bits=4, bucket=512, norm="l2")
+    with pytest.raises(
+        ConfigurationError, match=r"qsgd: .* is not contractive.* leave feedback out, or use QSGD"
+    ) as caught:
+        Ranks(1, refused, feedback=True)
+    named = eval(str(caught.value).split(", or use ")[1], {"QSGD": QSGD})
+    assert named == QSGD(bits=4, bucket=512, norm="max", rounding="nearest")
+    assert Ranks(1, named, feedback=True).reducers[0].feedback
+    assert not Ranks(1, refused).reducers[0].feedback
+
+
+def residual_norms(compressor, steps, numel=4096):
+    """Norms of a rank's residual over that of a gradient, step by step."""
+    ranks, rng, norms = Ranks(2, compressor, "packed-allgather", feedback=True), np.random.default_rng(0), []
+    for _ in range(steps):
+        ranks.reduce([{"w": rng.normal(size=numel)} for _ in range(2)])
+        norms.append(float(np.linalg.norm(ranks.residuals("w")[0])) / np.sqrt(numel))
+    return norms
+
+
+def test_qsgd_that_is_refused_diverges(monkeypatch):
+    """With the L2 norm at 4 bits over 4096 elements, some sqrt(4096) / 7 times the energy is lost in a step."""
+    monkeypatch.setattr(QSGD, "contractive", True)
+    norms = residual_norms(QSGD(bits=4, bucket=4096, norm="l2"), 30)
+    assert norms[-1] > max(1000, 3 * norms[14])
+
+
+@pytest.mark.parametrize(
+    "compressor", [QSGD(), QSGD(norm="l2"), QSGD(bits=4, bucket=4096, rounding="nearest")], ids=str
+)
+def test_qsgd_that_contracts_does_not_diverge(compressor):
+    assert max(residual_norms(compressor, 60)) < 2
+
+
+def test_qsgd_ranks_and_steps_draw_different_numbers():
+    """Errors of ranks that round the same array would otherwise add up, and not average out."""
+    array = np.random.default_rng(0).normal(size=4096)
+    ranks = Ranks(2, QSGD(), "packed-allgather")
+    errors = [ranks.reduce([{"w": array}] * 2)[0]["w"] - array for _ in range(2)]
+    assert np.square(errors[0]).sum() < 0.7 * np.square(packed(QSGD(), array)[0] - array).sum()
+    assert abs(np.corrcoef(errors[0], errors[1])[0, 1]) < 5 / np.sqrt(array.size)
+
+
+def nearest(array, bits, bucket):
+    """Round to multiples of a bucket's largest magnitude over s."""
+    out = np.empty_like(array)
+    for start in range(0, array.size, bucket):
+        part = array[start : start + bucket].astype(np.float64)
+        step = np.float32(np.abs(part).max() / (2 ** (bits - 1) - 1))
+        out[start : start + bucket] = step * np.round(part / step)
+    return out
+
+
+def delivered(packer, array, key=1):
+    """Pack, check the lost energy and both ways to unpack, and return the values."""
+    message, sent = np.zeros(packer.packed_bytes, np.uint8), np.empty_like(array)
+    lost = packer.pack(array, message, sent, key)
+    np.testing.assert_allclose(lost, np.square((array - sent).astype(np.float64)).sum(), rtol=1e-5)
+    received = np.full_like(array, np.nan)
+    packer.unpack(message, received)
+    assert received.tobytes() == sent.tobytes()
+    added = array.copy()
+    packer.unpack_add(message, 0.5, added)
+    np.testing.assert_allclose(added, array + 0.5 * sent, rtol=1e-6, atol=1e-6)
+    return sent
+
+
+@pytest.mark.parametrize("pieces", [[NUMEL], [254, 253], [301, 6, 200, 0], [1] * NUMEL], ids=len)
+def test_packers_use_the_bits_of_each_part(pieces):
+    compressor = QSGD(bits=3, bucket=64, rounding="nearest", layers={"wide.*": 6}).bind(NAMES, SIZES)
+    array = np.random.default_rng(0).standard_normal(NUMEL).astype(np.float32)
+    bits, ends = np.repeat([6, 3], [307, 200]), np.cumsum(pieces)[:-1]
+    parts = zip(np.split(array, ends), np.split(bits, ends), strict=True)
+    for packer, (part, part_bits) in zip(packers(compressor, pieces), parts, strict=True):
+        expected = np.concatenate([nearest(part[part_bits == b], b, 64) for b in (6, 3)])
+        np.testing.assert_allclose(delivered(packer, part), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_packers_of_efsign_send_a_magnitude_for_each_layer():
+    array = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32) * np.repeat([1, 50, 3, 1], SIZES)
+    [packer] = packers(EFSign().bind(NAMES, SIZES), [NUMEL])
+    parts = np.split(array, np.cumsum(SIZES)[:-1])
+    expected = np.concatenate([oracle.scaled_signs(part, part.size) for part in parts if part.size])
+    np.testing.assert_allclose(delivered(packer, array), expected, rtol=1e-5)
+
+
+def test_packers_draw_different_numbers_for_each_part():
+    compressor = QSGD(bits=2, bucket=64, layers={"wide.bias": 3}).bind(["a", "wide.bias", "c"], [64, 64, 64])
+    [packer] = packers(compressor, [192])
+    sent = delivered(packer, np.tile(np.linspace(-1, 1, 64, dtype=np.float32), 3))
+    assert sent[:64].tolist() != sent[128:].tolist()
+
+
+def test_packers_of_another_array_pack_it_as_a_whole():
+    [packer] = packers(Uniform(bits=4, layers={"wide.*": 6}).bind(NAMES, SIZES), [100])
+    assert packer.packed_bytes == Uniform(bits=4).packed_bytes(100)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("numel", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
+def test_signsgd_majority_wins_and_ties_are_plus(ranks, numel, dtype):
+    rng = np.random.default_rng([ranks, numel])
+    arrays = [rng.normal(size=numel).astype(dtype) for _ in range(ranks)]
+    arrays[0][::4] = 0
+    votes = sum(np.where(array >= 0, 1, -1) for array in arrays)
+    for result in run(SignSGD(scale=0.5), "majority-vote", arrays).results:
+        np.testing.assert_array_equal(result.mean, np.where(votes >= 0, 0.5, -0.5))
+        np.testing.assert_array_equal(result.sent, result.mean)
+        assert result.mean.dtype == dtype
+        assert math.isnan(result.gain)
+
+
+def test_signsgd_sends_two_bits_an_element_for_any_ranks():
+    numel = 200_000
+    for ranks in (2, 4, 16):
+        transports = run(SignSGD(), "majority-vote", [np.ones(numel, np.float32)] * ranks).transports
+        bits = sum(entry.wire_bytes for entry in transports[0].log) * 8 / numel
+        assert bits == pytest.approx(2 * (ranks - 1) / ranks, rel=0.02)
+
+
+def test_signsgd_trains_a_quadratic_without_a_gain():
+    """With a fixed step every weight ends within one step of its goal."""
+    rng = np.random.default_rng(0)
+    goal, weight = rng.uniform(-1, 1, 200), np.zeros(200)
+    ranks = Ranks(3, SignSGD())
+    for _ in range(150):
+        noisy = [(weight - goal + 0.02 * rng.normal(size=200)).astype(np.float32) for _ in range(3)]
+        weight -= 0.01 * ranks.reduce([{"w": gradient} for gradient in noisy])[0]["w"]
+    assert np.abs(weight - goal).max() < 0.08
+    record = ranks.reducers[0].last_step
+    assert record.buckets[0].gain is None
+    json.dumps(record.to_json(), allow_nan=False)

@@ -1,0 +1,189 @@
+"""Random-k and its kin: positions that ranks share."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from lockstep import dense, gradients, run
+from worlds import Ranks
+
+from mpicomp import BlockRandomK, Context, GlobalRandKMaxNorm, MaxNorm, RandomK
+from mpicomp.rounds import Group
+
+RANDOM = pytest.mark.parametrize("cls", [RandomK, BlockRandomK])
+FORMS = [
+    GlobalRandKMaxNorm(ratio=0.05),
+    GlobalRandKMaxNorm(ratio=0.05, bits=[4, 8]),
+    GlobalRandKMaxNorm(ratio=0.05, rounding="stochastic"),
+]
+
+
+def positions(compressor, numel, rank=0, **where):
+    out = np.full(compressor.count(numel), 2**32 - 1, np.uint32)
+    compressor.positions(numel, Context(group=Group(rank, rank + 1), **where), out)
+    return out.astype(np.int64)
+
+
+@RANDOM
+@pytest.mark.parametrize("numel", [1, 2, 3, 10, 997, 200_000])
+@pytest.mark.parametrize("ratio", [1e-9, 0.01, 0.3, 0.7, 1.0])
+def test_randomk_positions_ascend_without_repetition(cls, numel, ratio):
+    for step in range(20):
+        drawn = positions(cls(ratio=ratio), numel, step=step)
+        assert (np.diff(drawn) > 0).all()
+        assert 0 <= drawn[0] <= drawn[-1] < numel
+
+
+@pytest.mark.parametrize("cls", [RandomK, BlockRandomK, GlobalRandKMaxNorm])
+def test_positions_differ_by_step_bucket_and_seed_only(cls):
+    where = {"step": 4, "bucket": 1, "seed": 2}
+    first = positions(cls(ratio=0.01), 5000, rank=0, **where).tolist()
+    assert positions(cls(ratio=0.01), 5000, rank=7, **where).tolist() == first
+    for other in ({"step": 5}, {"bucket": 2}, {"seed": 3}):
+        assert positions(cls(ratio=0.01), 5000, **(where | other)).tolist() != first
+
+
+@RANDOM
+@pytest.mark.parametrize(("numel", "ratio"), [(23, 0.2), (23, 0.9), (64, 0.25), (7, 1e-6)])
+def test_randomk_sends_every_element_as_often_as_stated(cls, numel, ratio):
+    compressor, steps = cls(ratio=ratio), 4000
+    counts = np.zeros(numel)
+    for step in range(steps):
+        counts[positions(compressor, numel, step=step)] += 1
+    k = compressor.count(numel)
+    share = np.full(numel, k / numel)
+    if cls is RandomK:  # one of each part
+        for start, stop in pairwise([j * numel // k for j in range(k + 1)]):
+            share[start:stop] = 1 / (stop - start)
+            assert counts[start:stop].sum() == steps
+    deviation = np.sqrt(steps * share * (1 - share))
+    assert (np.abs(counts - steps * share) <= 4 * deviation).all()
+
+
+@RANDOM
+@pytest.mark.parametrize(("numel", "ratio"), [(23, 0.2), (50, 0.04), (31, 0.8), (1, 1.0)])
+def test_randomk_scaled_values_are_unbiased(cls, numel, ratio):
+    compressor, draws = cls(ratio=ratio, scaled=True), 2000
+    array = np.random.default_rng(0).normal(size=numel)
+    delivered = np.zeros((draws, numel))
+    for step in range(draws):
+        drawn = positions(compressor, numel, step=step)
+        delivered[step, drawn] = array[drawn] * compressor.weights(numel)
+    error = delivered.std(axis=0) / np.sqrt(draws)
+    assert (np.abs(delivered.mean(axis=0) - array) <= 4 * error + 1e-12).all()
+
+
+@RANDOM
+@pytest.mark.parametrize("collective", ["allreduce", "scatter-reduce"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_randomk_delivers_the_mean_at_the_positions(cls, collective, scaled):
+    compressor = cls(ratio=0.1, scaled=scaled)
+    ranks, rng = Ranks(3, compressor, collective, seed=5), np.random.default_rng(0)
+    residuals = np.zeros((3, 77))
+    for _ in range(8):
+        gradients = rng.normal(size=(3, 77))
+        means = ranks.reduce([{"w": gradient} for gradient in gradients])
+        drawn = positions(compressor, 77, step=ranks.reducers[0].last_step.step, seed=5)
+        accumulated = gradients + residuals
+        expected = np.zeros(77)
+        expected[drawn] = accumulated.mean(axis=0)[drawn] * compressor.weights(77)
+        if not scaled:
+            residuals = accumulated
+            residuals[:, drawn] = 0
+        for rank in range(3):
+            np.testing.assert_allclose(means[rank]["w"], expected, rtol=1e-12, atol=1e-14)
+            np.testing.assert_allclose(ranks.residuals("w")[rank], residuals[rank], rtol=1e-12, atol=1e-14)
+
+
+@RANDOM
+def test_randomk_sends_no_index(cls):
+    sent = []
+    for compressor, numel in ((cls(ratio=0.25), 1000), ("dense", 250)):
+        ranks = Ranks(2, compressor)
+        for _ in range(2):
+            ranks.reduce([{"w": np.ones(numel, np.float32)}] * 2)
+        sent.append(ranks.reducers[0].last_step.buckets[0].sent_bytes)
+    assert sent[0] == sent[1]
+    assert cls(ratio=0.25).wire_bytes_per_element(4) == 1
+    assert cls(ratio=0.25, wire="bf16").wire_bytes_per_element(4) == 0.5
+
+
+def test_randomk_parts_of_the_longest_array():
+    numel = 2**32 - 1
+    compressor = RandomK(ratio=150_000 / numel)
+    drawn, k = positions(compressor, numel), compressor.count(numel)
+    assert k == 150_000
+    assert drawn[-1] < numel
+    for j in (0, 1, 65_535, 65_536, 99_999, k - 1):
+        assert j * numel // k <= drawn[j] < (j + 1) * numel // k
+    assert RandomK(ratio=1.0, scaled=True).weights(5).tolist() == [1] * 5
+
+
+def test_blockrandomk_continues_at_the_first_element():
+    seen = {tuple(positions(BlockRandomK(ratio=0.4), 10, step=step)) for step in range(200)}
+    assert seen == {tuple(sorted((start + j) % 10 for j in range(4))) for start in range(10)}
+
+
+@pytest.mark.parametrize(
+    ("numel", "ratio"), [(100, 0.1), (103, 0.1), (1000, 0.3), (7, 1e-9), (50, 1.0), (200_000, 0.4)]
+)
+def test_globalrandk_sends_all_elements_before_any_again(numel, ratio):
+    compressor = GlobalRandKMaxNorm(ratio=ratio)
+    k = compressor.count(numel)
+    shortest, longest = numel // k, -(-numel // k)
+    seen = np.zeros(numel, int)
+    for step in range(17, 17 + shortest):
+        drawn = positions(compressor, numel, step=step)
+        assert (np.diff(drawn) > 0).all()
+        seen[drawn] += 1
+    assert seen.max() == 1
+    for step in range(17 + shortest, 17 + longest):
+        seen[positions(compressor, numel, step=step)] += 1
+    assert seen.min() == 1
+
+
+@pytest.mark.parametrize("compressor", FORMS, ids=str)
+def test_globalrandk_is_zero_elsewhere_on_all_ranks(compressor):
+    arrays = gradients(3, 1000, np.float32)
+    results = run(compressor, "integer-sum", arrays, step=3).results
+    selected = positions(compressor, 1000, step=3)
+    elsewhere = np.setdiff1d(np.arange(1000), selected)
+    for result in results:
+        assert result.mean.tobytes() == results[0].mean.tobytes()
+        assert not result.mean[elsewhere].any()
+        assert not dense(result.sent, 1000)[elsewhere].any()
+        assert result.kept == selected.size == 50
+    # The error is MaxNorm's: half a step of the largest selected element, or a whole one at random.
+    scale = MaxNorm(bits=compressor.bits).scales[0]
+    step = max(np.abs(array[selected]).max() for array in arrays) / scale
+    error = np.abs(results[0].mean[selected] - np.mean([array[selected] for array in arrays], axis=0))
+    assert error.max() <= step * (1.0 if compressor.rounding == "stochastic" else 0.5) * 1.001
+
+
+@pytest.mark.slow
+def test_globalrandk_of_the_paper_delivers_the_ratio():
+    compressor = GlobalRandKMaxNorm(ratio=0.25, bits=4, rounding="stochastic")
+    assert not compressor.feedback
+    assert not compressor.unbiased
+    array, steps = gradients(1, 400, np.float32)[0], 1000
+    sent = [
+        run(compressor, "integer-sum", [array], step=step).results[0].mean.astype(np.float64) for step in range(steps)
+    ]
+    error = (np.mean(sent, axis=0) - 0.25 * array).reshape(8, 50)
+    deviation = 0.25 * np.abs(array).max() / 7 / 2 / np.sqrt(steps / 4) * np.sqrt(50)
+    assert (np.abs(error.sum(axis=1)) <= 4 * deviation).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [3, [3, 6]])
+def test_globalrandk_residual_stays_bounded(bits):
+    ranks = Ranks(2, GlobalRandKMaxNorm(ratio=0.2, bits=bits))
+    rng, largest, seen = np.random.default_rng(0), 0.0, []
+    for step in range(1000):
+        arrays = [rng.uniform(-1, 1, 300).astype(np.float32) for _ in range(2)]
+        largest = max(largest, np.abs(arrays).max())
+        ranks.reduce([{"w": array} for array in arrays])
+        if step % 50 == 49:
+            seen.append(np.abs(ranks.residuals("w")).max())
+    # An element waits five steps for its turn; rounding takes at most a sixth of the largest.
+    assert largest < max(seen) <= 5 * largest / (1 - 1 / 6)
