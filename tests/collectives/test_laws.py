@@ -11,7 +11,7 @@ from mpicomp.collectives import variants
 from mpicomp.testing.collective_laws import Outcome, check_bytes, check_sums
 
 UNTOLD = {"signsgd", "fetchsgd"}
-"""Compressors whose gain cannot be told: no magnitudes travel, or what is delivered is of earlier steps, too."""
+"""Compressors whose gain is not known: no magnitudes travel, or what is delivered is of earlier steps, too."""
 
 MANY = [8, slow(16), slow(33), slow(64)]
 """Each collective among so many with some compressors: what depends on the number of ranks is the collective's."""

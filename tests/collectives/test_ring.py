@@ -25,12 +25,12 @@ def test_halves_give_the_same_sums(ranks, dtype, segment, halved):
     rng = np.random.default_rng(ranks)
     arrays = [rng.normal(size=NUMEL).astype(dtype) for _ in range(ranks)]
     expected = oracle.ring_step(arrays, behind=0)
-    together = run(mpicomp.Dense(), "ring", arrays, segment=segment)
+    outcome = run(mpicomp.Dense(), "ring", arrays, segment=segment)
     energy = sum(float(np.sum(array.astype(np.float64) ** 2)) for array in arrays)
-    for result, accumulated, array in zip(together.results, together.accumulated, arrays, strict=True):
+    for result, accumulated, array in zip(outcome.results, outcome.accumulated, arrays, strict=True):
         assert result.mean.tobytes() == expected.tobytes()
         assert accumulated.tobytes() == array.tobytes()
-        assert result.energy == together.results[0].energy == pytest.approx(energy, rel=1e-5)
+        assert result.energy == outcome.results[0].energy == pytest.approx(energy, rel=1e-5)
         assert not result.stale
         assert not result.nonfinite
 
