@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mpicomp.device import HOST, Device
 from mpicomp.device.driver import Driver, driver
-from mpicomp.rounds import Pending, Returned, Round, Rounds, advance
+from mpicomp.rounds import Pending, Returned, Round, Rounds, advance, gather_rows
 from mpicomp.system.cuda_aware import NO_GPU
 from mpicomp.transport.base import Transport, received
 
@@ -237,9 +237,7 @@ def choose_routes(devices: Sequence[Device], transport: Transport) -> Rounds[Non
     gpu = next((device for device in devices if device is not HOST), HOST)
     takes_gpu_memory = gpu is HOST or transport.takes_device_memory
     group = transport.group
-    flags = np.empty(2 * group.size, _BYTE)
-    mine = np.array([gpu is not HOST, takes_gpu_memory], _BYTE)
-    flags = (yield Round("allgatherv", [2] * group.size, _BYTE, send=mine, recv=flags)).reshape(-1, 2)
+    flags = yield from gather_rows(np.array([gpu is not HOST, takes_gpu_memory], _BYTE), group)
     if group.size == 1 or not flags[:, 0].any() or not flags[:, 1].all():
         return
     seconds, sums = np.empty((2, len(ROUTES), len(_PROBE_BYTES)))
@@ -281,9 +279,7 @@ def _measure(device: Device, transport: Transport, task: Round) -> Rounds[NDArra
             times[repeat, row, 0] = transport.clock()
             yield from run_on_device(device, _run_once(task), route)
             times[repeat, row, 1] = transport.clock()
-    gather = Round("allgatherv", [times.size] * group.size, times.dtype)
-    gather.send, gather.recv = times.reshape(-1), np.empty(times.size * group.size)
-    all_times = (yield gather).reshape(group.size, _REPEATS, len(ROUTES), 2)
+    all_times = yield from gather_rows(times, group)
     # From the last rank's start to the last rank's end; disturbances only add.
     spans: NDArray[np.float64] = all_times[..., 1].max(axis=0) - all_times[..., 0].max(axis=0)
     best: NDArray[np.float64] = np.maximum(spans[1:].min(axis=0), 1e-9)
@@ -297,10 +293,7 @@ def _sums_are_identical(device: Device, transport: Transport) -> Rounds[bool]:
     send, recv = device.to_device(numbers), device.zeros(_COMPARED_ELEMENTS, _SINGLE)
     task = Round("allreduce", (_COMPARED_ELEMENTS,), _SINGLE, send=send, recv=recv)
     yield from run_on_device(device, _run_once(task), "direct")
-    mine = device.to_host(recv).view(np.uint8)
-    gather = Round("allgatherv", [mine.size] * group.size, mine.dtype)
-    gather.send, gather.recv = mine, np.empty(mine.size * group.size, np.uint8)
-    rows = (yield gather).reshape(group.size, -1)
+    rows = yield from gather_rows(device.to_host(recv).view(np.uint8), group)
     return bool((rows == rows[0]).all())
 
 
