@@ -32,7 +32,7 @@ def test_seconds_that_differ_by_little_have_nothing_added():
         assert contention.seconds < 0.1 * 0.6
 
 
-def test_what_is_in_the_way_of_one_plan_alone_is_not_added_to_all():
+def test_noise_of_one_plan_is_not_added_to_all():
     random = np.random.default_rng(0)
     contention = Contention()
     for step in range(100):
@@ -73,7 +73,7 @@ def trained(bits, seed):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_no_plan_can_help_is_no_reason_to_change_it(seed):
+def test_auto_with_contention_keeps_its_plan(seed):
     """On a fast network dense exchange takes 2 ms, of some 36 ms that a step takes."""
     plans, predicted, probed = trained(1e9, seed)
     assert {compressor for compressor, _ in plans} == {"dense"}
@@ -82,7 +82,7 @@ def test_what_no_plan_can_help_is_no_reason_to_change_it(seed):
     assert np.median(predicted) == pytest.approx(2e-3 + ADDED_S, rel=0.6)
 
 
-def test_what_a_plan_can_help_is_still_one():
+def test_auto_with_contention_compresses_on_a_slow_network():
     """On a slow network it takes 60 ms."""
     plans, *_ = trained(2e7, 0)
     assert "dense" not in {compressor for compressor, _ in plans[-30:]}

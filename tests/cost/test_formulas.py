@@ -48,7 +48,7 @@ def test_rounds_cost_what_the_formulas_say(ranks):
     assert star.volume <= asked.volume * 1.002
 
 
-def test_a_parameter_server_takes_all_arrays_one_after_the_other():
+def test_parameter_server_takes_arrays_one_by_one():
     assert parameter_server(5, 100.0) == Terms(2, 800.0)
 
 
@@ -69,7 +69,7 @@ def test_ranks_of_a_host_share_its_link():
         ("alltoallv", [100] * 8, 4 * 4 * 100),
     ],
 )
-def test_of_an_operation_the_bytes_between_hosts_count(operation, counts, expected):
+def test_operation_costs_its_bytes_between_hosts(operation, counts, expected):
     task = Round(operation, counts, np.dtype(np.uint8))
     inside = layout_groups([0] * 8, 0)[0]
     assert terms(task, layout_groups([0, 0, 0, 0, 1, 1, 1, 1], 0)[0]).volume == pytest.approx(expected)

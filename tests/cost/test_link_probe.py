@@ -70,7 +70,7 @@ def test_latency_and_bandwidth_are_found(ranks, name):
     assert network.seconds_per_byte == pytest.approx(8 / bits, rel=0.02)
 
 
-def test_long_messages_tell_what_an_operation_takes_that_short_ones_hide():
+def test_thorough_probe_sees_what_only_long_messages_take():
     """Of a library whose sums are twice as long from some length on."""
 
     def network(task, group):
@@ -113,7 +113,7 @@ def test_plans_of_ranks_that_share_hosts_are_predicted(compressor, collective, h
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_messages_for_which_libraries_have_another_algorithm_are_expected_to_take_longer_than_they_do(name, ranks):
+def test_short_messages_take_less_than_predicted(name, ranks):
     """Until they have run: probing looks at messages that are long enough for what libraries do with long ones."""
     predicted, took = predicted_and_taken(mpicomp.TopK(ratio=0.05), "star-topk:allreduce", name, ranks, 20_000)
     assert took < predicted < 4.5 * took
@@ -131,13 +131,13 @@ def test_links_inside_hosts_differ_from_those_between():
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1, 1, 1]], ids=str)
-def test_a_link_is_no_slower_for_ranks_that_share_it(hosts):
+def test_link_is_no_slower_for_ranks_that_share_it(hosts):
     _, network = probed(len(hosts), Link(5e-5, 1e9), hosts)
     assert network.seconds_per_byte == pytest.approx(8 / 1e9, rel=0.02)
     assert network.factors("across", "sendrecv") == pytest.approx((1, 1), rel=0.05)
 
 
-def test_a_link_that_has_changed_is_measured_anew():
+def test_changed_link_is_measured_again():
     link = Link(5e-5, 1e9)
     world, network = probed(4, link)
     link.bits = 100e6

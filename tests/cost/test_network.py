@@ -54,7 +54,7 @@ RINGS = [(mpicomp.Dense(), "ring", 1001), (mpicomp.Dense(), "ring", 5_000_001)] 
 
 
 @pytest.mark.parametrize("plan", PLANS + RINGS, ids=str)
-def test_it_predicts_the_sum_of_rounds(plan):
+def test_network_predicts_the_sum_of_rounds(plan):
     network = known()
     seconds = network.seconds(coefficients(network, *plan))
     assert seconds == pytest.approx(truth(*plan), rel=1e-9)
@@ -68,7 +68,7 @@ def feed(network, plans, steps, random, **true):
         network.observe(coefficients(network, *plan), measured, NOISE**2, NOISE**2, 0.0, 0.0)
 
 
-def test_it_finds_links_from_nothing_but_seconds():
+def test_network_learns_links_from_seconds_alone():
     network = Network(hosts=4)
     feed(network, PLANS, 100, np.random.default_rng(0))
     for plan in PLANS:
@@ -76,7 +76,7 @@ def test_it_finds_links_from_nothing_but_seconds():
         assert seconds == pytest.approx(truth(*plan), rel=0.12)
 
 
-def test_what_one_plan_measures_moves_all():
+def test_measurement_of_one_plan_moves_all():
     network = known()
     feed(network, PLANS, 200, np.random.default_rng(0))
     feed(network, PLANS[3:4], 60, np.random.default_rng(1), per_byte=1.3 * PER_BYTE)
@@ -85,7 +85,7 @@ def test_what_one_plan_measures_moves_all():
         assert seconds == pytest.approx(truth(*plan, per_byte=1.3 * PER_BYTE), rel=0.1)
 
 
-def test_one_accident_changes_nothing_and_two_alike_do():
+def test_one_outlier_changes_nothing_and_two_do():
     network = known()
     plan = PLANS[1]
     value = coefficients(network, *plan)
@@ -98,7 +98,7 @@ def test_one_accident_changes_nothing_and_two_alike_do():
     assert network.seconds(value) == pytest.approx(20 * before, rel=0.3)
 
 
-def test_it_survives_a_file():
+def test_network_survives_a_file():
     network = known()
     feed(network, PLANS, 20, np.random.default_rng(1))
     again = Network.from_json(json.loads(json.dumps(network.to_json())))
@@ -108,12 +108,12 @@ def test_it_survives_a_file():
 
 
 @pytest.mark.parametrize("spoil", [{"state": [1.0]}, {"variance": [[1.0]]}, {"hosts": "many"}])
-def test_a_spoilt_file(spoil):
+def test_spoilt_file_is_refused(spoil):
     with pytest.raises((ValueError, TypeError)):
         Network.from_json(known().to_json() | spoil)
 
 
-def test_the_same_numbers_give_the_same_state():
+def test_same_numbers_give_the_same_state():
     first, second = known(), known()
     for network in (first, second):
         feed(network, PLANS, 40, np.random.default_rng(3))

@@ -34,7 +34,7 @@ def doors(tmp_path):
     ]
 
 
-def test_every_door_refuses_what_is_no_communicator(tmp_path):
+def test_other_objects_are_refused_wherever_comm_is_taken(tmp_path):
     for door in doors(tmp_path):
         with pytest.raises(ConfigurationError, match=r"comm must be an intracommunicator.*got 'world' \(str\)"):
             door("world")
@@ -57,7 +57,7 @@ def test_communicators_that_cannot_serve_are_refused(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_an_intercommunicator_is_refused(comm):
+def test_intercommunicator_is_refused(comm):
     local = comm.Split(comm.rank % 2, comm.rank)
     between = local.Create_intercomm(0, comm, 1 - comm.rank % 2)
     with pytest.raises(ConfigurationError, match=r"got an intercommunicator.*Merge\(\)"):
@@ -70,7 +70,7 @@ def test_an_intercommunicator_is_refused(comm):
     local.Free()
 
 
-def test_a_process_group_of_torch_is_named():
+def test_process_group_of_torch_is_refused_by_name():
     distributed = pytest.importorskip("torch.distributed")
     store = distributed.HashStore()
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

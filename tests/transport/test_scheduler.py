@@ -81,7 +81,7 @@ def test_results_come_in_the_order_of_the_generators(alone, channels):
     assert scheduler.run([]) == []
 
 
-def test_every_generator_has_a_log_of_its_own(alone):
+def test_each_generator_has_a_log(alone):
     scheduler = RoundScheduler(LocalWorld(1).transports[0], 2)
     jobs = [scheduler.submit(ask(1.0, rounds=3)), scheduler.submit(ask(1.0, rounds=5))]
     jobs.append(scheduler.submit(in_the_background(1.0)))
@@ -90,7 +90,7 @@ def test_every_generator_has_a_log_of_its_own(alone):
     assert all(entry.operation == "allreduce" and entry.seconds > 0 for job in jobs for entry in job.log)
 
 
-def test_a_generator_that_fails_leaves_the_others_alone(alone):
+def test_failing_generator_leaves_others_running(alone):
     scheduler = RoundScheduler(alone, 2)
     jobs = [scheduler.submit(exchange) for exchange in (fails(2), ask(1.0, 5), ask(2.0), ask(3.0))]
     with pytest.raises(ValueError, match="here"):
@@ -130,7 +130,7 @@ def test_channels_wait_for_nobody_and_keep_their_order():
     assert [job.result() for job in jobs] == [[0.0], [1.0], [2.0], [3.0]]
 
 
-def test_a_thread_runs_them_and_ends(alone):
+def test_thread_runs_generators_and_ends(alone):
     before = threading.active_count()
     thread = ProgressThread(alone, 2)
     with pytest.raises(MpicompError, match="call start"):
@@ -151,7 +151,7 @@ def test_a_thread_runs_them_and_ends(alone):
         thread.start()
 
 
-def test_the_end_of_a_block_waits_for_what_was_submitted(alone):
+def test_end_of_a_block_waits_for_submitted_jobs(alone):
     with ProgressThread(alone, 2) as thread:
         jobs = [thread.submit(ask(float(number), rounds=50)) for number in range(3)]
     assert [job.result(timeout=0) for job in jobs] == [[0.0], [1.0], [2.0]]
@@ -166,7 +166,7 @@ def test_stopping_waits_for_nobody():
         thread.wait([job])
 
 
-def test_a_thread_that_nobody_stops_is_collected(alone):
+def test_thread_without_references_is_collected(alone):
     before = threading.active_count()
     thread = ProgressThread(alone).start()
     assert thread.submit(ask(1.0)).result(timeout=10) == [1.0]
@@ -175,7 +175,7 @@ def test_a_thread_that_nobody_stops_is_collected(alone):
     assert threading.active_count() == before
 
 
-def test_a_failure_in_the_block_is_not_waited_behind():
+def test_failure_in_a_block_does_not_wait_for_jobs():
     transport = Slow()
     jobs = []
 
@@ -228,7 +228,7 @@ if transport.group.rank == 0:
         ("funneled", "alone", "needs MPI_THREAD_SERIALIZED, and this MPI provides MPI_THREAD_FUNNELED; set "),
     ],
 )
-def test_a_thread_needs_its_thread_level(mpiexec, level, alone, said):
+def test_thread_without_its_mpi_level_is_refused(mpiexec, level, alone, said):
     job = mpiexec(2, "-c", LEVELS, alone, env={"MPI4PY_RC_THREAD_LEVEL": level})
     assert job.returncode == 0, job.stderr
     assert said in job.stdout
@@ -251,6 +251,6 @@ for _ in range(4):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_program_that_never_stops_its_thread_ends(mpiexec, ranks):
+def test_program_that_never_stops_its_thread_ends(mpiexec, ranks):
     job = mpiexec(ranks, "-c", LEAVES)
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")

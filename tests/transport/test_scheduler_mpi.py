@@ -46,7 +46,7 @@ def programs(layout, rank):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_all_at_once(transports, comm, channels):
+def test_scheduler_gives_the_results_of_single_runs(transports, comm, channels):
     from mpicomp.transport.scheduler import RoundScheduler
 
     for layout, transport in transports:
@@ -58,7 +58,7 @@ def test_all_at_once(transports, comm, channels):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_in_a_thread_during_other_rounds(transports, comm, channels):
+def test_thread_runs_generators_during_other_rounds(transports, comm, channels):
     from mpicomp.transport.scheduler import ProgressThread
 
     for layout, transport in transports:
@@ -72,7 +72,7 @@ def test_in_a_thread_during_other_rounds(transports, comm, channels):
         assert [[entry.operation for entry in job.log] for job in jobs] == asked_for
 
 
-def test_one_that_fails_on_all_ranks_in_the_thread(comm):
+def test_failing_generator_in_a_thread_leaves_others_running(comm):
     from mpicomp.transport.mpi import MPITransport
     from mpicomp.transport.scheduler import ProgressThread
 
