@@ -31,7 +31,8 @@ def of(array: Any) -> Any:
     >>> of(np.zeros(3)).__name__
     'mpicomp.kernels.cpu'
     """
-    module = _module_of(type(array))
+    kind = type(array)
+    module = _modules[kind] if kind in _modules else _module_of(kind)
     if module is None:
         raise TypeError(f"kernels: there are none for {type(array).__name__}; use a NumPy or CuPy array")
     return module

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 from mpicomp.kernels.cpu.bit_ops import first_one
-from mpicomp.kernels.cpu.bits import as_bits, infinity_of, mask_of
+from mpicomp.kernels.cpu.bits import MASKS, as_bits, infinity_of, mask_of
 from mpicomp.kernels.cpu.compile import Floats, Indices, kernel
 from mpicomp.kernels.cpu.moments import LEAST, MOST, Moments, _sums
 from mpicomp.kernels.cpu.simd import LANES, at_least
@@ -19,8 +19,8 @@ def accumulate(gradient: Floats, residual: Floats | None, out: Floats, threads: 
 
     The gradient may be ``out`` itself. Without a residual the gradient is copied.
     """
-    mask = mask_of(out.dtype)
-    bits = as_bits(out)
+    mask = MASKS[out.dtype]
+    bits = out.view(mask.dtype)
     nothing = bits[:0]
     if threads == 1:
         return _moments(_accumulate(gradient, residual, out, bits, mask, None, 0, nothing, nothing), out)
@@ -51,9 +51,8 @@ def accumulate_candidates(
     Return the number of candidates so far, which is above ``index.size`` where some were not stored, and the moments of
     ``out``.
     """
-    mask = mask_of(out.dtype)
-    limit = mask.dtype.type(bound)
-    words = as_bits(out)
+    mask = MASKS[out.dtype]
+    limit, words = mask.dtype.type(bound), out.view(mask.dtype)
     if threads == 1:
         sums = _accumulate(gradient, residual, out, words, mask, limit, base, index[count:], bits[count:])
         return count + sums[0], _moments(sums, out)

@@ -13,7 +13,7 @@ _INTEGER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float64): np.dtype(np.uint64),
 }
 
-_MASK = {dtype: integer.type(np.iinfo(integer).max >> 1) for dtype, integer in _INTEGER.items()}
+MASKS = {dtype: integer.type(np.iinfo(integer).max >> 1) for dtype, integer in _INTEGER.items()}
 # One number is packed by struct: an array for it would take longer than most kernels do on short arrays.
 _PACKED = {
     np.dtype(np.float32): (struct.Struct("=f"), struct.Struct("=I")),
@@ -44,7 +44,7 @@ def magnitude_of(bits: int, dtype: np.dtype[Any]) -> float:
 
 def mask_of(dtype: np.dtype[Any]) -> Any:
     """Return the integer that takes the sign away from the bits of a float of ``dtype``."""
-    return _MASK[dtype]
+    return MASKS[dtype]
 
 
 def infinity_of(dtype: np.dtype[Any]) -> int:

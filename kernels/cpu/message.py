@@ -69,7 +69,8 @@ def sparse_add(
     ascend without repetition below n, or where ``right``, the answer of an earlier check, is False; ``out`` is then
     undefined.
     """
-    check_stored("sparse_add", stored, out.dtype)
+    if stored not in HALVES and _DTYPES.get(stored) != out.dtype:
+        check_stored("sparse_add", stored, out.dtype)
     if not right:
         return False
     where, dtype = indices.view(np.uint8), out.dtype

@@ -101,15 +101,10 @@ class SparseMean:
                 right = _both(right, unpack_sharing(messages, headers, unpacked))
                 values, stored = unpacked.view(np.uint8), self.array.dtype.name
                 values_at = [self.array.dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
-            right = self._add_parts(values, values_at, indices, indices_at, counts, stored, factor, right)
+            right = self.add_parts(values, values_at, indices, indices_at, counts, stored, factor, right)
         return right
 
-    def add_plain(self, messages: NDArray[np.uint8], layout: "MessageLayout", factor: float) -> bool:
-        """Do what `add_messages` does with messages of a layout whose parts are stored as they are."""
-        stored, values_at, indices_at = layout.stored, layout.values_at, layout.indices_at
-        return self._add_parts(messages, values_at, messages, indices_at, layout.counts, stored, factor, True)
-
-    def _add_parts(
+    def add_parts(
         self,
         values: NDArray[np.uint8],
         values_at: Sequence[int],
@@ -118,7 +113,7 @@ class SparseMean:
         counts: Sequence[int],
         stored: str,
         factor: float,
-        right: bool,
+        right: bool = True,
     ) -> bool:
         """Add selections, see `mpicomp.kernels.cpu.sparse_add`; if any is wrong, an array on the host becomes zero."""
         if self._notes and right:
@@ -168,6 +163,8 @@ class MessageLayout:
         self, compressor: Sparsifier, group: Group, counts: list[int], context: Context, like: GradientWithResidual
     ) -> None:
         self.compressor, self.group, self.counts = compressor, group, counts
+        self.is_fixed = False
+        """Whether all ranks send the same number of elements at each step."""
         self.numel, self.dtype = like.numel, like.dtype
         self.wire = compressor.wire_for(counts[group.rank], self.numel)
         formats = [compressor.wire_for(count, self.numel) for count in counts]
@@ -208,7 +205,7 @@ class MessageLayout:
     def read(self, received: NDArray[np.uint8]) -> tuple[int, float, float, list[MessageHeader] | None]:
         """Return the flags of all messages together, the sums of energy and lost energy, and the headers.
 
-        None for the headers stands for messages that `SparseMean.add_plain` can read.
+        None for the headers stands for messages that have the parts of this layout.
 
         Raises
         ------
@@ -260,15 +257,19 @@ class Allgather(Scheme[Sparsifier]):
         group, workspace, numel = context.group, context.workspace, accumulated.numel
         selection = self.compressor.select(accumulated, context)
         moments = accumulated.device_moments
-        counts = [selection.indices.size] * group.size
-        if self.compressor.count(numel) is None:
-            counts = yield from gather_counts(self.id, counts[group.rank], numel, context)
         layout = workspace.last_layout
         if (
-            layout is None or layout.compressor is not self.compressor or layout.group is not group
-            or layout.numel != numel or layout.dtype != accumulated.dtype or layout.counts != counts
+            layout is not None and (layout.compressor is not self.compressor or layout.group is not group
+            or layout.numel != numel or layout.dtype != accumulated.dtype)
         ):  # fmt: skip
-            layout = workspace.last_layout = MessageLayout(self.compressor, group, counts, context, accumulated)
+            layout = None
+        if layout is None or not layout.is_fixed:
+            counts, is_fixed = [selection.indices.size] * group.size, self.compressor.count(numel) is not None
+            if not is_fixed:
+                counts = yield from gather_counts(self.id, counts[group.rank], numel, context)
+            if layout is None or layout.counts != counts:
+                layout = MessageLayout(self.compressor, group, counts, context, accumulated)
+                layout.is_fixed, workspace.last_layout = is_fixed, layout
         if layout.wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
         layout.write(selection, STALE * accumulated.stale, moments)
@@ -278,7 +279,10 @@ class Allgather(Scheme[Sparsifier]):
         try:
             flags, energy, lost, headers = layout.read(received)
             if headers is None:
-                right = mean.add_plain(received, layout, 1 / group.size)
+                right = mean.add_parts(
+                    received, layout.values_at, received, layout.indices_at, layout.counts, layout.stored,
+                    1 / group.size,
+                )  # fmt: skip
             else:
                 readable = [header for header in headers if not header.flags & DAMAGED]
                 [right] = to_python(mean.add_messages(received, readable, 1 / group.size))
@@ -291,7 +295,7 @@ class Allgather(Scheme[Sparsifier]):
             sent=selection,
             energy=energy,
             gain=gain_of(lost, energy),
-            kept=sum(counts) / group.size,
+            kept=sum(layout.counts) / group.size,
             nonfinite=bool(flags & NONFINITE) or not is_finite(mean.array, energy, group.size),
             stale=bool(flags & STALE),
         )

@@ -120,7 +120,7 @@ class Candidates:
         """Select as `largest` does, but return magnitude bits as kernels do: on a device, as a 0-d array."""
         selection, accumulated, region = self._selection(k), self._accumulated, self.region
         array, kernels = accumulated.array(), accumulated.kernels
-        listed = self.listed
+        listed = region.found if region.found <= region.index.size else 0
         if k // 4 < listed < k:
             self._list_more(k)
             listed = self.listed
@@ -157,7 +157,8 @@ class Candidates:
         first few hundred steps it rises. ``threshold`` is this step's, ``before`` that of the step before or 0, and
         ``spare`` the result of `spare`.
         """
-        listed, found = self.listed, self.region.found
+        found = self.region.found
+        listed = found if found <= self.region.index.size else 0
         if listed == 0 and found > k:  # too many to be stored: assume that they are spread evenly
             bound = cpu.magnitude_of(self.region.bound, self._accumulated.dtype)
             return threshold - (threshold - bound) * 0.5 * k / (found - k)

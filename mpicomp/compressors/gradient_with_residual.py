@@ -98,6 +98,8 @@ class GradientWithResidual:
         self._velocity = velocity
         self._tables = {} if tables is None else tables
         self._device_moments: cpu.Moments | None = None  # as kernels return them: on a device, 0-d arrays
+        self.is_computed = False
+        """Whether the sum was computed."""
         self._moments: cpu.Moments | None = None
         self._made = 0  # elements of the sum that were computed by `part`
         self._made_moments: cpu.Moments | None = None
@@ -115,18 +117,13 @@ class GradientWithResidual:
         """
         made = cls(buffer, None, [], stale)
         made.lost = lost
-        made._device_moments = cpu.Moments(0, 0.0, energy, finite)
+        made._device_moments, made.is_computed = cpu.Moments(0, 0.0, energy, finite), True
         return made
 
     @property
     def residual(self) -> NDArray[np.floating] | None:
         """The residual before the step, read-only."""
         return self._residual
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether the sum was computed."""
-        return self._device_moments is not None
 
     @property
     def device_moments(self) -> cpu.Moments:
@@ -173,14 +170,14 @@ class GradientWithResidual:
             self._made += stop - start
             self._made_moments = moments if self._made_moments is None else self._made_moments + moments
             if self._made == self.numel:
-                self._device_moments = self._made_moments
+                self._device_moments, self.is_computed = self._made_moments, True
         return self._buffer[start:stop]
 
     def sweep(self, regions: Sequence[Region] = ()) -> None:
         """Compute the sum, and list the elements of regions, ascending and disjoint, in the same sweep."""
-        assert self._device_moments is None, "the sum was made before"
+        assert not self.is_computed, "the sum was made before"
         assert self._made == 0, "parts of the sum were made before"
-        self._device_moments = self._sum(0, self.numel, regions)
+        self._device_moments, self.is_computed = self._sum(0, self.numel, regions), True
         if regions:
             for region, found in zip(regions, self.to_host(*[region.found for region in regions]), strict=True):
                 region.found = found
@@ -199,15 +196,16 @@ class GradientWithResidual:
             out.fill(0)
             made = kernel(out, None, out)
         self._device_moments = cpu.Moments(made.nonzero, made.total, made.energy, made.finite)
+        self.is_computed = True
         return made
 
     def to_host(self, *more: Any) -> list[Any]:
         """Return Python numbers for results of kernels; moments that were not read yet are read with them."""
+        if self.kernels is cpu:
+            self._moments = self._device_moments or self.device_moments
+            return list(more)
         if self._moments is not None:
             return list(to_python(*more))
-        if self.kernels is cpu:
-            self._moments = self.device_moments
-            return list(more)
         nonzero, total, energy, finite, *values = to_python(*self.device_moments, *more)
         self._moments = cpu.Moments(nonzero, total, energy, finite)
         return values
@@ -246,7 +244,12 @@ class GradientWithResidual:
             if low >= high:
                 continue
             flat = gradient if gathers else self._input(gradient, offset, low, high)
-            for first, last, region in _cuts(low, high, regions) if regions else ((low, high, None),):
+            cuts: Sequence[tuple[int, int, Region | None]] = ((low, high, None),)
+            if len(regions) == 1 and regions[0].start <= low and high <= regions[0].stop:
+                cuts = ((low, high, regions[0]),)
+            elif regions:
+                cuts = _cuts(low, high, regions)
+            for first, last, region in cuts:
                 target = out[first:last]
                 source = flat[first - low : last - low]
                 kept_back = None if residual is None else residual[first:last]

@@ -30,12 +30,11 @@ class PenaltyWarning:
         self._surveys: list[ElementSurvey] = []
         self._statistics: list[ElementStatistics] = []
         self._logs = False
-        self._is_done = compressor.message == "dense"
+        self.is_done = False
+        """Whether the compressor was judged."""
 
     def start(self, shapes: Sequence[Shape], rank: int, ranks: int) -> None:
         """Begin with new buckets; rank 0 logs for all."""
-        if self._is_done:
-            return
         self._ranks, self._logs = ranks, rank == 0
         count = len(self._quantisers)
         self._surveys = [ElementSurvey(shape.numel, self._quantisers) for shape in shapes]
@@ -43,17 +42,17 @@ class PenaltyWarning:
 
     def survey(self, bucket: int) -> ElementSurvey | None:
         """Return the survey of a bucket, until the compressor is judged."""
-        return None if self._is_done or self._ranks == 1 else self._surveys[bucket]
+        return None if self.is_done or self._ranks == 1 else self._surveys[bucket]
 
     def on_telemetry(self, report: StepReport) -> None:
         """Learn from a step, and judge the compressor once enough is known."""
-        if self._is_done or not report.surveys:
+        if self.is_done or not report.surveys:
             return
         for bucket, surveys in report.surveys.items():
             self._statistics[bucket].observe(surveys)
         if all(statistics.known for statistics in self._statistics):
             self._judge(report)
-            self._is_done, self._surveys, self._statistics = True, [], []
+            self.is_done, self._surveys, self._statistics = True, [], []
 
     def _judge(self, report: StepReport) -> None:
         parts = zip(self._statistics, report.plans, report.outcomes, strict=True)

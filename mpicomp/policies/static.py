@@ -36,7 +36,8 @@ class Static(MeasuredPolicy):
         self._pinned = None if settings.collective == "auto" else settings.collective
         # A pair that does not fit, or needs another package, raises here: later a single rank might fail.
         bind(self.compressor, self._pinned or fitting(self.compressor)[0])
-        self._warning = PenaltyWarning(self.compressor, settings.normalises) if self.feedback else None
+        judges = self.feedback and self.compressor.message != "dense"
+        self._warning = PenaltyWarning(self.compressor, settings.normalises) if judges else None
         pinned = self._pinned is not None
         self._selector = PlanSelector("static" if pinned else "auto", self.feedback, settings.cost, pinned)
 
@@ -66,3 +67,5 @@ class Static(MeasuredPolicy):
         super().on_telemetry(report)
         if self._warning is not None:
             self._warning.on_telemetry(report)
+            if self._warning.is_done:
+                self._warning = None

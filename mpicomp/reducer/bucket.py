@@ -259,19 +259,16 @@ class Bucket:
         velocity = None
         if self.entry.momentum:
             velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
-        return GradientWithResidual(
-            self._accumulated, residual, self._pieces(gradients), False, self.threads, scale, velocity, self._tables
-        )
+        if self.device is not HOST:
+            gradients = [self.device.to_device(array) for array in gradients]
+        pieces, tables = list(zip(self.offsets, gradients, strict=True)), self._tables
+        return GradientWithResidual(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
         """Return the squared L2 norm of gradients; overwrites where `accumulate` puts its sum."""
+        pieces = [(offset, self.device.to_device(array)) for offset, array in zip(self.offsets, gradients, strict=True)]
         with self.device.active():
-            return GradientWithResidual(self._accumulated, None, self._pieces(gradients), threads=self.threads).energy
-
-    def _pieces(self, gradients: Sequence[Any]) -> list[tuple[int, Any]]:
-        if self.device is not HOST:
-            gradients = [self.device.to_device(array) for array in gradients]
-        return list(zip(self.offsets, gradients, strict=True))
+            return GradientWithResidual(self._accumulated, None, pieces, threads=self.threads).energy
 
     def commit(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
         """Make ``accumulated - sent`` the residual; where something was not finite nothing of that is kept."""

@@ -67,7 +67,8 @@ class Layout:
         self.describer = SpecCache()
         self.empty: list[ArraySpec] = []
         self._staging = Staging()
-        self._stages = False  # whether some array came through the staging
+        self.stages = False
+        """Whether some array came through the staging."""
         self._threads = threads
         self._kept: dict[str, dict[str, NDArray[np.floating]]] = {kind: {} for kind in _STATES}
         self._memories: dict[str, dict[str, Any]] = {}
@@ -122,15 +123,14 @@ class Layout:
 
     def begin_step(self) -> None:
         """Note that arrays which were copied before are out of date."""
-        if self._stages:
-            self._staging.begin()
+        self._staging.begin()
 
     def prefetch(self, gradients: Mapping[str, Any]) -> None:
         """Begin to copy gradients to where they are exchanged, in the thread that made them; nothing waits."""
         if self.describer.on_host:
             return
         there: dict[Device, list[Any]] = {}
-        self._stages = True
+        self.stages = True
         for name, gradient in gradients.items():
             device = self.device_of(name)
             if device is not HOST:
@@ -144,7 +144,7 @@ class Layout:
         """Return the gradients of a bucket at its device, or where they can be copied to it from at once."""
         if bucket.device is not HOST or self.describer.on_host:
             return gradients
-        self._stages = True
+        self.stages = True
         return [self._staging.host(name, gradient) for name, gradient in zip(bucket.names, gradients, strict=True)]
 
     def clip_factor(self, gradients: Mapping[str, Any], scale: float, ranks: int) -> float:

@@ -330,7 +330,8 @@ class Reducer:
 
         See `mpicomp.transport.LocalWorld`.
         """
-        self._check_open()
+        if self._closed:
+            raise self._closed_error()
         transport = self.transport
         user, transport.user = transport.user, self._user
         failed = self.failed
@@ -411,7 +412,8 @@ class Reducer:
             None where all arrays have to be there first, the same on all ranks: at the first step, and where gradients
             are clipped by the norm of all of them.
         """
-        self._check_open()
+        if self._closed:
+            raise self._closed_error()
         if not self.layout.buckets or self.layout.entry.clip is not None:
             return None
         return Stream(self, thread, scale, extra)
@@ -498,6 +500,5 @@ class Reducer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("reducer: it was closed; make a new one")
+    def _closed_error(self) -> ClosedError:
+        return ClosedError("reducer: it was closed; make a new one")

@@ -67,7 +67,8 @@ class Step:
         self._damaged: MessageError | None = None  # error of this rank in reading a message
         self._memories: list[tuple[Bucket, dict[str, Any]]] = []
         self._transport.log.clear()
-        self._layout.begin_step()
+        if self._layout.stages:
+            self._layout.begin_step()
 
     def check_gradients(self, gradients: Mapping[str, Any], absent: Collection[str], lr: Any) -> None:
         """Check the gradients of this rank, which asks all ranks to agree if something is new or wrong.

@@ -133,7 +133,11 @@ class Transport(ABC):
                     if type(request) is Round and not request.background:
                         start = timer()
                         reply = self.perform(request)
-                        self.note(request, timer() - start)
+                        seconds = timer() - start
+                        if request.group == WORLD:
+                            self.log.append(RoundLog(request, self.group, seconds))
+                        else:
+                            self.note(request, seconds)
                     else:
                         reply = self.start(request) if isinstance(request, Round) else self.wait(request)
                 except RankFailedError as error:  # the generator may go on with those that are left

@@ -95,33 +95,33 @@ class Channel:
 
     def perform(self, task: Round, naps: bool, meanwhile: Callable[[], None] | None = None) -> None:
         """Run a round; see `Started.finish` for the others. Collective."""
+        self.begun += 1
         try:
-            self._perform(task, naps, meanwhile)
+            calls = self._calls(task)
+            if calls is None:
+                started = self._exchange(task)
+                try:
+                    started.finish(naps, meanwhile)
+                except RankFailedError:
+                    kept.append(started)
+                    raise
+                return
+            comm = self.comm if task.graph is None else self._comm_of(task.graph)
+            for name, arguments in calls:
+                if naps:
+                    self._nap_through(getattr(comm, f"I{name.lower()}")(*arguments), task, meanwhile)
+                else:
+                    getattr(comm, name)(*arguments)
         except MPI.Exception as error:
             raise failure_of(error) from None
 
-    def _perform(self, task: Round, naps: bool, meanwhile: Callable[[], None] | None) -> None:
-        self.begun += 1
-        calls = self._calls(task)
-        if calls is None:
-            started = self._exchange(task)
-            try:
-                started.finish(naps, meanwhile)
-            except RankFailedError:
-                kept.append(started)
-                raise
-            return
-        comm = self.comm if task.graph is None else self._comm_of(task.graph)
-        for name, arguments in calls:
-            if naps:
-                request = getattr(comm, f"I{name.lower()}")(*arguments)
-                try:
-                    wait(functools.partial(self._is_complete, request) if self._survives else request.Test, meanwhile)
-                except (MPI.Exception, RankFailedError):
-                    kept.append((request, task))
-                    raise
-            else:
-                getattr(comm, name)(*arguments)
+    def _nap_through(self, request: MPI.Request, task: Round, meanwhile: Callable[[], None] | None) -> None:
+        """Wait for a collective call with naps."""
+        try:
+            wait(functools.partial(self._is_complete, request) if self._survives else request.Test, meanwhile)
+        except (MPI.Exception, RankFailedError):
+            kept.append((request, task))
+            raise
 
     def start(self, task: Round) -> Started:
         """Begin a round. Collective."""
