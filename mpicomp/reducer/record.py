@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import Result
+from mpicomp.errors import NonFiniteError
 from mpicomp.policies import Plan
 from mpicomp.reducer.bucket import Bucket, Layers, layers_of
 from mpicomp.rounds import Group, Request, Round, Rounds, dense_ring_bytes
@@ -215,6 +216,23 @@ class BucketExchange:
             code_error=result.code_error if result.code_error is None or np.isfinite(result.code_error) else None,
             energy=result.energy if np.isfinite(result.energy) else None,
         )
+
+
+def nonfinite_error(step: int, nonfinite: Sequence[BucketExchange], overflowed: bool) -> NonFiniteError:
+    """Return the error of a step whose exchanges, or whose other gradients, are not finite."""
+    names = " or ".join(f"'{done.bucket.names[0]}'" for done in nonfinite)
+    where = f", in the bucket that starts with {names}" if nonfinite else ""
+    if overflowed:
+        plans = " or ".join(sorted({done.plan.scheme.compressor.id for done in nonfinite}))
+        return NonFiniteError(
+            f"reduce: gradients are finite, and {plans} overflowed at step {step}{where}: they, or their sum with the "
+            "residual or over ranks, are too large for what it computes in; nothing was applied and the residuals are "
+            "as they were. Clip or scale gradients, or use a wider wire"
+        )
+    return NonFiniteError(
+        f"reduce: gradients must be finite, got NaN or infinity on some rank at step {step}{where}; nothing was "
+        "applied and the residuals are as they were. nonfinite='skip' leaves such steps out"
+    )
 
 
 class _Sums(NamedTuple):

@@ -11,12 +11,11 @@ from mpicomp import plugins
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import AgreedRankFailure, ClosedError, ConfigurationError, RankFailedError, UnknownNameError
-from mpicomp.policies import Plan, Policy, UserSettings, get_policy
-from mpicomp.policies.warmup import WarmUp, choose_warmup
+from mpicomp.policies import Plan, Policy, UserSettings
 from mpicomp.reducer.agreement import NO_EXTRA, ExtraExchange, LoadedState, run_collectively
 from mpicomp.reducer.layout import LARGE_BUCKET, Layout
 from mpicomp.reducer.record import StepRecord, Tally, Value
-from mpicomp.reducer.settings import to_decay, with_known_settings
+from mpicomp.reducer.settings import make_planner, to_decay, with_known_settings
 from mpicomp.reducer.step import Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.telemetry import Telemetry
@@ -47,60 +46,54 @@ class Reducer:
         An object, a name or a configuration (see `mpicomp.get_compressor`). None lets the policy choose.
     collective : str
         A name from `mpicomp.list_collectives`; one that is built on another may name it after a colon, as in
-        ``"star-topk:ring"``. ``"auto"`` lets the policy choose; ``"static"`` takes at every step and for every bucket
-        the one of least predicted time of those that deliver all that was selected, exchanges without compression among
-        them; see ``policy``.
+        ``"star-topk:ring"``. ``"auto"`` lets the policy choose. ``"static"`` takes for every bucket and step the
+        collective of least predicted time among those that deliver all selected elements, dense exchange included.
     policy : Policy, str, mapping or None
-        An object, which serves this reducer alone, a name or a configuration (see `mpicomp.get_policy`): what chooses
-        ratios, collectives and dense exchange. None is ``"static"`` where a compressor is named, and ``"auto"`` where
-        none is, and so is a configuration without ``"id"``: see docs/policies.md.
+        An object, which serves this reducer alone, a name or a configuration (see `mpicomp.get_policy`). It chooses
+        ratios, collectives and dense exchange; see docs/policies.md. None, or a configuration without ``"id"``, is
+        ``"static"`` with a compressor and ``"auto"`` without.
 
-        ``"warmup"`` in a configuration, whatever the policy: the first so many steps are dense, then the policy begins;
-        ``"ramp:N"`` sends at falling ratios in them, from 0.25 to the compressor's, as DGC does. The default is 20
-        where a compressor is named and nothing else (no collective, policy or feedback), so that what comes late cannot
-        harm the beginning, and 0 otherwise. It is 0 for compressors that have a warm-up of their own, for those that
-        deliver something else than a mean, and for ``dcttopk``, whose residual is momentum. Steps that were undone do
-        not count.
+        ``"warmup"`` in a configuration of any policy: the number of dense steps before the policy begins; ``"ramp:N"``
+        sends at falling ratios in N steps, from 0.25 to the compressor's, as DGC does. The default is 20 with a
+        compressor and no other setting (collective, policy or feedback), so that late gradients cannot harm the
+        beginning, and 0 otherwise. It is also 0 for compressors that have their own warm-up, that deliver no mean, or
+        whose residual is momentum (``dcttopk``). Steps that were undone do not count.
 
-        ``"cost"`` in a configuration: a `CostModel`, or the file that ``mpicomp bench collectives --calibrate`` wrote
-        it to; that of rank 0 counts. A copy of it learns from every step, see `cost`. Without it ``collective="auto"``
+        ``"cost"`` in a configuration: a `CostModel`, or the file that ``mpicomp bench collectives --calibrate`` wrote;
+        that of rank 0 counts. A copy of it learns from every step, see `cost`. Without it ``collective="auto"``
         measures for about a second before the first step, once a process for each layout of ranks
         (``MPICOMP_PROBE=0``: not at all), and a named collective runs without predictions.
     feedback : bool or None
-        Whether what a step does not send is kept for the next one. None does what the compressor declares.
+        Whether the part of a gradient that is not sent is kept for the next step. None follows the compressor.
     nonfinite : {"raise", "skip", "pass"}
-        What happens on all ranks when a gradient holds NaN or infinity on some rank. ``"raise"`` raises
-        `NonFiniteError`; ``"skip"`` delivers zeros; both leave the residuals as they were. ``"pass"``
-        delivers what comes out and keeps it out of the residuals.
+        What all ranks do if a gradient holds NaN or infinity on some rank. ``"raise"`` raises `NonFiniteError`;
+        ``"skip"`` delivers zeros; both leave the residuals as they were. ``"pass"`` delivers the result and keeps it
+        out of the residuals.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
     bucket_bytes : int or None
         Arrays are exchanged in flat buckets of about this size, in the order in which they are first passed. None lets
-        the joint choice cut them by what it predicts of the network, for exchanges that begin before all arrays are
-        there; other policies take 32 MiB. Policies that work with one bucket for everything, or with one for each
-        array, make those whatever is named.
+        the joint choice cut them by its predictions of the network, for exchanges that begin before all arrays are
+        there; other policies take 32 MiB. Policies that need one bucket for all arrays, or one for each, ignore it.
     seed : int
         For schemes that draw random numbers; the same on all ranks.
     threads : int
         Number of threads of this rank that share a sweep over a large array.
     feedback_decay : float
-        Above 0 and at most 1: a residual is multiplied by it when it is added to the next gradient, which forgets what
-        is never sent. Then ``gradient + feedback_decay * residual before`` is what comes to the mean and the residual
-        after.
+        Factor in (0, 1] of a residual when it is added to the next gradient: elements that are never sent fade.
     on_failure : {"abort", "shrink"} or callable
-        With ``"shrink"`` the ranks that are left go on where one dies in `reduce`: from that very step on the mean is
-        theirs. A step is applied on all of them or on none, for which they agree in each, and they go on as if they
-        were restarted from what they hold; what the residual of the dead rank held is lost. The record says who it was.
-        It needs Open MPI, started with ``--with-ft ulfm``. A callable does so, too: before the step is made again it is
-        called on each rank that is left, with the list of those that died, by their numbers in the whole job, and the
-        number of those that are left, so that a script may share out its data. ``"abort"`` lets the job end with the
-        rank.
+        With ``"shrink"`` the other ranks continue if a rank dies in `reduce`: from that step on the mean is theirs. In
+        each step the ranks agree whether all of them apply it. They continue as if they were restarted from their
+        state; the residual of the dead rank is lost, and the record names it. It needs Open MPI, started with
+        ``--with-ft ulfm``. A callable does the same, and is called on each remaining rank before the step is repeated,
+        with the list of the dead ranks, by their numbers in the whole job, and the number of remaining ranks, so that a
+        script may share out its data. With ``"abort"`` the job ends.
 
     Raises
     ------
     ConfigurationError
-        For a setting that cannot be, on all ranks where it cannot be on one; `UnknownNameError` and
-        `IncompatiblePairError` are kinds of it.
+        For a wrong setting, on all ranks if it is wrong on one; `UnknownNameError` and `IncompatiblePairError` are
+        kinds of it.
 
     Examples
     --------
@@ -144,12 +137,10 @@ class Reducer:
         self.transport = connect(comm)
         self._generation = self.transport.generation
         self._past: list[Layout] = []  # whose arrays MPI may still know, of ranks that have died
-        self.number = next(_numbers)
-        """Tells reducers of this process apart."""
+        self.number = next(_numbers)  # tells reducers of this process apart
         self.last_step: StepRecord | None = None
         """The record of the last call of `reduce` on this rank; None before the first."""
-        self.lost_ranks: list[int] = []
-        """Ranks that have died since the last step, by their numbers in the whole job."""
+        self.lost_ranks: list[int] = []  # that have died since the last step, by their numbers in the whole job
         try:
             run_collectively(lambda: self._configure(policy), self.transport, "reducer")
         except BaseException:
@@ -165,33 +156,18 @@ class Reducer:
         if not callable(self._on_failure) and self._on_failure not in _ON_FAILURE:
             raise UnknownNameError("on_failure", str(self._on_failure), _ON_FAILURE)
         self.survives = self._on_failure != "abort"
-        """Whether those that are left go on where a rank dies: then all agree in each step that it is applied."""
+        """Whether the other ranks continue after a death: then all agree in each step that it is applied."""
         if self.survives:
             self.transport.check_survives("reducer")
         if self.nonfinite not in _NONFINITE:
             raise UnknownNameError("nonfinite", self.nonfinite, _NONFINITE)
         if self._feedback not in (None, True, False):
             raise ConfigurationError(f"reducer: feedback must be None, True or False, got {self._feedback!r}")
-        default = "auto" if self._compressor is None else "static"
-        policy = get_policy({"id": default} | dict(named) if isinstance(named, Mapping) else named or default)
-        if policy.serves:
-            raise ConfigurationError(
-                f"reducer: this policy ({policy.id}) serves another reducer; make a second object, or pass its name or "
-                "configuration"
-            )
         compressor = None if self._compressor is None else get_compressor(self._compressor)
-        if len(self._local_steps) > 1 and policy.id != "auto":
-            raise ConfigurationError(
-                f"reducer: how many steps ranks make between exchanges is chosen by policy='auto', got policy="
-                f"'{policy.id}'; name one number of steps"
-            )
-        settings = UserSettings(
-            compressor, self._collective, self._feedback, policy.known_cost, self._normalises, self._local_steps
+        policy, planner, warmup = make_planner(
+            named,
+            UserSettings(compressor, self._collective, self._feedback, None, self._normalises, self._local_steps),
         )
-        chosen = None if isinstance(named, Mapping) and "id" not in named else named
-        warmup = choose_warmup(policy.warmup, compressor, self._collective, chosen, self._feedback)
-        planner = WarmUp(policy, warmup) if warmup else policy
-        planner.configure(settings)
         self.seed = to_whole("reducer", "seed", self._seed)
         cut_bytes = None if self._bucket_bytes is None else to_whole("reducer", "bucket_bytes", self._bucket_bytes, 1)
         decay = to_decay(self._decay)
@@ -222,20 +198,13 @@ class Reducer:
         self.layout = Layout(policy.feedback, self.settings["bucket_bytes"], policy.compressor.entry, threads, decay)
         # Where ranks take turns in one process, the seconds of a rank are also those of others.
         self.telemetry = Telemetry(self.transport.group.size, self.transport.probes)
-        self.count = 0
-        """Steps so far."""
-        self.plans: dict[int, Plan] = {}
-        """By bucket, the plan that the last step has run."""
-        self.outside_tally = Tally()
-        """Bytes of rounds since the last step that belong to no step; the record of the next one includes them."""
-        self.loaded: LoadedState | None = None
-        """A loaded state that waits for the next step, or None."""
-        self.must_check_ranks = False
-        """Whether the last step has failed here in a way that the other ranks may not know of."""
-        self.failed: RankFailedError | None = None
-        """That a rank was found to have died, outside of `reduce` or when the last step was applied already."""
-        self.stop = False
-        """Whether all ranks know that some rank was asked to stop."""
+        self.count = 0  # steps so far
+        self.plans: dict[int, Plan] = {}  # by bucket, the plan of the last step
+        self.outside_tally = Tally()  # bytes of rounds since the last step, for the record of the next one
+        self.loaded: LoadedState | None = None  # a loaded state that waits for the next step
+        self.must_check_ranks = False  # whether the last step has failed here, unknown to the other ranks
+        self.failed: RankFailedError | None = None  # a death found outside of `reduce`, or after a step was applied
+        self.stop = False  # whether all ranks know that some rank was asked to stop
 
     def _claim_policy(self) -> None:
         """Note in the policy that it serves this reducer: on all ranks or on none, so not before all have made it."""
@@ -289,24 +258,20 @@ class Reducer:
             Factor that gradients are multiplied by first, the same on all ranks: means and residuals are those of the
             scaled gradients.
         finite : bool
-            False where something else that belongs to this step is known not to be finite, on all ranks: it is then
-            treated as if a gradient were not.
+            False if another part of this step is not finite, on all ranks; treated as if a gradient were not.
         extra : ExtraExchange
             Exchanges that belong to this step but to no bucket; see `mpicomp.reducer.agreement.ExtraExchange`.
 
         Returns
         -------
         dict of str to array
-            The means: of the kind, dtype and shape of the gradients, valid until the next call. NumPy arrays are
-            read-only; torch and CuPy know no such thing, and theirs are not to be written to either. Names that
-            are absent on all ranks are left out, unless something is delivered that was kept back earlier.
+            The means: of the kind, dtype and shape of the gradients, valid until the next call, and read-only. Names
+            that are absent on all ranks are left out, unless a residual of theirs is sent.
 
         Raises
         ------
-        ArrayTypeError
-            For arrays that cannot be reduced, on all ranks before anything is delivered.
-        DisagreementError
-            Where ranks were given different things, on all ranks before anything is delivered.
+        ArrayTypeError, DisagreementError
+            For arrays that cannot be reduced, or that differ between ranks: on all ranks before anything is delivered.
         NonFiniteError
             With ``nonfinite="raise"``, on all ranks; residuals are as they were.
         ClosedError
@@ -326,10 +291,7 @@ class Reducer:
         finite: bool = True,
         extra: ExtraExchange = NO_EXTRA,
     ) -> Rounds[Any]:
-        """Do what `reduce` does as a generator of rounds, for ranks that live in one process.
-
-        See `mpicomp.transport.LocalWorld`.
-        """
+        """Do what `reduce` does as a generator of rounds, for ranks of a `mpicomp.transport.LocalWorld`."""
         if self._closed:
             raise self._closed_error()
         transport = self.transport
@@ -366,11 +328,10 @@ class Reducer:
             transport.user = user
 
     def _continue_without_dead(self, error: RankFailedError) -> Rounds[None]:
-        """Go on with the ranks that are left, in the state before the step. As rounds.
+        """Continue with the remaining ranks from the state before the step. As rounds.
 
-        All rounds on the transport end, so that nobody waits for this rank any more; the ranks that are left agree who
-        they are, and become a smaller group. They go on from one state: a report of a step may have reached some ranks
-        and others not, and plans have to follow from the same, so that the first rank's policy counts.
+        All rounds on the transport end, so that no rank waits for this one; the remaining ranks agree who they are, and
+        become a smaller group. The first rank's policy counts: a report of a step may have reached some ranks alone.
         """
         transport = self.transport
         if self._generation == transport.generation:
@@ -395,22 +356,11 @@ class Reducer:
         return self.outside_tally.count(exchange, self.transport.group)
 
     def stream(self, thread: ProgressThread, scale: float = 1.0, extra: ExtraExchange = NO_EXTRA) -> Stream | None:
-        """Begin a step whose arrays are handed over one by one, and exchanged by a thread meanwhile.
+        """Begin a step whose arrays are passed one by one, and exchanged meanwhile by a thread with one channel.
 
-        Collective, as rounds are: between this and `Stream.finish` nothing else of this reducer may be called.
-
-        Parameters
-        ----------
-        thread : ProgressThread
-            On this reducer's transport, with one channel. It keeps its rounds apart from those of `reduce`.
-        scale, extra
-            See `reduce`.
-
-        Returns
-        -------
-        Stream or None
-            None where all arrays have to be there first, the same on all ranks: at the first step, and where gradients
-            are clipped by the norm of all of them.
+        None if all arrays have to be there first, the same on all ranks: at the first step, and if gradients are
+        clipped by the norm of all of them. Collective, as rounds are: between this and `Stream.finish` nothing else of
+        this reducer may be called.
         """
         if self._closed:
             raise self._closed_error()
@@ -426,7 +376,7 @@ class Reducer:
         Raises
         ------
         UnknownNameError
-            Where no such array was reduced.
+            If no such array was reduced.
         """
         return self.layout.residual(name)
 
@@ -436,9 +386,9 @@ class Reducer:
         Returns
         -------
         dict
-            ``schema``, ``step``, ``settings``; ``residuals`` and ``velocities`` (of momentum correction): dicts of name
-            to array, copied; ``memories``: what compressors have learnt, by the first name of each bucket; ``policy``:
-            what the policy has; ``cost``: the cost model, or None.
+            ``schema``, ``step``, ``settings``; ``residuals`` and ``velocities`` (of momentum correction): copied
+            arrays by name; ``memories`` of compressors by the first name of each bucket; ``policy``: its state;
+            ``cost``: the cost model, or None.
         """
         now = self.loaded or LoadedState(self.count, self.planner.state_dict(), self.planner.cost)
         return {
@@ -450,15 +400,15 @@ class Reducer:
         } | self.layout.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Each rank loads its own; not collective.
+        """Load the result of `state_dict`. Each rank loads its own; not collective.
 
-        At the next step the ranks compare what they have loaded: the step, and what the policy has learnt, have to be
-        the same on all of them, and all of them have to load. A cost model of another number of hosts is left out.
+        At the next step the ranks compare the loaded step and the state of the policy, which have to be the same on all
+        of them; all of them have to load. A cost model of another number of hosts is left out.
 
         Raises
         ------
         ConfigurationError
-            Where the state is none of a reducer's, or a residual's shape is not its array's. Nothing is loaded then.
+            If the state is not a reducer's, or a residual has another shape than its array. Nothing is loaded then.
         """
         if not isinstance(state, Mapping) or state.get("schema") != _SCHEMA or "residuals" not in state:
             raise ConfigurationError("reducer: the state is not one that Reducer.state_dict gave; nothing was loaded")
@@ -468,20 +418,15 @@ class Reducer:
         self.loaded = LoadedState(step, state.get("policy", {}), cost)
 
     def load_residuals(self, state: Mapping[str, Any]) -> None:
-        """Load residuals, velocities and memories of compressors of a state, and nothing else of it.
+        """Load only residuals, velocities and memories of compressors from the result of `state_dict`.
 
         For a script that undoes steps: each rank loads its own, between the same two steps on all ranks. Not
         collective.
 
-        Parameters
-        ----------
-        state : mapping
-            What `state_dict` returned.
-
         Raises
         ------
         ConfigurationError
-            Where a residual's shape is not its array's. Nothing is loaded then.
+            If a residual has another shape than its array. Nothing is loaded then.
         """
         self.layout.load(state)
 

@@ -1,12 +1,15 @@
-"""Checks of a reducer's keywords, and where those of a compressor belong."""
+"""Checks of a reducer's keywords, and its policy as they configure it."""
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from mpicomp.compressors import get_compressor
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.policies import Policy, UserSettings, get_policy
+from mpicomp.policies.warmup import WarmUp, choose_warmup
 
 if TYPE_CHECKING:
     from mpicomp.reducer.reducer import Reducer
@@ -28,17 +31,7 @@ def with_known_settings(
 
 
 def check_settings(settings: Mapping[str, Any], compressor: Any, subsystem: str) -> None:
-    """Refuse keywords that are no settings of a reducer, and say where those of a compressor belong.
-
-    Parameters
-    ----------
-    settings : mapping
-        Keywords.
-    compressor : Compressor, str, mapping or None
-        As `Reducer` takes it.
-    subsystem : str
-        Start of the error message.
-    """
+    """Refuse keywords that are no settings of a reducer; say where those of a compressor belong."""
     from mpicomp.reducer.reducer import Reducer
 
     known = inspect.signature(Reducer).parameters
@@ -56,6 +49,29 @@ def check_settings(settings: Mapping[str, Any], compressor: Any, subsystem: str)
         f"{subsystem}: {', '.join(inner)} must be set in the compressor; pass compressor={module}{meant!r}, or its "
         f"configuration, { ({'id': config['id']} | inner)!r}"
     )
+
+
+def make_planner(
+    named: Policy | str | Mapping[str, Any] | None, settings: UserSettings
+) -> tuple[Policy, Policy, int | str]:
+    """Return the configured policy, the policy that plans first (the warm-up, if any), and the warm-up's setting."""
+    default = "auto" if settings.compressor is None else "static"
+    policy = get_policy({"id": default} | dict(named) if isinstance(named, Mapping) else named or default)
+    if policy.serves:
+        raise ConfigurationError(
+            f"reducer: this policy ({policy.id}) serves another reducer; make a second object, or pass its name or "
+            "configuration"
+        )
+    if len(settings.local_steps) > 1 and policy.id != "auto":
+        raise ConfigurationError(
+            "reducer: the number of steps that ranks make between exchanges is chosen by policy='auto', got policy="
+            f"'{policy.id}'; name one number of steps"
+        )
+    chosen = None if isinstance(named, Mapping) and "id" not in named else named
+    warmup = choose_warmup(policy.warmup, settings.compressor, settings.collective, chosen, settings.feedback)
+    planner = WarmUp(policy, warmup) if warmup else policy
+    planner.configure(replace(settings, cost=policy.known_cost))
+    return policy, planner, warmup
 
 
 def to_decay(value: Any) -> float:

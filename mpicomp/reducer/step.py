@@ -13,13 +13,13 @@ from mpicomp.arrays import ArraySpec, is_finite
 from mpicomp.collectives import Result
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.device import HOST
-from mpicomp.errors import AgreedRankFailure, MessageError, MpicompError, NonFiniteError, RankFailedError
+from mpicomp.errors import AgreedRankFailure, MessageError, MpicompError, RankFailedError
 from mpicomp.policies import BucketOutcome, StepReport
 from mpicomp.reducer import trace
 from mpicomp.reducer.agreement import NO_EXTRA, ExtraExchange, Signature, agree, no_memory, settings_of_step
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.reducer.layout import LARGE_BUCKET
-from mpicomp.reducer.record import BucketExchange, StepRecord, Tally
+from mpicomp.reducer.record import BucketExchange, StepRecord, Tally, nonfinite_error
 from mpicomp.rounds import Round, Rounds, gather_rows
 from mpicomp.setting_checks import to_number
 from mpicomp.system import stopping
@@ -35,14 +35,7 @@ _ACTIVITY = "step %d, bucket %d ('%s' ...) by %s"
 class Step:
     """One step, on one rank: `check_gradients`, `begin`, `exchange` of each bucket, `commit`, `finish`.
 
-    Parameters
-    ----------
-    reducer : Reducer
-        Its state is changed by `commit` alone.
-    scale : float
-        Factor that gradients are multiplied by first.
-    extra : ExtraExchange
-        Exchanges that belong to the step but to no bucket.
+    ``scale`` multiplies gradients first; ``extra`` has the exchanges of the step that belong to no bucket.
     """
 
     def __init__(self, reducer: "Reducer", scale: float = 1.0, extra: ExtraExchange = NO_EXTRA) -> None:
@@ -71,15 +64,7 @@ class Step:
             self._layout.begin_step()
 
     def check_gradients(self, gradients: Mapping[str, Any], absent: Collection[str], lr: Any) -> None:
-        """Check the gradients of this rank, which asks all ranks to agree if something is new or wrong.
-
-        Parameters
-        ----------
-        gradients, absent
-            See `mpicomp.Reducer.reduce`.
-        lr : number or None
-            The learning rate, for the record and the policy.
-        """
+        """Check the gradients of this rank, which asks all ranks to agree if something is new or wrong."""
         reducer, extra = self._reducer, self._extra
         if lr is not None:
             try:
@@ -204,13 +189,7 @@ class Step:
             self._nonfinite.append(done)
 
     def commit(self, finite: bool) -> Rounds[dict[str, Any]]:
-        """Keep the step or undo it, the same on all ranks, and return the means; none where it was ended. As rounds.
-
-        Parameters
-        ----------
-        finite : bool
-            See `mpicomp.Reducer.reduce`.
-        """
+        """Keep the step or undo it, the same on all ranks, and return the means; none if it was ended. As rounds."""
         reducer, record, layout, transport = self._reducer, self._record, self._layout, self._transport
         outside, group = reducer.outside_tally, transport.group
         agrees = self._agrees or not layout.buckets  # without buckets no message could have carried the flag
@@ -268,7 +247,7 @@ class Step:
         if not finite and reducer.nonfinite != "pass":
             self.undo()
         if not finite and reducer.nonfinite == "raise":
-            raise self._nonfinite_error()
+            raise nonfinite_error(record.step, self._nonfinite, self._overflowed)
         record.skipped = not finite and reducer.nonfinite == "skip"
         means: dict[str, Any] = {}
         for bucket, done in zip(layout.buckets, self._done, strict=True):
@@ -452,22 +431,6 @@ class Step:
         """Return the factor of this rank's gradients that also clips them."""
         size = self._transport.group.size
         return self._requested_scale * self._layout.clip_factor(self._gradients, self._requested_scale, size)
-
-    def _nonfinite_error(self) -> NonFiniteError:
-        step, nonfinite = self._record.step, self._nonfinite
-        names = " or ".join(f"'{done.bucket.names[0]}'" for done in nonfinite)
-        where = f", in the bucket that starts with {names}" if nonfinite else ""
-        if self._overflowed:
-            plans = " or ".join(sorted({done.plan.scheme.compressor.id for done in nonfinite}))
-            return NonFiniteError(
-                f"reduce: gradients are finite, and {plans} overflowed at step {step}{where}: they, or "
-                "their sum with the residual or over ranks, are too large for what it computes in; nothing was "
-                "applied and the residuals are as they were. Clip or scale gradients, or use a wider wire"
-            )
-        return NonFiniteError(
-            f"reduce: gradients must be finite, got NaN or infinity on some rank at step {step}{where}; "
-            "nothing was applied and the residuals are as they were. nonfinite='skip' leaves such steps out"
-        )
 
 
 def _copied(memory: dict[str, Any]) -> dict[str, Any]:
