@@ -39,18 +39,18 @@ def test_slurm_with_pmi2_is_slurm():
 
 @pytest.mark.parametrize("inner", [HYDRA, OPENMPI])
 @pytest.mark.parametrize("outer", [BATCH, STEP])
-def test_a_launcher_inside_slurm_comes_before_slurm(inner, outer):
+def test_launcher_inside_slurm_comes_before_slurm(inner, outer):
     assert detect({**outer, **inner}) == detect(inner)
 
 
 @pytest.mark.parametrize("step", [None, "4294967291", "4294967290", "4294967292"])
-def test_a_batch_script_and_an_interactive_shell_are_no_step(step):
+def test_batch_script_and_interactive_shell_are_no_step(step):
     environ = BATCH if step is None else {**BATCH, "SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1"}
     assert detect(environ) is None
     assert singletons(environ, 1) is None
 
 
-def test_a_step_of_which_only_the_jobs_size_is_known():
+def test_step_with_only_the_size_of_the_job():
     assert detect({**BATCH, "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}) == Launch("slurm", 4, 1, 0)
 
 
@@ -74,5 +74,5 @@ def test_one_process_is_no_singleton_by_mistake():
         (HYDRA, "openmpi", "/env/bin/mpiexec -n 4 python 'my train.py'"),
     ],
 )
-def test_the_fix_is_a_line_to_copy(environ, mpi, fix):
+def test_fix_is_a_line_to_copy(environ, mpi, fix):
     assert singletons(environ, 1, mpi, "/env/bin/python", ["python", "my train.py"]).fix == fix

@@ -22,7 +22,7 @@ def test_every_rank_takes_part(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_test_may_need_several_ranks(comm):
+def test_minimum_of_ranks_is_respected(comm):
     assert comm.size >= 2
 
 
@@ -50,7 +50,7 @@ def pytest_of(mpiexec, folder, ranks, *arguments, **options):
 
 
 @pytest.mark.parametrize("others", ["comm.Barrier()", slow("pass")])
-def test_a_failure_on_one_rank_ends_the_run_with_its_traceback(mpiexec, suite, others):
+def test_failure_on_one_rank_ends_the_run(mpiexec, suite, others):
     folder = suite(FAILING.format(others) + PASSING)
     started = time.monotonic()
     ended = pytest_of(mpiexec, folder, 3)
@@ -62,7 +62,7 @@ def test_a_failure_on_one_rank_ends_the_run_with_its_traceback(mpiexec, suite, o
 
 
 @pytest.mark.slow
-def test_a_collection_error_on_one_rank_ends_the_run(mpiexec, suite):
+def test_collection_error_on_one_rank_ends_the_run(mpiexec, suite):
     folder = suite("from mpi4py import MPI\nassert MPI.COMM_WORLD.rank != 1, 'not here'\n" + PASSING)
     ended = pytest_of(mpiexec, folder, 2)
     assert ended.returncode != 0
@@ -78,7 +78,7 @@ def test_one_rank_reports(mpiexec, suite):
 
 
 @pytest.mark.slow
-def test_an_expected_failure_ends_nothing(mpiexec, suite):
+def test_expected_failure_ends_nothing(mpiexec, suite):
     ended = pytest_of(mpiexec, suite("@pytest.mark.xfail\n" + FAILING.format("assert False") + PASSING), 2)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "1 passed, 1 xfailed" in ended.stdout
@@ -145,7 +145,7 @@ def test_never(comm):
 
 
 @pytest.mark.slow
-def test_parallel_tests_that_ran_at_no_number_of_ranks_are_skipped(suite):
+def test_parallel_tests_without_a_fitting_size_are_skipped(suite):
     status, lines = outcome(suite(PARALLEL), "--only", "parallel", "--ranks", "1,2")
     assert (status, lines[-2:]) == (0, ["2 skipped, 2 failed as expected", "3 passed, 0 failed"])
 
@@ -180,7 +180,7 @@ def test_parallel_tests_that_did_not_run_are_a_failure(suite, tmp_path, body, co
 
 
 @pytest.mark.slow
-def test_a_run_that_hangs_is_killed_with_its_stacks(suite, capfd):
+def test_run_that_hangs_is_killed_with_its_stacks(suite, capfd):
     folder = suite("@pytest.mark.mpi\ndef test_hang(comm):\n    time.sleep(600 * (comm.rank == 1))\n")
     mpiexec, env = run.launcher()
     command = [*mpiexec, "-n", "2", sys.executable, "-m", "pytest", "--only-mpi", str(folder)]

@@ -53,7 +53,7 @@ def test_every_policy(check):
     check()
 
 
-def test_what_there_are_no_laws_for():
+def test_object_without_laws_is_refused():
     for subject in ("topk", mpicomp.TopK, object()):
         with pytest.raises(ConfigurationError, match="checks are for a compressor, a collective's class or a policy"):
             checks(subject)
@@ -138,7 +138,7 @@ calls: list[int] = []
     ],
 )
 @pytest.mark.usefixtures("registry")
-def test_what_is_wrong_is_found(change, law, message):
+def test_wrong_compressors_are_found(change, law, message):
     calls.clear()
     [check] = [check for check in checks(broken(change)) if check.__name__ == law]
     with pytest.raises((AssertionError, TypeError, mpicomp.MpicompError), match=message):
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_found(change, law, message):
 
 
 @pytest.mark.usefixtures("registry")
-def test_positions_that_differ_between_ranks():
+def test_positions_that_differ_between_ranks_are_found():
     @mpicomp.register
     @dataclass(frozen=True)
     class Own(SharedSparsifier):
@@ -164,7 +164,7 @@ def test_positions_that_differ_between_ranks():
 
 
 @pytest.mark.usefixtures("registry")
-def test_feedback_that_does_not_contract():
+def test_feedback_that_does_not_contract_is_found():
     @mpicomp.register
     @dataclass(frozen=True)
     class Scaled(SharedSparsifier):
@@ -185,7 +185,7 @@ def test_feedback_that_does_not_contract():
 
 
 @pytest.mark.usefixtures("registry")
-def test_what_is_not_right_on_the_average():
+def test_biased_compressors_are_found():
     @mpicomp.register
     @dataclass(frozen=True)
     class Nearest(mpicomp.QSGD):
@@ -213,7 +213,7 @@ def test_what_is_not_right_on_the_average():
 
 
 @pytest.mark.usefixtures("registry")
-def test_random_rounding_that_does_not_contract_on_the_average():
+def test_rounding_that_does_not_contract_is_found():
     @mpicomp.register
     @dataclass(frozen=True)
     class Coarse(mpicomp.QSGD):
@@ -229,7 +229,7 @@ def test_random_rounding_that_does_not_contract_on_the_average():
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_parameter_without_a_default():
+def test_configuration_that_loses_a_parameter_is_found():
     @mpicomp.register
     @dataclass(frozen=True)
     class Bare(mpicomp.TopK):
@@ -309,14 +309,14 @@ def stale_is_taken_for_bad(result, context):
     ],
 )
 @pytest.mark.usefixtures("registry")
-def test_what_is_wrong_with_a_collective_is_found(change, law, message):
+def test_wrong_collectives_are_found(change, law, message):
     [check] = [check for check in checks(with_other_results(change)) if check.__name__ == law]
     with pytest.raises(AssertionError, match=message):
         check()
 
 
 @pytest.mark.usefixtures("registry")
-def test_rounds_that_are_not_those_of_the_exchange():
+def test_rounds_that_differ_from_the_exchange_are_found():
     @mpicomp.register
     class Shorter(Allreduce):
         id: ClassVar[str] = "test-broken"
@@ -340,7 +340,7 @@ def test_rounds_that_are_not_those_of_the_exchange():
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_collective_that_carries_nothing():
+def test_collective_that_carries_nothing_is_found():
     @mpicomp.register
     class Idle(Allreduce):
         id: ClassVar[str] = "test-idle"
@@ -412,7 +412,7 @@ def turns(registry):
         ("waits", "a_step_does_not_wait", "in 20 of 20 steps ranks waited"),
     ],
 )
-def test_what_is_wrong_with_a_policy_is_found(turns, wrong, law, message):
+def test_wrong_policies_are_found(turns, wrong, law, message):
     for check in checks(turns()):
         check()
     [check] = [check for check in checks(turns(wrong=wrong)) if check.__name__ == law]
@@ -420,7 +420,7 @@ def test_what_is_wrong_with_a_policy_is_found(turns, wrong, law, message):
         check()
 
 
-def test_a_policy_that_forgets_its_settings(turns, monkeypatch):
+def test_policy_that_forgets_its_settings_is_found(turns, monkeypatch):
     monkeypatch.setattr(turns, "get_config", lambda self: {"id": self.id})
     monkeypatch.setattr(turns, "from_config", classmethod(lambda cls, settings: Static()))
     [check] = [check for check in checks(turns()) if check.__name__ == "configuration"]

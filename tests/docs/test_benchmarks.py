@@ -85,7 +85,7 @@ def test_every_row_is_explained(tmp_path):
         assert name.endswith((".compress", ".pack", ".unpack")) or f"`{name}`" in page
 
 
-def test_the_page_saves_gradients_that_are_read(tmp_path, monkeypatch, capsys):
+def test_gradients_saved_by_the_page_are_read(tmp_path, monkeypatch, capsys):
     code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "studies.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(code, {})

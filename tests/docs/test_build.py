@@ -38,7 +38,7 @@ def test_the_documentation_builds(tmp_path):
     assert any(address.startswith("https://arxiv.org/") for address in elsewhere)
 
 
-def test_links_that_lead_nowhere_are_found(tmp_path):
+def test_links_to_nothing_are_found(tmp_path):
     (tmp_path / "one.html").write_text('<p id="here"><a href="two.html#there">x</a><a href="#here">x</a>')
     (tmp_path / "two.html").write_text('<a href="three.html">x</a><a href="https://example.org/#a">x</a>')
     wrong, elsewhere = check(tmp_path)

@@ -31,13 +31,13 @@ def test_a_loop_without_any_framework():
 
 
 @pytest.mark.mpi
-def test_a_loop_without_any_framework_on_several_ranks(comm):
+def test_loop_without_a_framework_trains(comm):
     module = runpy.run_path(str(EXAMPLES / "plain_loop.py"))
     assert module["main"](comm.rank, comm.size, comm=comm) > 0.95
 
 
 @pytest.mark.mpi
-def test_a_script_that_was_turned_over_in_three_lines(comm):
+def test_script_with_three_lines_trains(comm):
     torch = pytest.importorskip("torch")
     torch.manual_seed(comm.rank)
     model = runpy.run_path(str(EXAMPLES / "distributed_torch.py"))["main"]()
@@ -70,7 +70,7 @@ def test_the_three_lines_are_those_of_the_readme():
     assert [line[1:] for line in readme.splitlines() if line.startswith("+")] == more
 
 
-def test_how_many_steps_a_training_is_behind(tmp_path, capsys, monkeypatch):
+def test_example_counts_steps_behind(tmp_path, capsys, monkeypatch):
     rng = np.random.default_rng(0)
     steps = np.arange(300)
     batches = 0.02 * rng.standard_normal(300)  # that both trainings have

@@ -50,7 +50,7 @@ def read(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("example", NEEDS)
-def test_an_example_with_a_framework(mpiexec, tmp_path, example):
+def test_example_with_a_framework_trains(mpiexec, tmp_path, example):
     if missing(NEEDS[example]):
         pytest.skip(f"there is no {missing(NEEDS[example])}: {INSTALL}")
     runs, out = tmp_path / "runs", tmp_path / "out.json"

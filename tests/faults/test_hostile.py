@@ -39,7 +39,7 @@ def total(done):
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_every_decoder_at_least_a_little():
+def test_every_decoder_survives_some_mutations():
     """All in one process. The slow ones and the command send more."""
     found = ran("--list").stdout.split()  # other tests may have registered what no other process knows
     names = [name for name in found if not name.startswith(("code/", "exchange/")) and "=" not in name]
@@ -52,7 +52,7 @@ def test_every_decoder_at_least_a_little():
     assert sum(said.get("refused", 0) for said in done) > 400
 
 
-def test_everything_registered_is_found():
+def test_every_registered_compressor_has_exchanges():
     found = exchanges()
     for name in mpicomp.list_compressors():
         assert any(item.startswith((f"exchange/{name}/", f"exchange/{name}-")) for item in found), name
@@ -116,7 +116,7 @@ class Faulty(mpicomp.compressors.Quantiser):
     ],
     ids=["nothing", "reads beyond its end", "raises something else", "takes what memory there is"],
 )
-def test_a_new_compressor_is_found_and_its_faults_are_shown(tmp_path, monkeypatch, how, said):
+def test_faults_of_a_new_compressor_are_shown(tmp_path, monkeypatch, how, said):
     plugin = tmp_path / "faulty.py"
     plugin.write_text(textwrap.dedent(PLUGIN).replace("HOW", how if said else "out[:] = 0"))
     monkeypatch.setenv("MPICOMP_PLUGINS", str(plugin))
@@ -146,7 +146,7 @@ def first_of(compressor, collective, answers, numel=40, ranks=2):
 
 @pytest.mark.parametrize("count", [-1, 41, 2**31, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("collective", ["allgather", "gtopk", "parameter-server"])
-def test_a_count_that_lies_is_one_error_before_memory_is_taken(collective, count):
+def test_false_count_is_one_error_before_allocation(collective, count):
     with pytest.raises(MessageError, match=f"{collective}: a damaged number") as raised:
         first_of(mpicomp.Threshold(limit=1.5), collective, [lambda task: [task.send[0], count]])
     assert str(raised.value.__cause__) == (
@@ -154,14 +154,14 @@ def test_a_count_that_lies_is_one_error_before_memory_is_taken(collective, count
     )
 
 
-def test_a_rank_that_hears_of_itself_what_it_has_not_said():
+def test_rank_whose_number_comes_back_changed_raises():
     assert check_counts("x", np.array([3, 4]), 0, 9, (1, 4)) == [3, 4]
     with pytest.raises(MessageError) as raised:
         check_counts("x", [3, 4], 0, 9, (0, 2))
     assert str(raised.value.__cause__) == "x: rank 0 has sent the number 2 and received 3"
 
 
-def test_ok_topk_goes_on_with_the_others_to_the_end():
+def test_oktopk_finishes_its_rounds_before_it_raises():
     """Only this rank has received what is wrong: it says so in its next message, and all raise."""
 
     def worlds(count):
@@ -192,7 +192,7 @@ def test_ok_topk_goes_on_with_the_others_to_the_end():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_magnitude_that_there_are_not_enough_for(dtype):
+def test_magnitude_of_more_elements_than_there_are_is_zero(dtype):
     """It read in front of its counters until it met something large."""
     array = np.array([1, -2, 3], dtype)
     assert cpu.kth_magnitude(array, 3) == cpu.magnitude_bits(1.0, array.dtype)
@@ -201,7 +201,7 @@ def test_a_magnitude_that_there_are_not_enough_for(dtype):
 
 @pytest.mark.parametrize("name", ["onebit", "efsign", "natural", "qsgd", "uniform"])
 @pytest.mark.parametrize("size", [0, 8, -8, 1])
-def test_a_packed_message_of_another_length(name, size):
+def test_packed_message_of_another_length_is_refused(name, size):
     compressor, array = mpicomp.get_compressor(name), np.ones(200, np.float32)
     length = compressor.packed_bytes(200)
     message = np.zeros(size + length if size else 0, np.uint8)
@@ -211,7 +211,7 @@ def test_a_packed_message_of_another_length(name, size):
 
 
 @pytest.mark.parametrize("first", [-1, 2**30, np.nan, np.inf, 0.5])
-def test_a_spectrum_that_begins_nowhere(first):
+def test_spectrum_of_impossible_bins_is_refused(first):
     surveys = SpectrumSurvey().measure(np.ones(9, np.float32), None, [4, 5], 0).reshape(1, -1).repeat(2, axis=0)
     assert Spectra([4, 5], surveys).energies.tolist() == [8, 10]
     surveys[1, surveys.shape[1] // 2] = first
@@ -243,7 +243,7 @@ def _line(**changed):
     ],
     ids=lambda text: text[:60],
 )
-def test_recorded_lines_that_are_none(tmp_path, text):
+def test_recorded_lines_of_another_form_are_refused(tmp_path, text):
     path = tmp_path / "run.jsonl"
     path.write_text(_line() + "\n")
     assert len(read_lines(path)) == Replay(path=str(path)).steps == 1
@@ -266,7 +266,7 @@ def test_recorded_lines_that_are_none(tmp_path, text):
     ],
     ids=str,
 )
-def test_an_object_that_is_none(length, text, said):
+def test_report_that_is_no_object_is_refused(length, text, said):
     answers = iter([[length], np.frombuffer(text, np.uint8)])
 
     def answer(task):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_the_record_says_which_rank_is_slow(comm):
+def test_record_names_the_slow_rank(comm):
     """And what it costs, from the 17th step on."""
     reducer = mpicomp.Reducer("topk", "allgather", comm=comm)
     late = comm.size - 1
@@ -55,7 +55,7 @@ raise SystemExit(main(["train", "--task", "digits", "--compressor", "topk", "--s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--exchange", "updates", "--every", "2"]], ids=str)
-def test_the_verdict_of_a_run_says_which_rank_is_slow(mpiexec, tmp_path, more):
+def test_verdict_names_the_slow_rank(mpiexec, tmp_path, more):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     file = tmp_path / "o.json"

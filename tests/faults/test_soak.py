@@ -19,7 +19,7 @@ def no_probe(monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_some_steps(comm):
+def test_soak_of_some_steps_passes(comm):
     from faults import soak
 
     seen = soak.soak(60, 1, RANDOM, print)
@@ -30,7 +30,7 @@ def test_some_steps(comm):
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("fault", ["residual", "mean"])
-def test_what_is_lost_is_found_and_where_is_said(comm, fault, monkeypatch):
+def test_soak_finds_a_loss_and_names_its_place(comm, fault, monkeypatch):
     """A rank that keeps a thousandth more than it should, or that makes another mean than the others."""
     from faults import soak
 
@@ -56,7 +56,7 @@ def test_what_is_lost_is_found_and_where_is_said(comm, fault, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_what_grows_is_found(comm):
+def test_soak_finds_growth(comm):
     from faults.growth import verdict
 
     def seen(kib, threads):
@@ -71,7 +71,7 @@ def test_what_grows_is_found(comm):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_all_that_it_begins_with_and_more(mpiexec, ranks):
+def test_soak_of_all_first_episodes_passes(mpiexec, ranks):
     job = mpiexec(ranks, SOAK, "--steps", "1200", "--seed", str(ranks), timeout=580)
     assert job.returncode in (0, 1), job.stdout + job.stderr  # 1: memory has not come to rest in so few steps
     assert "1200 steps" in job.stdout

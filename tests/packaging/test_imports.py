@@ -26,23 +26,23 @@ def python(code, executable=sys.executable, cwd="/"):
         *("mpicomp.bench", "mpicomp.bench.lab", "mpicomp.bench.measure", "mpicomp.bench.report", "mpicomp.bench.tasks"),
     ],
 )
-def test_an_import_loads_nothing_heavy(module):
+def test_import_loads_nothing_heavy(module):
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     assert python(code) == "[]"
 
 
 @pytest.mark.parametrize("module", ["mpicomp", "mpicomp.cli", "mpicomp.kernels", "mpicomp.bench.lab"])
-def test_an_import_loads_nothing_slow(module):
+def test_import_loads_nothing_slow(module):
     code = f"import sys, {module}; print([name for name in {SLOW} if name in sys.modules])"
     assert python(code) == "[]"
 
 
-def test_a_reducer_loads_nothing_slow_that_it_does_not_need():
+def test_reducer_loads_nothing_slow():
     code = f"import sys, mpicomp.reducer; print([name for name in {SLOW[4:]} if name in sys.modules])"
     assert python(code) == "[]"
 
 
-def test_compressors_and_reducers_load_no_mpi_until_one_is_made():
+def test_names_of_the_package_load_no_mpi():
     code = f"""if True:
         import sys, mpicomp
         from mpicomp import Reducer, TopK, allreduce, get_compressor
@@ -64,7 +64,7 @@ def test_every_public_name_is_there():
 
 
 @pytest.mark.timeout(300)
-def test_a_plain_install_has_everything_and_no_module_of_a_common_name(tmp_path):
+def test_plain_install_has_all_and_no_common_name(tmp_path):
     """A copy of the tracked files is installed without -e next to this Python's packages."""
     files = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False

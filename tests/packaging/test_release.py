@@ -25,7 +25,7 @@ PLACES = {"kernels/": "mpicomp/kernels/", "bench/": "mpicomp/bench/", "mpicomp/"
 @pytest.mark.parametrize(
     ("name", "schema"), [("CITATION.cff", "citation-file-format"), (".readthedocs.yaml", "readthedocs")]
 )
-def test_files_for_others_are_what_they_read(name, schema):
+def test_files_for_other_tools_are_valid(name, schema):
     pytest.importorskip("check_jsonschema")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(ROOT / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -49,7 +49,7 @@ def published(source):
 
 
 @pytest.mark.parametrize("is_published", [False, True])
-def test_links_of_the_description_lead_somewhere_from_a_package_index(tmp_path, monkeypatch, is_published):
+def test_description_on_a_package_index_has_links_that_lead(tmp_path, monkeypatch, is_published):
     for name in ("setup.py", "setup.cfg", "README.md", "mpicomp/_version.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -75,7 +75,7 @@ def tracked():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_wheel_of_the_source_distribution_trains_where_there_is_no_checkout(tmp_path):
+def test_wheel_of_the_source_trains_without_a_checkout(tmp_path):
     if importlib.util.find_spec("build") is None:
         pytest.skip("there is no build: pip install build")
     source, files = tmp_path / "source", tracked()

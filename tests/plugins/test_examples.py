@@ -44,7 +44,7 @@ def gradients(step, ranks, numel=20_000):
 
 
 @pytest.mark.parametrize("law", [law.__name__ for law in checks(mpicomp.TopK())])
-def test_the_compressor_keeps_the_laws(law):
+def test_compressor_of_the_docs_keeps_the_laws(law):
     [check] = [check for check in checks(sign_topk(0.05)) if check.__name__ == law]
     check()
 
@@ -54,12 +54,12 @@ def test_quantiser_of_the_docs_keeps_the_laws():
         check()
 
 
-def test_the_collective_keeps_the_laws():
+def test_collective_of_the_docs_keeps_the_laws():
     for check in checks(mpicomp.collectives.collective_class("halving-doubling")):
         check()
 
 
-def test_the_policy_keeps_the_laws():
+def test_policy_of_the_docs_keeps_the_laws():
     for check in checks(mpicomp.policies.get_policy({"id": "flush", "every": 4})):
         check()
 
