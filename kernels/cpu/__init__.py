@@ -9,10 +9,8 @@ import typing
 
 from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
-from mpicomp.kernels.cpu.blocks import decode_blocks, encode_blocks
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.chunks import select_in_chunks
-from mpicomp.kernels.cpu.convolution import conv_double, conv_halve, conv_mix, conv_room
 from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
 from mpicomp.kernels.cpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
 from mpicomp.kernels.cpu.fields import pack_fields, pack_out_of_range, resolve_levels, unpack_fields
@@ -22,6 +20,7 @@ from mpicomp.kernels.cpu.merge import count_reaching, intersect, merge_add, merg
 from mpicomp.kernels.cpu.message import sparse_add, write_header, write_tail
 from mpicomp.kernels.cpu.moments import Moments, logarithms
 from mpicomp.kernels.cpu.pieces import Pieces, concatenate
+from mpicomp.kernels.cpu.products import conv_double, conv_halve, conv_mix, conv_room, decode_blocks, encode_blocks
 from mpicomp.kernels.cpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
 from mpicomp.kernels.cpu.signs import pack_signs, unpack_signs, unpack_signs_add

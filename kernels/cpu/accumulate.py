@@ -3,12 +3,10 @@
 import math
 
 import numpy as np
-from mpicomp.kernels.cpu.bit_ops import first_one
 from mpicomp.kernels.cpu.bits import MASKS, as_bits, infinity_of, mask_of
-from mpicomp.kernels.cpu.compile import Floats, Indices, kernel
+from mpicomp.kernels.cpu.compile import Floats, Indices, cut, kernel, spread
 from mpicomp.kernels.cpu.moments import LEAST, MOST, Moments, _sums
-from mpicomp.kernels.cpu.simd import LANES, at_least
-from mpicomp.kernels.cpu.threads import cut, spread
+from mpicomp.kernels.cpu.tail import append_reaching
 from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are swept again while they are in the first-level cache
@@ -136,21 +134,5 @@ def _accumulate(gradient, residual, out, bits, mask, bound, base, index, found):
         total += sums[0]
         energy += sums[1]
         if bound is not None:
-            magnitudes = bits[block]
-            whole = magnitudes.size - magnitudes.size % LANES
-            for first in range(0, whole, LANES):
-                reached = at_least(magnitudes, first, bound)
-                while reached != 0:
-                    place = first + np.intp(first_one(reached))
-                    reached &= reached - np.uint64(1)
-                    if count < index.size:
-                        index[count] = base + start + place
-                        found[count] = magnitudes[place] & mask
-                    count += 1
-            for i in range(whole, magnitudes.size):
-                if (magnitudes[i] & mask) >= bound:
-                    if count < index.size:
-                        index[count] = base + start + i
-                        found[count] = magnitudes[i] & mask
-                    count += 1
+            count = append_reaching(None, bits[block], mask, bound, base + start, index, found, count)
     return count, nonzero, total, energy

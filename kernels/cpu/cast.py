@@ -14,21 +14,20 @@ def narrow(array: Floats, wire: str, out: NDArray[np.uint16], sent: Floats | Non
 
     ``sent`` receives the numbers that the receiver will see, in the dtype of ``array``.
     """
-    kernel_of = _narrow_bf16 if wire == "bf16" else _narrow_fp16
-    return float(kernel_of(array, out, sent))
+    return float(_narrow(array, out, sent, _BRAIN[wire]))
 
 
 def widen(source: NDArray[np.uint16], wire: str, out: Floats) -> None:
     """Write 16-bit numbers, stored as integers, to a float32 or float64 array of the same length."""
-    kernel_of = _widen_bf16 if wire == "bf16" else _widen_fp16
-    kernel_of(source, out)
+    _widen(source, out, _BRAIN[wire], None)
 
 
 def widen_add(source: NDArray[np.uint16], wire: str, out: Floats) -> None:
     """Add 16-bit numbers, stored as integers, to a float32 or float64 array of the same length."""
-    kernel_of = _widen_add_bf16 if wire == "bf16" else _widen_add_fp16
-    kernel_of(source, out)
+    _widen(source, out, _BRAIN[wire], True)
 
+
+_BRAIN = {"fp16": None, "bf16": True}  # None, whose type differs, makes Numba compile a kernel for each
 
 _SIGN = np.uint32(0x80000000)
 _INFINITY = np.uint32(0x7F800000)  # of float32
@@ -93,11 +92,17 @@ def _float32_of_fp16(half):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _narrow_bf16(array, out, sent):  # type: ignore[no-untyped-def]
+def _float32_of(half, brain):  # type: ignore[no-untyped-def]
+    return _float32_of_fp16(half) if brain is None else _float32_of_bf16(half)
+
+
+@kernel
+def _narrow(array, out, sent, brain):  # type: ignore[no-untyped-def]
     lost = 0.0
     for i in range(array.size):
-        out[i] = _bf16_of(_to_float32(array[i]))
-        wide = _float32_of_bf16(out[i])
+        single = _to_float32(array[i])
+        out[i] = _fp16_of(single) if brain is None else _bf16_of(single)
+        wide = _float32_of(out[i], brain)
         if sent is not None:
             sent[i] = wide
         error = np.float64(array[i]) - np.float64(wide)
@@ -106,37 +111,7 @@ def _narrow_bf16(array, out, sent):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _narrow_fp16(array, out, sent):  # type: ignore[no-untyped-def]
-    lost = 0.0
-    for i in range(array.size):
-        out[i] = _fp16_of(_to_float32(array[i]))
-        wide = _float32_of_fp16(out[i])
-        if sent is not None:
-            sent[i] = wide
-        error = np.float64(array[i]) - np.float64(wide)
-        lost += error * error
-    return lost
-
-
-@kernel
-def _widen_bf16(source, out):  # type: ignore[no-untyped-def]
+def _widen(source, out, brain, add):  # type: ignore[no-untyped-def]
     for i in range(source.size):
-        out[i] = _float32_of_bf16(source[i])
-
-
-@kernel
-def _widen_fp16(source, out):  # type: ignore[no-untyped-def]
-    for i in range(source.size):
-        out[i] = _float32_of_fp16(source[i])
-
-
-@kernel
-def _widen_add_bf16(source, out):  # type: ignore[no-untyped-def]
-    for i in range(source.size):
-        out[i] += _float32_of_bf16(source[i])
-
-
-@kernel
-def _widen_add_fp16(source, out):  # type: ignore[no-untyped-def]
-    for i in range(source.size):
-        out[i] += _float32_of_fp16(source[i])
+        wide = _float32_of(source[i], brain)
+        out[i] = wide if add is None else out[i] + wide

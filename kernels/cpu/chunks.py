@@ -3,6 +3,7 @@
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, mask_of
 from mpicomp.kernels.cpu.compile import Floats, Indices, kernel
+from mpicomp.kernels.cpu.select import write_reaching
 
 _FEW = 8  # elements of a chunk up to which a sorted list of the largest is faster than a radix selection
 _DIGIT = 11  # most bits of a digit of the radix selection: its counters stay in the first-level cache with a chunk
@@ -32,16 +33,7 @@ def _select_in_chunks(array, bits, mask, chunk, k, rest, listed, indices, values
             threshold, remaining = _kth_of_few(bits, mask, start, stop, remaining, listed)
         else:
             threshold, remaining = _kth_in(bits, mask, start, stop, remaining, listed, most, counts)
-        for i in range(start, stop):
-            magnitude = bits[i] & mask
-            if magnitude >= threshold:
-                if magnitude == threshold:
-                    if remaining == 0:
-                        continue
-                    remaining -= 1
-                indices[count] = i
-                values[count] = array[i]
-                count += 1
+        count = write_reaching(array, None, bits, mask, threshold, remaining, start, stop, count, indices, values)
 
 
 @kernel

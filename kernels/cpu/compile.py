@@ -1,6 +1,11 @@
-"""Decorators that compile the kernels of this package with Numba."""
+"""Compilation of the kernels of this package with Numba, and sweeps that several threads share.
 
+Kernels run without the GIL, each on a part of the array.
+"""
+
+import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numba
@@ -9,12 +14,15 @@ from mpicomp.kernels.cache import cached
 from numpy.typing import NDArray
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Outcome = TypeVar("Outcome")
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.floating]
 Indices = NDArray[np.uint32]
 Singles = NDArray[np.float32]
 Words = NDArray[np.uint64]
+
+_GRAIN = 1 << 16  # elements; less than that is swept sooner than a thread is woken
 
 
 def kernel(function: Function) -> Function:
@@ -34,3 +42,29 @@ def exact(function: Function) -> Function:
     # Said, since what is left out would be taken over from the first kernel that calls the function.
     compiled: Function = numba.njit(nogil=True, fastmath=False)(function)
     return cached(compiled)
+
+
+def cut(size: int, threads: int) -> list[slice]:
+    """Cut ``size`` elements into at most ``threads`` parts, none of them too short to be worth a thread.
+
+    Examples
+    --------
+    >>> cut(10, 4), cut(1 << 20, 2)
+    ([slice(0, 10, None)], [slice(0, 524288, None), slice(524288, 1048576, None)])
+    """
+    parts = max(1, min(threads, size // _GRAIN))
+    length = -(-size // parts // 64) * 64  # parts begin where cache lines do, if the array does
+    return [slice(start, min(start + length, size)) for start in range(0, size, length)] if size else [slice(0, 0)]
+
+
+def spread(task: Callable[[slice], Outcome], parts: list[slice]) -> list[Outcome]:
+    """Run a task on every part, the first one on this thread, and return the outcomes in order."""
+    if len(parts) == 1:
+        return [task(parts[0])]
+    others = [_pool(len(parts) - 1).submit(task, part) for part in parts[1:]]
+    return [task(parts[0]), *(other.result() for other in others)]
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="mpicomp-kernel")

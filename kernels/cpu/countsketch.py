@@ -49,11 +49,11 @@ def _sketch_add(array, low, high, table):  # type: ignore[no-untyped-def]
     # Row by row: of a large table one row may still be in the cache.
     words = np.empty(_BLOCK, np.uint32)
     for row in range(table.shape[0]):
-        own_low, own_high = _row_key(row, low, high)
+        row_low, row_high = _row_key(row, low, high)
         cells = table[row]
         for start in range(0, array.size, _BLOCK):
             part = array[start : start + _BLOCK]
-            _hash(start, own_low, own_high, words[: part.size])
+            _hash(start, row_low, row_high, words[: part.size])
             for j in range(part.size):
                 cells[_column(words[j], cells.size)] += -part[j] if words[j] & np.uint32(1) else part[j]
 
@@ -66,8 +66,8 @@ def _sketch_estimate(table, low, high, out):  # type: ignore[no-untyped-def]
     for start in range(0, out.size, _BLOCK):
         part = out[start : start + _BLOCK]
         for row in range(rows):
-            own_low, own_high = _row_key(row, low, high)
-            _hash(start, own_low, own_high, words[: part.size])
+            row_low, row_high = _row_key(row, low, high)
+            _hash(start, row_low, row_high, words[: part.size])
             cells, estimates = table[row], rows_of_estimates[row]
             for j in range(part.size):
                 cell = cells[_column(words[j], cells.size)]
@@ -90,7 +90,7 @@ def _order(lower, upper, count):  # type: ignore[no-untyped-def]
 @kernel
 def _sketch_clear(indices, low, high, table):  # type: ignore[no-untyped-def]
     for row in range(table.shape[0]):
-        own_low, own_high = _row_key(row, low, high)
+        row_low, row_high = _row_key(row, low, high)
         cells = table[row]
         for j in range(indices.size):
-            cells[_column(draw(indices[j], own_low, own_high), cells.size)] = 0
+            cells[_column(draw(indices[j], row_low, row_high), cells.size)] = 0

@@ -13,7 +13,7 @@ from mpicomp.kernels.cpu.signs import _signs
 from mpicomp.kernels.cpu.simd import LANES
 
 _BLOCK = 1024  # elements that are gone through again while they are in the first-level cache
-_FRACTION = np.uint32(23)  # bits of a float32 behind its exponent
+_FRACTION = np.uint32(23)  # bits of a float32 after its exponent
 _SIGN = np.uint32(31)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
@@ -37,12 +37,12 @@ def pack_exponents(array: Floats, words: Words, exponents: Bytes, sent: Floats, 
 
 def unpack_exponents(words: Words, exponents: Bytes, out: Floats) -> None:
     """Write what `pack_exponents` has packed to a float32 or float64 array of the same length."""
-    _unpack_exponents(words, exponents, out)
+    _unpack_exponents(words, exponents, None, out)
 
 
 def unpack_exponents_add(words: Words, exponents: Bytes, factor: float, out: Floats) -> None:
     """Add ``factor`` times what `pack_exponents` has packed to a float32 or float64 array of the same length."""
-    _unpack_exponents_add(words, exponents, factor, out)
+    _unpack_exponents(words, exponents, out.dtype.type(factor), out)
 
 
 @kernel
@@ -97,21 +97,10 @@ def _read(words, exponents, start, negative, rounded):  # type: ignore[no-untype
 
 
 @exact
-def _unpack_exponents(words, exponents, out):  # type: ignore[no-untyped-def]
+def _unpack_exponents(words, exponents, factor, out):  # type: ignore[no-untyped-def]
     negative, rounded = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.float32)
     for start in range(0, out.size, _BLOCK):
         part = out[start : start + _BLOCK]
         _read(words, exponents, start, negative, rounded.view(np.uint32))
         for i in range(part.size):
-            part[i] = rounded[i]
-
-
-@exact
-def _unpack_exponents_add(words, exponents, factor, out):  # type: ignore[no-untyped-def]
-    negative, rounded = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.float32)
-    share = out.dtype.type(factor)
-    for start in range(0, out.size, _BLOCK):
-        part = out[start : start + _BLOCK]
-        _read(words, exponents, start, negative, rounded.view(np.uint32))
-        for i in range(part.size):
-            part[i] += share * out.dtype.type(rounded[i])
+            part[i] = rounded[i] if factor is None else part[i] + factor * out.dtype.type(rounded[i])

@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 _BLOCK = 1024  # elements that are gone through again while they are in the first-level cache
 
-# Places on the grid are numbers with this many bits behind the point: with 8 before it they fill an int32. A float32
+# Places on the grid are numbers with this many bits after the point: with 8 before it they fill an int32. A float32
 # has no more of them between 1 and 2, so nothing is lost but what lies below the last one.
 _FRACTION = 23
 _ONE = 1 << _FRACTION
@@ -44,10 +44,7 @@ def pack_grid(
     a step; without one to the nearest point. Return the squared L2 norm of ``array - sent``; NaN where an element is
     NaN or infinite.
     """
-    halves_of_key = None if key is None else halves(key)
-    keys = array.view(_SIGNED[array.dtype])
-    flip = np.iinfo(keys.dtype).max
-    return float(_pack_grid(array, keys, flip, bucket, bits, norm == "l2", steps, words, sent, halves_of_key))
+    return _packed(array, bucket, bits, norm == "l2", None, steps, words, sent, key)
 
 
 def pack_range(
@@ -66,22 +63,36 @@ def pack_range(
     so small that the step has no inverse, the step is 0 and the base is the number in the range that is nearest to
     zero.
     """
-    halves_of_key = None if key is None else halves(key)
-    keys = array.view(_SIGNED[array.dtype])
-    flip = np.iinfo(keys.dtype).max
-    return float(_pack_range(array, keys, flip, bucket, bits, bases, steps, words, sent, halves_of_key))
+    return _packed(array, bucket, bits, False, bases, steps, words, sent, key)
 
 
 def unpack_grid(bases: Singles | None, steps: Singles, words: Words, bucket: int, bits: int, out: Floats) -> None:
     """Write what `pack_grid` (without bases) or `pack_range` has packed to an array of its length."""
-    _unpack_grid(bases, steps, words, bucket, bits, out)
+    _unpack_grid(bases, steps, words, bucket, bits, None, out)
 
 
 def unpack_grid_add(
     bases: Singles | None, steps: Singles, words: Words, bucket: int, bits: int, factor: float, out: Floats
 ) -> None:
     """Add ``factor`` times what was packed; it multiplies bases and steps in float64, before they are rounded."""
-    _unpack_grid_add(bases, steps, words, bucket, bits, factor, out)
+    _unpack_grid(bases, steps, words, bucket, bits, factor, out)
+
+
+def _packed(
+    array: Floats,
+    bucket: int,
+    bits: int,
+    euclidean: bool,
+    bases: Singles | None,
+    steps: Singles,
+    words: Words,
+    sent: Floats,
+    key: int | None,
+) -> float:
+    halves_of_key = None if key is None else halves(key)
+    keys = array.view(_SIGNED[array.dtype])
+    flip = np.iinfo(keys.dtype).max
+    return float(_pack_grid(array, keys, flip, bucket, bits, euclidean, bases, steps, words, sent, halves_of_key))
 
 
 _SIGNED: dict[np.dtype[Any], np.dtype[Any]] = {
@@ -184,17 +195,11 @@ def _lost(array, sent, start, stop):  # type: ignore[no-untyped-def]
 
 
 @exact
-def _write(codes, place, base, step, offset, out, start, stop):  # type: ignore[no-untyped-def]
+def _write(codes, place, base, step, offset, out, start, stop, add):  # type: ignore[no-untyped-def]
     number = out.dtype.type
     for i in range(start, stop):
-        out[i] = base + number(np.int32(np.int32(codes[i - start + place]) - offset)) * step
-
-
-@exact
-def _add(codes, place, base, step, offset, out, start, stop):  # type: ignore[no-untyped-def]
-    number = out.dtype.type
-    for i in range(start, stop):
-        out[i] += base + number(np.int32(np.int32(codes[i - start + place]) - offset)) * step
+        value = base + number(np.int32(np.int32(codes[i - start + place]) - offset)) * step
+        out[i] = value if add is None else out[i] + value
 
 
 # Packing goes block by block, and what is done to a block lies in the first-level cache. A block is as many buckets as
@@ -225,65 +230,44 @@ def _pack(array, first, last, bucket, bits, points, offset, bases, steps, words,
     for which in range(first // bucket, (last - 1) // bucket + 1):
         start, stop = max(first, which * bucket), min(last, (which + 1) * bucket)
         base, step = number(0) if bases is None else number(bases[which]), number(steps[which])
-        _write(codes, np.uintp(start - first), base, step, offset, sent, np.uintp(start), np.uintp(stop))
+        _write(codes, np.uintp(start - first), base, step, offset, sent, np.uintp(start), np.uintp(stop), None)
     return _lost(array, sent, np.uintp(first), np.uintp(last))
 
 
 @kernel
-def _pack_grid(array, keys, flip, bucket, bits, euclidean, steps, words, sent, key):  # type: ignore[no-untyped-def]
+def _pack_grid(array, keys, flip, bucket, bits, euclidean, bases, steps, words, sent, key):  # type: ignore[no-untyped-def]
     codes = np.empty(_BLOCK, np.uint8)
-    offset = np.int32((1 << (bits - 1)) - 1)
-    points = np.int32(2 * offset)
+    offset = _offset_of(bases, bits)
+    points = np.int32((1 << bits) - 1 if bases is not None else 2 * offset)
     block = _block_of(bucket)
     lost = 0.0
     for first in range(0, array.size, block):
         last = min(first + block, array.size)
         for which in range((first + bucket - 1) // bucket, (last - 1) // bucket + 1):  # that begin here
             start, stop = np.uintp(which * bucket), np.uintp(min((which + 1) * bucket, array.size))
-            steps[which] = _symmetric(array, keys, flip, euclidean, offset, start, stop)
-        lost += _pack(array, first, last, bucket, bits, points, offset, None, steps, words, sent, key, codes)
-    return lost
-
-
-@kernel
-def _pack_range(array, keys, flip, bucket, bits, bases, steps, words, sent, key):  # type: ignore[no-untyped-def]
-    codes = np.empty(_BLOCK, np.uint8)
-    points, offset = np.int32((1 << bits) - 1), np.int32(0)
-    block = _block_of(bucket)
-    lost = 0.0
-    for first in range(0, array.size, block):
-        last = min(first + block, array.size)
-        for which in range((first + bucket - 1) // bucket, (last - 1) // bucket + 1):  # that begin here
-            start, stop = np.uintp(which * bucket), np.uintp(min((which + 1) * bucket, array.size))
-            least, largest = _extremes(keys, flip, start, stop)
-            bases[which], steps[which] = _between(array, least, largest, points)
+            if bases is None:
+                steps[which] = _symmetric(array, keys, flip, euclidean, offset, start, stop)
+            else:
+                least, largest = _extremes(keys, flip, start, stop)
+                bases[which], steps[which] = _between(array, least, largest, points)
         lost += _pack(array, first, last, bucket, bits, points, offset, bases, steps, words, sent, key, codes)
     return lost
 
 
+@kernel
+def _offset_of(bases, bits):  # type: ignore[no-untyped-def]
+    return np.int32(0 if bases is not None else (1 << (bits - 1)) - 1)
+
+
 @exact
-def _unpack_grid(bases, steps, words, bucket, bits, out):  # type: ignore[no-untyped-def]
+def _unpack_grid(bases, steps, words, bucket, bits, factor, out):  # type: ignore[no-untyped-def]
     number, codes = out.dtype.type, np.empty(_BLOCK, np.uint8)
-    offset = np.int32(0 if bases is not None else (1 << (bits - 1)) - 1)
+    offset = _offset_of(bases, bits)
     for which in range(steps.size):
-        base = number(0) if bases is None else number(bases[which])
-        step = number(steps[which])
+        base = number(0) if bases is None else number(bases[which] if factor is None else factor * bases[which])
+        step = number(steps[which] if factor is None else factor * steps[which])
         stop = min((which + 1) * bucket, out.size)
         for first in range(which * bucket, stop, _BLOCK):
             last = min(first + _BLOCK, stop)
             read_planes(words, first // LANES * bits, (last - first + LANES - 1) // LANES, bits, codes)
-            _write(codes, np.uintp(0), base, step, offset, out, np.uintp(first), np.uintp(last))
-
-
-@exact
-def _unpack_grid_add(bases, steps, words, bucket, bits, factor, out):  # type: ignore[no-untyped-def]
-    number, codes = out.dtype.type, np.empty(_BLOCK, np.uint8)
-    offset = np.int32(0 if bases is not None else (1 << (bits - 1)) - 1)
-    for which in range(steps.size):
-        base = number(0) if bases is None else number(factor * bases[which])
-        step = number(factor * steps[which])
-        stop = min((which + 1) * bucket, out.size)
-        for first in range(which * bucket, stop, _BLOCK):
-            last = min(first + _BLOCK, stop)
-            read_planes(words, first // LANES * bits, (last - first + LANES - 1) // LANES, bits, codes)
-            _add(codes, np.uintp(0), base, step, offset, out, np.uintp(first), np.uintp(last))
+            _write(codes, np.uintp(0), base, step, offset, out, np.uintp(first), np.uintp(last), factor)

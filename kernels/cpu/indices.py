@@ -1,6 +1,6 @@
 """Elias-Fano code of ascending indices: near the entropy of a random choice, of a length known beforehand.
 
-An index has ``bits`` low bits and a high part. The low parts stand one behind the other. The high parts do not
+An index has ``bits`` low bits and a high part. The low parts stand one after the other. The high parts do not
 descend, so they make a bitmap: the one of the j-th index, from 0 on, is bit ``high + j``, and as many zeros
 stand before it as its high part is large. Low parts and bitmap each begin at a 64-bit word, are filled from
 the lowest bit of their first word on, and leave the rest of their last word zero.
@@ -9,8 +9,8 @@ the lowest bit of their first word on, and leave the rest of their last word zer
 from collections.abc import Sequence
 
 import numpy as np
-from mpicomp.kernels.cpu.bit_ops import first_one, ones
 from mpicomp.kernels.cpu.compile import Bytes, Indices, kernel
+from mpicomp.kernels.cpu.simd import first_one, ones
 from mpicomp.kernels.sizes import index_bytes, layout_of
 from numpy.typing import NDArray
 
@@ -123,7 +123,7 @@ def _decode(code, bits, upper, numel, out):  # type: ignore[no-untyped-def]
         high = np.uint64(w << 6) - count
         for _ in range(held):
             # Since count < out.size, a low part begins in a word of low parts, and the bitmap has at least one word
-            # behind them; where there are no low parts, both places are 0.
+            # after them; where there are no low parts, both places are 0.
             place, shift = at >> six, at & last
             part = (code[place] >> shift) | ((code[place + step] << one) << (last - shift))
             index = ((high + first_one(word)) << bits) | (part & mask)

@@ -17,7 +17,7 @@ def merge_add(
     The outputs have room for both selections and must not overlap them; they are undefined after the union.
     """
     _check_room("merge_add", indices_a.size + indices_b.size, out_indices, out_values)
-    return int(_merge_add(indices_a, values_a, indices_b, values_b, out_indices, out_values))
+    return int(_merge(indices_a, values_a, indices_b, values_b, out_indices, out_values, None))
 
 
 def merge_subtract(
@@ -28,7 +28,7 @@ def merge_subtract(
     An element whose index only the first selection has stays, whatever its value.
     """
     _check_room("merge_subtract", indices_a.size + indices_b.size, out_indices, out_values)
-    return int(_merge_subtract(indices_a, values_a, indices_b, values_b, out_indices, out_values))
+    return int(_merge(indices_a, values_a, indices_b, values_b, out_indices, out_values, True))
 
 
 def intersect(
@@ -90,17 +90,19 @@ def _check_room(name: str, needed: int, indices: Indices, values: Floats) -> Non
 
 
 @kernel
-def _merge_add(indices_a, values_a, indices_b, values_b, out_indices, out_values):  # type: ignore[no-untyped-def]
+def _merge(indices_a, values_a, indices_b, values_b, out_indices, out_values, subtract):  # type: ignore[no-untyped-def]
     a, b, count = 0, 0, 0
     nothing = out_values.dtype.type(0)
     while a < indices_a.size and b < indices_b.size:
         first, second = indices_a[a], indices_b[b]
         out_indices[count] = min(first, second)
         left, right = values_a[a], values_b[b]
-        out_values[count] = (left if first <= second else nothing) + (right if second <= first else nothing)
+        left, right = left if first <= second else nothing, right if second <= first else nothing
+        value = left + right if subtract is None else left - right
+        out_values[count] = value
         a += first <= second
         b += second <= first
-        count += 1
+        count += True if subtract is None else (first < second) | (value != 0)
     while a < indices_a.size:
         out_indices[count] = indices_a[a]
         out_values[count] = values_a[a]
@@ -108,34 +110,8 @@ def _merge_add(indices_a, values_a, indices_b, values_b, out_indices, out_values
         count += 1
     while b < indices_b.size:
         out_indices[count] = indices_b[b]
-        out_values[count] = values_b[b]
-        b += 1
-        count += 1
-    return count
-
-
-@kernel
-def _merge_subtract(indices_a, values_a, indices_b, values_b, out_indices, out_values):  # type: ignore[no-untyped-def]
-    a, b, count = 0, 0, 0
-    nothing = out_values.dtype.type(0)
-    while a < indices_a.size and b < indices_b.size:
-        first, second = indices_a[a], indices_b[b]
-        out_indices[count] = min(first, second)
-        left, right = values_a[a], values_b[b]
-        difference = (left if first <= second else nothing) - (right if second <= first else nothing)
-        out_values[count] = difference
-        a += first <= second
-        b += second <= first
-        count += (first < second) | (difference != 0)
-    while a < indices_a.size:
-        out_indices[count] = indices_a[a]
-        out_values[count] = values_a[a]
-        a += 1
-        count += 1
-    while b < indices_b.size:
-        out_indices[count] = indices_b[b]
-        out_values[count] = -values_b[b]
-        count += values_b[b] != 0
+        out_values[count] = values_b[b] if subtract is None else -values_b[b]
+        count += True if subtract is None else values_b[b] != 0
         b += 1
     return count
 

@@ -1,7 +1,6 @@
-"""Messages: the words that stand before the payload of one, the numbers behind an array, and what selections add up to.
+"""Messages: the header before the payload, the numbers after an array, and the sum of several selections.
 
-What is written here are numbers that a device knows and the host does not: `mpicomp.kernels.gpu` writes them without
-anybody waiting for them.
+On a device the numbers are known there alone, and `mpicomp.kernels.gpu` writes them without a wait.
 """
 
 import struct

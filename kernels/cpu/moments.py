@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from mpicomp.kernels.cpu.compile import Floats, kernel
-from mpicomp.kernels.cpu.threads import cut, spread
+from mpicomp.kernels.cpu.compile import Floats, cut, kernel, spread
 
 # Sums over a block are taken in the array's dtype; where the sum of squares leaves this range they are taken again
 # in float64, since squares may have vanished or overflowed.

@@ -1,4 +1,4 @@
-"""Pieces of an array that lie here and there, put one behind the other."""
+"""Concatenation of scattered pieces of an array."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,19 +12,13 @@ WIRES = {np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}  # what inte
 
 
 class Pieces:
-    """What `concatenate` has found out about pieces, to be passed again: nothing, on the host.
-
-    Parameters
-    ----------
-    pieces : sequence of arrays
-        As in `concatenate`.
-    """
+    """Table of pieces that `concatenate` returns for its next call; on the host it is empty."""
 
     def __init__(self, pieces: Sequence[NDArray[Any]]) -> None:
         pass
 
     def fits(self, pieces: Sequence[NDArray[Any]]) -> bool:
-        """Return whether this is what is known of these pieces."""
+        """Return whether the table is that of these pieces."""
         return True
 
 

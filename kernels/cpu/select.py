@@ -26,9 +26,8 @@ def select_largest(array: Floats, threshold: int, indices: Indices, values: Floa
 
     ``threshold`` is what `kth_magnitude` returned for ``k = indices.size``.
     """
-    _select_largest(
-        array, as_bits(array), mask_of(array.dtype), mask_of(array.dtype).dtype.type(threshold), indices, values
-    )
+    mask = mask_of(array.dtype)
+    _select_largest(array, None, as_bits(array), mask, mask.dtype.type(threshold), indices, values)
 
 
 def select_candidates(
@@ -47,7 +46,7 @@ def select_candidates(
     scratch[:] = bits
     scratch.partition(scratch.size - k)
     threshold = scratch[scratch.size - k]
-    _select_candidates(index, bits, threshold, array, indices, values)
+    _select_largest(array, index, bits, mask_of(array.dtype), threshold, indices, values)
     return int(threshold)
 
 
@@ -83,37 +82,26 @@ def _kth_magnitude(bits, mask, k, most):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _select_largest(array, bits, mask, threshold, indices, values):  # type: ignore[no-untyped-def]
+def _select_largest(array, index, bits, mask, threshold, indices, values):  # type: ignore[no-untyped-def]
     ties = indices.size
     for i in range(bits.size):
         if (bits[i] & mask) > threshold:
             ties -= 1
-    count = 0
-    for i in range(bits.size):
+    write_reaching(array, index, bits, mask, threshold, ties, 0, bits.size, 0, indices, values)
+
+
+@kernel
+def write_reaching(array, index, bits, mask, threshold, ties, start, stop, count, indices, values):  # type: ignore[no-untyped-def]
+    """Write the elements above a threshold and the first ``ties`` equal to it, from ``count`` on; return their end."""
+    for i in range(start, stop):
         magnitude = bits[i] & mask
         if magnitude >= threshold:
             if magnitude == threshold:
                 if ties == 0:
                     continue
                 ties -= 1
-            indices[count] = i
-            values[count] = array[i]
+            place = i if index is None else index[i]
+            indices[count] = place
+            values[count] = array[place]
             count += 1
-
-
-@kernel
-def _select_candidates(index, bits, threshold, array, indices, values):  # type: ignore[no-untyped-def]
-    ties = indices.size
-    for j in range(bits.size):
-        if bits[j] > threshold:
-            ties -= 1
-    count = 0
-    for j in range(bits.size):
-        if bits[j] >= threshold:
-            if bits[j] == threshold:
-                if ties == 0:
-                    continue
-                ties -= 1
-            indices[count] = index[j]
-            values[count] = array[index[j]]
-            count += 1
+    return count

@@ -26,12 +26,12 @@ def pack_signs(array: Floats, block: int, scales: Singles, words: Words, sent: F
 
 def unpack_signs(scales: Singles, words: Words, block: int, out: Floats) -> None:
     """Write what `pack_signs` has packed to a float32 or float64 array of the same length."""
-    _unpack_signs(scales, words, block, out)
+    _unpack_signs(scales, words, block, None, out)
 
 
 def unpack_signs_add(scales: Singles, words: Words, block: int, factor: float, out: Floats) -> None:
     """Add ``factor`` times what `pack_signs` has packed; it multiplies scales in float64, before they are rounded."""
-    _unpack_signs_add(scales, words, block, factor, out)
+    _unpack_signs(scales, words, block, factor, out)
 
 
 @kernel
@@ -100,16 +100,11 @@ def _add(words, value, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _unpack_signs(scales, words, block, out):  # type: ignore[no-untyped-def]
+def _unpack_signs(scales, words, block, factor, out):  # type: ignore[no-untyped-def]
     for number in range(scales.size):
         start = number * block
-        words_of_block = words[start // LANES : (start + block) // LANES]
-        _write(words_of_block, out.dtype.type(scales[number]), out[start : start + block])
-
-
-@kernel
-def _unpack_signs_add(scales, words, block, factor, out):  # type: ignore[no-untyped-def]
-    for number in range(scales.size):
-        start = number * block
-        words_of_block = words[start // LANES : (start + block) // LANES]
-        _add(words_of_block, out.dtype.type(factor * scales[number]), out[start : start + block])
+        part, words_of_block = out[start : start + block], words[start // LANES : (start + block) // LANES]
+        if factor is None:
+            _write(words_of_block, out.dtype.type(scales[number]), part)
+        else:
+            _add(words_of_block, out.dtype.type(factor * scales[number]), part)

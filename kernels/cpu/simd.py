@@ -1,4 +1,4 @@
-"""Sixty-four elements at once: the vector instructions that Numba's loops do not reach."""
+"""Sixty-four elements at once, and bits of 64-bit words: the instructions that Numba's loops do not reach."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +12,22 @@ LANES = 64
 
 _REGISTER = 512  # bits; where the processor's vectors are shorter LLVM cuts them
 _PLACE = ir.IntType(64)
+
+
+@intrinsic
+def ones(typingctx: Any, word: Any) -> Any:
+    """Count the bits that are set."""
+    return word(word), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
+
+
+@intrinsic
+def first_one(typingctx: Any, word: Any) -> Any:
+    """Return the place of the lowest bit that is set; anything for zero, which has none."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return word(word), generate
 
 
 @intrinsic

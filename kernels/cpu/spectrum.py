@@ -2,9 +2,8 @@
 
 import numpy as np
 from mpicomp.kernels.cpu.bits import infinity_of
-from mpicomp.kernels.cpu.compile import Floats, kernel
+from mpicomp.kernels.cpu.compile import Floats, kernel, spread
 from mpicomp.kernels.cpu.moments import strided
-from mpicomp.kernels.cpu.threads import spread
 from numpy.typing import NDArray
 
 BINS = 2048

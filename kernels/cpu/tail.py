@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from mpicomp.kernels.cpu.bit_ops import first_one
 from mpicomp.kernels.cpu.bits import as_bits, magnitude_bits, mask_of
-from mpicomp.kernels.cpu.compile import Floats, Indices, kernel
+from mpicomp.kernels.cpu.compile import Floats, Indices, kernel, spread
 from mpicomp.kernels.cpu.moments import LEAST, MOST, strided
-from mpicomp.kernels.cpu.simd import LANES, at_least
-from mpicomp.kernels.cpu.threads import spread
+from mpicomp.kernels.cpu.simd import LANES, at_least, first_one
 from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are summed in the array's dtype
@@ -51,7 +49,7 @@ def select_above(array: Floats, threshold: float, base: int, indices: Indices, v
     """
     mask = mask_of(array.dtype)
     bound = mask.dtype.type(magnitude_bits(threshold, array.dtype) + 1)
-    return int(_select_above(array, as_bits(array), mask, bound, base, indices, values, count))
+    return int(append_reaching(array, as_bits(array), mask, bound, base, indices, values, count))
 
 
 def select_listed(
@@ -105,7 +103,8 @@ def _tail(array, threshold, stride):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _select_above(array, bits, mask, bound, base, indices, values, count):  # type: ignore[no-untyped-def]
+def append_reaching(array, bits, mask, bound, base, indices, values, count):  # type: ignore[no-untyped-def]
+    """Append indices and elements, or magnitude bits without an array, of what reaches a bound; return their end."""
     whole = bits.size - bits.size % LANES
     for first in range(0, whole, LANES):
         reached = at_least(bits, first, bound)
@@ -114,13 +113,13 @@ def _select_above(array, bits, mask, bound, base, indices, values, count):  # ty
             reached &= reached - np.uint64(1)
             if count < indices.size:
                 indices[count] = base + place
-                values[count] = array[place]
+                values[count] = bits[place] & mask if array is None else array[place]
             count += 1
     for i in range(whole, bits.size):
         if (bits[i] & mask) >= bound:
             if count < indices.size:
                 indices[count] = base + i
-                values[count] = array[i]
+                values[count] = bits[i] & mask if array is None else array[i]
             count += 1
     return count
 

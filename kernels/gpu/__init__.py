@@ -12,8 +12,6 @@ device. Scratch of single functions comes from CuPy's memory pool, that of `topk
 import typing
 
 from mpicomp.kernels.cpu import BINS, GROUP, Moments, Tail, edges, mask_of
-from mpicomp.kernels.gpu.accumulate import accumulate, accumulate_candidates
-from mpicomp.kernels.gpu.bits import magnitude_bits, magnitude_of
 from mpicomp.kernels.gpu.codes import (
     majority,
     narrow,
@@ -55,6 +53,8 @@ from mpicomp.kernels.gpu.products import (
 from mpicomp.kernels.gpu.scatter import Pieces, clear_at, collect, concatenate, gather, scatter_add, subtract_at
 from mpicomp.kernels.gpu.select import (
     kth_magnitude,
+    magnitude_bits,
+    magnitude_of,
     select_above,
     select_candidates,
     select_in_chunks,
@@ -63,6 +63,8 @@ from mpicomp.kernels.gpu.select import (
 )  # fmt: skip
 from mpicomp.kernels.gpu.sidco import Estimate, sidco
 from mpicomp.kernels.gpu.sweeps import (
+    accumulate,
+    accumulate_candidates,
     counts_above,
     energy,
     is_finite,

@@ -173,17 +173,17 @@ def resolve_levels(words, ranks, level, levels):
 
 @twin_of(cpu.pack_votes)
 def pack_votes(array, words):
-    launch("votes", "pack_votes", array.dtype, strides(64 * words.size), array, array.size, words, 2 * words.size)
+    launch("signs", "pack_votes", array.dtype, strides(64 * words.size), array, array.size, words, 2 * words.size)
 
 
 @twin_of(cpu.majority)
 def majority(votes, out):
-    launch("votes", "majority", np.float32, strides(out.size), votes, votes.size // max(1, out.size), out, out.size)
+    launch("signs", "majority", np.float32, strides(out.size), votes, votes.size // max(1, out.size), out, out.size)
 
 
 @twin_of(cpu.unpack_votes)
 def unpack_votes(words, value, out):
-    launch("votes", "unpack_votes", out.dtype, strides(out.size), words, float(value), out, out.size)
+    launch("signs", "unpack_votes", out.dtype, strides(out.size), words, float(value), out, out.size)
 
 
 def _pack_codes(array, bucket, bits, points, offset, bases, steps, words, sent, key):

@@ -30,8 +30,13 @@ def twin_of(host: Callable[Parameters, Any]) -> Callable[[Callable[..., Any]], C
     return decorate
 
 
+def code_of(source: str) -> str:
+    """Return the text of the headers and of a source: NVRTC includes no files."""
+    return "".join(Path(__file__).with_name(name).read_text() for name in ("common.cuh", "sums.cuh", f"{source}.cu"))
+
+
 def library() -> Any:
-    """Return the module cupy, which everybody who has a CuPy array has imported."""
+    """Return the module cupy, which callers with CuPy arrays have imported."""
     try:
         return sys.modules["cupy"]
     except KeyError:
@@ -74,6 +79,27 @@ def strides(size: int) -> int:
     return max(1, min(LIMIT, -(-size // THREADS)))
 
 
+def word_of(dtype: Any) -> Any:
+    """Return the unsigned integer type as wide as float32 or float64."""
+    return np.uint32 if np.dtype(dtype) == np.float32 else np.uint64
+
+
+def on_device(value: Any) -> bool:
+    """Return whether a value is a device array, and not a number."""
+    return hasattr(value, "dtype") and isinstance(value, library().ndarray)
+
+
+def scalar_arg(value: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return the two arguments by which kernels take a scalar: its address, or 0, and the number.
+
+    ``dtype`` is the type that the kernel reads at the address: numpy.int64, numpy.uint64 or numpy.float64.
+    """
+    zero = 0.0 if dtype == np.float64 else 0
+    if on_device(value):
+        return value.astype(dtype, copy=False), zero
+    return 0, float(value) if dtype == np.float64 else int(value)
+
+
 @functools.cache
 def _kernel(cupy: Any, device: int, source: str, name: str, dtype: np.dtype[Any]) -> Any:
     return _module(cupy, device, source, dtype).get_function(name)
@@ -81,6 +107,4 @@ def _kernel(cupy: Any, device: int, source: str, name: str, dtype: np.dtype[Any]
 
 @functools.cache
 def _module(cupy: Any, device: int, source: str, dtype: np.dtype[Any]) -> Any:
-    folder = Path(__file__).parent
-    code = (folder / "common.cuh").read_text() + (folder / f"{source}.cu").read_text()
-    return cupy.RawModule(code=code, options=("-std=c++17", f"-DREAL={_REAL[dtype]}"))
+    return cupy.RawModule(code=code_of(source), options=("-std=c++17", f"-DREAL={_REAL[dtype]}"))

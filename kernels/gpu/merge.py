@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 from mpicomp.kernels import cpu
-from mpicomp.kernels.gpu.bits import scalar_arg
-from mpicomp.kernels.gpu.compile import WARPS, launch, library, strides, tiles, twin_of
+from mpicomp.kernels.gpu.compile import WARPS, launch, library, scalar_arg, strides, tiles, twin_of
 from mpicomp.kernels.gpu.reduce import Partials
 from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles
 

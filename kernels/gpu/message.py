@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.message import HALVES, check_stored
-from mpicomp.kernels.gpu.bits import scalar_arg
-from mpicomp.kernels.gpu.compile import launch, library, strides, sweeps, twin_of
+from mpicomp.kernels.gpu.compile import launch, library, scalar_arg, strides, sweeps, twin_of
 from mpicomp.kernels.gpu.reduce import kept_partials
 
 

@@ -12,13 +12,13 @@ PART = 2048  # cells of a row that a block sums at a time, from all elements: la
 def encode_blocks(values, matrix, out):
     kept, block = matrix.shape
     blocks = strides(out.size)
-    launch("blocks", "encode_blocks", out.dtype, blocks, values, values.size, matrix, kept, block, out, out.size)
+    launch("products", "encode_blocks", out.dtype, blocks, values, values.size, matrix, kept, block, out, out.size)
 
 
 @twin_of(cpu.decode_blocks)
 def decode_blocks(code, matrix, out):
     kept, block = matrix.shape
-    launch("blocks", "decode_blocks", out.dtype, strides(out.size), code, matrix, kept, block, out, out.size)
+    launch("products", "decode_blocks", out.dtype, strides(out.size), code, matrix, kept, block, out, out.size)
 
 
 @twin_of(cpu.conv_room)
@@ -39,7 +39,7 @@ def conv_double(values, weights, bias, slope, gate, scratch, out):
 @twin_of(cpu.conv_mix)
 def conv_mix(values, weights, bias, out):
     blocks, inputs = strides(out.size), values.shape[0]
-    launch("convolution", "conv_mix", out.dtype, blocks, values, inputs, weights, bias, out, *out.shape)
+    launch("products", "conv_mix", out.dtype, blocks, values, inputs, weights, bias, out, *out.shape)
 
 
 # The time is in proportion to elements times cells: one thread sums a cell, and every block scans all elements.
@@ -74,6 +74,6 @@ def sketch_clear(indices, key, table):
 
 def _convolve(name, values, weights, bias, slope, gate, out):
     launch(
-        "convolution", name, out.dtype, strides(out.size), values, values.shape[0], weights, bias, float(slope),
+        "products", name, out.dtype, strides(out.size), values, values.shape[0], weights, bias, float(slope),
         0 if gate is out else gate, out, *out.shape,
     )  # fmt: skip

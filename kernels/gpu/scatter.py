@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.pieces import WIRES, check_pieces
-from mpicomp.kernels.gpu.bits import scalar_arg
-from mpicomp.kernels.gpu.compile import launch, library, strides, sweeps, twin_of
+from mpicomp.kernels.gpu.compile import launch, library, scalar_arg, strides, sweeps, twin_of
 
 KINDS = {"fp16": 1, "bf16": 2}  # 0 is the dtype of the output
 NUMBERS = 8  # that one launch of `collect` takes
@@ -101,5 +100,5 @@ def collect(values: Sequence[Any]) -> Any:
     out = library().empty(len(values), np.uint64)
     unused = [0] * (NUMBERS - len(values))
     packed = sum(width << 8 * place for place, width in enumerate(widths))  # a byte for each
-    launch("collect", "collect", np.float32, 1, *values, *unused, packed, len(values), out)
+    launch("pieces", "collect", np.float32, 1, *values, *unused, packed, len(values), out)
     return out

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 from mpicomp.kernels import cpu
-from mpicomp.kernels.gpu.bits import magnitude_bits, scalar_arg
-from mpicomp.kernels.gpu.compile import WARPS, launch, library, sweeps, tiles, twin_of
+from mpicomp.kernels.gpu.compile import WARPS, launch, library, on_device, scalar_arg, sweeps, tiles, twin_of, word_of
 
 DIGIT = 11  # bits of a digit of the radix selection
 BLOCKS = 528  # of sweeps that often have little to do: 4 for each of an H200's multiprocessors keep its memory busy
@@ -47,6 +46,20 @@ def digits(dtype: Any) -> list[tuple[int, int]]:
     return found
 
 
+@twin_of(cpu.magnitude_bits)
+def magnitude_bits(value, dtype):
+    if not on_device(value):
+        return cpu.magnitude_bits(value, dtype)
+    return value.reshape(1).astype(dtype).view(word_of(dtype)).astype(np.uint64)[0]
+
+
+@twin_of(cpu.magnitude_of)
+def magnitude_of(bits, dtype):
+    if not on_device(bits):
+        return cpu.magnitude_of(bits, dtype)
+    return bits.reshape(1).astype(word_of(dtype)).view(dtype).astype(np.float64)[0]
+
+
 @twin_of(cpu.kth_magnitude)
 def kth_magnitude(array, k):
     return _radix(array, k)[Field.THRESHOLD]
@@ -79,7 +92,7 @@ def select_listed(index, listed, threshold, array, indices, values):
 @twin_of(cpu.select_in_chunks)
 def select_in_chunks(array, chunk, k, rest, indices, values):
     blocks = -(-array.size // chunk)
-    launch("chunks", "select_in_chunks", array.dtype, blocks, array, array.size, chunk, k, rest, indices, values)
+    launch("select", "select_in_chunks", array.dtype, blocks, array, array.size, chunk, k, rest, indices, values)
 
 
 def compact(
@@ -137,15 +150,14 @@ def count_tiles(
 
 def write_tiles(
     array: Any, size: int, index: Any, bits: Any, starts: Any, counts: Any, number: int, of_tiles: Any, before: Any,
-    state: Any, base: int, indices: Any, values: Any = 0, magnitudes: Any = 0, clear: bool = False,
-    bound: Any = 0, following: Any = None, listable: int = 0, margin: float = 0.0, count: Any = 0,
+    state: Any, base: int, indices: Any, values: Any = 0, magnitudes: Any = 0,
+    bound: Any = 0, following: Any = 0, listable: int = 0, margin: float = 0.0, count: Any = 0,
 ) -> None:  # fmt: skip
     """Launch the kernel of that name, with a warp for every tile."""
     launch(
         "select", "write_tiles", array.dtype, -(-number // WARPS),
         array, size, index, bits, starts, counts, number, of_tiles, before, state, base, indices.size,
-        indices, values, magnitudes, int(clear), bound, bound if following is None else following, listable, margin,
-        count,
+        indices, values, magnitudes, bound, following, listable, margin, count,
     )  # fmt: skip
 
 

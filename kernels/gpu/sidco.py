@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpicomp.kernels.gpu.accumulate import sweep
 from mpicomp.kernels.gpu.compile import launch, remaining, sweeps
 from mpicomp.kernels.gpu.select import BLOCKS, Field, Rule, Source, Turn, count_tiles, radix, write_tiles
+from mpicomp.kernels.gpu.sweeps import accumulate_sweep
 from mpicomp.kernels.gpu.workspace import MARGIN, Fit, Workspace
 
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
@@ -52,14 +52,13 @@ def sidco(
     values: Any,
     count: Any,
     workspace: Workspace,
-    clear: bool = True,
-    following: Any = None,
+    following: Any,
 ) -> Estimate:
-    """Select the elements above an estimated threshold, and leave the rest as the new residual.
+    """Write gradient plus residual to ``out`` and select its elements above an estimated threshold.
 
     The rule is that of `mpicomp.SIDCo` with a fixed number of stages, at least 1; ``k`` elements are wanted.
     Distributions are "exponential", "gamma" and "pareto" in the first stage; later ones are exponential after
-    exponential, else generalized Pareto. ``bound``, ``clear`` and ``following`` are those of `topk`; ``indices`` and
+    exponential, else generalized Pareto. ``bound`` and ``following`` are those of `topk`; ``indices`` and
     ``values`` have room for ``4 k + 1024`` elements, or for all, and ``count`` receives the number of elements, as
     int64.
 
@@ -83,10 +82,12 @@ def sidco(
     stride = max(1, w.numel // SAMPLE)
     sampled = remaining(w.numel, stride)
     blocks = min(BLOCKS, sweeps(sampled, dtype))
-    sweep(gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.moments)
+    accumulate_sweep(
+        gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.moments
+    )
     with_logarithms = distribution == "gamma" and estimating
     if with_logarithms:
-        launch("moments", "logarithms", dtype, blocks, out, out.size, sampled, stride, w.sampled.memory)
+        launch("sweep", "logarithms", dtype, blocks, out, out.size, sampled, stride, w.sampled.memory)
     launch(
         "sidco", "begin", dtype, 1,
         w.moments.memory, w.sampled.memory if with_logarithms else 0, k, stages, kind, int(estimating),
@@ -111,7 +112,7 @@ def sidco(
     )  # fmt: skip
     write_tiles(
         out, out.size, w.index, w.bits, w.starts, w.counts, *counted, 0, indices,
-        values=values, clear=clear, bound=bound, following=following, listable=w.room, margin=MARGIN,
+        values=values, bound=bound, following=following, listable=w.room, margin=MARGIN,
         count=count,
     )  # fmt: skip
     threshold, reached, exact = w.fit[Fit.THRESHOLD], w.fit[Fit.REACHED], w.state[Field.EXACT]

@@ -1,16 +1,60 @@
-"""Kernels that sweep over a whole array: sums of it, and its elements scaled or with momentum."""
+"""Kernels that sweep over a whole array: error feedback, sums, and elements scaled or with momentum."""
 
 from typing import Any
 
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.bits import infinity_of
-from mpicomp.kernels.gpu.bits import scalar_arg
-from mpicomp.kernels.gpu.compile import THREADS, launch, library, remaining, sweeps, twin_of
+from mpicomp.kernels.gpu.compile import THREADS, launch, library, remaining, scalar_arg, sweeps, tiles, twin_of, word_of
 from mpicomp.kernels.gpu.reduce import Partials
+from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles, write_tiles
 
+COLUMNS = 3  # sums of the sweep of error feedback, the first of them an integer
 _PER_BLOCK = 64 * 1024  # elements that a block of `spectrum` counts
 _AT_ONCE = 8  # thresholds of a launch
+
+
+@twin_of(cpu.accumulate)
+def accumulate(gradient, residual, out, threads=1):
+    partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
+    accumulate_sweep(gradient, residual, out, (0, 0), 0, 0, 0, 0, 0, 0, partials)
+    return _moments(partials)
+
+
+# The sweep leaves candidates tile by tile, in the order in which tiles end; two short launches sort them.
+@twin_of(cpu.accumulate_candidates)
+def accumulate_candidates(gradient, residual, out, bound, base, index, bits, count, threads=1):
+    cupy = library()
+    number, room = tiles(out.size, out.dtype), index.size
+    listed = cupy.empty(room, np.uint32), cupy.empty(room, word_of(out.dtype))
+    starts, counts = cupy.empty(number, np.uint64), cupy.empty(number, np.uint32)
+    of_tiles, before = counters_of_tiles(number)
+    state = cupy.zeros(len(Field), np.uint64)
+    partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
+    least = scalar_arg(bound, np.uint64)
+    accumulate_sweep(gradient, residual, out, least, *listed, room, starts, counts, state, partials)
+    count_tiles(
+        out, out.size, listed[1], room, starts, counts, Source.LIST_IF_COMPLETE, least, least, Rule.REACH, (0, room),
+        scalar_arg(count, np.int64), number, of_tiles, before, state,
+    )  # fmt: skip
+    write_tiles(out, out.size, *listed, starts, counts, number, of_tiles, before, state, base, index, magnitudes=bits)
+    return state.view(np.int64)[Field.END], _moments(partials)
+
+
+def accumulate_sweep(
+    gradient: Any, residual: Any, out: Any, bound: tuple[Any, int], index: Any, bits: Any, room: int,
+    starts: Any, counts: Any, state: Any, partials: Partials,
+) -> None:  # fmt: skip
+    """Launch the kernel that computes the sum; a bound of 0 lists no candidates."""
+    launch(
+        "accumulate", "accumulate", out.dtype, sweeps(out.size, out.dtype),
+        gradient, 0 if residual is None else residual, out, out.size, *bound,
+        index, bits, room, starts, counts, state, partials.memory,
+    )  # fmt: skip
+
+
+def _moments(partials: Partials) -> Any:
+    return cpu.Moments(partials.count(), partials.total(1), partials.total(2), partials.finite())
 
 
 @twin_of(cpu.is_finite)
@@ -58,7 +102,7 @@ def logarithms(array, stride=1, threads=1):
     sampled = remaining(array.size, stride)
     blocks = sweeps(sampled, array.dtype)
     partials = Partials(blocks, 3)
-    launch("moments", "logarithms", array.dtype, blocks, array, array.size, sampled, stride, partials.memory)
+    launch("sweep", "logarithms", array.dtype, blocks, array, array.size, sampled, stride, partials.memory)
     return partials.count(), partials.total(1), partials.total(2)
 
 
@@ -68,7 +112,7 @@ def tail(array, threshold, stride=1, threads=1):
     blocks = sweeps(sampled, array.dtype)
     partials = Partials(blocks, 3)
     launch(
-        "tail", "tail", array.dtype, blocks,
+        "sweep", "tail", array.dtype, blocks,
         array, array.size, sampled, stride, *scalar_arg(threshold, np.float64), partials.memory,
     )  # fmt: skip
     return cpu.Tail(partials.count(), partials.total(1), partials.total(2))
@@ -82,7 +126,7 @@ def counts_above(array, thresholds, threads=1):
         limits = [float(threshold) for threshold in thresholds[first : first + _AT_ONCE]]
         filled = limits + [limits[0]] * (_AT_ONCE - len(limits))
         partials = Partials(blocks, _AT_ONCE)
-        launch("tail", "counts_above", array.dtype, blocks, array, array.size, *filled, partials.memory)
+        launch("sweep", "counts_above", array.dtype, blocks, array, array.size, *filled, partials.memory)
         counts += [partials.total(column) for column in range(len(limits))]
     return counts
 

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from mpicomp.kernels.gpu.accumulate import sweep
 from mpicomp.kernels.gpu.select import Rule, Source, count_tiles, radix, write_tiles
+from mpicomp.kernels.gpu.sweeps import accumulate_sweep
 from mpicomp.kernels.gpu.workspace import MARGIN, Workspace
 
 
@@ -34,25 +34,26 @@ def topk(
     indices: Any,
     values: Any,
     workspace: Workspace,
-    clear: bool = True,
-    following: Any = None,
+    following: Any,
 ) -> Stats:
-    """Select the k largest of gradient plus residual, and leave the rest as the new residual.
+    """Write gradient plus residual to ``out`` and select its k largest elements.
 
     A memset and six launches for float32, nine for float64, whatever the data; the host reads nothing and never waits.
     With a good bound one sweep goes through memory, with none or a bad one six (nine).
 
-    ``out`` receives the sum, and zero at selected elements if ``clear``. ``bound``, one uint64, has the magnitude bits
-    from which on an element is a candidate, 0 for none; it receives the bound for the next step, or ``following`` does:
-    0.8 times the threshold at first, and then such a part of it that between k and 2 k elements reach it. ``indices``
-    and ``values`` receive the k elements, ascending by index; equal magnitudes go to the lowest index, and NaN is
-    larger than infinity. Results are valid until the next call with this workspace.
+    ``bound``, one uint64, has the magnitude bits from which on an element is a candidate, 0 for none. ``following``,
+    which may be ``bound``, receives the bound for the next step: 0.8 times the threshold at first, and then such a part
+    of it that between k and 2 k elements reach it. ``indices`` and ``values`` receive the k elements, ascending by
+    index; equal magnitudes go to the lowest index, and NaN is larger than infinity. Results are valid until the next
+    call with this workspace.
     """
     workspace.begin(gradient, out)
     w, number = workspace, workspace.tiles
     if not 1 <= indices.size <= w.numel:
         raise ValueError(f"topk: k must be from 1 to {w.numel}, got {indices.size}")
-    sweep(gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.moments)
+    accumulate_sweep(
+        gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.moments
+    )
     radix(out, w.bits, w.room, bound, (0, indices.size), w.counters, w.state)
     count_tiles(
         out, out.size, w.bits, w.room, w.starts, w.counts, Source.AS_STATE_SAYS, (0, 0),
@@ -60,6 +61,6 @@ def topk(
     )  # fmt: skip
     write_tiles(
         out, out.size, w.index, w.bits, w.starts, w.counts, number, w.of_tiles, w.before, w.state, 0, indices,
-        values=values, clear=clear, bound=bound, following=following, listable=w.room, margin=MARGIN,
+        values=values, bound=bound, following=following, listable=w.room, margin=MARGIN,
     )  # fmt: skip
     return Stats(w.nonzero, w.total, w.energy, w.finite, w.threshold[0], w.listed, w.usable)

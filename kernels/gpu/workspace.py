@@ -4,11 +4,10 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from mpicomp.kernels.gpu.accumulate import COLUMNS
-from mpicomp.kernels.gpu.bits import word_of
-from mpicomp.kernels.gpu.compile import library, sweeps, tiles
+from mpicomp.kernels.gpu.compile import library, sweeps, tiles, word_of
 from mpicomp.kernels.gpu.reduce import Partials
 from mpicomp.kernels.gpu.select import BINS, Field, counters_of_tiles
+from mpicomp.kernels.gpu.sweeps import COLUMNS
 
 MARGIN = 0.8  # the first bound for candidates, as a fraction of the threshold of the step before
 

@@ -120,7 +120,7 @@ class SIDCo(Estimator):
         sidco, scratch = accumulated.kernels.sidco, scratch_for(accumulated, context, k)
         made = accumulated.fused(
             lambda *arrays: sidco(
-                *arrays, k, self.distribution, stages, bound, indices, values, count, scratch, False, following
+                *arrays, k, self.distribution, stages, bound, indices, values, count, scratch, following
             )
         )
         selected, reached = accumulated.to_host(count[0], made.reached)

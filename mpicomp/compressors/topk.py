@@ -187,5 +187,5 @@ def _fused(accumulated: GradientWithResidual, context: Context, k: int) -> Selec
     scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(context, "topk.bound")
     indices = context.workspace.array("topk.indices", k, np.uint32)
     values = context.workspace.array("topk.values", k, accumulated.dtype)
-    accumulated.fused(lambda *arrays: topk(*arrays, bound, indices, values, scratch, False, following))
+    accumulated.fused(lambda *arrays: topk(*arrays, bound, indices, values, scratch, following))
     return Selection(indices, values)
