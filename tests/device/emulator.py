@@ -33,15 +33,12 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 
 COMPILER = "g++"
-EMULATOR = Path(__file__).with_name("emulator.h")
+HEADERS = "".join(Path(__file__).with_name(name).read_text() for name in ("emulator.h", "cuda_functions.h"))
 OPTIONS = ["-O1", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-w"]
 WATCH = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]  # what it calls is in the emulator
-APART = ["-ffp-contract=off"]  # a product and a sum are rounded twice, as on x86-64 without further options
-JOINED = [
-    "-ffp-contract=fast",
-    "-fexpensive-optimizations",
-    "-mfma",
-]  # they are rounded once wherever the compiler can, as the device's does
+TWICE = ["-ffp-contract=off"]  # a product and a sum are rounded twice, as on x86-64 without further options
+# They are rounded once wherever the compiler can, as the compiler of a device does it.
+JOINED = ["-ffp-contract=fast", "-fexpensive-optimizations", "-mfma"]
 
 folder = Path()  # where built kernels go; the fixtures set it
 launches: list[str] = []
@@ -192,9 +189,9 @@ class RawModule:
     joins = False
 
     def __init__(self, code, options=()):
-        rounding = JOINED if self.joins else APART
+        rounding = JOINED if self.joins else TWICE
         names = _kernels(code)
-        text = f'#include "{EMULATOR}"\n{code}\n'
+        text = f"{HEADERS}\n{code}\n"
         for name in names:
             text += f'extern "C" const char* signature_{name}() {{ return emulator::signature(&{name}); }}\n'
             text += (
@@ -202,7 +199,7 @@ class RawModule:
                 "uint64_t seed, int flushing, const uint64_t* spans, unsigned count, int unordered) { "
                 f"return emulator::run(&{name}, words, blocks, threads, seed, flushing, spans, count, unordered); }}\n"
             )
-        key = hashlib.sha256((text + str(options) + str(rounding) + EMULATOR.read_text()).encode()).hexdigest()[:16]
+        key = hashlib.sha256((text + str(options) + str(rounding)).encode()).hexdigest()[:16]
         library = folder / f"{key}.so"
         if not library.exists():
             (folder / f"{key}.cpp").write_text(text)
@@ -225,9 +222,9 @@ def _span(array):
 class _Kernel:
     def __init__(self, library, name):
         self.name = name
-        tell = getattr(library, f"signature_{name}")
-        tell.restype = ctypes.c_char_p
-        self._signature = tell().decode()
+        read_signature = getattr(library, f"signature_{name}")
+        read_signature.restype = ctypes.c_char_p
+        self._signature = read_signature().decode()
         self._run = getattr(library, f"run_{name}")
         self._run.restype = ctypes.c_char_p
 

@@ -1,74 +1,25 @@
-"""A GPU that is none: CUDA's driver and the module cupy over memory of the host, with streams that take their time.
+"""A GPU that is none: the module cupy over memory of the host, with the streams of `device.fake_driver`.
 
-Arrays are opaque, as CuPy's are: NumPy gets at none of them but by what CuPy offers it, and what mixes them with arrays
-of the host fails. What is put into a stream is done at once (``eager``), when somebody waits for it and not before
-(``lazy``), or at some time in between (``random``): code that forgets to wait, or takes the wrong stream, gets rubbish.
-
-Kernels are those of the host (`HostKernels`), or those of CUDA in an emulation (see `device.emulator`).
+Arrays are opaque, as those of CuPy are: NumPy gets at none of them but by what CuPy offers it, and mixing them with
+arrays of the host fails. Kernels are those of the host (`HostKernels`), or those of CUDA in an emulation (see
+`device.emulator`).
 """
 
 import contextlib
-import ctypes
 import functools
-import random
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-from device import emulator, lazy
+from device import emulator
+from device.fake_driver import RUBBISH, Driver
 from mpicomp.kernels import cpu, gpu
 
 from mpicomp import kernels
 from mpicomp.device import driver as device_driver
 
-RUBBISH = 0xC9
 LEGACY = 1
-
-
-class Driver(lazy.Driver):
-    """The lazy driver with other schedules, for several threads, and with copies by address alone."""
-
-    def __init__(self, schedule="eager", seed=0):
-        super().__init__()
-        self.schedule = schedule
-        self.random = random.Random(seed)
-        self.to_host_bytes = self.from_host_bytes = 0
-        self.lock = threading.RLock()
-
-    def count(self):
-        return 1
-
-    def device_of(self, address):
-        return 0
-
-    def pinned(self, nbytes):
-        return np.full(nbytes, RUBBISH, np.uint8)
-
-    def put(self, stream, work):
-        with self.lock:
-            self.streams[stream].append(work)
-            if self.schedule == "eager":
-                self.finish(stream)
-            elif self.schedule == "random" and self.random.random() < 0.3:
-                self.finish(self.random.choice(list(self.streams)))
-
-    def wait(self, device, event):
-        with self.lock:
-            super().wait(device, event)
-
-    def finish(self, stream):
-        with self.lock:
-            super().finish(stream)
-
-    def fetch(self, device, host, address, nbytes, stream):
-        self.to_host_bytes += nbytes
-        self.put(stream, lambda: ctypes.memmove(host, address, nbytes))
-
-    def send(self, device, address, host, nbytes, stream):
-        self.from_host_bytes += nbytes
-        self.put(stream, lambda: ctypes.memmove(address, host, nbytes))
-
 
 _KNOWN = (
     "concatenate copyto searchsorted dot flatnonzero where cumsum diff stack nonzero einsum may_share_memory "
@@ -88,18 +39,12 @@ class ndarray:  # noqa: N801 (CuPy's name)
         self._host = host
         self.base = base
         self._memory = memory if base is None else base._memory
+        self.device = _Device(self.cupy.current_device) if base is None else base.device
+        if base is None:
+            self.cupy.driver.place(host, self.device.id)
 
-    dtype = property(lambda self: self._host.dtype)
-    size = property(lambda self: self._host.size)
-    shape = property(lambda self: self._host.shape)
-    ndim = property(lambda self: self._host.ndim)
-    nbytes = property(lambda self: self._host.nbytes)
-    itemsize = property(lambda self: self._host.itemsize)
-    strides = property(lambda self: self._host.strides)
-    flags = property(lambda self: self._host.flags)
     data = property(lambda self: SimpleNamespace(ptr=self._host.ctypes.data))
-    device = property(lambda self: _Device(0))
-    T = property(lambda self: self._view(self._host.T))
+    T = property(lambda self: self.transpose())
 
     def _view(self, host):
         return ndarray(host, self if self.base is None else self.base)
@@ -109,16 +54,10 @@ class ndarray:  # noqa: N801 (CuPy's name)
 
     @property
     def __cuda_array_interface__(self):
-        reported = dict(self._host.__array_interface__)
-        return {
-            "shape": reported["shape"],
-            "typestr": reported["typestr"],
-            "strides": self._host.strides,
-            "version": 3,
-        } | {
-            "data": (self._host.ctypes.data if self.size else 0, False),
-            "stream": self.cupy.stream_in_use(),
-        }
+        interface = {key: self._host.__array_interface__[key] for key in ("shape", "typestr")}
+        interface |= {"data": (self._host.ctypes.data if self.size else 0, False), "strides": self._host.strides}
+        stream = {"stream": self.cupy.stream_in_use()} if self.cupy.version >= 3 else {}
+        return interface | stream | {"version": self.cupy.version}
 
     # What NumPy is allowed.
 
@@ -194,24 +133,6 @@ class ndarray:  # noqa: N801 (CuPy's name)
     def partition(self, place):
         self.cupy.change(self, lambda host: host.partition(place))
 
-    def _reduced(self, name, *args, **settings):
-        return self.cupy.compute(lambda host: getattr(host, name)(*args, **settings), (self,))
-
-    def any(self, *args, **settings):
-        return self._reduced("any", *args, **settings)
-
-    def all(self, *args, **settings):
-        return self._reduced("all", *args, **settings)
-
-    def sum(self, *args, **settings):
-        return self._reduced("sum", *args, **settings)
-
-    def max(self, *args, **settings):
-        return self._reduced("max", *args, **settings)
-
-    def min(self, *args, **settings):
-        return self._reduced("min", *args, **settings)
-
     def dot(self, other):
         return np.dot(self, other)
 
@@ -226,47 +147,42 @@ class ndarray:  # noqa: N801 (CuPy's name)
     def tolist(self):
         return self.cupy.read(self).tolist()
 
-    def __int__(self):
-        return int(self.item())
-
-    def __float__(self):
-        return float(self.item())
-
-    def __bool__(self):
-        return bool(self.item())
-
     def __index__(self):
         return self.item().__index__()
 
 
-def _operators():
-    names = {
-        "add": "add",
-        "sub": "subtract",
-        "mul": "multiply",
-        "truediv": "divide",
-        "matmul": "matmul",
-        "pow": "power",
-    }
-    names |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder"}
-    names |= {"lshift": "left_shift", "rshift": "right_shift", "floordiv": "floor_divide"}
-    for name, ufunc in names.items():
-        of = getattr(np, ufunc)
-        setattr(ndarray, f"__{name}__", lambda self, other, of=of: of(self, other))
-        setattr(ndarray, f"__r{name}__", lambda self, other, of=of: of(other, self))
-        setattr(ndarray, f"__i{name}__", lambda self, other, of=of: of(self, other, out=self))
-    for name, ufunc in {
-        "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal", "ne": "not_equal"
-    }.items():  # fmt: skip
-        of = getattr(np, ufunc)
-        setattr(ndarray, f"__{name}__", lambda self, other, of=of: of(self, other))
-    for name, ufunc in {"neg": "negative", "invert": "invert", "abs": "absolute"}.items():
-        of = getattr(np, ufunc)
-        setattr(ndarray, f"__{name}__", lambda self, of=of: of(self))
-    ndarray.__hash__ = None
+def _define(names, method):
+    """Define methods of arrays, each by the function of NumPy that its name is paired with."""
+    for name, _, function in (words.partition(":") for words in names.split()):
+        setattr(ndarray, name, method(getattr(np, function or name)))
 
 
-_operators()
+def _reduce(name):
+    def reduced(self, *args, **settings):
+        return self.cupy.compute(lambda host: getattr(host, name)(*args, **settings), (self,))
+
+    return reduced
+
+
+_BINARY = (
+    "add:add sub:subtract mul:multiply truediv:divide matmul:matmul pow:power and:bitwise_and or:bitwise_or "
+    "xor:bitwise_xor mod:remainder lshift:left_shift rshift:right_shift floordiv:floor_divide"
+)
+_COMPARED = "__lt__:less __le__:less_equal __gt__:greater __ge__:greater_equal __eq__:equal __ne__:not_equal"
+for _words in _BINARY.split():
+    _name, _, _function = _words.partition(":")
+    _define(f"__{_name}__:{_function}", lambda of: lambda self, other: of(self, other))
+    _define(f"__r{_name}__:{_function}", lambda of: lambda self, other: of(other, self))
+    _define(f"__i{_name}__:{_function}", lambda of: lambda self, other: of(self, other, out=self))
+_define(_COMPARED, lambda of: lambda self, other: of(self, other))
+_define("__neg__:negative __invert__:invert __abs__:absolute", lambda of: lambda self: of(self))
+for _kind in (int, float, bool):
+    setattr(ndarray, f"__{_kind.__name__}__", lambda self, kind=_kind: kind(self.item()))
+for _name in ("any", "all", "sum", "max", "min"):
+    setattr(ndarray, _name, _reduce(_name))
+for _name in ("dtype", "size", "shape", "ndim", "nbytes", "itemsize", "strides", "flags"):
+    setattr(ndarray, _name, property(lambda self, name=_name: getattr(self._host, name)))
+ndarray.__hash__ = None
 
 
 def _tuple(key):
@@ -292,7 +208,7 @@ def _host_of(value):
 
 
 def _strictly(value):
-    """Give what the host has in the place of arrays of the device; arrays of the host are none of it."""
+    """Return the memory of arrays of the device; arrays of the host are refused."""
     if isinstance(value, ndarray):
         return value._host
     if isinstance(value, np.ndarray) and value.ndim:
@@ -305,6 +221,8 @@ def _strictly(value):
 
 
 class _Device:
+    """A device, compared by number, and current inside ``with``."""
+
     def __init__(self, number):
         self.id = number
 
@@ -315,14 +233,18 @@ class _Device:
         return self.id
 
     def __enter__(self):
+        self.before, ndarray.cupy.current_device = ndarray.cupy.current_device, self.id
         return self
 
     def __exit__(self, *exception):
-        pass
+        ndarray.cupy.current_device = self.before
 
 
 class Cupy(ModuleType):
-    """The module, for one device."""
+    """The module."""
+
+    current_device = 0
+    version = 3  # of the interface of arrays
 
     def __init__(self, driver):
         super().__init__("cupy")
@@ -330,7 +252,6 @@ class Cupy(ModuleType):
         self._current = threading.local()
         self.reads = 0
         self.launches = []
-        self.ndarray = type("ndarray", (ndarray,), {"__module__": "cupy", "cupy": self})
         ndarray.cupy = self
         outer = self
 
@@ -433,7 +354,7 @@ class Cupy(ModuleType):
         """Wait, and copy to the host by the way that is not counted as a batch."""
         self.reads += 1
         self.driver.to_host_bytes += array.nbytes
-        self.driver.finish(self.stream_in_use())
+        self.driver.finish(self.stream_in_use() or LEGACY)
         return array._host.copy()
 
 
@@ -478,7 +399,7 @@ class HostKernels:
 
 
 def _plain(value):
-    """Give a number where a 0-d array of the device was, as kernels read them there."""
+    """Return a number for a 0-d array of the device, as kernels read them there."""
     return value[()].item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
 
 
@@ -499,22 +420,20 @@ class _Module:
         kernel = self._module.get_function(name)
 
         def launch(grid, block, arguments):
-            given = tuple(
-                emulator.ndarray(argument._host, argument._memory or emulator.Memory(0))
-                if isinstance(argument, ndarray)
-                else argument
-                for argument in arguments
+            arrays = tuple(
+                emulator.ndarray(each._host, each._memory or emulator.Memory(0)) if isinstance(each, ndarray) else each
+                for each in arguments
             )
             self._cupy.launches.append(name)
-            self._cupy.put(lambda: kernel(grid, block, given))
+            self._cupy.put(lambda: kernel(grid, block, arrays))
 
         return launch
 
 
 def install(monkeypatch, schedule="eager", seed=0, emulated=False, guarded=False):
-    """Put it in the place of CuPy and of the driver, with the host's kernels or emulated ones; give the module.
+    """Replace CuPy and the driver, with the kernels of the host or emulated ones; return the module.
 
-    Where it is ``guarded``, any other access to its memory is a crash, see `device.guarded`.
+    With ``guarded``, other code that touches its memory dies, see `device.guarded`.
     """
     if guarded:
         from device import guarded as guards  # it changes this module

@@ -1,8 +1,8 @@
 """Memory of a device that the host may not touch: its pages cannot be read while nobody has a right to them.
 
 All of it is open while a kernel or a copy of the stand-in runs, and the arrays of a round on the direct route from its
-post to its completion. Whatever else reads or writes it, in Python or in a library, dies of a segmentation fault. What
-this cannot show: an access in the time of another one, by a second thread or next to the array in its own pages.
+post to its completion. Any other code that reads or writes it, in Python or in a library, dies of a segmentation fault.
+What this cannot show: an access in the time of another one, by a second thread, or outside the array in its pages.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Arena:
-    """Pages of one mapping, each array on pages of its own."""
+    """Pages of one mapping, each array on separate pages."""
 
     def __init__(self):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -70,12 +70,12 @@ class Arena:
                 self._shut()
 
     def lend(self, array):
-        """Open an array's pages until they are given back."""
+        """Open an array's pages until `take_back`."""
         with self._lock:
             self._lent[_span(array)] += 1
             self._protect(*_span(array), _OPEN)
 
-    def give_back(self, array):
+    def take_back(self, array):
         """Shut them again, unless another round has them."""
         with self._lock:
             self._lent[_span(array)] -= 1
@@ -104,7 +104,7 @@ def _span(array):
 
 
 def install(monkeypatch):
-    """Guard the memory of `device.fake_cuda` from now on; give the arena."""
+    """Guard the memory of `device.fake_cuda` from now on; return the arena."""
     arena = Arena()
 
     def opening(owner, name, static=False):
@@ -140,18 +140,18 @@ def install(monkeypatch):
 
     def arrays(leg):
         both = leg.requested.send, leg.requested.recv
-        return [item for item in both if isinstance(item, fake_cuda.ndarray) and item.size]
+        return [array for array in both if isinstance(array, fake_cuda.ndarray) and array.size]
 
     begin, finish = gpu_routes.DirectRound.__init__, gpu_routes.DirectRound.finish
 
     def begun(leg, *args):
         begin(leg, *args)
-        for buffer in arrays(leg):
-            arena.lend(buffer)
+        for array in arrays(leg):
+            arena.lend(array)
 
     def arrived(leg):
-        for buffer in arrays(leg):
-            arena.give_back(buffer)
+        for array in arrays(leg):
+            arena.take_back(array)
         return finish(leg)
 
     monkeypatch.setattr(gpu_routes.DirectRound, "__init__", begun)

@@ -24,8 +24,18 @@ def word_of(dtype):
     return np.uint32 if dtype == np.float32 else np.uint64
 
 
+def magnitude_words(array):
+    """Return the magnitude bits of an array."""
+    return array.view(word_of(array.dtype)) & np.iinfo(word_of(array.dtype)).max // 2
+
+
+def largest(array, k):
+    """Return the ascending indices of the k largest magnitudes, by a stable sort of their bits."""
+    return np.sort(np.argsort(-magnitude_words(array).astype(np.int64), kind="stable")[:k])
+
+
 def with_specials(array):
-    """Put numbers of all kinds among the others: some that are none, zeros, and the smallest and largest ones."""
+    """Replace some elements: by NaN, infinity, zeros, and the smallest and largest numbers."""
     info = np.finfo(array.dtype)
     few = [np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, info.tiny, -info.smallest_subnormal, 1e-40, 3e38, info.max]
     places = np.random.default_rng(array.size).choice(array.size, min(array.size, 3 * len(few)), replace=False)
@@ -258,7 +268,7 @@ def _built(tmp_path_factory):
 
 @pytest.fixture
 def emulated(request, monkeypatch):
-    """Let sources be compiled for the emulation, by tests with arrays of their own."""
+    """Let sources be compiled for the emulation, by tests that make arrays themselves."""
     if shutil.which(emulator.COMPILER) is None:
         pytest.skip(f"no {emulator.COMPILER} to build the emulation with")
     if platform.machine() not in ("x86_64", "AMD64"):

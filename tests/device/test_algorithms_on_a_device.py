@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from device import fake_cuda
+from device.steps_on_a_device import compare_steps, gradients_of, host, reduced, stepped
 from worlds import Ranks
 
 import mpicomp
 from mpicomp.algorithms.matrix_batches import Matrix, stacked
-from mpicomp.errors import MpicompError
 
 SHAPES = {
     "d.weight": (8, 12), "d.bias": (8,), "c.weight": (8, 12), "c.bias": (8,), "b.weight": (30, 20), "b.bias": (30,),
@@ -41,42 +41,12 @@ def eager(monkeypatch):
     return fake_cuda.install(monkeypatch)
 
 
-def gradients_of(rank, step, shapes=SHAPES, dtype=np.float32):
-    random = np.random.default_rng([rank, step])
-    return {name: random.laplace(size=shape).astype(dtype) for name, shape in shapes.items()}
+def ranks_of(compressor):
+    return Ranks(3, compressor, feedback=compressor.feedback)
 
 
-def on_host(value):
-    return value.get() if isinstance(value, fake_cuda.ndarray) else value.copy()
-
-
-def stepped(ranks, given, bring):
-    """Give the means and the residuals of a step, on the host; what cannot be computed is the error of a rank."""
-    try:
-        means = ranks.reduce([{name: bring(value) for name, value in item.items()} for item in given])
-    except MpicompError as error:
-        return str(error), type(error.__cause__)
-    reported = [{name: on_host(value) for name, value in mean.items()} for mean in means]
-    return reported, [ranks.residuals(name) for name in given[0]]
-
-
-def ranks_of(compressor, size=3, **settings):
-    return Ranks(size, compressor, feedback=compressor.feedback, **settings)
-
-
-def host(value):
-    return value
-
-
-def compare(compressor, bring, change=None, steps=STEPS, shapes=SHAPES, dtype=np.float32, **settings):
-    """Step on the host and at another place, and compare all that comes out."""
-    there, here = (ranks_of(compressor, **settings) for _ in range(2))
-    for step in range(steps):
-        given = [gradients_of(rank, step, shapes, dtype) for rank in range(3)]
-        if change is not None:
-            change(step, given)
-        np.testing.assert_equal(stepped(there, given, bring), stepped(here, given, host))
-    return there
+def compare(compressor, move, change=None, steps=STEPS, shapes=SHAPES, dtype=np.float32):
+    return compare_steps(lambda: ranks_of(compressor), move, shapes, steps, change, dtype)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
@@ -89,52 +59,52 @@ def test_all_phases_have_the_bits_of_the_host(compressor, dtype, cupy):
 @pytest.mark.parametrize("compressor", ALGORITHMS, ids=str)
 def test_what_is_remembered_moves_between_host_and_device(compressor, saves, eager):
     """States hold arrays of the host alone, and it does not matter where they come from."""
-    bring, other = {"host": (host, eager.asarray), "device": (eager.asarray, host)}[saves]
+    move, other = {"host": (host, eager.asarray), "device": (eager.asarray, host)}[saves]
     whole, first, second = (ranks_of(compressor) for _ in range(3))
     for step in range(6):
-        given = [gradients_of(rank, step) for rank in range(3)]
-        expected = stepped(whole, given, host)
+        gradients = [gradients_of(rank, step, SHAPES) for rank in range(3)]
+        expected = stepped(whole, gradients, host)
         if step == 4:
             for before, after in zip(first.reducers, second.reducers, strict=True):
                 state = before.state_dict()
-                assert not any(isinstance(leave, fake_cuda.ndarray) for leave in leaves(state))
+                assert not any(isinstance(leaf, fake_cuda.ndarray) for leaf in leaves(state))
                 after.load_state_dict(state)
-        ranks, value = (first, bring) if step < 4 else (second, other)
-        np.testing.assert_equal(stepped(ranks, given, value), expected)
+        found = stepped(first, gradients, move) if step < 4 else stepped(second, gradients, other)
+        np.testing.assert_equal(found, expected)
 
 
 def leaves(value):
     if isinstance(value, dict):
         value = list(value.values())
-    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list | tuple) else [value]
+    return [leaf for part in value for leaf in leaves(part)] if isinstance(value, list | tuple) else [value]
 
 
 @pytest.mark.parametrize("bad", [np.nan, *(pytest.param(bad, marks=pytest.mark.slow) for bad in (np.inf, 3e38))])
 @pytest.mark.parametrize("compressor", ALGORITHMS, ids=str)
 def test_what_is_not_finite_is_found_alike(compressor, bad, eager):
-    def change(step, given):
+    def change(step, gradients):
         if step in (1, 4):
-            given[1]["b.weight"][3, 4:9] = bad
+            gradients[1]["b.weight"][3, 4:9] = bad
 
     compare(compressor, eager.asarray, change, steps=6)
 
 
 @pytest.mark.parametrize("compressor", ALGORITHMS, ids=str)
-def test_zeros(compressor, eager):
-    """Factors are drawn again where there is nothing to go on from; a frame of zeros is one."""
+def test_zeros_have_the_bits_of_the_host(compressor, eager):
+    """Factors of zeros are drawn again; a frame of zeros is one."""
 
-    def change(step, given):
-        for item in given:
-            for value in item.values():
-                value[:] = 0 if step != 3 else value
+    def change(step, gradients):
+        for rank in gradients if step != 3 else ():
+            for gradient in rank.values():
+                gradient[:] = 0
 
     compare(compressor, eager.asarray, change)
 
 
 def test_a_column_that_is_empty_is_drawn_anew(eager):
-    def change(step, given):
-        for item in given:
-            item["b.weight"][1:] = 0  # of rank one
+    def change(step, gradients):
+        for rank in gradients:
+            rank["b.weight"][1:] = 0  # of rank one
 
     compare(mpicomp.PowerSGD(rank=3, min_compression_rate=0.5), eager.asarray, change)
 
@@ -163,8 +133,8 @@ def test_stacks_see_their_matrices_wherever_they_are(shapes, counts, eager):
     array = np.arange(start)
     views = [stack.of(array) for stack in stacks]
     assert all(np.shares_memory(view, array) for view in views)
-    for matrix, entry in zip(matrices, [item for view in views for item in view], strict=True):
-        np.testing.assert_array_equal(entry.reshape(-1), array[matrix.start : matrix.stop])
+    for matrix, part in zip(matrices, [part for view in views for part in view], strict=True):
+        np.testing.assert_array_equal(part.reshape(-1), array[matrix.start : matrix.stop])
     compare(mpicomp.PowerSGD(rank=1, min_compression_rate=0.5), eager.asarray, shapes=shapes)
 
 
@@ -172,10 +142,10 @@ WEIGHTS = np.random.default_rng(0).random(sum(int(np.prod(shape)) for shape in S
 
 
 class Weighted(mpicomp.CountSketch):
-    """What a user might write: weights in host memory."""
+    """A user's sketch, with weights in host memory."""
 
     id = "test-weighted"
-    paper = "none: a user's own"
+    paper = "none: a user's"
 
     def weights(self, context):
         return WEIGHTS.astype(np.float32)
@@ -202,7 +172,6 @@ def test_the_host_waits_for_few_numbers(compressor, most, eager):
     ranks = compare(compressor, eager.asarray, shapes=shapes)
     places = [bucket.device for reducer in ranks.reducers for bucket in reducer.layout.buckets]
     alone, before = eager.reads, [place.reads for place in places]
-    given = [gradients_of(rank, 9, shapes) for rank in range(3)]
-    ranks.reduce([{name: eager.asarray(value) for name, value in item.items()} for item in given])
+    reduced(ranks, [gradients_of(rank, 9, shapes) for rank in range(3)], eager.asarray)
     assert max(place.reads - b for place, b in zip(places, before, strict=True)) <= most
     assert eager.reads == alone

@@ -1,4 +1,4 @@
-"""Benchmarks and measured work with arrays on a device: in its stream, to its end, separate from that of the host."""
+"""Benchmarks and measured kernels with arrays on a device: in its stream, to its end, and not mixed with the host's."""
 
 import json
 import sys
@@ -110,7 +110,7 @@ def test_costs_saved_on_the_host_are_not_used_for_a_device(eager):
     before = dict(saved.kernels)
     assert not any(key.endswith(SUFFIX) for key in before)
     found = costs([eager.asarray] * 2, given=saved)[0]
-    assert {key: kernel for key, kernel in found.kernels.items() if not key.endswith(SUFFIX)} == before
+    assert {key: cost for key, cost in found.kernels.items() if not key.endswith(SUFFIX)} == before
     assert {key for key in found.kernels if key.endswith(SUFFIX)} == {key + SUFFIX for key in before}
 
 
@@ -182,7 +182,7 @@ def test_the_commands_that_train_take_torchs_device(words, one_rank, monkeypatch
     assert [number for _, number in asked] == [0]
 
 
-# What is missing is printed in a line.
+# Errors say in a line what is missing.
 
 
 def test_no_cupy(monkeypatch):

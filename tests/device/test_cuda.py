@@ -35,29 +35,44 @@ QUERY = "int MPIX_Query_cuda_support(void) {{ return {}; }}"
 KINDS = "int MPIX_GPU_query_support(int kind, int *answer) {{ *answer = kind == 0 ? {} : 7; return {}; }}"
 
 
-@pytest.mark.parametrize("answer", [0, 1])
-@pytest.mark.parametrize("source", [QUERY, KINDS])
-def test_the_library_is_asked(library, source, answer):
-    path = library(source.format(answer, 0))
-    assert cuda_aware("MPICH", path, {}) == (bool(answer), "the loaded MPICH library was asked")
+ASKED = "^the loaded {} library was asked$"
+CRAY = "CRAY MPICH version 8.1.30"
+ANSWERS = [
+    *(("MPICH", "", source.format(answer, 0), {}, bool(answer), ASKED.format("MPICH"))
+      for source in (QUERY, KINDS) for answer in (0, 1)),
+    ("MPICH", "", KINDS.format(1, 5), {}, False, "overrules this$"),
+    # The setting counts more than the library.
+    ("Open MPI", "", QUERY.format(1), {"MPICOMP_CUDA_AWARE": "0"}, False, "^MPICOMP_CUDA_AWARE=0 says so$"),
+    ("Open MPI", "", QUERY.format(0), {"MPICOMP_CUDA_AWARE": "1"}, True, "^MPICOMP_CUDA_AWARE=1 says so$"),
+    ("MPICH", "", QUERY.format(1), {"MPICOMP_CUDA_AWARE": "yes"}, False,
+     "^MPICOMP_CUDA_AWARE must be 0 or 1, got 'yes', which counts as 0$"),
+    # These were built for CUDA and answer yes; GPU memory would crash them under these settings.
+    *(("MPICH", CRAY, QUERY.format(1), setting, False, says) for setting, says in (
+        ({}, "MPICH_GPU_SUPPORT_ENABLED=1 only, and it is not set"),
+        ({"MPICH_GPU_SUPPORT_ENABLED": "0"}, "ENABLED=1 only, and it is '0'"),
+    )),
+    *((vendor, "", QUERY.format(1), setting, False, says) for vendor, setting, says in (
+        ("MVAPICH2", {}, "MV2_USE_CUDA=1 only, and it is not set"),
+        ("MVAPICH2", {"MVP_USE_CUDA": "0"}, "MVP_USE_CUDA=1 only, and it is '0'"),
+        ("Intel MPI", {}, "I_MPI_OFFLOAD=1"),
+        ("Intel MPI", {"I_MPI_OFFLOAD": "0"}, "I_MPI_OFFLOAD=1 only, and it is '0'"),
+        ("MPICH", {"MPIR_CVAR_ENABLE_GPU": "0"}, "MPIR_CVAR_ENABLE_GPU=0 turns it off"),
+        ("Open MPI", {"OMPI_MCA_opal_cuda_support": "false"}, "OMPI_MCA_opal_cuda_support=false turns it off"),
+        ("Open MPI", {"UCX_TLS": "rc,sm,self"}, "UCX_TLS=rc,sm,self leaves out cuda"),
+        ("MPICH", {"UCX_TLS": "^cuda"}, r"UCX_TLS=\^cuda leaves out cuda"),
+        ("MPICH", {"UCX_TLS": "tcp,cuda_ipc"}, "leaves out cuda"),
+    )),
+    *(("Open MPI", "", QUERY.format(1), {"UCX_TLS": transports}, True, "")
+      for transports in ("all", "rc,cuda", "cuda_copy,tcp,cuda_ipc", "^tcp", "^sm,cuda_ipc")),
+    ("MVAPICH2", "", QUERY.format(1), {"MV2_USE_CUDA": "1"}, True, ""),
+]  # fmt: skip
 
 
-def test_a_library_that_fails_to_answer_does_not_know(library):
-    assert cuda_aware("MPICH", library(KINDS.format(1, 5)), {})[0] is False
-
-
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_it_can_be_overruled(library, value):
-    path = library(QUERY.format(1 - int(value)))
-    assert cuda_aware("Open MPI", path, {"MPICOMP_CUDA_AWARE": value}) == (
-        value == "1",
-        f"MPICOMP_CUDA_AWARE={value} says so",
-    )
-
-
-def test_what_is_neither_0_nor_1_is_no_yes(library):
-    found = cuda_aware("MPICH", library(QUERY.format(1)), {"MPICOMP_CUDA_AWARE": "yes"})
-    assert found == (False, "MPICOMP_CUDA_AWARE must be 0 or 1, got 'yes', which counts as 0")
+@pytest.mark.parametrize(("vendor", "version", "source", "setting", "value", "says"), ANSWERS)
+def test_answer_follows_the_setting_and_the_library(library, vendor, version, source, setting, value, says):
+    found, reason = cuda_aware(vendor, library(source), setting, version)
+    assert found is value
+    assert re.search(says, reason), reason
 
 
 @pytest.mark.parametrize(("vendor", "path"), [(None, None), ("MPICH", None), (None, "/nowhere"), ("Some", "/nowhere")])
@@ -65,39 +80,6 @@ def test_what_is_not_known_is_no(vendor, path):
     value, reason = cuda_aware(vendor, path, {}, loaded=[])
     assert value is False
     assert reason.endswith("MPICOMP_CUDA_AWARE=1 overrules this")
-
-
-@pytest.mark.parametrize(
-    ("vendor", "version", "setting", "says"),
-    [
-        ("MPICH", "CRAY MPICH version 8.1.30", {}, "MPICH_GPU_SUPPORT_ENABLED=1 only, and it is not set"),
-        ("MPICH", "CRAY MPICH version 8.1.30", {"MPICH_GPU_SUPPORT_ENABLED": "0"}, "ENABLED=1 only, and it is '0'"),
-        ("MVAPICH2", "", {}, "MV2_USE_CUDA=1 only, and it is not set"),
-        ("MVAPICH2", "", {"MVP_USE_CUDA": "0"}, "MVP_USE_CUDA=1 only, and it is '0'"),
-        ("Intel MPI", "", {}, "I_MPI_OFFLOAD=1"),
-        ("Intel MPI", "", {"I_MPI_OFFLOAD": "0"}, "I_MPI_OFFLOAD=1 only, and it is '0'"),
-        ("MPICH", "", {"MPIR_CVAR_ENABLE_GPU": "0"}, "MPIR_CVAR_ENABLE_GPU=0 turns it off"),
-        ("Open MPI", "", {"OMPI_MCA_opal_cuda_support": "false"}, "OMPI_MCA_opal_cuda_support=false turns it off"),
-        ("Open MPI", "", {"UCX_TLS": "rc,sm,self"}, "UCX_TLS=rc,sm,self leaves out cuda"),
-        ("MPICH", "", {"UCX_TLS": "^cuda"}, r"UCX_TLS=\^cuda leaves out cuda"),
-        ("MPICH", "", {"UCX_TLS": "tcp,cuda_ipc"}, "leaves out cuda"),
-    ],
-)
-def test_library_without_threads_by_a_setting(library, vendor, version, setting, says):
-    """It was built for CUDA and says yes; what it is given would crash all the same."""
-    path = library(QUERY.format(1))
-    value, reason = cuda_aware(vendor, path, setting, version)
-    assert value is False
-    assert re.search(says, reason), reason
-
-
-@pytest.mark.parametrize("transports", ["all", "rc,cuda", "cuda_copy,tcp,cuda_ipc", "^tcp", "^sm,cuda_ipc"])
-def test_ucx_that_takes_cuda(library, transports):
-    assert cuda_aware("Open MPI", library(QUERY.format(1)), {"UCX_TLS": transports})[0] is True
-
-
-def test_mvapich_with_its_setting(library):
-    assert cuda_aware("MVAPICH2", library(QUERY.format(1)), {"MV2_USE_CUDA": "1"})[0] is True
 
 
 def test_cray_needs_its_second_library(library):

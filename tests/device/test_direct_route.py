@@ -1,7 +1,7 @@
 """Rounds on arrays of a device that MPI is given as they are: it reads and writes memory that nobody else may look at.
 
 The device's memory is the host's, so any MPI takes it. What is put into streams is done late, so what is not waited for
-is rubbish; where the memory is guarded, an access at another time is a crash (see `device.guarded`).
+is rubbish; where the memory is guarded, code that touches it at another time dies (see `device.guarded`).
 """
 
 import contextlib
@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from device import fake_cuda
+from device.steps_on_a_device import gradients_of, host, on_host
 from exchanges import LAYOUTS, OPERATIONS, at_once, in_the_background, of
 
 import mpicomp
@@ -68,7 +69,7 @@ def on_the_device(gpu, exchange):
         if not isinstance(asked, Round):
             reply = landed(gpu, pending.pop(asked), (yield asked))
             continue
-        send, recv = (None if send is None else gpu.to_device(send) for send in (asked.send, asked.recv))
+        send, recv = (None if array is None else gpu.to_device(array) for array in (asked.send, asked.recv))
         if send is not None:
             send += 0  # the last change is a kernel's
         reply = yield replace(asked, send=send, recv=recv)
@@ -113,9 +114,9 @@ def test_in_a_thread_during_other_rounds(transports, comm):
     layout, transport = transports[-1]
     with ProgressThread(transport) as thread:
         jobs = [thread.submit(directly(in_the_background(layout, comm.rank))) for _ in range(3)]
-        value = transport.run(directly(at_once(layout, comm.rank, dtypes=[np.float32])))
+        rounds = transport.run(directly(at_once(layout, comm.rank, dtypes=[np.float32])))
         assert all(job.result(timeout=60) > 0 for job in jobs)
-    assert value > 0
+    assert rounds > 0
 
 
 @pytest.mark.parametrize("numel", [0, 70_000, *(pytest.param(numel, marks=slow) for numel in (1, 200_001))])
@@ -183,23 +184,17 @@ KINDS = [
 ]
 
 
-def gradients_of(rank, step):
-    random = np.random.default_rng([rank, step])
-    return {name: random.laplace(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-
-
-def reduced(comm, compressor, collective, bring):
-    """Give the means of all steps and the residuals after each."""
+def reduced(comm, compressor, collective, move):
+    """Return the means of all steps and the residuals after each."""
     reducer = mpicomp.Reducer(compressor, collective, comm=comm, feedback=None if compressor.contractive else False)
-    reported = []
+    results = []
     for step in range(STEPS):
-        means = reducer.reduce({name: bring(item) for name, item in gradients_of(comm.rank, step).items()})
-        reported.append(
-            {name: mean.get() if isinstance(mean, fake_cuda.ndarray) else mean.copy() for name, mean in means.items()}
-        )
-        reported.append({name: reducer.residual(name).copy() for name in SHAPES})
+        gradients = gradients_of(comm.rank, step, SHAPES)
+        means = reducer.reduce({name: move(gradient) for name, gradient in gradients.items()})
+        results.append({name: on_host(mean) for name, mean in means.items()})
+        results.append({name: reducer.residual(name).copy() for name in SHAPES})
     reducer.close()
-    return reported
+    return results
 
 
 def compare(cupy, comm, compressor, collective, monkeypatch):
@@ -208,7 +203,7 @@ def compare(cupy, comm, compressor, collective, monkeypatch):
     for kind, made in ((gpu_routes.StagedRound, staged), (gpu_routes.DirectRound, direct)):
         begin = kind.__init__
         monkeypatch.setattr(kind, "__init__", lambda *a, begin=begin, made=made: (made.append(0), begin(*a))[1])
-    expected = reduced(comm, compressor, collective, lambda value: value)
+    expected = reduced(comm, compressor, collective, host)
     assert not direct
     np.testing.assert_equal(reduced(comm, compressor, collective, cupy.asarray), expected)
     assert direct or comm.size == 1

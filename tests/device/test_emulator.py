@@ -16,7 +16,7 @@ KERNEL outside(int* array, i64 size) { array[size] = 1; }
 KERNEL alone(int* array) {
   if (threadIdx.x < 40) __syncthreads();
 }
-KERNEL apart(int* array) {
+KERNEL branches(int* array) {
   if (threadIdx.x % 2) __ballot_sync(0xffffffffu, 1); else __shfl_sync(0xffffffffu, 1, 0);
 }
 KERNEL shuffles(int* array) {
@@ -42,39 +42,39 @@ KERNEL half_atomic(int* array) {
   if (threadIdx.x < 32) atomicAdd(array, 1); else array[0] = array[0] + 1;
 }
 KERNEL no_barrier(int* array) {
-  __shared__ int shared[64];
-  shared[threadIdx.x] = threadIdx.x;
-  array[blockIdx.x * 64 + threadIdx.x] = shared[threadIdx.x ^ 32];
+  __shared__ int parts[64];
+  parts[threadIdx.x] = threadIdx.x;
+  array[blockIdx.x * 64 + threadIdx.x] = parts[threadIdx.x ^ 32];
 }
 KERNEL no_second_barrier(int* array) {
-  __shared__ int shared[64];
+  __shared__ int parts[64];
   for (int turn = 0; turn < 2; ++turn) {
-    shared[threadIdx.x] = threadIdx.x + turn;
+    parts[threadIdx.x] = threadIdx.x + turn;
     __syncthreads();
-    array[blockIdx.x * 64 + threadIdx.x] = shared[threadIdx.x ^ 32];
+    array[blockIdx.x * 64 + threadIdx.x] = parts[threadIdx.x ^ 32];
   }
 }
 KERNEL in_order(int* array) {
-  __shared__ int shared[64], any;
+  __shared__ int parts[64], any;
   __shared__ char bytes[64];
   if (threadIdx.x == 0) any = 0;
   __syncthreads();
   for (int turn = 0; turn < 2; ++turn) {
-    shared[threadIdx.x] = threadIdx.x;
+    parts[threadIdx.x] = threadIdx.x;
     bytes[threadIdx.x] = 1;
     __ballot_sync(0xffffffffu, 1);
-    int near = shared[threadIdx.x ^ 1];
+    int near = parts[threadIdx.x ^ 1];
     __syncthreads();
-    array[blockIdx.x * 64 + threadIdx.x] = shared[threadIdx.x ^ 32] + near + bytes[threadIdx.x ^ 33];
+    array[blockIdx.x * 64 + threadIdx.x] = parts[threadIdx.x ^ 32] + near + bytes[threadIdx.x ^ 33];
     if (threadIdx.x % 2) any = 1;  // the same by all of them
     __syncthreads();
   }
 }
 KERNEL left_over(int* array) {
-  __shared__ int shared[64];
-  if (blockIdx.x == 3) shared[threadIdx.x] = 7;
+  __shared__ int parts[64];
+  if (blockIdx.x == 3) parts[threadIdx.x] = 7;
   __syncthreads();
-  array[blockIdx.x * 64 + threadIdx.x] = shared[threadIdx.x];
+  array[blockIdx.x * 64 + threadIdx.x] = parts[threadIdx.x];
 }
 KERNEL past_end(int* array, i64 size) {
   if (threadIdx.x == 0) array[0] = array[size];
@@ -123,7 +123,7 @@ def test_reading_outside_an_array(kernel, index):
 
 
 def test_reading_behind_a_part_of_an_array(kernel):
-    """What is behind it is the array's, but the kernel was not given that."""
+    """The memory after it is the array's, but not an argument of the kernel."""
     array = emulator.zeros(9, np.int32)
     kernel("past_end", 1, array, 5)
     with pytest.raises(RuntimeError, match="a read outside the arrays"):
@@ -162,7 +162,7 @@ def test_threads_that_do_not_come(kernel):
         kernel("alone", 1, emulator.zeros(1, np.int32))
 
 
-@pytest.mark.parametrize("name", ["apart", "shuffles", "distances", "widths"])
+@pytest.mark.parametrize("name", ["branches", "shuffles", "distances", "widths"])
 def test_threads_that_meet_in_different_functions(kernel, name):
     with pytest.raises(RuntimeError, match="threads meet in different functions"):
         kernel(name, 1, emulator.zeros(1, np.int32))
@@ -243,7 +243,7 @@ view[0]
 
 @pytest.mark.parametrize("touch", TOUCHES)
 def test_memory_that_the_host_may_not_touch(touch):
-    """Such an access is a segmentation fault."""
+    """The process dies, by a segmentation fault."""
     root = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", CHILD + TOUCHES[touch]],

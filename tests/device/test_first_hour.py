@@ -41,13 +41,13 @@ def has_gpu():
 
 NEEDS_GPU = pytest.mark.skipif(not has_gpu(), reason="no GPU, or no CuPy")
 PLACES = ["emulated", *(["cuda"] if has_gpu() else [])]
-THIRD = 1 / 3  # a factor that is rounded: a product and a sum that are joined then give other bits
+THIRD = 1 / 3  # a factor that is rounded: a product and a sum that are joined then have other bits
 LARGE = 2**31 + 5  # elements that a signed 32-bit index does not reach
 LARGE_BYTES = 40e9  # of memory that are to be free for them
 PINNED_BYTES = 1 << 28
 
 # Bounds that have to hold.
-PINNED_RATE = 5e9  # bytes/s: PCIe 3 with 8 lanes gives more
+PINNED_RATE = 5e9  # bytes/s: PCIe 3 with 8 lanes has more
 MOST_COPIES = {"topk": 2.5, "sidco": 3.0}  # copies of the array inside the device's memory
 TORCH_RATIO = 5.0  # times as fast as torch.topk
 PATH_RATIO = 10.0  # times as fast as with gradients that are copied whole
@@ -368,7 +368,7 @@ def test_large_arrays_are_swept_whole(large, line, monkeypatch, request):
 
 
 def test_short_arrays_in_memory_of_their_own(cupy, line):
-    """For compute-sanitizer: each array in memory of its own, since a pool hides what is out of bounds."""
+    """For compute-sanitizer: each array in separate memory, since a pool hides what is out of bounds."""
     pooled = hasattr(cupy.cuda, "set_allocator")
     if pooled:
         cupy.cuda.set_allocator(None)

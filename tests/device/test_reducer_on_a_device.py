@@ -1,8 +1,9 @@
-"""What a reducer does besides exchanging, with arrays on a device: states, 16 bits, momentum, what is not finite."""
+"""Steps with arrays on a device: states, 16 bits, momentum, streams, policies, and what is not finite."""
 
 import numpy as np
 import pytest
 from device import fake_cuda
+from device.steps_on_a_device import compare_steps, fetched, gradients_of, host, reduced
 from worlds import Ranks
 
 import mpicomp
@@ -18,23 +19,13 @@ def cupy(request, monkeypatch):
     return fake_cuda.install(monkeypatch, request.param)
 
 
-def gradients_of(rank, step, dtype=np.float32):
-    random = np.random.default_rng([rank, step])
-    return {name: random.laplace(size=shape).astype(dtype) for name, shape in SHAPES.items()}
+def stepped(ranks, step, move, **settings):
+    gradients = [gradients_of(rank, step, SHAPES, **settings) for rank in range(len(ranks.reducers))]
+    return fetched(reduced(ranks, gradients, move))
 
 
-def stepped(ranks, step, bring, **settings):
-    given = [gradients_of(rank, step, **settings) for rank in range(len(ranks.reducers))]
-    means = ranks.reduce([{name: bring(value) for name, value in item.items()} for item in given])
-    return [{name: on_host(value) for name, value in mean.items()} for mean in means]
-
-
-def on_host(value):
-    return value.get() if isinstance(value, fake_cuda.ndarray) else value.copy()
-
-
-def states(ranks):
-    return [reducer.state_dict() for reducer in ranks.reducers]
+def compare(cupy, *args, steps=3, **settings):
+    compare_steps(lambda: Ranks(2, *args, **settings), cupy.asarray, SHAPES, steps)
 
 
 @pytest.mark.parametrize("loads", ["host", "device"])
@@ -46,19 +37,18 @@ def states(ranks):
 )
 def test_states_move_between_host_and_device(compressor, saves, loads, cupy):
     """After it was loaded, a run is bit for bit the one that was not interrupted."""
-    bring = {"host": lambda value: value, "device": cupy.asarray}
-    whole = Ranks(2, compressor)
+    moves = {"host": host, "device": cupy.asarray}
+    whole, first, second = (Ranks(2, compressor) for _ in range(3))
     for step in range(3):
-        stepped(whole, step, bring["host"])
-    first, second = Ranks(2, compressor), Ranks(2, compressor)
-    for step in range(3):
-        stepped(first, step, bring[saves])
-    for reducer, state in zip(second.reducers, states(first), strict=True):
-        assert all(isinstance(item, np.ndarray) for item in state["residuals"].values())
-        reducer.load_state_dict(state)
+        stepped(whole, step, host)
+        stepped(first, step, moves[saves])
+    for saved, loaded in zip(first.reducers, second.reducers, strict=True):
+        state = saved.state_dict()
+        assert all(isinstance(residual, np.ndarray) for residual in state["residuals"].values())
+        loaded.load_state_dict(state)
     for step in range(3, 6):
-        np.testing.assert_equal(stepped(second, step, bring[loads]), stepped(whole, step, bring["host"]))
-    np.testing.assert_equal(states(second)[0]["residuals"], states(whole)[0]["residuals"])
+        np.testing.assert_equal(stepped(second, step, moves[loads]), stepped(whole, step, host))
+    np.testing.assert_equal(*(ranks.reducers[0].state_dict()["residuals"] for ranks in (second, whole)))
 
 
 @pytest.mark.parametrize("compressor", [mpicomp.Dense(), mpicomp.TopK(ratio=0.1)], ids=str)
@@ -67,8 +57,8 @@ def test_16_bits_come_back_as_16_bits(compressor, cupy):
     there, here = Ranks(2, compressor), Ranks(2, compressor)
     for step in range(3):
         found = stepped(there, step, cupy.asarray, dtype=np.float16)
-        assert {item.dtype for item in found[0].values()} == {np.dtype(np.float16)}
-        np.testing.assert_equal(found, stepped(here, step, lambda value: value, dtype=np.float16))
+        assert {mean.dtype for mean in found[0].values()} == {np.dtype(np.float16)}
+        np.testing.assert_equal(found, stepped(here, step, host, dtype=np.float16))
     residual = there.reducers[0].residual("first")
     assert residual.dtype == np.float32
     np.testing.assert_equal(residual, here.reducers[0].residual("first"))
@@ -87,41 +77,34 @@ def test_arrays_of_any_strides(strided, cupy):
 @pytest.mark.parametrize("compressor", [mpicomp.Dense(), mpicomp.TopK(ratio=0.1), mpicomp.QSGD()], ids=str)
 @pytest.mark.parametrize("policy", ["raise", "skip", "pass"])
 def test_what_is_not_finite(compressor, policy, cupy):
-    def bad(bring):
+    def bad(move):
         ranks = Ranks(2, compressor, nonfinite=policy, feedback=compressor.contractive)
-        stepped(ranks, 0, bring)
-        given = [gradients_of(rank, 1) for rank in range(2)]
-        given[1]["second"][3] = np.nan
-        reported = None
+        stepped(ranks, 0, move)
+        gradients = [gradients_of(rank, 1, SHAPES) for rank in range(2)]
+        gradients[1]["second"][3] = np.nan
         try:
-            reported = ranks.reduce([{name: bring(value) for name, value in item.items()} for item in given])
-            reported = [{name: on_host(value) for name, value in item.items()} for item in reported]
+            outcome = fetched(reduced(ranks, gradients, move))
         except NonFiniteError as error:
-            reported = str(error)
-        return reported, [ranks.residuals(name) for name in SHAPES], stepped(ranks, 2, bring)
+            outcome = str(error)
+        return outcome, [ranks.residuals(name) for name in SHAPES], stepped(ranks, 2, move)
 
-    np.testing.assert_equal(bad(cupy.asarray), bad(lambda value: value))
+    np.testing.assert_equal(bad(cupy.asarray), bad(host))
 
 
 def test_clipping_by_the_norm_of_all(cupy):
-    there, here = (Ranks(2, mpicomp.DGC(ratio=0.1, clip=1.0)) for _ in range(2))
-    for step in range(3):
-        np.testing.assert_equal(stepped(there, step, cupy.asarray), stepped(here, step, lambda value: value))
+    compare(cupy, mpicomp.DGC(ratio=0.1, clip=1.0))
 
 
 @pytest.mark.parametrize("compressor", [mpicomp.Dense(), mpicomp.TopK(ratio=0.1), mpicomp.OneBit()], ids=str)
 def test_ranks_on_host_and_device_together(compressor, cupy):
     mixed, alike = Ranks(3, compressor), Ranks(3, compressor)
     for step in range(3):
-        given = [gradients_of(rank, step) for rank in range(3)]
-        item = [{name: cupy.asarray(value) for name, value in given[0].items()}, *given[1:]]
-        means = mixed.reduce(item)
+        gradients = [gradients_of(rank, step, SHAPES) for rank in range(3)]
+        there = {name: cupy.asarray(gradient) for name, gradient in gradients[0].items()}
+        means = mixed.reduce([there, *gradients[1:]])
         assert isinstance(means[0]["first"], fake_cuda.ndarray)
         assert isinstance(means[1]["first"], np.ndarray)
-        expected = alike.reduce(given)
-        for name in SHAPES:
-            np.testing.assert_array_equal(means[0][name].get(), expected[0][name])
-            np.testing.assert_array_equal(means[1][name], expected[1][name])
+        np.testing.assert_equal(fetched(means), fetched(alike.reduce(gradients)))
 
 
 def test_what_another_stream_makes_is_waited_for(cupy):
@@ -169,37 +152,34 @@ def test_events_do_not_grow_with_the_number_of_arrays(cupy, monkeypatch):
 
 def test_the_joint_choice_surveys_arrays_of_a_device(cupy):
     """What it chooses depends on what it measures; all ranks get the same, and nothing is lost."""
-    ranks, given, means = Ranks(2), np.zeros(600), np.zeros(600)
+    ranks, entered, delivered = Ranks(2), np.zeros(SHAPES["first"]), np.zeros(SHAPES["first"])
     for step in range(6):
-        reported = stepped(ranks, step, cupy.asarray)
-        np.testing.assert_equal(reported[0], reported[1])
-        given += sum(gradients_of(rank, step)["first"].reshape(-1) for rank in range(2))
-        means += 2.0 * reported[0]["first"].reshape(-1)
-    np.testing.assert_allclose(given, means + ranks.residual_sum("first").reshape(-1), rtol=0, atol=1e-4)
+        means = stepped(ranks, step, cupy.asarray)
+        np.testing.assert_equal(means[0], means[1])
+        entered += sum(gradients_of(rank, step, SHAPES)["first"] for rank in range(2))
+        delivered += 2.0 * means[0]["first"]
+    np.testing.assert_allclose(entered, delivered + ranks.residual_sum("first"), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["gravac", "lgreco", "flexible"])
 def test_policies_survey_arrays_of_a_device(policy, cupy):
-    compressor = {"lgreco": mpicomp.TopK(ratio=0.1)}.get(policy)
-    there, here = (Ranks(2, compressor, policy=policy) for _ in range(2))
-    for step in range(6):
-        np.testing.assert_equal(stepped(there, step, cupy.asarray), stepped(here, step, lambda value: value))
+    compare(cupy, {"lgreco": mpicomp.TopK(ratio=0.1)}.get(policy), policy=policy, steps=6)
 
 
 @pytest.mark.parametrize("compressor", [mpicomp.PowerSGD(rank=1), mpicomp.LGC(ratio=0.3, code="linear")], ids=str)
 def test_algebra_of_its_own_is_not_mixed(compressor, cupy):
     """A library's matrix products have other bits on a GPU than on the host: all ranks refuse it."""
     ranks = Ranks(2, compressor)
-    given = [gradients_of(rank, 0) for rank in range(2)]
-    given[0] = {name: cupy.asarray(value) for name, value in given[0].items()}
+    gradients = [gradients_of(rank, 0, SHAPES) for rank in range(2)]
+    there = {name: cupy.asarray(gradient) for name, gradient in gradients[0].items()}
     with pytest.raises(DisagreementError, match=r"where gradients are, .* got a GPU on rank 0 and the host on rank 1"):
-        ranks.reduce(given)
-    for means in ranks.reduce([gradients_of(rank, 0) for rank in range(2)]):
+        ranks.reduce([there, gradients[1]])
+    for means in ranks.reduce(gradients):
         assert isinstance(means["first"], np.ndarray)
 
 
 def test_a_thread_exchanges_what_other_streams_still_compute(cupy):
-    """The thread has a current device and stream of its own; what counts is those of the thread that made an array."""
+    """The current device and stream are those of the thread that made an array, not of the one that exchanges."""
     reducer = Ranks(1, mpicomp.TopK(ratio=1.0), bucket_bytes=80).reducers[0]
     stream = cupy.driver.stream(0)
     with ProgressThread(reducer.transport, channels=1) as thread:
@@ -211,8 +191,8 @@ def test_a_thread_exchanges_what_other_streams_still_compute(cupy):
                 if begun is None:
                     means = reducer.reduce(given)
                 else:
-                    for name, item in given.items():
-                        begun.put(name, item)
+                    for name, array in given.items():
+                        begun.put(name, array)
                     means = begun.finish(given)
                 for mean in means.values():
                     np.testing.assert_array_equal((mean + 1).get(), np.full(20, 3 * step + 4))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from device import emulator, fake_cuda
+from device.kinds import largest
 from marks import slow
 from mpicomp.kernels import gpu
 
@@ -19,11 +20,6 @@ from mpicomp.device.device import Device, activated
 from mpicomp.workspace import Workspace
 
 STEPS = 5
-
-
-def largest(array, k):
-    """Indices of the k largest magnitudes, by a stable sort."""
-    return np.sort(np.argsort(-np.abs(array), kind="stable")[:k])
 
 
 def alike(first, second):
@@ -66,15 +62,15 @@ def test_steps_select_what_the_host_does(opaque, compressor, reads, dtype):
     if isinstance(compressor, mpicomp.TopK):
         compressor = compressor.bind(["a", "b"], [cut, size - cut])
     rng = np.random.default_rng(0)
-    item, there = Context(), Context(workspace=Workspace(opaque.device))
+    here, there = Context(), Context(workspace=Workspace(opaque.device))
     residual = np.zeros(size, dtype)
     taken = []
     for step in range(STEPS):
         gradient = rng.laplace(size=size).astype(dtype)
-        item.step = there.step = step
+        here.step = there.step = step
         host = GradientWithResidual(np.empty(size + TRAILER, dtype), residual, [Piece(0, gradient)])
         with activated(Device()):
-            expected = compressor.select(host, item)
+            expected = compressor.select(host, here)
         pieces = [Piece(start, opaque.cupy.asarray(gradient[start:stop])) for start, stop in ((0, cut), (cut, size))]
         accumulated = GradientWithResidual(
             opaque.cupy.empty(size + TRAILER, dtype), opaque.cupy.asarray(residual), pieces
@@ -92,7 +88,7 @@ def test_steps_select_what_the_host_does(opaque, compressor, reads, dtype):
 
 
 @pytest.mark.parametrize("kind", ["zeros", "few", "infinite", "equal"])
-@pytest.mark.parametrize("compressor", [item for item, _ in LISTED[1:]], ids=str)
+@pytest.mark.parametrize("compressor", [compressor for compressor, _ in LISTED[1:]], ids=str)
 def test_what_is_not_smooth_is_selected_as_on_the_host(opaque, compressor, kind):
     rng = np.random.default_rng(0)
     array = {
@@ -101,11 +97,11 @@ def test_what_is_not_smooth_is_selected_as_on_the_host(opaque, compressor, kind)
         "infinite": lambda: np.where(np.arange(3000) == 7, np.inf, rng.laplace(size=3000)),
         "equal": lambda: rng.choice([-4.5, 4.5], 3000),
     }[kind]().astype(np.float32)
-    value, there = Context(), Context(workspace=Workspace(opaque.device))
+    here, there = Context(), Context(workspace=Workspace(opaque.device))
     for _ in range(2):
         host = GradientWithResidual(np.empty(3000 + TRAILER, np.float32), None, [Piece(0, array)])
         with activated(Device()):
-            expected = compressor.select(host, value)
+            expected = compressor.select(host, here)
         made = GradientWithResidual(
             opaque.cupy.empty(3000 + TRAILER, np.float32), None, [Piece(0, opaque.cupy.asarray(array))]
         )
@@ -149,21 +145,21 @@ def test_grids_reach_as_far_as_on_the_host(opaque, compressor, scale):
 class There(Device):
     """Where the fixture's kernels run, as a device that counts what it reads."""
 
-    def __init__(self, value):
-        self.inner, self.reads = value, 0
+    def __init__(self, place):
+        self.place, self.reads = place, 0
 
     def empty(self, size, dtype):
-        return self.inner.empty(size, dtype)
+        return self.place.empty(size, dtype)
 
     def zeros(self, size, dtype):
-        return self.inner.zeros(size, dtype)
+        return self.place.zeros(size, dtype)
 
     def to_python(self, *values):
         self.reads += 1
         return [value.item() if hasattr(value, "item") else value for value in values]
 
     def to_device(self, array):
-        return self.inner.put(array) if isinstance(array, np.ndarray) else array
+        return self.place.put(array) if isinstance(array, np.ndarray) else array
 
 
 @pytest.fixture
@@ -183,9 +179,9 @@ def put(there, gradient, residual=None, pieces=1, **settings):
     """Give the sum of a gradient in some pieces and a residual, not made yet."""
     dtype = np.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
     bounds = np.linspace(0, gradient.size, pieces + 1).astype(int)
-    parts = [Piece(int(a), there.inner.put(gradient[a:b])) for a, b in pairwise(bounds)]
-    behind = None if residual is None else there.inner.put(residual)
-    return GradientWithResidual(there.empty(gradient.size + TRAILER, dtype), behind, parts, **settings)
+    parts = [Piece(int(a), there.place.put(gradient[a:b])) for a, b in pairwise(bounds)]
+    memory = None if residual is None else there.place.put(residual)
+    return GradientWithResidual(there.empty(gradient.size + TRAILER, dtype), memory, parts, **settings)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
@@ -198,10 +194,10 @@ def test_the_largest_of_several_steps_without_a_word_to_the_host(there, dtype, p
         gradient = rng.laplace(size=size).astype(dtype)
         accumulated = put(there, gradient, residual, pieces)
         emulator.launches.clear()
-        with there.inner.quiet():
+        with there.place.quiet():
             selection = compressor.select(accumulated, context)
             accumulated.array()
-        if there.inner.emulated:
+        if there.place.emulated:
             assert emulator.launches.count("concatenate") == (pieces > 1)
             assert emulator.launches.count("accumulate") == emulator.launches.count("write_tiles") == 1
         total = gradient + residual
@@ -274,10 +270,10 @@ def test_pieces_of_all_kinds_are_gathered_first(there, dtype, scale, factor):
     for compressor in (mpicomp.TopK(ratio=0.01), mpicomp.Threshold(limit=1e30)):  # fused, and by a sweep
         tables = {}
         for _ in range(2):
-            made = put(there, narrow, residual, 3, scale=scale, velocity=velocity(there.inner.put), tables=tables)
+            made = put(there, narrow, residual, 3, scale=scale, velocity=velocity(there.place.put), tables=tables)
             emulator.launches.clear()
             found = compressor.select(made, Context(workspace=Workspace(there)))
-            if there.inner.emulated:
+            if there.place.emulated:
                 assert emulator.launches.count("concatenate") == 1
                 assert emulator.launches.count("accumulate") == 1
             alike(made.array().get(), host.array())
@@ -301,19 +297,19 @@ def test_a_rank_that_has_nothing_to_give_selects_zeros(there):
 @pytest.mark.parametrize("size", [1000, 9001])
 def test_an_estimate_takes_one_read(there, distribution, size):
     compressor = mpicomp.SIDCo(ratio=0.02, distribution=distribution)
-    value, context = Context(), Context(workspace=Workspace(there))
+    here, context = Context(), Context(workspace=Workspace(there))
     rng, residual = np.random.default_rng(0), np.zeros(size, np.float32)
     for step in range(7):
         gradient = rng.laplace(size=size).astype(np.float32)
         host = GradientWithResidual(np.empty(size + TRAILER, np.float32), residual, [Piece(0, gradient)])
         with activated(Device()):
-            expected = compressor.select(host, value)
+            expected = compressor.select(host, here)
         accumulated = put(there, gradient, residual, 2)
         reads = there.reads
         selection = compressor.select(accumulated, context)
         assert accumulated.finite
         assert there.reads == reads + 1
-        assert context.memory.get("sidco.stages") == value.memory.get("sidco.stages", context.memory["sidco.stages"])
+        assert context.memory.get("sidco.stages") == here.memory.get("sidco.stages", context.memory["sidco.stages"])
         np.testing.assert_allclose(accumulated.energy, host.energy, rtol=1e-6)
         np.testing.assert_array_equal(selection.indices.get(), expected.indices)
         alike(selection.values.get(), expected.values)

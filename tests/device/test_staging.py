@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from device.lazy import Cupy, Driver
+from device import fake_cuda
 
 import mpicomp
 from mpicomp import Reducer, TopK
@@ -20,13 +20,9 @@ from mpicomp.transport.staging import Staging
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """Give arrays on a device of a stand-in driver, to be taken for CuPy's by a mpicomp that finds none."""
-    driver = Driver()
-    made = Cupy(driver)
-    monkeypatch.setattr(device, "driver", lambda: driver)
-    monkeypatch.setitem(sys.modules, "cupy", made)
+    """Return a library whose arrays are taken for those of CuPy by a mpicomp that finds no CuPy."""
     monkeypatch.setattr(cuda, "_has_cupy", lambda: False)
-    return made
+    return fake_cuda.install(monkeypatch, "lazy")
 
 
 def alone(**settings):
@@ -34,25 +30,28 @@ def alone(**settings):
 
 
 def reduce_on_all(world, reducers, gradients):
-    return world.run([reducer.rounds({"w": mine}) for reducer, mine in zip(reducers, gradients, strict=True)])
+    pairs = zip(reducers, gradients, strict=True)
+    return world.run([reducer.rounds({"w": gradient}) for reducer, gradient in pairs])
 
 
-@pytest.mark.parametrize("stream", [1, 2, "own"])
+@pytest.mark.parametrize("stream", [1, 2, "new"])
 def test_what_is_still_computed_is_waited_for(cupy, stream):
-    number = cupy.driver.stream(0) if stream == "own" else stream
+    number = cupy.driver.stream(0) if stream == "new" else stream
     reducer = alone()
     with cupy.stream(number):
         for step in range(3):
             values = np.arange(5, dtype=np.float32) + step
-            mean = reducer.reduce({"w": cupy.made(values)})["w"]
+            mean = reducer.reduce({"w": cupy.asarray(values)})["w"]
             np.testing.assert_array_equal(mean.get(), values)
     reducer.close()
 
 
 def test_another_stream_is_not_what_the_array_says(cupy):
-    """The stand-in can tell: what is put into a stream that nobody names is not there yet."""
+    """What is put into a stream that the array does not name is not there yet."""
     reducer = alone()
-    mean = reducer.reduce({"w": cupy.made(np.ones(5, np.float32), cupy.driver.stream(0))})["w"]
+    with cupy.stream(cupy.driver.stream(0)):
+        array = cupy.asarray(np.ones(5, np.float32))
+    mean = reducer.reduce({"w": array})["w"]
     assert (mean.get() != 1).all()
 
 
@@ -60,19 +59,21 @@ def test_another_stream_is_not_what_the_array_says(cupy):
 def test_arrays_that_name_no_stream(cupy, version):
     """Version 2 knows none, so the legacy stream is waited for; with None there is nothing to wait for."""
     values = np.arange(6, dtype=np.float32)
-    array = cupy.made(values)
+    array = cupy.asarray(values)
     cupy.version = version
     if version == 3:
         array.get()
-        cupy.current_stream = None
-    assert device.streams_of([array]) == ({1} if version == 2 else set())
-    np.testing.assert_array_equal(Staging().host("w", array), values)
+    with cupy.stream(None):
+        assert device.streams_of([array]) == ({1} if version == 2 else set())
+        np.testing.assert_array_equal(Staging().host("w", array), values)
 
 
 def test_stream_0_is_refused(cupy):
-    array = cupy.made(np.ones(3, np.float32))
-    cupy.current_stream = 0
-    with pytest.raises(ArrayTypeError, match=r"device: .* must name its stream as None, 1, 2 or an address, got 0"):
+    array = cupy.asarray(np.ones(3, np.float32))
+    with (
+        cupy.stream(0),
+        pytest.raises(ArrayTypeError, match=r"device: .* must name its stream as None, 1, 2 or an address, got 0"),
+    ):
         alone().reduce({"w": array})
 
 
@@ -91,9 +92,9 @@ def test_the_same_as_on_the_host(cupy, monkeypatch, dtype, ranks):
         gradients = [
             {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()} for _ in range(ranks)
         ]
-        staged = [{name: cupy.made(item) for name, item in mine.items()} for mine in gradients]
+        staged = [{name: cupy.asarray(gradient) for name, gradient in mine.items()} for mine in gradients]
         expected, means = (
-            world.run([item.rounds(mine) for item, mine in zip(some, inputs, strict=True)])
+            world.run([reducer.rounds(mine) for reducer, mine in zip(some, inputs, strict=True)])
             for world, some, inputs in zip(worlds, reducers, (gradients, staged), strict=True)
         )
         for ours, theirs in zip(means, expected, strict=True):
@@ -106,7 +107,7 @@ def test_the_same_as_on_the_host(cupy, monkeypatch, dtype, ranks):
 
 def test_gradients_are_not_modified(cupy):
     values = np.linspace(-1, 1, 11, dtype=np.float32)
-    gradient = cupy.made(values)
+    gradient = cupy.asarray(values)
     alone().reduce({"w": gradient})
     np.testing.assert_array_equal(gradient.get(), values)
 
@@ -123,14 +124,14 @@ def test_gradients_are_not_modified(cupy):
 )
 def test_strides(cupy, view):
     values = np.arange(42, dtype=np.float32).reshape(6, 7)
-    whole = cupy.made(values)
+    whole = cupy.asarray(values)
     mean = alone().reduce({"w": view(whole)})["w"]
     np.testing.assert_array_equal(mean.get(), view(values))
 
 
 def test_nothing_is_allocated_in_the_steady_state(cupy):
     reducer = alone(bucket_bytes=64)
-    gradients = {name: cupy.made(np.ones(50, np.float32)) for name in "abc"}
+    gradients = {name: cupy.asarray(np.ones(50, np.float32)) for name in "abc"}
     means = reducer.reduce(gradients)
     allocated, events = cupy.driver.allocated, len(cupy.driver.events)
     for _ in range(3):
@@ -141,22 +142,23 @@ def test_nothing_is_allocated_in_the_steady_state(cupy):
 
 def test_every_array_is_copied_once_each_way(cupy):
     reducer = Reducer(mpicomp.DGC(ratio=0.5, clip=1.0), "allgather", comm=LocalWorld(1).transports[0])  # looks twice
-    gradients = {name: cupy.made(np.ones(50, np.float32)) for name in "abc"}
+    gradients = {name: cupy.asarray(np.ones(50, np.float32)) for name in "abc"}
+    before = cupy.driver.from_host_bytes
     reducer.reduce(gradients)  # agrees, and comes to the gradients again
-    assert cupy.driver.copied == {"fetch": 600, "send": 600}
+    assert cupy.driver.to_host_bytes == cupy.driver.from_host_bytes - before == 600
 
 
 def test_later_buckets_are_copied_before_the_first_one_travels(cupy):
-    """All copies are in the stream before the first round; the first bucket waits for its own alone."""
+    """All copies are in the stream before the first round; the first bucket waits for its copies alone."""
     reducer = alone(bucket_bytes=40)
-    gradients = {name: cupy.made(np.full(10, place, np.float32)) for place, name in enumerate("abcd")}
+    gradients = {name: cupy.asarray(np.full(10, place, np.float32)) for place, name in enumerate("abcd")}
     reducer.reduce(gradients)
-    before = cupy.driver.copied["fetch"], cupy.driver.waits
+    before = cupy.driver.to_host_bytes, cupy.driver.waits
     rounds = reducer.rounds(gradients)
     asked = next(rounds)
     while asked.operation != "allreduce":
         asked = rounds.send(asked.recv)
-    assert cupy.driver.copied["fetch"] - before[0] == 160
+    assert cupy.driver.to_host_bytes - before[0] == 160
     assert cupy.driver.waits - before[1] == 1
     rounds.close()
 
@@ -177,10 +179,10 @@ def test_chunks_are_under_way_together(cupy, monkeypatch):
 def test_a_step_that_is_undone(cupy):
     world = LocalWorld(2)
     reducers = [Reducer(TopK(ratio=0.5), "allgather", comm=end) for end in world.transports]
-    good = [cupy.made(np.array([4, 1], np.float32)) for _ in range(2)]
+    good = [cupy.asarray(np.array([4, 1], np.float32)) for _ in range(2)]
     reduce_on_all(world, reducers, good)
     with pytest.raises(NonFiniteError):
-        reduce_on_all(world, reducers, [cupy.made(np.array([np.nan, 1], np.float32)), good[0]])
+        reduce_on_all(world, reducers, [cupy.asarray(np.array([np.nan, 1], np.float32)), good[0]])
     np.testing.assert_array_equal(reducers[0].residual("w"), [0, 1])
     means = reduce_on_all(world, reducers, good)
     assert means[1]["w"].get().tolist() == [4, 0]
@@ -192,7 +194,7 @@ def test_arrays_that_grow_or_move(cupy):
         array_staging.begin()
         cupy.current_device = where
         values = np.arange(size, dtype=np.float32)
-        array = cupy.made(values)
+        array = cupy.asarray(values)
         np.testing.assert_array_equal(array_staging.host("w", array), values)
         described = mpicomp.arrays.ArraySpec("w", "float32", (size,))
         [given] = array_staging.unflatten(values + 1, [MeanPart(0, described, array, None)])
@@ -203,7 +205,7 @@ def test_arrays_that_grow_or_move(cupy):
 
 def test_the_array_is_let_go_when_it_is_there(cupy):
     array_staging = Staging()
-    array = cupy.made(np.ones(3, np.float32))
+    array = cupy.asarray(np.ones(3, np.float32))
     array.get()  # what writes to it holds it, too
     before = sys.getrefcount(array)
     array_staging.start("w", array)
@@ -215,7 +217,7 @@ def test_the_array_is_let_go_when_it_is_there(cupy):
 def test_a_stream_of_the_thread_that_hands_over(cupy):
     """The thread that exchanges has another current stream; it must not be asked."""
     reducer = alone(bucket_bytes=40)
-    first = {name: cupy.made(np.zeros(10, np.float32)) for name in "ab"}
+    first = {name: cupy.asarray(np.zeros(10, np.float32)) for name in "ab"}
     reducer.reduce(first)
     number = cupy.driver.stream(0)
     gradients = {name: cupy.empty(10, np.float32) for name in "ab"}
@@ -235,7 +237,7 @@ def test_a_stream_of_the_thread_that_hands_over(cupy):
         patch.setattr(device, "streams_of", watched)
         stream = reducer.stream(thread)
         for name, gradient in gradients.items():
-            cupy.compute(gradient, np.full(10, 7, np.float32))
+            gradient.fill(7)
             stream.put(name, gradient)
         means = stream.finish(gradients)
         assert [means[name].get().tolist() for name in "ab"] == [[7] * 10] * 2
@@ -248,11 +250,14 @@ def test_tensors_of_torch(cupy, monkeypatch, dtype, kind):
     """Tensors of the host that say they are not: all but CUDA is real."""
     torch = pytest.importorskip("torch")
 
+    held = []
+
     class Tensor(torch.Tensor):
         is_cuda = True
 
     def on_device(tensor):
-        cupy.driver.place(tensor.view(torch.uint8).numpy(), 0)
+        held.append(tensor)  # while copies are under way
+        cupy.driver.on_device[tensor.data_ptr()] = tensor.nbytes, 0
         return tensor.as_subclass(Tensor)
 
     empty = lambda like: on_device(torch.full(like.shape, torch.nan, dtype=like.dtype))  # noqa: E731
@@ -275,9 +280,10 @@ def test_tensors_of_torch(cupy, monkeypatch, dtype, kind):
 
 
 def test_without_the_driver_the_library_copies(cupy, monkeypatch):
+    array = cupy.asarray(np.ones(2, np.float32))
     monkeypatch.setattr(device, "driver", lambda: None)
     monkeypatch.setattr(cupy, "asarray", lambda host: ("on the device", host.tolist()), raising=False)
-    assert alone().reduce({"w": cupy.made(np.ones(2, np.float32))})["w"] == ("on the device", [1, 1])
+    assert alone().reduce({"w": array})["w"] == ("on the device", [1, 1])
 
 
 def test_arrays_of_the_host_cost_nothing(cupy):
@@ -291,8 +297,8 @@ def test_what_the_driver_says_reaches_all_ranks(cupy):
     """A fault of one rank travels before data does."""
     world = LocalWorld(2)
     reducers = [Reducer("dense", comm=end) for end in world.transports]
-    gradients = [cupy.made(np.ones(3, np.float32)) for _ in range(2)]
-    del cupy.driver.on_device[gradients[1]._memory.ctypes.data]
+    gradients = [cupy.asarray(np.ones(3, np.float32)) for _ in range(2)]
+    del cupy.driver.on_device[gradients[1].data.ptr]
 
     def failing(address, found=cupy.driver.device_of):
         try:
@@ -319,13 +325,13 @@ def test_over_mpi(cupy, comm, compressor, collective):
     with cupy.stream(number):
         for _ in range(3):
             everyones = rng.normal(size=(comm.size, 40)).astype(np.float32)
-            mean = reducer.reduce({"w": cupy.made(everyones[comm.rank])})["w"].get()
+            mean = reducer.reduce({"w": cupy.asarray(everyones[comm.rank])})["w"].get()
             accumulated = everyones + residuals
             if compressor != "dense":
                 sent = np.zeros_like(accumulated)
-                for item, out in zip(accumulated, sent, strict=True):
-                    top = np.argsort(-np.abs(item), kind="stable")[:10]
-                    out[top] = item[top]
+                for row, out in zip(accumulated, sent, strict=True):
+                    top = np.argsort(-np.abs(row), kind="stable")[:10]
+                    out[top] = row[top]
                 residuals = accumulated - sent
                 accumulated = sent
             np.testing.assert_allclose(mean, accumulated.mean(0), rtol=1e-5, atol=1e-6)

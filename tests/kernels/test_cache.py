@@ -11,8 +11,10 @@ import tempfile
 from pathlib import Path
 
 import numba
+import numpy as np
 import pytest
 from mpicomp.kernels import cache
+from mpicomp.kernels.cpu.compile import exact, kernel
 
 SOURCE = """
 def twice(number):
@@ -39,7 +41,7 @@ def _forget():
 
 
 def fresh(folder):
-    """Give a function as a process that has just started has it: nothing compiled, and files that may be there."""
+    """Return a function as a process that has just started has it: nothing compiled, and files that may be there."""
     path = folder / "doubling.py"
     path.write_text(SOURCE)
     spec = importlib.util.spec_from_file_location("doubling", path)
@@ -267,8 +269,8 @@ def test_a_full_disk_costs_time_alone(tmp_path):
 
 def test_an_installation_that_nobody_may_write_to(tmp_path):
     """All of the file system is read-only, as in a container image, the home and the temporary folders too."""
-    # Folders that may be mounts of their own stay what they are: this very Python may be in the temporary one.
-    bound = [f"mount --bind {name} {name} && mount -o remount,bind,ro {name}" for name in ("/tmp", "/dev/shm")]
+    # Folders that may be mounts stay what they are: this very Python may be in the temporary one.
+    bound = [f"mount --bind {path} {path} && mount -o remount,bind,ro {path}" for path in ("/tmp", "/dev/shm")]
     read_only = " && ".join(["mount -o remount,bind,ro /", *bound])
     alone = ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{read_only} && exec "$@"', "sh"]
     try:
@@ -278,3 +280,54 @@ def test_an_installation_that_nobody_may_write_to(tmp_path):
     if not able:
         pytest.skip("needs root and mount namespaces")
     assert outcome(real(tmp_path, alone)) == (2, 0)
+
+
+@exact
+def _product_and_sum(first, second, third, out):
+    for i in range(out.size):
+        out[i] = first[i] * second[i] + third[i]
+
+
+@kernel
+def _calls_it(first, second, third, out):
+    _product_and_sum(first, second, third, out)
+
+
+def test_product_and_sum_are_rounded_twice():
+    """A fused multiply-add rounds once, and a host without it would come to other bits."""
+    rng = np.random.default_rng(0)
+    for dtype in (np.float32, np.float64):
+        first, second, third = rng.normal(size=(3, 4096)).astype(dtype)
+        for function in (_calls_it, _product_and_sum):
+            out = np.empty(4096, dtype)
+            function(first, second, third, out)
+            product = first * second
+            np.testing.assert_array_equal(out, product + third)
+
+
+RUNNING = """
+import os, sys
+import numpy as np
+from mpicomp.kernels import cpu
+
+def running():
+    return len(os.listdir("/proc/self/task"))
+
+threads = int(sys.argv[1])
+gradient, residual = np.ones(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
+before = running()
+cpu.accumulate(gradient, residual, np.empty_like(gradient), threads)
+cpu.tail(gradient, 0.5, 1, threads)
+cpu.kth_magnitude(gradient, 10)
+print(running() - before)
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_kernel_runs_on_the_threads_that_it_is_given(threads):
+    # Numba starts all its threads with the first loop that is parallel.
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "6"}
+    command = [sys.executable, "-c", RUNNING, str(threads)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert threads - 1 <= int(done.stdout) < threads + 3  # the compiler may have one

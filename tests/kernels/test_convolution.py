@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 from mpicomp.kernels import cpu
-from mpicomp.kernels.cpu import convolution
+from mpicomp.kernels.cpu import products
 
-TILE = convolution._TILE
+TILE = products._TILE
 PLACES = [1, 2, 7, TILE - 1, TILE, TILE + 1, 2 * TILE + 3]
 
 

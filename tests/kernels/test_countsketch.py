@@ -84,30 +84,16 @@ def test_the_middle_of_any_order_is_found(kernels, rows):
         assert estimates(kernels, table, 3, 1)[0] == statistics.median(values)
 
 
-def test_a_table_of_a_sum_is_the_sum_of_tables(kernels):
-    rng = np.random.default_rng(1)
-    first, second = rng.normal(size=(2, 5000))
-    tables = [sketched(kernels, array, 5, 5, 100) for array in (first, second, 2 * first - second)]
-    np.testing.assert_allclose(2 * tables[0] - tables[1], tables[2], rtol=0, atol=1e-12)
-
-
-def test_adding_adds_to_what_is_there(kernels):
-    array = np.arange(100, dtype=np.float32)
-    table = sketched(kernels, array, 5, 3, 10)
-    kernels.sketch_add(array, 5, table)
-    np.testing.assert_array_equal(table, 2 * sketched(kernels, array, 5, 3, 10))
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_large_elements_are_found_among_many_small_ones(dtype):
     rng = np.random.default_rng(2)
     array = rng.normal(size=100_000).astype(dtype)
     heavy = rng.choice(array.size, 10, replace=False)
     array[heavy] = np.where(rng.random(10) < 0.5, -1, 1) * rng.uniform(100, 200, 10)
-    reported = estimates(cpu, sketched(cpu, array, KEY, 5, 5000), KEY, array.size)
-    assert set(np.argsort(-np.abs(reported))[:10]) == set(heavy)
+    found = estimates(cpu, sketched(cpu, array, KEY, 5, 5000), KEY, array.size)
+    assert set(np.argsort(-np.abs(found))[:10]) == set(heavy)
     noise = np.linalg.norm(array) / np.sqrt(5000)
-    assert np.abs(reported - array)[heavy].max() < 3 * noise
+    assert np.abs(found - array)[heavy].max() < 3 * noise
 
 
 def test_estimates_are_right_on_the_average_of_keys():
@@ -140,8 +126,8 @@ def test_rows_and_keys_scatter_apart():
     places = np.array([[column for _, column, _ in cells_of(index, KEY, 3, columns)] for index in range(size)])
     other = np.array([[column for _, column, _ in cells_of(index, KEY + 1, 3, columns)] for index in range(size)])
     for left, right in [(places[:, 0], places[:, 1]), (places[:, 1], places[:, 2]), (places[:, 0], other[:, 0])]:
-        all_ranks = (left == right).mean()
-        assert abs(all_ranks - 1 / columns) < 5 / np.sqrt(size * columns)
+        share = (left == right).mean()
+        assert abs(share - 1 / columns) < 5 / np.sqrt(size * columns)
 
 
 def test_cells_are_cleared_where_elements_are(kernels):
@@ -154,11 +140,3 @@ def test_cells_are_cleared_where_elements_are(kernels):
                 expected[row, column] = 0
         kernels.sketch_clear(np.array(chosen, np.uint32), 9, cleared)
         np.testing.assert_array_equal(cleared, expected)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nonfinite_elements_are_seen_in_every_row(kernels, bad):
-    array = np.ones(2000, np.float32)
-    array[1234] = bad
-    table = sketched(kernels, array, 4, 5, 20)
-    assert (~np.isfinite(table)).sum(axis=1).tolist() == [1] * 5

@@ -5,6 +5,7 @@ import pytest
 from device.kinds import with_specials
 from marks import slow
 from mpicomp.kernels import cpu, gpu
+from mpicomp.kernels.cpu.bit_planes import read_planes, write_planes
 
 SIZES = [0, 1, 63, 64, 65, 127, 128, 1000, 1024, 1025, 5000]
 SYMMETRIC = [(bits, norm) for bits in range(2, 9) for norm in ("max", "l2")]
@@ -26,7 +27,7 @@ def pack(kernels, array, bucket, bits, norm, key=None):
 
 def codes_of(words, bits, size):
     planes = np.unpackbits(words.view(np.uint8), bitorder="little").reshape(-1, bits, 64)
-    assert not planes.transpose(0, 2, 1).reshape(-1, bits)[size:].any(), "bits behind the last element"
+    assert not planes.transpose(0, 2, 1).reshape(-1, bits)[size:].any(), "bits after the last element"
     return (planes * (1 << np.arange(bits))[:, np.newaxis]).sum(axis=1).ravel()[:size]
 
 
@@ -220,3 +221,32 @@ def test_grids_are_read_alike_where_subnormals_are_zero(place, dtype, norm, size
         gpu.unpack_grid(bases if norm == "range" else None, steps, words, 64, 4, out)
     np.testing.assert_array_equal(out.get(), sent.get())
     assert np.abs(array - out.get()).max() <= 2 * np.abs(array).max()
+
+
+@pytest.mark.parametrize("planes", range(1, 9))
+@pytest.mark.parametrize("groups", [0, 1, 2, 16])
+def test_planes_are_what_the_definition_says_and_are_read_back(planes, groups):
+    codes = np.random.default_rng(planes).integers(0, 1 << planes, 64 * groups).astype(np.uint8)
+    words = np.full(planes * groups, 0xDEADBEEFDEADBEEF, np.uint64)
+    write_planes(codes, groups, planes, words, 0)
+    expected = [
+        sum((int(code) >> plane & 1) << place for place, code in enumerate(codes[64 * group : 64 * group + 64]))
+        for group in range(groups)
+        for plane in range(planes)
+    ]
+    assert words.tolist() == expected
+    back = np.full(64 * groups + 5, 99, np.uint8)
+    read_planes(words, 0, groups, planes, back)
+    assert back[: 64 * groups].tolist() == codes.tolist()
+    assert (back[64 * groups :] == 99).all()
+
+
+def test_from_some_word_on_and_as_many_groups_as_are_asked_for():
+    codes = np.arange(256).astype(np.uint8) % 4
+    words = np.full(7, 99, np.uint64)
+    write_planes(codes[3:], 1, 2, words, 3)
+    planes = [sum((code >> plane & 1) << j for j, code in enumerate(codes[3:67].tolist())) for plane in range(2)]
+    assert words.tolist() == [99, 99, 99, *planes, 99, 99]
+    back = np.full(100, 99, np.uint8)
+    read_planes(words, 3, 1, 2, back)
+    assert back.tolist() == [*codes[3:67].tolist(), *[99] * 36]

@@ -98,11 +98,6 @@ def test_large_selections_come_back(kernels, count, numel, kind):
     np.testing.assert_array_equal(decode(kernels, code, count, numel), indices)
 
 
-def test_codes_of_a_thousandth_take_12_bits_an_index():
-    assert 8 * cpu.index_bytes(25_600, 25_600_000) <= 12 * 25_600
-    assert 8 * cpu.index_bytes(64, 64_000) <= 14 * 64  # padding counts
-
-
 @given(st.integers(1, 10**7), st.integers(0, 2**32 - 1))
 @example(1, 1)
 @example(1, 2**32)
@@ -126,14 +121,6 @@ def test_wrong_indices_give_a_code_that_is_refused(kernels, selection, data):
     if not right:
         assert not any(code)
         assert decode(kernels, code, len(indices), numel) is None
-
-
-@pytest.mark.parametrize(
-    ("indices", "right"),
-    [([], True), ([9], True), ([10], False), ([2**32 - 1], False), ([1, 1], False), ([2, 1], False), ([1, 2, 9], True)],
-)
-def test_ascending_below(kernels, indices, right):
-    assert kernels.ascending_below(np.array(indices, np.uint32), 10) == right
 
 
 def test_one_fault_among_many_is_found(kernels):

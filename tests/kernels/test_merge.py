@@ -67,7 +67,7 @@ def pairs_of(sizes, kind, dtype):
         first, second = 2 * first, 2 * second + 1
     elif kind == "before":
         second = second + most
-    elif kind == "behind":
+    elif kind == "after":
         first = first + most
     else:  # with the last index there is, now and then
         first = np.where(first == first.max(initial=0), 2**32 - 1, first)
@@ -77,7 +77,7 @@ def pairs_of(sizes, kind, dtype):
     return pairs
 
 
-@pytest.mark.parametrize("kind", ["mixed", "same", "disjoint", "before", "behind"])
+@pytest.mark.parametrize("kind", ["mixed", "same", "disjoint", "before", "after"])
 @pytest.mark.parametrize("name", MERGES)
 def test_merges_of_any_size(kernels, dtype, name, kind):
     for sizes in SIZES:

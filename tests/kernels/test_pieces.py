@@ -1,4 +1,4 @@
-"""Pieces written one behind the other."""
+"""Concatenation of pieces."""
 
 import warnings
 
@@ -27,7 +27,7 @@ def widened(piece, dtype):
 
 
 def slowly(pieces, dtype, scale):
-    """NumPy's own concatenation."""
+    """Concatenate by NumPy."""
     whole = np.concatenate([np.empty(0, dtype), *(widened(piece, dtype) for piece in pieces)])
     with np.errstate(all="ignore"):
         return whole if scale == 1 else dtype(scale) * whole

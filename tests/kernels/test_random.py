@@ -20,7 +20,7 @@ def many(key, start=0):
 
 
 def slowly(index, key):
-    """The definition, in Python's own integers."""
+    """The definition, in integers of Python."""
     mixed = (key + 0x9E3779B97F4A7C15) % 2**64
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
@@ -57,12 +57,12 @@ def test_numbers_are_uniform_and_neighbors_uncorrelated(key):
 
 def test_keys_are_uncorrelated():
     drawn = [many(key) / 2**32 for key in KEYS]
-    distance = np.abs(np.corrcoef(drawn) - np.eye(len(KEYS)))
-    assert distance.max() < 5 / np.sqrt(COUNT)
+    difference = np.abs(np.corrcoef(drawn) - np.eye(len(KEYS)))
+    assert difference.max() < 5 / np.sqrt(COUNT)
 
 
 def test_a_key_whose_halves_are_alike_is_another_key():
-    """Where indices differ by a few bits only, the second half still tells keys apart."""
+    """Where indices differ by a few bits only, the second half still distinguishes keys."""
     low, high = halves(0)
     first, second, third = np.empty((3, COUNT), np.uint32)
     _many(0, low, high, first)

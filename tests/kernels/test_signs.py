@@ -4,6 +4,13 @@ import pytest
 SIZES = [0, 1, 63, 64, 65, 127, 128, 191, 256, 1000, 5000]
 
 
+def bits_of(words, size):
+    """Return the bits of elements; those after the last one must be zero."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
+    assert not bits[size:].any()
+    return bits[:size]
+
+
 def pack(kernels, array, block, sent=None):
     # Rubbish first: every word and every scale has to be written.
     scales = np.full(-(-array.size // block), np.nan, np.float32)
@@ -38,9 +45,7 @@ def test_signs_of_any_size_are_packed_by_definition(kernels, dtype, block, shift
         scales, words, lost = pack(kernels, array, block, sent)
         expected_scales, bits, expected_sent = slowly(array, block)
         np.testing.assert_allclose(scales, expected_scales, rtol=1.2e-7)
-        unpacked = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
-        np.testing.assert_array_equal(unpacked[:size], bits)
-        assert not unpacked[size:].any()
+        np.testing.assert_array_equal(bits_of(words, size), bits)
         np.testing.assert_allclose(sent, expected_sent, rtol=1.2e-7)
         missed = np.square(array.astype(np.float64) - sent).sum()
         np.testing.assert_allclose(lost, missed, rtol=1e-6)
@@ -100,3 +105,30 @@ def test_signs_of_large_float64_saturate(kernels):
 def test_signs_without_sent(kernels):
     scales, words, lost = pack(kernels, np.array([1, -3, 2], np.float32), 64)
     assert (scales.tolist(), words.tolist(), lost) == ([2], [2], 2.0)
+
+
+def test_votes_are_sign_bits(kernels, dtype):
+    for size in (*SIZES, 30_011):
+        array = np.random.default_rng(size).normal(size=size).astype(dtype)
+        array[::5] = 0
+        words = np.full(-(-size // 64), 0xDEADBEEFDEADBEEF, np.uint64)
+        kernels.pack_votes(array, words)
+        np.testing.assert_array_equal(bits_of(words, size), array < 0)
+        out = np.full(size, np.nan, dtype)
+        kernels.unpack_votes(words, 0.1, out)
+        np.testing.assert_array_equal(out, np.where(array < 0, -dtype(0.1), dtype(0.1)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100, 4095, 4096])
+def test_the_majority_of_votes_wins_and_ties_are_plus(kernels, ranks):
+    rng = np.random.default_rng(ranks)
+    likely = rng.choice([0.0, 0.1, 0.49, 0.5, 0.51, 0.9, 1.0], 200)  # among few ranks all counts occur
+    negative = rng.random((ranks, 200)) < likely
+    votes = np.zeros((ranks, 4), np.uint64)
+    for rank in range(ranks):
+        padded = np.concatenate([negative[rank], np.zeros(56, bool)])
+        votes[rank] = np.packbits(padded, bitorder="little").view(np.uint64)
+    out = np.full(4, 0xDEADBEEFDEADBEEF, np.uint64)
+    kernels.majority(votes, out)
+    minus = negative.sum(axis=0)
+    np.testing.assert_array_equal(bits_of(out, 200), minus > ranks - minus)

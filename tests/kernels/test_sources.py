@@ -15,7 +15,7 @@ import pytest
 from marks import slow
 from mpicomp.kernels import cpu, gpu
 from mpicomp.kernels.cpu.message import NONFINITE
-from mpicomp.kernels.gpu.compile import THREADS
+from mpicomp.kernels.gpu.compile import THREADS, code_of
 from mpicomp.kernels.gpu.merge import PART as MERGED
 from mpicomp.kernels.gpu.merge import Operation
 from mpicomp.kernels.gpu.products import PART, ROWS
@@ -50,7 +50,7 @@ def architectures():
 @pytest.mark.parametrize("source", [name if name in KINDS else slow(name) for name in SOURCES])
 def test_every_source_compiles_without_a_spilled_register(architectures, source, real, tmp_path):
     nvcc, known = architectures
-    text = (FOLDER / "common.cuh").read_text() + (FOLDER / f"{source}.cu").read_text()
+    text = code_of(source)
     assert "#include" not in text, "NVRTC, which CuPy compiles with, has no headers"
     (tmp_path / "source.cu").write_text(text)
     targets = [f"-gencode=arch=compute_{name[3:]},code={name}" for name in known]
@@ -71,14 +71,14 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
 @pytest.mark.parametrize(
     "source",
     [
-        *(slow("blocks"), slow("convolution"), slow("exponents"), slow("fields"), "grid", slow("message")),
-        *("scatter", slow("signs"), slow("squares")),
+        *(slow("products"), slow("exponents"), slow("fields"), "grid", slow("message"), "scatter", slow("signs")),
+        slow("squares"),
     ],
 )
 def test_what_ranks_decode_is_rounded_after_every_product(architectures, source, real, tmp_path):
     """A mean must have the same bits on ranks whose processors cannot multiply and add in one go."""
     nvcc, _ = architectures
-    (tmp_path / "source.cu").write_text((FOLDER / "common.cuh").read_text() + (FOLDER / f"{source}.cu").read_text())
+    (tmp_path / "source.cu").write_text(code_of(source))
     command = [nvcc, "-arch=compute_80", "-std=c++17", f"-DREAL={real}", "-ptx"]
     command += ["-o", str(tmp_path / "source.ptx"), str(tmp_path / "source.cu")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -96,7 +96,7 @@ def test_what_ranks_decode_is_rounded_after_every_product(architectures, source,
 
 def test_what_kernels_name_is_what_the_host_names():
     """The host knows fields of device structures by their place, and sizes of tiles by their value."""
-    common, select = (FOLDER / "common.cuh").read_text(), (FOLDER / "select.cu").read_text()
+    common = select = code_of("select")
     fields = re.search(r"struct State \{(.*?)\};", common, re.DOTALL).group(1)
     assert [name.upper() for name in re.findall(r"u64 (\w+);", fields)] == [field.name for field in Field]
     found = re.search(r"struct Partials \{(.*?)\};", common, re.DOTALL).group(1)

@@ -50,7 +50,7 @@ def test_squares_are_packed_by_definition(kernels, dtype, bits, size, shift):
     array += np.copysign(1, array)
     array[3::50] = 0
     out, sent, lost = pack(kernels, array, bits)
-    # A base follows from sums, whose last bits depend on their order.
+    # A base is computed from sums, whose last bits depend on their order.
     np.testing.assert_allclose(sent, oracle.few_bits(array, bits), rtol=3e-7)
     np.testing.assert_array_equal(np.signbit(sent), np.signbit(array))
     np.testing.assert_allclose(lost, np.square(array.astype(np.float64) - sent).sum(), rtol=1e-12)
@@ -142,7 +142,7 @@ blocks = st.sampled_from([np.float32, np.float64]).flatmap(
 @example(array=np.array([1, 1e-30, 0, 0, 5e-39], np.float32), bits=2)
 @example(array=np.array([1e308, 1e300, 1e-300]), bits=4)
 def test_no_block_loses_more_than_it_has(kernels, array, bits):
-    """Values are what receivers see, finite, and together no further from those that were given than zeros are."""
+    """What receivers see is finite, and no further from the elements than zeros are."""
     out, sent, _ = pack(kernels, array, bits)
     assert np.isfinite(sent).all()
     assert all(lost <= energy for energy, lost in energies(array, sent))

@@ -1,0 +1,119 @@
+"""A driver of CUDA without a GPU: streams that take their time, events, and copies by address.
+
+Memory of the device is memory of the host. Work in a stream is done at once (``eager``), when somebody waits for it and
+not before (``lazy``), or at some time in between (``random``): code that does not wait, or waits for the wrong stream,
+gets rubbish.
+"""
+
+import ctypes
+import itertools
+import random
+import threading
+import weakref
+from collections import deque
+
+import numpy as np
+
+RUBBISH = 0xC9
+_numbers = itertools.count(1 << 20)
+
+
+class Driver:
+    """Streams, events, and copies between pinned memory of the host and memory of a device."""
+
+    def __init__(self, schedule="eager", seed=0):
+        self.schedule = schedule
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self.streams = {1: deque(), 2: deque()}
+        self.events = {}
+        self.on_device = {}  # address: bytes, device
+        self.on_host = {}  # address: array
+        self.waits = self.allocated = 0
+        self.to_host_bytes = self.from_host_bytes = 0
+
+    def count(self):
+        return 1
+
+    def place(self, array, device):
+        """Let an array be known as memory of a device until it is gone."""
+        self.allocated += 1
+        if array.nbytes:
+            self.on_device[array.ctypes.data] = array.nbytes, device
+            weakref.finalize(array, self.on_device.pop, array.ctypes.data, None)
+
+    def device_of(self, address, nbytes=1):
+        for start, (size, device) in list(self.on_device.items()):
+            if start <= address and address + nbytes <= start + size:
+                return device
+        raise RuntimeError(f"error 1: {address} is no address of a device")
+
+    def pinned(self, nbytes):
+        array = np.full(nbytes, RUBBISH, np.uint8)
+        self.on_host[array.ctypes.data] = array  # copies are under way when their arrays are gone
+        self.allocated += 1
+        return array
+
+    def stream(self, device):
+        number = next(_numbers)
+        self.streams[number] = deque()
+        return number
+
+    def event(self, device):
+        number = next(_numbers)
+        self.events[number] = None
+        return number
+
+    def put(self, stream, work):
+        with self.lock:
+            self.streams[stream].append(work)
+            if self.schedule == "eager":
+                self.finish(stream)
+            elif self.schedule == "random" and self.random.random() < 0.3:
+                self.finish(self.random.choice(list(self.streams)))
+
+    def record(self, device, event, stream):
+        marker = object()
+        self.events[event] = stream, marker
+        self.put(stream, marker)
+
+    def wait_event(self, device, stream, event):
+        mark = self.events[event]
+        self.put(stream, lambda: self._come_to(mark))
+
+    def wait(self, device, event):
+        with self.lock:
+            self.waits += 1
+            self._come_to(self.events[event])
+
+    def _come_to(self, mark):
+        if mark is not None:
+            stream, marker = mark
+            while marker in self.streams[stream]:
+                self._next(self.streams[stream])
+
+    def finish(self, stream):
+        with self.lock:
+            while self.streams[stream]:
+                self._next(self.streams[stream])
+
+    @staticmethod
+    def _next(work):
+        done = work.popleft()
+        if callable(done):
+            done()
+
+    def fetch(self, device, host, address, nbytes, stream):
+        self._check(device, host, address, nbytes)
+        self.to_host_bytes += nbytes
+        self.put(stream, lambda: ctypes.memmove(host, address, nbytes))
+
+    def send(self, device, address, host, nbytes, stream):
+        self._check(device, host, address, nbytes)
+        self.from_host_bytes += nbytes
+        self.put(stream, lambda: ctypes.memmove(address, host, nbytes))
+
+    def _check(self, device, host, address, nbytes):
+        assert nbytes == 0 or self.device_of(address, nbytes) == device
+        spans = [(start, start + array.nbytes) for start, array in self.on_host.items()]
+        assert any(start <= host and host + nbytes <= stop for start, stop in spans), "not pinned, or too short"

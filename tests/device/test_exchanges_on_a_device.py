@@ -1,0 +1,283 @@
+"""Exchanges with arrays on a device: means and residuals have the bits of the host, and copies are messages alone.
+
+Kernels are those of the host, or those of CUDA, emulated. Statistics that are sums in float64 have another order on a
+GPU, so selections by them may differ, and with them means: for these the law is tested, and that all ranks hold the
+same bits.
+"""
+
+import numpy as np
+import pytest
+from device import fake_cuda
+from device.steps_on_a_device import fetched, gradients_of, host, ranks_of, reduced
+from marks import slow
+from schemes import OTHER_PAIRS, REPRESENTED
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.device.cuda import CudaDevice
+from mpicomp.transport.gpu_routes import DeviceBuffer, RouteTable
+
+SHAPES = {"first": (40, 25), "second": (7,), "third": (3, 5, 2)}
+STEPS = 3
+NUMEL = 40_000  # of arrays whose copies are counted
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    return fake_cuda.install(monkeypatch)
+
+
+@pytest.fixture(params=["lazy", slow("random")])
+def emulated_cupy(request, emulated, monkeypatch):
+    return fake_cuda.install(monkeypatch, request.param, emulated=True)
+
+
+def run(compressor, collective, size, move, copied=lambda: 0, **settings):
+    """Return the means and residuals of all steps; a step copies no more to the host than it sends.
+
+    A rank copies its message to itself too, and some hundred bytes of numbers: a gradient has 4 kB.
+    """
+    ranks, results = ranks_of(size, compressor, collective, **settings), []
+    for step in range(STEPS):
+        before = copied()
+        means = reduced(ranks, [gradients_of(rank, step, SHAPES) for rank in range(size)], move)
+        sent = sum(reducer.last_step.buckets[0].sent_bytes for reducer in ranks.reducers)
+        assert copied() - before <= 1.5 * sent + 512 * size
+        if move is not host:
+            assert all(isinstance(mean, fake_cuda.ndarray) for rank in means for mean in rank.values())
+        results.append((fetched(means), {name: ranks.residuals(name) for name in SHAPES}))
+    return results
+
+
+def compare(compressor, collective, cupy, size=3, **settings):
+    copied = (lambda: cupy.driver.to_host_bytes) if cupy.driver.schedule == "eager" else lambda: 0
+    found = run(compressor, collective, size, cupy.asarray, copied, **settings)
+    np.testing.assert_equal(found, run(compressor, collective, size, host, **settings))
+
+
+@pytest.mark.parametrize(("compressor", "collective"), [*REPRESENTED, *(slow(*pair) for pair in OTHER_PAIRS)], ids=str)
+def test_exchanges_have_the_bits_of_the_host(compressor, collective, cupy):
+    compare(compressor, collective, cupy)
+
+
+ON_HOSTS = [
+    (mpicomp.Dense(), "hierarchical:ring"),
+    (mpicomp.Dense(wire="bf16"), "hierarchical"),
+    (mpicomp.TopK(ratio=0.1), "hierarchical:allgather"),
+    (mpicomp.TopK(ratio=0.1, wire="fp16"), "hierarchical:star-topk"),
+    (mpicomp.OneBit(block=64), "hierarchical:packed-allgather"),
+    (mpicomp.MaxNorm(bits=[4, 8], rounding="nearest"), "hierarchical"),
+]
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 1, 0, 0]], ids=str)
+@pytest.mark.parametrize(("compressor", "collective"), ON_HOSTS, ids=str)
+def test_exchanges_between_hosts_have_the_bits_of_the_host(compressor, collective, hosts, cupy):
+    compare(compressor, collective, cupy, len(hosts), hosts=hosts)
+
+
+SAME_BITS = [
+    slow(mpicomp.Dense(), "allreduce"),
+    slow(mpicomp.Dense(wire="bf16"), "scatter-reduce"),
+    slow(mpicomp.Dense(), "ring"),
+    (mpicomp.TopK(ratio=0.1), "allgather"),
+    (mpicomp.TopK(ratio=0.1, wire="fp16", indices="plain"), "allgather"),
+    (mpicomp.TopK(ratio=0.5, wire="q4"), "allgather"),
+    slow(mpicomp.TopK(ratio=0.1), "star-topk"),
+    (mpicomp.TopK(ratio=0.1), "gtopk"),
+    slow(mpicomp.TopK(ratio=0.1), "oktopk"),
+    slow(mpicomp.RandomK(ratio=0.1), "allreduce"),
+    slow(mpicomp.QSGD(rounding="nearest"), "packed-allgather"),
+    slow(mpicomp.Natural(), "packed-allgather"),
+    (mpicomp.MaxNorm(bits=[4, 8], rounding="nearest"), "integer-sum"),
+    slow(mpicomp.SignSGD(), "majority-vote"),
+]
+LAWS = [
+    (mpicomp.TopK(ratio=0.1, wire="signs"), "allgather"),
+    slow(mpicomp.OneBit(block=64), "two-phase"),
+    (mpicomp.SIDCo(ratio=0.1), "allgather"),
+    slow(mpicomp.CountSketch(ratio=0.1), "sketched"),
+    slow(mpicomp.PowerSGD(rank=1), "low-rank"),
+]
+
+
+@pytest.mark.parametrize(("compressor", "collective"), SAME_BITS, ids=str)
+def test_emulated_kernels_have_the_bits_of_the_host(compressor, collective, emulated_cupy):
+    compare(compressor, collective, emulated_cupy, 2)
+
+
+@pytest.mark.parametrize(("compressor", "collective"), LAWS, ids=str)
+def test_emulated_kernels_lose_nothing(compressor, collective, emulated_cupy):
+    size, before = 2, {name: np.zeros((2, *shape)) for name, shape in SHAPES.items()}
+    for step, (means, after) in enumerate(run(compressor, collective, size, emulated_cupy.asarray)):
+        np.testing.assert_equal(means[0], means[1])
+        for name in SHAPES:
+            gradients = np.array([gradients_of(rank, step, SHAPES)[name] for rank in range(size)], np.float64)
+            held = (gradients + before[name]).sum(axis=0) - size * means[0][name].astype(np.float64)
+            np.testing.assert_allclose(held, np.sum(after[name], axis=0, dtype=np.float64), rtol=0, atol=2e-5)
+            before[name] = np.array(after[name], np.float64)
+
+
+# Copies between device and host, reads of numbers, and launches.
+
+
+@pytest.fixture
+def counted_cupy(emulated, monkeypatch):
+    return fake_cuda.install(monkeypatch, emulated=True)
+
+
+def counted(cupy, compressor, collective, size=2, parameters=1, route="staged", shape=(-1,)):
+    """Return bytes up and down, reads, launches and bytes of the message in a step, each by rank."""
+    ranks, driver = ranks_of(size, compressor, collective), cupy.driver
+    rng, names = np.random.default_rng(0), [str(number) for number in range(parameters)]
+    gradients = [
+        {name: cupy.empty(NUMEL // parameters, np.float32).reshape(shape) for name in names} for _ in range(size)
+    ]
+    for step in range(STEPS):
+        for array in (rank[name] for rank in gradients for name in names):  # in place, as frameworks do it
+            array._host[:] = rng.laplace(size=array.shape)
+        if step == STEPS - 1:  # memory is allocated and bounds are known by now
+            driver.to_host_bytes = driver.from_host_bytes = 0
+            cupy.launches.clear()
+            devices = [reducer.layout.buckets[0].device for reducer in ranks.reducers]
+            assert all(isinstance(device, CudaDevice) for device in devices)
+            for device in devices:
+                device.routes = RouteTable.always(route)
+            before = cupy.reads + sum(device.reads for device in devices)
+        ranks.reduce(gradients)
+    sent = sum(reducer.last_step.buckets[0].sent_bytes for reducer in ranks.reducers)
+    reads = cupy.reads + sum(device.reads for device in devices) - before
+    return [number / size for number in (driver.to_host_bytes, driver.from_host_bytes, reads, len(cupy.launches), sent)]
+
+
+@pytest.fixture
+def mpi_reads_the_device(monkeypatch):
+    """Let the transport use memory of the device as MPI does, which copies nothing to the host for it."""
+
+    def write(self, part, values):
+        self._array._host[part] = np.asarray(values)
+
+    monkeypatch.setattr(DeviceBuffer, "__array__", lambda self, dtype=None, copy=None: self._array._host.copy())
+    monkeypatch.setattr(DeviceBuffer, "__setitem__", write)
+
+
+@pytest.mark.parametrize("size", [slow(2), 3])
+@pytest.mark.parametrize("parameters", [1, 5])
+def test_topk_copies_its_messages(size, parameters, counted_cupy):
+    up, down, reads, launches, sent = counted(counted_cupy, mpicomp.TopK(ratio=0.01), "allgather", size, parameters)
+    assert sent <= up <= sent + 64
+    assert down == size * sent
+    assert reads <= 1
+    assert launches <= 12
+
+
+@pytest.mark.parametrize("size", [slow(2), 3])
+def test_topk_on_the_direct_route_copies_nothing(size, counted_cupy, mpi_reads_the_device):
+    up, down, reads, _, _ = counted(counted_cupy, mpicomp.TopK(ratio=0.01), "allgather", size, route="direct")
+    assert up <= 64 + 24 * size
+    assert down == 0
+    assert reads <= 1
+
+
+@pytest.mark.parametrize("size", [slow(2), 3])
+def test_dense_copies_the_gradient_and_the_mean(size, counted_cupy):
+    """Four numbers travel with each."""
+    up, down, reads, launches, _ = counted(counted_cupy, mpicomp.Dense(), "allreduce", size)
+    assert 4 * (NUMEL + 4) <= up <= 4 * (NUMEL + 4) + 64
+    assert down == 4 * (NUMEL + 4)
+    assert reads <= 1
+    assert launches <= 6
+
+
+@pytest.mark.parametrize(
+    ("compressor", "most_reads", "most_launches"),
+    [
+        (mpicomp.QSGD(), 1, 8),
+        (mpicomp.OneBit(), 1, 8),
+        (mpicomp.SIDCo(ratio=0.01), 2, 24),
+        slow(mpicomp.DGC(ratio=0.01), 3, 24),
+        (mpicomp.RedSync(ratio=0.01), 3, 24),
+        slow(mpicomp.GaussianK(ratio=0.01), 4, 24),
+        slow(mpicomp.MSTopK(ratio=0.01), 4, 32),
+    ],
+    ids=str,
+)
+def test_other_messages_are_copied_once(compressor, most_reads, most_launches, counted_cupy):
+    """The host has to know the length of selections by estimated thresholds before it sends them."""
+    collective = "packed-allgather" if compressor.message == "packed" else "allgather"
+    up, down, reads, launches, sent = counted(counted_cupy, compressor, collective)
+    assert up <= sent + 128
+    assert down <= 2 * (sent + 64)
+    assert reads <= most_reads
+    assert launches <= most_launches
+
+
+def test_factors_are_copied_once_in_each_round(counted_cupy):
+    up, down, reads, _, sent = counted(counted_cupy, mpicomp.PowerSGD(rank=2), "auto", shape=(200, 200))
+    assert sent <= 4 * 2 * (200 + 200) + 256
+    assert sent <= up <= sent + 128
+    assert sent <= down <= sent + 64
+    assert reads <= 4
+
+
+# Routes: measured where the MPI of every rank takes device memory, the same on all ranks.
+
+
+def routes_of(cupy, compressor, size, on_device, takes):
+    """Return the route tables of ranks with arrays on a device or not, whose MPI takes them or not."""
+    ranks = Ranks(size, compressor)
+    for transport, takes_memory in zip(ranks.world.transports, takes, strict=True):
+        transport.takes_device_memory = takes_memory
+    gradients = [gradients_of(rank, 0, {"w": 3000}) for rank in range(size)]
+    moved = [
+        {"w": cupy.asarray(rank["w"]) if there else rank["w"]} for rank, there in zip(gradients, on_device, strict=True)
+    ]
+    [expected] = {rank["w"].tobytes() for rank in Ranks(size, compressor).reduce(gradients)}
+    assert {rank["w"].tobytes() for rank in fetched(ranks.reduce(moved))} == {expected}
+    return [reducer.layout.buckets[0].device.routes for reducer in ranks.reducers]
+
+
+@pytest.mark.parametrize("compressor", [mpicomp.TopK(ratio=0.1), mpicomp.Dense(), mpicomp.OneBit()], ids=str)
+def test_both_routes_are_measured_and_ranks_have_one_table(compressor, cupy):
+    first, second, third = routes_of(cupy, compressor, 3, [True, True, True], [True, True, True])
+    assert isinstance(first, RouteTable)
+    assert first == second == third
+    assert set(first.seconds) == set(first.sums) == {"direct", "staged"}
+    assert all(len(times) == len(first.sizes) for table in (first.seconds, first.sums) for times in table.values())
+    assert first.identical_sums
+
+
+@pytest.mark.parametrize(
+    ("on_device", "takes", "measured"),
+    [
+        ([True, True], [True, False], [False, False]),
+        ([True, False], [False, True], [False, False]),
+        ([False, False], [True, True], [False, False]),
+        ([True, False], [True, False], [True, False]),
+    ],
+)
+def test_routes_are_measured_where_no_rank_must_stage(on_device, takes, measured, cupy):
+    tables = routes_of(cupy, mpicomp.TopK(ratio=0.1), 2, on_device, takes)
+    assert [isinstance(table, RouteTable) for table in tables] == measured
+
+
+@pytest.mark.parametrize(
+    ("identical", "operation", "dtype", "route"),
+    [
+        # A library that adds slowly in device memory, and one whose sums differ between ranks.
+        (True, "allreduce", "f4", "staged"),
+        (True, "sendrecv", "f4", "direct"),
+        (True, "bcast", "f4", "direct"),
+        (False, "allreduce", "f4", "staged"),
+        (False, "bcast", "f4", "direct"),
+        (False, "allreduce", "u8", "direct"),
+    ],
+)
+def test_sums_that_are_slow_or_differ_are_staged(identical, operation, dtype, route, cupy):
+    from mpicomp.rounds import Round
+    from mpicomp.transport.gpu_routes import faster_route
+
+    device, sums = CudaDevice(0), ({"direct": (9.0,), "staged": (3.0,)},) if identical else ()
+    device.routes = RouteTable((1,), {"direct": (1.0,), "staged": (2.0,)}, identical, *sums)
+    array = device.zeros(4, np.dtype(dtype))
+    assert faster_route(device, Round(operation, (4,), np.dtype(dtype), send=array, recv=array)) == route
