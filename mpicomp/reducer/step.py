@@ -231,7 +231,7 @@ class Step:
             if not reducer.survives:
                 raise
             reducer.failed = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
-        if self._damaged is not None:  # in the last message: no later one could have told the others
+        if self._damaged is not None:  # in the last message: no later one could have informed the others
             self.undo()
             reducer.must_check_ranks = True
             raise MessageError(

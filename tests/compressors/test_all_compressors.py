@@ -263,12 +263,12 @@ def test_compressor_with_another_collective_is_refused(name, collectives, advice
     ids=str,
 )
 def test_quantiser_of_zeros_sends_zeros(compressor):
-    together = Ranks(3, compressor)
+    all_ranks = Ranks(3, compressor)
     for _ in range(3):
-        means = together.reduce([{"w": np.zeros(500, np.float32)}] * 3)
+        means = all_ranks.reduce([{"w": np.zeros(500, np.float32)}] * 3)
         assert not any(mean["w"].any() for mean in means)
-    assert together.reducers[0].last_step.buckets[0].gain == 1
-    assert not together.reducers[0].feedback or not together.residual_sum("w").any()
+    assert all_ranks.reducers[0].last_step.buckets[0].gain == 1
+    assert not all_ranks.reducers[0].feedback or not all_ranks.residual_sum("w").any()
 
 
 @pytest.mark.mpi

@@ -37,8 +37,8 @@ def test_it_is_what_the_definition_says(ranks, collective):
     for step in range(4):
         gradients = [rng.standard_t(2, size=200) for _ in range(ranks)]
         mean, residuals = step_by_step(compressor, gradients, residuals, step)
-        means = world.reduce([{"w": own} for own in gradients])
-        assert all(own["w"].tobytes() == means[0]["w"].tobytes() for own in means)
+        means = world.reduce([{"w": gradient} for gradient in gradients])
+        assert all(mean["w"].tobytes() == means[0]["w"].tobytes() for mean in means)
         np.testing.assert_allclose(means[0]["w"], mean, rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(world.residuals("w"), residuals, rtol=1e-12, atol=1e-14)
 
@@ -46,13 +46,13 @@ def test_it_is_what_the_definition_says(ranks, collective):
 def test_it_finds_what_is_large_on_no_rank_but_in_the_sum():
     ranks, numel = 4, 5000
     gradients = [np.zeros(numel, np.float32) for _ in range(ranks)]
-    for rank, own in enumerate(gradients):
-        own[:20] = 1  # 4 in the sum
-        own[1000:1500] = 3 if rank % 2 else -3  # nothing
+    for rank, gradient in enumerate(gradients):
+        gradient[:20] = 1  # 4 in the sum
+        gradient[1000:1500] = 3 if rank % 2 else -3  # nothing
     compressor = mpicomp.CountSketch(ratio=0.004, rows=5, columns=0.2, candidates=1, wire=None)
-    means = Ranks(ranks, compressor).reduce([{"w": own} for own in gradients])
+    means = Ranks(ranks, compressor).reduce([{"w": gradient} for gradient in gradients])
     assert np.flatnonzero(means[0]["w"]).tolist() == list(range(20))
-    alone = Ranks(ranks, mpicomp.TopK(ratio=0.004), "allgather").reduce([{"w": own} for own in gradients])
+    alone = Ranks(ranks, mpicomp.TopK(ratio=0.004), "allgather").reduce([{"w": gradient} for gradient in gradients])
     assert not alone[0]["w"][:20].any()
 
 
@@ -63,7 +63,7 @@ def test_elements_do_not_hide_each_other_for_ever():
 
     def hidden(one, other):
         pairs = zip(cells[one], cells[other], strict=True)
-        return sum(own[1] == its[1] and own[2] != its[2] for own, its in pairs) >= 2
+        return sum(pair[1] == its[1] and pair[2] != its[2] for pair, its in pairs) >= 2
 
     one, other = next(pair for pair in itertools.combinations(cells, 2) if hidden(*pair))
     gradient = np.zeros(400)
@@ -106,7 +106,7 @@ def test_residuals_stay_bounded(ranks):
     for step in range(1000):
         world.reduce([{"w": scale * rng.normal(size=2000).astype(np.float32)} for _ in range(ranks)])
         if step % 100 == 99:
-            energies.append(sum(np.square(own).sum() for own in world.residuals("w")))
+            energies.append(sum(np.square(residual).sum() for residual in world.residuals("w")))
     assert max(energies[5:]) < 1.3 * max(energies[:5])
 
 

@@ -40,7 +40,7 @@ def test_a_step_is_that_of_the_paper(numel):
     memories = [np.zeros(numel) for _ in range(size)]
     for _ in range(4):
         gradients = [rng.normal(size=numel) for _ in range(size)]
-        means = ranks.reduce([{"w": own} for own in gradients])
+        means = ranks.reduce([{"w": gradient} for gradient in gradients])
         mean = np.zeros(numel)
         for gradient, memory in zip(gradients, memories, strict=True):
             memory *= decay

@@ -67,28 +67,28 @@ class Reference:
 @pytest.mark.parametrize("clip", [None, 3.0, 1e6])
 def test_momentum_masking_and_clipping(ranks, momentum, nesterov, masking, clip):
     compressor = DGC(ratio=0.05, momentum=momentum, nesterov=nesterov, masking=masking, clip=clip)
-    together, reference = Ranks(ranks, compressor), Reference(ranks, 100, compressor)
+    all_ranks, reference = Ranks(ranks, compressor), Reference(ranks, 100, compressor)
     rng = np.random.default_rng(0)
     for _ in range(6):
         gradients = [rng.laplace(size=100) for _ in range(ranks)]
-        before = together.residual_sum("w") if reference.v[0].any() else 0.0
+        before = all_ranks.residual_sum("w") if reference.v[0].any() else 0.0
         mean, entered = reference.step(gradients)
-        means = together.reduce([{"w": gradient} for gradient in gradients])
+        means = all_ranks.reduce([{"w": gradient} for gradient in gradients])
         for rank in range(ranks):
             np.testing.assert_allclose(means[rank]["w"], mean, rtol=1e-12, atol=1e-13)
-            np.testing.assert_allclose(together.residuals("w")[rank], reference.v[rank], rtol=1e-12, atol=1e-13)
+            np.testing.assert_allclose(all_ranks.residuals("w")[rank], reference.v[rank], rtol=1e-12, atol=1e-13)
             if momentum:
-                velocity = together.reducers[rank].state_dict()["velocities"]["w"]
+                velocity = all_ranks.reducers[rank].state_dict()["velocities"]["w"]
                 np.testing.assert_allclose(velocity, reference.u[rank], rtol=1e-12, atol=1e-13)
         # Nothing of what enters the accumulator is lost.
         np.testing.assert_allclose(
-            np.sum(entered, axis=0) + before, ranks * means[0]["w"] + together.residual_sum("w"), rtol=0, atol=1e-12
+            np.sum(entered, axis=0) + before, ranks * means[0]["w"] + all_ranks.residual_sum("w"), rtol=0, atol=1e-12
         )
 
 
 def test_the_clip_is_over_all_arrays_of_a_rank():
-    together = Ranks(1, DGC(ratio=1.0, clip=1.0), bucket_bytes=1)
-    [means] = together.reduce([{"a": np.array([3.0, 0.0]), "b": np.array([4.0])}])
+    all_ranks = Ranks(1, DGC(ratio=1.0, clip=1.0), bucket_bytes=1)
+    [means] = all_ranks.reduce([{"a": np.array([3.0, 0.0]), "b": np.array([4.0])}])
     np.testing.assert_allclose(means["a"], [0.6, 0.0], rtol=1e-12)
     np.testing.assert_allclose(means["b"], [0.8], rtol=1e-12)
 
@@ -97,11 +97,11 @@ def test_the_clip_is_over_all_arrays_of_a_rank():
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_dgc_undone_step_keeps_velocity_and_residual(bad, clip):
     compressor = DGC(ratio=0.05, momentum=0.9, clip=clip)
-    together, undisturbed = Ranks(2, compressor, nonfinite="skip"), Ranks(2, compressor)
+    all_ranks, undisturbed = Ranks(2, compressor, nonfinite="skip"), Ranks(2, compressor)
     rng = np.random.default_rng(0)
 
     def states():
-        states = [reducer.state_dict() for reducer in together.reducers]
+        states = [reducer.state_dict() for reducer in all_ranks.reducers]
         return [state[kind]["w"].tobytes() for state in states for kind in ("residuals", "velocities")]
 
     for step in range(5):
@@ -110,8 +110,8 @@ def test_dgc_undone_step_keeps_velocity_and_residual(bad, clip):
             before = states()
             broken = [{"w": one["w"].copy()} for one in gradients]
             broken[1]["w"][17] = bad
-            means = together.reduce(broken)
+            means = all_ranks.reduce(broken)
             assert not means[0]["w"].any()
             assert states() == before
-        means, expected = together.reduce(gradients), undisturbed.reduce(gradients)
+        means, expected = all_ranks.reduce(gradients), undisturbed.reduce(gradients)
         assert means[0]["w"].tobytes() == expected[0]["w"].tobytes()

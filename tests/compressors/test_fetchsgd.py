@@ -53,8 +53,8 @@ def test_it_is_what_the_paper_says(ranks, collective, momentum):
     for _ in range(6):
         gradients = [rng.standard_t(2, size=200) for _ in range(ranks)]
         delta = server.step(gradients)
-        means = world.reduce([{"w": own} for own in gradients])
-        assert all(own["w"].tobytes() == means[0]["w"].tobytes() for own in means)
+        means = world.reduce([{"w": gradient} for gradient in gradients])
+        assert all(mean["w"].tobytes() == means[0]["w"].tobytes() for mean in means)
         np.testing.assert_allclose(means[0]["w"], delta, rtol=1e-10, atol=1e-12)
         for reducer in world.reducers:
             assert memory(reducer)["error"].tobytes() == memory(world.reducers[0])["error"].tobytes()
@@ -72,10 +72,10 @@ def test_where_nothing_was_set_to_zero_nothing_is_lost():
     total, delivered = np.zeros(1000), np.zeros(1000)
     for _ in range(3):
         gradients = [rng.normal(size=1000) for _ in range(2)]
-        for own in gradients:
-            own[heavy] += 100
+        for gradient in gradients:
+            gradient[heavy] += 100
         total += sum(gradients) / 2
-        mean = world.reduce([{"w": own} for own in gradients])[0]["w"]
+        mean = world.reduce([{"w": gradient} for gradient in gradients])[0]["w"]
         delivered += mean
     touched = {cell[:2] for index in np.flatnonzero(delivered).tolist() for cell in cells_of(index, KEY, 3, 500)}
     put_in, kept = table_of(total, KEY, 3, 500), held(world.reducers[0])
@@ -100,10 +100,10 @@ def test_without_collisions_nothing_is_lost_at_all():
     total, delivered = np.zeros(1000), np.zeros(1000)
     for _ in range(4):
         gradients = [np.zeros(1000) for _ in range(2)]
-        for own in gradients:
-            own[places] = rng.normal(size=10)
+        for gradient in gradients:
+            gradient[places] = rng.normal(size=10)
         total += sum(gradients) / 2
-        delivered += world.reduce([{"w": own} for own in gradients])[0]["w"]
+        delivered += world.reduce([{"w": gradient} for gradient in gradients])[0]["w"]
     kept, left = held(world.reducers[0]), table_of(total - delivered, KEY, 3, 1000)
     assert np.abs(delivered).sum() > 0
     np.testing.assert_allclose(list(kept.values()), list(left.values()), atol=1e-12)
@@ -134,7 +134,7 @@ def test_fetchsgd_undone_step_keeps_tables(bad):
     gradients = [{"w": rng.normal(size=300).astype(np.float32)} for _ in range(2)]
     world.reduce(gradients)
     before = copy.deepcopy(memory(world.reducers[0]))
-    spoilt = [{"w": own["w"].copy()} for own in gradients]
+    spoilt = [{"w": gradient["w"].copy()} for gradient in gradients]
     spoilt[1]["w"][7] = bad
     assert not world.reduce(spoilt)[0]["w"].any()
     after = memory(world.reducers[0])
@@ -147,17 +147,17 @@ def test_a_step_that_has_to_agree_first_counts_once():
     world, plain = Ranks(2, compressor), Ranks(2, compressor)
     rng = np.random.default_rng(5)
     gradients = [[{"w": rng.normal(size=300)} for _ in range(2)] for _ in range(3)]
-    for step, own in enumerate(gradients):
-        if step == 1:  # the other rank hears of it
+    for step, gradient in enumerate(gradients):
+        if step == 1:  # the other rank knows of it
             world.world.run(
                 [
                     r.rounds(g, absent=["w"] * (rank == 0))
-                    for rank, (r, g) in enumerate(zip(world.reducers, own, strict=True))
+                    for rank, (r, g) in enumerate(zip(world.reducers, gradient, strict=True))
                 ]
             )
         else:
-            world.reduce(own)
-        plain.reduce(own)
+            world.reduce(gradient)
+        plain.reduce(gradient)
     assert world.reducers[0].last_step.step == 2
     assert memory(world.reducers[0])["error"].tobytes() == memory(plain.reducers[0])["error"].tobytes()
 
@@ -178,13 +178,13 @@ def test_it_resumes_bit_for_bit(at):
     compressor = mpicomp.FetchSGD(ratio=0.05, momentum=0.9)
     world, again, rng = Ranks(2, compressor), Ranks(2, compressor, seed=99), np.random.default_rng(6)
     gradients = [[{"w": rng.normal(size=300)} for _ in range(2)] for _ in range(8)]
-    for own in gradients[:at]:
-        world.reduce(own)
+    for gradient in gradients[:at]:
+        world.reduce(gradient)
     for reducer, other in zip(world.reducers, again.reducers, strict=True):
         other.load_state_dict(reducer.state_dict())
-    for own in gradients[at:]:
-        means = world.reduce(own)[0]["w"].tobytes()
-        assert again.reduce(own)[0]["w"].tobytes() == means
+    for gradient in gradients[at:]:
+        means = world.reduce(gradient)[0]["w"].tobytes()
+        assert again.reduce(gradient)[0]["w"].tobytes() == means
 
 
 def test_one_sum_of_the_table():

@@ -53,13 +53,13 @@ def test_it_is_the_papers_algorithm(size, rank, iterations):
     factor = reducers[0].state_dict()["memories"]["wide"]["factors"][place].astype(np.float64)
     residuals = [reducer.residual(name).astype(np.float64).reshape(rows, columns) for reducer in reducers]
     for step in range(1, 4):
-        own = [gradients(step, r)[name].reshape(rows, columns) + residuals[r] for r in range(size)]
+        matrices_of_ranks = [gradients(step, r)[name].reshape(rows, columns) + residuals[r] for r in range(size)]
         for _ in range(iterations):
-            basis = gram_schmidt(np.mean([matrix @ factor for matrix in own], axis=0))
-            rights = [matrix.T @ basis for matrix in own]
+            basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices_of_ranks], axis=0))
+            rights = [matrix.T @ basis for matrix in matrices_of_ranks]
             factor = np.mean(rights, axis=0)
         expected = basis @ factor.T
-        residuals = [matrix - basis @ right.T for matrix, right in zip(own, rights, strict=True)]
+        residuals = [matrix - basis @ right.T for matrix, right in zip(matrices_of_ranks, rights, strict=True)]
     means, reducers = run(compressor, size, 4)
     np.testing.assert_allclose(means[3][name].reshape(rows, columns), expected, rtol=1e-3, atol=1e-4)
     for reducer, residual in zip(reducers, residuals, strict=True):
@@ -95,10 +95,10 @@ def test_powersgd_batch_of_matrices_equals_each_alone(rank):
     _, before = run(compressor, 2, 2, make=lambda step, r: gradients(step, r, TWINS))
     factors = before[0].state_dict()["memories"]["a.w"]["factors"]
     for name, factor in zip([name for name in TWINS if name.endswith("w")], factors, strict=True):
-        own = [gradients(2, r, TWINS)[name] + before[r].residual(name) for r in range(2)]
+        matrices_of_ranks = [gradients(2, r, TWINS)[name] + before[r].residual(name) for r in range(2)]
         for _ in range(2):
-            basis = gram_schmidt(np.mean([matrix @ factor for matrix in own], axis=0))
-            factor = np.mean([matrix.T @ basis for matrix in own], axis=0)
+            basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices_of_ranks], axis=0))
+            factor = np.mean([matrix.T @ basis for matrix in matrices_of_ranks], axis=0)
         np.testing.assert_allclose(means[2][name], basis @ factor.T, rtol=1e-3, atol=1e-4)
     assert [stack.count for stack in stacked(compressor.bind(*described(TWINS)).matrices)] == [3, 1, 1]
 
@@ -203,7 +203,7 @@ def test_shapes_that_change_between_steps():
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
 def test_a_matrix_whose_rank_changes_goes_on_where_it_was(before, after):
-    """The columns that both ranks have are those of the step before, so that nothing begins anew."""
+    """The columns that both ranks have are those of the step before, so that nothing begins again."""
     matrix = np.diag([8.0, 4, 2, 1, 0.5, 0.25]).astype(np.float32)
     memory = {}
     for step, rank in enumerate([before] * 30 + [after]):
@@ -261,8 +261,8 @@ def test_a_matrix_in_several_is_what_each_of_them_is(size):
         return {"w": gradients(step, rank, {"w": (10, 20)})["w"], "b": gradients(step, rank)["b"]}
 
     def cut(step, rank):
-        own = whole(step, rank)
-        return {"w0": own["w"][:4], "w1": own["w"][4:8], "w2": own["w"][8:], "b": own["b"]}
+        gradient = whole(step, rank)
+        return {"w0": gradient["w"][:4], "w1": gradient["w"][4:8], "w2": gradient["w"][8:], "b": gradient["b"]}
 
     means, reducers = run(mpicomp.PowerSGD(rank=1, rows=4), size, 4, make=whole)
     parts, others = run(mpicomp.PowerSGD(rank=1), size, 4, make=cut)
@@ -316,10 +316,10 @@ def test_infinity_leaves_factors_as_they_were(name, place):
     ]
 
     def step(number, bad=False):
-        own = [gradients(number, rank) for rank in range(2)]
+        inputs = [gradients(number, rank) for rank in range(2)]
         if bad:
-            own[1][name][place] = np.inf
-        return world.run([r.rounds(g) for r, g in zip(reducers, own, strict=True)])
+            inputs[1][name][place] = np.inf
+        return world.run([r.rounds(g) for r, g in zip(reducers, inputs, strict=True)])
 
     step(0)
     before = reducers[0].state_dict()
@@ -338,8 +338,8 @@ def test_the_basis_is_orthonormal_whatever_it_is_made_of():
     for matrix in matrices:
         basis = orthogonalize(matrix.astype(np.float32))
         np.testing.assert_allclose(basis.T @ basis, np.eye(3), atol=1e-6)
-    together = orthogonalize(np.array(matrices, np.float32))
-    for basis, matrix in zip(together, matrices, strict=True):
+    bases = orthogonalize(np.array(matrices, np.float32))
+    for basis, matrix in zip(bases, matrices, strict=True):
         assert np.array_equal(basis, orthogonalize(matrix.astype(np.float32)))
 
 
@@ -362,10 +362,10 @@ def test_what_is_kept_back_stays_bounded(compressor):
 @pytest.mark.parametrize("shapes", [{"w": (400, 300), "b": (400,)}, {"b": (20_000,)}, {"w": (600, 500)}], ids=str)
 def test_the_collective_is_chosen_for_buckets_of_any_length(shapes):
     """A cost model times schemes on arrays of its own lengths, into which a bucket's matrices do not fit."""
-    together = Ranks(2, mpicomp.PowerSGD(rank=2), network=Link(latency=1e-4, bits=1e7))
+    all_ranks = Ranks(2, mpicomp.PowerSGD(rank=2), network=Link(latency=1e-4, bits=1e7))
     for step in range(3):
-        together.reduce([gradients(step, rank, shapes) for rank in range(2)])
-    bucket = together.reducers[0].last_step.buckets[0]
+        all_ranks.reduce([gradients(step, rank, shapes) for rank in range(2)])
+    bucket = all_ranks.reducers[0].last_step.buckets[0]
     assert bucket.collective.startswith("low-rank")
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     assert (bucket.gain < 1) == bool(matrices)

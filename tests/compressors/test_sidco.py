@@ -263,10 +263,10 @@ def test_as_published_it_does_what_the_paper_says(size, distribution, parent, nu
     stages = set()
     for _ in range(35):
         gradients = [PARENTS[parent](rng, numel) for _ in range(size)]
-        means = ranks.reduce([{"w": own} for own in gradients])
-        expected = sum(paper.step(own) for paper, own in zip(papers, gradients, strict=True)) / size
-        for own in means:
-            np.testing.assert_allclose(own["w"], expected, rtol=1e-9, atol=1e-12)
+        means = ranks.reduce([{"w": gradient} for gradient in gradients])
+        expected = sum(paper.step(gradient) for paper, gradient in zip(papers, gradients, strict=True)) / size
+        for mean in means:
+            np.testing.assert_allclose(mean["w"], expected, rtol=1e-9, atol=1e-12)
         for paper, residual in zip(papers, ranks.residuals("w"), strict=True):
             np.testing.assert_allclose(residual, paper.residual, rtol=1e-9, atol=1e-12)
         stages |= {paper.stages for paper in papers}
@@ -319,8 +319,8 @@ def test_as_published_nothing_or_far_too_much_may_be_sent():
     }
     peaked = np.random.default_rng(1).gamma(0.1, size=100_000)
     sizes = [
-        SIDCo(ratio=0.001, published=own, corrections=False).select(accumulated(peaked), Context()).indices.size
-        for own in (False, True)
+        SIDCo(ratio=0.001, published=value, corrections=False).select(accumulated(peaked), Context()).indices.size
+        for value in (False, True)
     ]
     assert sizes == [100, (peaked > peaked.mean() * np.log(1000)).sum()]
     assert sizes[1] > 4 * 100 + 1024

@@ -84,18 +84,18 @@ def test_topk_layers_are_part_of_the_configuration():
 
 
 def test_topk_layers_of_ratio_one_leave_no_residual():
-    together = Ranks(3, TopK(ratio=0.1, layers={"bias": 1.0}))
+    all_ranks = Ranks(3, TopK(ratio=0.1, layers={"bias": 1.0}))
     rng = np.random.default_rng(5)
     for _ in range(3):
         gradients = [
             {"weight": rng.normal(size=(20, 10)).astype(np.float32), "bias": rng.normal(size=10).astype(np.float32)}
             for _ in range(3)
         ]
-        means = together.reduce(gradients)
+        means = all_ranks.reduce(gradients)
         exact = np.mean([gradient["bias"] for gradient in gradients], axis=0)
         np.testing.assert_allclose(means[0]["bias"], exact, rtol=1e-5, atol=1e-7)
-        assert not together.residual_sum("bias").any()
-        assert together.reducers[0].last_step.buckets[0].ratio_reached == 30 / 210
+        assert not all_ranks.residual_sum("bias").any()
+        assert all_ranks.reducers[0].last_step.buckets[0].ratio_reached == 30 / 210
 
 
 @pytest.mark.parametrize("threads", [2, 3])

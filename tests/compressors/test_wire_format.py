@@ -85,14 +85,14 @@ def test_round_trip(count, dtype, wire):
     np.testing.assert_array_equal(sparse.selection.indices, exact.indices)
     np.testing.assert_array_equal(selection.indices, exact.indices)
     assert sparse.selection.values.dtype == dtype
-    # Scales of few bits are told from sums, whose last bits depend on their order.
+    # Scales of few bits follow from sums, whose last bits depend on their order.
     np.testing.assert_allclose(
         sparse.selection.values, rounded(exact.values, wire.values), rtol=3e-7 if wire.values in BITS else 0
     )
     np.testing.assert_array_equal(selection.values, sparse.selection.values)
     assert (sparse.flags, sparse.energy) == (2, 1e4)
     expected = np.sum((exact.values.astype(np.float64) - sparse.selection.values.astype(np.float64)) ** 2)
-    # Of signs it is told from sums, which differ by little where magnitudes are alike.
+    # That of signs follows from sums, which differ by little where magnitudes are alike.
     tolerance = {"rtol": 1e-6, "atol": 1e-12} if wire.values == "signs" else {"rtol": 1e-12}
     np.testing.assert_allclose(rounding, expected, **tolerance)
     if wire.values not in SHARING or count > 2:  # the mean of one magnitude is that, and two have a level each
