@@ -266,7 +266,7 @@ def test_a_model_that_is_not_finite():
     ranks.step(0)
     ranks.models[2][0].weight.data[1, 1] = torch.nan
     before = ranks.values()
-    with pytest.raises(NonFiniteError, match="or that of its neighbour 2 holds NaN"):
+    with pytest.raises(NonFiniteError, match="or that of its neighbor 2 holds NaN"):
         ranks.step()
     assert np.isfinite(before[:2]).all()
     assert np.isfinite(ranks.values()[:2]).all()

@@ -1,4 +1,4 @@
-"""PowerGossip: ranks average their models with those of their neighbours, by products with a few vectors."""
+"""PowerGossip on flat arrays: ranks average models with those of their neighbors, by products with a few vectors."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -12,42 +12,22 @@ from mpicomp.errors import NonFiniteError
 from mpicomp.rounds import Graph, Round, Rounds
 from mpicomp.workspace import Workspace
 
-_FARTHEST = 2.0**-20  # times the largest number: models further apart are reported, since steps between may overflow
+_MAX_DIFFERENCE = 2.0**-20  # of models, times the largest number: with larger ones intermediate values may overflow
 
 
 class Gossip:
-    """Gossip of one rank with its neighbours: they average their models along vectors that a power iteration finds.
+    """Gossip of one rank with its neighbors: they average their models along vectors that a power iteration finds.
 
-    Two neighbours have the same orthonormal vectors ``P`` for every matrix ``X``. They exchange ``X' P`` and so know
-    ``D = (A - B)' P`` of the lower rank's ``A`` and the other's ``B``. Both take ``w P D'`` over, the lower one with a
-    minus: the part of their difference that the vectors see becomes smaller, and the sum over ranks stays what it was.
-    ``D``, made orthonormal, are their vectors for the other side of the matrix at the next turn, and so on: a power
-    iteration on the difference of the two models.
+    Two neighbors have the same orthonormal vectors ``P`` for every matrix ``X``. They exchange ``X' P`` and so know
+    ``D = (A - B)' P`` of the lower rank's ``A`` and the other's ``B``. Both add ``w P D'``, the lower one with a minus:
+    the part of their difference along the vectors becomes smaller, and the sum over ranks stays the same. ``D``, made
+    orthonormal, has their vectors for the other side of the matrix at the next turn: a power iteration on the
+    difference of the two models. Weights ``w`` are those of the graph, times ``rate``.
 
-    Parameters
-    ----------
-    graph : Graph
-        Pairs of neighbours; weights ``w`` are those of the graph, times ``rate``.
-    place : int
-        This rank's place in the graph.
-    shapes : sequence of tuple of int
-        Of the arrays that follow each other in the flat model. One with several dimensions is the matrix of its first
-        against all others, unless its factors are no smaller; everything else is averaged as it is.
-    dtype : numpy.dtype
-        float32 or float64: of the model.
-    rank : int
-        Number of vectors of a matrix, at most its smaller side.
-    rate : float
-        In (0, 1].
-    seed : int
-        Seed of the first vectors, the same on all ranks.
-
-    Attributes
-    ----------
-    turn : int
-        Number of exchanges so far. Even ones begin with vectors for the rows.
-    probes : list of array, shape (neighbours, matrices, side, rank)
-        The vectors of each neighbour and stack of matrices, for the next turn.
+    ``shapes`` are those of the arrays that follow each other in the flat model. One with several dimensions is the
+    matrix of its first against all others, with at most ``rank`` vectors, unless its factors are no smaller; all others
+    are averaged as they are. ``place`` is this rank's place in the graph. The ``seed`` of the first vectors is the same
+    on all ranks.
     """
 
     def __init__(
@@ -75,22 +55,15 @@ class Gossip:
             weight if place < other else -weight for weight, other in zip(weights, self._neighbours, strict=True)
         ]
         self._workspace = Workspace()
-        self.turn = 0
+        self.turn = 0  # number of exchanges so far; even ones begin with vectors for the rows
         drawn = self._draw(sum(stack.count * stack.first.rows * stack.first.rank for stack in self._stacks))
+        # The vectors of each stack of matrices for the next turn, shape (neighbors, matrices, side, rank)
         self.probes = [orthogonalize(part) for part in self._cut(drawn, rows=True)]
 
     def rounds(self, model: NDArray[np.floating]) -> Rounds[None]:
-        """Exchange once with all neighbours and move the model towards theirs, in place. Collective, as a round.
+        """Exchange once with all neighbors and move the flat model towards theirs, in place. Collective, as a round.
 
-        Parameters
-        ----------
-        model : array, shape (numel,)
-            All arrays, one after the other.
-
-        Raises
-        ------
-        NonFiniteError
-            Where this rank's or a neighbour's model holds NaN or infinity, on both; the model is left as it is.
+        If the model of a rank holds NaN or infinity, it and its neighbors raise `NonFiniteError` and change nothing.
         """
         if not self._neighbours:
             return
@@ -102,44 +75,38 @@ class Gossip:
         )
         # 1. Project this rank's matrices on the vectors that it shares with each neighbour.
         matrices = [stack.of(model) for stack in self._stacks]
-        wide = [_side_by_side(probe) for probe in self.probes]
+        wide = [_widen(probe) for probe in self.probes]
         for matrix, probe, answer in zip(matrices, wide, self._cut(mine, not rows), strict=True):
             seen = np.empty((*matrix.shape[:1], answer.shape[2], probe.shape[2]), self._dtype)
             multiply(matrix.transpose(0, 2, 1) if rows else matrix, probe, seen)
-            answer[:] = _one_by_one(seen, neighbours)
+            answer[:] = _split(seen, neighbours)
         place = length - self._plain
         for start, stop in self._gaps:
             mine[:, place : place + stop - start] = model[start:stop]
             place += stop - start
 
-        # 2. Exchange projections with all neighbours.
-        yield Round(
-            "neighbor_alltoall",
-            (length,),
-            self._dtype,
-            send=mine.reshape(-1),
-            recv=theirs.reshape(-1),
-            graph=self._graph,
-        )
+        # 2. Exchange projections with all neighbors.
+        send, recv = mine.reshape(-1), theirs.reshape(-1)
+        yield Round("neighbor_alltoall", (length,), self._dtype, send=send, recv=recv, graph=self._graph)
 
-        # 3. Subtract: what two models differ by along these vectors.
-        limit = np.finfo(self._dtype).max * _FARTHEST
+        # 3. Subtract: the difference of two models along these vectors.
+        limit = np.finfo(self._dtype).max * _MAX_DIFFERENCE
         for number, other in enumerate(self._neighbours):
-            # The lower rank's first on both, so that both have the same bits, signs of zeros among them.
+            # The lower rank's first on both ranks, so that both have the same bits, the signs of zeros included.
             low, high = (mine, theirs) if self._place < other else (theirs, mine)
             with np.errstate(invalid="ignore", over="ignore"):
                 np.subtract(low[number], high[number], out=difference[number])
             if not (np.abs(difference[number]) < limit).all():
                 raise NonFiniteError(
-                    f"gossip: the model of rank {self._place} or that of its neighbour {other} holds NaN or infinity, "
-                    "or they are that far apart; nothing was taken over"
+                    f"gossip: the model of rank {self._place} or that of its neighbor {other} holds NaN or infinity, "
+                    "or their difference overflows; no model was changed"
                 )
-        # 4. Move the model towards each neighbour's by its share of that difference.
+        # 4. Move the model towards each neighbor's by its share of that difference.
         answers = self._cut(difference, not rows)
         change = self._workspace.array("change", self._numel, self._dtype)
         shares = np.array(self._shares, self._dtype)
         for stack, probe, answer in zip(self._stacks, wide, answers, strict=True):
-            taken = _side_by_side(answer * shares[:, None, None, None])
+            taken = _widen(answer * shares[:, None, None, None])
             left, right = (probe, taken) if rows else (taken, probe)
             multiply(left, right.transpose(0, 2, 1), stack.of(change))
         place = length - self._plain
@@ -153,14 +120,11 @@ class Gossip:
         self.probes = [orthogonalize(answer) for answer in answers]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that has to survive a restart, on this rank."""
+        """Return this rank's state for a restart."""
         return {"turn": self.turn, "probes": list(self.probes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restore the state that `state_dict` returned, on all ranks alike; return whether it fits.
-
-        It is not taken up where it is of another model or of another number of neighbours.
-        """
+        """Restore a result of `state_dict` if its shapes and number of neighbors fit; return whether they do."""
         rows = state["turn"] % 2 == 0
         sizes = [(s.count, s.first.rows if rows else s.first.columns, s.first.rank) for s in self._stacks]
         shapes = [(len(self._neighbours), *size) for size in sizes]
@@ -172,17 +136,17 @@ class Gossip:
 
     @property
     def _plain(self) -> int:
-        """Number of elements that are averaged as they are."""
+        """Elements that are averaged as they are."""
         return sum(stop - start for start, stop in self._gaps)
 
     def _length(self, rows: bool) -> int:
-        """Return the length of a message that answers for all rows, or for all columns."""
+        """Return the length of a message with projections for all rows, or for all columns."""
         sides = [stack.first.rows if rows else stack.first.columns for stack in self._stacks]
         factors = sum(stack.count * side * stack.first.rank for stack, side in zip(self._stacks, sides, strict=True))
         return factors + self._plain
 
     def _cut(self, messages: NDArray[np.floating], rows: bool) -> list[NDArray[np.floating]]:
-        """Return each stack's part of all messages, shape (neighbours, matrices, side, rank); views."""
+        """Return views of each stack's part of all messages, shape (neighbors, matrices, side, rank)."""
         parts, place = [], 0
         for stack in self._stacks:
             shape = (stack.count, stack.first.rows if rows else stack.first.columns, stack.first.rank)
@@ -191,13 +155,13 @@ class Gossip:
         return parts
 
     def _draw(self, length: int) -> NDArray[np.floating]:
-        """Return random numbers for each neighbour, the same on both sides of an edge."""
+        """Return random numbers for each neighbor, the same on both ranks of an edge."""
         edges = [sorted((self._place, other)) for other in self._neighbours]
         rows = [np.random.default_rng([self._seed, self.turn, *edge]).standard_normal(length) for edge in edges]
         return np.array(rows, self._dtype).reshape(len(edges), length)
 
     def _fill_empty(self, answers: NDArray[np.floating]) -> None:
-        """Put random numbers where two models do not differ along a vector: from zeros no iteration goes on."""
+        """Write random numbers where two models do not differ along a vector: an iteration stays at zeros."""
         rows = self.turn % 2 == 0
         parts = self._cut(answers, rows)
         empty = [np.broadcast_to((part == 0).all(axis=2, keepdims=True), part.shape) for part in parts]
@@ -222,13 +186,13 @@ def _matrices_of(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Matrix]:
     return found
 
 
-def _side_by_side(parts: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Turn (neighbours, matrices, side, rank) into (matrices, side, neighbours x rank): one product serves all."""
+def _widen(parts: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Turn (neighbors, matrices, side, rank) into (matrices, side, neighbors x rank), for one product."""
     neighbours, matrices, side, rank = parts.shape
     return parts.transpose(1, 2, 0, 3).reshape(matrices, side, neighbours * rank)
 
 
-def _one_by_one(wide: NDArray[np.floating], neighbours: int) -> NDArray[np.floating]:
-    """Undo `_side_by_side`."""
+def _split(wide: NDArray[np.floating], neighbours: int) -> NDArray[np.floating]:
+    """Undo `_widen`."""
     matrices, side, columns = wide.shape
     return wide.reshape(matrices, side, neighbours, columns // neighbours).transpose(2, 0, 1, 3)

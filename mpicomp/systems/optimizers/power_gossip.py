@@ -162,7 +162,6 @@ class _Gossiping(UpdatingProxy):
     _mpicomp_models: "_Models"
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Refuse gradients that cannot be served."""
         if hasattr(self, "found_inf"):
             raise ConfigurationError(
                 "PowerGossip: gradients that a GradScaler has scaled cannot be served; use torch.autocast with "
@@ -171,7 +170,6 @@ class _Gossiping(UpdatingProxy):
         return args, kwargs
 
     def _mpicomp_after(self) -> None:
-        """Exchange with the neighbours. Collective."""
         if self._mpicomp_exchanges:
             self.transport.run(self._mpicomp_rounds())
 
@@ -180,20 +178,18 @@ class _Gossiping(UpdatingProxy):
         return self._mpicomp_models.average(parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on all ranks; they need no names."""
+        # On all ranks; names are not needed
         super(OptimizerProxy, self).add_param_group(param_group)  # type: ignore[misc]
 
     def join(self) -> NoReturn:
-        """Refuse ranks with different numbers of batches."""
         refuse_join("PowerGossip")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and this rank's vectors under ``"mpicomp"``."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return state | {"mpicomp": to_tensors(self._mpicomp_models.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. On all ranks."""
+        # A result of the plain optimizer, too; on all ranks
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
         self._mpicomp_models.load_state_dict(to_arrays(state_dict.get("mpicomp", {})))
 
@@ -203,7 +199,7 @@ class _Gossiping(UpdatingProxy):
 
 
 class _Models:
-    """A rank's parameters as one flat array, which is averaged with those of its neighbours."""
+    """A rank's parameters as one flat array, which is averaged with those of its neighbors."""
 
     def __init__(self, graph: Graph, transport: Transport, owned: bool, settings: dict[str, Any]) -> None:
         self._graph = graph
@@ -217,7 +213,7 @@ class _Models:
         self.closed = False
 
     def average(self, parameters: list[torch.Tensor]) -> Rounds[None]:
-        """Average with the neighbours, as rounds."""
+        """Average with the neighbors, as rounds."""
         reals = [as_real(parameter.detach()) for parameter in parameters]
         shapes = [
             tuple(real.shape) if parameter.dim() > 1 or not parameter.is_complex() else (real.numel(),)
@@ -228,7 +224,7 @@ class _Models:
             for place, (real, shape) in enumerate(zip(reals, shapes, strict=True))
         ]
         if self._gossip is None or members != self._members:
-            yield from self._meet(members)
+            yield from self._begin(members)
         assert self._gossip is not None
         views = []
         place = 0
@@ -246,25 +242,23 @@ class _Models:
                 as_real(parameter).copy_(view)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that has to survive a restart."""
         if self._gossip is None:
             return dict(self._kept)
         return {"graph": self._edges()} | self._gossip.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, at the next step."""
+        # It is restored at the next step
         self._kept, self._gossip = state, None
 
     def close(self) -> None:
-        """Release its MPI resources; not collective."""
         self.closed = True
         if self._owned:
             self._transport.close()
 
-    def _meet(self, members: list[ArraySpec]) -> Rounds[None]:
-        """Make sure that all ranks mean the same, and begin."""
+    def _begin(self, members: list[ArraySpec]) -> Rounds[None]:
+        """Check that all ranks have the same settings and parameters, and make the exchange."""
         problem = None
-        for member in members:  # of parameters that were put into a group later
+        for member in members:  # also of parameters that were added to a group later
             if member.dtype not in WORK_DTYPES:
                 problem = ConfigurationError(
                     f"PowerGossip: parameters must be one of {', '.join(WORK_DTYPES)}, or complex, and parameter "
