@@ -1,4 +1,4 @@
-"""``mpicomp list``: what is registered, with all that is asked of it."""
+"""``mpicomp list``: the registered names and their properties."""
 
 import json
 

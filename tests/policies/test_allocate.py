@@ -9,18 +9,18 @@ from mpicomp.policies.plan_tradeoff import least_makespan, least_total, total
 
 
 def choices(errors):
-    return [np.array(choice) for choice in itertools.product(*(range(own.size) for own in errors))]
+    return [np.array(choice) for choice in itertools.product(*(range(row.size) for row in errors))]
 
 
 def added(table, choice):
-    return sum(own[place] for own, place in zip(table, choice, strict=True))
+    return sum(row[place] for row, place in zip(table, choice, strict=True))
 
 
 def end_of(seconds, ready, choice):
     """When the last bucket ends, from the words: each begins when it is ready and the one before it has ended."""
     end = 0.0
-    for own, place, moment in zip(seconds, choice, ready, strict=True):
-        end = max(end, moment) + own[place]
+    for seconds_of_bucket, place, moment in zip(seconds, choice, ready, strict=True):
+        end = max(end, moment) + seconds_of_bucket[place]
     return end
 
 
@@ -40,7 +40,7 @@ def problem(seed):
             own_errors, own_sizes = np.ceil(own_errors), np.ceil(8 * own_sizes)
         errors.append(own_errors.copy())
         sizes.append(own_sizes.copy())
-    default = np.array([random.integers(own.size) for own in errors])
+    default = np.array([random.integers(row.size) for row in errors])
     return errors, sizes, default, random
 
 
@@ -130,7 +130,7 @@ def test_least_makespan_against_every_choice_for_every_limit(bins):
         every = [
             (added(errors, choice), end_of(seconds, ready, choice))
             for choice in choices(errors)
-            if all(own[place] <= limit for own, place in zip(errors, choice, strict=True))
+            if all(row[place] <= limit for row, place in zip(errors, choice, strict=True))
         ]
         for place in range(bins + 1):
             budget = place * limit / bins

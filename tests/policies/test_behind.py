@@ -23,7 +23,7 @@ def progress_lost(select, seed=0):
     is sent of what all ranks have accumulated, shape (ranks, elements).
     """
     random = np.random.default_rng(seed)
-    scale, signal = (np.repeat(own, ELEMENTS) for own in np.array(CLASSES).T)
+    scale, signal = (np.repeat(entry, ELEMENTS) for entry in np.array(CLASSES).T)
     mean, noise = scale * np.sqrt(signal), scale * np.sqrt(1 - signal)
     waiting = np.zeros((RANKS, scale.size))
     late, dense = Adam(), Adam()
@@ -58,8 +58,8 @@ def top(ratio):
 @pytest.mark.parametrize("ratio", [0.3, 0.1, 0.03])
 def test_what_selections_lose(ratio):
     lost, _ = progress_lost(top(ratio))
-    [told], _ = selection_penalties(*classes(), np.array([ratio]), RANKS, 1e9)
-    assert told == pytest.approx(min(1, 4 * lost), abs=0.14)  # what is lost counts four times
+    [predicted], _ = selection_penalties(*classes(), np.array([ratio]), RANKS, 1e9)
+    assert predicted == pytest.approx(min(1, 4 * lost), abs=0.14)  # what is lost counts four times
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.1])
@@ -68,34 +68,34 @@ def test_what_a_selection_at_random_loses(ratio):
         return np.where(random.random(waiting.shape[1]) < ratio, waiting, 0)
 
     lost, _ = progress_lost(select)
-    [told] = random_penalties(*classes(), np.array([ratio]), RANKS, 1e9)
-    assert told == pytest.approx(min(1, 4 * lost), abs=0.14)  # what is lost counts four times
+    [predicted] = random_penalties(*classes(), np.array([ratio]), RANKS, 1e9)
+    assert predicted == pytest.approx(min(1, 4 * lost), abs=0.14)  # what is lost counts four times
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0, 3.0])
 def test_how_long_elements_wait(threshold):
     _, steps = progress_lost(lambda waiting, random: np.where(np.abs(waiting) >= threshold, waiting, 0))
     _, scales, signals = classes()
-    told = mean_waits(scales, signals, np.array(threshold))
+    predicted = mean_waits(scales, signals, np.array(threshold))
     counted = steps < 60  # others hardly come to an end here
     assert counted.any()
-    np.testing.assert_allclose(told[counted], steps[counted], rtol=0.15 if threshold else 1e-9)
+    np.testing.assert_allclose(predicted[counted], steps[counted], rtol=0.15 if threshold else 1e-9)
 
 
 def test_what_few_bits_lose():
-    """Rounding to a coarse grid: what is sent of each class is measured beside it."""
+    """Rounding to a coarse grid: what is sent of each class is measured, too."""
     energies = np.zeros((2, len(CLASSES)))
 
     def select(waiting, random):
         sent = np.round(waiting / 0.5) * 0.5
-        for place, own in enumerate((sent, waiting - sent)):
-            energies[place] += (own**2).mean(axis=0).reshape(len(CLASSES), -1).mean(axis=1)
+        for place, entry in enumerate((sent, waiting - sent)):
+            energies[place] += (entry**2).mean(axis=0).reshape(len(CLASSES), -1).mean(axis=1)
         return sent
 
     lost, _ = progress_lost(select)
     _, scales, _ = classes()
-    told = quantiser_penalty(*classes(), *(energies / STEPS / scales**2), RANKS, 1e9)
-    assert told == pytest.approx(min(1, 2 * lost), abs=0.07)  # what is lost counts twice
+    predicted = quantiser_penalty(*classes(), *(energies / STEPS / scales**2), RANKS, 1e9)
+    assert predicted == pytest.approx(min(1, 2 * lost), abs=0.07)  # what is lost counts twice
 
 
 def test_what_waits_is_a_share_of_the_steps_so_far():
@@ -117,8 +117,8 @@ def test_without_an_optimizer_that_normalises_only_what_waits_is_lost():
         waiting[random.random(ELEMENTS) < ratio] = 0.0
         missing += waiting.mean() / steps if step >= 100 else 9.0 / steps
     one = np.ones(1), np.ones(1), np.full(1, 0.999999)
-    [told] = random_penalties(*one, np.array([ratio]), RANKS, age, normalises=False)
-    assert told == pytest.approx(4 * missing / age, rel=0.02)
+    [predicted] = random_penalties(*one, np.array([ratio]), RANKS, age, normalises=False)
+    assert predicted == pytest.approx(4 * missing / age, rel=0.02)
     both = selection_penalties(*classes(), np.array([0.03, 0.3]), RANKS, 1e12, normalises=False)
     assert np.max(both) < 1e-6
     assert delay_penalty(2.0, 0.2, RANKS, 100, normalises=False) == pytest.approx(2 * 2 / 100)
@@ -132,7 +132,7 @@ def test_the_fewer_are_kept_the_more_is_lost():
         assert (np.diff(lost) <= 1e-12).all()
         assert lost[-1] < 0.01
         assert 0.5 < lost[0] <= 1
-    assert (both[0] <= both[1] + 1e-12).all()  # together are longer bursts
+    assert (both[0] <= both[1] + 1e-12).all()  # joint bursts are longer
 
 
 def test_elements_that_never_change_do_not_count():
@@ -159,5 +159,5 @@ def test_how_late_what_waits_is(signal):
     noise = np.random.default_rng(0).standard_normal((10, 100_000))
     residual = (np.sqrt(signal) + np.sqrt(1 - signal) * noise).sum(axis=0)
     one = np.ones(1), np.ones(1), np.full(1, signal)
-    told = quantiser_penalty(*one, np.ones(1), np.array([(residual**2).mean()]), 1, 100)
-    assert told == pytest.approx(2 * 10 / 100, rel=0.01)
+    predicted = quantiser_penalty(*one, np.ones(1), np.array([(residual**2).mean()]), 1, 100)
+    assert predicted == pytest.approx(2 * 10 / 100, rel=0.01)

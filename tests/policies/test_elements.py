@@ -1,4 +1,4 @@
-"""What is learnt of a bucket's elements, against gradients whose scales and signal are known."""
+"""What is learned of a bucket's elements, against gradients whose scales and signal are known."""
 
 import json
 
@@ -23,28 +23,28 @@ def gradients(signal, steps, scales, rank=0):
         yield (scales * (signal**0.5 * common + (1 - signal) ** 0.5 * noise)).astype(np.float32)
 
 
-def learnt(signal, scales, steps=60, quantisers=(), feedback=False):
+def learned(signal, scales, steps=60, quantisers=(), feedback=False):
     """Return what ranks learn that look at all gradients, and their surveys of the last step."""
     surveys = [ElementSurvey(scales.size, quantisers) for _ in range(RANKS)]
     elements = ElementStatistics(scales.size, len(quantisers))
-    for step, own in enumerate(zip(*(gradients(signal, steps, scales, rank) for rank in range(RANKS)), strict=True)):
-        residual = np.float32(step) * np.ones_like(own[0]) if feedback else None
-        given = own if residual is None else [array + residual for array in own]
-        told = np.array(
+    for step, entry in enumerate(zip(*(gradients(signal, steps, scales, rank) for rank in range(RANKS)), strict=True)):
+        residual = np.float32(step) * np.ones_like(entry[0]) if feedback else None
+        given = entry if residual is None else [array + residual for array in entry]
+        measured = np.array(
             [
                 survey.measure(array, residual, (scales.size,), step)
                 for survey, array in zip(surveys, given, strict=True)
             ]
         )
-        assert told.shape == (RANKS, surveys[0].width((scales.size,)))
-        elements.observe(told)
+        assert measured.shape == (RANKS, surveys[0].width((scales.size,)))
+        elements.observe(measured)
     return elements
 
 
 @pytest.mark.parametrize("signal", [0.02, 0.3])
 def test_scales_and_signal(signal):
     scales = np.repeat([1.0, 0.06], NUMEL // 2)
-    elements = learnt(signal, scales)
+    elements = learned(signal, scales)
     assert elements.known
     shares, found, signals = elements.classes()
     found = found * np.sqrt((scales**2).mean())  # they are relative
@@ -59,31 +59,31 @@ def test_scales_and_signal(signal):
 def test_what_ranks_have_of_their_own_is_signal():
     """Ranks whose data are of different kinds: each has a mean of its own, and no noise."""
     elements, surveys = ElementStatistics(NUMEL), [ElementSurvey(NUMEL) for _ in range(RANKS)]
-    own = [np.random.default_rng(rank).standard_normal(NUMEL).astype(np.float32) for rank in range(RANKS)]
+    gradients = [np.random.default_rng(rank).standard_normal(NUMEL).astype(np.float32) for rank in range(RANKS)]
     for step in range(20):
         elements.observe(
-            np.array([survey.measure(a, None, (NUMEL,), step) for survey, a in zip(surveys, own, strict=True)])
+            np.array([survey.measure(a, None, (NUMEL,), step) for survey, a in zip(surveys, gradients, strict=True)])
         )
     assert elements.signal > 0.9
 
 
 def test_residuals_are_no_signal():
     scales = np.ones(NUMEL)
-    assert learnt(0.05, scales, feedback=True).signal == pytest.approx(learnt(0.05, scales).signal, rel=0.05)
+    assert learned(0.05, scales, feedback=True).signal == pytest.approx(learned(0.05, scales).signal, rel=0.05)
 
 
 def test_a_part_stands_for_a_large_bucket():
     scales = np.tile(np.repeat([1.0, 0.1], 512), 200)
-    elements = learnt(0.2, scales, steps=30)
+    elements = learned(0.2, scales, steps=30)
     [some], _ = elements.selection_penalties(np.array([0.05]), RANKS, 1000)
-    small = learnt(0.2, np.tile(np.repeat([1.0, 0.1], 512), 20), steps=30)
+    small = learned(0.2, np.tile(np.repeat([1.0, 0.1], 512), 20), steps=30)
     assert some == pytest.approx(small.selection_penalties(np.array([0.05]), RANKS, 1000)[0][0], abs=0.02)
 
 
 def test_what_quantisers_send():
     quantisers = [mpicomp.OneBit(block=64), mpicomp.QSGD(rounding="nearest")]
     scales, sent, whole = np.tile(np.repeat([1.0, 0.1], 256), 8), 0.0, 0.0
-    elements = learnt(0.1, scales, 40, quantisers)
+    elements = learned(0.1, scales, 40, quantisers)
     residuals = [np.zeros(scales.size) for _ in range(RANKS)]
     for rank, residual in enumerate(residuals):
         for gradient in gradients(0.1, 40, scales, rank):
@@ -91,10 +91,10 @@ def test_what_quantisers_send():
             signs = oracle.scaled_signs(residual, 64)
             residual -= signs
             sent, whole = sent + (signs**2).sum(), whole + (gradient.astype(float) ** 2).sum()
-    told = elements._sums[3:5].sum(axis=1) / elements._sums[1].sum()
-    assert told[0] == pytest.approx(sent / whole, rel=0.1)
+    measured = elements._sums[3:5].sum(axis=1) / elements._sums[1].sum()
+    assert measured[0] == pytest.approx(sent / whole, rel=0.1)
     left = sum((residual**2).sum() for residual in residuals) / (whole / 40)
-    assert told[1] == pytest.approx(left, rel=0.3)  # a mean over the last looks
+    assert measured[1] == pytest.approx(left, rel=0.3)  # a mean over the last looks
     signs, bits = (elements.quantiser_penalty(place, RANKS, 100) for place in range(2))
     assert 0 <= bits < 0.1 < signs < 0.7
 
@@ -133,16 +133,19 @@ def test_parameters_that_never_change():
     assert elements.known
     assert elements.is_zero
     assert elements.quantiser_penalty(0, RANKS, 100) == 0
-    assert [own.tolist() for own in elements.selection_penalties(np.array([0.1, 0.01]), RANKS, 100)] == [[0, 0], [0, 0]]
+    assert [penalty.tolist() for penalty in elements.selection_penalties(np.array([0.1, 0.01]), RANKS, 100)] == [
+        [0, 0],
+        [0, 0],
+    ]
 
 
 def test_gradients_that_become_smaller():
     survey, fixed = ElementSurvey(NUMEL), ElementSurvey(NUMEL)
     falling, steady = ElementStatistics(NUMEL), ElementStatistics(NUMEL)
-    for step, own in enumerate(gradients(0.2, 100, np.repeat([1.0, 0.2], NUMEL // 2))):
-        small = own * np.float32(0.97**step)
+    for step, gradient in enumerate(gradients(0.2, 100, np.repeat([1.0, 0.2], NUMEL // 2))):
+        small = gradient * np.float32(0.97**step)
         falling.observe(survey.measure(small, None, (NUMEL,), step)[None])
-        steady.observe(fixed.measure(own, None, (NUMEL,), step)[None])
+        steady.observe(fixed.measure(gradient, None, (NUMEL,), step)[None])
     ratios = np.array([0.1, 0.01])
     np.testing.assert_allclose(
         falling.selection_penalties(ratios, 4, 1e3)[0], steady.selection_penalties(ratios, 4, 1e3)[0], atol=0.05
@@ -151,8 +154,8 @@ def test_gradients_that_become_smaller():
 
 @pytest.mark.parametrize("scale", [1e-18, 1.0, 1e16])
 def test_any_scale(scale):
-    one = learnt(0.1, np.full(NUMEL, scale), 20)
-    unit = learnt(0.1, np.ones(NUMEL), 20)
+    one = learned(0.1, np.full(NUMEL, scale), 20)
+    unit = learned(0.1, np.ones(NUMEL), 20)
     ratio = np.array([0.1])
     np.testing.assert_allclose(
         one.selection_penalties(ratio, RANKS, 100), unit.selection_penalties(ratio, RANKS, 100), atol=0.02
@@ -160,7 +163,7 @@ def test_any_scale(scale):
 
 
 def test_what_is_known_survives():
-    elements = learnt(0.1, np.linspace(0.01, 1, NUMEL))
+    elements = learned(0.1, np.linspace(0.01, 1, NUMEL))
     again = ElementStatistics(NUMEL)
     again.load_state_dict(json.loads(json.dumps(elements.state_dict())))
     ratios = np.array([0.3, 0.01])

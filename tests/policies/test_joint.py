@@ -18,17 +18,17 @@ SLOW, FAST, NO_TIME = Link(1e-5, 2e6), Link(1e-5, 10e9), Link(1e-9, 1e15)
 
 def ratios(steps):
     """Give the kept share of each step."""
-    return np.array([sum(b.ratio_reached * b.numel for b in own) / sum(b.numel for b in own) for own in steps])
+    return np.array([sum(b.ratio_reached * b.numel for b in step) / sum(b.numel for b in step) for step in steps])
 
 
 def sent_bytes(steps):
     """Return the bytes that leave a rank in each step."""
-    return np.array([sum(own.wire_bytes for own in buckets) for buckets in steps])
+    return np.array([sum(bucket.wire_bytes for bucket in buckets) for buckets in steps])
 
 
 def late(buckets):
     """Give the delay of a step by its gains: lost energy over sent."""
-    return sum(1 / own.gain - 1 for own in buckets) / len(buckets)
+    return sum(1 / bucket.gain - 1 for bucket in buckets) / len(buckets)
 
 
 @pytest.mark.parametrize("size", [1, 2, slow(3), slow(4)])
@@ -36,7 +36,7 @@ def late(buckets):
 def test_ranks_agree_and_nothing_is_lost(size, bucket_bytes):
     steps = Training(size, SLOW, bucket_bytes=bucket_bytes).run(60)
     assert len(steps[0]) == (1 if bucket_bytes > 100_000 else 2)
-    ran = {own.compressor["id"] for buckets in steps for own in buckets}
+    ran = {bucket.compressor["id"] for buckets in steps for bucket in buckets}
     assert ran == {"dense"} if size == 1 else {"dense"} < ran
 
 
@@ -44,7 +44,7 @@ def test_ranks_agree_and_nothing_is_lost(size, bucket_bytes):
 @pytest.mark.parametrize("size", [3, 4])  # two take longer to tell signal from noise
 def test_it_works_without_a_measured_network(size):
     steps = Training(size, None).run(150)
-    assert {"dense", "topk"} <= {own.compressor["id"] for buckets in steps for own in buckets}
+    assert {"dense", "topk"} <= {bucket.compressor["id"] for buckets in steps for bucket in buckets}
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_training_falls_behind_by_as_much_as_was_said(fidelity):
     """What an optimizer makes of the means, against what it makes of the means of all gradients."""
     training = Training(4, SLOW, policy={"id": "auto", "fidelity": fidelity}, signal=0.1)
     scale, common = (
-        np.concatenate([own.ravel() for own in arrays.values()]) for arrays in (training.scale, training.common)
+        np.concatenate([array.ravel() for array in arrays.values()]) for arrays in (training.scale, training.common)
     )
     common *= scale**0.5  # what an element counts
     late, dense, gained, whole, said = Adam(), Adam(), 0.0, 0.0, []
@@ -84,8 +84,10 @@ def test_training_falls_behind_by_as_much_as_was_said(fidelity):
             end.seconds += training.computing
         gradients = training.gradients()
         means = training.ranks.reduce(gradients, 0.1)[0]
-        everything = sum(np.concatenate([own.ravel() for own in rank.values()]).astype(float) for rank in gradients) / 4
-        moved = late.step(np.concatenate([own.ravel() for own in means.values()]).astype(float))
+        everything = (
+            sum(np.concatenate([array.ravel() for array in rank.values()]).astype(float) for rank in gradients) / 4
+        )
+        moved = late.step(np.concatenate([mean.ravel() for mean in means.values()]).astype(float))
         moved_dense = dense.step(everything)
         [bucket] = training.ranks.reducers[0].last_step.buckets
         if step >= 200:
@@ -152,33 +154,35 @@ def test_gradients_are_looked_at_less_and_less_until_the_learning_rate_jumps():
 
 def test_fidelity_of_one_is_dense():
     steps = Training(3, SLOW, policy={"id": "auto", "fidelity": 1}).run(40)
-    assert {own.compressor["id"] for buckets in steps for own in buckets} == {"dense"}
+    assert {bucket.compressor["id"] for buckets in steps for bucket in buckets} == {"dense"}
 
 
 @pytest.mark.parametrize("collective", ["allgather", "star-topk:ring", "oktopk"])
 def test_a_named_collective_is_kept(collective):
     steps = Training(4, SLOW, "topk", collective, "auto").run(100)
-    sparse = {own.collective for buckets in steps for own in buckets if own.compressor["id"] == "topk"}
+    sparse = {bucket.collective for buckets in steps for bucket in buckets if bucket.compressor["id"] == "topk"}
     assert sparse == {collective}
 
 
 @pytest.mark.parametrize("collective", ["star-topk:ring", "hierarchical:allgather", "parameter-server", "allgather"])
 def test_a_named_collective_carries_what_it_can(collective):
     steps = Training(4, SLOW, None, collective).run(40)
-    sparse = {own.collective for buckets in steps for own in buckets if own.compressor["id"] == "topk"}
+    sparse = {bucket.collective for buckets in steps for bucket in buckets if bucket.compressor["id"] == "topk"}
     assert sparse == {collective}
 
 
 def test_a_named_collective_for_few_bits():
     steps = Training(4, Link(1e-5, 2e7), None, "two-phase", signal=0.6).run(80)
-    ran = {(own.compressor["id"], own.collective) for buckets in steps for own in buckets}
+    ran = {(bucket.compressor["id"], bucket.collective) for buckets in steps for bucket in buckets}
     assert {name for name, _ in ran} <= {"dense", "onebit", "qsgd"}
     assert {collective for name, collective in ran if name != "dense"} == {"two-phase"}
 
 
 def test_a_named_collective_for_dense_arrays_makes_it_dense():
     steps = Training(4, SLOW, None, "ring").run(30)
-    assert {(own.compressor["id"], own.collective) for buckets in steps for own in buckets} == {("dense", "ring")}
+    assert {(bucket.compressor["id"], bucket.collective) for buckets in steps for bucket in buckets} == {
+        ("dense", "ring")
+    }
 
 
 @pytest.mark.slow
@@ -186,11 +190,11 @@ def test_a_named_collective_for_dense_arrays_makes_it_dense():
 def test_a_named_compressor_gives_all_but_the_ratio(compressor):
     steps = Training(4, SLOW, compressor, policy="auto").run(80)
     name = compressor if isinstance(compressor, str) else compressor["id"]
-    ran = [own.compressor for buckets in steps for own in buckets]
-    assert {own["id"] for own in ran} == {"dense", name}
-    assert len({own["ratio"] for own in ran if own["id"] == name}) > 1
+    ran = [bucket.compressor for buckets in steps for bucket in buckets]
+    assert {config["id"] for config in ran} == {"dense", name}
+    assert len({config["ratio"] for config in ran if config["id"] == name}) > 1
     if name == "topk":
-        assert {own["wire"] for own in ran if own["id"] == name} == {"fp16"}
+        assert {config["wire"] for config in ran if config["id"] == name} == {"fp16"}
 
 
 def test_it_goes_on_where_it_was():
@@ -212,8 +216,8 @@ def test_steps_that_are_undone_teach_nothing(first):
     bad[1]["weight"][3, 4] = np.nan
     for _ in range(7):
         means = training.ranks.reduce(bad, 0.1)
-        assert not any(own["weight"].any() for own in means)
-    assert {own.compressor["id"] for buckets in training.run(40) for own in buckets} != {"dense"}
+        assert not any(mean["weight"].any() for mean in means)
+    assert {bucket.compressor["id"] for buckets in training.run(40) for bucket in buckets} != {"dense"}
 
 
 @pytest.mark.parametrize("fidelity", [0, -0.1, 1.1, "0.9", None, True])
@@ -224,7 +228,7 @@ def test_fidelity_has_to_be_a_share(fidelity):
 
 def test_without_feedback_nothing_may_be_late():
     steps = Training(3, SLOW, feedback=False).run(30)
-    assert {own.compressor["id"] for buckets in steps for own in buckets} == {"dense"}
+    assert {bucket.compressor["id"] for buckets in steps for bucket in buckets} == {"dense"}
     with pytest.raises(ConfigurationError, match="auto: lets gradients be late, which needs error feedback"):
         Ranks(2, "topk", policy="auto", feedback=False)
 
@@ -242,9 +246,9 @@ def test_no_round_is_added_but_one_that_nobody_waits_for():
     training = Training(4, SLOW)
     training.run(160)
     for _ in range(20):
-        [own] = training.step()
+        [bucket] = training.step()
         log = training.ranks.world.transports[0].log
-        assert len(log) - len(own.rounds) <= 0
+        assert len(log) - len(bucket.rounds) <= 0
 
 
 @pytest.mark.mpi
@@ -256,7 +260,7 @@ def test_over_mpi(comm):
         mean = reducer.reduce({"w": (common * random.standard_normal(60_000)).astype(np.float32)}, lr=0.1)["w"]
         record = reducer.last_step.buckets[0]
         seen = comm.allgather((mean.tobytes(), record.collective, record.ratio, record.reason))
-        assert all(own == seen[0] for own in seen)
+        assert all(record == seen[0] for record in seen)
     reducer.close()
 
 
@@ -265,12 +269,12 @@ def test_buckets_are_cut_by_what_the_network_takes(rate):
     ranks, arrays, each, latency = 4, 200, 20_000, 1e-5
     # A ring of four bits an element; each bucket takes its rounds, and a slice of a scheduler's time.
     whole = 2 * (ranks - 1) / ranks * (arrays * each / 8) / (rate / 8)
-    own = 3e-3 + 2 * (ranks - 1) * latency
-    left = [whole / number + number * own for number in range(1, arrays + 1)]
+    bucket_s = 3e-3 + 2 * (ranks - 1) * latency
+    left = [whole / number + number * bucket_s for number in range(1, arrays + 1)]
     world = Ranks(ranks, network=Link(latency, rate), bucket_bytes=None)
     gradients = {str(number): np.ones(each // 4, np.float32) for number in range(arrays)}
     world.reduce([gradients] * ranks)
-    *others, last = [own.numel for own in world.reducers[0].last_step.buckets]
+    *others, last = [bucket.numel for bucket in world.reducers[0].last_step.buckets]
     assert left[len(others)] <= 1.1 * min(left)  # whole arrays, and a latency that is measured
     assert len(set(others)) <= 1
     assert last <= max(others, default=last)

@@ -1,4 +1,4 @@
-"""Ranks that load states of their own: what policies have learnt has to be the same on all of them."""
+"""Ranks that load different states: what policies have learned has to be the same on all of them."""
 
 import copy
 import json
@@ -33,12 +33,12 @@ def trained(policy, size=3):
 
 
 @pytest.mark.parametrize("policy", CHANGES)
-@pytest.mark.parametrize("anew", [False, True])
-def test_another_state_on_one_rank_is_one_error_on_all(policy, anew):
+@pytest.mark.parametrize("in_new_reducers", [False, True])
+def test_another_state_on_one_rank_is_one_error_on_all(policy, in_new_reducers):
     """Over MPI ranks with other plans would wait for each other."""
     ranks, states = trained(policy)
     CHANGES[policy](states[1]["policy"])
-    if anew:
+    if in_new_reducers:
         ranks = Ranks(3, "topk", "allgather", policy)
     for reducer, state in zip(ranks.reducers, states, strict=True):
         reducer.load_state_dict(state)
@@ -64,7 +64,7 @@ def test_what_all_ranks_load_goes_on(policy):
         reducer.load_state_dict(state | {"policy": json.loads(json.dumps(state["policy"]))})
     for step in range(STEPS, STEPS + 5):
         means = ranks.reduce(gradients(3, step), 0.1)
-        assert all((own["w"] == means[0]["w"]).all() for own in means)
+        assert all((mean["w"] == means[0]["w"]).all() for mean in means)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,4 +1,4 @@
-"""What only some ranks have or meet: it is told to all of them before any waits for another."""
+"""What only some ranks have or meet: it is measured to all of them before any waits for another."""
 
 import importlib
 import importlib.util
@@ -59,9 +59,9 @@ def test_matrices_near_overflow_are_surveyed(dtype, share):
     signs = np.sign(np.random.default_rng(0).standard_normal(600))
     largest = (signs * share * float(np.finfo(dtype).max)).astype(dtype)
     survey = RankSurvey([Matrix(0, 20, 30, 2)], [(1, 4)])
-    told = survey.measure(largest, None, [600], 0)
-    assert told.size == survey.width([600])
-    assert not (told[1:] < 0).any()
+    measured = survey.measure(largest, None, [600], 0)
+    assert measured.size == survey.width([600])
+    assert not (measured[1:] < 0).any()
 
 
 def test_a_gradient_near_overflow_on_one_rank_leaves_the_others_alone():

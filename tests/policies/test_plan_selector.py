@@ -98,9 +98,9 @@ def test_every_compressor_has_something_that_carries_it(compressor, hosts):
     ranks = Ranks(4, None, compressor, hosts=hosts, numel=20_000)
     ranks.step()
     schemes = ranks.reducers[0].policy._selector.tables[0].schemes
-    own = [scheme for scheme in schemes if scheme.compressor.id == compressor]
-    assert own
-    assert {scheme.may_drop_selected for scheme in own} == {compressor == "lgc"}
+    carriers = [scheme for scheme in schemes if scheme.compressor.id == compressor]
+    assert carriers
+    assert {scheme.may_drop_selected for scheme in carriers} == {compressor == "lgc"}
 
 
 @pytest.mark.mpi(min_size=2)
@@ -158,16 +158,16 @@ def test_a_change_of_the_network_is_followed_within_ten_steps():
 def test_selector_short_steps_learns_few_times_a_second():
     ranks = Ranks(4, Link(1e-4, 1e9), mpicomp.TopK(ratio=0.01))
 
-    def learnt(steps):
-        [candidates] = [own.candidates for own in ranks.reducers[0].policy._selector.tables]
+    def learned(steps):
+        [candidates] = [table.candidates for table in ranks.reducers[0].policy._selector.tables]
         before, began = candidates.steps, ranks.world.transports[0].clock()
         for _ in range(steps):
             ranks.step()
         return candidates.steps - before, ranks.world.transports[0].clock() - began
 
     ranks.step()
-    learnt(100)  # the first steps are of plans that were never run
-    times, seconds = learnt(300)
+    learned(100)  # the first steps are of plans that were never run
+    times, seconds = learned(300)
     assert 0 < times <= 4 + 12 * seconds
     assert times < 300 / 6
 
@@ -203,8 +203,8 @@ def test_no_blocking_round_is_added_in_the_steady_state():
         if name == "oktopk":  # which has more rounds in some steps
             continue
         compressor = mpicomp.get_compressor(bucket.compressor)
-        own = bind(compressor, name).rounds(ranks.numel, np.dtype(np.float32), ranks.world.transports[0].group)
-        assert len(ranks.world.transports[0].log) == len(own)
+        rounds = bind(compressor, name).rounds(ranks.numel, np.dtype(np.float32), ranks.world.transports[0].group)
+        assert len(ranks.world.transports[0].log) == len(rounds)
 
 
 def test_a_pinned_plan_stays_and_says_what_it_is_predicted_to_take():

@@ -11,42 +11,42 @@ from mpicomp.policies import Schedule
 
 
 def run(settings, steps, compressor=None, numel=1000, size=1):
-    """Give the ratio that each step asked for, and the one that it reached."""
+    """Give the ratio that each step requested for, and the one that it reached."""
     ranks = Ranks(size, compressor, policy={"id": "schedule"} | settings)
     gradient = np.arange(numel, dtype=np.float32)
-    asked, reached = [], []
+    requested, reached = [], []
     for _ in range(steps):
         ranks.reduce([{"w": gradient}] * size)
         [bucket] = ranks.reducers[0].last_step.buckets
-        asked.append(bucket.ratio)
+        requested.append(bucket.ratio)
         reached.append(bucket.ratio_reached)
-    return asked, reached
+    return requested, reached
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0.5, 0.1), (0.1, 0.5)])
 def test_linear(begin, end):
-    asked, reached = run({"begin": begin, "end": end, "steps": 4, "shape": "linear"}, 8)
+    requested, reached = run({"begin": begin, "end": end, "steps": 4, "shape": "linear"}, 8)
     expected = [begin, (3 * begin + end) / 4, (begin + end) / 2, (begin + 3 * end) / 4, end, end, end, end]
-    assert asked == pytest.approx(expected)
+    assert requested == pytest.approx(expected)
     assert reached == pytest.approx(expected)  # thousands are kept exactly
-    assert asked[4:] == [end] * 4
+    assert requested[4:] == [end] * 4
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0.16, 0.01), (0.01, 0.16)])
 def test_exponential(begin, end):
-    asked, reached = run({"begin": begin, "end": end, "steps": 4, "shape": "exponential"}, 6)
+    requested, reached = run({"begin": begin, "end": end, "steps": 4, "shape": "exponential"}, 6)
     expected = [0.16, 0.08, 0.04, 0.02, 0.01]
     expected = expected if begin > end else expected[::-1]
-    assert asked == pytest.approx([*expected, end])
+    assert requested == pytest.approx([*expected, end])
     assert reached == pytest.approx([*expected, end])
 
 
 def test_stages_upwards_whose_number_does_not_divide_the_steps():
-    asked, _ = run({"begin": 0.01, "end": 0.64, "steps": 7, "shape": "step", "stages": 4}, 9)
+    requested, _ = run({"begin": 0.01, "end": 0.64, "steps": 7, "shape": "step", "stages": 4}, 9)
     # a stage ends where t / 7 passes a third
     expected = [0.01 * 4 ** sum(3 * t >= 7 * stage for stage in (1, 2, 3)) for t in range(9)]
-    assert asked == pytest.approx(expected)
-    assert sorted(set(np.round(asked, 9))) == [0.01, 0.04, 0.16, 0.64]
+    assert requested == pytest.approx(expected)
+    assert sorted(set(np.round(requested, 9))) == [0.01, 0.04, 0.16, 0.64]
 
 
 @pytest.mark.parametrize("slope", [1, 2.5, 5])
@@ -54,15 +54,15 @@ def test_stages_upwards_whose_number_does_not_divide_the_steps():
 def test_varco(slope, c_max, c_min):
     total = 42
     settings = {"begin": 1 / c_max, "end": 1 / c_min, "steps": total, "shape": "varco", "slope": slope}
-    asked, _ = run(settings, total)
+    requested, _ = run(settings, total)
     expected = [max(c_min, c_max - slope * t * (c_max - c_min) / (total - 2)) for t in range(total)]
-    assert 1 / np.array(asked) == pytest.approx(np.array(expected))
-    assert asked[-1] == 1 / c_min
+    assert 1 / np.array(requested) == pytest.approx(np.array(expected))
+    assert requested[-1] == 1 / c_min
 
 
 def test_varco_the_other_way():
-    asked, _ = run({"begin": 0.5, "end": 0.1, "steps": 6, "shape": "varco", "slope": 1}, 8)
-    assert 1 / np.array(asked) == pytest.approx(np.array([2, 4, 6, 8, 10, 10, 10, 10]))
+    requested, _ = run({"begin": 0.5, "end": 0.1, "steps": 6, "shape": "varco", "slope": 1}, 8)
+    assert 1 / np.array(requested) == pytest.approx(np.array([2, 4, 6, 8, 10, 10, 10, 10]))
 
 
 @pytest.mark.parametrize("shape", ["linear", "exponential", "step", "varco"])

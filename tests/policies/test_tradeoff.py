@@ -21,14 +21,14 @@ def random_balance(seed, buckets):
 
 def everything(balance):
     """Return each choice that loses no more than may be lost with its worth, one by one."""
-    for place in np.ndindex(*[own.size for own in balance.penalties]):
-        behind = [own[row] for own, row in zip(balance.penalties, place, strict=True)]
-        lost = sum(own * weight for own, weight in zip(behind, balance.weights, strict=True))
+    for place in np.ndindex(*[penalty.size for penalty in balance.penalties]):
+        behind = [penalty[row] for penalty, row in zip(balance.penalties, place, strict=True)]
+        lost = sum(entry * weight for entry, weight in zip(behind, balance.weights, strict=True))
         if lost > balance.limit or max(behind) > 2 * balance.limit:
             continue
         end = -1e9
-        for own, row, ready in zip(balance.seconds, place, balance.ready, strict=True):
-            end = max(end, ready) + own[row]
+        for seconds_of_bucket, row, ready in zip(balance.seconds, place, balance.ready, strict=True):
+            end = max(end, ready) + seconds_of_bucket[row]
         yield place, (balance.compute_s + end) / (1 - lost)
 
 

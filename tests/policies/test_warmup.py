@@ -32,7 +32,7 @@ def run(ranks, steps, first=0, names=("w",)):
     dense, means = [], []
     for step in range(first, first + steps):
         everyones = ranks.reduce(gradients(len(ranks.reducers), step, names=names))
-        assert all((own["w"] == everyones[0]["w"]).all() for own in everyones)
+        assert all((values["w"] == everyones[0]["w"]).all() for values in everyones)
         means.append(everyones[0]["w"].copy())
         dense.append(all(is_dense(ranks)))
     return dense, means
@@ -42,11 +42,11 @@ def slow_topk(size, steps, warmup, k):
     """Give the means of top-k with error feedback after dense steps, from sorted magnitudes."""
     residuals, means = np.zeros((size, 200)), []
     for step in range(steps):
-        residuals += [own["w"] for own in gradients(size, step)]
+        residuals += [gradient["w"] for gradient in gradients(size, step)]
         sent = residuals.copy()
         if step >= warmup:
-            for own in sent:
-                own[np.argsort(-abs(own))[k:]] = 0
+            for array in sent:
+                array[np.argsort(-abs(array))[k:]] = 0
         residuals -= sent
         means.append(sent.mean(axis=0))
     return means, residuals
@@ -99,15 +99,15 @@ def test_the_default_is_run():
 
 @pytest.mark.parametrize(
     ("compressor", "warmup"),
-    [(own, 3) for own in ("topk", "sidco", "dgc", "onebit", mpicomp.PowerSGD(rank=1), "countsketch")]
-    + [(own, "ramp:4") for own in ("topk", "sidco", "dgc")],
+    [(entry, 3) for entry in ("topk", "sidco", "dgc", "onebit", mpicomp.PowerSGD(rank=1), "countsketch")]
+    + [(entry, "ramp:4") for entry in ("topk", "sidco", "dgc")],
 )
 def test_nothing_is_lost_in_it_nor_over_its_end(compressor, warmup):
     ranks = Ranks(3, compressor, warmup=warmup)
     sums = given = 0
     for step in range(8):
-        matrices = [own["w"].reshape(10, 20) for own in gradients(3, step)]
-        mean = ranks.reduce([{"w": own} for own in matrices])[0]["w"]
+        matrices = [gradient["w"].reshape(10, 20) for gradient in gradients(3, step)]
+        mean = ranks.reduce([{"w": matrix} for matrix in matrices])[0]["w"]
         sums, given = sums + 3 * mean, given + sum(matrices)
         np.testing.assert_allclose(given, sums + ranks.residual_sum("w"), atol=1e-9)
         assert ranks.residual_sum("w").any() == (warmup != 3 or step >= 3)
@@ -120,7 +120,7 @@ def test_the_velocity_of_momentum_correction_lives_on():
     _, means = run(ranks, 4)
     velocities, expected = np.zeros((size, 200)), []
     for step in range(4):
-        velocities = momentum * velocities + [own["w"] for own in gradients(size, step)]
+        velocities = momentum * velocities + [gradient["w"] for gradient in gradients(size, step)]
         expected.append(velocities.mean(axis=0))
     np.testing.assert_allclose(means[:3], expected[:3], atol=1e-12)
     # The residual was zero: what the first compressed step has sent and kept is the velocity.
@@ -144,23 +144,23 @@ def test_every_policy_begins_after_it(policy):
 
 def test_a_policy_counts_from_its_end():
     ranks = Ranks(1, TOPK, policy={"id": "schedule", "begin": 0.5, "end": 0.1, "steps": 2}, warmup=2)
-    asked = []
+    requested = []
     for step in range(6):
         ranks.reduce(gradients(1, step))
-        asked.append(ranks.reducers[0].last_step.buckets[0].ratio)
-    assert asked == [None, None, 0.5, pytest.approx(0.05**0.5), 0.1, 0.1]
+        requested.append(ranks.reducers[0].last_step.buckets[0].ratio)
+    assert requested == [None, None, 0.5, pytest.approx(0.05**0.5), 0.1, 0.1]
 
 
 def test_the_ramp_of_dgc():
     """Sparsities 75, 93.75, 98.4375 and 99.6 % for an epoch each, then 99.9 %."""
     epoch = 2
     ranks = Ranks(2, mpicomp.TopK(ratio=0.001), warmup=f"ramp:{4 * epoch}")
-    asked = []
+    requested = []
     for _ in range(6 * epoch):
         ranks.reduce([{"w": np.arange(1000, dtype=np.float32)}] * 2)
-        asked.append(ranks.reducers[0].last_step.buckets[0].ratio)
+        requested.append(ranks.reducers[0].last_step.buckets[0].ratio)
     published = np.repeat([0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001], epoch)
-    np.testing.assert_allclose(asked, published, rtol=0.02)  # theirs are powers of 1/4, rounded at last
+    np.testing.assert_allclose(requested, published, rtol=0.02)  # theirs are powers of 1/4, rounded at last
 
 
 def test_a_ramp_never_rises():
@@ -174,39 +174,39 @@ def test_a_ramp_never_rises():
 def test_a_collective_that_was_named_carries_dense_steps_where_it_can(collective):
     compressor = "randomk" if collective == "ring" else "topk"
     ranks = Ranks(4, compressor, collective, warmup=1, hosts=2)
-    told = []
+    plans = []
     for step in range(2):
         ranks.reduce(gradients(4, step))
-        told.append(ranks.reducers[0].last_step.buckets[0].collective.partition(":")[0])
-    assert told == [collective if collective in ("ring", "hierarchical") else "allreduce", collective]
+        plans.append(ranks.reducers[0].last_step.buckets[0].collective.partition(":")[0])
+    assert plans == [collective if collective in ("ring", "hierarchical") else "allreduce", collective]
 
 
 @pytest.mark.parametrize("compressor", ["topk", "onebit"])
 def test_dense_steps_are_the_fastest_dense_exchange(compressor):
     def seen(named, **settings):
-        ranks, told = Ranks(4, named, network=Link(3e-5, 1e8), **settings), []
+        ranks, plans = Ranks(4, named, network=Link(3e-5, 1e8), **settings), []
         for step in range(40):
             ranks.reduce(gradients(4, step, numel=50_000), 0.1)
             bucket = ranks.reducers[0].last_step.buckets[0]
-            told.append((bucket.compressor["id"], bucket.collective, bucket.predicted_s))
-        return told
+            plans.append((bucket.compressor["id"], bucket.collective, bucket.predicted_s))
+        return plans
 
-    dense, told = seen("dense"), seen(compressor, warmup=12)
-    assert [name for name, _, _ in told[:12]] == ["dense"] * 12
-    assert [own[:2] for own in told[:12]] == [own[:2] for own in dense[:12]]
-    assert [own[2] for own in told[:2]] == pytest.approx([own[2] for own in dense[:2]], rel=0.2)
-    assert {name for name, _, _ in told[12:]} == {compressor}  # which is far faster on this network
-    assert all(predicted > 0 for _, _, predicted in told)
+    dense, plans = seen("dense"), seen(compressor, warmup=12)
+    assert [name for name, _, _ in plans[:12]] == ["dense"] * 12
+    assert [row[:2] for row in plans[:12]] == [record[:2] for record in dense[:12]]
+    assert [row[2] for row in plans[:2]] == pytest.approx([record[2] for record in dense[:2]], rel=0.2)
+    assert {name for name, _, _ in plans[12:]} == {compressor}  # which is far faster on this network
+    assert all(predicted > 0 for _, _, predicted in plans)
 
 
 def test_steps_that_are_undone_do_not_count():
     ranks = Ranks(2, TOPK, warmup=2, nonfinite="skip")
     dense = []
     for step in range(5):
-        own = gradients(2, step)
+        given = gradients(2, step)
         if step == 1:
-            own[1]["w"][3] = np.nan
-        ranks.reduce(own)
+            given[1]["w"][3] = np.nan
+        ranks.reduce(given)
         dense.append(all(is_dense(ranks)))
     assert dense == [True, True, True, False, False]
 
@@ -232,8 +232,8 @@ def test_a_run_that_began_without_it_is_resumed_without_it():
     before = Ranks(2, TOPK, warmup=0)
     run(before, 2)
     resumed = Ranks(2, TOPK, warmup=5)
-    for reducer, own in zip(resumed.reducers, before.reducers, strict=True):
-        reducer.load_state_dict(own.state_dict())
+    for reducer, item in zip(resumed.reducers, before.reducers, strict=True):
+        reducer.load_state_dict(item.state_dict())
     assert run(resumed, 2)[0] == [False, False]
 
 
@@ -242,8 +242,8 @@ def test_a_run_that_began_with_it_is_resumed_without_it():
     before = Ranks(2, TOPK, warmup=5, **settings)
     run(before, 2)
     resumed = Ranks(2, TOPK, warmup=0, **settings)
-    for reducer, own in zip(resumed.reducers, before.reducers, strict=True):
-        reducer.load_state_dict(own.state_dict())
+    for reducer, item in zip(resumed.reducers, before.reducers, strict=True):
+        reducer.load_state_dict(item.state_dict())
     assert run(resumed, 2)[0] == [False, False]
 
 

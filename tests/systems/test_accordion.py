@@ -67,16 +67,18 @@ def replay(ranks, gradients, parts, every, threshold, lrs=None):
     rules = {part: Rule(every, threshold) for part in parts}
     heard, expected, run = [], [], []
     residuals = {name: [0.0] * len(gradients[0]) for name in SIZES}
-    for step, own in enumerate(gradients):
+    for step, gradient in enumerate(gradients):
         if step >= LAG:
             for part, rule in rules.items():
                 rule.observe(heard[step - LAG][part], 1.0 if lrs is None else lrs[step - LAG])
         expected.append({part: MOST if rule.critical else LEAST for part, rule in rules.items()})
-        accumulated = {name: [one[name] + r for one, r in zip(own, residuals[name], strict=True)] for name in SIZES}
+        accumulated = {
+            name: [one[name] + r for one, r in zip(gradient, residuals[name], strict=True)] for name in SIZES
+        }
         heard.append(
             {part: norm([array for name in names for array in accumulated[name]]) for part, names in parts.items()}
         )
-        means = ranks.reduce(own, None if lrs is None else lrs[step])
+        means = ranks.reduce(gradient, None if lrs is None else lrs[step])
         assert all(one[name].tobytes() == means[0][name].tobytes() for one in means for name in SIZES)
         residuals = {name: ranks.residuals(name) for name in SIZES}
         records = [reducer.last_step.buckets for reducer in ranks.reducers]
@@ -141,8 +143,8 @@ def test_it_goes_on_where_it_was():
     settings = policy(every=4)
     gradients = recorded(2, 60)
     first = Ranks(2, mpicomp.TopK(), policy=settings)
-    for own in gradients[:30]:
-        first.reduce(own, 0.1)
+    for gradient in gradients[:30]:
+        first.reduce(gradient, 0.1)
     states = [json.loads(json.dumps(reducer.state_dict()["policy"])) for reducer in first.reducers]
     assert states[0] == states[1]
     assert states[0]["highest_lr"] == 0.1
@@ -172,12 +174,12 @@ def test_other_layers_begin_anew():
 def test_what_carries_no_ratios_of_layers_is_not_chosen(policy):
     """Where hosts have several ranks a hierarchical exchange is the fastest, and it cuts a bucket anywhere."""
     hosts = [0, 0, 1, 1]
-    together = Ranks(4, "topk", policy=policy, hosts=hosts, network=Link(latency=50e-6, bits=1e8))
+    ranks = Ranks(4, "topk", policy=policy, hosts=hosts, network=Link(latency=50e-6, bits=1e8))
     rng = np.random.default_rng(0)
     for _ in range(8):
-        together.reduce([{name: rng.normal(size=(300, 200)).astype(np.float32) for name in "ab"} for _ in hosts])
-    plans = together.reducers[0].last_step.buckets
-    assert all("hierarchical" not in own.collective for own in plans)
-    assert any(own.compressor["layers"] for own in plans)
+        ranks.reduce([{name: rng.normal(size=(300, 200)).astype(np.float32) for name in "ab"} for _ in hosts])
+    plans = ranks.reducers[0].last_step.buckets
+    assert all("hierarchical" not in bucket.collective for bucket in plans)
+    assert any(bucket.compressor["layers"] for bucket in plans)
     with pytest.raises(IncompatiblePairError, match="does not fit collective 'hierarchical'"):
         Ranks(4, "topk", "hierarchical", policy=policy)

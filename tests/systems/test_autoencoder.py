@@ -123,9 +123,9 @@ def test_shares_of_ranks_make_up_what_the_mean_is_decoded_to(dtype, rtol, ranks)
     codes = [encoded(code, rng.normal(size=203).astype(dtype)) for _ in range(ranks)]
     mean = np.mean(codes, axis=0)
     shares, centres = [], []
-    for own in codes:
+    for item in codes:
         share, centre = np.full((2, 203), np.nan, dtype)
-        code.decode_near(own, mean, share, centre)
+        code.decode_near(item, mean, share, centre)
         shares.append(share)
         centres.append(centre)
     expected = decoded(code, mean, 203)
@@ -161,7 +161,7 @@ def test_it_learns_what_there_is(leader):
     errors = [code.learn(common(rng, 3, 800, 0.05), step % 3 if leader else None) for step in range(100)]
     assert np.mean(errors[:5]) > 0.6
     assert np.mean(errors[-10:]) < 0.25
-    # What it told is what it does: another one with its weights has that error on new values.
+    # Another code with its weights has the reported error on new values.
     other = Autoencoder(Workspace())
     other.use(code.weights())
     values = common(rng, 3, 800, 0.05)
@@ -169,7 +169,7 @@ def test_it_learns_what_there_is(leader):
         whole = [decoded(other, encoded(other, values[1]), 800, worker) - values[worker] for worker in range(3)]
         error = np.sum(np.square(whole)) / np.sum(np.square(values))
     else:
-        mean = np.mean([encoded(other, own) for own in values], axis=0)
+        mean = np.mean([encoded(other, value) for value in values], axis=0)
         error = np.sum(np.square(decoded(other, mean, 800) - values.mean(axis=0))) / np.sum(values.mean(axis=0) ** 2)
     assert error == pytest.approx(np.mean(errors[-10:]), abs=0.1)
 
@@ -179,18 +179,18 @@ def test_it_goes_on_as_if_it_had_never_stopped(leader):
     rng = np.random.default_rng(2)
     steps = [common(rng, 2, 100, 0.1) for _ in range(6)]
     whole, first, second = (Autoencoder(Workspace(), seed=3, **SMALL) for _ in range(3))
-    for own in steps:
-        whole.learn(own, leader)
-    for own in steps[:3]:
-        first.learn(own, leader)
+    for step in steps:
+        whole.learn(step, leader)
+    for step in steps[:3]:
+        first.learn(step, leader)
     state = first.state()
-    for own in steps[3:]:
-        first.learn(own, leader)
+    for step in steps[3:]:
+        first.learn(step, leader)
     second.load(state)
-    errors = [second.learn(own, leader) for own in steps[3:]]
+    errors = [second.learn(step, leader) for step in steps[3:]]
     assert second.weights().tobytes() == first.weights().tobytes() == whole.weights().tobytes()
     second.load(state)  # which is still as it was
-    assert [second.learn(own, leader) for own in steps[3:]] == errors
+    assert [second.learn(step, leader) for step in steps[3:]] == errors
 
 
 def test_the_learning_rate_falls():
@@ -216,10 +216,10 @@ def test_autoencoder_as_published_is_plain_descent(leader):
     modules = torch.nn.ModuleList([network.encoder, *network.decoders])
     optimizer = torch.optim.SGD(modules.parameters(), lr=0.05)
     for step in range(4):
-        own = rng.normal(size=(3, 5000)).astype(np.float32)  # more than a step looks at otherwise
+        batch = rng.normal(size=(3, 5000)).astype(np.float32)  # more than a step looks at otherwise
         code.turn(step)
-        code.learn(own, leader)
-        values = torch.from_numpy(own).double()[:, None]
+        code.learn(batch, leader)
+        values = torch.from_numpy(batch).double()[:, None]
         codes = [network.encoder(values[rank : rank + 1]) for rank in range(3)]
         if leader is None:
             target = sum(values) / 3
@@ -227,7 +227,7 @@ def test_autoencoder_as_published_is_plain_descent(leader):
         else:
             missed = [(network.decoders[rank](codes[leader])[0] - values[rank]).square().sum() for rank in range(3)]
             pairs = sum((codes[k] - codes[m]).square().sum() for k in range(3) for m in range(3))
-            energy = sum(own.square().sum() for own in codes)
+            energy = sum(code.square().sum() for code in codes)
             loss = sum(missed) / values.square().sum() + 0.5 * pairs / (2 * 3 * energy)
         optimizer.zero_grad()
         loss.backward()

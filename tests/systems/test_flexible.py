@@ -19,9 +19,9 @@ SHAPES = {"conv": (40, 50, 5), "bias": (17,), "fc": (300, 100)}
 
 def gradients(step, rank, alike=0.0):
     """Laplace noise, of which ranks share a part."""
-    own, common = np.random.default_rng((step, rank)), np.random.default_rng((step, 1000))
+    local, common = np.random.default_rng((step, rank)), np.random.default_rng((step, 1000))
     return {
-        name: (alike * common.laplace(size=shape) + (1 - alike) * own.laplace(size=shape)).astype(np.float32)
+        name: (alike * common.laplace(size=shape) + (1 - alike) * local.laplace(size=shape)).astype(np.float32)
         for name, shape in SHAPES.items()
     }
 
@@ -91,8 +91,8 @@ def test_the_choice_is_on_the_exact_front(size, link, choice):
     for _, objectives, current in ranks.choices:
         place = ranks.policy.options.index(current)
         assert nothing_beats(objectives, place)
-        own = scores(objectives, choice)
-        assert own[place] == min(own)
+        found = scores(objectives, choice)
+        assert found[place] == min(found)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -110,8 +110,8 @@ def test_gains_are_those_of_the_accumulated_gradients(size):
         for option, (_, cost) in zip(ranks.policy.options, objectives, strict=True):
             kept = energy = 0.0
             for names in (["conv", "bias"], ["fc"]):  # the buckets
-                for own in surveyed[0]:
-                    squares = np.sort(np.concatenate([own[name].ravel() ** 2 for name in names]))[::-1]
+                for entry in surveyed[0]:
+                    squares = np.sort(np.concatenate([entry[name].ravel() ** 2 for name in names]))[::-1]
                     kept += squares[: int(option.ratio * squares.size + 0.5)].sum()
                     energy += squares.sum()
             # A bin is 2**0.5 wide in energy; the largest of its elements are taken to have its mean.
@@ -185,8 +185,8 @@ def test_a_change_of_the_network_is_followed_within_ten_steps(size):
             ranks.step()
         assert len(ranks.choices) > before
         _, objectives, current = ranks.choices[-1]
-        own = scores(objectives, "weighted")
-        assert own[ranks.policy.options.index(current)] == min(own)
+        found = scores(objectives, "weighted")
+        assert found[ranks.policy.options.index(current)] == min(found)
         # What was chosen is what is run.
         assert run_of(ranks.step()[0]) == current
 
@@ -201,7 +201,7 @@ def test_a_change_of_the_gain_has_it_measured_anew():
     assert len(ranks.choices) == settled
 
     def few(step, rank):
-        return {name: own**5 for name, own in gradients(step, rank).items()}  # far fewer large ones
+        return {name: gradient**5 for name, gradient in gradients(step, rank).items()}  # far fewer large ones
 
     for _ in range(20):
         ranks.step(few)
@@ -242,11 +242,11 @@ def test_what_borrowed_indices_gain_is_seen(collective):
     for _ in range(12):
         [bucket] = ranks.step(lambda step, rank: gradients(step, rank, 0.0))
         sent = sum(
-            np.square(own[name] - left[name]).sum()
-            for own, left in zip(ranks.accumulated[-1], ranks.left, strict=True)
+            np.square(array[name] - left[name]).sum()
+            for array, left in zip(ranks.accumulated[-1], ranks.left, strict=True)
             for name in SHAPES
         )
-        energy = sum(np.square(own[name]).sum() for own in ranks.accumulated[-1] for name in SHAPES)
+        energy = sum(np.square(array[name]).sum() for array in ranks.accumulated[-1] for name in SHAPES)
         gains.append(sent / energy)
         assert bucket.gain == pytest.approx(sent / energy, rel=1e-3)
     assert run_of(buckets[0]) == option
@@ -264,7 +264,10 @@ def test_nothing_is_lost_while_plans_change(size, network):
         link.bits = 20e6 if step % 40 < 20 else 50e9
 
         def make(number, rank, power=1 + step // 10 % 3):
-            return {name: np.sign(own) * np.abs(own) ** power for name, own in gradients(number, rank).items()}
+            return {
+                name: np.sign(gradient) * np.abs(gradient) ** power
+                for name, gradient in gradients(number, rank).items()
+            }
 
         seen.add(run_of(ranks.step(make)[0]))
     assert len(seen) >= (3 if size > 1 else 1)
@@ -279,8 +282,8 @@ def test_what_nsga_finds_is_near(choice):
             ranks.step()
         assert ranks.choices
         for _, objectives, current in ranks.choices:
-            own = scores(objectives, choice)
-            assert own[ranks.policy.options.index(current)] <= min(own) + 0.05
+            found = scores(objectives, choice)
+            assert found[ranks.policy.options.index(current)] <= min(found) + 0.05
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,14 @@ class Training:
         self.count = 0
 
     def step(self, gradient=gradient):
-        given = [cut(gradient(own.parameters, self.count, rank)) for rank, own in enumerate(self.models)]
+        given = [cut(gradient(model.parameters, self.count, rank)) for rank, model in enumerate(self.models)]
         means = self.world.run([r.rounds(g) for r, g in zip(self.reducers, given, strict=True)])
         for model, mean, driver in zip(self.models, means, self.drivers, strict=True):
             model.update(np.concatenate([mean[name].ravel() for name in SHAPES]))
             driver.after_step()
-        assert len({own.parameters.tobytes() for own in self.models}) == 1
+        assert len({model.parameters.tobytes() for model in self.models}) == 1
         self.count += 1
-        [bucket] = self.reducers[0].last_step.buckets  # one bucket of everything, whatever was asked for
+        [bucket] = self.reducers[0].last_step.buckets  # of everything, whatever bucket_bytes is
         return bucket
 
 
@@ -113,8 +113,8 @@ class Slow:
         if kind != "allgather":
             order[:] = order[step % self.size]
         sent = np.zeros_like(accumulated)
-        for own, whole, places in zip(sent, accumulated, order, strict=True):
-            own[places] = whole[places]
+        for array, whole, places in zip(sent, accumulated, order, strict=True):
+            array[places] = whole[places]
         self.residuals = accumulated - sent
         self.model.update(sent.mean(axis=0))
         return (sent**2).sum(), (accumulated**2).sum()
@@ -163,31 +163,31 @@ def test_seconds_in_rounds_are_those_of_the_trials(size):
         training.step()
     groups = [layout_groups(range(size), rank)[0] for rank in range(size)]
     seconds = training.policy.objectives()[:, 1]
-    for ratio, own in zip(CANDIDATES, seconds, strict=True):
+    for ratio, measured in zip(CANDIDATES, seconds, strict=True):
         scheme = bind(mpicomp.TopK(ratio=ratio), cheapest(size, ratio)[0])
         tasks = zip(*(scheme.rounds(NUMEL, np.dtype(float), group) for group in groups), strict=True)
         followed = sum(max(map(training.link, of_ranks, groups)) for of_ranks in tasks)
-        assert own == pytest.approx(followed, rel=0.02)
+        assert measured == pytest.approx(followed, rel=0.02)
     assert seconds[0] < seconds[-1]
 
 
 def test_seconds_of_own_work_are_those_of_the_slowest_rank():
-    """Of three ranks whose work in a step takes 1, 2 and 3 ms, told over the same network."""
+    """Of three ranks whose work in a step takes 1, 2 and 3 ms, report over the same network."""
     plain, working = Training(3, solver="exact"), Training(3, solver="exact")
     for reducer in working.reducers:
 
-        def learn(told, learn=reducer.policy.on_telemetry):
-            times = told.times.copy()
+        def learn(report, learn=reducer.policy.on_telemetry):
+            times = report.times.copy()
             times[:, :, 1:3] += 1e-3 * np.arange(1, 4)[:, None, None]  # the end, and the work
-            learn(dataclasses.replace(told, times=times))
+            learn(dataclasses.replace(report, times=times))
 
         reducer.policy.on_telemetry = learn
     for _ in range(52):
         plain.step()
         working.step()
-    own, others = working.policy.objectives(), plain.policy.objectives()
-    np.testing.assert_allclose(own[:, 0] - others[:, 0], 3e-3, rtol=1e-6)
-    np.testing.assert_allclose(own[:, 1], others[:, 1], rtol=1e-6)
+    slowed, others = working.policy.objectives(), plain.policy.objectives()
+    np.testing.assert_allclose(slowed[:, 0] - others[:, 0], 3e-3, rtol=1e-6)
+    np.testing.assert_allclose(slowed[:, 1], others[:, 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("jump", "searches"), [(1.45, 1), (1.6, 2)])
@@ -198,7 +198,7 @@ def test_the_mean_of_five_changes_counts(jump, searches):
 
         def deliver(step, outcomes, deliver=reducer.policy.on_step_end):
             gain = 0.5 * (jump if step >= 65 else 1)
-            deliver(step, [dataclasses.replace(own, gain=gain) for own in outcomes])
+            deliver(step, [dataclasses.replace(outcome, gain=gain) for outcome in outcomes])
 
         reducer.policy.on_step_end = deliver
     trials = sum("trial" in training.step().reason for _ in range(130))
@@ -208,7 +208,8 @@ def test_the_mean_of_five_changes_counts(jump, searches):
 def score(objectives, points):
     """The weighted worst of points, after each objective of those that nothing beats was brought to 0 to 1."""
     beaten = [
-        any((other <= own).all() and (other < own).any() for other in objectives) for own in objectives
+        any((other <= objective).all() and (other < objective).any() for other in objectives)
+        for objective in objectives
     ]  # of all pairs
     front = objectives[~np.array(beaten)]
     low, high = front.min(axis=0), front.max(axis=0)
@@ -227,13 +228,13 @@ def test_the_choice_is_near_the_best_of_a_fine_grid(solver):
     grid = np.stack([np.interp(np.log(ratios), np.log(CANDIDATES), column) for column in table.T], axis=1)
     scores = score(grid, grid)
     best = ratios[scores.argmin()]
-    own = training.policy.current.ratio
+    found = training.policy.current.ratio
     if solver == "exact":
-        assert own == best
+        assert found == best
     else:
         # NSGA-II sees some hundred points, and what it finds is rounded to one of four ratios for each factor.
-        assert abs(math.log(own / best)) < 0.3
-        assert 0.001 < own < 0.1
+        assert abs(math.log(found / best)) < 0.3
+        assert 0.001 < found < 0.1
 
 
 @pytest.mark.slow
@@ -383,7 +384,7 @@ def test_other_arrays_within_a_trial_undo_it():
         training.step()
     trial = training.models[0].parameters.copy()
     more = {"late": np.ones(5)}
-    given = [cut(gradient(own.parameters, 9, rank)) | more for rank, own in enumerate(training.models)]
+    given = [cut(gradient(model.parameters, 9, rank)) | more for rank, model in enumerate(training.models)]
     training.world.run([r.rounds(g) for r, g in zip(training.reducers, given, strict=True)])
     for reducer, driver in zip(training.reducers, training.drivers, strict=True):
         assert reducer.policy.trial_action == "restore"

@@ -83,16 +83,16 @@ def test_it_is_the_papers_algorithm(edges, size, rank):
             )
         references.append((number, Reference(cut(models, number), graph, probes, 0.8)))
     references += [(number, Reference(cut(models, number), graph, None, 0.8)) for number in (1, 3, 5, 6)]
-    total, apart = np.sum(models, axis=0), [distance(models)]
+    total, distances = np.sum(models, axis=0), [distance(models)]
     for _ in range(12):
         world.run([side.rounds(model) for side, model in zip(sides, models, strict=True)])
         for number, reference in references:
             reference.step()
-            for own, expected in zip(cut(models, number), reference.models, strict=True):
-                np.testing.assert_allclose(own, expected, rtol=1e-7, atol=1e-10)
+            for entry, expected in zip(cut(models, number), reference.models, strict=True):
+                np.testing.assert_allclose(entry, expected, rtol=1e-7, atol=1e-10)
         np.testing.assert_allclose(np.sum(models, axis=0), total, atol=1e-13 * size)
-        apart.append(distance(models))
-    assert apart == sorted(apart, reverse=True)
+        distances.append(distance(models))
+    assert distances == sorted(distances, reverse=True)
 
 
 def cut(models, number):
@@ -111,13 +111,13 @@ def test_models_come_together_geometrically(edges, size, dtype):
     models = [model.astype(dtype) for model in draw(size, seed=1)]
     mean = np.mean(np.float64(models), axis=0)
     sides = [Gossip(graph, place, SHAPES, np.dtype(dtype), 2) for place in range(size)]
-    apart = []
+    distances = []
     for _ in range(8):
-        apart.append(distance(np.float64(models)))
+        distances.append(distance(np.float64(models)))
         for _ in range(20):
             world.run([side.rounds(model) for side, model in zip(sides, models, strict=True)])
     floor = 100 * np.finfo(dtype).eps * np.linalg.norm(mean)
-    for before, after in pairwise(apart):
+    for before, after in pairwise(distances):
         assert after < max(0.7 * before, floor)
     np.testing.assert_allclose(np.mean(np.float64(models), axis=0), mean, atol=1e3 * np.finfo(dtype).eps)
 
@@ -154,7 +154,7 @@ def test_models_that_hardly_differ(kind):
     for turn in range(80):
         world.run([side.rounds(model) for side, model in zip(sides, models, strict=True)])
         if turn == 1 and kind == "equal":
-            assert all(np.array_equal(model, own) for model, own in zip(models, before, strict=True))
+            assert all(np.array_equal(model, entry) for model, entry in zip(models, before, strict=True))
             models[0][3] += 1
             before[0][3] += 1
     np.testing.assert_allclose(models, np.broadcast_to(np.mean(before, axis=0), (3, before[0].size)), atol=1e-9)
@@ -177,17 +177,17 @@ def test_a_model_that_is_not_finite_is_seen_by_its_neighbours(bad, place):
     models[1][place] = bad
     before = [model.copy() for model in models]
     sides = [Gossip(graph, rank, SHAPES, np.dtype(np.float64)) for rank in range(size)]
-    told = []
+    raised = []
 
     def watched(rank):
         try:
             yield from sides[rank].rounds(models[rank])
         except NonFiniteError:
-            told.append(rank)
+            raised.append(rank)
 
     LocalWorld(size).run([watched(rank) for rank in range(size)])
-    assert told == [0, 1, 2]
-    for rank in told:
+    assert raised == [0, 1, 2]
+    for rank in raised:
         assert np.array_equal(models[rank], before[rank], equal_nan=True)
 
 
@@ -204,7 +204,7 @@ def test_it_goes_on_where_it_stopped():
                 assert other.load_state_dict(side.state_dict())
     for _ in range(2):
         world.run([side.rounds(model) for side, model in zip(others, copies, strict=True)])
-    assert all(np.array_equal(model, own) for model, own in zip(models, copies, strict=True))
+    assert all(np.array_equal(model, copy) for model, copy in zip(models, copies, strict=True))
     stranger = Gossip(graph, 0, SHAPES[:1], np.dtype(np.float64))
     assert not stranger.load_state_dict(sides[0].state_dict())
     assert stranger.turn == 0

@@ -31,7 +31,7 @@ class Timed:
         for end in self.world.transports:
             end.seconds += self.compute_s + pause_s
         began = max(end.seconds for end in self.world.transports)
-        self.world.run([r.rounds(own) for r, own in zip(self.reducers, gradients, strict=True)])
+        self.world.run([r.rounds(gradient) for r, gradient in zip(self.reducers, gradients, strict=True)])
         plans = {(bucket.ratio, bucket.reason) for r in self.reducers for bucket in r.last_step.buckets}
         assert len(plans) == 1, "all ranks and buckets follow one decision"
         return plans.pop()[0], began
@@ -39,7 +39,7 @@ class Timed:
     @property
     def state(self):
         states = [r.policy.state_dict() for r in self.reducers]
-        assert all(own == states[0] for own in states)
+        assert all(state == states[0] for state in states)
         return states[0]
 
 
@@ -71,11 +71,12 @@ class Paper:
         if len(self.steps) >= LAG:
             self.observe(len(self.steps) - LAG, began)
         theta = self.decide()
-        residuals = self.residuals or [dict.fromkeys(own, 0.0) for own in gradients]
+        residuals = self.residuals or [dict.fromkeys(gradient, 0.0) for gradient in gradients]
         g_o = [
-            {name: own[name] + before[name] for name in own} for own, before in zip(gradients, residuals, strict=True)
+            {name: gradient[name] + before[name] for name in gradient}
+            for gradient, before in zip(gradients, residuals, strict=True)
         ]
-        arrays = [array for own in g_o for array in own.values()]
+        arrays = [array for arrays in g_o for array in arrays.values()]
         gains = self.gains_of(arrays)
         for array in arrays:
             array[largest(array, kept(theta, array))] = 0
@@ -86,7 +87,7 @@ class Paper:
     def gains_of(self, arrays):
         total = sum(np.sum(array**2) for array in arrays)
         selected = {f: [array[largest(array, kept(f, array))] for array in arrays] for f in self.factors}
-        return {f: sum(np.sum(own**2) for own in selected[f]) / total for f in self.factors}
+        return {f: sum(np.sum(selection**2) for selection in selected[f]) / total for f in self.factors}
 
     def decide(self):
         if not self.delta:
@@ -108,12 +109,12 @@ class Paper:
             self.throughputs.setdefault(before["theta"], []).append(
                 (before["delta"] / (began[step] - began[step - 1]), before["delta"])
             )
-        own = self.steps[step]
+        entry = self.steps[step]
         if step == 0 or (step - 1) % self.every == 0:  # gradients were looked at
             kept = (1 - self.smoothing) ** (1 if step < 2 else self.every)
-            for theta, gain in own["gains"].items():
+            for theta, gain in entry["gains"].items():
                 self.delta[theta] = (1 - kept) * gain + kept * self.delta.get(theta, gain)
-        own["delta"] = self.delta.get(own["theta"])
+        entry["delta"] = self.delta.get(entry["theta"])
         self.count += 1
         if self.count % self.window == 0 and not self.ended:
             self.check()
@@ -128,8 +129,14 @@ class Paper:
         if change <= self.omega:
             self.branches.add("raise")
             self.theta_min = tried
-        last = {theta: own[-self.counts :] for theta, own in self.throughputs.items() if len(own) >= self.enough}
-        ct = sorted((np.median([throughput for throughput, _ in own]), theta) for theta, own in last.items())
+        last = {
+            theta: throughput[-self.counts :]
+            for theta, throughput in self.throughputs.items()
+            if len(throughput) >= self.enough
+        }
+        ct = sorted(
+            (np.median([throughput for throughput, _ in throughputs]), theta) for theta, throughputs in last.items()
+        )
         if len(ct) > 1:
             change = (ct[-1][0] - ct[-2][0]) / ct[-2][0]
             least = min(delta for _, theta in ct[-2:] for _, delta in last[theta])
@@ -160,7 +167,7 @@ class AsPublished(Paper):
         ]
         total = sum(np.sum(array**2) for array in arrays)
         return {
-            theta: sum(np.sum(own**2) for own in selected) / total
+            theta: sum(np.sum(selection**2) for selection in selected) / total
             for theta, selected in ((self.theta_min, g_min), (self.theta, g_c))
         }
 
@@ -191,14 +198,14 @@ def recorded(size, phases, seed=0):
 def replay(timed, paper, gradients, pauses=()):
     """Run steps of both; give their ratios, and by how much gains differed at most before each step."""
     began, ran, expected, errors = [], [], [], [0.0] * LAG
-    for step, own in enumerate(gradients):
-        exact = [{name: array.astype(np.float64) for name, array in one.items()} for one in own]
+    for step, gradient in enumerate(gradients):
+        exact = [{name: array.astype(np.float64) for name, array in one.items()} for one in gradient]
         theta = paper.step(exact, began)
         if paper.delta:
             gains = dict(zip(paper.factors, timed.state["gains"], strict=True))
             assert {theta for theta, gain in gains.items() if gain is not None} == set(paper.delta)
             errors.append(max(abs(gains[theta] - gain) for theta, gain in paper.delta.items()))
-        ratio, start = timed.step(own, 100.0 if step in pauses else 0.0)
+        ratio, start = timed.step(gradient, 100.0 if step in pauses else 0.0)
         began.append(start)
         ran.append(ratio)
         expected.append(None if theta == 1 else pytest.approx(1 / theta))
@@ -226,11 +233,11 @@ RECORDS = {
 @pytest.mark.parametrize("every", [1, 3])
 def test_ratios_are_those_of_the_paper(every, record, scaling, size, pauses):
     phases, settings, branches = RECORDS[record]
-    own = {"most": 0.1, "scaling": scaling, "every": every} | settings
-    timed = Timed(size, Link(1e-5, 4e6), own, bucket_bytes=4 * SIZES["a"])
+    named = {"most": 0.1, "scaling": scaling, "every": every} | settings
+    timed = Timed(size, Link(1e-5, 4e6), named, bucket_bytes=4 * SIZES["a"])
     assert len(timed.reducers) == size
-    paper_settings = {name: value for name, value in own.items() if name not in ("least", "most")}
-    paper = Paper(1 / own["most"], 1 / own["least"], **paper_settings)
+    paper_settings = {name: value for name, value in named.items() if name not in ("least", "most")}
+    paper = Paper(1 / named["most"], 1 / named["least"], **paper_settings)
     gradients = recorded(size, phases)
     ran, expected, errors = replay(timed, paper, gradients, pauses)
     assert ran == expected
@@ -248,13 +255,13 @@ def test_ratios_are_those_of_the_paper(every, record, scaling, size, pauses):
 @pytest.mark.parametrize("kind", ["published", slow("multilevel")])
 def test_as_published_two_compressions_give_the_gains(kind, record, scaling, size):
     phases, settings, _ = RECORDS[record]
-    own = {"most": 0.1, "scaling": scaling} | settings
+    named = {"most": 0.1, "scaling": scaling} | settings
     switch = {"as_published": True} if kind == "published" else {"gains": "multilevel"}
     # As published each array is a bucket of its own, whatever was named.
     named = 1 << 20 if kind == "published" else 4 * SIZES["a"]
-    timed = Timed(size, Link(1e-5, 4e6), own | switch, bucket_bytes=named)
-    paper_settings = {name: value for name, value in own.items() if name not in ("least", "most")}
-    paper = AsPublished(1 / own["most"], 1 / own["least"], **paper_settings)
+    timed = Timed(size, Link(1e-5, 4e6), named | switch, bucket_bytes=named)
+    paper_settings = {name: value for name, value in named.items() if name not in ("least", "most")}
+    paper = AsPublished(1 / named["most"], 1 / named["least"], **paper_settings)
     if kind == "multilevel":
         paper.begins, paper.counts, paper.enough = 1, paper.window, 3
     ran, expected, errors = replay(timed, paper, recorded(size, phases))
@@ -322,7 +329,7 @@ def test_dense_until_gains_are_known_and_while_they_are_too_small():
     [bucket] = timed.reducers[0].last_step.buckets
     assert bucket.gain == 1
     assert bucket.reason.startswith("gravac: dense, gain 0.100 at the floor 0.1 is too little")
-    ratios = [timed.step(own)[0] for own in [SHARP] * 4 + [EVEN] * 4]
+    ratios = [timed.step(entry)[0] for entry in [SHARP] * 4 + [EVEN] * 4]
     assert ratios == [None, None, 0.05, 0.05, 0.05, 0.05, None, None]
 
 
@@ -360,7 +367,7 @@ def test_the_search_ends_where_throughput_no_longer_grows(scaling):
     assert timed.state["ended"]
     assert timed.state["floor"] == timed.state["candidate"] == 1
     assert timed.reducers[0].last_step.buckets[0].reason.startswith("gravac: candidate 0.05 found, gain")
-    assert [timed.step(own)[0] for own in [EVEN] * 3 + [SHARP] * 3] == [0.05, 0.05, None, None, None, 0.05]
+    assert [timed.step(entry)[0] for entry in [EVEN] * 3 + [SHARP] * 3] == [0.05, 0.05, None, None, None, 0.05]
 
 
 @pytest.mark.parametrize(
@@ -402,8 +409,8 @@ def test_candidates_are_those_of_the_paper():
 
 def test_the_average_of_gains_is_over_ranks_in_hundredths():
     ranks = Ranks(3, mpicomp.TopK(), policy={"id": "gravac", "least": 0.1}, **FIXED)
-    for own in (EVEN, HALF, EVEN):
-        ranks.reduce([own[0]] * 3)
+    for entry in (EVEN, HALF, EVEN):
+        ranks.reduce([entry[0]] * 3)
     [gain] = ranks.reducers[0].policy.state_dict()["gains"]  # of two steps
     assert gain == pytest.approx(0.97 * 0.1 + 0.03 * 0.96, abs=1e-3)
 
@@ -420,8 +427,8 @@ def test_it_goes_on_where_it_was():
     policy = {"window": 4, "smoothing": 0.5}
     first, second = (Timed(2, Link(1e-5, 4e6), policy) for _ in range(2))
     gradients = recorded(2, [(12, 5.0), (6, 2.0)])
-    for own in gradients[:12]:
-        first.step(own)
+    for gradient in gradients[:12]:
+        first.step(gradient)
     state = first.state
     assert json.loads(json.dumps(state)) == state
     assert (state["candidate"], state["steps"]) == (3, 11)
@@ -438,7 +445,7 @@ def test_it_goes_on_where_it_was():
 
 def test_collectives_are_chosen_too():
     timed = Timed(3, Link(1e-5, 4e6), {"window": 5, "smoothing": 0.5, "omega": 0.001}, collective="auto")
-    ratios = [timed.step(own)[0] for own in recorded(3, [(40, 5.0)])]
+    ratios = [timed.step(gradients)[0] for gradients in recorded(3, [(40, 5.0)])]
     assert len(set(ratios)) > 3
     bucket = timed.reducers[0].last_step.buckets[0]
     assert bucket.predicted_s > 0

@@ -91,7 +91,7 @@ class Slow:
         self.learned, self.energy, self.lost = [], 0.0, 0.0
 
     def step(self, gradients):
-        everyones = [residual + own for residual, own in zip(self.residuals, gradients, strict=True)]
+        everyones = [residual + gradient for residual, gradient in zip(self.residuals, gradients, strict=True)]
         leader = int(np.random.default_rng([0, self.steps, 0]).integers(self.ranks))
         listed, coded, scales = [], [], {}
         start = 0
@@ -114,61 +114,61 @@ class Slow:
             return self.step_with_own(everyones, leader)
         if self.steps < DENSE:
             listed, coded = list(range(start)), []
-        for rank, own in enumerate(everyones):
-            sent[rank][listed] = own[listed]
+        for rank, values in enumerate(everyones):
+            sent[rank][listed] = values[listed]
         if DENSE <= self.steps < DENSE + LEARNING:
-            self.learned.append((np.array([own[coded] / frame for own in everyones]), leader))
+            self.learned.append((np.array([values[coded] / frame for values in everyones]), leader))
         elif self.steps >= DENSE:
             gain = 0.25 * LEARNING
-            relative = [np.clip(own[coded] / frame, -100, 100) for own in everyones]
-            codes = [[sum(own[at : at + 2]) / 2 for at in range(0, len(own), 2)] for own in relative]
+            relative = [np.clip(values[coded] / frame, -100, 100) for values in everyones]
+            codes = [[sum(entry[at : at + 2]) / 2 for at in range(0, len(entry), 2)] for entry in relative]
             if self.compressor.instance == "ring":
                 shares = [np.repeat(code, 2)[: len(coded)] * gain * frame for code in codes]
-                match = sum(own[coded] @ share for own, share in zip(everyones, shares, strict=True))
+                match = sum(values[coded] @ share for values, share in zip(everyones, shares, strict=True))
                 factor = max(0.0, match / sum(share @ share for share in shares))
                 factor = 1 if self.compressor.published else factor
                 for rank, share in enumerate(shares):
                     sent[rank][coded] = factor * share
             else:
-                for rank, own in enumerate(everyones):
+                for rank, values in enumerate(everyones):
                     share = np.repeat(codes[leader], 2)[: len(coded)] * gain * (1 + rank / 8) * frame
                     if not self.compressor.published:
-                        share = max(0.0, own[coded] @ share / (share @ share)) * share
+                        share = max(0.0, values[coded] @ share / (share @ share)) * share
                     count = oracle.kept(self.compressor.innovation, len(coded))
-                    for place in oracle.largest(np.abs(own[coded] - share), count):
-                        share[place] = own[coded[place]]
+                    for place in oracle.largest(np.abs(values[coded] - share), count):
+                        share[place] = values[coded[place]]
                     sent[rank][coded] = share
         mean = sum(sent) / self.ranks
-        self.energy = sum(own @ own for own in everyones)
-        self.lost = sum(np.sum(np.square(own - part)) for own, part in zip(everyones, sent, strict=True))
+        self.energy = sum(values @ values for values in everyones)
+        self.lost = sum(np.sum(np.square(values - part)) for values, part in zip(everyones, sent, strict=True))
         if self.compressor.error == "selected":
-            for part, own in zip(sent, everyones, strict=True):
-                part[listed] = own[listed]
-        self.residuals = [own - part for own, part in zip(everyones, sent, strict=True)]
+            for part, values in zip(sent, everyones, strict=True):
+                part[listed] = values[listed]
+        self.residuals = [values - part for values, part in zip(everyones, sent, strict=True)]
         self.steps += 1
         return mean
 
     def step_with_own(self, everyones, leader):
         """Send every rank's own largest values: the second phase as published."""
         sent, learned = [], []
-        for own in everyones:
-            sent.append(np.zeros_like(own))
+        for values in everyones:
+            sent.append(np.zeros_like(values))
             learned.append([])
             start = 0
             for _, size, travels in LAYERS:
                 part = range(start, start + size)
                 if travels != "dense":
-                    chosen = oracle.largest(np.abs(own[start : start + size]), oracle.kept(RATIO, size))
+                    chosen = oracle.largest(np.abs(values[start : start + size]), oracle.kept(RATIO, size))
                     part = sorted(start + place for place in chosen)
-                sent[-1][part] = own[part]
+                sent[-1][part] = values[part]
                 if travels == "coded":
-                    learned[-1].append(own[part])
+                    learned[-1].append(values[part])
                 start += size
         frame = np.concatenate([np.full(part.size, np.sqrt(np.mean(part**2))) for part in learned[leader]])
-        self.learned.append((np.array([np.concatenate(own) / frame for own in learned]), leader))
-        self.energy = sum(own @ own for own in everyones)
-        self.residuals = [own - part for own, part in zip(everyones, sent, strict=True)]
-        self.lost = sum(own @ own for own in self.residuals)
+        self.learned.append((np.array([np.concatenate(values) / frame for values in learned]), leader))
+        self.energy = sum(values @ values for values in everyones)
+        self.residuals = [values - part for values, part in zip(everyones, sent, strict=True)]
+        self.lost = sum(residual @ residual for residual in self.residuals)
         self.steps += 1
         return sum(sent) / self.ranks
 
@@ -213,16 +213,16 @@ def lgc(**settings):
 @pytest.mark.parametrize("inner", ["allreduce", "ring"])
 def test_it_is_what_was_written_out(settings, ranks, inner, made):
     compressor = lgc(**settings)
-    together, slow = Ranks(ranks, compressor, f"learned:{inner}"), Slow(compressor, ranks)
+    members, slow = Ranks(ranks, compressor, f"learned:{inner}"), Slow(compressor, ranks)
     rng = np.random.default_rng(ranks)
     for _ in range(DENSE + LEARNING + 6):
-        own = gradients(rng, ranks)
-        means = together.reduce([cut(array) for array in own])
-        expected = slow.step(own)
+        given = gradients(rng, ranks)
+        means = members.reduce([cut(array) for array in given])
+        expected = slow.step(given)
         for mean in means:
             assert flat(mean).tobytes() == flat(means[0]).tobytes()
         np.testing.assert_allclose(flat(means[0]), expected, rtol=1e-9, atol=1e-11)
-        for reducer, residual in zip(together.reducers, slow.residuals, strict=True):
+        for reducer, residual in zip(members.reducers, slow.residuals, strict=True):
             held = np.concatenate([reducer.residual(name).ravel() for name in SHAPES])
             np.testing.assert_allclose(held, residual, rtol=1e-9, atol=1e-11)
             assert reducer.last_step.buckets[0].gain == pytest.approx(1 - slow.lost / slow.energy, abs=1e-9)
@@ -241,8 +241,8 @@ def test_bytes_executed_are_those_of_rounds_in_every_phase(settings, ranks, dtyp
     reducers = [mpicomp.Reducer(lgc(**settings), "learned", comm=end) for end in world.transports]
     rng = np.random.default_rng(0)
     for step in range(DENSE + LEARNING + 3):
-        own = [cut(array.astype(dtype)) for array in gradients(rng, ranks)]
-        world.run([reducer.rounds(arrays) for reducer, arrays in zip(reducers, own, strict=True)])
+        given = [cut(array.astype(dtype)) for array in gradients(rng, ranks)]
+        world.run([reducer.rounds(arrays) for reducer, arrays in zip(reducers, given, strict=True)])
         if step == 0:
             continue  # ranks agree first
         placed = lgc(**settings).bind(list(SHAPES), [int(np.prod(shape)) for shape in SHAPES.values()])
@@ -268,37 +268,37 @@ def memory(reducer):
 @pytest.mark.parametrize("instance", ["ring", "server"])
 @pytest.mark.parametrize("at", range(1, DENSE + LEARNING + 3))
 def test_it_resumes_in_the_middle_of_every_phase(instance, at):
-    together, again = Ranks(3, lgc(instance=instance), seed=5), Ranks(3, lgc(instance=instance), seed=5)
+    members, again = Ranks(3, lgc(instance=instance), seed=5), Ranks(3, lgc(instance=instance), seed=5)
     rng = np.random.default_rng(0)
     steps = [[cut(array) for array in gradients(rng, 3)] for _ in range(DENSE + LEARNING + 4)]
-    for own in steps[:at]:
-        together.reduce(own)
-    for reducer, other in zip(together.reducers, again.reducers, strict=True):
+    for step in steps[:at]:
+        members.reduce(step)
+    for reducer, other in zip(members.reducers, again.reducers, strict=True):
         other.load_state_dict(reducer.state_dict())
-    for own in steps[at:]:
-        expected = flat(together.reduce(own)[0]).tobytes()
-        assert flat(again.reduce(own)[0]).tobytes() == expected
+    for step in steps[at:]:
+        expected = flat(members.reduce(step)[0]).tobytes()
+        assert flat(again.reduce(step)[0]).tobytes() == expected
 
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
 @pytest.mark.parametrize("at", [1, DENSE, DENSE + 1, DENSE + LEARNING, DENSE + LEARNING + 1])
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_step_that_is_undone_teaches_nothing_and_does_not_count(instance, at, bad, made):
-    together = Ranks(2, lgc(instance=instance), nonfinite="skip")
+    members = Ranks(2, lgc(instance=instance), nonfinite="skip")
     rng = np.random.default_rng(1)
     for step in range(DENSE + LEARNING + 3):
-        own = [cut(array) for array in gradients(rng, 2)]
+        given = [cut(array) for array in gradients(rng, 2)]
         if step == at:
-            before = [reducer.state_dict() for reducer in together.reducers]
+            before = [reducer.state_dict() for reducer in members.reducers]
             for culprit in range(2):
-                spoilt = [{name: array.copy() for name, array in one.items()} for one in own]
+                spoilt = [{name: array.copy() for name, array in one.items()} for one in given]
                 spoilt[culprit]["mid1.weight"][3, 4] = bad
-                means = together.reduce(spoilt)
+                means = members.reduce(spoilt)
                 assert not any(flat(mean).any() for mean in means)
-            for reducer, state in zip(together.reducers, before, strict=True):
+            for reducer, state in zip(members.reducers, before, strict=True):
                 np.testing.assert_equal(memory(reducer), state["memories"]["out.bias"]["lgc"])
                 assert reducer.residual("mid1.weight").tobytes() == state["residuals"]["mid1.weight"].tobytes()
-        means = together.reduce(own)
+        means = members.reduce(given)
         assert np.isfinite(flat(means[0])).all()
     [trained] = [code for code in made if code.seen]
     assert len(trained.seen) == LEARNING
@@ -306,28 +306,28 @@ def test_a_step_that_is_undone_teaches_nothing_and_does_not_count(instance, at, 
 
 @pytest.mark.parametrize("at", [DENSE + 1, DENSE + LEARNING, DENSE + LEARNING + 1])
 def test_a_step_that_has_to_agree_first_counts_once(at, made):
-    together = Ranks(2, lgc())
+    members = Ranks(2, lgc())
     rng = np.random.default_rng(2)
     for step in range(DENSE + LEARNING + 3):
-        own = [cut(array) for array in gradients(rng, 2)]
+        given = [cut(array) for array in gradients(rng, 2)]
         absent = ["in.weight"] if step == at else []
-        runs = [reducer.rounds(arrays, absent=absent) for reducer, arrays in zip(together.reducers, own, strict=True)]
-        together.world.run(runs)
-        assert memory(together.reducers[1])["steps"] == step + 1
+        runs = [reducer.rounds(arrays, absent=absent) for reducer, arrays in zip(members.reducers, given, strict=True)]
+        members.world.run(runs)
+        assert memory(members.reducers[1])["steps"] == step + 1
     assert sum(len(code.seen) for code in made) == LEARNING
 
 
 def test_a_bucket_of_other_layers_begins_anew():
-    together = Ranks(2, lgc())
+    members = Ranks(2, lgc())
     rng = np.random.default_rng(3)
     for _ in range(DENSE + LEARNING + 2):
-        together.reduce([cut(array) for array in gradients(rng, 2)])
+        members.reduce([cut(array) for array in gradients(rng, 2)])
     wider = [cut(array) | {"first.weight": rng.normal(size=(40, 40))} for array in gradients(rng, 2)]
-    for mean in together.reduce(wider):
+    for mean in members.reduce(wider):
         assert mean["first.weight"].shape == (40, 40)
-    record = together.reducers[0].last_step.buckets[0]
+    record = members.reducers[0].last_step.buckets[0]
     assert record.reason.endswith("lgc: dense")
-    assert memory(together.reducers[0])["steps"] == 1
+    assert memory(members.reducers[0])["steps"] == 1
 
 
 def test_a_code_for_each_rank_is_learned_again_among_others():
@@ -343,22 +343,22 @@ def test_a_code_for_each_rank_is_learned_again_among_others():
 
 
 def test_a_trainer_that_remembers_nothing_says_so():
-    together, again = Ranks(2, lgc()), Ranks(2, lgc())
+    members, again = Ranks(2, lgc()), Ranks(2, lgc())
     rng = np.random.default_rng(5)
     for _ in range(DENSE + LEARNING):
-        together.reduce([cut(array) for array in gradients(rng, 2)])
+        members.reduce([cut(array) for array in gradients(rng, 2)])
     for other in again.reducers:
-        other.load_state_dict(together.reducers[1].state_dict())
+        other.load_state_dict(members.reducers[1].state_dict())
     with pytest.raises(MpicompError, match="each rank has to load the state that it saved"):
         again.reduce([cut(array) for array in gradients(rng, 2)])
 
 
 def test_few_values_stay_sparse_and_the_record_says_why():
-    together = Ranks(2, mpicomp.LGC(ratio=0.001, dense_steps=DENSE, training_steps=LEARNING))
+    members = Ranks(2, mpicomp.LGC(ratio=0.001, dense_steps=DENSE, training_steps=LEARNING))
     rng = np.random.default_rng(6)
     for _ in range(DENSE + LEARNING + 2):
-        together.reduce([cut(array) for array in gradients(rng, 2)])
-    record = together.reducers[0].last_step.buckets[0]
+        members.reduce([cut(array) for array in gradients(rng, 2)])
+    record = members.reducers[0].last_step.buckets[0]
     assert record.rounds == ["bcast", "allreduce"]
     assert record.reason.endswith("lgc: no code, which takes 10 values, and 2 are selected")
     assert record.ratio_reached == (3 + 9) / 1053
@@ -366,15 +366,15 @@ def test_few_values_stay_sparse_and_the_record_says_why():
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
 def test_every_parameter_may_have_a_bucket_of_its_own(instance):
-    together = Ranks(2, lgc(instance=instance), bucket_bytes=1)
+    members = Ranks(2, lgc(instance=instance), bucket_bytes=1)
     rng, before = np.random.default_rng(10), np.zeros(1053)
     for _ in range(DENSE + LEARNING + 3):
-        own = gradients(rng, 2)
-        mean = flat(together.reduce([cut(array) for array in own])[0])
-        after = sum(np.concatenate([r.residual(name).ravel() for name in SHAPES]) for r in together.reducers)
-        np.testing.assert_allclose(2 * mean + after, sum(own) + before, rtol=0, atol=1e-12)
+        given = gradients(rng, 2)
+        mean = flat(members.reduce([cut(array) for array in given])[0])
+        after = sum(np.concatenate([r.residual(name).ravel() for name in SHAPES]) for r in members.reducers)
+        np.testing.assert_allclose(2 * mean + after, sum(given) + before, rtol=0, atol=1e-12)
         before = after
-    notes = [bucket.reason.partition("; ")[2] for bucket in together.reducers[0].last_step.buckets]
+    notes = [bucket.reason.partition("; ")[2] for bucket in members.reducers[0].last_step.buckets]
     coded, none = f"lgc: autoencoder code, {instance}", "lgc: no code, since no layer but the last and the first"
     for note, start in zip(notes, [none, none, coded, coded, "lgc: dense"], strict=True):
         assert note.startswith(start)
@@ -382,24 +382,24 @@ def test_every_parameter_may_have_a_bucket_of_its_own(instance):
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
 def test_learned_results_equal_on_ranks_that_round_differently(instance):
-    together = Ranks(3, lgc(instance=instance), identical_sums=False)
+    members = Ranks(3, lgc(instance=instance), identical_sums=False)
     rng = np.random.default_rng(7)
     for _ in range(DENSE + LEARNING + 3):
-        means = together.reduce([cut(array.astype(np.float32)) for array in gradients(rng, 3)])
+        means = members.reduce([cut(array.astype(np.float32)) for array in gradients(rng, 3)])
         assert len({flat(mean).tobytes() for mean in means}) == 1
 
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
 def test_sizes_far_apart_do_no_harm(instance):
-    """One rank's values are nothing beside the other's: whoever leads, codes do not overflow."""
-    together = Ranks(2, lgc(instance=instance))
+    """One rank's values are tiny next to the other's: whichever rank leads, codes do not overflow."""
+    members = Ranks(2, lgc(instance=instance))
     rng = np.random.default_rng(8)
     sizes = [1e15, 1e-15]
     for _ in range(DENSE + LEARNING + 6):
-        own = [cut((size * rng.normal(size=1053)).astype(np.float32)) for size in sizes]
-        mean = together.reduce(own)[0]
+        given = [cut((size * rng.normal(size=1053)).astype(np.float32)) for size in sizes]
+        mean = members.reduce(given)[0]
         assert np.isfinite(flat(mean)).all()
-        assert 0 <= together.reducers[0].last_step.buckets[0].gain <= 1
+        assert 0 <= members.reducers[0].last_step.buckets[0].gain <= 1
 
 
 def test_nothing_else_carries_it():
@@ -414,8 +414,8 @@ def test_over_mpi(comm, settings):
     reducer = mpicomp.Reducer(compressor, "learned", comm=comm)
     slow, rng = Slow(compressor, comm.size), np.random.default_rng(9)
     for _ in range(DENSE + LEARNING + 3):
-        own = gradients(rng, comm.size)
-        mean = flat(reducer.reduce(cut(own[comm.rank])))
-        np.testing.assert_allclose(mean, slow.step(own), rtol=1e-9, atol=1e-11)
+        given = gradients(rng, comm.size)
+        mean = flat(reducer.reduce(cut(given[comm.rank])))
+        np.testing.assert_allclose(mean, slow.step(given), rtol=1e-9, atol=1e-11)
         assert len(set(comm.allgather(mean.tobytes()))) == 1
     reducer.close()

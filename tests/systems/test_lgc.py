@@ -78,16 +78,16 @@ def test_what_is_coded_is_in_one_piece():
 def test_buckets_of_a_model_know_its_layers():
     names, sizes = ["out", "c", "b", "a", "in"], [500, 9000, 9000, 9000, 20]
     model = dict(zip(names, sizes, strict=True))
-    own = [
+    bound = [
         LGC(ratio=0.1).bind(names[start:stop], sizes[start:stop], model=model)
         for start, stop in ((0, 2), (2, 3), (3, 5))
     ]
     travels = [
-        [part.travels for part in each.selected(sum(p.stop - p.start for p in each.parts)).parts] for each in own
+        [part.travels for part in each.selected(sum(p.stop - p.start for p in each.parts)).parts] for each in bound
     ]
     assert travels == [["sparse", "coded"], ["coded"], ["coded", "dense"]]
-    assert own[1] == own[0].bind(["b"], [9000])  # the model is known already
-    assert own[0].get_config() == LGC(ratio=0.1).get_config()
+    assert bound[1] == bound[0].bind(["b"], [9000])  # the model is known already
+    assert bound[0].get_config() == LGC(ratio=0.1).get_config()
 
 
 def test_the_list_of_what_is_sent():
@@ -150,7 +150,7 @@ def test_without_torch_there_is_a_linear_code(monkeypatch):
 def gradients(rng, ranks, noise=0.3):
     common = {name: rng.standard_t(4, shape) for name, shape in MODEL.items()}
     return [
-        {name: (own + noise * rng.standard_t(4, own.shape)).astype(np.float32) for name, own in common.items()}
+        {name: (entry + noise * rng.standard_t(4, entry.shape)).astype(np.float32) for name, entry in common.items()}
         for _ in range(ranks)
     ]
 
@@ -163,20 +163,20 @@ def coded_bytes(record):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("code", ["linear", "autoencoder"])
 def test_codes_are_shorter_than_values(ranks, code):
-    """What ranks hand to the transport in a step, beside what top-k takes for the same selection."""
+    """What ranks hand to the transport in a step, and what top-k takes for the same selection."""
     if code == "autoencoder":
         pytest.importorskip("torch")
     rng = np.random.default_rng(0)
-    steps = [[{n: own[n] for n in reversed(own)} for own in gradients(rng, ranks)] for _ in range(6)]
+    steps = [[{n: gradient[n] for n in reversed(gradient)} for gradient in gradients(rng, ranks)] for _ in range(6)]
     topk = Ranks(ranks, mpicomp.TopK(ratio=0.1), "allgather")
     settings = {"ratio": 0.1, "dense_steps": 1, "training_steps": 2, "passes": 1, "code": code}
     ring, server = (Ranks(ranks, LGC(instance=name, **settings), "learned") for name in ("ring", "server"))
-    for own in steps:
+    for step in steps:
         for world in (topk, ring, server):
-            world.reduce([{n: array for n, array in one.items() if world is not topk or "mid" in n} for one in own])
+            world.reduce([{n: array for n, array in one.items() if world is not topk or "mid" in n} for one in step])
     plain = topk.reducers[0].last_step.sent_bytes
     sent = [sorted(coded_bytes(reducer.last_step) for reducer in world.reducers) for world in (ring, server)]
-    assert max(sent[0][:-1]) * 4 < plain  # the ring, the rank whose indices are taken apart
+    assert max(sent[0][:-1]) * 4 < plain  # the ring, but for the rank whose indices travel
     assert max(sent[0]) * 2 < plain
     assert max(sent[1][:-1]) * 4 < plain  # all ranks but the one that encodes
 
@@ -184,12 +184,12 @@ def test_codes_are_shorter_than_values(ranks, code):
 @pytest.mark.parametrize("instance", ["ring", slow("server")])
 def test_what_is_decoded_comes_nearer_while_it_learns(instance):
     pytest.importorskip("torch")
-    together = Ranks(2, LGC(ratio=0.1, instance=instance, dense_steps=2, training_steps=60), "learned")
+    members = Ranks(2, LGC(ratio=0.1, instance=instance, dense_steps=2, training_steps=60), "learned")
     rng = np.random.default_rng(1)
     errors = []
     for _ in range(70):
-        together.reduce([{n: own[n] for n in reversed(own)} for own in gradients(rng, 2)])
-        errors.append(together.reducers[0].last_step.buckets[0].code_error)
+        members.reduce([{n: gradient[n] for n in reversed(gradient)} for gradient in gradients(rng, 2)])
+        errors.append(members.reducers[0].last_step.buckets[0].code_error)
     assert errors[:2] == [None, None]
     learning, coded = errors[2:62], errors[62:]
     assert np.mean(learning[-10:]) < 0.5 * np.mean(learning[:3])
@@ -203,33 +203,33 @@ def test_a_trained_network_does_not_let_residuals_grow():
     pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     drift = 0.5 * rng.normal(size=768)
-    together = Ranks(2, LGC(ratio=0.3, dense_steps=0, training_steps=40), "learned")
+    members = Ranks(2, LGC(ratio=0.3, dense_steps=0, training_steps=40), "learned")
     norms, gains = [], []
     for _ in range(500):
-        own = [drift + rng.normal(size=768) for _ in range(2)]
-        together.reduce([{"w": array.astype(np.float32)} for array in own])
-        norms.append(max(np.linalg.norm(left) for left in together.residuals("w")) / np.linalg.norm(own[0]))
-        gains.append(together.reducers[0].last_step.buckets[0].gain)
+        given = [drift + rng.normal(size=768) for _ in range(2)]
+        members.reduce([{"w": array.astype(np.float32)} for array in given])
+        norms.append(max(np.linalg.norm(left) for left in members.residuals("w")) / np.linalg.norm(given[0]))
+        gains.append(members.reducers[0].last_step.buckets[0].gain)
     assert max(norms[300:]) < 1.5 * max(norms[50:200])
     assert np.mean(gains[300:]) > 0.25
 
 
 def test_what_it_costs_once_is_in_no_step():
-    together = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=1), "learned")
+    members = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=1), "learned")
     once = []
     for _ in range(4):
-        together.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
-        once.append(together.reducers[0].last_step.once_wire_bytes)
+        members.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
+        once.append(members.reducers[0].last_step.once_wire_bytes)
     weights = LGC(code="linear").make_code(None).size(1)
     assert once == [0, 4 * weights / 2, 0, 0]
 
 
 def test_lgc_without_first_phases_has_a_code_at_step_two():
     compressor = LGC(ratio=0.3, code="linear", instance="server").bind([], [], warm_up=False)
-    together = Ranks(2, compressor, "learned")
+    members = Ranks(2, compressor, "learned")
     for _ in range(2):
-        together.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
-    assert "lgc: linear code, server" in together.reducers[0].last_step.buckets[0].reason
+        members.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
+    assert "lgc: linear code, server" in members.reducers[0].last_step.buckets[0].reason
     placed = LGC().bind(["out", "mid", "in"], [100, 10_000, 10])
     settled = LGC().bind(["out", "mid", "in"], [100, 10_000, 10], warm_up=False)
     assert settled.selected(10_110) == placed.selected(10_110)
@@ -237,11 +237,11 @@ def test_lgc_without_first_phases_has_a_code_at_step_two():
 
 def test_nothing_comes_between_while_it_learns():
     """Where any collective may be chosen, dense exchange is none of them: steps would be missing."""
-    together = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=2, training_steps=20), network=Link(1e-5, 1e9))
+    members = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=2, training_steps=20), network=Link(1e-5, 1e9))
     ran = set()
     for _ in range(30):
-        together.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
-        record = together.reducers[0].last_step.buckets[0]
+        members.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
+        record = members.reducers[0].last_step.buckets[0]
         ran.add((record.compressor["id"], record.collective.partition(":")[0]))
     assert ran == {("lgc", "learned")}
     assert "linear code" in record.reason
@@ -262,10 +262,10 @@ def test_a_network_over_mpi(comm, instance):
     rng = np.random.default_rng(2)
     before = 0.0
     for _ in range(8):
-        own = gradients(rng, comm.size)
-        mean = reducer.reduce(own[comm.rank])["mid.weight"].astype(np.float64)
+        given = gradients(rng, comm.size)
+        mean = reducer.reduce(given[comm.rank])["mid.weight"].astype(np.float64)
         assert len(set(comm.allgather(mean.tobytes()))) == 1
-        put_in = before + np.sum([one["mid.weight"].astype(np.float64) for one in own], axis=0)
+        put_in = before + np.sum([one["mid.weight"].astype(np.float64) for one in given], axis=0)
         before = np.sum(comm.allgather(reducer.residual("mid.weight").astype(np.float64)), axis=0)
         np.testing.assert_allclose(comm.size * mean + before, put_in, atol=2e-4)
     reducer.close()

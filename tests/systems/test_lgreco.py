@@ -1,4 +1,4 @@
-"""L-GreCo on recorded gradients: the error and the bytes of what it chooses, taken anew from the arrays."""
+"""L-GreCo on recorded gradients: the error and the bytes of its choice, computed again from the arrays."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -63,23 +63,23 @@ def lost_by_bits(array, bits, bucket):
     lost, points = 0.0, 2 ** (bits - 1) - 1
     flat = array.ravel()
     for start in range(0, flat.size, bucket):
-        own = flat[start : start + bucket]
-        step = np.abs(own).max() / points or 1.0
-        lost += np.square(own - step * np.round(own / step)).sum()
+        part = flat[start : start + bucket]
+        step = np.abs(part).max() / points or 1.0
+        lost += np.square(part - step * np.round(part / step)).sum()
     return lost
 
 
 def mean_error(steps, name, lost):
     """The paper's error of a layer: the norm over all ranks, of energies averaged over steps."""
-    return np.sqrt(np.mean([sum(lost(own[name]) for own in step) for step in steps]))
+    return np.sqrt(np.mean([sum(lost(arrays[name]) for arrays in step) for step in steps]))
 
 
 def chosen(buckets):
     """Give the settings of layers, by name, out of the records."""
     found = {}
     for bucket in buckets:
-        for pattern, own in (bucket.compressor.get("layers") or {}).items():
-            found[pattern.replace("[[]", "[")] = own
+        for pattern, entry in (bucket.compressor.get("layers") or {}).items():
+            found[pattern.replace("[[]", "[")] = entry
     return found
 
 
@@ -106,8 +106,8 @@ def test_no_more_error_than_uniform_and_fewer_bytes(size, bucket_bytes):
             name: [mean_error(window, name, lambda a, r=r: lost_by_selection(a, r)[0]) for r in (ratio, 0.05)]
             for name, ratio in settings.items()
         }
-        own, limit = np.sum(list(errors.values()), axis=0)
-        assert own <= limit * (1 + len(SHAPES) / 10_000 + RESOLUTION)
+        total, limit = np.sum(list(errors.values()), axis=0)
+        assert total <= limit * (1 + len(SHAPES) / 10_000 + RESOLUTION)
         assert sent(buckets) < 0.95 * uniform
     assert len(set(settings.values())) > 1
 
@@ -129,9 +129,9 @@ def test_lgreco_errors_of_the_window_and_near_best_choice(size):
     errors = sum(table[layer][grid[layer]] for layer in range(len(names)))
     sizes = sum(counts[layer][grid[layer]] for layer in range(len(names)))
     limit = table[:, ratios.index(0.05)].sum()
-    own = sum(lost_by_selection(ranks.accumulated[0][0][n], r)[1] for n, r in chosen(buckets).items())
-    assert sizes[errors <= limit * (1 + RESOLUTION)].min() <= own
-    assert own <= sizes[errors <= limit * (1 - RESOLUTION)].min()
+    kept = sum(lost_by_selection(ranks.accumulated[0][0][n], r)[1] for n, r in chosen(buckets).items())
+    assert sizes[errors <= limit * (1 + RESOLUTION)].min() <= kept
+    assert kept <= sizes[errors <= limit * (1 - RESOLUTION)].min()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -173,13 +173,13 @@ def test_bits_of_quantisers(size, collective):
     errors = {
         name: [mean_error(window, name, lambda a, b=b: lost_by_bits(a, b, 64)) for b in range(2, 9)] for name in SHAPES
     }
-    own, limit = (sum(errors[name][bits[name] - 2] for name in SHAPES) for bits in (first, dict.fromkeys(SHAPES, 4)))
-    assert own <= limit * (1 + len(SHAPES) / 10_000 + 1e-4)
+    total, limit = (sum(errors[name][bits[name] - 2] for name in SHAPES) for bits in (first, dict.fromkeys(SHAPES, 4)))
+    assert total <= limit * (1 + len(SHAPES) / 10_000 + 1e-4)
     # By brute force over the same candidates: nothing is smaller at no more error, but for what the programme rounds.
     words = {name: -(-int(np.prod(shape)) // 64) for name, shape in SHAPES.items()}
     grid = np.indices([7] * len(SHAPES)).reshape(len(SHAPES), -1)
-    all_errors = sum(np.array(errors[name])[own] for name, own in zip(SHAPES, grid, strict=True))
-    all_sizes = sum(words[name] * (own + 2) for name, own in zip(SHAPES, grid, strict=True))
+    all_errors = sum(np.array(errors[name])[entry] for name, entry in zip(SHAPES, grid, strict=True))
+    all_sizes = sum(words[name] * (entry + 2) for name, entry in zip(SHAPES, grid, strict=True))
     size_of_first = sum(words[name] * first[name] for name in SHAPES)
     assert all_sizes[all_errors <= limit * (1 + 1e-3)].min() <= size_of_first
     assert size_of_first <= all_sizes[all_errors <= limit * (1 - 1e-3)].min()
@@ -280,8 +280,8 @@ def test_upon_another_policy_its_choice_gives_the_error(size):
         name: [mean_error(window, name, lambda a, r=r: lost_by_selection(a, r)[0]) for r in (ratio, 0.1)]
         for name, ratio in adjusted.items()
     }
-    own, limit = np.sum(list(errors.values()), axis=0)
-    assert own <= limit * (1 + len(SHAPES) / 10_000 + RESOLUTION)
+    total, limit = np.sum(list(errors.values()), axis=0)
+    assert total <= limit * (1 + len(SHAPES) / 10_000 + RESOLUTION)
     assert buckets[19].sent_bytes <= buckets[18].sent_bytes
     assert all(bucket.compressor["id"] == "dense" for bucket in buckets[36:54])
     assert buckets[40].reason.startswith("lgreco: nothing")
@@ -345,12 +345,12 @@ def test_what_matrices_lose_by_rank(shape, kind):
     array = np.concatenate((np.ones(5, np.float32), matrix.ravel(), np.ones(2, np.float32)))
     survey = RankSurvey([Matrix(5, *shape, 2)], [(2, 6)])
     sizes = [5, matrix.size, 2]
-    told = np.stack([survey.measure(array, None, sizes, step) for step in (0, 1)])
-    assert told.shape == (2, survey.width(sizes))
+    measured = np.stack([survey.measure(array, None, sizes, step) for step in (0, 1)])
+    assert measured.shape == (2, survey.width(sizes))
     energy = np.square(values).sum()
-    np.testing.assert_allclose(survey.energies(told[0], sizes), [5, energy, 2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(survey.energies(measured[0], sizes), [5, energy, 2], rtol=1e-5, atol=1e-6)
     best = 2 * np.array([np.square(np.sort(values)[::-1][rank:]).sum() for rank in range(2, 7)])
-    [lost] = survey.lost(told, sizes)
+    [lost] = survey.lost(measured, sizes)
     assert (lost >= best - 1e-5 * energy).all()
     assert (lost <= best + (0.08 if kind == "noise" else 0.001) * 2 * energy).all()
 

@@ -49,9 +49,9 @@ def left_by_rank(array, rank):
 
 def left_by_bits(array, bits, bucket=64):
     lost, points = 0.0, 2 ** (bits - 1) - 1
-    for own in np.split(array.ravel(), range(bucket, array.size, bucket)):
-        step = np.abs(own).max() / points or 1.0
-        lost += np.square(own - step * np.round(own / step)).sum()
+    for entry in np.split(array.ravel(), range(bucket, array.size, bucket)):
+        step = np.abs(entry).max() / points or 1.0
+        lost += np.square(entry - step * np.round(entry / step)).sum()
     return lost
 
 
@@ -69,7 +69,7 @@ def programme(errors, sizes, limit, parts=10_000):
 
 
 def chosen(buckets):
-    return {name: own for bucket in buckets for name, own in (bucket.compressor.get("layers") or {}).items()}
+    return {name: entry for bucket in buckets for name, entry in (bucket.compressor.get("layers") or {}).items()}
 
 
 @pytest.mark.parametrize("size", [slow(1), slow(2), 3, slow(4)])
@@ -78,19 +78,19 @@ def test_ratios_are_those_of_the_papers_programme(size):
     ranks = Ranks(size, PUBLISHED, mpicomp.TopK(ratio=0.05), collective="allgather")
     ratios = [0.025, 0.03536, 0.05, 0.07071, 0.1]
     sizes = [[math.floor(ratio * SIZES[name] + 0.5) for ratio in ratios] for name in SHAPES]
-    for begin, adjusted in ((1, 12), (16, 27)):  # the second one, of sums that began anew
+    for begin, adjusted in ((1, 12), (16, 27)):  # the second one, of new sums
         while len(ranks.accumulated) <= adjusted:
             buckets = ranks.step(len(ranks.accumulated))
         sums = ranks.sums(0, begin)
         errors = [[math.sqrt(left_by_selection(sums[name], ratio)) for ratio in ratios] for name in SHAPES]
-        limit = sum(own[2] for own in errors)
+        limit = sum(row[2] for row in errors)
         settings = chosen(buckets)
         assert settings.keys() == SHAPES.keys()
         places = [ratios.index(settings[name]) for name in SHAPES]
         assert len(set(places)) > 1
-        assert sum(own[place] for own, place in zip(sizes, places, strict=True)) == programme(errors, sizes, limit)
+        assert sum(row[place] for row, place in zip(sizes, places, strict=True)) == programme(errors, sizes, limit)
         # Surveys travel in 32 bits.
-        assert sum(own[place] for own, place in zip(errors, places, strict=True)) <= limit * (1 + 1e-6)
+        assert sum(row[place] for row, place in zip(errors, places, strict=True)) <= limit * (1 + 1e-6)
     if size > 1:  # what other ranks have accumulated says otherwise
         other = [math.sqrt(left_by_selection(ranks.sums(1, begin)[name], 0.05)) for name in SHAPES]
         assert abs(sum(other) - limit) > 0.05 * limit
@@ -105,12 +105,12 @@ def test_bits_are_those_of_the_papers_programme(size):
     sums, choices = ranks.sums(0), range(2, 9)
     errors = [[math.sqrt(left_by_bits(sums[name], bits)) for bits in choices] for name in SHAPES]
     sizes = [[float(quantiser.at_bits(bits).packed_bytes(SIZES[name])) for bits in choices] for name in SHAPES]
-    limit = sum(own[2] for own in errors)
+    limit = sum(row[2] for row in errors)
     settings = chosen(buckets)
     places = [settings[name] - 2 for name in SHAPES]
     assert len(set(places)) > 1
-    assert sum(own[place] for own, place in zip(sizes, places, strict=True)) == programme(errors, sizes, limit)
-    assert sum(own[place] for own, place in zip(errors, places, strict=True)) <= limit * (1 + 1e-5)
+    assert sum(row[place] for row, place in zip(sizes, places, strict=True)) == programme(errors, sizes, limit)
+    assert sum(row[place] for row, place in zip(errors, places, strict=True)) <= limit * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("size", [slow(1), 2, slow(4)])
@@ -124,9 +124,9 @@ def test_ranks_are_those_of_the_papers_programme(size):
     errors = [[math.sqrt(left_by_rank(sums[name], rank)) for rank in range(1, 7)] for name in settings]
     sides = [SHAPES[name][0] + SIZES[name] / SHAPES[name][0] for name in settings]
     sizes = [[side * rank for rank in range(1, 7)] for side in sides]
-    limit = sum(own[2] for own in errors)
-    own = sum(side * settings[name] for side, name in zip(sides, settings, strict=True))
-    assert programme(errors, sizes, 1.03 * limit) <= own <= programme(errors, sizes, limit / 1.03)
+    limit = sum(row[2] for row in errors)
+    size_of_chosen = sum(side * settings[name] for side, name in zip(sides, settings, strict=True))
+    assert programme(errors, sizes, 1.03 * limit) <= size_of_chosen <= programme(errors, sizes, limit / 1.03)
 
 
 @pytest.mark.parametrize("size", [slow(1), 3])
@@ -136,16 +136,17 @@ def test_errors_of_sums_of_all_ranks(size):
     ranks = Ranks(size, policy, mpicomp.TopK(ratio=0.05), collective="allgather")
     ratios = [0.025, 0.03536, 0.05, 0.07071, 0.1]
     sizes = [[math.floor(ratio * SIZES[name] + 0.5) for ratio in ratios] for name in SHAPES]
-    for begin, adjusted in ((1, 12), (16, 27)):  # the second one, of sums that began anew
+    for begin, adjusted in ((1, 12), (16, 27)):  # the second one, of new sums
         while len(ranks.accumulated) <= adjusted:
             buckets = ranks.step(len(ranks.accumulated))
         sums = [ranks.sums(rank, begin) for rank in range(size)]
         errors = [
-            [math.sqrt(sum(left_by_selection(own[name], ratio) for own in sums)) for ratio in ratios] for name in SHAPES
+            [math.sqrt(sum(left_by_selection(sums_of_rank[name], ratio) for sums_of_rank in sums)) for ratio in ratios]
+            for name in SHAPES
         ]
-        limit = sum(own[2] for own in errors)
-        own = sum(math.floor(ratio * SIZES[name] + 0.5) for name, ratio in chosen(buckets).items())
-        assert programme(errors, sizes, 1.02 * limit) <= own <= programme(errors, sizes, 0.98 * limit)
+        limit = sum(row[2] for row in errors)
+        size_of_chosen = sum(math.floor(ratio * SIZES[name] + 0.5) for name, ratio in chosen(buckets).items())
+        assert programme(errors, sizes, 1.02 * limit) <= size_of_chosen <= programme(errors, sizes, 0.98 * limit)
 
 
 MIXED = {
@@ -164,20 +165,22 @@ def test_layers_take_the_family_that_sends_least(size):
     for step in range(1, 13):
         buckets = ranks.step(step)
     found = {name: bucket.compressor for name, bucket in zip(SHAPES, buckets, strict=True)}
-    assert len({own["id"] for own in found.values()}) > 1
+    assert len({entry["id"] for entry in found.values()}) > 1
     assert found["even"]["id"] == "powersgd"  # nearly of rank one
 
-    def error(own, array):
-        if own["id"] == "topk":
-            return left_by_selection(array, own["ratio"])
-        return left_by_rank(array, own["rank"]) if own["id"] == "powersgd" else left_by_bits(array, own["bits"])
+    def error(config, array):
+        if config["id"] == "topk":
+            return left_by_selection(array, config["ratio"])
+        return (
+            left_by_rank(array, config["rank"]) if config["id"] == "powersgd" else left_by_bits(array, config["bits"])
+        )
 
     window = ranks.accumulated[1:11]
 
     def total(compressors):
         return sum(
-            math.sqrt(np.mean([sum(error(own, rank[name]) for rank in step) for step in window]))
-            for name, own in compressors.items()
+            math.sqrt(np.mean([sum(error(config, rank[name]) for rank in step) for step in window]))
+            for name, config in compressors.items()
         )
 
     # Of top-k from spectra, to 2 %, and of low rank from a subspace iteration.
@@ -197,15 +200,15 @@ def test_what_low_rank_leaves_dense_may_be_selected_from():
     assert found["flat"]["id"] == "topk"  # a fiftieth of its elements has nearly all of its energy
     assert sum(bucket.sent_bytes for bucket in buckets) < sum(bucket.sent_bytes for bucket in uniform)
     errors = {name: [0.0, 0.0] for name in SHAPES}
-    for name, own in found.items():
-        for place, compressor in enumerate((own, {"id": "powersgd", "rank": 2})):
+    for name, entry in found.items():
+        for place, compressor in enumerate((entry, {"id": "powersgd", "rank": 2})):
             lost = left_by_selection if compressor["id"] == "topk" else left_by_rank
             setting = compressor.get("ratio", compressor.get("rank"))
             if compressor["id"] == "topk" or len(SHAPES[name]) > 1:
                 energies = [sum(lost(rank[name], setting) for rank in step) for step in ranks.accumulated[1:11]]
                 errors[name][place] = math.sqrt(np.mean(energies))
-    own, limit = np.sum(list(errors.values()), axis=0)
-    assert 0 < own <= 1.03 * limit
+    total, limit = np.sum(list(errors.values()), axis=0)
+    assert 0 < total <= 1.03 * limit
 
 
 def test_the_switch():
@@ -214,5 +217,5 @@ def test_the_switch():
     assert (LGreCo().error, LGreCo().first, LGreCo().every) == ("mean", 20, 50)
     mixed = LGreCo.as_published(every=30, families=[{"id": "powersgd", "rank": 1}])
     assert mixed.every == 30
-    for own in (policy, mixed):
-        assert mpicomp.get_policy(own.get_config()).get_config() == own.get_config()
+    for entry in (policy, mixed):
+        assert mpicomp.get_policy(entry.get_config()).get_config() == entry.get_config()

@@ -99,8 +99,8 @@ def test_the_mean_of_codes_is_decoded_to_the_mean(dtype, ranks):
     values = np.random.default_rng(6).standard_normal((ranks, 333)).astype(dtype)
     codes = np.empty((ranks, code.length(333)), dtype)
     decoded, near = np.empty((2, ranks, 333), dtype)
-    for own, short, long in zip(values, codes, decoded, strict=True):
-        code.encode(own, short)
+    for value, short, long in zip(values, codes, decoded, strict=True):
+        code.encode(value, short)
         code.decode(short, long)
     centre, found = codes.mean(axis=0), np.empty(333, dtype)
     code.decode(centre, found)
@@ -129,9 +129,9 @@ def test_a_leaders_code_gives_each_rank_what_it_has_of_it():
     rng, code = np.random.default_rng(8), made()
 
     def everyones():
-        own = rows(3200, rng, rank=2, ranks=1)[0][0]
-        noise = rng.standard_normal((4, own.size))
-        return np.stack([own, 0.5 * own + noise[1], -own, noise[3]])
+        source = rows(3200, rng, rank=2, ranks=1)[0][0]
+        noise = rng.standard_normal((4, source.size))
+        return np.stack([source, 0.5 * source + noise[1], -source, noise[3]])
 
     errors = [code.learn(everyones(), leader=0) for _ in range(20)]
     assert code.weights().size == code.size(ranks=4)
@@ -140,7 +140,7 @@ def test_a_leaders_code_gives_each_rank_what_it_has_of_it():
     decoded = [there_and_back(code, values, worker) for worker in range(4)]
     scale = np.linalg.norm(values)
     for factor, found in zip([1.0, 0.5, -1.0, 0.0], decoded, strict=True):
-        # A coordinate's slope is learnt from 4,000 blocks against noise of 1 and coordinates of 1 and 2: 0.016 of 1.
+        # A coordinate's slope is learned from 4,000 blocks against noise of 1 and coordinates of 1 and 2: 0.016 of 1.
         assert np.linalg.norm(found - factor * values) < 0.06 * scale
     first, later = errors[0], errors[-1]
     assert first == 1.0
@@ -153,8 +153,8 @@ def test_the_decoder_of_a_rank_has_the_least_squares():
     rng, code = np.random.default_rng(9), made()
     history = []
     for _ in range(5):
-        own = rng.standard_normal((40, BLOCK)) @ rng.standard_normal((BLOCK, BLOCK))
-        history.append(np.stack([own.ravel(), (own @ rng.standard_normal((BLOCK, BLOCK))).ravel()]))
+        source = rng.standard_normal((40, BLOCK)) @ rng.standard_normal((BLOCK, BLOCK))
+        history.append(np.stack([source.ravel(), (source @ rng.standard_normal((BLOCK, BLOCK))).ravel()]))
         code.learn(history[-1], leader=0)
     sources = np.concatenate([values[0].reshape(-1, BLOCK) for values in history])
     targets = np.concatenate([values[1].reshape(-1, BLOCK) for values in history])
@@ -219,7 +219,7 @@ def test_damage_stays_where_it_is():
 
 
 def largest_residual(turns, steps=1200, size=1024, count=64):
-    """Run error feedback on gradients whose neighbours go together, with the code's direction taking turns or not."""
+    """Run error feedback on gradients whose neighbors correlate, with the code's direction taking turns or not."""
     rng, code = np.random.default_rng(13), made()
 
     def neighbours():

@@ -43,13 +43,13 @@ def test_choices_are_those_of_the_formulas():
     random = np.random.default_rng(5)
     for _ in range(100):
         rows = random.random((30, 2)) * [3.0, 100.0]
-        own = rows[pareto.front(rows)]
-        unit = scaled(own.tolist())
+        front = rows[pareto.front(rows)]
+        unit = scaled(front.tolist())
         worst = [max(0.6 * time, 0.4 * gain) for time, gain in unit]
-        assert worst[pareto.weighted(own, (0.6, 0.4))] == min(worst)
+        assert worst[pareto.weighted(front, (0.6, 0.4))] == min(worst)
         # Distance below the line from one end to the other, which has time + gain = 1.
         below = [1 - time - gain for time, gain in unit]
-        assert below[pareto.knee(own)] == pytest.approx(max(below), abs=1e-12)
+        assert below[pareto.knee(front)] == pytest.approx(max(below), abs=1e-12)
 
 
 def test_a_front_of_one_or_of_equal_objectives():

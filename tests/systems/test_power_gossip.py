@@ -76,17 +76,17 @@ def test_a_step_is_the_local_one_and_then_the_exchange(size, graph):
     alone = [copy.deepcopy(model) for model in ranks.models]
     optimizers = [sgd(model) for model in alone]
     for number in range(4):
-        for rank, (own, model) in enumerate(zip(alone, ranks.models, strict=True)):
-            own.load_state_dict(model.state_dict())
+        for rank, (item, model) in enumerate(zip(alone, ranks.models, strict=True)):
+            item.load_state_dict(model.state_dict())
             optimizers[rank].zero_grad()
-            loss_of(own, rank, number).backward()
+            loss_of(item, rank, number).backward()
             optimizers[rank].step()
         ranks.step(number)
-        local, exchanged = np.array([values(own) for own in alone]), ranks.values()
+        local, exchanged = np.array([values(model) for model in alone]), ranks.values()
         np.testing.assert_allclose(exchanged.sum(axis=0), local.sum(axis=0), atol=1e-12)
         assert distance(exchanged) < distance(local)
         # What has one dimension is averaged plainly.
-        biases = np.array([own[0].bias.detach().numpy() for own in alone])
+        biases = np.array([model[0].bias.detach().numpy() for model in alone])
         edges = make_graph(graph, size)
         for rank, model in enumerate(ranks.models):
             expected = biases[rank].copy()
@@ -113,7 +113,7 @@ def test_more_iterations_and_a_smaller_rate():
     "base", [sgd, lambda model: torch.optim.Adam(model.parameters(), lr=0.02)], ids=["sgd", "adam"]
 )
 def test_ranks_learn_from_each_other(base):
-    """No rank alone sees all inputs; together their models come to the truth on all of them."""
+    """No rank alone sees all inputs; connected their models come to the truth on all of them."""
     inputs = torch.from_numpy(np.random.default_rng(5).normal(size=(200, 9)))
     truth = torch.from_numpy(inputs.numpy() @ TRUTH)
 
@@ -121,14 +121,14 @@ def test_ranks_learn_from_each_other(base):
         torch.manual_seed(seed)
         return torch.nn.Linear(9, 7, bias=False).double()
 
-    together, alone = Ranks(3, make=make, base=base, rank=2), Ranks(1, make=make, base=base)
+    connected, alone = Ranks(3, make=make, base=base, rank=2), Ranks(1, make=make, base=base)
     for number in range(400):
-        together.step(number)
+        connected.step(number)
         alone.step(number)
-    errors = [(model(inputs) - truth).square().mean().item() for model in [*together.models, *alone.models]]
+    errors = [(model(inputs) - truth).square().mean().item() for model in [*connected.models, *alone.models]]
     assert max(errors[:3]) < 0.05
     assert errors[3] > 1
-    assert distance(together.values()) < 0.3
+    assert distance(connected.values()) < 0.3
 
 
 def test_it_is_an_optimizer_like_the_one_it_was_made_of():
@@ -141,9 +141,9 @@ def test_it_is_an_optimizer_like_the_one_it_was_made_of():
     plain = network()
     expected = sgd(plain)
 
-    def closure(own=model, of=optimizer):
+    def closure(trained=model, of=optimizer):
         of.zero_grad()
-        loss = loss_of(own, 0, 0)
+        loss = loss_of(trained, 0, 0)
         loss.backward()
         return loss
 
@@ -189,8 +189,8 @@ def test_going_on_from_a_state(tmp_path):
     torch.save(states[0][1], tmp_path / "state")
     states[0] = states[0][0], torch.load(tmp_path / "state", weights_only=False)
     resumed = Ranks(3, make=lambda seed: network(seed + 50))
-    for model, optimizer, (own, state) in zip(resumed.models, resumed.optimizers, states, strict=True):
-        model.load_state_dict(own)
+    for model, optimizer, (item, state) in zip(resumed.models, resumed.optimizers, states, strict=True):
+        model.load_state_dict(item)
         optimizer.load_state_dict(state)
         assert optimizer.state_dict()["mpicomp"]["turn"] == 3
     for number in range(3, 6):

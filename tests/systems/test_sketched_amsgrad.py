@@ -37,8 +37,8 @@ class Reference:
         beta1, beta2 = self.betas
         key = Context(step=self.steps).key(shared=True)
         self.steps += 1
-        for rank, own in enumerate(gradients):
-            flat = np.concatenate([np.ravel(own[name]) for name in self.shapes]) + self.weight_decay * self.flat
+        for rank, gradient in enumerate(gradients):
+            flat = np.concatenate([np.ravel(gradient[name]) for name in self.shapes]) + self.weight_decay * self.flat
             self.momenta[rank] = beta1 * self.momenta[rank] + (1 - beta1) * flat
         factor = 1.0 if self.rate is None else self.rate / rate
         self.rate = rate
@@ -48,9 +48,9 @@ class Reference:
         count = self.compressor.candidates * oracle.kept(self.compressor.ratio, self.flat.size)
         places = oracle.largest(estimates, count)
         h = np.zeros(self.flat.size)
-        h[places] = sum(own[places] for own in sent) / len(sent)
-        for own in sent:
-            own[places] = 0
+        h[places] = sum(array[places] for array in sent) / len(sent)
+        for array in sent:
+            array[places] = 0
         self.memories = sent
         self.v = beta2 * self.v + (1 - beta2) * h**2
         self.vhat = np.maximum(self.vhat, self.v / (1 - beta2**self.steps))
@@ -67,21 +67,21 @@ SKETCH = mpicomp.CountSketch(ratio=0.02, rows=3, columns=0.1, candidates=4, wire
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_it_is_what_the_reference_says(ranks, weight_decay):
-    together = Replicas(SketchedAMSGrad, linear, ranks, lr=0.01, weight_decay=weight_decay, compressor=SKETCH)
+    members = Replicas(SketchedAMSGrad, linear, ranks, lr=0.01, weight_decay=weight_decay, compressor=SKETCH)
     start = {name: value.detach().numpy() for name, value in linear().named_parameters()}
     reference = Reference(start, ranks, SKETCH, weight_decay=weight_decay)
     for step in range(12):
         rate = 0.01 if step < 6 else 0.002  # what waits in memory does so at the rate of before
-        for optimizer in together.optimizers:
+        for optimizer in members.optimizers:
             optimizer.param_groups[0]["lr"] = rate
-        own = reference.parameters()
-        reference.step([gradients_of_squares(own, rank, step) for rank in range(ranks)], rate)
-        together.train(squares, [step])
+        now = reference.parameters()
+        reference.step([gradients_of_squares(now, rank, step) for rank in range(ranks)], rate)
+        members.train(squares, [step])
         expected = reference.parameters()
-        for name, value in together.models[0].named_parameters():
+        for name, value in members.models[0].named_parameters():
             np.testing.assert_allclose(value.detach(), expected[name], rtol=1e-8, atol=1e-10)
-        assert len(set(together.bits())) == 1
-    for optimizer, memory in zip(together.optimizers, reference.memories, strict=True):
+        assert len(set(members.bits())) == 1
+    for optimizer, memory in zip(members.optimizers, reference.memories, strict=True):
         held = np.concatenate([optimizer.reducer.residual(name).ravel() for name in start])
         np.testing.assert_allclose(held, 0.002 * memory, rtol=1e-6, atol=1e-12)
 
@@ -89,10 +89,10 @@ def test_it_is_what_the_reference_says(ranks, weight_decay):
 @pytest.mark.slow
 def test_it_learns_about_as_well_as_amsgrad():
     ranks, steps = 2, 300
-    together = Replicas(
+    members = Replicas(
         SketchedAMSGrad, linear, ranks, lr=0.05, compressor=mpicomp.CountSketch(ratio=0.02, columns=0.03)
     )
-    losses = together.train(squares, range(steps))
+    losses = members.train(squares, range(steps))
     plain = linear()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.05, amsgrad=True)
     expected = []
@@ -109,13 +109,13 @@ def test_it_learns_about_as_well_as_amsgrad():
 
 @pytest.mark.slow
 def test_residuals_stay_bounded():
-    together = Replicas(SketchedAMSGrad, linear, 2, lr=0.02)
+    members = Replicas(SketchedAMSGrad, linear, 2, lr=0.02)
     energies = []
     for step in range(1000):
-        together.train(squares, [step])
+        members.train(squares, [step])
         if step % 100 == 99:
-            held = [o.reducer.residual(name) for o in together.optimizers for name in ("weight", "bias")]
-            energies.append(sum(np.square(own).sum() for own in held))
+            held = [o.reducer.residual(name) for o in members.optimizers for name in ("weight", "bias")]
+            energies.append(sum(np.square(residual).sum() for residual in held))
     assert max(energies[5:]) < 1.3 * max(energies[:5])
 
 
@@ -174,8 +174,8 @@ def test_over_mpi_it_is_what_the_reference_says(comm):
         optimizer.zero_grad()
         squares(model, comm.rank, step).backward()
         optimizer.step()
-        own = reference.parameters()
-        reference.step([gradients_of_squares(own, rank, step) for rank in range(comm.size)], 0.01)
+        now = reference.parameters()
+        reference.step([gradients_of_squares(now, rank, step) for rank in range(comm.size)], 0.01)
         expected = reference.parameters()
         for name, value in model.named_parameters():
             np.testing.assert_allclose(value.detach(), expected[name], rtol=1e-8, atol=1e-10)

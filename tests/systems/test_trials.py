@@ -23,8 +23,8 @@ SEARCH = {"id": "flexible", "as_published": True, "solver": "exact"}
 
 def state_of(model, optimizer):
     """Copies of all that a trial changes, flat."""
-    parameters = [own.detach().clone() for own in model.parameters()]
-    moments = [copy.deepcopy(optimizer.state[own]) for own in model.parameters()]
+    parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    moments = [copy.deepcopy(optimizer.state[parameter]) for parameter in model.parameters()]
     residuals = [optimizer.reducer.residual(name) for name, _ in model.named_parameters()]
     return parameters, moments, residuals
 
@@ -32,9 +32,9 @@ def state_of(model, optimizer):
 def same(first, second):
     (parameters, moments, residuals), (others, other_moments, other_residuals) = first, second
     pairs = [*zip(parameters, others, strict=True)]
-    for own, other in zip(moments, other_moments, strict=True):
-        assert own.keys() == other.keys()
-        pairs += [(own[key], other[key]) for key in own]
+    for moment, other in zip(moments, other_moments, strict=True):
+        assert moment.keys() == other.keys()
+        pairs += [(moment[key], other[key]) for key in moment]
     assert len(pairs) > len(parameters) > 0
     return all(torch.equal(*pair) for pair in pairs) and all(
         np.array_equal(*pair) for pair in zip(residuals, other_residuals, strict=True)
@@ -84,7 +84,7 @@ def test_buffers_of_a_model_that_is_given_come_back(comm):
         square(model, step, comm.rank).backward()
         optimizer.step()
         driver.after_step()
-        now = [own.clone() for own in norm.buffers()]
+        now = [buffer.clone() for buffer in norm.buffers()]
         if step == 0:
             kept = now
         same = [torch.equal(*pair) for pair in zip(now, kept, strict=True)]
