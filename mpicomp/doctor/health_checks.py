@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpicomp.doctor.probes import Clocks
-from mpicomp.doctor.rank_report import Rank, by_host, named, spans
+from mpicomp.doctor.probes import Clocks, Rank, by_host, named, spans
 from mpicomp.doctor.transports import TCP, ForkSafety, Transports
 from mpicomp.system.launcher import Problem
 from mpicomp.system.processors import binds

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpicomp.doctor import probes
 from mpicomp.doctor.health_checks import NOTES, PROBLEMS, Facts, mpi_wheels, run_checks
-from mpicomp.doctor.rank_report import by_host, gather_ranks, spans
+from mpicomp.doctor.probes import by_host, gather_ranks, spans
 from mpicomp.doctor.transports import adapters, detect_transports, fork_safety
 from mpicomp.system import cuda_aware, launcher
 from mpicomp.system.cuda_aware import files, library

@@ -9,8 +9,7 @@ from golden import check_golden
 from mpicomp.doctor import health_checks as checks
 from mpicomp.doctor import render
 from mpicomp.doctor.health_checks import NOTES, PROBLEMS, Facts, run_checks
-from mpicomp.doctor.probes import Clocks
-from mpicomp.doctor.rank_report import Rank, by_host, named, spans
+from mpicomp.doctor.probes import Clocks, Rank, by_host, named, spans
 from mpicomp.doctor.transports import ForkSafety, Transports
 from mpicomp.system.gpus import Gpu
 from mpicomp.system.launcher import Problem
