@@ -1,6 +1,6 @@
 import pytest
 
-from mpicomp.system.launcher import Launch, detect, singletons
+from mpicomp.system.launcher import Launch, detect, protocol, singletons
 
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPENMPI = {
@@ -66,13 +66,22 @@ def test_one_process_is_no_singleton_by_mistake():
 
 
 @pytest.mark.parametrize(
-    ("environ", "mpi", "fix"),
+    ("environ", "spoken", "mpi", "fix"),
     [
-        (STEP, "mpich", "srun --mpi=pmi2 -n 4 python 'my train.py'"),
-        (STEP, "openmpi", "srun --mpi=pmix -n 4 python 'my train.py'"),
-        (OPENMPI, "mpich", "/env/bin/mpiexec -n 4 python 'my train.py'"),
-        (HYDRA, "openmpi", "/env/bin/mpiexec -n 4 python 'my train.py'"),
+        (STEP, None, "mpich", "srun --mpi=pmi2"),
+        (STEP, None, "openmpi", "srun --mpi=pmix"),
+        (STEP | {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "5"}, "PMI", "openmpi", "srun --mpi=pmix"),
+        (OPENMPI, "PMIx", "mpich", "/env/bin/mpiexec"),
+        (HYDRA, "PMI", "openmpi", "/env/bin/mpiexec"),
     ],
 )
-def test_fix_is_a_line_to_copy(environ, mpi, fix):
-    assert singletons(environ, 1, mpi, "/env/bin/python", ["python", "my train.py"]).fix == fix
+def test_singletons_name_the_protocol_and_a_line_to_copy(environ, spoken, mpi, fix):
+    assert protocol(environ) == spoken
+    problem = singletons(environ, 1, mpi, "/env/bin/python", ["python", "my train.py"])
+    wanted = "PMI" if mpi == "mpich" else "PMIx"
+    vendor = "MPICH" if mpi == "mpich" else "Open MPI"
+    offered = (
+        f"{spoken} is offered, and {vendor} wants {wanted}" if spoken else "no PMI is offered, as by srun --mpi=none"
+    )
+    assert problem.what.endswith(f"({offered})")
+    assert problem.fix == f"{fix} -n 4 python 'my train.py'"

@@ -11,7 +11,6 @@ from mpicomp import doctor
 from mpicomp.doctor import probes
 from mpicomp.doctor.probes import cpus_per_task, gpus, measure, packages, resolves, thread_count, visible_gpus
 from mpicomp.system.cuda_aware import files
-from mpicomp.system.launcher import protocol, singletons
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-aa11)
@@ -116,30 +115,3 @@ def test_all_ranks_measure_the_same_link(comm):
     assert link.latency_s > 0
     assert link.bytes_per_s > 0
     assert clocks.error_s >= 0
-
-
-STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
-PMI2 = {**STEP, "PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "5"}
-HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-MPIRUN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "2"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "mpi", "why"),
-    [
-        (STEP, "mpich", "(no PMI is offered, as by srun --mpi=none)"),
-        (STEP, "openmpi", "(no PMI is offered, as by srun --mpi=none)"),
-        (PMI2, "openmpi", "(PMI is offered, and Open MPI wants PMIx)"),
-        (HYDRA, "openmpi", "(PMI is offered, and Open MPI wants PMIx)"),
-        (MPIRUN, "mpich", "(PMIx is offered, and MPICH wants PMI)"),
-    ],
-)
-def test_singletons_end_with_the_reason(environ, mpi, why):
-    assert singletons(environ, 1, mpi).what.endswith(why)
-
-
-@pytest.mark.parametrize(
-    ("environ", "spoken"), [({}, None), (STEP, None), (PMI2, "PMI"), (HYDRA, "PMI"), (MPIRUN, "PMIx")]
-)
-def test_protocol_is_that_of_the_environment(environ, spoken):
-    assert protocol(environ) == spoken
