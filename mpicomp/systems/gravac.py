@@ -12,7 +12,7 @@ The gain comes from two compressions on each rank: the gradient at the floor, an
 
 **`GraVAC.as_published()`** has the paper's window of 500 steps and both compressions in every step. Each array is a
 bucket; a throughput is that of the last step at its ratio; a bucket is dense only where too little would be sent; the
-first two steps run at the floor. Different from the paper, which does not say how ranks agree:
+first two steps run at the floor. Different from the paper, which does not describe how ranks agree:
 
 - A step is decided with gains up to the second step before it: gains of all ranks travel with the telemetry.
 - The message is selected from the whole gradient, with the collective's residual, so there are three compressions.

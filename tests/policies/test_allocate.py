@@ -1,4 +1,4 @@
-"""The dynamic programmes against every choice there is."""
+"""The dynamic programs against every choice there is."""
 
 import itertools
 

@@ -114,7 +114,7 @@ def test_no_more_error_than_uniform_and_fewer_bytes(size, bucket_bytes):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_lgreco_errors_of_the_window_and_near_best_choice(size):
-    """Against the paper's programme on exact errors, by brute force over the same candidates."""
+    """Against the paper's program on exact errors, by brute force over the same candidates."""
     ranks = Ranks(size, {"id": "lgreco", "span": 2.0, **PERIODS}, mpicomp.TopK(ratio=0.05), collective="allgather")
     for step in range(13):
         buckets = ranks.step(step)
@@ -175,7 +175,7 @@ def test_bits_of_quantisers(size, collective):
     }
     total, limit = (sum(errors[name][bits[name] - 2] for name in SHAPES) for bits in (first, dict.fromkeys(SHAPES, 4)))
     assert total <= limit * (1 + len(SHAPES) / 10_000 + 1e-4)
-    # By brute force over the same candidates: nothing is smaller at no more error, but for what the programme rounds.
+    # By brute force over the same candidates: nothing is smaller at no more error, but for what the program rounds.
     words = {name: -(-int(np.prod(shape)) // 64) for name, shape in SHAPES.items()}
     grid = np.indices([7] * len(SHAPES)).reshape(len(SHAPES), -1)
     all_errors = sum(np.array(errors[name])[entry] for name, entry in zip(SHAPES, grid, strict=True))

@@ -55,7 +55,7 @@ def left_by_bits(array, bits, bucket=64):
     return lost
 
 
-def programme(errors, sizes, limit, parts=10_000):
+def program(errors, sizes, limit, parts=10_000):
     """The paper's table, filled cell by cell: the least total size for each whole number of parts of the limit."""
     best = {0: 0.0}
     for own_errors, own_sizes in zip(errors, sizes, strict=True):
@@ -73,7 +73,7 @@ def chosen(buckets):
 
 
 @pytest.mark.parametrize("size", [slow(1), slow(2), 3, slow(4)])
-def test_ratios_are_those_of_the_papers_programme(size):
+def test_ratios_are_those_of_the_papers_program(size):
     """On errors of the sum of what rank 0 has accumulated in ten steps, by sorting."""
     ranks = Ranks(size, PUBLISHED, mpicomp.TopK(ratio=0.05), collective="allgather")
     ratios = [0.025, 0.03536, 0.05, 0.07071, 0.1]
@@ -88,7 +88,7 @@ def test_ratios_are_those_of_the_papers_programme(size):
         assert settings.keys() == SHAPES.keys()
         places = [ratios.index(settings[name]) for name in SHAPES]
         assert len(set(places)) > 1
-        assert sum(row[place] for row, place in zip(sizes, places, strict=True)) == programme(errors, sizes, limit)
+        assert sum(row[place] for row, place in zip(sizes, places, strict=True)) == program(errors, sizes, limit)
         # Surveys travel in 32 bits.
         assert sum(row[place] for row, place in zip(errors, places, strict=True)) <= limit * (1 + 1e-6)
     if size > 1:  # what other ranks have accumulated says otherwise
@@ -97,7 +97,7 @@ def test_ratios_are_those_of_the_papers_programme(size):
 
 
 @pytest.mark.parametrize("size", [slow(1), 2, slow(4)])
-def test_bits_are_those_of_the_papers_programme(size):
+def test_bits_are_those_of_the_papers_program(size):
     quantiser = mpicomp.QSGD(bits=4, bucket=64, rounding="nearest")
     ranks = Ranks(size, PUBLISHED, quantiser, collective="packed-allgather")
     for step in range(13):
@@ -109,12 +109,12 @@ def test_bits_are_those_of_the_papers_programme(size):
     settings = chosen(buckets)
     places = [settings[name] - 2 for name in SHAPES]
     assert len(set(places)) > 1
-    assert sum(row[place] for row, place in zip(sizes, places, strict=True)) == programme(errors, sizes, limit)
+    assert sum(row[place] for row, place in zip(sizes, places, strict=True)) == program(errors, sizes, limit)
     assert sum(row[place] for row, place in zip(errors, places, strict=True)) <= limit * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("size", [slow(1), 2, slow(4)])
-def test_ranks_are_those_of_the_papers_programme(size):
+def test_ranks_are_those_of_the_papers_program(size):
     """But for what a subspace iteration finds: errors within 3 % of those of the leading singular values."""
     ranks = Ranks(size, PUBLISHED, mpicomp.PowerSGD(rank=3), collective="low-rank")
     for step in range(13):
@@ -126,7 +126,7 @@ def test_ranks_are_those_of_the_papers_programme(size):
     sizes = [[side * rank for rank in range(1, 7)] for side in sides]
     limit = sum(row[2] for row in errors)
     size_of_chosen = sum(side * settings[name] for side, name in zip(sides, settings, strict=True))
-    assert programme(errors, sizes, 1.03 * limit) <= size_of_chosen <= programme(errors, sizes, limit / 1.03)
+    assert program(errors, sizes, 1.03 * limit) <= size_of_chosen <= program(errors, sizes, limit / 1.03)
 
 
 @pytest.mark.parametrize("size", [slow(1), 3])
@@ -146,7 +146,7 @@ def test_errors_of_sums_of_all_ranks(size):
         ]
         limit = sum(row[2] for row in errors)
         size_of_chosen = sum(math.floor(ratio * SIZES[name] + 0.5) for name, ratio in chosen(buckets).items())
-        assert programme(errors, sizes, 1.02 * limit) <= size_of_chosen <= programme(errors, sizes, 0.98 * limit)
+        assert program(errors, sizes, 1.02 * limit) <= size_of_chosen <= program(errors, sizes, 0.98 * limit)
 
 
 MIXED = {

@@ -30,7 +30,7 @@ leader; exact values as innovations; the code of indices.
 - There is no momentum correction: the paper's text mentions it, its algorithms do not have it.
 
 `compressor` has the settings and the selection; `exchange` the three phases; `ring` and `server` the two instances;
-`lead` the leading rank's message; `autoencoder` and `linear_code` the codes, by the interface of `learned_code`.
+`leader_message` the message of the leading rank; `autoencoder` and `linear_code` the codes, by `learned_code`.
 """
 
 from mpicomp.systems.lgc.compressor import LGC

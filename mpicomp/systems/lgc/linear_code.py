@@ -1,4 +1,4 @@
-"""A linear learned code: principal components of neighbouring values."""
+"""A linear learned code: principal components of neighboring values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from mpicomp.device import current_device
 from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.workspace import Workspace
 
-_SEEN = 1e-12  # of the largest energy: directions with less were not in what was learnt
+_MIN_ENERGY = 1e-12  # of a direction, times the largest one: less is rounding
 
 
 class LinearCode(LearnedCode):
@@ -130,7 +130,7 @@ class LinearCode(LearnedCode):
         if energy == 0:
             return 0.0
         if len(self._maps) == 1:
-            return 1.0  # nothing was learnt so far
+            return 1.0  # nothing was learned so far
         code, decoded = np.empty(self.length(source.size)), np.empty(source.size)
         kernels.encode_blocks(source, self._active[0], code)
         error = 0.0
@@ -146,6 +146,6 @@ class LinearCode(LearnedCode):
         decoders = [basis]
         if self._crossed.size:
             # Coordinates along eigenvectors are not correlated: each has a least-squares problem of its own.
-            seen = np.where(energies > _SEEN * energies[-1], energies, np.inf)[::-1]
+            seen = np.where(energies > _MIN_ENERGY * energies[-1], energies, np.inf)[::-1]
             decoders = [(basis @ sums) / seen[:, np.newaxis] for sums in self._crossed]
         self.use(np.stack([basis, *decoders]))

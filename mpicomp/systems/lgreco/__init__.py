@@ -13,7 +13,7 @@ a matrix at all ranks come from one subspace iteration.
 
 **Here**, without `as_published`, errors are those of all ranks, as the root of the mean square over ten steps: from
 spectra for top-k, from leading singular values for PowerSGD, from packing for quantisers, of one group in eight where
-layers are large. The programme's capacity is one part larger for each layer, so that rounding rules out nothing, and
+layers are large. The program's capacity is one part larger for each layer, so that rounding rules out nothing, and
 the solution is never larger than uniform. Another policy may give the error (``on``), and layers may mix compressors
 (``families``). `layer_policy` is the policy, `layer_tables` has errors and sizes, `layer_surveys` measures.
 """

@@ -1,4 +1,4 @@
-"""The policy `LGreCo`: surveys, the dynamic programme, and a compressor with settings of layers for each bucket."""
+"""The policy `LGreCo`: surveys, the dynamic program, and a compressor with settings of layers for each bucket."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,7 +77,7 @@ class LGreCo(Adaptive):
     paper: ClassVar[str] = (
         "L-GreCo, Alimohammadi et al. 2022, arXiv 2210.17357; errors of all ranks from spectra (top-k), a subspace "
         "iteration (PowerSGD) or packing (quantisers), the mean square of ten steps in place of the sum's, the "
-        "programme's capacity is one part a layer larger, never larger than uniform"
+        "program's capacity is one part a layer larger, never larger than uniform"
     )
     resumes: ClassVar[bool] = False
 

@@ -73,7 +73,7 @@ class Gossip:
             self._workspace.array(name, neighbours * length, self._dtype).reshape(neighbours, length)
             for name in ("mine", "theirs", "difference")
         )
-        # 1. Project this rank's matrices on the vectors that it shares with each neighbour.
+        # 1. Project this rank's matrices on the vectors that it shares with each neighbor.
         matrices = [stack.of(model) for stack in self._stacks]
         wide = [_widen(probe) for probe in self.probes]
         for matrix, probe, answer in zip(matrices, wide, self._cut(mine, not rows), strict=True):
