@@ -198,7 +198,7 @@ def test_the_mean_of_five_changes_counts(jump, searches):
 
         def deliver(step, outcomes, deliver=reducer.policy.on_step_end):
             gain = 0.5 * (jump if step >= 65 else 1)
-            deliver(step, [dataclasses.replace(outcome, gain=gain) for outcome in outcomes])
+            deliver(step, [outcome._replace(gain=gain) for outcome in outcomes])
 
         reducer.policy.on_step_end = deliver
     trials = sum("trial" in training.step().reason for _ in range(130))
