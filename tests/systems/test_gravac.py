@@ -255,13 +255,13 @@ def test_ratios_are_those_of_the_paper(every, record, scaling, size, pauses):
 @pytest.mark.parametrize("kind", ["published", slow("multilevel")])
 def test_as_published_two_compressions_give_the_gains(kind, record, scaling, size):
     phases, settings, _ = RECORDS[record]
-    named = {"most": 0.1, "scaling": scaling} | settings
+    config = {"most": 0.1, "scaling": scaling} | settings
     switch = {"as_published": True} if kind == "published" else {"gains": "multilevel"}
     # As published each array is a bucket of its own, whatever was named.
-    named = 1 << 20 if kind == "published" else 4 * SIZES["a"]
-    timed = Timed(size, Link(1e-5, 4e6), named | switch, bucket_bytes=named)
-    paper_settings = {name: value for name, value in named.items() if name not in ("least", "most")}
-    paper = AsPublished(1 / named["most"], 1 / named["least"], **paper_settings)
+    bucket_bytes = 1 << 20 if kind == "published" else 4 * SIZES["a"]
+    timed = Timed(size, Link(1e-5, 4e6), config | switch, bucket_bytes=bucket_bytes)
+    paper_settings = {name: value for name, value in config.items() if name not in ("least", "most")}
+    paper = AsPublished(1 / config["most"], 1 / config["least"], **paper_settings)
     if kind == "multilevel":
         paper.begins, paper.counts, paper.enough = 1, paper.window, 3
     ran, expected, errors = replay(timed, paper, recorded(size, phases))
