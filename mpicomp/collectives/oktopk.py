@@ -11,15 +11,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.allgather import SparseMean
 from mpicomp.collectives.regions import even_bounds, mean_bounds, overlaps, quantiles
-from mpicomp.collectives.scheme import (
-    Exchange,
-    Result,
-    Scheme,
-    check_counts,
-    check_undamaged,
-    flags_of,
-    undelivered,
-)
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_counts, check_undamaged, flags_of, undelivered
 from mpicomp.collectives.selection import added, common, less, parted, room
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -353,13 +345,7 @@ def _remembered(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any
     """Return the state learnt for a bucket; an empty one where length or ranks have changed."""
     state = memory.get("oktopk")
     if state is None or (state["numel"], state["ranks"]) != (numel, ranks):
-        return {
-            "numel": numel,
-            "ranks": ranks,
-            "exchanges": 0,
-            "bounds": even_bounds(numel, ranks),
-            "threshold": None,
-        }
+        return {"numel": numel, "ranks": ranks, "exchanges": 0, "bounds": even_bounds(numel, ranks), "threshold": None}
     return dict(state)
 
 

@@ -28,8 +28,7 @@ def added(first: Selection, second: Selection, workspace: Workspace, name: str) 
     """Return the union of two selections, the values of common indices added, in the room of a name."""
     out = room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
     return _begin(
-        out,
-        kernels.merge_add(first.indices, first.values, second.indices, second.values, out.indices, out.values),
+        out, kernels.merge_add(first.indices, first.values, second.indices, second.values, out.indices, out.values)
     )
 
 
@@ -37,8 +36,7 @@ def less(first: Selection, second: Selection, workspace: Workspace, name: str) -
     """Return the first selection minus the second one, zeros left out, in the workspace array of a name."""
     out = room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
     return _begin(
-        out,
-        kernels.merge_subtract(first.indices, first.values, second.indices, second.values, out.indices, out.values),
+        out, kernels.merge_subtract(first.indices, first.values, second.indices, second.values, out.indices, out.values)
     )
 
 

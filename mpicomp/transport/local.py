@@ -92,11 +92,7 @@ class LocalWorld:
     """
 
     def __init__(
-        self,
-        size: int,
-        identical_sums: bool = True,
-        hosts: int | Sequence[int] = 1,
-        network: Network | None = None,
+        self, size: int, identical_sums: bool = True, hosts: int | Sequence[int] = 1, network: Network | None = None
     ) -> None:
         layout = hosts if not isinstance(hosts, int) else np.repeat(range(hosts), parts_of(size, hosts)).tolist()
         self.transports = [

@@ -225,11 +225,7 @@ def led(task):
     return task.operation == "bcast" and task.dtype in (np.uint8, np.uint32)
 
 
-SELECTIONS = [
-    mpicomp.TopK(ratio=0.05),
-    mpicomp.TopK(ratio=0.4, indices="elias-fano", wire="bf16"),
-    Above(limit=1.5),
-]
+SELECTIONS = [mpicomp.TopK(ratio=0.05), mpicomp.TopK(ratio=0.4, indices="elias-fano", wire="bf16"), Above(limit=1.5)]
 LED = [(entry, name) for entry in SELECTIONS for name in ("star-topk", "var-topk", "star-topk:scatter-reduce")]
 LED += [
     (mpicomp.LGC(**CODE, training_steps=steps, instance=instance), f"learned:{inner}")

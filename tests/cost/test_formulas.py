@@ -5,15 +5,7 @@ import pytest
 
 import mpicomp
 from mpicomp.collectives import bind
-from mpicomp.cost.formulas import (
-    Terms,
-    allgather,
-    broadcast,
-    parameter_server,
-    ring,
-    slowest,
-    terms,
-)
+from mpicomp.cost.formulas import Terms, allgather, broadcast, parameter_server, ring, slowest, terms
 from mpicomp.rounds import Round, layout_groups
 
 
@@ -33,10 +25,7 @@ def plan_terms(compressor, collective, numel, ranks, layout=None):
 def test_rounds_cost_what_the_formulas_say(ranks):
     numel, plain = 100_000 * ranks, mpicomp.TopK(ratio=0.01, indices="plain")
     kept = 4 * numel * 0.01
-    cases = [
-        (mpicomp.Dense(), "ring", ring(ranks, 4 * numel)),
-        (plain, "allgather", allgather(ranks, 2 * kept)),
-    ]
+    cases = [(mpicomp.Dense(), "ring", ring(ranks, 4 * numel)), (plain, "allgather", allgather(ranks, 2 * kept))]
     for compressor, collective, expected in cases:
         found = plan_terms(compressor, collective, numel, ranks)
         assert found.latency == pytest.approx(expected.latency)
