@@ -20,13 +20,13 @@ from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
-_MOST = 2**31 - 1
+_MAX_SUM = 2**31 - 1
 """Largest value of a bit field: a wider field would take as many bits as a float32."""
-_FINEST = 2**24 - 1
+_MAX_EXACT = 2**24 - 1
 """Largest integer up to which float32 represents every integer."""
-_PARTS = 2.0**40
+_ENERGY_PARTS = 2.0**40
 """Parts of the total energy in which ranks send the energy they have lost, so that it is summed as integers too."""
-_DAMAGED = 2**47
+_DAMAGED_PARTS = 2**47
 """Larger than the sum of all ranks' parts: a rank that could not read a header adds it to its own."""
 
 
@@ -53,7 +53,7 @@ class IntegerSum(Scheme[SharedQuantiser]):
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         limit, *finer = self.compressor.scales
         largest = 2 * limit * group.size
-        if limit > _FINEST or largest > _MOST:
+        if limit > _MAX_EXACT or largest > _MAX_SUM:
             raise ConfigurationError(
                 f"integer-sum: integers up to {limit} from {group.size} ranks need fields of {largest.bit_length()} "
                 f"bits, and 31 are the most; use fewer bits"
@@ -89,17 +89,17 @@ class IntegerSum(Scheme[SharedQuantiser]):
         key = context.key(shared=False) if self.compressor.stochastic else None
         grids = device.to_device(inverses), device.to_device(steps.astype(dtype))
         [lost] = to_python(kernels.pack_fields(array, *grids, limit, largest, key, words[:-1], sent, levels))
-        words[-1] = _parts_of(lost + accumulated.lost, energy, group.size) + _DAMAGED * (problem is not None)
+        words[-1] = _parts_of(lost + accumulated.lost, energy, group.size) + _DAMAGED_PARTS * (problem is not None)
         add.send = words
         add.recv = workspace.array("sums", words.size, _WORD)
         sums = yield add
         of_parts = int(received_on_host(sums[-1:])[0])
-        check_undamaged(self.id, DAMAGED * (of_parts >= _DAMAGED), problem)
+        check_undamaged(self.id, DAMAGED * (of_parts >= _DAMAGED_PARTS), problem)
 
         mean = workspace.array("mean", numel, dtype)
         factors = device.to_device((steps / group.size).astype(dtype))
         kernels.unpack_fields(sums[:-1], factors, limit * group.size, largest, mean, levels)
-        share = of_parts / _PARTS if math.isfinite(energy) else math.nan
+        share = of_parts / _ENERGY_PARTS if math.isfinite(energy) else math.nan
         bad = not math.isfinite(norm)
         return Result.from_headers(mean, sent, float(numel), flags, energy, share * energy, bad)
 
@@ -150,4 +150,4 @@ def _parts_of(lost: float, energy: float, ranks: int) -> int:
     """Return lost energy as parts of the total, so that the sum over ranks fits into 64 bits; 0 where it is unknown."""
     if not (energy > 0 and math.isfinite(energy) and lost >= 0):
         return 0
-    return int(min(lost / energy * _PARTS, (_DAMAGED - 1) // ranks))
+    return int(min(lost / energy * _ENERGY_PARTS, (_DAMAGED_PARTS - 1) // ranks))

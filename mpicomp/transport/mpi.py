@@ -25,7 +25,7 @@ from mpicomp.transport import mpi_end
 from mpicomp.transport.base import Transport, received, wait
 from mpicomp.transport.mpi_failures import check_survives, failure_of, fault_tolerant
 from mpicomp.transport.mpi_pool import ChannelSet, Pool, hosts_of_ranks, is_split, pool_of
-from mpicomp.transport.mpi_rounds import Channel, Started
+from mpicomp.transport.mpi_rounds import Channel, StartedRound
 
 COUNT_LIMIT = 2**31 - 1
 """Largest count, displacement and number of bytes that is handed to MPI in one call."""
@@ -110,7 +110,7 @@ class MPITransport(Transport):
         return started
 
     def wait(self, pending: Pending) -> NDArray[Any]:
-        assert isinstance(pending, Started)
+        assert isinstance(pending, StartedRound)
         channel = self._channel(pending.task)
         if self._watch is not None and pending.task.background:
             self._watch.begin(pending, channel, pending.number, pending.task.operation, self.user)

@@ -27,10 +27,10 @@ from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, StallWatchdog, loo
 
 _NAMES = (WORLD, HOST, ACROSS)
 _MEETING, _ALONE = -1, -2  # keys of channels that are none of a set's
-_LEAD = 4  # numbers of a rank before its offers
-_OFFERS = 32  # sets of channels that a rank offers at a time
-_MANY = 48  # sets in use, after which garbage is collected first: MPICH has communicators for some 350
-_OF_A_SET = 1 + len(_NAMES)  # numbers in an offer: which, and the rounds begun on its channels
+_RANK_NUMBERS = 4  # numbers of a rank before its offers
+_MAX_OFFERS = 32  # sets of channels that a rank offers at a time
+_SETS_BEFORE_GC = 48  # sets in use, after which garbage is collected first: MPICH has communicators for some 350
+_SET_NUMBERS = 1 + len(_NAMES)  # numbers in an offer: which, and the rounds begun on its channels
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class Pool:
         """Return sets of channels that nobody else uses, the same on all ranks. Collective over ``comm``."""
         offered = self._offer()
         everyones = self._meet(comm, offered)
-        offers = everyones[:, _LEAD:].reshape(comm.size, _OFFERS, _OF_A_SET)
+        offers = everyones[:, _RANK_NUMBERS:].reshape(comm.size, _MAX_OFFERS, _SET_NUMBERS)
         stall_s, end_s = (everyones[0, [0, 3]] / 1e6).tolist()
         taken = [self._sets[number] for number in self._common(offers)[:count]] if min(stall_s, end_s) >= 0 else []
         for channel_set in offered:
@@ -140,24 +140,24 @@ class Pool:
 
     def _offer(self) -> list[ChannelSet]:
         """Return the channels that this rank knows to be free; nobody else offers them meanwhile."""
-        if sum(not channel_set.free for channel_set in self._sets.values()) > _MANY:
+        if sum(not channel_set.free for channel_set in self._sets.values()) > _SETS_BEFORE_GC:
             gc.collect()  # what had them may be garbage that nobody has looked at yet
         with self._lock:
             free = [channel_set for channel_set in self._sets.values() if channel_set.free and channel_set.progress()]
-            offered = free[:_OFFERS]
+            offered = free[:_MAX_OFFERS]
             for channel_set in offered:
                 channel_set.free = False
         return offered
 
     def _meet(self, comm: MPI.Comm, offered: Sequence[ChannelSet]) -> NDArray[np.int64]:
         """Exchange the ranks' offers before channels are handed out, a row for each."""
-        mine = np.full(_LEAD + _OFFERS * _OF_A_SET, -1, np.int64)
+        mine = np.full(_RANK_NUMBERS + _MAX_OFFERS * _SET_NUMBERS, -1, np.int64)
         limits_s = wanted_seconds(), wanted_seconds("MPICOMP_STALL_END", STALL_END_S)
         stall, end = (round(seconds * 1e6) for seconds in limits_s)
-        mine[:_LEAD] = stall, MPI.Query_thread(), self._next, end  # microseconds
+        mine[:_RANK_NUMBERS] = stall, MPI.Query_thread(), self._next, end  # microseconds
         for position, channel_set in enumerate(offered):
-            start = _LEAD + position * _OF_A_SET
-            mine[start : start + _OF_A_SET] = channel_set.number, *channel_set.begun
+            start = _RANK_NUMBERS + position * _SET_NUMBERS
+            mine[start : start + _SET_NUMBERS] = channel_set.number, *channel_set.begun
         everyones = np.empty((comm.size, mine.size), np.int64)
         self._meeting.begun += 1
         watch = self.watch

@@ -31,7 +31,7 @@ _Segment = tuple[int, slice]
 _Some = Callable[[list[MPI.Request]], list[int] | None]
 
 
-class Started(Pending):
+class StartedRound(Pending):
     """A round whose requests were made. Only one thread at a time may ask for it."""
 
     def __init__(self, task: Round) -> None:
@@ -39,7 +39,7 @@ class Started(Pending):
         self.some: _Some = MPI.Request.Testsome
         self.number = 0  # number of the round on its channel, from 1
         # Rounds under way on its channel, this one among them: a test of one of them moves all on.
-        self.under_way: Collection[Started] = (self,)
+        self.under_way: Collection[StartedRound] = (self,)
 
     def test(self) -> bool:
         try:
@@ -91,10 +91,10 @@ class Channel:
         self._limit = limit
         self._survives = fault_tolerant()
         self._graphs: dict[Graph, MPI.Intracomm] = {}
-        self._under_way: dict[Started, None] = {}  # their arrays are MPI's, even if callers have dropped them
+        self._under_way: dict[StartedRound, None] = {}  # their arrays are MPI's, even if callers have dropped them
 
     def perform(self, task: Round, naps: bool, meanwhile: Callable[[], None] | None = None) -> None:
-        """Run a round; see `Started.finish` for the others. Collective."""
+        """Run a round; see `StartedRound.finish` for the others. Collective."""
         self.begun += 1
         try:
             calls = self._calls(task)
@@ -123,20 +123,20 @@ class Channel:
             kept.append((request, task))
             raise
 
-    def start(self, task: Round) -> Started:
+    def start(self, task: Round) -> StartedRound:
         """Begin a round. Collective."""
         try:
             return self._start(task)
         except MPI.Exception as error:
             raise failure_of(error) from None
 
-    def _start(self, task: Round) -> Started:
+    def _start(self, task: Round) -> StartedRound:
         self.begun += 1
         # A graph's communicator is made by a call that waits for all ranks, and of two channels that begin rounds side
         # by side one rank may come to this one first and another rank to that one: both would wait forever.
         calls = None if task.graph is not None else self._calls(task)
         if calls is None:
-            started: Started = self._exchange(task)
+            started: StartedRound = self._exchange(task)
         else:
             started = _Calls(task, [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls])
         if self._survives:
@@ -149,7 +149,7 @@ class Channel:
     def _is_complete(self, request: MPI.Request) -> bool:
         return bool(completed(self.comm, [request]))
 
-    def done(self, started: Started) -> None:
+    def done(self, started: StartedRound) -> None:
         """Note that somebody has waited for a round."""
         self._under_way.pop(started, None)
 
@@ -168,7 +168,7 @@ class Channel:
             self._graphs[graph] = self.comm.Create_dist_graph_adjacent(neighbours, neighbours)
         return self._graphs[graph]
 
-    def _exchange(self, task: Round) -> Started:
+    def _exchange(self, task: Round) -> StartedRound:
         messages = [started for started in self._under_way if isinstance(started, _Messages)]
         ahead = messages[-1] if messages else None
         made = _Messages(task, self.comm, self.begun % _TAGS, *self._messages(task), ahead)
@@ -287,7 +287,7 @@ class Channel:
         return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
-class _Calls(Started):
+class _Calls(StartedRound):
     """Collective calls under way."""
 
     def __init__(self, task: Round, requests: list[MPI.Request]) -> None:
@@ -304,7 +304,7 @@ class _Calls(Started):
         return not self._requests
 
 
-class _Messages(Started):
+class _Messages(StartedRound):
     """Segments under way between pairs of ranks, a few at a time, those of the round ``ahead``, begun before, first.
 
     Side by side both rounds would end at the same time, and a caller that waits for one and then for the other has

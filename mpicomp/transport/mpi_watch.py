@@ -51,7 +51,7 @@ _THERE, _PAST, _ELSEWHERE, _BUSY, _GONE, _BROKEN, _CLOSED = range(7)
 _FIELDS = 7  # of a message: kind, channel, round; of a question also the user, of an answer what is in a WaitState
 
 
-class Counted(Protocol):
+class RoundCounter(Protocol):
     """Something whose rounds are begun by all of its ranks in one order."""
 
     key: int
@@ -63,7 +63,7 @@ class Wait(NamedTuple):
     """A round that this rank waits in."""
 
     since: float
-    channel: Counted
+    channel: RoundCounter
     number: int
     operation: str
     user: int  # see `mpicomp.transport.Transport.enter`
@@ -113,7 +113,7 @@ class StallWatchdog:
         self._comm = comm
         self._names = names
         self._is_closed = is_closed
-        self._channels: dict[int, Counted] = {}
+        self._channels: dict[int, RoundCounter] = {}
         self._waits: dict[Any, Wait] = {}
         self._inquiry: Inquiry | None = None
         self._broken: dict[int, str] = {}
@@ -140,11 +140,11 @@ class StallWatchdog:
         """Whether this rank waits for others, in a round or inside of MPI."""
         return bool(self._waits) or self.inside_mpi
 
-    def add(self, channels: Iterable[Counted]) -> None:
+    def add(self, channels: Iterable[RoundCounter]) -> None:
         """Answer questions about these."""
         self._channels |= {channel.key: channel for channel in channels}
 
-    def begin(self, what: Any, channel: Counted, number: int, operation: str, user: int = 0) -> None:
+    def begin(self, what: Any, channel: RoundCounter, number: int, operation: str, user: int = 0) -> None:
         """Note the start of a wait for a round of a channel."""
         if len(channel.members) > 1:
             self._waits[what] = Wait(time.monotonic(), channel, number, operation, user)
@@ -153,11 +153,11 @@ class StallWatchdog:
         """Note the end of a wait."""
         self._waits.pop(what, None)
 
-    def forget(self, channels: Collection[Counted]) -> None:
+    def forget(self, channels: Collection[RoundCounter]) -> None:
         """Drop all waits on these channels."""
         self._waits = {what: wait for what, wait in dict(self._waits).items() if wait.channel not in channels}
 
-    def abort_exchange(self, channels: Iterable[Counted], why: str) -> None:
+    def abort_exchange(self, channels: Iterable[RoundCounter], why: str) -> None:
         """Begin no more rounds on these channels: a rank that waits there ends the job."""
         with self._lock:
             for channel in channels:

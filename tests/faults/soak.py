@@ -47,7 +47,7 @@ import mpicomp
 from mpicomp.errors import MpicompError, NonFiniteError, UnknownNameError
 from mpicomp.transport.base import wait
 from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
-from mpicomp.transport.mpi_pool import _MANY as MANY
+from mpicomp.transport.mpi_pool import _SETS_BEFORE_GC as MANY
 from mpicomp.transport.mpi_pool import pools
 from mpicomp.transport.scheduler import ProgressThread
 
