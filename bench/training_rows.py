@@ -85,8 +85,7 @@ class TrainingRow(TypedDict):
     backward_s: Annotated[float, "median: backward, with what of the exchange goes on in it"]
     after_s: Annotated[float, "median: from the end of backward to the end of the step"]
     phases_s: Annotated[
-        dict[str, float] | None,
-        "medians: `compress`, `exchange` with waiting, `decode`; null where unknown",
+        dict[str, float] | None, "medians: `compress`, `exchange` with waiting, `decode`; null where unknown"
     ]
     processor_s: Annotated[float, "processor time of a rank in a step, all its threads; mean over ranks and steps"]
     wire_bytes: Annotated[float, "that left a rank in a step, mean; of DDP those of a ring, which is gloo's way"]

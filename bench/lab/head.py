@@ -115,10 +115,7 @@ class Head:
         settings = self.settings
         names = [network.host_name(index) for index in range(settings.hosts)]
         hosts_file = f"{_SCRATCH}/hosts"
-        lines = [
-            "127.0.0.1 localhost",
-            *(f"{network.data_address(i)} {name}" for i, name in enumerate(names)),
-        ]
+        lines = ["127.0.0.1 localhost", *(f"{network.data_address(i)} {name}" for i, name in enumerate(names))]
         Path(hosts_file).write_text("\n".join(lines) + "\n")
         mtu = network.choose_mtu(settings.all_links, settings.loss)
         window = network.choose_window(settings.all_links)

@@ -11,8 +11,7 @@ class Line(TypedDict):
     phases_s: Annotated[dict[str, Any], "parts of `seconds`, below"]
     loss: Annotated[float | None, "training loss on this rank's batch, before the update; null where it is not finite"]
     quality: Annotated[
-        float | None,
-        "quality on held-out data every `--evaluate-every` steps, else null; not in `seconds`",
+        float | None, "quality on held-out data every `--evaluate-every` steps, else null; not in `seconds`"
     ]
 
 
@@ -78,8 +77,7 @@ class CorrelationEntry(TypedDict):
     bins: Annotated[int, "of each of the two histograms"]
     whole: Annotated[dict[str, Any] | None, "mean over `layers`, weighted by their elements, below"]
     layers: Annotated[
-        list[dict[str, Any]],
-        "`name`, `numel` and the fields below, of parameters of at least `bins`² elements",
+        list[dict[str, Any]], "`name`, `numel` and the fields below, of parameters of at least `bins`² elements"
     ]
 
 
@@ -146,19 +144,16 @@ class RunObject(TypedDict):
     ratios: Annotated[dict[str, Any], "kept fraction of the whole model in a step, below"]
     plans: Annotated[list[dict[str, Any]], "what was run, from what was run most, below"]
     layers: Annotated[
-        list[dict[str, Any]],
-        "what was sent of each parameter, as in a line of `--metrics`; means over ranks and steps",
+        list[dict[str, Any]], "what was sent of each parameter, as in a line of `--metrics`; means over ranks and steps"
     ]
     correlation: Annotated[
-        dict[str, Any] | None,
-        "what ranks' gradients had in common, below; null without `--correlation`",
+        dict[str, Any] | None, "what ranks' gradients had in common, below; null without `--correlation`"
     ]
     sent_bytes: Annotated[int, "payload that a rank handed to the transport"]
     wire_bytes: Annotated[int, "bytes that left a rank"]
     dense_wire_bytes: Annotated[int, "bytes that would have left it in a dense ring"]
     dense_bytes: Annotated[int, "4 x parameters x steps, without those of `resumed_at`"]
     once_bytes: Annotated[
-        int,
-        "wire bytes sent once: first parameters, measuring the network, a learned code; not counted above",
+        int, "wire bytes sent once: first parameters, measuring the network, a learned code; not counted above"
     ]
     verdict: Annotated[str, "what is printed last: seconds and bytes against dense exchange, and the delay"]

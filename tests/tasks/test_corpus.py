@@ -92,14 +92,7 @@ def test_path_without_text_is_refused(tmp_path, content):
         corpus.from_path("text-lstm", str(tmp_path))
 
 
-TEXTS = [
-    "def f(x):\n    return x  # 12 ",
-    "größe = 'naïve' \U0001f600\r\t\0",
-    "",
-    "世界",
-    "a" * 11,
-    "___ \n\n  \n",
-]
+TEXTS = ["def f(x):\n    return x  # 12 ", "größe = 'naïve' \U0001f600\r\t\0", "", "世界", "a" * 11, "___ \n\n  \n"]
 
 
 def decode(vocabulary, tokens):
