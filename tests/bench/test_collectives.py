@@ -90,38 +90,28 @@ def scripted(monkeypatch):
     return start
 
 
-def test_steady_plan_is_timed_to_a_narrow_interval(scripted):
-    row = scripted({"ring": [5.0, 1e-3]})["ring"]
-    assert (row["stopped"], row["samples"]) == ("interval", 30)
-    assert (row["median_s"], row["low_s"], row["high_s"]) == (1e-3, 1e-3, 1e-3)
-    assert len(Scripted.ran_in_order) == 39  # nine to warm up
+@pytest.mark.parametrize(
+    ("seconds", "stopped", "samples", "median_s", "steps"),
+    [
+        ([5.0, 1e-3], "interval", 30, 1e-3, 39),  # nine steps warm up
+        ([41.0, 1.0], "once", 1, 41.0, 1),  # the first step takes more than four times the limit
+        ([3.0, 3.0, 2.0], "limit", 5, 2.0, 7),  # two steps warm up; the third one and four more count
+        ([12.0, 12.0, 11.0], "limit", 3, 11.0, 5),  # three steps, however long they are
+    ],
+)
+def test_plan_is_timed_as_its_seconds_allow(scripted, seconds, stopped, samples, median_s, steps):
+    row = scripted({"ring": seconds})["ring"]
+    found = row["stopped"], row["samples"], row["median_s"], len(Scripted.ran_in_order)
+    assert found == (stopped, samples, median_s, steps)
+    assert (row["low_s"], row["high_s"]) == ((median_s, median_s) if stopped == "interval" else (None, None))
+    assert row["correct"] is True
 
 
 def test_unsteady_plan_is_timed_to_the_limit(scripted):
     row = scripted({"ring": [0.01] * 9 + [0.05, 0.15] * 100}, limit_s=4)["ring"]
     assert row["stopped"] == "limit"
     assert 39 <= row["samples"] <= 40
-    assert row["low_s"] == 0.05
-    assert row["high_s"] == 0.15
-
-
-def test_plan_far_over_the_limit_runs_once(scripted):
-    row = scripted({"ring": [41.0, 1.0]})["ring"]
-    assert (row["stopped"], row["samples"], row["median_s"]) == ("once", 1, 41.0)
-    assert (row["low_s"], row["high_s"]) == (None, None)
-    assert row["correct"] is True
-
-
-def test_slow_plan_warms_up_twice(scripted):
-    row = scripted({"ring": [3.0, 3.0, 2.0]})["ring"]
-    assert (row["stopped"], row["median_s"]) == ("limit", 2.0)
-    assert row["samples"] == 5  # the third call and four more
-    assert len(Scripted.ran_in_order) == 7
-
-
-def test_plan_over_the_limit_is_timed_three_times(scripted):
-    row = scripted({"ring": [12.0, 12.0, 11.0]})["ring"]
-    assert (row["stopped"], row["samples"], row["median_s"]) == ("limit", 3, 11.0)
+    assert (row["low_s"], row["high_s"]) == (0.05, 0.15)
 
 
 def test_three_times_slower_than_the_best_is_hardly_timed(scripted):

@@ -50,57 +50,41 @@ def test_bad_settings(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "bits"),
-    [("8000bit", 8000), ("1kbit", None), ("64kbit", 64_000), ("2.5Gbit", 2_500_000_000), (".5gbit", 500_000_000)],
+    ("parse", "values"),
+    [
+        (parse_bandwidth, {"8000bit": 8000, "64kbit": 64_000, "2.5Gbit": 2_500_000_000, ".5gbit": 500_000_000}),
+        (parse_latency, {"0us": 0, "0s": 0, "50us": 50_000, "1.5ms": 1_500_000, "700ns": 700, "2s": 2 * 10**9}),
+        (parse_loss, {"0%": 0.0, "1%": 0.01, "0.25%": 0.0025, "50%": 0.5}),
+    ],
 )
-def test_bandwidth(text, bits):
-    if bits is None:
-        with pytest.raises(LabError, match="between 8kbit and 1000gbit"):
-            parse_bandwidth(text)
-    else:
-        assert parse_bandwidth(text) == bits
-        assert parse_bandwidth(format_bandwidth(bits)) == bits
+def test_units_are_those_of_the_text(parse, values):
+    assert {text: parse(text) for text in values} == values
+    if parse is parse_bandwidth:
+        assert all(parse(format_bandwidth(bits)) == bits for bits in values.values())
 
 
-@pytest.mark.parametrize("text", ["", "1", "gbit", "1 gbit", "1gb", "-1gbit", "1gbps", "nanbit", "1e3mbit", "0gbit"])
-def test_bad_bandwidth(text):
-    with pytest.raises(LabError, match=r"--bandwidth must be .*got"):
-        parse_bandwidth(text)
+BAD_BANDWIDTHS = ("", "1", "gbit", "1 gbit", "1gb", "-1gbit", "1gbps", "nanbit", "1e3mbit", "0gbit", "1kbit")
 
 
 @pytest.mark.parametrize(
-    ("text", "nanoseconds"),
-    [("0us", 0), ("0s", 0), ("50us", 50_000), ("1.5ms", 1_500_000), ("700ns", 700), ("2s", 2 * 10**9)],
+    ("parse", "texts", "message"),
+    [
+        (parse_bandwidth, BAD_BANDWIDTHS, "--bandwidth must be .*got"),
+        (parse_bandwidth, ["1kbit"], "between 8kbit and 1000gbit"),
+        (parse_latency, ["", "5", "0", "ms", "5 ms", "-5ms", "5min", "infs", "11s"], "--latency must be .*got"),
+        (parse_latency, ["5"], "^--latency must be a number with ns, us, ms or s, got '5'; write"),
+        (parse_loss, ["", "1", "-1%", "51%", "one%", "nan%"], "--loss must be a percentage from 0% to 50%, got"),
+    ],
 )
-def test_latency(text, nanoseconds):
-    assert parse_latency(text) == nanoseconds
-
-
-@pytest.mark.parametrize("text", ["", "5", "0", "ms", "5 ms", "-5ms", "5min", "infs", "11s"])
-def test_bad_latency(text):
-    with pytest.raises(LabError, match=r"--latency must be .*got"):
-        parse_latency(text)
-
-
-@pytest.mark.parametrize(("text", "share"), [("0%", 0.0), ("1%", 0.01), ("0.25%", 0.0025), ("50%", 0.5)])
-def test_loss(text, share):
-    assert parse_loss(text) == share
-
-
-@pytest.mark.parametrize("text", ["", "1", "-1%", "51%", "one%", "nan%"])
-def test_bad_loss(text):
-    with pytest.raises(LabError, match=r"--loss must be a percentage from 0% to 50%, got"):
-        parse_loss(text)
+def test_bad_units_are_refused(parse, texts, message):
+    for text in texts:
+        with pytest.raises(LabError, match=message):
+            parse(text)
 
 
 @pytest.mark.parametrize("text", ["0", "0mbit", "0.0gbit"])
 def test_bandwidth_zero_is_a_link_that_is_down(text):
     assert parse_bandwidth(text, may_be_down=True) == 0
-
-
-def test_latency_message_names_rule_value_and_remedy():
-    with pytest.raises(LabError, match=r"^--latency must be a number with ns, us, ms or s, got '5'; write"):
-        parse_latency("5")
 
 
 def test_comments_blank_lines_and_lists():
@@ -136,16 +120,11 @@ def test_bad_line(text, message):
     assert message in str(raised.value)
 
 
-def test_missing_file(tmp_path):
-    with pytest.raises(LabError, match=r"--schedule must be a file that can be read.*No such file"):
-        read_schedule(tmp_path / "none", hosts=1)
-
-
-def test_binary_file(tmp_path):
-    path = tmp_path / "binary"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(LabError, match="not UTF-8"):
-        read_schedule(path, hosts=1)
+def test_file_without_text_is_refused(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, message in (("none", "must be a file that can be read.*No such file"), ("binary", "not UTF-8")):
+        with pytest.raises(LabError, match=message):
+            read_schedule(tmp_path / name, hosts=1)
 
 
 SETTINGS = make_settings(2, 2, "1gbit", "0us", ["program", "an argument"])

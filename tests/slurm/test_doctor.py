@@ -2,24 +2,14 @@
 
 import json
 import shlex
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from doctor.environments import make
 
-BIN = Path(sys.executable).parent
 DOCTOR = (sys.executable, "-m", "mpicomp", "doctor", "--json")
 
 pytestmark = pytest.mark.timeout(110)
-
-
-@pytest.fixture(scope="module")
-def mpich():
-    version = subprocess.run([BIN / "mpiexec", "--version"], capture_output=True, text=True, check=False)
-    if "HYDRA" not in version.stdout:
-        pytest.skip("needs MPICH next to this Python")
 
 
 @pytest.fixture(scope="module")

@@ -91,11 +91,11 @@ def test_task_learns_and_evaluates_without_a_trace(make, name):
         sum(task.loss(model, task.batch(step, rank, case.ranks)) / case.ranks for rank in range(case.ranks)).backward()
         optimizer.step()
     optimizer.zero_grad()
-    quality = task.evaluate(model)
+    quality = task.evaluate(model, task.glance)
     assert quality > case.reached if case.better == "higher" else quality < case.reached
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert task.evaluate(model) == quality
+    assert task.evaluate(model, task.glance) == quality
     model.eval()
-    task.evaluate(model)
+    task.evaluate(model, task.glance)
     assert not model.training
