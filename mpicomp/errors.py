@@ -43,7 +43,7 @@ class ArrayTypeError(MpicompError, TypeError):
 
 
 class DisagreementError(MpicompError, RuntimeError):
-    """The ranks were given different things; raised on all of them before anything is delivered."""
+    """The ranks passed different things; raised on all of them before anything is delivered."""
 
 
 class NonFiniteError(MpicompError, ArithmeticError):

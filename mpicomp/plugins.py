@@ -39,7 +39,7 @@ def add(name: str) -> None:
 def load_all() -> None:
     """Import every plugin that is not imported yet, and raise `ConfigurationError` for one that fails.
 
-    An entry point that fails warns, as nobody has asked for it by name.
+    An entry point that fails warns, as no setting names it.
     """
     global _entered, _read
     if not _entered:

@@ -1,1 +1,1 @@
-"""Algorithms: a compressor and the exchange that nobody else uses, one file or folder each."""
+"""Algorithms: a compressor and the exchange that only it uses, one file each."""

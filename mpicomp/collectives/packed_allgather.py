@@ -8,8 +8,7 @@ from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, is_finite, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Quantiser
-from mpicomp.compressors.packing import packers
+from mpicomp.compressors.kinds import Quantiser, packers
 from mpicomp.compressors.wire_format import STALE
 from mpicomp.errors import MessageError
 from mpicomp.registry import register

@@ -11,8 +11,7 @@ from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Quantiser
-from mpicomp.compressors.packing import packers
+from mpicomp.compressors.kinds import Quantiser, packers
 from mpicomp.compressors.wire_format import NONFINITE, STALE
 from mpicomp.device import to_python
 from mpicomp.registry import register

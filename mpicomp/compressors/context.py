@@ -23,6 +23,12 @@ class Context:
         This bucket's memory from step to step. Numbers and strings in it are part of a checkpoint.
     workspace : Workspace
         Arrays that are needed at every step, without allocations.
+
+    Examples
+    --------
+    >>> first, second = (Context(Group(rank, 2), step=7) for rank in (0, 1))
+    >>> first.key(shared=True) == second.key(shared=True), first.key(shared=False) == second.key(shared=False)
+    (True, False)
     """
 
     group: Group = field(default_factory=lambda: Group(0, 1))

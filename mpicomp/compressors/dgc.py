@@ -36,7 +36,7 @@ class DGC(Sparsifier):
         threshold = sample[-round(ratio * sample.size)]
         sent = np.where(abs(x) > threshold, x, 0)
 
-    The exact top-k of a strided sample gives the threshold. Where fewer than 0.8 k elements exceed it, it is multiplied
+    The exact top-k of a strided sample sets the threshold. Where fewer than 0.8 k elements exceed it, it is multiplied
     by 0.8, at most ten times; where more than k do, exactly the k largest are sent.
 
     Parameters

@@ -20,7 +20,7 @@ from mpicomp.setting_checks import check_choice
 @register
 @dataclass(frozen=True, repr=False)
 class GlobalRandKMaxNorm(SharedSparsifier):
-    """GlobalRandK-MaxNorm (arXiv 2109.12497): every element has its turn, and then travels as `MaxNorm` says.
+    """GlobalRandK-MaxNorm (arXiv 2109.12497): every element has its turn, and then travels as in `MaxNorm`.
 
     ::
 
@@ -78,7 +78,7 @@ class GlobalRandKMaxNorm(SharedSparsifier):
         self._set(bits=check_bits(self.id, self.bits))
         if self.wire is not None:
             raise ConfigurationError(
-                f"{self.id}: wire must be None, since bits say how values travel, got {self.wire!r}"
+                f"{self.id}: wire must be None, since bits set the format of values, got {self.wire!r}"
             )
 
     @property

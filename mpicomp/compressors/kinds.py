@@ -1,6 +1,7 @@
 """Kinds of compressors by message: each base class names the methods to implement for a new one."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -17,6 +18,8 @@ from mpicomp.setting_checks import check_choice, check_ratio
 
 Floats = NDArray[np.floating]
 Bytes = NDArray[np.uint8]
+
+_LARGEST_KEY = (1 << 64) - 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,7 +164,7 @@ class Quantiser(Compressor):
     message: ClassVar[str] = "packed"
 
     parts: tuple[tuple[int, "Quantiser"], ...] = bound(())
-    """Elements and quantiser of each part of a bucket, if its parts are packed separately; see `packing.packers`."""
+    """Elements and quantiser of each part of a bucket, if its parts are packed separately; see `packers`."""
 
     @property
     def feedback(self) -> bool:
@@ -209,6 +212,56 @@ class Quantiser(Compressor):
     @abstractmethod
     def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
         """Add ``factor`` times the packed values to an array of the same length and dtype."""
+
+
+class Packer:
+    """Packs one piece of a bucket, whose parts (elements, quantiser) follow each other, as a `Quantiser` does."""
+
+    def __init__(self, parts: Sequence[tuple[int, Quantiser]]) -> None:
+        self._parts: list[tuple[Quantiser, slice, slice]] = []
+        start = self.packed_bytes = 0
+        for size, quantiser in parts:
+            stop, end = start + size, self.packed_bytes + quantiser.packed_bytes(size)
+            self._parts.append((quantiser, slice(start, stop), slice(self.packed_bytes, end)))
+            start, self.packed_bytes = stop, end
+
+    def pack(self, array: Floats, message: Bytes, sent: Floats, key: int) -> float:
+        """Pack the piece as `Quantiser.pack` does."""
+        lost = 0.0
+        for number, (quantiser, part, packed) in enumerate(self._parts):
+            lost += quantiser.pack(array[part], message[packed], sent[part], key + number & _LARGEST_KEY)
+        return lost
+
+    def unpack(self, message: Bytes, out: Floats) -> None:
+        """Write the packed values."""
+        for quantiser, part, packed in self._parts:
+            quantiser.unpack(message[packed], out[part])
+
+    def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
+        """Add ``factor`` times the packed values."""
+        for quantiser, part, packed in self._parts:
+            quantiser.unpack_add(message[packed], factor, out[part])
+
+
+def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:
+    """Return the packer of each piece of an array; parts that ``compressor`` is bound to are packed separately."""
+    if sum(size for size, _ in compressor.parts) != sum(sizes):
+        known = {size: Packer([(size, compressor)]) for size in set(sizes)}
+        return [known[size] for size in sizes]
+    left = list(reversed(compressor.parts))
+    made = []
+    for size in sizes:
+        inside: list[tuple[int, Quantiser]] = []
+        while size:
+            whole, quantiser = left.pop()
+            taken = min(size, whole)
+            if taken:
+                inside.append((taken, quantiser))
+            if taken < whole:
+                left.append((whole - taken, quantiser))
+            size -= taken
+        made.append(Packer(inside))
+    return made
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,6 +1,8 @@
 """Tables of what is asked of every compressor; what one of them alone does is in a file of its name."""
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ from worlds import Ranks
 import mpicomp
 from mpicomp import get_compressor
 from mpicomp.collectives import fitting
-from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.compressors import COMPRESSORS, compressor_class
+from mpicomp.errors import ConfigurationError, IncompatiblePairError, UnknownNameError
 from mpicomp.testing import checks
 
 # Settings whose arithmetic differs; those of the defaults are in tests/test_testing.py.
@@ -62,6 +65,7 @@ REFUSED = [
     ("dcttopk", "ratio", [0], RATIO),
     ("dcttopk", "side", [0], "side must be an integer of at least 1, got 0"),
     ("dcttopk", "wire", ["int3"], "wire must be .* got 'int3'"),
+    ("dense", "wire", ["int8"], "wire must be None, 'fp16' or 'bf16', got 'int8'"),
     ("dgc", "clip", [0], "clip must be above 0, or None"),
     ("dgc", "clip", [-1, "1"], "clip must be a number from 0 to inf, got "),
     ("dgc", "masking", [None], "masking must be True or False, got None"),
@@ -78,7 +82,7 @@ REFUSED = [
     ("globalrandk-maxnorm", "bits", [1, 17, [8, 4], "8"], "bits "),
     ("globalrandk-maxnorm", "ratio", [0], RATIO),
     ("globalrandk-maxnorm", "rounding", ["down"], "rounding must be 'nearest' or 'stochastic'"),
-    ("globalrandk-maxnorm", "wire", ["fp16"], "wire must be None, since bits say"),
+    ("globalrandk-maxnorm", "wire", ["fp16"], "wire must be None, since bits set"),
     (
         *("maxnorm", "bits", [1, 17, 0, -4, 4.0, True, None, "4", [], [4, True], [6, 17], [1, 2], "46"]),
         "bits must be a whole number from 2 to 16, or several, got ",
@@ -111,6 +115,7 @@ REFUSED = [
     ("sidco", "stages", [0, 2.5], "stages must be None or a number from 1 to 64, got "),
     ("signsgd", "scale", [0, -1.0, True, None, "1", math.nan, math.inf], "scale must be a positive number, got "),
     ("terngrad", "clip", [0, -1, True, "2.5", math.nan, math.inf], "clip must be None or a positive number, got "),
+    ("topk", "ratio", [0, 0.0, -0.1, 1.0001, 2, math.nan, math.inf, None, "0.1", True], RATIO),
     ("threshold", "limit", [-1, math.nan, None, "1", True], "limit must be a number from 0 to inf, got"),
     ("uniform", "bits", [0, 9, 8.0, "8", None, True], "bits must be a whole number from 1 to 8, got "),
     ("uniform", "bucket", [0, 1, 100, 64.0, None], "bucket must be a multiple of 64, got "),
@@ -297,3 +302,45 @@ def test_compressor_over_mpi_delivers_what_one_process_does(comm, compressor, co
                 residual = ranks.reducers[comm.rank].residual(name)
                 np.testing.assert_allclose(reducer.residual(name), residual, rtol=rtol, atol=1e-9)
     reducer.close()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", mpicomp.list_compressors())
+def test_registry_configuration_round_trip(name):
+    compressor = mpicomp.get_compressor(name)
+    again = mpicomp.get_compressor(compressor.get_config())
+    assert again == compressor
+    assert hash(again) == hash(compressor)
+    assert eval(repr(compressor), {cls.__name__: cls for cls in [compressor_class(name)]}) == compressor
+    assert mpicomp.get_compressor(compressor) is compressor
+
+
+@pytest.mark.quick
+def test_registry_unknown_name_suggests_the_nearest():
+    with pytest.raises(UnknownNameError, match="'topkk'; did you mean 'topk'") as caught:
+        mpicomp.get_compressor("topkk")
+    assert caught.value.name == "topkk"
+    with pytest.raises(ValueError, match="'ration'; did you mean 'ratio'"):
+        mpicomp.get_compressor({"id": "topk", "ration": 0.1})
+    with pytest.raises(ConfigurationError, match="under 'id'"):
+        mpicomp.get_compressor({"ratio": 0.1})
+
+
+@pytest.mark.quick
+def test_registry_id_of_another_class_is_refused():
+    with pytest.raises(ConfigurationError, match="'topk' is already"):
+
+        @mpicomp.register
+        @dataclass(frozen=True)
+        class Other(mpicomp.TopK):
+            id: ClassVar[str] = "topk"
+
+
+@pytest.mark.quick
+def test_mpicomp_has_the_class_of_every_compressor(monkeypatch):
+    built_in = [name for name in mpicomp.list_compressors() if COMPRESSORS.plugin(name) is None]
+    for cls in map(compressor_class, built_in):
+        monkeypatch.delitem(vars(mpicomp), cls.__name__, raising=False)
+        assert getattr(mpicomp, cls.__name__) is cls
+    with pytest.raises(AttributeError, match="module 'mpicomp' has no attribute 'TopKK'"):
+        mpicomp.TopKK  # noqa: B018

@@ -30,7 +30,7 @@ def step_by_step(compressor, gradients, residuals, step):
 @pytest.mark.parametrize(
     "collective", ["sketched:allreduce", "sketched:ring", "sketched:scatter-reduce", "sketched:hierarchical:ring"]
 )
-def test_it_is_what_the_definition_says(ranks, collective):
+def test_countsketch_step_is_that_of_the_definition(ranks, collective):
     compressor = mpicomp.CountSketch(ratio=0.02, rows=3, columns=0.1, candidates=3, wire=None)
     world, rng = Ranks(ranks, compressor, collective), np.random.default_rng(ranks)
     residuals = [np.zeros(200) for _ in range(ranks)]
@@ -38,12 +38,12 @@ def test_it_is_what_the_definition_says(ranks, collective):
         gradients = [rng.standard_t(2, size=200) for _ in range(ranks)]
         mean, residuals = step_by_step(compressor, gradients, residuals, step)
         means = world.reduce([{"w": gradient} for gradient in gradients])
-        assert all(mean["w"].tobytes() == means[0]["w"].tobytes() for mean in means)
+        assert all(other["w"].tobytes() == means[0]["w"].tobytes() for other in means)
         np.testing.assert_allclose(means[0]["w"], mean, rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(world.residuals("w"), residuals, rtol=1e-12, atol=1e-14)
 
 
-def test_it_finds_what_is_large_on_no_rank_but_in_the_sum():
+def test_countsketch_finds_what_is_large_in_the_sum_only():
     ranks, numel = 4, 5000
     gradients = [np.zeros(numel, np.float32) for _ in range(ranks)]
     for rank, gradient in enumerate(gradients):
@@ -52,18 +52,18 @@ def test_it_finds_what_is_large_on_no_rank_but_in_the_sum():
     compressor = mpicomp.CountSketch(ratio=0.004, rows=5, columns=0.2, candidates=1, wire=None)
     means = Ranks(ranks, compressor).reduce([{"w": gradient} for gradient in gradients])
     assert np.flatnonzero(means[0]["w"]).tolist() == list(range(20))
-    alone = Ranks(ranks, mpicomp.TopK(ratio=0.004), "allgather").reduce([{"w": gradient} for gradient in gradients])
-    assert not alone[0]["w"][:20].any()
+    by_rank = Ranks(ranks, mpicomp.TopK(ratio=0.004), "allgather").reduce([{"w": gradient} for gradient in gradients])
+    assert not by_rank[0]["w"][:20].any()
 
 
-def test_elements_do_not_hide_each_other_for_ever():
+def test_countsketch_finds_hidden_elements_in_later_steps():
     """Two elements whose sum is zero in two of the first step's three rows are found a few steps later."""
     key = Context().key(shared=True)
     cells = {index: list(cells_of(index, key, 3, 20)) for index in range(200, 400)}
 
     def hidden(one, other):
         pairs = zip(cells[one], cells[other], strict=True)
-        return sum(pair[1] == its[1] and pair[2] != its[2] for pair, its in pairs) >= 2
+        return sum(first[1] == second[1] and first[2] != second[2] for first, second in pairs) >= 2
 
     one, other = next(pair for pair in itertools.combinations(cells, 2) if hidden(*pair))
     gradient = np.zeros(400)
@@ -74,7 +74,7 @@ def test_elements_do_not_hide_each_other_for_ever():
     assert delivered[[one, other]].min() >= 5
 
 
-def test_bytes_are_those_of_the_table_and_the_values():
+def test_countsketch_bytes_are_those_of_table_and_values():
     world = Ranks(
         3, mpicomp.CountSketch(ratio=0.01, rows=5, columns=0.0125, candidates=4, wire=None), "sketched:allreduce"
     )
@@ -99,7 +99,7 @@ def test_countsketch_momentum_is_cleared_where_sent():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_residuals_stay_bounded(ranks):
+def test_countsketch_residual_stays_bounded(ranks):
     world, rng = Ranks(ranks, mpicomp.CountSketch(ratio=0.01)), np.random.default_rng(0)
     scale = np.exp(rng.normal(size=2000)).astype(np.float32)
     energies = []
@@ -110,7 +110,7 @@ def test_residuals_stay_bounded(ranks):
     assert max(energies[5:]) < 1.3 * max(energies[:5])
 
 
-def test_a_cell_that_overflows_undoes_the_step():
+def test_countsketch_cell_that_overflows_undoes_the_step():
     """All elements are finite and lie in the one cell of the table with the same sign."""
     key = Context().key(shared=True)
     signs = [sign for index in range(1000) for _, _, sign in cells_of(index, key, 1, 1)]

@@ -32,7 +32,7 @@ def transformed(array, transform):
 
 
 @pytest.mark.parametrize("numel", [1, 3, 4, 7, 16, 21, 100])
-def test_a_step_is_that_of_the_paper(numel):
+def test_dcttopk_step_is_that_of_the_paper(numel):
     """Momentum that decays, the largest coefficients of scipy's transform, and what is left without them."""
     ratio, decay, size = 0.2, 0.9, 3
     ranks = Ranks(size, DCTTopK(ratio=ratio, side=SIDE), feedback_decay=decay)
@@ -58,7 +58,7 @@ def test_a_step_is_that_of_the_paper(numel):
             np.testing.assert_allclose(ranks.reducers[rank].residual("w"), memory, atol=1e-12)
 
 
-def test_no_step_is_dense_in_its_place():
+def test_dcttopk_warm_up_has_no_dense_step():
     """What is kept back is DeMo's momentum: a dense step would empty it."""
     ranks = Ranks(3, DCTTopK(ratio=1 / 16, side=4), warmup=None)
     rng = np.random.default_rng(0)
@@ -78,7 +78,7 @@ def test_correlated_layers_have_one_number():
 
 
 @pytest.mark.parametrize("size", [1e37, 3e38])
-def test_numbers_near_the_largest_one_are_delivered_or_refused(size):
+def test_dcttopk_near_the_largest_number_delivers_or_skips(size):
     """Of a chunk of the largest numbers the coefficient of the mean is larger than any number."""
     ranks = Ranks(2, DCTTopK(ratio=0.5, side=4), nonfinite="skip")
     numbers = np.full(16, size, np.float32)

@@ -9,7 +9,7 @@ from worlds import Ranks
 from mpicomp import DGC, Context
 
 
-def test_the_ratio_falls_over_the_warm_up():
+def test_dgc_ratio_falls_over_the_warm_up():
     compressor = DGC(ratio=0.001, warmup_steps=5)
     np.testing.assert_allclose(
         [compressor.ratio_at(step) for step in range(7)],
@@ -65,7 +65,7 @@ class Reference:
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("masking", [False, True])
 @pytest.mark.parametrize("clip", [None, 3.0, 1e6])
-def test_momentum_masking_and_clipping(ranks, momentum, nesterov, masking, clip):
+def test_dgc_momentum_masking_and_clipping_are_the_papers(ranks, momentum, nesterov, masking, clip):
     compressor = DGC(ratio=0.05, momentum=momentum, nesterov=nesterov, masking=masking, clip=clip)
     all_ranks, reference = Ranks(ranks, compressor), Reference(ranks, 100, compressor)
     rng = np.random.default_rng(0)
@@ -86,9 +86,9 @@ def test_momentum_masking_and_clipping(ranks, momentum, nesterov, masking, clip)
         )
 
 
-def test_the_clip_is_over_all_arrays_of_a_rank():
-    all_ranks = Ranks(1, DGC(ratio=1.0, clip=1.0), bucket_bytes=1)
-    [means] = all_ranks.reduce([{"a": np.array([3.0, 0.0]), "b": np.array([4.0])}])
+def test_dgc_clips_by_the_norm_of_all_arrays():
+    together = Ranks(1, DGC(ratio=1.0, clip=1.0), bucket_bytes=1)
+    [means] = together.reduce([{"a": np.array([3.0, 0.0]), "b": np.array([4.0])}])
     np.testing.assert_allclose(means["a"], [0.6, 0.0], rtol=1e-12)
     np.testing.assert_allclose(means["b"], [0.8], rtol=1e-12)
 

@@ -47,7 +47,7 @@ def held(reducer, name="error"):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("collective", ["sketched-memory:allreduce", "sketched-memory:ring"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_it_is_what_the_paper_says(ranks, collective, momentum):
+def test_fetchsgd_step_is_that_of_the_paper(ranks, collective, momentum):
     compressor = mpicomp.FetchSGD(ratio=0.02, rows=3, columns=0.2, momentum=momentum)
     world, server, rng = Ranks(ranks, compressor, collective), Server(compressor, 200), np.random.default_rng(ranks)
     for _ in range(6):
@@ -64,7 +64,7 @@ def test_it_is_what_the_paper_says(ranks, collective, momentum):
     )
 
 
-def test_where_nothing_was_set_to_zero_nothing_is_lost():
+def test_fetchsgd_cells_not_cleared_lose_nothing():
     """A cell that no delivered element is in holds all that was ever put there; the others are zero at the end."""
     compressor = mpicomp.FetchSGD(ratio=0.01, rows=3, columns=0.5)
     world, rng = Ranks(2, compressor), np.random.default_rng(0)
@@ -86,7 +86,7 @@ def test_where_nothing_was_set_to_zero_nothing_is_lost():
     assert not any(kept[cell] for cell in last)
 
 
-def test_without_collisions_nothing_is_lost_at_all():
+def test_fetchsgd_without_collisions_loses_nothing():
     """What is set to zero is then the sketch of what is delivered, and no more."""
     compressor = mpicomp.FetchSGD(ratio=0.002, rows=3, columns=1.0)
     world = Ranks(2, compressor)
@@ -109,7 +109,7 @@ def test_without_collisions_nothing_is_lost_at_all():
     np.testing.assert_allclose(list(kept.values()), list(left.values()), atol=1e-12)
 
 
-def test_a_constant_gradient_is_delivered_in_time():
+def test_fetchsgd_delivers_a_constant_gradient():
     """Where nothing is hidden, the steps deliver what was put in."""
     world = Ranks(2, mpicomp.FetchSGD(ratio=0.05, rows=5, columns=1.0))
     gradient = np.random.default_rng(2).standard_t(3, size=400)
@@ -118,7 +118,7 @@ def test_a_constant_gradient_is_delivered_in_time():
     assert correlation > 0.95
 
 
-def test_the_tables_stay_bounded():
+def test_fetchsgd_tables_stay_bounded():
     world, rng = Ranks(1, mpicomp.FetchSGD(ratio=0.02, columns=0.1, momentum=0.9)), np.random.default_rng(3)
     energies = []
     for step in range(1000):
@@ -142,22 +142,22 @@ def test_fetchsgd_undone_step_keeps_tables(bad):
     assert np.isfinite(world.reduce(gradients)[0]["w"]).all()
 
 
-def test_a_step_that_has_to_agree_first_counts_once():
+def test_fetchsgd_step_that_agrees_first_counts_once():
     compressor = mpicomp.FetchSGD(ratio=0.05)
     world, plain = Ranks(2, compressor), Ranks(2, compressor)
     rng = np.random.default_rng(5)
     gradients = [[{"w": rng.normal(size=300)} for _ in range(2)] for _ in range(3)]
-    for step, gradient in enumerate(gradients):
-        if step == 1:  # the other rank knows of it
+    for step, each in enumerate(gradients):
+        if step == 1:  # the other rank hears of it
             world.world.run(
                 [
                     r.rounds(g, absent=["w"] * (rank == 0))
-                    for rank, (r, g) in enumerate(zip(world.reducers, gradient, strict=True))
+                    for rank, (r, g) in enumerate(zip(world.reducers, each, strict=True))
                 ]
             )
         else:
-            world.reduce(gradient)
-        plain.reduce(gradient)
+            world.reduce(each)
+        plain.reduce(each)
     assert world.reducers[0].last_step.step == 2
     assert memory(world.reducers[0])["error"].tobytes() == memory(plain.reducers[0])["error"].tobytes()
 
@@ -174,20 +174,20 @@ def test_a_bucket_of_another_length_begins_with_empty_tables():
 
 
 @pytest.mark.parametrize("at", [1, 4])
-def test_it_resumes_bit_for_bit(at):
+def test_fetchsgd_resumes_bit_for_bit(at):
     compressor = mpicomp.FetchSGD(ratio=0.05, momentum=0.9)
     world, again, rng = Ranks(2, compressor), Ranks(2, compressor, seed=99), np.random.default_rng(6)
     gradients = [[{"w": rng.normal(size=300)} for _ in range(2)] for _ in range(8)]
-    for gradient in gradients[:at]:
-        world.reduce(gradient)
+    for each in gradients[:at]:
+        world.reduce(each)
     for reducer, other in zip(world.reducers, again.reducers, strict=True):
         other.load_state_dict(reducer.state_dict())
-    for gradient in gradients[at:]:
-        means = world.reduce(gradient)[0]["w"].tobytes()
-        assert again.reduce(gradient)[0]["w"].tobytes() == means
+    for each in gradients[at:]:
+        means = world.reduce(each)[0]["w"].tobytes()
+        assert again.reduce(each)[0]["w"].tobytes() == means
 
 
-def test_one_sum_of_the_table():
+def test_fetchsgd_bytes_are_those_of_the_table():
     world = Ranks(3, mpicomp.FetchSGD(ratio=0.01), "sketched-memory:allreduce")
     world.reduce([{"w": np.ones(10_000, np.float32)} for _ in range(3)])
     record = world.reducers[0].last_step.buckets[0]

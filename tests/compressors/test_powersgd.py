@@ -45,7 +45,7 @@ def gram_schmidt(matrix):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("rank", "iterations"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 3)])
-def test_it_is_the_papers_algorithm(size, rank, iterations):
+def test_powersgd_step_is_the_papers_algorithm(size, rank, iterations):
     """From the second step on, with what the first has left: residuals, and the right factors."""
     compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=0.1, iterations=iterations)
     _, reducers = run(compressor, size, 1)
@@ -53,20 +53,20 @@ def test_it_is_the_papers_algorithm(size, rank, iterations):
     factor = reducers[0].state_dict()["memories"]["wide"]["factors"][place].astype(np.float64)
     residuals = [reducer.residual(name).astype(np.float64).reshape(rows, columns) for reducer in reducers]
     for step in range(1, 4):
-        matrices_of_ranks = [gradients(step, r)[name].reshape(rows, columns) + residuals[r] for r in range(size)]
+        matrices = [gradients(step, r)[name].reshape(rows, columns) + residuals[r] for r in range(size)]
         for _ in range(iterations):
-            basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices_of_ranks], axis=0))
-            rights = [matrix.T @ basis for matrix in matrices_of_ranks]
+            basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices], axis=0))
+            rights = [matrix.T @ basis for matrix in matrices]
             factor = np.mean(rights, axis=0)
         expected = basis @ factor.T
-        residuals = [matrix - basis @ right.T for matrix, right in zip(matrices_of_ranks, rights, strict=True)]
+        residuals = [matrix - basis @ right.T for matrix, right in zip(matrices, rights, strict=True)]
     means, reducers = run(compressor, size, 4)
     np.testing.assert_allclose(means[3][name].reshape(rows, columns), expected, rtol=1e-3, atol=1e-4)
     for reducer, residual in zip(reducers, residuals, strict=True):
         np.testing.assert_allclose(reducer.residual(name).reshape(rows, columns), residual, rtol=1e-3, atol=1e-4)
 
 
-def test_iterations_come_near_the_best_approximation_of_a_rank():
+def test_powersgd_iterations_approach_the_best_approximation():
     def make(step, rank):
         random = np.random.default_rng((0, rank))
         decay = np.diag(0.8 ** np.arange(30))
@@ -95,10 +95,10 @@ def test_powersgd_batch_of_matrices_equals_each_alone(rank):
     _, before = run(compressor, 2, 2, make=lambda step, r: gradients(step, r, TWINS))
     factors = before[0].state_dict()["memories"]["a.w"]["factors"]
     for name, factor in zip([name for name in TWINS if name.endswith("w")], factors, strict=True):
-        matrices_of_ranks = [gradients(2, r, TWINS)[name] + before[r].residual(name) for r in range(2)]
+        matrices = [gradients(2, r, TWINS)[name] + before[r].residual(name) for r in range(2)]
         for _ in range(2):
-            basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices_of_ranks], axis=0))
-            factor = np.mean([matrix.T @ basis for matrix in matrices_of_ranks], axis=0)
+            basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices], axis=0))
+            factor = np.mean([matrix.T @ basis for matrix in matrices], axis=0)
         np.testing.assert_allclose(means[2][name], basis @ factor.T, rtol=1e-3, atol=1e-4)
     assert [stack.count for stack in stacked(compressor.bind(*described(TWINS)).matrices)] == [3, 1, 1]
 
@@ -107,62 +107,54 @@ def described(shapes):
     return list(shapes), [int(np.prod(shape)) for shape in shapes.values()], list(shapes.values())
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(
-    ("collective", "wire"),
-    [("low-rank:allreduce", None), ("low-rank:ring", None), ("low-rank:scatter-reduce", "bf16")],
+    ("collective", "settings"),
+    [
+        *(
+            (f"low-rank:{inner}", {"rank": 2, "min_compression_rate": 1, "iterations": iterations, "wire": wire})
+            for inner, wire in (("allreduce", None), ("ring", None), ("scatter-reduce", "bf16"))
+            for iterations in (1, 2)
+        ),
+        ("low-rank", {"rank": 1, "layers": {"conv": 3}}),
+    ],
 )
-def test_nothing_is_lost(size, collective, wire, iterations):
-    total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    compressor = mpicomp.PowerSGD(rank=2, min_compression_rate=1, iterations=iterations, wire=wire)
-    means, reducers = run(compressor, size, 5, collective)
-    for step in range(5):
-        for rank in range(size):
-            for name, gradient in gradients(step, rank).items():
-                total[name] += gradient
+def test_powersgd_loses_nothing(size, collective, settings):
+    means, reducers = run(mpicomp.PowerSGD(**settings), size, 5, collective)
     for name in SHAPES:
+        total = np.sum([gradients(step, rank)[name] for step in range(5) for rank in range(size)], axis=0)
         delivered = size * np.sum([mean[name] for mean in means], axis=0)
         kept = np.sum([reducer.residual(name) for reducer in reducers], axis=0)
-        np.testing.assert_allclose(delivered + kept, total[name], rtol=1e-4, atol=2e-4)
+        np.testing.assert_allclose(delivered + kept, total, rtol=1e-4, atol=2e-4)
 
 
-def test_bytes_are_those_of_the_factors():
-    _, (first, *_) = run(mpicomp.PowerSGD(rank=2), 3, 2)
-    record = first.last_step.buckets[0]
-    left = 2 * (6 + 12) + 7 + 6 + 1
-    right = 2 * (40 + 27)
-    assert record.rounds == ["allreduce", "allreduce"]
-    assert record.sent_bytes == 4 * (left + right + 8)
-    # The record says what went whole: what has one dimension, and what is not worth it.
+@pytest.mark.parametrize(
+    ("settings", "left", "right"),
+    [
+        ({"rank": 2}, 2 * (6 + 12), 2 * (40 + 27)),
+        ({"rank": 1, "layers": {"conv": 3}}, 6 * 1 + 12 * 3, 40 * 1 + 27 * 3),
+        ({"rank": 1, "min_compression_rate": 0.5, "iterations": 3}, 3 * (6 + 12), 3 * (40 + 27)),
+    ],
+)
+def test_powersgd_bytes_are_those_of_the_factors(settings, left, right):
+    rest, compressor = 7 + 6 + 1, mpicomp.PowerSGD(**settings)
+    _, (first, *_) = run(compressor, 3, 2)
+    record, rounds = first.last_step.buckets[0], 2 * compressor.iterations
+    assert record.rounds == ["allreduce"] * rounds
+    assert record.sent_bytes == 4 * (left + right + rest + 4 * rounds)
+    assert record.ratio_reached == (left + right + rest) / record.numel
+    # Vectors and small matrices travel whole.
+    ranks = {"wide": compressor.rank, "conv": (compressor.layers or {}).get("conv", compressor.rank)}
     sent = dict(zip(SHAPES, (record.layers.ratios * record.layers.sizes).tolist(), strict=True))
-    assert sent == {"wide": 2 * 46, "b": 7, "conv": 2 * 39, "small": 6, "s": 1}
-    assert record.ratio_reached == (left + right) / record.numel
+    factors = {name: compressor.iterations * ranks[name] * sides for name, sides in (("wide", 46), ("conv", 39))}
+    assert sent == {"b": 7, "small": 6, "s": 1} | factors
 
 
-def test_bytes_of_parts_of_a_square_matrix():
+def test_powersgd_predicts_its_bytes_an_element():
     assert mpicomp.PowerSGD(rank=2).wire_bytes_per_element(4) == 2 * 2 / 1024 * 4
+    assert mpicomp.PowerSGD(rank=2, iterations=3).wire_bytes_per_element(4) == 3 * 2 * 2 / 1024 * 4
     parts = 16 * (64 + 1024) * 2  # of 64 rows each
     assert mpicomp.PowerSGD(rank=2, rows=64).wire_bytes_per_element(4) == parts / 1024**2 * 4
-
-
-def test_bytes_grow_with_the_iterations():
-    compressor = mpicomp.PowerSGD(rank=1, min_compression_rate=0.5, iterations=3)
-    _, (first, *_) = run(compressor, 3, 2)
-    record = first.last_step.buckets[0]
-    left, right, rest = 6 + 12, 40 + 27, 7 + 6 + 1
-    assert record.rounds == ["allreduce"] * 6
-    assert record.sent_bytes == 4 * (3 * (left + right) + rest + 6 * 4)
-    assert record.ratio_reached == (3 * (left + right) + rest) / record.numel
-    assert record.layers.ratios[0] == 3 * 46 / 240
-    one, three = mpicomp.PowerSGD(rank=1), mpicomp.PowerSGD(rank=1, iterations=3)
-    assert three.wire_bytes_per_element(4) == 3 * one.wire_bytes_per_element(4)
-    # An iteration more, and half as much is not saved any more.
-    assert mpicomp.PowerSGD(rank=1, iterations=2).bind(*described(SHAPES)).matrices == (
-        Matrix(0, 6, 40, 1),
-        Matrix(247, 12, 27, 1),
-    )
-    assert mpicomp.PowerSGD(rank=1, iterations=3).bind(*described(SHAPES)).matrices == (Matrix(247, 12, 27, 1),)
 
 
 def test_powersgd_bucket_without_a_matrix_is_recorded_as_dense():
@@ -176,7 +168,7 @@ def test_powersgd_bucket_without_a_matrix_is_recorded_as_dense():
     assert not first.residual("b").any()
 
 
-def test_shapes_that_change_between_steps():
+def test_powersgd_shapes_may_change_without_feedback():
     """What is kept back is of a shape and does not fit another; without feedback any shape goes."""
     shapes = [(20, 30), (20, 30), (30, 20), (25, 30), (500,), (20, 30)]
 
@@ -202,8 +194,8 @@ def test_shapes_that_change_between_steps():
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
-def test_a_matrix_whose_rank_changes_goes_on_where_it_was(before, after):
-    """The columns that both ranks have are those of the step before, so that nothing begins again."""
+def test_powersgd_rank_that_changes_keeps_known_columns(before, after):
+    """The columns that both ranks have are those of the step before, so that nothing begins anew."""
     matrix = np.diag([8.0, 4, 2, 1, 0.5, 0.25]).astype(np.float32)
     memory = {}
     for step, rank in enumerate([before] * 30 + [after]):
@@ -217,52 +209,44 @@ def test_a_matrix_whose_rank_changes_goes_on_where_it_was(before, after):
     np.testing.assert_allclose(found[:kept, :kept], matrix[:kept, :kept], atol=1e-4)
 
 
-def test_what_is_compressed_is_what_pytorch_compresses():
-    names, shapes = list(SHAPES), list(SHAPES.values())
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    found = mpicomp.PowerSGD(rank=1).bind(names, sizes, shapes).matrices
-    assert found == (Matrix(0, 6, 40, 1), Matrix(247, 12, 27, 1))
-    assert mpicomp.PowerSGD(rank=3).bind(names, sizes, shapes).matrices == (Matrix(247, 12, 27, 3),)
-    assert mpicomp.PowerSGD(rank=3, min_compression_rate=0.5).bind(names, sizes, shapes).matrices[-1].rank == 2
-    assert mpicomp.PowerSGD(rank=1).bind(names, sizes).matrices == ()
+WIDE, CONV = Matrix(0, 6, 40, 1), Matrix(247, 12, 27, 1)
 
 
-def test_a_rank_for_every_layer():
-    names, shapes = list(SHAPES), list(SHAPES.values())
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    compressor = mpicomp.PowerSGD(rank=1, layers={"con*": 3, "c*": 2, "b": 5, "small": 9})
-    found = compressor.bind(names, sizes, shapes)
-    # The first pattern that matches counts; what is not worth it and what is no matrix stay dense.
-    assert found.matrices == (Matrix(0, 6, 40, 1), Matrix(247, 12, 27, 3))
+@pytest.mark.parametrize(
+    ("settings", "matrices"),
+    [
+        ({"rank": 1}, (WIDE, CONV)),
+        ({"rank": 3}, (Matrix(247, 12, 27, 3),)),
+        ({"rank": 7, "layers": {"*": 3}}, (Matrix(247, 12, 27, 3),)),
+        (
+            {"rank": 3, "min_compression_rate": 0.5},
+            (Matrix(0, 6, 40, 3), Matrix(247, 12, 27, 3), Matrix(571, 3, 2, 2)),
+        ),
+        ({"rank": 1, "iterations": 2}, (WIDE, CONV)),
+        ({"rank": 1, "iterations": 3}, (CONV,)),
+        # The first pattern that matches counts.
+        ({"rank": 1, "layers": {"con*": 3, "c*": 2, "b": 5, "small": 9}}, (WIDE, Matrix(247, 12, 27, 3))),
+    ],
+)
+def test_powersgd_compresses_the_matrices_that_pytorch_does(settings, matrices):
+    compressor = mpicomp.PowerSGD(**settings)
+    bound = compressor.bind(*described(SHAPES))
+    assert bound.matrices == matrices
     assert mpicomp.get_compressor(compressor.get_config()) == compressor
-    assert found.get_config() == compressor.get_config()
-    plain = mpicomp.PowerSGD(rank=3).bind(names, sizes, shapes)
-    assert mpicomp.PowerSGD(rank=7, layers={"*": 3}).bind(names, sizes, shapes).matrices == plain.matrices
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_nothing_is_lost_with_a_rank_for_every_layer(size):
-    means, reducers = run(mpicomp.PowerSGD(rank=1, layers={"conv": 3}), size, 4)
-    record = reducers[0].last_step.buckets[0]
-    # One rank alone sends nothing.
-    assert record.sent_bytes == (size > 1) * 4 * (6 * 1 + 12 * 3 + 7 + 6 + 1 + 40 * 1 + 27 * 3 + 8)
-    for name in SHAPES:
-        put_in = np.sum([gradients(step, rank)[name] for step in range(4) for rank in range(size)], axis=0)
-        delivered = size * np.sum([mean[name] for mean in means], axis=0)
-        kept = np.sum([reducer.residual(name) for reducer in reducers], axis=0)
-        np.testing.assert_allclose(delivered + kept, put_in, rtol=1e-4, atol=2e-4)
+    assert bound.get_config() == compressor.get_config()
+    assert compressor.bind(*described(SHAPES)[:2]).matrices == ()
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_matrix_in_several_is_what_each_of_them_is(size):
+def test_powersgd_matrix_in_parts_equals_each_part_alone(size):
     """Ten rows in parts of at most four against parameters of four, four and two rows: bit for bit."""
 
     def whole(step, rank):
         return {"w": gradients(step, rank, {"w": (10, 20)})["w"], "b": gradients(step, rank)["b"]}
 
     def cut(step, rank):
-        gradient = whole(step, rank)
-        return {"w0": gradient["w"][:4], "w1": gradient["w"][4:8], "w2": gradient["w"][8:], "b": gradient["b"]}
+        both = whole(step, rank)
+        return {"w0": both["w"][:4], "w1": both["w"][4:8], "w2": both["w"][8:], "b": both["b"]}
 
     means, reducers = run(mpicomp.PowerSGD(rank=1, rows=4), size, 4, make=whole)
     parts, others = run(mpicomp.PowerSGD(rank=1), size, 4, make=cut)
@@ -275,7 +259,7 @@ def test_a_matrix_in_several_is_what_each_of_them_is(size):
     assert alone.last_step.buckets[0].ratio_reached == (3 + 20 + 20) / 80
 
 
-def test_the_first_steps_may_be_dense():
+def test_powersgd_steps_before_start_step_are_dense():
     means, reducers = run(mpicomp.PowerSGD(rank=1, start_step=2), 2, 3)
     for step in range(2):
         for name, mean in means[step].items():
@@ -283,7 +267,7 @@ def test_the_first_steps_may_be_dense():
     assert reducers[0].residual("wide").any()
 
 
-def test_a_matrix_of_low_rank_arrives_whole():
+def test_powersgd_matrix_of_low_rank_arrives_whole():
     def make(step, rank):
         random = np.random.default_rng(step)
         return {"w": np.outer(random.normal(size=30), random.normal(size=50)).astype(np.float32) * (rank + 1)}
@@ -297,7 +281,7 @@ def test_a_matrix_of_low_rank_arrives_whole():
 
 @pytest.mark.parametrize("iterations", [1, 3])
 @pytest.mark.parametrize("value", [0.0, 1.0, 1e-30, 1e30])
-def test_matrices_that_are_all_alike(value, iterations):
+def test_powersgd_matrix_of_equal_elements_arrives_whole(value, iterations):
     def make(step, rank):
         return {"w": np.full((20, 30), value, np.float32)}
 
@@ -309,17 +293,17 @@ def test_matrices_that_are_all_alike(value, iterations):
 
 
 @pytest.mark.parametrize(("name", "place"), [("wide", (2, 3)), ("b", 1)], ids=["matrix", "vector"])
-def test_infinity_leaves_factors_as_they_were(name, place):
+def test_powersgd_undone_step_keeps_factors(name, place):
     world = LocalWorld(2)
     reducers = [
         mpicomp.Reducer(mpicomp.PowerSGD(2), "low-rank", nonfinite="skip", comm=end) for end in world.transports
     ]
 
     def step(number, bad=False):
-        inputs = [gradients(number, rank) for rank in range(2)]
+        both = [gradients(number, rank) for rank in range(2)]
         if bad:
-            inputs[1][name][place] = np.inf
-        return world.run([r.rounds(g) for r, g in zip(reducers, inputs, strict=True)])
+            both[1][name][place] = np.inf
+        return world.run([r.rounds(g) for r, g in zip(reducers, both, strict=True)])
 
     step(0)
     before = reducers[0].state_dict()
@@ -331,7 +315,7 @@ def test_infinity_leaves_factors_as_they_were(name, place):
     assert np.isfinite(step(2)[0]["wide"]).all()
 
 
-def test_the_basis_is_orthonormal_whatever_it_is_made_of():
+def test_orthogonalize_of_any_matrix_is_orthonormal():
     random = np.random.default_rng(0)
     flat = np.outer(random.normal(size=9), np.ones(3))
     matrices = [random.normal(size=(9, 3)), flat, np.zeros((9, 3)), 1e-30 * flat]
@@ -348,7 +332,7 @@ COMPRESSORS = [mpicomp.PowerSGD(rank=2), mpicomp.PowerSGD(rank=2, iterations=2, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
-def test_what_is_kept_back_stays_bounded(compressor):
+def test_powersgd_residual_stays_bounded(compressor):
     world = LocalWorld(2)
     reducers = [mpicomp.Reducer(compressor, "low-rank", comm=end) for end in world.transports]
     norms = []
@@ -360,12 +344,12 @@ def test_what_is_kept_back_stays_bounded(compressor):
 
 
 @pytest.mark.parametrize("shapes", [{"w": (400, 300), "b": (400,)}, {"b": (20_000,)}, {"w": (600, 500)}], ids=str)
-def test_the_collective_is_chosen_for_buckets_of_any_length(shapes):
-    """A cost model times schemes on arrays of its own lengths, into which a bucket's matrices do not fit."""
-    all_ranks = Ranks(2, mpicomp.PowerSGD(rank=2), network=Link(latency=1e-4, bits=1e7))
+def test_powersgd_collective_is_chosen_for_any_length(shapes):
+    """A cost model times schemes on arrays of other lengths, into which a bucket's matrices do not fit."""
+    ranks = Ranks(2, mpicomp.PowerSGD(rank=2), network=Link(latency=1e-4, bits=1e7))
     for step in range(3):
-        all_ranks.reduce([gradients(step, rank, shapes) for rank in range(2)])
-    bucket = all_ranks.reducers[0].last_step.buckets[0]
+        ranks.reduce([gradients(step, rank, shapes) for rank in range(2)])
+    bucket = ranks.reducers[0].last_step.buckets[0]
     assert bucket.collective.startswith("low-rank")
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     assert (bucket.gain < 1) == bool(matrices)

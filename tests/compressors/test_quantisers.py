@@ -11,7 +11,7 @@ from marks import slow
 from worlds import Ranks
 
 from mpicomp import QSGD, EFSign, Natural, OneBit, SignSGD, Uniform
-from mpicomp.compressors.packing import packers
+from mpicomp.compressors.kinds import packers
 from mpicomp.errors import ConfigurationError
 
 NAMES, SIZES = ["wide.weight", "wide.bias", "narrow.weight", "nothing"], [300, 7, 200, 0]
@@ -83,7 +83,7 @@ def contracts(compressor):
     return always or compressor.bucket < 4 * (2 ** (compressor.bits - 1) - 1) ** 2
 
 
-BUCKETS = (64, 128, 256, 512, 1024, 4096, 65536, 1 << 17, 1 << 20)
+BUCKETS = (64, 128, 192, 256, 512, 1024, 4096, 65536, 1 << 17, 1 << 20)
 ROUNDINGS = [{"bucket": bucket, "rounding": rounding} for bucket in BUCKETS for rounding in ("stochastic", "nearest")]
 
 

@@ -91,7 +91,7 @@ PARENTS = {
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("parent", PARENTS)
 @pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
-def test_what_exceeds_the_corrected_threshold_is_selected(distribution, stages, parent, ratio):
+def test_sidco_selects_above_the_corrected_threshold(distribution, stages, parent, ratio):
     array = (1e-3 * PARENTS[parent](np.random.default_rng(5), 100_000)).astype(np.float32)
     array[:3000] = 0
     compressor = SIDCo(ratio=ratio, distribution=distribution, stages=stages)
@@ -116,7 +116,7 @@ def check_selected(compressor, array, threshold):
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_a_large_array_is_fitted_by_a_sample(distribution):
+def test_sidco_of_a_large_array_fits_a_sample(distribution):
     size, ratio = 3_500_000, 0.01
     array = np.random.default_rng(6).laplace(size=size).astype(np.float32)
     selection = SIDCo(ratio=ratio, distribution=distribution).select(accumulated(array), Context())
@@ -127,7 +127,7 @@ def test_a_large_array_is_fitted_by_a_sample(distribution):
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("parent", PARENTS)
 @pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
-def test_the_reached_ratio_is_near_the_asked_one(distribution, parent, ratio):
+def test_sidco_reaches_the_ratio_on_average(distribution, parent, ratio):
     rng, context = np.random.default_rng(7), Context()
     pool = [PARENTS[parent](rng, 200_000).astype(np.float32) for _ in range(5)]
     compressor = SIDCo(ratio=ratio, distribution=distribution)
@@ -137,7 +137,7 @@ def test_the_reached_ratio_is_near_the_asked_one(distribution, parent, ratio):
     assert 0.8 <= np.mean(reached[10:]) <= 1.25
 
 
-def test_the_number_of_stages_climbs():
+def test_sidco_number_of_stages_climbs():
     """Too few are selected, and a stage more makes it worse: the next change goes the other way."""
     memory = {"sidco.stages": 3}
 
@@ -174,7 +174,7 @@ def published(distribution, array, ratio, stages):
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("parent", PARENTS)
 @pytest.mark.parametrize("ratio", [0.1, 0.001])
-def test_what_exceeds_the_papers_threshold_is_selected(distribution, stages, parent, ratio):
+def test_sidco_selects_above_the_papers_threshold(distribution, stages, parent, ratio):
     array = (1e-3 * PARENTS[parent](np.random.default_rng(5), 100_000)).astype(np.float32)
     compressor = SIDCo(ratio=ratio, distribution=distribution, stages=stages, corrections=False)
     check_selected(compressor, array, published(distribution, array, ratio, stages))
@@ -191,7 +191,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize(("distribution", "parent"), PRINTED)
-def test_how_many_it_reaches(distribution, parent):
+def test_sidco_reaches_the_printed_ratios(distribution, parent):
     numel = 2_000_000
     array = PARENTS[parent](np.random.default_rng(9), numel).astype(np.float32)
     for stages, printed in enumerate(PRINTED[distribution, parent], 1):
@@ -202,7 +202,7 @@ def test_how_many_it_reaches(distribution, parent):
         assert reached == pytest.approx(printed, rel=0.08, abs=0.03)  # three deviations of a count of 480
 
 
-def test_the_papers_rule_sticks_at_one_stage_on_heavy_tails():
+def test_sidco_papers_rule_sticks_at_one_stage_on_heavy_tails():
     """Too many elements mean fewer stages, of which there is one: the rule that climbs is a deviation for that."""
     array = np.random.default_rng(3).standard_t(3, 200_000).astype(np.float32)
     stages = {}
@@ -214,7 +214,7 @@ def test_the_papers_rule_sticks_at_one_stage_on_heavy_tails():
     assert stages[False] == 1 < stages[True]
 
 
-def test_the_papers_rule_adds_stages_where_too_few_are_selected():
+def test_sidco_papers_rule_adds_stages_for_too_few():
     array, context = np.random.default_rng(3).normal(size=200_000).astype(np.float32), Context()
     for _ in range(40):
         SIDCo(ratio=0.001, corrections=False).select(accumulated(array), context)
@@ -255,7 +255,7 @@ class Paper:
 @pytest.mark.parametrize("size", [3, *(marks.slow(size) for size in (1, 2, 4))])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize(("parent", "numel", "ratio"), [("normal", 5000, 0.002), ("student", 1500, 0.001)])
-def test_as_published_it_does_what_the_paper_says(size, distribution, parent, numel, ratio):
+def test_sidco_as_published_runs_the_paper(size, distribution, parent, numel, ratio):
     compressor = {"id": "sidco", "as_published": True, "ratio": ratio, "distribution": distribution}
     ranks = Ranks(size, compressor, "allgather")
     papers = [Paper(distribution, ratio, numel) for _ in range(size)]
@@ -276,7 +276,7 @@ def test_as_published_it_does_what_the_paper_says(size, distribution, parent, nu
     assert abs(reached - 1).max() > 0.5, "estimates are sent as they are, bad ones too"
 
 
-def test_of_few_elements_the_largest_are_selected_exactly():
+def test_sidco_of_few_elements_selects_exactly():
     random = np.random.default_rng(4)
     for numel, exact in ((2047, True), (2048, False)):
         counts = set()
@@ -289,7 +289,7 @@ def test_of_few_elements_the_largest_are_selected_exactly():
 
 
 @pytest.mark.parametrize("distribution", ["exponential", "pareto"])
-def test_as_published_zeros_are_fitted_too(distribution):
+def test_sidco_as_published_fits_zeros_too(distribution):
     random = np.random.default_rng(2)
     array = random.laplace(size=50_000) * (random.random(50_000) < 0.5)
     expected = (np.abs(array) > published(distribution, array, 0.01, 1)).sum()
@@ -301,7 +301,7 @@ def test_as_published_zeros_are_fitted_too(distribution):
     assert abs(found[0] / 500 - 1) > 0.2 > abs(found[1] / 500 - 1)
 
 
-def test_as_published_nothing_or_far_too_much_may_be_sent():
+def test_sidco_as_published_may_send_nothing_or_too_much():
     outlier = np.where(np.arange(5000) == 17, 1e4, 1e-3)
     counts = {}
     for name, array in {"outlier": outlier, "equal": np.full(5000, 2.5), "zeros": np.zeros(5000)}.items():
@@ -319,14 +319,14 @@ def test_as_published_nothing_or_far_too_much_may_be_sent():
     }
     peaked = np.random.default_rng(1).gamma(0.1, size=100_000)
     sizes = [
-        SIDCo(ratio=0.001, published=value, corrections=False).select(accumulated(peaked), Context()).indices.size
-        for value in (False, True)
+        SIDCo(ratio=0.001, published=published, corrections=False).select(accumulated(peaked), Context()).indices.size
+        for published in (False, True)
     ]
     assert sizes == [100, (peaked > peaked.mean() * np.log(1000)).sum()]
     assert sizes[1] > 4 * 100 + 1024
 
 
-def test_the_switch_has_the_papers_values_and_no_warm_up():
+def test_sidco_as_published_has_no_warm_up():
     compressor = get_compressor({"id": "sidco", "as_published": True})
     assert compressor == SIDCo.as_published()
     assert (compressor.corrections, compressor.bounded) == (False, False)

@@ -77,7 +77,7 @@ def rounded(values, wire):
 @wires
 @dtypes
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 1000, NUMEL])
-def test_round_trip(count, dtype, wire):
+def test_message_round_trip(count, dtype, wire):
     exact = selection_of(count, dtype)
     out, selection, rounding = message(count, dtype, wire)
     assert out.size % 8 == 0
@@ -103,7 +103,7 @@ def test_round_trip(count, dtype, wire):
 @wires
 @dtypes
 @pytest.mark.parametrize("count", [0, 1, 64, 500])
-def test_a_message_is_found_in_longer_memory(count, dtype, wire):
+def test_message_in_longer_memory_is_parsed(count, dtype, wire):
     out, selection, _ = message(count, dtype, wire)
     room = capacity_bytes(500, NUMEL, np.dtype(dtype), wire)
     memory = np.full(room, 0xA5, np.uint8)
@@ -116,7 +116,7 @@ def test_a_message_is_found_in_longer_memory(count, dtype, wire):
 
 
 @pytest.mark.parametrize("numel", [1, 2, 63, 64, 65, 300, 1000])
-def test_there_is_room_for_all_shorter_messages(numel):
+def test_capacity_holds_all_shorter_messages(numel):
     for wire in WIRES:
         longest = 0
         for count in range(numel + 1):
@@ -126,7 +126,7 @@ def test_there_is_room_for_all_shorter_messages(numel):
 
 @wires
 @dtypes
-def test_lost_is_the_energy_of_what_is_not_sent(dtype, wire):
+def test_message_lost_is_the_energy_not_sent(dtype, wire):
     rng = np.random.default_rng(0)
     array = rng.normal(size=NUMEL).astype(dtype)
     array[7] = 1e6  # saturates in fp16
@@ -141,7 +141,7 @@ def test_lost_is_the_energy_of_what_is_not_sent(dtype, wire):
     np.testing.assert_allclose(sparse.lost, residual @ residual, rtol=1e-9, atol=1e-2)
 
 
-def test_lost_is_never_negative_and_keeps_nan():
+def test_message_lost_is_never_negative_and_keeps_nan():
     out = np.empty(message_bytes(0, 1, np.dtype(np.float32), PLAIN), np.uint8)
     for energy, kept, lost in [(1.0, 1.0000001, 0.0), (np.nan, np.nan, np.nan), (np.inf, np.inf, np.nan)]:
         write_message(out, selection_of(0, np.float32), 1, PLAIN, 1, energy, kept)
@@ -149,7 +149,7 @@ def test_lost_is_never_negative_and_keeps_nan():
 
 
 @pytest.mark.parametrize("values", ["fp16", "bf16"])
-def test_what_is_not_finite_travels(values):
+def test_message_of_16_bits_keeps_nan_and_infinity(values):
     wire = Wire(values)
     selection = Selection(np.arange(3, dtype=np.uint32), np.array([np.nan, np.inf, -np.inf], np.float32))
     out = np.empty(message_bytes(3, 3, np.dtype(np.float32), wire), np.uint8)
@@ -157,14 +157,14 @@ def test_what_is_not_finite_travels(values):
     np.testing.assert_array_equal(read(out, numel=3).selection.values, [np.nan, np.inf, -np.inf])
 
 
-def test_what_is_stored_as_it_is_is_not_copied():
+def test_message_parts_in_full_are_views():
     out, _, _ = message(5)
     sparse = read(out)
     assert np.shares_memory(sparse.selection.indices, out)
     assert np.shares_memory(sparse.selection.values, out)
 
 
-def test_what_is_decoded_uses_the_same_memory_again():
+def test_message_decoded_parts_reuse_memory():
     workspace = Workspace()
     out, _, _ = message(100, np.float32, Wire("fp16", "elias-fano"))
     first, second = (parse_message(out, NUMEL, np.dtype(np.float32), workspace).selection for _ in range(2))
@@ -172,7 +172,7 @@ def test_what_is_decoded_uses_the_same_memory_again():
     assert np.shares_memory(first.values, second.values)
 
 
-def test_the_bytes_are_what_the_table_says():
+def test_message_bytes_are_those_of_the_table():
     """Each message by hand: header, values padded to 8 bytes, indices padded to 8 bytes."""
     header = {
         Wire(None, "plain"): "02010101",
@@ -203,12 +203,12 @@ def test_the_bytes_are_what_the_table_says():
 
 
 @dtypes
-def test_the_value_kinds_have_different_codes(dtype):
+def test_message_value_kinds_have_different_codes(dtype):
     codes = [message(1, dtype, Wire(values))[0][2] for values in VALUES]
     assert codes == [1 if dtype is np.float32 else 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_the_rank_that_pads_leaves_nothing_of_its_memory():
+def test_message_padding_is_written():
     for wire in WIRES:
         size = message_bytes(5, NUMEL, np.dtype(np.float32), wire)
         first, second = np.zeros(size, np.uint8), np.full(size, 0xFF, np.uint8)
@@ -219,7 +219,7 @@ def test_the_rank_that_pads_leaves_nothing_of_its_memory():
 
 @pytest.mark.parametrize("indices", ["plain", "elias-fano"])
 @pytest.mark.parametrize(("place", "index"), [(2, NUMEL), (2, 2**32 - 1), (1, 0), (0, NUMEL - 1)])
-def test_wrong_indices_are_refused_by_those_who_read(indices, place, index):
+def test_message_with_wrong_indices_is_refused(indices, place, index):
     wire = Wire(None, indices)
     selection = Selection(np.array([0, 10, 20], np.uint32), np.ones(3, np.float32))
     selection.indices[place] = index
@@ -244,7 +244,7 @@ def test_wrong_indices_are_refused_by_those_who_read(indices, place, index):
         (7, 255, f"values do not come from {NUMEL} elements"),
     ],
 )
-def test_a_corrupted_header_is_refused(place, value, text):
+def test_message_with_a_corrupted_header_is_refused(place, value, text):
     out, _, _ = message()
     out[place] = value
     with pytest.raises(MessageError, match=text):
@@ -259,7 +259,7 @@ def test_message_of_doubles_where_singles_belong_is_refused():
 
 
 @pytest.mark.parametrize("length", [0, 8, 23])
-def test_a_torn_message_is_refused(length):
+def test_message_that_is_torn_is_refused(length):
     with pytest.raises(MessageError, match="at least 24 bytes"):
         read(message()[0][:length])
     with pytest.raises(MessageError, match="values make"):
@@ -274,7 +274,7 @@ def test_a_torn_message_is_refused(length):
     change=st.sampled_from(["flip", "flip in header", "truncate", "extend", "replace"]),
     numel=st.sampled_from([NUMEL, NUMEL - 1, 100, 0, 2**32 - 1]),
 )
-def test_a_corrupted_message_is_refused_or_gives_a_selection(wire, dtype, count, seed, change, numel):
+def test_message_corrupted_is_refused_or_gives_a_selection(wire, dtype, count, seed, change, numel):
     rng = random.Random(seed)
     data = bytearray(message(count, dtype, wire)[0].tobytes())
     if change.startswith("flip"):
@@ -311,7 +311,7 @@ def test_a_corrupted_message_is_refused_or_gives_a_selection(wire, dtype, count,
 
 
 @pytest.mark.parametrize("numel", [1, 63, 64, 1000, 10**6, 25_600_000, 2**32 - 1])
-def test_compact_codes_what_becomes_shorter(numel):
+def test_compact_codes_indices_that_become_shorter(numel):
     for count in {0, 1, 63, 64, 1000, numel // 1000, numel // 100, numel // 2, numel}:
         if count <= min(numel, 2**32 - 1):
             coded = compact(count, numel) == "elias-fano"
@@ -323,7 +323,7 @@ def test_compact_codes_what_becomes_shorter(numel):
                 assert sizes[1] < sizes[0]
 
 
-def test_a_thousandth_in_half_precision_takes_less_than_half():
+def test_message_of_a_thousandth_in_bf16_is_below_half():
     numel, single = 25_600_000, np.dtype(np.float32)
     small = message_bytes(numel // 1000, numel, single, Wire("bf16", compact(numel // 1000, numel)))
     assert small < 0.45 * message_bytes(numel // 1000, numel, single, PLAIN)
@@ -341,7 +341,7 @@ def test_message_in_few_bits_is_little_longer_than_its_indices(values):
 @pytest.mark.parametrize("values", BITS)
 @pytest.mark.parametrize("count", [255, 256, 257, 1024])
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
-def test_scales_that_cannot_be_are_refused_by_those_who_read(values, count, scale, dtype):
+def test_message_with_impossible_scales_is_refused(values, count, scale, dtype):
     out, _, _ = message(count, dtype, Wire(values))
     end = 24 + 8 * -(-count * BITS[values] // 64)
     for place in range(-(-count // 256)):
@@ -354,7 +354,7 @@ def test_scales_that_cannot_be_are_refused_by_those_who_read(values, count, scal
 
 
 @pytest.mark.parametrize("values", BITS)
-def test_what_is_not_finite_is_read_as_nan(values):
+def test_message_in_few_bits_reads_infinity_as_nan(values):
     selection = selection_of(600, np.float32)
     selection.values[300] = np.inf
     out = np.empty(message_bytes(600, NUMEL, np.dtype(np.float32), Wire(values)), np.uint8)
@@ -362,7 +362,7 @@ def test_what_is_not_finite_is_read_as_nan(values):
     assert np.flatnonzero(np.isnan(read(out).selection.values)).tolist() == list(range(256, 512))
 
 
-def test_settings_that_cannot_be():
+def test_wire_with_a_bad_setting_is_refused():
     with pytest.raises(ConfigurationError, match=r"values must be None, 'fp16', .* 'q4' or 'q2', got 'fp8'"):
         Wire("fp8")
     with pytest.raises(ConfigurationError, match="indices must be 'plain' or 'elias-fano', got 'rice'"):

@@ -11,7 +11,7 @@ ELSEWHERE = {
     "checkpoint": "tests/docs/test_checkpoint.py",
     "policies": "tests/docs/test_policies.py",
     "studies": "tests/docs/test_benchmarks.py",
-    "extending": "tests/plugins/test_examples.py",
+    "extending": "tests/plugins/test_plugin_examples.py",
     "gpu": "a GPU",
 }
 # Blocks that need more than this test has: another package, a training.

@@ -74,13 +74,13 @@ def plugins(*files):
     return [word for file in files for word in ("--plugin", file)]
 
 
-def test_it_runs_what_is_installed(python, tmp_path):
+def test_installed_package_is_the_one_imported(python, tmp_path):
     code = "import mpicomp; print(mpicomp.__file__)"
     done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.startswith(str(python.parents[1]))
 
 
-def test_list_shows_where_names_come_from(mpicomp):
+def test_list_shows_the_files_of_plugins(mpicomp):
     files = [EXAMPLES / name for name in ("sign_topk.py", "halving_doubling.py", "flush.py")]
     written = json.loads(mpicomp("list", "--json", *plugins(*files)))
     found = {entry["name"]: entry["plugin"] for kind in written.values() for entry in kind if entry["plugin"]}
@@ -93,20 +93,10 @@ def test_list_shows_where_names_come_from(mpicomp):
 
 
 @pytest.mark.slow
-def test_a_task_a_compressor_and_a_policy_train(mpicomp, tmp_path):
+def test_train_runs_a_task_compressor_and_policy_of_plugins(mpicomp, tmp_path):
     files = [TASK, EXAMPLES / "sign_topk.py", EXAMPLES / "flush.py"]
-    words = [
-        "--task",
-        "plane",
-        "--compressor",
-        "sign-topk",
-        "--ratio",
-        "0.1",
-        "--collective",
-        "allgather",
-        "--policy",
-        '{"id": "flush", "every": 5}',
-    ]
+    words = ["--task", "plane", "--compressor", "sign-topk", "--ratio", "0.1", "--collective", "allgather"]
+    words += ["--policy", '{"id": "flush", "every": 5}']
     out = ["--no-verdict", "--json", "run.json", "--metrics", "steps.jsonl"]
     mpicomp("train", *plugins(*files), *words, *out, ranks=2)
     outcome = json.loads((tmp_path / "run.json").read_text())
@@ -117,7 +107,7 @@ def test_a_task_a_compressor_and_a_policy_train(mpicomp, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_collective_trains(mpicomp, tmp_path):
+def test_train_runs_a_collective_of_a_plugin(mpicomp, tmp_path):
     files = plugins(TASK, EXAMPLES / "halving_doubling.py")
     words = ["--task", "plane", "--compressor", "dense", "--collective", "halving-doubling"]
     mpicomp("train", *files, *words, "--no-verdict", "--json", "run.json", ranks=2)
@@ -125,7 +115,7 @@ def test_a_collective_trains(mpicomp, tmp_path):
 
 
 @pytest.mark.slow
-def test_they_are_measured(mpicomp, tmp_path):
+def test_bench_measures_compressor_and_collective_of_plugins(mpicomp, tmp_path):
     files = plugins(EXAMPLES / "sign_topk.py", EXAMPLES / "halving_doubling.py")
     words = ["--numel", "100000", "--compressor", "sign-topk", "--limit", "0.2", "--json", "rows.json"]
     mpicomp("bench", "collectives", *files, *words, ranks=2)
@@ -137,7 +127,7 @@ def test_they_are_measured(mpicomp, tmp_path):
     assert "sign-topk.compress" in {row["name"] for row in rows}
 
 
-def test_the_variable_does_what_the_option_does(mpicomp):
+def test_plugins_variable_equals_the_option(mpicomp):
     files = (EXAMPLES / "sign_topk.py", EXAMPLES / "flush.py")
     written = json.loads(mpicomp("list", "--json", env={"MPICOMP_PLUGINS": os.pathsep.join(map(str, files))}))
     assert "sign-topk" in [entry["name"] for entry in written["compressors"]]

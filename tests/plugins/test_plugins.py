@@ -58,12 +58,12 @@ def last_line(done):
     return done.stderr.strip().splitlines()[-1]
 
 
-def test_nothing_is_read_before_a_name_is_looked_up(plugin, python):
+def test_plugin_is_read_at_the_first_look_up(plugin, python):
     code = "import mpicomp, mpicomp.reducer, mpicomp.cli; mpicomp.TopK(); print('imported'); mpicomp.list_compressors()"
     assert python(code, [plugin()]).stdout.split("\n")[:2] == ["imported", "read mine"]
 
 
-def test_a_file_under_many_names_is_read_once(plugin, python, tmp_path):
+def test_plugin_under_many_names_is_read_once(plugin, python, tmp_path):
     path = plugin()
     (tmp_path / "link.py").symlink_to(path)
     (tmp_path / "sub").mkdir()
@@ -72,7 +72,7 @@ def test_a_file_under_many_names_is_read_once(plugin, python, tmp_path):
     assert done.stdout.split("\n")[:3] == ["read mine", "Mine", "1"]
 
 
-def test_a_file_that_the_script_imports_itself_is_read_once(plugin, python, tmp_path):
+def test_plugin_imported_by_the_script_is_read_once(plugin, python, tmp_path):
     path = plugin()
     for code in ("import mine; ", "import mpicomp; mpicomp.list_compressors(); import mine; "):
         done = python(code + MADE + "assert type(mpicomp.get_compressor('mine')) is mine.Mine", [path], [tmp_path])
@@ -80,13 +80,13 @@ def test_a_file_that_the_script_imports_itself_is_read_once(plugin, python, tmp_
     assert python("import mine; " + MADE, [path], [tmp_path]).stdout.count("read mine") == 1
 
 
-def test_files_of_one_name_in_two_folders_are_two_plugins(plugin, python):
+def test_plugins_of_one_name_in_two_folders_are_two(plugin, python):
     first, second = plugin("mine", "a/mine.py"), plugin("mine2", "b/mine.py")
     code = MADE + "print(mpicomp.get_compressor('mine2').id, type(mpicomp.get_compressor('mine2')).__module__)"
     assert "mine2 mpicomp_plugin_mine_" in python(code, [first, second]).stdout
 
 
-def test_a_name_is_taken_once(plugin, python):
+def test_plugin_with_a_name_in_use_is_refused(plugin, python):
     done = python(MADE, [plugin("mine", "a.py"), plugin("mine", "b.py")], status=1)
     assert "ConfigurationError: plugin: " in last_line(done)
     assert "compressor: 'mine' is already mpicomp_plugin_a_" in last_line(done)
@@ -107,7 +107,7 @@ def test_a_name_is_taken_once(plugin, python):
         slow("leaves.py", "'leaves.py' cannot be loaded: SystemExit: 3"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_at_every_look_up(python, tmp_path, name, text):
+def test_plugin_that_fails_raises_at_every_look_up(python, tmp_path, name, text):
     for file, content in {"present.py": "", "present.txt": "", "raises.py": "1 / 0", "leaves.py": "exit(3)"}.items():
         (tmp_path / file).write_text(content)
     done = python(
@@ -127,18 +127,18 @@ def test_what_cannot_be_loaded_is_said_at_every_look_up(python, tmp_path, name, 
     assert all(text in line for line in lines)
 
 
-def test_one_that_is_added_after_names_were_looked_up(plugin, python):
+def test_plugin_added_after_a_look_up_is_found(plugin, python):
     code = f"import mpicomp; mpicomp.list_compressors(); from mpicomp import plugins; plugins.add({str(plugin())!r}); "
     assert "Mine" in python(code + MADE).stdout
 
 
-def test_a_path_with_the_separator_is_refused(plugin, python):
+def test_plugin_path_with_the_separator_is_refused(plugin, python):
     path = plugin(file="a:b/mine.py")
     done = python(f"from mpicomp import plugins; plugins.add({str(path)!r})", status=1)
     assert "separates plugins in MPICOMP_PLUGINS and cannot be in a path" in last_line(done)
 
 
-def test_a_plugin_may_look_names_up(plugin, python):
+def test_plugin_may_look_up_names(plugin, python):
     above = "from mpicomp.policies import get_policy\nmpicomp.get_compressor('topk'), get_policy('auto')"
     assert python(MADE, [plugin(above=above)]).stdout.startswith("read mine\nMine")
 
@@ -158,7 +158,7 @@ def installed(folder, points):
     (info / "entry_points.txt").write_text("[mpicomp.plugins]\n" + "\n".join(lines) + "\n")
 
 
-def test_an_entry_point_is_found_and_a_broken_one_is_left_out(plugin, python, tmp_path):
+def test_entry_point_is_found_and_a_broken_one_warns(plugin, python, tmp_path):
     plugin(file="site/own_package/__init__.py")
     (tmp_path / "site" / "broken_package.py").write_text("import nothing_of_that_name")
     installed(tmp_path / "site", {"broken": "broken_package", "gone": "gone_package", "good": "own_package:Mine"})
@@ -169,7 +169,7 @@ def test_an_entry_point_is_found_and_a_broken_one_is_left_out(plugin, python, tm
     assert "it is an entry point, 'gone', and left out" in done.stderr
 
 
-def test_what_cannot_be_registered(python):
+def test_register_without_a_kind_or_name_is_refused(python):
     code = "import mpicomp\n@mpicomp.register\nclass Mine{}:\n    {}"
     done = python(code.format("", "pass"), status=1)
     assert "is neither a Compressor, a Scheme, a Policy nor a Task; derive it from one of them" in last_line(done)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.compressors.base_compressor import match_layer_setting, num_kept
 from mpicomp.compressors.grid import MOST_BITS
-from mpicomp.compressors.packing import packers
+from mpicomp.compressors.kinds import packers
 from mpicomp.compressors.wire_format import message_bytes
 from mpicomp.policies.policy import Shape
 from mpicomp.policies.ratio_levels import ladder

@@ -55,14 +55,14 @@ def files(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_that_have_the_same_go_on(mpiexec, files):
+def test_ranks_with_equal_plugins_run(mpiexec, files):
     first, _, copy = files
     done = mpiexec(2, "-c", SCRIPT, first, copy, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "fine False"  # a checkpoint may be loaded with other plugins
 
 
-def test_ranks_that_differ_hear_it_in_plain_words(mpiexec, files):
+def test_ranks_with_different_plugins_raise(mpiexec, files):
     first, other, _ = files
     done = mpiexec(2, "-c", SCRIPT, first, timeout=60)
     lines = done.stdout.strip().splitlines()
@@ -74,13 +74,13 @@ def test_ranks_that_differ_hear_it_in_plain_words(mpiexec, files):
     assert "DisagreementError reduce: plugins must be the same on all ranks, got mine (" in done.stdout
 
 
-def test_one_that_a_rank_cannot_load_is_an_error_on_all(mpiexec, files, tmp_path):
+def test_ranks_raise_if_one_cannot_load_a_plugin(mpiexec, files, tmp_path):
     done = mpiexec(2, "-c", SCRIPT, files[0], tmp_path / "missing.py", timeout=60)
     assert done.stdout.count("ConfigurationError plugin: there is no file") == 2, done.stderr
     assert done.stdout.count("missing.py' (on rank 1)") == 2
 
 
-def test_the_command_line_says_it_once_for_all_ranks(mpiexec, tmp_path):
+def test_command_reports_a_failed_plugin_once_for_all_ranks(mpiexec, tmp_path):
     (tmp_path / "raises.py").write_text("1 / 0\n")
     for name, text in [("raises.py", "cannot be loaded: ZeroDivisionError"), ("missing.py", "there is no file")]:
         train = ["train", "--task", "digits", "--steps", "2", "--plugin", tmp_path / name]
@@ -92,7 +92,7 @@ def test_the_command_line_says_it_once_for_all_ranks(mpiexec, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [slow(2), 3])
-def test_a_plugin_that_some_ranks_lack_ends_the_job(mpiexec, files, ranks):
+def test_command_ends_if_some_ranks_lack_a_plugin(mpiexec, files, ranks):
     path = files[0].rename(files[0].with_name("mine-0.py"))
     train = ["train", "--task", "digits", "--steps", "2", "--compressor", "mine"]
     done = mpiexec(ranks, "-c", WORDS, *train, "--plugin", path.with_name("mine-RANK.py"), timeout=60)

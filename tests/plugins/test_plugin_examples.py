@@ -43,28 +43,22 @@ def gradients(step, ranks, numel=20_000):
     return [{"w": np.random.default_rng((step, rank)).standard_t(3, numel).astype(np.float32)} for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("law", [law.__name__ for law in checks(mpicomp.TopK())])
-def test_compressor_of_the_docs_keeps_the_laws(law):
-    [check] = [check for check in checks(sign_topk(0.05)) if check.__name__ == law]
-    check()
-
-
-def test_quantiser_of_the_docs_keeps_the_laws():
-    for check in checks(mpicomp.get_compressor("int8")):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sign_topk(0.05),
+        lambda: mpicomp.get_compressor("int8"),
+        lambda: mpicomp.collectives.collective_class("halving-doubling"),
+        lambda: mpicomp.policies.get_policy({"id": "flush", "every": 4}),
+    ],
+    ids=EXAMPLE_FILES,
+)
+def test_example_keeps_the_laws(make):
+    for check in checks(make()):
         check()
 
 
-def test_collective_of_the_docs_keeps_the_laws():
-    for check in checks(mpicomp.collectives.collective_class("halving-doubling")):
-        check()
-
-
-def test_policy_of_the_docs_keeps_the_laws():
-    for check in checks(mpicomp.policies.get_policy({"id": "flush", "every": 4})):
-        check()
-
-
-def test_an_element_takes_less_than_two_bytes():
+def test_sign_topk_takes_less_than_two_bytes_an_element():
     numel, compressor = 10**6, sign_topk(0.01)
     kept = compressor.count(numel)
     assert message_bytes(kept, numel, np.dtype(np.float32), compressor.wire_for(kept, numel)) < 2 * kept
@@ -74,7 +68,7 @@ def test_an_element_takes_less_than_two_bytes():
     assert ranks.reducers[0].last_step.buckets[0].sent_bytes < 2 * kept
 
 
-def test_what_it_sends_are_signs_of_the_largest():
+def test_sign_topk_sends_signs_of_the_largest():
     ranks = Ranks(1, sign_topk(0.1))
     [given] = gradients(0, 1, 1000)
     [mean] = ranks.reduce([given])
@@ -86,7 +80,7 @@ def test_what_it_sends_are_signs_of_the_largest():
     np.testing.assert_allclose(ranks.reducers[0].residual("w"), given["w"] - expected, atol=1e-5)
 
 
-def test_it_cannot_be_cut_or_summed():
+def test_sign_topk_message_is_never_cut_or_summed():
     with pytest.raises(IncompatiblePairError, match=r"sign-topk: does not fit collective 'star-topk', .*allgather"):
         mpicomp.collectives.bind(sign_topk(0.1), "star-topk")
     with pytest.raises(IncompatiblePairError, match=r"TopK\(wire='signs'\): does not fit collective 'gtopk'"):
@@ -95,7 +89,7 @@ def test_it_cannot_be_cut_or_summed():
         sign_topk(2)
 
 
-def test_the_joint_choice_varies_its_ratio():
+def test_auto_varies_the_ratio_of_sign_topk():
     ranks = Ranks(4, sign_topk(0.01), policy="auto", network=SLOW)
     seen = set()
     for step in range(120):
@@ -107,7 +101,7 @@ def test_the_joint_choice_varies_its_ratio():
     assert len(seen) > 1
 
 
-def test_a_choice_of_collective_considers_the_new_one():
+def test_auto_considers_the_collective_of_the_example():
     ranks = Ranks(4, "dense", network=SLOW)
     seen = set()
     for step in range(40):

@@ -97,7 +97,7 @@ RULES = [
     ("compressor", "rule", "estimates", "dtype"),
     [(*case, np.float32) for case in RULES]
     + [slow(*case, np.float64) if case[1] is dgc else (*case, np.float64) for case in RULES],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_estimator_selects_what_its_rule_says(compressor, rule, estimates, dtype):
     context, sizes = Context(group=Group(3, 4), seed=1, bucket=2), set()
