@@ -65,17 +65,17 @@ def norm(arrays):
 def replay(ranks, gradients, parts, every, threshold, lrs=None):
     """Run steps; give for each part what was expected and what was run, and the rules."""
     rules = {part: Rule(every, threshold) for part in parts}
-    heard, expected, run = [], [], []
+    received, expected, run = [], [], []
     residuals = {name: [0.0] * len(gradients[0]) for name in SIZES}
     for step, gradient in enumerate(gradients):
         if step >= LAG:
             for part, rule in rules.items():
-                rule.observe(heard[step - LAG][part], 1.0 if lrs is None else lrs[step - LAG])
+                rule.observe(received[step - LAG][part], 1.0 if lrs is None else lrs[step - LAG])
         expected.append({part: MOST if rule.critical else LEAST for part, rule in rules.items()})
         accumulated = {
             name: [one[name] + r for one, r in zip(gradient, residuals[name], strict=True)] for name in SIZES
         }
-        heard.append(
+        received.append(
             {part: norm([array for name in names for array in accumulated[name]]) for part, names in parts.items()}
         )
         means = ranks.reduce(gradient, None if lrs is None else lrs[step])
@@ -135,7 +135,7 @@ def test_a_drop_of_the_learning_rate():
     assert kept == [{name: round(ratio * SIZES[name]) for name, ratio in ratios.items()} for ratios in expected]
     steady = [ratios["steady"] for ratios in expected]
     # Two periods pass until norms can be compared: steps 0 to 9, which count from step 11 on. Step 20 is the first of a
-    # new period, heard of before step 22, and step 24 the last one, heard of before step 26.
+    # new period, known before step 22, and step 24 the last one, known before step 26.
     assert steady == [MOST] * 11 + [LEAST] * 11 + [MOST] * 4 + [LEAST] * 14
 
 

@@ -97,7 +97,7 @@ RESOLUTION = 0.02
 def test_no_more_error_than_uniform_and_fewer_bytes(size, bucket_bytes):
     ranks = Ranks(size, {"id": "lgreco", **PERIODS}, mpicomp.TopK(ratio=0.05), bucket_bytes, "allgather")
     uniform = [sent(ranks.step(step)) for step in range(12)][-1]
-    window = ranks.accumulated[1:11]  # the last ten steps of which ranks have heard
+    window = ranks.accumulated[1:11]  # the last ten steps that ranks know of
     for step in range(12, 27):
         buckets = ranks.step(step)
         settings = chosen(buckets)
@@ -165,7 +165,7 @@ def test_bits_of_quantisers(size, collective):
     quantiser = mpicomp.QSGD(bits=4, bucket=64, rounding="nearest")
     ranks = Ranks(size, {"id": "lgreco", **PERIODS}, quantiser, collective=collective)
     uniform = [ranks.step(step)[0].sent_bytes for step in range(12)][-1]
-    window = ranks.accumulated[1:11]  # the last ten steps of which ranks have heard
+    window = ranks.accumulated[1:11]  # the last ten steps that ranks know of
     [bucket] = ranks.step(12)
     first = chosen([bucket])
     assert first.keys() == SHAPES.keys()
@@ -238,7 +238,7 @@ class InTurn(Adaptive):
 
     def configure(self, settings):
         super().configure(settings)
-        self.steps, self.heard, self.gains = 0, [], []
+        self.steps, self.received, self.gains = 0, [], []
 
     def levels(self):
         return [mpicomp.TopK(ratio=0.02), mpicomp.TopK(ratio=0.1)]
@@ -256,7 +256,7 @@ class InTurn(Adaptive):
 
     def on_telemetry(self, report):
         super().on_telemetry(report)
-        self.heard.append((report.step, {bucket: rows.shape for bucket, rows in report.surveys.items()}))
+        self.received.append((report.step, {bucket: rows.shape for bucket, rows in report.surveys.items()}))
 
     def state_dict(self):
         return {"steps": self.steps}
@@ -287,10 +287,10 @@ def test_upon_another_policy_its_choice_gives_the_error(size):
     assert buckets[40].reason.startswith("lgreco: nothing")
     inner = ranks.reducers[0].policy._inner
     assert inner.gains[-1] > 0
-    surveyed = {step for step, shapes in inner.heard if shapes}
+    surveyed = {step for step, shapes in inner.received if shapes}
     assert surveyed == set(range(0, 57, 4))
     width = SpectrumSurvey().width([int(np.prod(shape)) for shape in SHAPES.values()])
-    assert all(shapes == {0: (size, width)} for step, shapes in inner.heard if shapes)
+    assert all(shapes == {0: (size, width)} for step, shapes in inner.received if shapes)
 
 
 @pytest.mark.parametrize("on", ["gravac", "accordion"])

@@ -34,7 +34,7 @@ class Ranks(CheckedRanks):
         return super().step([gradients(number, rank) for rank in range(len(self.reducers))])
 
     def sums(self, rank, begin=1):
-        """What ten steps have accumulated: those of which ranks have heard last before the first adjustment."""
+        """What ten steps have accumulated: those that ranks know of before the first adjustment."""
         return {name: sum(step[rank][name] for step in self.accumulated[begin : begin + 10]) for name in SHAPES}
 
 
