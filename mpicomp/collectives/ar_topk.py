@@ -113,7 +113,7 @@ class StarTopk(ARTopk):
 class VarTopk(ARTopk):
     """AR-Topk by energy: every rank selects, and the indices of the selection with the largest energy serve all.
 
-    An allgatherv of 16 bytes a rank exchanges energies and counts first. Of equal energies the lowest rank's counts,
+    An allgatherv of 16 bytes a rank exchanges energies and counts first. The lowest of ranks with equal energies wins,
     and NaN counts as the smallest.
     """
 

@@ -45,7 +45,7 @@ def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
         Compressor that turns arrays into messages.
     collective : str
         Its name. One that is built on another may name it behind a colon, as in ``"star-topk:ring"``; if not, it is
-        the first one that fits. Of packed messages ``"scatter-reduce"`` is another name of ``"two-phase"``.
+        the first one that fits. For packed messages ``"scatter-reduce"`` is another name of ``"two-phase"``.
 
     Raises
     ------

@@ -207,7 +207,7 @@ class Hierarchical(Scheme[Compressor]):
             energy = energy_there  # what the rounding of this slice is a share of
         finite = nonfinite == 0 and finite_there
         if finite and self.compressor != Dense():
-            # What is kept back of the host's sum is taken from what the owner has sent of its own array.
+            # The part of the host's sum that is kept back is subtracted from the owner's sent array.
             finite = _differ_finitely(buffer[:owned], accumulated.array()[owned_slice], energy_there, hosts)
         return GradientWithResidual.ready(buffer, energy, lost, finite, stale > 0)
 

@@ -43,7 +43,7 @@ _ADJUST = 1.008  # factor by which the threshold changes in between
 _WORTH_BYTES = 1 << 14  # by which sharing out has to shorten the longest message: about two rounds' latency
 
 _Span = tuple[int, int]
-"""Where a part of the array begins and ends."""
+"""Start and end of a part of the array."""
 
 
 @register
@@ -52,7 +52,7 @@ class Oktopk(Scheme[Sparsifier]):
 
     1. Alltoallv of counts, then of messages: the selected elements of region j go to rank j, which adds them.
     2. Allgatherv of how many sums of each owner reach a threshold in magnitude, the same for all ranks.
-    3. Allgatherv of messages with these sums. Where an owner has more than twice the mean number of them, and it is
+    3. Allgatherv of messages with these sums. If an owner has more than twice the mean number of them, and it is
        worth a round, an alltoallv shares them out evenly before.
 
     The threshold is the k-th largest magnitude of all sums, k being the mean number of selected elements. It is found,

@@ -53,7 +53,7 @@ class ParameterServer(Scheme[Compressor]):
     Two steps whatever the number of ranks, but all bytes pass through the link of one of them.
 
     Dense arrays come back as they were sent: with a 16-bit wire rank 0 takes the error of the second rounding, times
-    the number of ranks, into its residual. Of sparse messages comes back the union: its length comes first, by a
+    the number of ranks, into its residual. For sparse messages the union comes back: its length comes first, by a
     bcast of one integer; values are not rounded a second time; where the whole array is shorter it comes in place of
     the union.
     """

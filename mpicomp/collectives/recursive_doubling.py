@@ -20,7 +20,7 @@ from mpicomp.rounds import Group, Round
 class RecursiveDoubling(Scheme[Dense]):
     """Exchanges of the whole array with ranks at distances 1, 2, 4 ...
 
-    As few steps as can be, with the whole array in each: it suits short arrays. Where the number of ranks is no power
+    The fewest steps possible, with the whole array in each: it suits short arrays. If the number of ranks is no power
     of two, those beyond the largest one give their arrays to partners first and get the mean at the end.
 
     All ranks hold the same bits: the two sums of an exchange have the same two terms, and both sides of each

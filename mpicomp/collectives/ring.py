@@ -24,7 +24,7 @@ HALF = 1 << 20
 class Ring(Scheme[Dense]):
     """Reduce-scatter and allgather in ``ranks - 1`` steps each, a part of one rank's share at a time.
 
-    As few bytes as can be, in many steps: it suits long arrays. Sums are made of segments as they arrive, so that only
+    The fewest bytes, in many steps: it suits long arrays. Sums are made of segments as they arrive, so that only
     the last segment's is waited for, and the rank that completes a part divides it before it goes round. Each
     part is summed in ring order from another rank on, once, so all ranks hold the same bits.
 

@@ -46,8 +46,8 @@ class Result:
     nonfinite, stale : bool
         Whether some rank held NaN or infinity; whether some rank asked for a new agreement. The same on every rank.
     thinned : sequence of (int, int, int)
-        Parts of the array, from start to stop, for all of which fewer numbers have travelled, and how many. Whatever
-        else is in ``sent`` has travelled element by element.
+        Parts of the array, from start to stop, for all of which fewer numbers have travelled, and how many. The rest
+        of ``sent`` has travelled element by element.
     code_error : float or None
         Of a learned code: squared error of what was decoded, as a share of the energy of what was to be decoded; 1 is
         that of zeros. As this rank can tell, so it may differ between ranks; None where it cannot.
@@ -101,7 +101,7 @@ class Scheme(ABC, Generic[CompressorType]):
     id: ClassVar[str]
     """The name in the list of collectives."""
     precedence: ClassVar[int] = 50
-    """Of those that carry a compressor's messages, the one with the lowest is used where nothing has been measured."""
+    """The fitting collective with the lowest precedence is used before a measurement."""
     paper: ClassVar[str]
     """The paper that it comes from, and the deviations from it."""
     messages: ClassVar[str]

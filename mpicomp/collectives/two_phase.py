@@ -24,7 +24,7 @@ _BYTE = np.dtype(np.uint8)
 class TwoPhase(Scheme[Quantiser]):
     """Alltoallv of packed parts, a mean in rank order by each part's owner, Allgatherv of the means, packed once more.
 
-    About twice the packed array leaves a rank, whatever the number of ranks. What packing loses the first time stays
+    About twice the packed array leaves a rank, whatever the number of ranks. The first packing's error stays
     with the sender. An owner's own share of its part enters the mean as it is, so that its residual there holds nothing
     but what is lost the second time, times the number of ranks.
     """

@@ -1,4 +1,4 @@
-"""Where a bucket lives: the host or a GPU, with its kernels, its allocation and its stream."""
+"""The device of a bucket: the host or a GPU, with its kernels, its allocation and its stream."""
 
 from mpicomp.device.cuda import common_device, on_device
 from mpicomp.device.device import HOST, Device, MeanPart, current_device, pick, received_on_host, to_python

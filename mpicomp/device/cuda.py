@@ -193,7 +193,7 @@ class CudaDevice(Device):
         self._driver.record(self.number, self._mark, self.stream)
         self._driver.wait(self.number, self._mark)
 
-    # What routes need: pinned memory, and copies in parts.
+    # For routes: pinned memory, and copies in parts.
 
     def begin_fetch(self, array: Any) -> _Pinned:
         """Return pinned memory into which an array is being copied; `wait` before it is read."""

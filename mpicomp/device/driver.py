@@ -32,7 +32,7 @@ _PLAIN_EVENT = 2  # CU_EVENT_DISABLE_TIMING; a thread that sleeps meanwhile woul
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """Where an array is on a GPU."""
+    """Address and layout of an array on a GPU."""
 
     address: int  # of its first element
     shape: tuple[int, ...]

@@ -57,7 +57,7 @@ ranks_died = False
 """Whether a rank of this job has died and this one has gone on without it."""
 
 status = 0
-"""What this process leaves the job with; known when the interpreter begins to exit."""
+"""Exit status of this process; known when the interpreter begins to exit."""
 
 
 def running() -> Any:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 _OVERRIDE = "MPICOMP_CUDA_AWARE"
 _ADVICE = f"{_OVERRIDE}=1 overrules this"
 _OFF = ("0", "false", "no", "off", "disable", "disabled")
-# What launchers leave for the processes of a job, which the child is not one of.
+# Variables that launchers set for the processes of a job, which the child is not one of.
 _LAUNCHERS = ("PMI", "PMIX_", "OMPI_COMM_", "OMPI_FILE_", "MPI_LOCAL", "HYD", "PRTE_", "SLURM_", "PALS_")
 # libmpi.so.12, libmpi_abi.so.1, libmpich.so.12, libmpi_gnu_123.so.12 (Cray), but not libmpicxx or libmpi_cxx,
 # libmpi_mpifh and their like, which only stand on it.
@@ -46,7 +46,7 @@ def cuda_aware(
     """Return whether the MPI library may be given pointers to GPU memory, and the evidence for it.
 
     The first of these that knows is believed: ``MPICOMP_CUDA_AWARE=0/1``; settings that turn it off; a probe that
-    failed; the loaded library; Cray's and Open MPI's own ways. Where none knows, it is no. ``vendor`` and ``version``
+    failed; the loaded library; Cray's and Open MPI's own ways. If none knows, it is no. ``vendor`` and ``version``
     are what ``mpi4py.MPI`` returns, ``path`` is the library's file, ``loaded`` has the lines of a ``/proc/self/maps``,
     ``probed`` is the result of `probe` before MPI was initialized.
 

@@ -19,8 +19,8 @@ _asked = False
 def stop_on_signals(*signals: int) -> None:
     """From now on have these signals ask all ranks to stop after a step, in place of ending the process.
 
-    To be called by the main thread of every rank, best before anything that takes time. What was set for these signals
-    before is replaced.
+    Call it in the main thread of every rank, best before anything that takes time. It replaces earlier handlers of
+    these signals.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def stop_on_signals(*signals: int) -> None:
         )
     for number in signals or (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: ask_to_stop())
-        # Python resets handlers at its end. Where one rank has ended, srun sends the others a SIGTERM, which would
+        # Python resets handlers at its end. Once a rank has ended, srun sends the others a SIGTERM, which would
         # turn their status into that of a killed process.
         atexit.register(signal.signal, number, signal.SIG_IGN)
 

@@ -69,7 +69,7 @@ class Transport(ABC):
     takes_device_memory: bool = False
     """Whether rounds may have arrays in GPU memory, as far as this rank knows."""
     user: int = 0
-    """What the rounds that come next belong to, see `enter`; 0 where nothing has said so."""
+    """Number from `enter` of the user that the next rounds belong to; 0 before a call."""
     timer: Callable[[], float] = time.perf_counter
     """Returns seconds on this rank's clock."""
     cores: float = math.inf

@@ -44,12 +44,12 @@ mpi_end.install()
 class MPITransport(Transport):
     """One rank of an MPI communicator (all ranks by default), which is duplicated. Collective; closing it is not.
 
-    An MPI call that waits keeps its core busy. Where ranks have a core each that is the fastest way to wait; where
+    An MPI call that waits keeps its core busy. If ranks have a core each that is the fastest way to wait; if
     they share cores it takes them from the ranks that still compute, so there rounds are started without blocking and
     tested with naps in between.
 
     Messages are cut so that no count exceeds ``count_limit``. ``layout`` replaces the measured host of each rank, for
-    tests. Where a launcher started several processes that are all rank 0 of 1, ``comm=None`` is a `LaunchError`.
+    tests. If a launcher started several processes that are all rank 0 of 1, ``comm=None`` is a `LaunchError`.
     """
 
     family = "mpi"
@@ -80,7 +80,7 @@ class MPITransport(Transport):
         self._back = back.channels
         self._naps = naps
         self._watch = pool.watch
-        # Where there is no thread that looks who is missing, whatever waits has to do it.
+        # Without a thread that finds out who is missing, each wait has to do it.
         threaded = pool.thread_level == MPI.THREAD_MULTIPLE and not fault_tolerant()
         self._meanwhile = None if threaded or pool.watch is None else pool.watch.tick
         self._refusal: str | None = None

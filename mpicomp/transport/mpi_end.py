@@ -95,7 +95,7 @@ def _all_ranks_came() -> bool:
 
 
 def _end() -> None:
-    """End this process where a rank has died: MPI's own end, which comes last, may wait for ever."""
+    """End this process where a rank has died: MPI's own end, which comes last, may wait forever."""
     if os.getpid() == _process and abort.running() is not None and not _all_ranks_came():
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

@@ -88,7 +88,7 @@ def all_end(naps: Naps) -> bool:
 def failure_of(error: MPI.Exception) -> Exception:
     """Return the error of a rank that has died, or what was raised where it stands for something else."""
     code = error.Get_error_class()
-    # Of several requests that are asked for at once MPI says that some have failed, and not of what.
+    # For several requests that are tested at once MPI reports that some have failed, without a reason.
     if code in _DEAD or (code == MPI.ERR_IN_STATUS and fault_tolerant()):
         return RankFailedError(f"mpi: a rank has died: {error.Get_error_string()}")
     return error

@@ -178,7 +178,7 @@ class Channel:
 
     def _calls(self, task: Round) -> list[tuple[str, tuple[Any, ...]]] | None:
         """Return names and arguments of collective calls, the same calls on all ranks; None where there is none."""
-        # Where a rank dies, Open MPI's calls free messages that then fail, and end the job for it.
+        # If a rank dies, Open MPI's calls free messages that then fail, and end the job.
         if self._survives and task.operation != "allreduce":
             return None
         send, recv, counts, root = task.send, task.recv, task.counts, task.root

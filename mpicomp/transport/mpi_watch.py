@@ -70,7 +70,7 @@ class Wait(NamedTuple):
 
 
 class WaitState(NamedTuple):
-    """Where another rank is: of a round that one waits in, and of all others."""
+    """Position of another rank, in a round that one waits in and in all others."""
 
     where: int
     key: int  # channel of the round that it has waited in for longest

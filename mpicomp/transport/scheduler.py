@@ -144,7 +144,7 @@ class ProgressThread:
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        # Where this rank alone has failed, what the thread waits for never comes.
+        # If this rank alone has failed, the thread waits for rounds that never come.
         if kind is None:
             self._driver.finish()
         self.stop()
