@@ -30,7 +30,7 @@ _NOISE = 0.5  # mean of what is added to a round, exponential, as a share of it
 _SCALES = 0.25, 4.0
 _CONSTANTS: dict[ModuleType, tuple[str, ...]] = {
     plans: (
-        "_ROUNDS_SD", "_AGEING_VARIANCE", "_MAX_SD", "_NOISE_VARIANCE", "_MIN_ROUNDS_FRACTION", "_CHANGED_SD",
+        "ROUNDS_SD", "_AGEING_VARIANCE", "_MAX_SD", "_NOISE_VARIANCE", "_MIN_ROUNDS_FRACTION", "_CHANGED_SD",
         "_RECENT_PAIRS", "_MIN_PAIRS", "_MIN_PAIRS_OF_PLAN", "_MAX_SPREAD_RATIO", "_NORMAL_VARIATION",
     ),
     network_model: (

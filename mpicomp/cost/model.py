@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from mpicomp.collectives import Scheme
+from mpicomp.cost import plans
 from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.network_model import Network, sample_views
-from mpicomp.cost.plans import KERNELS_SD, ROUNDS_SD, SPEED_SD, Candidates, Correction
+from mpicomp.cost.plans import Candidates, Correction
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group
 from mpicomp.system import whole_file
@@ -67,7 +68,7 @@ class CostModel:
         """
         keys = [scheme_key(scheme, ladder, on_device) for scheme in schemes]
         compressors = [_config(scheme, ladder) + _DEVICE_SUFFIX * on_device for scheme in schemes]
-        plans = [plan_key(scheme, ladder) for scheme in schemes]
+        plan_keys = [plan_key(scheme, ladder) for scheme in schemes]
         views = sample_views(group)
         rounds = [[scheme.rounds(numel, dtype, view, _LATE_STEP) for view in views] for scheme in schemes]
         return Candidates(
@@ -77,9 +78,9 @@ class CostModel:
                 self.kernels[key].seconds(numel, scheme.compressor.expected(numel))
                 for scheme, key in zip(schemes, keys, strict=True)
             ],
-            [_correction(self.speed_corrections, key, numel, SPEED_SD) for key in compressors],
-            [_correction(self.kernel_corrections, key, numel, KERNELS_SD) for key in keys],
-            [_correction(self.round_corrections, key, numel, ROUNDS_SD) for key in plans],
+            [_correction(self.speed_corrections, key, numel, plans.SPEED_SD) for key in compressors],
+            [_correction(self.kernel_corrections, key, numel, plans.KERNELS_SD) for key in keys],
+            [_correction(self.round_corrections, key, numel, plans.ROUNDS_SD) for key in plan_keys],
         )
 
     def kernel_seconds(self, scheme: Scheme[Any], numel: int, on_device: bool = False) -> float:
