@@ -16,11 +16,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the trace."""
     from mpicomp.cli.options import check_writable
     from mpicomp.errors import ConfigurationError
-    from mpicomp.reducer.trace_merge import put_together
+    from mpicomp.reducer.trace_merge import merge_files
 
     check_writable("trace", arguments.output)
     try:
-        put_together(arguments.parts, arguments.output)
+        merge_files(arguments.parts, arguments.output)
     except OSError as error:
         raise ConfigurationError(f"trace: {error}; name files that are there, and one that can be written") from error
     return 0

@@ -1,7 +1,7 @@
 """Listeners to steps: a trace of all ranks on one clock, for Perfetto or Chrome's tracing, and ranges for profilers.
 
-Each rank writes what it did to a file of its own, step by step, so that a job that dies leaves it. In the end the first
-rank puts all of them into one, see `mpicomp.reducer.trace_merge`. Without listeners a step makes no call for them.
+Each rank writes its steps to a file of its own, so that a job that dies leaves it; in the end the first rank merges all
+files, see `mpicomp.reducer.trace_merge`. Without listeners a step makes no call for them.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from mpicomp.transport.connect import connect
 
 _FLUSH_S = 0.25  # seconds after which steps are written: a job that dies loses no more
 _MAX_STEPS = 256  # steps that are kept until then
-OF_ALL = ("allreduce", "allgatherv", "alltoallv")  # operations in which every rank receives from every other
+_ALL_TO_ALL = ("allreduce", "allgatherv", "alltoallv")  # operations in which every rank receives from every other
 
 
 class Listener(Protocol):
@@ -37,30 +37,30 @@ class Listener(Protocol):
     def on_step(
         self, record: StepRecord, exchanges: Sequence[BucketExchange], reducer: int, transport: Transport
     ) -> None:
-        """Take a step that has just ended; ``reducer`` tells reducers of this process apart. Not collective."""
+        """Process a step that has just ended; ``reducer`` is the reducer's number in this process. Not collective."""
 
 
 listeners: list[Listener] = []
-"""All that are called, in this process."""
+"""Listeners of this process."""
 
 Marker = Callable[[str], Callable[[], object] | None]
-"""Begins a range of a name and returns what ends it; None while nobody looks."""
+"""Begins a range of a name and returns the function that ends it; None without a profiler."""
 
 markers: list[Marker] = []
-"""All that show ranges, in this process."""
+"""Markers of this process."""
 
 UNDER_NSIGHT = "NVTX_INJECTION64_PATH" in os.environ
 """Whether a tool that collects NVTX ranges has started this process."""
 
 
 class Phases:
-    """The range that is shown at the moment, one after the other; it is begun and ended in the same thread."""
+    """The current range of a profiler; it begins and ends in the same thread."""
 
     def __init__(self) -> None:
         self._ends: list[Callable[[], object]] = []
 
     def show(self, phase: str | None) -> None:
-        """End the range of the phase before, and begin one of the name ``mpicomp::phase``; None begins none."""
+        """End the current range, and begin one named ``mpicomp::phase``; None begins none."""
         while self._ends:
             self._ends.pop()()
         if phase is not None and markers:
@@ -68,24 +68,24 @@ class Phases:
 
 
 class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
-    """Write what the ranks' reducers do from now on to one file, on one clock, for Perfetto or Chrome's tracing.
+    """Write the steps of the ranks' reducers to one file, on one clock, for Perfetto or Chrome's tracing.
 
-    Making it and `finish` are collective over ``comm``, and so is the end of a ``with`` block that no error leaves. One
-    that an error leaves waits for nobody.
+    Making it and `finish` are collective over ``comm``, and so is the end of a ``with`` block without an error. After
+    an error the end of the block waits for no rank.
 
     Parameters
     ----------
     path : str
-        The file, which rank 0 writes in the end. Until then each rank adds to one of its own, four times a second:
-        next to it, under the name ``PATH.rank-N``, or among temporary files where a host has no such folder. They are
-        removed when ``path`` is complete, and stay where the job dies: ``mpicomp trace`` makes a trace of them.
+        The file, which rank 0 writes in the end. Until then each rank writes to its own file four times a second:
+        ``PATH.rank-N``, or a temporary file on a host without that folder. These are removed when ``path`` is complete,
+        and stay if the job dies: ``mpicomp trace`` merges them.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
 
     Raises
     ------
     ConfigurationError
-        On all ranks, where a file cannot be written on one, or a trace is being written already.
+        On all ranks, if a file cannot be written on one, or a trace is being written already.
 
     Examples
     --------
@@ -136,15 +136,15 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         self._write(packed(tuple(RankInfo(self._rank, host, transport.group.size, self._error))))
 
     def flush(self) -> None:
-        """Write the steps that have ended to this rank's file now. Not collective."""
+        """Write the steps so far to this rank's file. Not collective."""
         with self._lock:
             self._drain()
 
     def finish(self) -> None:
-        """End the trace and put the ranks' files into one. Collective; a second call does nothing.
+        """End the trace and merge the ranks' files. Collective; a second call does nothing.
 
-        Where ranks have died and the others have gone on, with this transport, it has what those did; with another one
-        the ranks' files stay as they are, with a warning.
+        If ranks have died and the others continue on this transport, the trace has the steps of the others; on another
+        transport the ranks' files stay as they are, with a warning.
         """
         if self._finished:
             return
@@ -179,9 +179,8 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
     def on_step(
         self, record: StepRecord, exchanges: Sequence[BucketExchange], reducer: int, transport: Transport
     ) -> None:
-        """Write a step of a reducer, which has just ended. Not collective."""
         if self._file is None or (transport.group.size > 1 and not transport.concurrent):
-            return  # or ranks that live in one process, which are no ranks of the job
+            return  # the file is closed, or ranks of one process are no ranks of the job
         now = time.perf_counter()
         since = None
         if threading.get_ident() == self._thread:
@@ -201,14 +200,12 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
                 self._drain()
 
     def _drain(self) -> None:
-        """Write the steps that have ended."""
         steps, self._steps = self._steps, []
         if steps:
             self._write(packed(steps))
         self._flushed = time.perf_counter()
 
     def _open(self) -> None:
-        """Open this rank's file."""
         for other in listeners:
             if isinstance(other, trace):
                 raise ConfigurationError(f"trace: '{other._path}' is being written already; finish() it first")
@@ -225,7 +222,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         listeners.append(self)
 
     def _write(self, pack: bytes) -> None:
-        """Write steps; a disk that is full ends the trace of this rank, and not the training."""
+        """Write steps; a full disk ends the trace of this rank, and not the training."""
         if self._file is not None:
             try:
                 self._file.write(pack)
@@ -235,12 +232,11 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
                 self._close()
 
     def _stop(self) -> None:
-        """Write what is there, and then no more."""
+        """Write the steps so far, and no more."""
         self.flush()
         self._close()
 
     def _close(self) -> None:
-        """Write no more."""
         if self in listeners:
             listeners.remove(self)
         file, self._file = self._file, None
@@ -257,12 +253,12 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
 
 
 def noted_bucket(done: BucketExchange, move: float, group: Group, whole: bool) -> tuple[Any, ...]:
-    """Return what a `NotedBucket` is made of; ``move`` is added to times, for the others see `partners`."""
+    """Return the fields of a `NotedBucket`; ``move`` is added to times, for ``whole`` see `partners`."""
     record, rounds = done.record, []
     begun: dict[int, float] = {}  # of rounds in the background
-    for asked, begin, end in done.requests:
-        task = asked if isinstance(asked, Round) else asked.task
-        if task.background and task is asked:
+    for request, begin, end in done.requests:
+        task = request if isinstance(request, Round) else request.task
+        if task.background and task is request:
             begun[id(task)] = begin
             continue
         about = partners(task, group, whole)
@@ -275,24 +271,12 @@ def noted_bucket(done: BucketExchange, move: float, group: Group, whole: bool) -
 
 
 def partners(task: Round, group: Group, whole: bool) -> dict[str, Any]:
-    """Return what a round says of other ranks, by their numbers in the whole group.
+    """Return the other ranks of a round, by their numbers in the whole group.
 
-    Parameters
-    ----------
-    task : Round
-        The round.
-    group : Group
-        All ranks of the reducer.
-    whole : bool
-        Whether they are all that the trace is of; otherwise others are not distinguished.
-
-    Returns
-    -------
-    dict
-        ``group``, where it is not that of all ranks; ``from``: the ranks that this one cannot end without, left out
-        where they are all; ``to``: the rank that a message goes to.
+    ``group``, unless it is that of all ranks; ``from``: the ranks that this one needs to end the round, unless they are
+    all; ``to``: the receiver of a message. If ``group`` is not the ``whole`` trace's, ranks are not distinguished.
     """
-    if whole and task.group == WORLD and task.operation in OF_ALL:
+    if whole and task.group == WORLD and task.operation in _ALL_TO_ALL:
         return {}
     members = _members(group, task.group)
     about: dict[str, Any] = {} if task.group == WORLD else {"group": task.group}
@@ -300,7 +284,7 @@ def partners(task: Round, group: Group, whole: bool) -> dict[str, Any]:
     if not whole:
         return about | {"from": []}
     match task.operation:
-        case operation if operation in OF_ALL:
+        case operation if operation in _ALL_TO_ALL:
             about["from"] = list(members)
         case "bcast" | "gatherv":
             root = members[task.root]
@@ -330,7 +314,7 @@ def _members_of_part(group: Group, name: str) -> tuple[int, ...]:
 
 
 def _add_nvtx() -> None:
-    """Show ranges by the package nvtx, where it is installed."""
+    """Show ranges by the package nvtx, if it is installed."""
     try:
         import nvtx
     except ImportError:

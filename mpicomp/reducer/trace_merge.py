@@ -1,7 +1,7 @@
-"""The traces of ranks as one file in the format of Chrome's tracing: a few steps at a time, so that no rank holds more.
+"""Merge the ranks' traces into one file in the format of Chrome's tracing, a few steps at a time to save memory.
 
-A rank's file has a plain tuple for each step, some of which are pickled at a time: to make events in JSON of them takes
-ten times as long, and is done in the end. The format of events, one a line, in microseconds:
+A rank's file has a plain tuple for each step, pickled in groups: JSON takes ten times as long, and is written in the
+end. The format of events, one a line, in microseconds:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -22,35 +22,23 @@ from mpicomp.rounds import Group, Round, Rounds, gather_rows
 
 _BLOCK_STEPS = 4096  # steps that are merged at a time, over all ranks: some megabytes
 _BYTE = np.dtype(np.uint8)
-_NOBODY: Iterator[float] = itertools.repeat(-math.inf)  # is waited for
+_NO_WAITS: Iterator[float] = itertools.repeat(-math.inf)
 
 Key = tuple[Any, ...]
 
 
 class NotedRound(NamedTuple):
-    """A round, in seconds of the trace's clock.
-
-    Attributes
-    ----------
-    operation : str
-        Of MPI.
-    about : dict
-        What `partners` returns.
-    begin, end : float
-        When the exchange waited for it.
-    begun : float
-        When this rank had begun it: before that, where it was in the background.
-    """
+    """A round, in seconds of the trace's clock."""
 
     operation: str
-    about: dict[str, Any]
-    begin: float
+    about: dict[str, Any]  # see `mpicomp.reducer.trace.partners`
+    begin: float  # of the time in which the exchange waited for it
     end: float
-    begun: float
+    begun: float  # before ``begin`` for a round in the background
 
 
 class NotedBucket(NamedTuple):
-    """A bucket's exchange: its beginning on the trace's clock, its rounds, and what its record says."""
+    """A bucket's exchange: its beginning on the trace's clock, its rounds, and fields of its record."""
 
     begin: float
     rounds: Sequence[NotedRound]
@@ -71,24 +59,10 @@ class NotedBucket(NamedTuple):
 
 
 class NotedStep(NamedTuple):
-    """A step of a reducer, in seconds of the trace's clock.
+    """A step of a reducer, in seconds of the trace's clock; from ``step`` on fields of its record."""
 
-    Attributes
-    ----------
-    reducer : int
-        Number of the reducer in the trace.
-    since : float or None
-        When the thread came back to the script before; None where it is another thread.
-    begin, end : float
-        Of the step.
-    buckets : sequence of NotedBucket
-        In the order of exchange.
-    step, lr, agreed, skipped, lost_ranks, choosing_s, once_wire_bytes, overhead_bytes, overhead_wire_bytes
-        As in its record.
-    """
-
-    reducer: int
-    since: float | None
+    reducer: int  # number of the reducer in the trace
+    since: float | None  # end of the call before in the same thread; None for other threads
     begin: float
     end: float
     buckets: Sequence[NotedBucket]
@@ -104,7 +78,7 @@ class NotedStep(NamedTuple):
 
 
 class RankInfo(NamedTuple):
-    """What a rank's file begins with: its number, that of its host, how many ranks there are, and the clocks' error."""
+    """Head of a rank's file: the numbers of the rank and its host, the number of ranks, and the clocks' error."""
 
     rank: int
     host: int
@@ -113,45 +87,32 @@ class RankInfo(NamedTuple):
 
 
 TRACKS = ("step", "compute", "bucket", "compress", "wait", "exchange", "decode")
-"""Threads of a rank, as a viewer shows them, from the top down; each reducer has its own."""
+"""Threads of a rank in a viewer, from the top down, for each reducer."""
 
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Events:
-    """Makes the events of a rank's steps, in their order.
-
-    Parameters
-    ----------
-    about : About
-        The rank.
-    clock : float
-        Factor of its times.
-    """
+    """Makes the events of a rank's steps, in their order; ``clock`` is the factor of its times."""
 
     def __init__(self, about: RankInfo, clock: float = 1.0) -> None:
         self._rank, self._clock = about.rank, clock
         self._reducers: set[int] = set()
         self._wire = self._dense = 0.0
         name = f"rank {about.rank} (host {about.host})"
-        self._lines = [self._named("process_name", 0, name=name)]
-        self._lines.append(self._named("process_sort_index", 0, sort_index=about.rank))
+        self._lines = [self._metadata("process_name", 0, name=name)]
+        self._lines.append(self._metadata("process_sort_index", 0, sort_index=about.rank))
 
     def take(self) -> str:
-        """Return the lines of what was added since the last call, each with a comma behind it."""
+        """Return the lines that were added since the last call, each with a comma at its end."""
         lines, self._lines = self._lines, []
         return "".join(lines)
 
     def add(self, step: NotedStep, last: Iterator[float]) -> None:
         """Add a step.
 
-        Parameters
-        ----------
-        step : NotedStep
-            The step.
-        last : iterator of float
-            Of its rounds, when the last of the ranks had begun it without which this one cannot end it; it divides the
-            round into a wait and an exchange.
+        ``last`` yields for each round the time at which the last rank that this one needs had begun it: the round is a
+        wait until then, and an exchange from then on.
         """
         if step.reducer not in self._reducers:
             self._reducers.add(step.reducer)
@@ -179,18 +140,18 @@ class Events:
 
     def _add_bucket(self, step: NotedStep, bucket: NotedBucket, last: Iterator[float]) -> None:
         ids, at = {"step": step.step, "bucket": bucket.bucket, "reducer": step.reducer}, bucket.begin
-        for one in bucket.rounds:
-            if one.begin > at:
-                self._slice("compress", step.reducer, at, one.begin, "compress", ids)
-            at = one.end
-            cut = min(max(one.begin, next(last)), one.end)
-            if cut > one.begin:
-                self._slice("wait", step.reducer, one.begin, cut, "wait", ids)
-            if cut < one.end or cut == one.begin:
-                about = ids | one.about
-                if one.begun != one.begin:
-                    about["begun"] = self._time(one.begun)
-                self._slice("exchange", step.reducer, cut, one.end, one.operation, about)
+        for noted in bucket.rounds:
+            if noted.begin > at:
+                self._slice("compress", step.reducer, at, noted.begin, "compress", ids)
+            at = noted.end
+            cut = min(max(noted.begin, next(last)), noted.end)
+            if cut > noted.begin:
+                self._slice("wait", step.reducer, noted.begin, cut, "wait", ids)
+            if cut < noted.end or cut == noted.begin:
+                about = ids | noted.about
+                if noted.begun != noted.begin:
+                    about["begun"] = self._time(noted.begun)
+                self._slice("exchange", step.reducer, cut, noted.end, noted.operation, about)
         end = at + bucket.phases_s["decode"]
         self._slice("decode", step.reducer, at, end, "decode", ids)
         self._wire += bucket.wire_bytes
@@ -217,43 +178,38 @@ class Events:
     def _name_tracks(self, reducer: int) -> None:
         for track in TRACKS:
             number = _number(track, reducer)
-            self._lines.append(self._named("thread_name", number, name=track + (f" {reducer + 1}" if reducer else "")))
-            self._lines.append(self._named("thread_sort_index", number, sort_index=number))
+            self._lines.append(
+                self._metadata("thread_name", number, name=track + (f" {reducer + 1}" if reducer else ""))
+            )
+            self._lines.append(self._metadata("thread_sort_index", number, sort_index=number))
 
-    def _named(self, what: str, number: int, **about: Any) -> str:
-        return _encoded({"name": what, "ph": "M", "pid": self._rank, "tid": number, "args": about}) + ",\n"
+    def _metadata(self, kind: str, number: int, **about: Any) -> str:
+        return _encoded({"name": kind, "ph": "M", "pid": self._rank, "tid": number, "args": about}) + ",\n"
 
     def _add(self, event: dict[str, Any]) -> None:
         self._lines.append(_encoded(event) + ",\n")
 
 
 def head(ranks: int, error: float) -> str:
-    """Return what a file begins with: the number of ranks, and seconds by which their clocks may differ."""
+    """Return the head of a file: the number of ranks, and seconds by which their clocks may differ."""
     about = _encoded({"ranks": ranks, "clock_error_s": error})
     return f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n'
 
 
 TAIL = "\n]}\n"
-"""What it ends with."""
 
 
 def _number(track: str, reducer: int) -> int:
     return 10 * reducer + 1 + TRACKS.index(track)
 
 
-def packed(what: Any) -> bytes:
-    """Return the bytes of what is to be added to a rank's file."""
-    return pickle.dumps(what, 5)
+def packed(content: Any) -> bytes:
+    """Return the bytes that add steps or a `RankInfo` to a rank's file."""
+    return pickle.dumps(content, 5)
 
 
 def read(path: str) -> tuple[RankInfo, Iterator[NotedStep]]:
-    """Read a rank's file; what was cut short when a disk was full, or a job died, is left out.
-
-    Raises
-    ------
-    ConfigurationError
-        Where it is no such file.
-    """
+    """Read a rank's file, without a last group that was cut short by a full disk or the end of the job."""
     packs = _packs(path)
     try:
         about = RankInfo(*next(packs))
@@ -273,7 +229,7 @@ def _packs(path: str) -> Iterator[Any]:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, strings and what holds them alone: a file among temporary ones may be anybody's."""
+    """Reads only numbers, strings and their containers: a file among temporary ones may be anybody's."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"trace: no file of a rank holds a {module}.{name}")
@@ -283,12 +239,12 @@ def _step(packed: Sequence[Any]) -> NotedStep:
     step = NotedStep(*packed)
     buckets = [NotedBucket(*bucket) for bucket in step.buckets]
     return step._replace(
-        buckets=[bucket._replace(rounds=[NotedRound(*one) for one in bucket.rounds]) for bucket in buckets]
+        buckets=[bucket._replace(rounds=[NotedRound(*noted) for noted in bucket.rounds]) for bucket in buckets]
     )
 
 
-def put_together(parts: Sequence[str], path: str) -> None:
-    """Put the files that ranks have left into one trace: those of a job that has died. Waits are left out."""
+def merge_files(parts: Sequence[str], path: str) -> None:
+    """Merge the files of a job that has died into one trace, without waits."""
     files = [read(part) for part in parts]
     files.sort(key=lambda about_and_steps: about_and_steps[0].rank)
     with open(path, "w", encoding="utf-8") as out:
@@ -300,38 +256,24 @@ def put_together(parts: Sequence[str], path: str) -> None:
 
 
 def merge(part: str, path: str, group: Group, drift: float, error: float, waits: bool = True) -> Rounds[None]:
-    """Put the files of all ranks into one, which rank 0 writes. Collective, as rounds.
+    """Merge the files of all ranks, ``part`` of each, into ``path``, which rank 0 writes. Collective, as rounds.
 
-    The time in a round before the last rank that it receives from has begun it is a slice on another track: the rank
-    waited.
-
-    Parameters
-    ----------
-    part : str
-        The file of this rank.
-    path : str
-        The one of all, on rank 0.
-    group : Group
-        All ranks.
-    drift : float
-        Share by which rank 0's clock goes faster than this one's.
-    error : float
-        Seconds by which clocks may differ.
-    waits : bool
-        Whether ranks have the numbers with which the files were written, so that waits can be computed.
+    Rank 0's clock is faster than this one's by the share ``drift``, and clocks may differ by ``error`` seconds. If
+    ranks have the numbers of the files, ``waits`` are shown on a track of their own: the time in a round before the
+    last rank that this one receives from has begun it.
     """
     about, steps = read(part)
     if group.rank:
-        yield from _hand_over(about, steps, None, group, drift, waits)
+        yield from _write_all(about, steps, None, group, drift, waits)
         return
     with open(path, "w", encoding="utf-8") as out:
         file = _File(out, about._replace(ranks=group.size, clock_error_s=error))
-        yield from _hand_over(about, steps, file, group, drift, waits)
+        yield from _write_all(about, steps, file, group, drift, waits)
         file.end()
 
 
 class _File:
-    """The file of all ranks."""
+    """The merged file."""
 
     def __init__(self, out: IO[str], about: RankInfo) -> None:
         self._out, self._between = out, ""
@@ -351,52 +293,50 @@ def _texts(about: RankInfo, steps: Iterator[NotedStep]) -> Iterator[str]:
     events = Events(about)
     for block in iter(lambda: list(itertools.islice(steps, _BLOCK_STEPS)), []):
         for step in block:
-            events.add(step, _NOBODY)
+            events.add(step, _NO_WAITS)
         yield events.take()
     yield events.take()  # of a rank that has made no step
 
 
-def _hand_over(
+def _write_all(
     about: RankInfo, steps: Iterator[NotedStep], file: _File | None, group: Group, drift: float, waits: bool
 ) -> Rounds[None]:
-    """Give the events of all ranks to the file of the first. As rounds."""
+    """Write the events of all ranks to the file of the first. As rounds."""
     events = Events(about, 1 + drift)
     while True:
         block = list(itertools.islice(steps, max(1, _BLOCK_STEPS // group.size)))
-        last = iter((yield from _last_begun(block, group, 1 + drift))) if waits else _NOBODY
+        last = iter((yield from _last_begun(block, group, 1 + drift))) if waits else _NO_WAITS
         for step in block:
             events.add(step, last)
-        everyones = yield from _everyones_bytes(events.take(), group)
-        if everyones is None:
+        text = yield from _gather_text(events.take(), group)
+        if text is None:
             return
         if file is not None:
-            file.add(everyones)
+            file.add(text)
 
 
 def _last_begun(steps: Sequence[NotedStep], group: Group, clock: float) -> Rounds[list[float]]:
-    """Return for each round when the last of the ranks had begun it that this one receives from. As rounds."""
+    """Return for each round the time at which the last rank that this one receives from had begun it. As rounds."""
     begun: dict[int, float] = {}
-    received: list[list[tuple[int, int]]] = []  # of each round: ranks, and what they call their side of it
+    received: list[list[tuple[int, int]]] = []  # by round: ranks, and the digests of their side of it
     counts: Counter[Key] = Counter()
-    for step, bucket, one in _rounds(steps):
-        about = one.about
-        key = (step.reducer, step.step, bucket.bucket, one.operation, about.get("group"))
-        if one.operation == "sendrecv":  # messages between two ranks come in the order in which they go
+    for step, bucket, noted in _rounds(steps):
+        about = noted.about
+        key = (step.reducer, step.step, bucket.bucket, noted.operation, about.get("group"))
+        if noted.operation == "sendrecv":  # messages between two ranks arrive in the order in which they are sent
             ways = [(*key, source, group.rank) for source in about["from"] if source != group.rank]
             received.append([(way[-2], _digest(*way, _next(counts, way))) for way in ways])
             if "to" in about and about["to"] != group.rank:
                 way = (*key, group.rank, about["to"])
-                begun[_digest(*way, _next(counts, way))] = one.begun * clock
+                begun[_digest(*way, _next(counts, way))] = noted.begun * clock
         else:
             name = _digest(*key, _next(counts, key))
             received.append([(source, name) for source in about.get("from", range(group.size))])
-            begun[name] = one.begun * clock
-    everyones = yield from _tables(begun, group)
-    # What is compared is on the clock of all, and what is returned on that of this rank.
+            begun[name] = noted.begun * clock
+    tables = yield from _tables(begun, group)
+    # Times are compared on the shared clock, and returned on this rank's.
     return [
-        max(
-            (everyones[source].get(name, -math.inf) for source, name in sides if source < group.size), default=-math.inf
-        )
+        max((tables[source].get(name, -math.inf) for source, name in sides if source < group.size), default=-math.inf)
         / clock
         for sides in received
     ]
@@ -405,12 +345,12 @@ def _last_begun(steps: Sequence[NotedStep], group: Group, clock: float) -> Round
 def _rounds(steps: Sequence[NotedStep]) -> Iterator[tuple[NotedStep, NotedBucket, NotedRound]]:
     for step in steps:
         for bucket in step.buckets:
-            for one in bucket.rounds:
-                yield step, bucket, one
+            for noted in bucket.rounds:
+                yield step, bucket, noted
 
 
 def _next(counts: Counter[Key], key: Key) -> int:
-    """Return how many there have been, and count one more."""
+    """Count one more of a key and return its count."""
     counts[key] += 1
     return counts[key]
 
@@ -421,7 +361,7 @@ def _digest(*words: Any) -> int:
 
 def _tables(table: dict[int, float], group: Group) -> Rounds[list[dict[int, float]]]:
     """Return the tables of all ranks. As rounds."""
-    counts = yield from _everyones_numbers(len(table), group)
+    counts = yield from _gather_numbers(len(table), group)
     send = np.array([*table, *np.array(list(table.values()), np.float64).view(np.int64)], np.int64)
     recv = np.empty(2 * sum(counts), np.int64)
     rows = yield Round("allgatherv", [2 * count for count in counts], send.dtype, send=send, recv=recv)
@@ -433,10 +373,10 @@ def _tables(table: dict[int, float], group: Group) -> Rounds[list[dict[int, floa
     return tables
 
 
-def _everyones_bytes(text: str, group: Group) -> Rounds[str | None]:
-    """Return what all ranks have, on rank 0, and None on all where no rank has any more. As rounds."""
+def _gather_text(text: str, group: Group) -> Rounds[str | None]:
+    """Return the texts of all ranks, on rank 0, or None on all if all are empty. As rounds."""
     send = np.frombuffer(text.encode(), _BYTE)
-    counts = yield from _everyones_numbers(send.size, group)
+    counts = yield from _gather_numbers(send.size, group)
     if not any(counts):
         return None
     recv = np.empty(sum(counts), np.uint8) if group.rank == 0 else None
@@ -444,5 +384,5 @@ def _everyones_bytes(text: str, group: Group) -> Rounds[str | None]:
     return got.tobytes().decode() if group.rank == 0 else ""
 
 
-def _everyones_numbers(number: int, group: Group) -> Rounds[list[int]]:
+def _gather_numbers(number: int, group: Group) -> Rounds[list[int]]:
     return [int(other) for other in (yield from gather_rows(np.int64(number), group))]
