@@ -1,7 +1,4 @@
-"""Comparison of the ranks' arrays and settings, before anything is delivered.
-
-It costs rounds of its own and so happens only at the first step and when some rank was passed something new.
-"""
+"""Comparison of the ranks' arrays and settings, before anything is delivered: in the first step, and after changes."""
 
 import hashlib
 import json
@@ -51,13 +48,7 @@ class LoadedState:
     cost: CostModel | None
 
     def load_into(self, policy: Policy, group: Group) -> None:
-        """Have a policy continue from it.
-
-        Raises
-        ------
-        ConfigurationError
-            Where it is no state of this policy, which is then as it was.
-        """
+        """Let a policy continue from it; a state of another policy raises `ConfigurationError` and changes nothing."""
         before = policy.state_dict()
         cost = None if self.cost is not None and self.cost.network.hosts != group.hosts else self.cost
         try:
@@ -91,28 +82,12 @@ def settings_of_step(reducer: "Reducer", gradients: Iterable[Any]) -> dict[str, 
 def agree(
     signature: Signature | None, problem: MpicompError | None, group: Group, subsystem: str = "reduce"
 ) -> Rounds[None]:
-    """Compare the ranks' signatures and raise the same error on all of them where they differ.
+    """Compare the ranks' signatures and raise the same error on all of them if they differ.
 
-    Parameters
-    ----------
-    signature : Signature or None
-        The signature of this rank; None where its arrays cannot be described.
-    problem : MpicompError or None
-        The error of this rank, or None. A difference between ranks is reported first, since it mostly explains the
-        error.
-    group : Group
-        All ranks.
-    subsystem : str
-        Name of the caller, with which the error message begins.
-
-    Raises
-    ------
-    DisagreementError
-        Where signatures differ; the message names the first difference, with ranks and values.
-    MpicompError
-        Where some rank has a problem: of that rank's class, on all ranks.
-    MessageError
-        Where what ranks have reported cannot be read.
+    ``signature`` is None if this rank's arrays cannot be described, ``problem`` is this rank's error, and ``subsystem``
+    the start of messages. A `DisagreementError` names the first difference, with ranks and values; it is reported
+    first, since it mostly explains other errors. A problem of some rank is raised on all, with its class. Reports that
+    cannot be read raise `MessageError`.
     """
     content: dict[str, Any] = {} if signature is None else signature.to_json()
     if problem is not None:
@@ -133,23 +108,14 @@ def agree(
     try:
         found = _difference(reports, subsystem)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise MessageError(f"{subsystem}: ranks report what is no signature ({error!r:.200})") from None
+        raise MessageError(f"{subsystem}: a report of a rank is no signature ({error!r:.200})") from None
     raise found
 
 
 def run_collectively(make: Callable[[], Made], transport: Transport, subsystem: str) -> Made:
-    """Return what ``make`` makes, or raise on all ranks what it raises on some. Collective.
+    """Return the result of ``make``, which does not communicate, or raise its error of some rank on all. Collective.
 
-    Ranks that live in one process take turns, so there each raises its own.
-
-    Parameters
-    ----------
-    make : callable
-        Communicates with nobody.
-    transport : Transport
-        Of all ranks.
-    subsystem : str
-        Name of the caller, with which the error message begins.
+    Ranks of one process take turns, so there each raises its own error.
     """
     problem: MpicompError | None = None
     try:
@@ -169,7 +135,7 @@ def run_collectively(make: Callable[[], Made], transport: Transport, subsystem: 
 
 
 def no_memory(error: MemoryError, subsystem: str) -> OutOfMemoryError:
-    """Return the error of this rank in a form that all ranks can raise."""
+    """Return an error that all ranks can raise."""
     return OutOfMemoryError(
         f"{subsystem}: no memory is left for the buckets and residuals of this rank ({error or 'not said for what'}); "
         "start fewer ranks on its host, or raise its limit"
@@ -177,7 +143,7 @@ def no_memory(error: MemoryError, subsystem: str) -> OutOfMemoryError:
 
 
 def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
-    """Put the first difference between reports into words; every rank has all reports and finds the same one."""
+    """Return the error of the first difference between reports, the same on all ranks."""
     described = [rank for rank, report in enumerate(reports) if "arrays" in report]
     for rank in described[1:]:
         text = _compare(reports[described[0]], reports[rank], described[0], rank)
@@ -190,11 +156,11 @@ def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
         cls = getattr(errors, first["error"], MpicompError)
         known = isinstance(cls, type) and issubclass(cls, MpicompError)
         return _build(cls if known else MpicompError, first["message"] + where)
-    return DisagreementError(f"{subsystem}: the ranks were given different things")
+    return DisagreementError(f"{subsystem}: the ranks were passed different arguments")
 
 
 def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int) -> str | None:
-    """Return the first difference between two ranks' signatures; None where there is none."""
+    """Return the first difference between two ranks' signatures, or None."""
     for key, value in ours["settings"].items():
         if value != theirs["settings"][key]:
             other = theirs["settings"][key]
@@ -205,11 +171,11 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int
         if name not in left or name not in right:
             here, there = (first, rank) if name in left else (rank, first)
             return f"all ranks must pass the same names; '{name}' is on rank {here} but not on rank {there}"
-        for what, place in (("dtype", 1), ("shape", 2)):
+        for field, place in (("dtype", 1), ("shape", 2)):
             mine, other = left[name][place], right[name][place]
             if mine != other:
                 got = f"got {mine} on rank {first} and {other} on rank {rank}"
-                return f"'{name}' must have the same {what} on all ranks, {got}"
+                return f"'{name}' must have the same {field} on all ranks, {got}"
     for place, (mine, other) in enumerate(zip(left, right, strict=True)):
         if mine != other:
             got = f"got '{mine}' on rank {first} and '{other}' on rank {rank}"
@@ -218,7 +184,7 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int
 
 
 def _build(cls: type[MpicompError], message: str) -> MpicompError:
-    """Make an error of a class without its constructor, which may ask for more than the message."""
+    """Make an error of a class without its constructor, which may require more than the message."""
     error = cls.__new__(cls, message)
     error.args = (message,)
     return error
@@ -233,28 +199,17 @@ GradientInput = tuple[Mapping[str, Any], Collection[str]]
 
 
 class ExtraExchange:
-    """Exchanges that belong to a step but to none of its buckets, such as sparse gradients; by default there are none.
-
-    Attributes
-    ----------
-    stale : bool
-        Whether ranks must compare arrays and settings in this step, for a reason that arrays do not show.
-    idle : bool
-        Whether this rank has residuals and no gradients: then all of its arrays are absent, and none of them becomes
-        conditional for that.
-    frozen : bool
-        Whether some rank is idle, the same on all ranks: policies then keep their plans and learn nothing.
-    """
+    """Exchanges that belong to a step but to none of its buckets, such as sparse gradients; by default none."""
 
     stale = False
+    """Whether ranks must compare arrays and settings in this step, for a reason that arrays do not show."""
     idle = False
+    """Whether this rank has no gradients: its arrays are absent, and do not become conditional for that."""
     frozen = False
+    """Whether some rank is idle, the same on all ranks: policies then keep their plans and learn nothing."""
 
     def agree(self, gradients: GradientInput) -> Rounds[GradientInput | None]:
-        """Compare what only the caller knows of, and return what to reduce. As rounds.
-
-        None ends the step here, on all ranks alike: nothing was reduced, and no step is counted.
-        """
+        """Compare state of the caller; return the gradients to reduce, or None to end the step. As rounds."""
         return gradients
         yield
 

@@ -1,4 +1,4 @@
-"""Buckets: several arrays that are exchanged as one, with their residual, and what was sent of each of them."""
+"""Buckets: several arrays that are exchanged as one, with their residual, and the sent part of each of them."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -26,17 +26,7 @@ _WHOLE_GAIN = 0.999  # gain from which on the gains of single parameters are not
 
 @dataclass(frozen=True, eq=False)
 class LayerBounds:
-    """The parameters of a bucket: their names, their elements, and where each begins.
-
-    Parameters
-    ----------
-    names : tuple of str
-        In the bucket's order.
-    sizes : sequence of int
-        Elements of each.
-    device : Device
-        Of the bucket.
-    """
+    """The parameters of a bucket in its order: names, numbers of elements, and bounds."""
 
     names: tuple[str, ...]
     sizes: Sequence[int]
@@ -49,12 +39,12 @@ class LayerBounds:
 
     @functools.cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """Where each begins and the last one ends, shape (parameters + 1,)."""
+        """Start of each and end of the last, shape (parameters + 1,)."""
         return np.concatenate(([0], np.cumsum(self.sizes)))
 
     @functools.cached_property
     def index_bounds(self) -> Any:
-        """The same at the bucket's device, in the dtype of indices: others would have all indices converted first."""
+        """The same on the bucket's device, in the dtype of indices, so that these are not converted."""
         return self.device.to_device(self.bounds.astype(np.uint32))
 
     def places_in(self, sent: NDArray[np.floating] | Selection) -> Any:
@@ -73,10 +63,7 @@ class LayerBounds:
         energies: NDArray[np.float64] | None,
         gain: float,
     ) -> NDArray[np.float64] | None:
-        """Return the gain of each parameter, shape (parameters,); None without its energies.
-
-        ``gain`` is that of the bucket, and of every parameter if almost nothing was lost.
-        """
+        """Return the gain of each parameter, or None without energies; the bucket's if almost nothing was lost."""
         if energies is None:
             return None
         if gain > _WHOLE_GAIN:
@@ -101,9 +88,9 @@ class Layers:
     sizes : array of int64, shape (parameters,)
         Elements.
     count : callable
-        Returns `kept`; nobody waits for a device until somebody asks.
+        Returns `kept`, so that a device is not waited for before.
     gains : array of float64, shape (parameters,), or None
-        Share of the accumulated gradient's energy that was sent, on this rank; None where the step did not look at it.
+        Sent share of the accumulated gradient's energy on this rank; None in a step without a survey.
     """
 
     names: tuple[str, ...]
@@ -113,7 +100,7 @@ class Layers:
 
     @functools.cached_property
     def kept(self) -> NDArray[np.int64]:
-        """Elements that were sent, shape (parameters,); of a matrix that travels as thin factors, their elements."""
+        """Sent elements, shape (parameters,); of a matrix sent as thin factors, their elements."""
         return self.count()
 
     @property
@@ -137,17 +124,7 @@ def layers_of(
     gains: NDArray[np.float64] | None,
     thinned: Sequence[tuple[int, int, int]] = (),
 ) -> Layers:
-    """Return the elements that were sent of each parameter, and its gain.
-
-    Parameters
-    ----------
-    layers : LayerBounds
-        The parameters.
-    places, gains
-        See `LayerBounds.places_in` and `LayerBounds.gains`.
-    thinned : sequence of (int, int, int)
-        See `mpicomp.collectives.Result`. Each part lies in one parameter.
-    """
+    """Return sent elements and gain of each parameter; each part of ``thinned`` (see `Result`) lies in one."""
 
     def count() -> NDArray[np.int64]:
         kept = np.diff(layers.bounds if places is None else layers.device.to_host(places))
@@ -182,15 +159,8 @@ def _lost(
 class Bucket:
     """Arrays of one work dtype, one after the other in a flat array.
 
-    Error feedback keeps two flat arrays and swaps them: one holds the residual, the other receives
-    the accumulated gradient. A step that is undone leaves the residual untouched, bit for bit.
-
-    Attributes
-    ----------
-    feedback : bool
-        Whether there is a residual.
-    decay : float
-        Factor that the residual is multiplied by when it is added to the next gradient.
+    Error feedback swaps two flat arrays: one holds the residual, the other receives the accumulated gradient. An undone
+    step leaves the residual as it was, bit for bit. ``decay`` multiplies the residual when it is added.
     """
 
     index: int
@@ -207,7 +177,7 @@ class Bucket:
         self._tables: dict[str, Any] = {}  # see `GradientWithResidual`
         self._context: Context | None = None
         self.returned: tuple[Any, Any, dict[str, Any]] | None = None
-        """A mean, the arrays that were described when it was returned, and it as the arrays that were returned."""
+        """The last mean, the specs of its step, and the arrays that were returned."""
         self.names = tuple(member.name for member in self.members)
         self.sizes = sizes = tuple(member.numel for member in self.members)
         self.bounds = LayerBounds(self.names, sizes, self.device)
@@ -228,11 +198,11 @@ class Bucket:
 
     @functools.cached_property
     def shape(self) -> Shape:
-        """Names, sizes, shapes, dtype and device of the bucket, which policies choose by."""
+        """Names, sizes, shapes, dtype and device of the bucket, for policies."""
         return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype, self.device)
 
     def context_of(self, group: Group, step: int, seed: int) -> Context:
-        """Return the context of the bucket's exchange in a step; one object serves all steps of a group."""
+        """Return the context of the bucket's exchange in a step, one object for all steps of a group."""
         context = self._context
         if context is None or context.group is not group:
             context = Context(group, step, self.index, seed, self.memory, self.workspace)
@@ -241,15 +211,7 @@ class Bucket:
         return context
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> GradientWithResidual:
-        """Return gradient plus residual.
-
-        Parameters
-        ----------
-        gradients : sequence of arrays or None
-            One for each member; None stands for a rank that has none to give (stale).
-        scale : float
-            Factor that gradients are multiplied by first.
-        """
+        """Return gradient plus residual; None for the gradients makes it stale, and ``scale`` multiplies them first."""
         if gradients is None:
             return GradientWithResidual(self._accumulated, None, [], stale=True)
         residual = self._residual[: self.numel] if self.feedback else None
@@ -271,7 +233,7 @@ class Bucket:
             return GradientWithResidual(self._accumulated, None, pieces, threads=self.threads).energy
 
     def commit(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
-        """Make ``accumulated - sent`` the residual; where something was not finite nothing of that is kept."""
+        """Make ``accumulated - sent`` the residual, without elements that are not finite."""
         if not self.feedback:
             return
         left = self._accumulated[: self.numel]
@@ -298,16 +260,16 @@ class Bucket:
         return copied
 
     def residual(self, name: str) -> NDArray[np.floating]:
-        """Return the flat part of the residual that is a member's own, writable."""
+        """Return the flat part of the residual of a member, writable."""
         residual: NDArray[np.floating] = self._residual[self._spans[name]]
         return residual
 
     def residuals(self) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
-        """Return every member with the flat part of the residual that is its own, writable."""
+        """Return every member with its flat part of the residual, writable."""
         return self.parts(self._residual)
 
     def velocities(self) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
-        """Return every member with its part of the velocity, writable; nothing where there is no momentum."""
+        """Return every member with its part of the velocity, writable; none without momentum."""
         return self.parts(self._velocity) if self.entry.momentum else iter(())
 
     def parts(self, flat: NDArray[np.floating]) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
@@ -317,11 +279,7 @@ class Bucket:
 
 
 def cut(members: Sequence[ArraySpec], limit_bytes: int) -> list[list[ArraySpec]]:
-    """Cut arrays into groups, in their order; those of one work dtype stay together.
-
-    A group is closed when it has reached the limit, so that small arrays travel with large ones. Arrays without
-    elements are in none.
-    """
+    """Cut arrays with elements into groups of one work dtype, in order; a group is closed when it reaches the limit."""
     groups: list[list[ArraySpec]] = []
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
         filled = limit_bytes
@@ -345,7 +303,7 @@ def make_buckets(
     device_of: Callable[[Sequence[ArraySpec]], Device] = lambda members: HOST,
     decay: float = 1.0,
 ) -> list[Bucket]:
-    """Cut arrays into buckets, see `cut`. ``device_of`` returns where a bucket of some arrays lives."""
+    """Cut arrays into buckets, see `cut`; ``device_of`` returns the device of a bucket of some arrays."""
     groups = cut(members, limit_bytes)
     return [
         Bucket(index, group, feedback, entry, threads, device_of(group), decay=decay)

@@ -15,66 +15,36 @@ from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.reducer.bucket import Bucket, make_buckets
 from mpicomp.transport.staging import Staging
 
-LARGE_BUCKET = 32 << 20
-"""Bytes of a bucket where nothing says better."""
-
+LARGE_BUCKET = 32 << 20  # bytes of a bucket by default
 _STATES = ("residuals", "velocities")  # arrays that live from step to step, each a method of Bucket
 
 
 class Layout:
-    """Arrays by name in buckets, with their residuals; those of arrays that are gone wait for their names.
-
-    Parameters
-    ----------
-    feedback : bool
-        Whether there are residuals.
-    bucket_bytes : int or None
-        Length at which arrays are cut into buckets; None until it is known.
-    entry, threads, decay
-        See `mpicomp.reducer.bucket.make_buckets`.
-
-    Attributes
-    ----------
-    members : list of ArraySpec or None
-        The arrays, in the order in which they were first passed; None before the first step.
-    buckets : list of Bucket
-        In the order of exchange.
-    delivered : dict of str to array of uint16
-        Where the means of 16-bit arrays go.
-    conditional : list of str
-        Arrays for which some rank had no gradient in some step, in their order.
-    entry : Entry
-        Clipping and momentum that are applied to gradients first.
-    describer : SpecCache
-        Describes the gradients of a step.
-    empty : list of ArraySpec
-        Arrays without elements, which are in no bucket.
-    """
+    """Arrays by name in buckets, with their residuals; those of arrays that are missing wait for their names."""
 
     def __init__(
         self, feedback: bool, bucket_bytes: int | None, entry: Entry, threads: int, decay: float = 1.0
     ) -> None:
-        self.members: list[ArraySpec] | None = None
-        self.buckets: list[Bucket] = []
-        self.delivered: dict[str, NDArray[np.uint16]] = {}
-        self.conditional: list[str] = []
+        self.members: list[ArraySpec] | None = None  # in the order in which they were first passed
+        self.buckets: list[Bucket] = []  # in the order of exchange
+        self.delivered: dict[str, NDArray[np.uint16]] = {}  # receive the means of 16-bit arrays
+        self.conditional: list[str] = []  # arrays for which some rank had no gradient in some step
         self._known: dict[str, ArraySpec] = {}
         self._bucket_of: dict[str, Bucket] = {}
         self._feedback = feedback
         self._decay = decay
-        self.bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes  # length at which arrays are cut into buckets; None until it is known
         self.entry = entry
         self.describer = SpecCache()
-        self.empty: list[ArraySpec] = []
+        self.empty: list[ArraySpec] = []  # arrays without elements, which are in no bucket
         self._staging = Staging()
-        self.stages = False
-        """Whether some array came through the staging."""
+        self.stages = False  # whether some array passes through the staging
         self._threads = threads
         self._kept: dict[str, dict[str, NDArray[np.floating]]] = {kind: {} for kind in _STATES}
         self._memories: dict[str, dict[str, Any]] = {}
 
     def knows(self, members: Sequence[ArraySpec] | None) -> bool:
-        """Return whether these are the arrays that it holds, in whatever order."""
+        """Return whether these are its arrays, in any order."""
         if members is None or self.members is None:
             return False
         return members == self.members or set(members) == set(self.members)
@@ -88,7 +58,7 @@ class Layout:
             _check_shape(member, shapes.get(member.name))
 
     def make(self, members: Sequence[ArraySpec], arrays: Mapping[str, Any]) -> list[Bucket]:
-        """Make buckets for other arrays, each where its own are, and leave everything as it is."""
+        """Return buckets for other arrays, each on the device of its arrays."""
 
         def device_of(group: Sequence[ArraySpec]) -> Device:
             return common_device([arrays[member.name] for member in group])
@@ -97,7 +67,7 @@ class Layout:
         return make_buckets(members, self._feedback, limit, self.entry, self._threads, device_of, self._decay)
 
     def adopt(self, members: list[ArraySpec], buckets: list[Bucket]) -> None:
-        """Take these for the old ones; residuals follow their names."""
+        """Replace arrays and buckets; residuals follow their names."""
         for kind in _STATES:
             self._kept[kind] = self._states(kind)
         self._memories |= {bucket.members[0].name: bucket.memory_on_host() for bucket in self.buckets}
@@ -118,15 +88,15 @@ class Layout:
         return name in self._bucket_of
 
     def device_of(self, name: str) -> Device:
-        """Return where the bucket of an array lives; the host for one that is in none."""
+        """Return the device of an array's bucket; the host if it is in none."""
         return self._bucket_of[name].device if name in self._bucket_of else HOST
 
     def begin_step(self) -> None:
-        """Note that arrays which were copied before are out of date."""
+        """Note that copies of arrays are out of date."""
         self._staging.begin()
 
     def prefetch(self, gradients: Mapping[str, Any]) -> None:
-        """Begin to copy gradients to where they are exchanged, in the thread that made them; nothing waits."""
+        """Begin to copy gradients to the devices of their buckets, in the thread that made them, without waiting."""
         if self.describer.on_host:
             return
         there: dict[Device, list[Any]] = {}
@@ -141,7 +111,7 @@ class Layout:
             device.wait_stream(arrays)
 
     def inputs_of(self, bucket: Bucket, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Return the gradients of a bucket at its device, or where they can be copied to it from at once."""
+        """Return the gradients of a bucket on its device, or as host arrays that can be copied to it at once."""
         if bucket.device is not HOST or self.describer.on_host:
             return gradients
         self.stages = True
@@ -160,9 +130,9 @@ class Layout:
     def unflatten(
         self, bucket: Bucket, mean: Any, gradients: Mapping[str, Any], unused: Collection[str]
     ) -> dict[str, Any]:
-        """Return the means of a bucket's arrays, of the kinds that came in, by name.
+        """Return the means of a bucket's arrays by name, of the kinds of the gradients.
 
-        An ``unused`` array, for which no rank has a gradient, is among them where its residual was sent.
+        An ``unused`` array, for which no rank has a gradient, is among them only if its residual was sent.
         """
         device = bucket.device
         if unused:
@@ -221,13 +191,7 @@ class Layout:
         return {"memories": copy.deepcopy(self._memories | memories)} | {kind: self._states(kind) for kind in _STATES}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` returned.
-
-        Raises
-        ------
-        ConfigurationError
-            Where a shape is not its array's. Nothing is loaded then.
-        """
+        """Load a result of `state`, or raise `ConfigurationError` for another shape and load nothing."""
         loaded = {
             kind: {name: np.array(value, copy=True) for name, value in state.get(kind, {}).items()} for kind in _STATES
         }
@@ -260,10 +224,7 @@ class Layout:
         return {member.name: part for members in parts for member, part in members}
 
     def _states(self, kind: str) -> dict[str, NDArray[np.floating]]:
-        """Return copies of all arrays of a kind of state by name, in their shapes and in host memory.
-
-        Those that wait for their names come last.
-        """
+        """Return copies of all arrays of a kind of state by name, shaped, in host memory; waiting ones come last."""
         shapes = {member.name: member.shape for member in self.members or ()}
         held = {name: self._copied(name, item).reshape(shapes[name]) for name, item in self._held(kind).items()}
         empty = {name: np.zeros(shape) for name, shape in shapes.items() if 0 in shape and self._feedback}

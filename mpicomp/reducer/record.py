@@ -1,4 +1,4 @@
-"""Records of a step: plans and their reasons, bytes and seconds, so that every decision can be explained."""
+"""Records of a step: plans and their reasons, bytes and seconds, to explain every decision."""
 
 import functools
 import time
@@ -19,22 +19,12 @@ from mpicomp.transport.base import RoundLog
 Value = TypeVar("Value")
 
 SCHEMA = 1
-"""Version of `StepRecord.to_json`; it changes when a field changes its meaning or goes."""
+"""Version of `StepRecord.to_json`, which changes when a field changes its meaning or is removed."""
 
 
 @dataclass
 class Tally:
-    """Bytes and seconds of rounds outside the buckets' exchanges, on one rank.
-
-    Attributes
-    ----------
-    sent_bytes : int
-        Payload that was handed to the transport.
-    wire_bytes : float
-        Bytes that left the rank.
-    waited_s : float
-        Seconds in them, most of which the rank waits for others.
-    """
+    """Payload, bytes on the wire and seconds of rounds outside the buckets' exchanges, on one rank."""
 
     sent_bytes: int = 0
     wire_bytes: float = 0.0
@@ -59,7 +49,7 @@ class Tally:
             self.wire_bytes += entry.wire_bytes
 
     def count(self, exchange: Rounds[Value], group: Group) -> Rounds[Value]:
-        """Pass a generator of rounds on, and add the bytes and the seconds of each."""
+        """Forward a generator of rounds, and add the bytes and the seconds of each."""
         reply: Any = None
         while True:
             try:
@@ -82,44 +72,39 @@ class BucketRecord:
     ----------
     bucket : int
         Its number, in the order of exchange.
-    parameters : int
-        Number of arrays in it.
-    numel : int
-        Elements in it.
+    parameters, numel : int
+        Numbers of its arrays and of its elements.
     compressor : dict
-        The compressor's configuration; `mpicomp.get_compressor` makes it again.
+        The compressor's configuration, for `mpicomp.get_compressor`.
     collective : str
         The collective's name.
     reason : str
-        Why this plan was taken.
+        Reason for the plan.
     ratio : float or None
-        Kept fraction that was asked for; None where the compressor has none.
+        Requested kept fraction, if the compressor has one.
     ratio_reached : float
         Kept fraction, averaged over ranks.
     gain : float or None
-        Share of the energy of gradient plus residual that was sent, over all ranks, 0 to 1; None where it overflowed.
+        Sent share of the energy of gradient plus residual, over all ranks, 0 to 1; None after an overflow.
     phases_s : dict
         Seconds on this rank: ``compress`` (up to the last round, with the sum of gradient and
         residual), ``exchange`` (in rounds), ``decode`` (after them).
     predicted_s : float or None
-        Seconds that a cost model predicted before the step, from when the last rank is there; None without a model.
+        Seconds from the last rank's start on, as a cost model predicted them before the step.
     predicted_phases_s : dict or None
-        The same in parts: ``kernels`` (compress and decode on the slowest rank) and ``exchange``.
+        Their parts: ``kernels`` (compress and decode on the slowest rank) and ``exchange``.
     sent_bytes : int
-        Payload that this rank handed to the transport.
-    wire_bytes : float
-        Bytes that left this rank.
-    dense_wire_bytes : float
-        Bytes that would have left it in a ring of 32-bit numbers.
+        Payload that this rank passed to the transport.
+    wire_bytes, dense_wire_bytes : float
+        Bytes that left this rank, and that would have left it in a ring of 32-bit numbers.
     rounds : list of str
         MPI operations, in order.
     layers : Layers
-        What was sent of each parameter, see `Layers`.
+        Sent elements and energy of each parameter.
     code_error : float or None
-        Of a learned code: squared error of what was decoded over the energy of what was to be decoded, as far as this
-        rank can tell; 1 is that of zeros. None where there is no code, or it cannot tell.
+        Squared error of a learned code over the energy of its input, as far as this rank knows; 1 is that of zeros.
     energy : float or None
-        Squared norm of gradient plus residual, over all ranks; None where it overflowed.
+        Squared norm of gradient plus residual, over all ranks; None after an overflow.
     """
 
     bucket: int
@@ -149,31 +134,24 @@ class BucketRecord:
 
 @dataclass(eq=False)
 class BucketExchange:
-    """One bucket's exchange in a step; times are of the transport's timer.
-
-    What a record and a policy say of it is computed when it is asked for.
-    """
+    """One bucket's exchange in a step, in times of the transport's timer; its record is made when it is read."""
 
     bucket: Bucket
     plan: Plan
-    ready: float
-    """When gradients were handed over."""
+    ready: float  # time at which gradients were passed
     start: float
     frozen: bool
     group: Group
-    requests: list[tuple[Request, float, float]] = field(default_factory=list)
-    """Its rounds, each with the times between which the exchange waited for it."""
+    requests: list[tuple[Request, float, float]] = field(default_factory=list)  # with start and end of each wait
     compress_s: float = 0.0
     exchange_s: float = 0.0
     decode_s: float = 0.0
     end: float = 0.0
-    commit_s: float = 0.0
-    """Seconds that it took to keep the residual and to return the mean; they count as if they had followed at once."""
+    commit_s: float = 0.0  # seconds of the residual and the mean, as if they followed the exchange at once
     survey: NDArray[np.float32] | None = None
     result: Result = field(init=False)
-    gains: NDArray[np.float64] | None = None
+    gains: NDArray[np.float64] | None = None  # see `mpicomp.reducer.bucket.LayerBounds`, also for places
     places: Any = None
-    """See `mpicomp.reducer.bucket.LayerBounds`, as for ``gains``."""
 
     def times(self, offset: float) -> tuple[float, float, float, float]:
         """Return start, end, seconds outside rounds and ``ready``, by the clock that ranks share."""
@@ -181,7 +159,7 @@ class BucketExchange:
         return offset + self.start, offset + self.end + self.commit_s, outside_s, offset + self.ready
 
     def tally(self) -> Tally:
-        """Return the bytes of its rounds, those left out that are made once in a run."""
+        """Return the bytes of its rounds, except of those that run once."""
         tally = Tally()
         for request, _, _ in self.requests:
             if isinstance(request, Round) and not request.once:
@@ -190,7 +168,6 @@ class BucketExchange:
 
     @functools.cached_property
     def record(self) -> BucketRecord:
-        """Its record."""
         bucket, plan, result = self.bucket, self.plan, self.result
         compressor, prediction = plan.scheme.compressor, plan.prediction
         frozen = "as before, since some rank has no gradients of its own" if self.frozen else ""
@@ -236,7 +213,7 @@ def nonfinite_error(step: int, nonfinite: Sequence[BucketExchange], overflowed: 
 
 
 class _Sums(NamedTuple):
-    """Of the buckets of a step; see the properties of `StepRecord`."""
+    """Sums over the buckets of a step; see the properties of `StepRecord`."""
 
     sent_bytes: int
     wire_bytes: float
@@ -251,39 +228,35 @@ class StepRecord:
     Attributes
     ----------
     step : int
-        Counts the calls, from 0.
+        Number of the call, from 0.
     seconds : float
-        The whole call.
+        Of the whole call.
     lr : float or None
         The learning rate that was passed; of an optimizer that of its first group.
     skipped : bool
         Whether zeros were delivered since a gradient was not finite.
     agreed : bool
-        Whether the ranks compared names and shapes, which takes a round of its own: normally in the first step only,
-        and in one in which a rank was asked to stop.
+        Whether the ranks compared names and shapes, in an additional round: normally only in the first step, and after
+        a signal to stop.
     lost_ranks : list of int
-        Ranks that have died since the step before, by their numbers in the whole job; the mean is that of the others,
-        and what the residuals of the dead held is lost.
+        Ranks that have died since the last step, by their numbers in the whole job. The mean is that of the others; the
+        residuals of the dead are lost.
     stop : bool
         Whether some rank was asked to stop, see `mpicomp.stop_on_signals`; the same on all ranks.
     slowest_rank : int or None
-        The rank, by its number among the reducer's, with most work of its own in the last 16 steps that ranks have
-        reported: what a step takes from one exchange to the next, less what it waits. None before the 17th
-        step, and with one rank.
+        The rank, by its number in the reducer, with most work in the last 16 reported steps: seconds from one exchange
+        to the next without waits. None before the 17th step, and with one rank.
     slowest_costs_s : float or None
-        Seconds a step by which it works longer than the middle rank (of an even number, the faster of the two in the
-        middle): for so long the others wait for it.
+        Seconds a step of its work over that of the median rank (the faster of two): the others wait so long for it.
     choosing_s : float
-        This rank's own seconds for choosing plans and learning what they took, without those in which it waits for
-        others meanwhile.
+        This rank's seconds for choosing plans and learning from their times, without waits.
     once_wire_bytes : float
-        Bytes that left this rank for measuring the network: before the first step, and when it seems to have changed;
-        and in rounds that are made once in a run, such as that in which a learned code is given to all ranks; in no
-        sum.
+        Bytes that left this rank for measuring the network, before the first step and after a change, and in rounds
+        that run once, such as the broadcast of a learned code; in no sum.
     overhead_bytes : int
-        Payload of rounds outside the buckets' exchanges: agreement, exchanges that it cut short, what ranks tell each
-        other about the seconds of a step, and what PyTorch's wrapper exchanges besides buckets since the last step,
-        such as rows of sparse gradients, second moments, the comparison of parameters, and flags.
+        Payload of rounds outside the buckets' exchanges since the last step: agreement, exchanges that it cut short,
+        telemetry, and further exchanges of PyTorch's wrappers: rows of sparse gradients, second moments, the comparison
+        of parameters, and flags.
     overhead_wire_bytes : float
         Bytes that left this rank in them.
     """
@@ -302,16 +275,15 @@ class StepRecord:
     overhead_bytes: int = 0
     overhead_wire_bytes: float = 0.0
     exchanges: list[BucketExchange] = field(default_factory=list, repr=False, compare=False)
-    """What `buckets` is made of."""
 
     @functools.cached_property
     def buckets(self) -> list[BucketRecord]:
-        """What was done with each bucket, in the order of exchange; made when it is asked for."""
+        """The record of each bucket, in the order of exchange; made when it is read."""
         return [exchange.record for exchange in self.exchanges]
 
     @property
     def sent_bytes(self) -> int:
-        """Payload that this rank handed to the transport, agreement included."""
+        """Payload that this rank passed to the transport, agreement included."""
         return self._sums().sent_bytes
 
     @property
@@ -326,11 +298,11 @@ class StepRecord:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Seconds by phase, summed over buckets; ``other`` is the time outside of them."""
+        """Seconds by phase, summed over buckets; ``other`` is the rest of the step."""
         return self._sums().phases_s
 
     def _sums(self) -> "_Sums":
-        """Go through the buckets once, since a line of metrics is made of every step."""
+        """Sum over the buckets in one loop, since every step writes a line of metrics."""
         sent, wire, dense = 0, 0.0, 0.0
         compress = exchange = decode = 0.0
         for bucket in self.buckets:
@@ -346,7 +318,7 @@ class StepRecord:
         return _Sums(self.overhead_bytes + sent, self.overhead_wire_bytes + wire, dense, phases)
 
     def scalars(self) -> dict[str, float]:
-        """Return what a step has in numbers, for a logger of a framework.
+        """Return the numbers of a step, for a logger of a framework.
 
         Returns
         -------
@@ -354,7 +326,7 @@ class StepRecord:
             ``mpicomp/seconds``, ``mpicomp/seconds/compress`` and the other phases, ``mpicomp/seconds/choosing``;
             ``mpicomp/bytes/sent``, ``mpicomp/bytes/wire`` and ``mpicomp/bytes/dense_ring``, of this step and rank;
             ``mpicomp/ratio``, the kept fraction of all elements; ``mpicomp/gain``, the retained share of the energy,
-            and ``mpicomp/predicted_s``, the sum over buckets, where they are known of all buckets; ``mpicomp/skipped``.
+            and ``mpicomp/predicted_s``, the sum over buckets, if they are known for all; ``mpicomp/skipped``.
         """
         numbers = {"seconds": self.seconds}
         numbers |= {f"seconds/{name}": seconds for name, seconds in self.phases_s.items()}
@@ -379,14 +351,14 @@ class StepRecord:
         return {f"mpicomp/{name}": float(number) for name, number in numbers.items()}
 
     def add_scalars(self, writer: Any, step: int | None = None) -> None:
-        """Hand `scalars` to TensorBoard's SummaryWriter, or whatever has its ``add_scalar(tag, value, step)``.
+        """Pass `scalars` to a writer with ``add_scalar(tag, value, step)``, as TensorBoard's SummaryWriter has it.
 
         Parameters
         ----------
         writer : object
-            On rank 0 alone, as a rule.
+            Usually on rank 0 only.
         step : int, optional
-            The training's own number of the step; None stands for this record's.
+            The training's number of the step; None stands for this record's.
         """
         for tag, value in self.scalars().items():
             writer.add_scalar(tag, value, self.step if step is None else step)

@@ -255,8 +255,11 @@ class Step:
             if record.skipped:
                 with bucket.device.active():
                     mean[:] = 0
-            else:
+            elif bucket.device is HOST:
                 bucket.commit(done.result.sent, finite)
+            else:
+                with bucket.device.active():
+                    bucket.commit(done.result.sent, finite)
             means |= layout.unflatten(bucket, mean, self._gradients, unused)
             done.commit_s = timer() - begin
         if layout.empty:

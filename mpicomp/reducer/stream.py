@@ -13,19 +13,7 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """One step of a reducer whose arrays are known; see `mpicomp.Reducer.stream`.
-
-    Parameters
-    ----------
-    reducer : Reducer
-        Its buckets are laid out.
-    thread : ProgressThread
-        Runs the rounds, with one channel.
-    scale : float
-        Factor that gradients are multiplied by first.
-    extra : ExtraExchange
-        Exchanges that belong to the step but to no bucket.
-    """
+    """One step of a reducer whose buckets are laid out; see `mpicomp.Reducer.stream`."""
 
     def __init__(self, reducer: "Reducer", thread: ProgressThread, scale: float, extra: ExtraExchange) -> None:
         self._reducer = reducer
@@ -37,10 +25,10 @@ class Stream:
         self._arrays: dict[str, Any] = {}
 
     def put(self, name: str, gradient: Any) -> None:
-        """Hand over an array, which must not change until `finish` has come back; not collective.
+        """Pass an array, which must not change until `finish` returns; not collective.
 
-        Buckets are exchanged in their order, each as soon as it and those before it are complete. The last one waits
-        for `finish`: with it goes what only then is known, such as arrays that are new. Other names are passed over.
+        Buckets are exchanged in their order, each as soon as it and those before it are complete; the last one waits
+        for `finish`, when new arrays are known. Names of no bucket are ignored.
         """
         self._reducer.layout.prefetch({name: gradient})
         self._arrays[name] = gradient
@@ -64,16 +52,16 @@ class Stream:
             step.check_gradients(gradients, absent, lr)
             while self._left:
                 self._submit(step.gradients_of(self._left.pop(0)))
-            handed_over = timer()
+            submitted = timer()
             self._thread.wait(self._jobs)
-            waited_s = timer() - handed_over
+            waited_s = timer() - submitted
             means: dict[str, Any] = self._reducer.transport.run(step.commit(finite))
             return means
         except RankFailedError as error:
             step.undo()
             self._reducer.failed = error  # `Reducer.reduce` goes on from here
             if self._reducer.survives:
-                # The thread has to have come to rest before ranks agree: whatever else it waits for is broken off.
+                # The thread must be idle before ranks agree: other rounds that it waits for are revoked.
                 self._reducer.transport.revoke()
                 for job in self._jobs:
                     job.exception()

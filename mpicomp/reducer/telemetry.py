@@ -1,4 +1,4 @@
-"""Telemetry: what ranks send each other of the seconds of their steps, while the next step goes on."""
+"""Telemetry: the seconds of a step, which ranks send each other during the next step."""
 
 import math
 from dataclasses import replace
@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from mpicomp.policies import Policy, StepReport
 from mpicomp.rounds import Pending, Round, Rounds
 
-_PER_BUCKET = 4  # times that are sent for a bucket: start, end, seconds outside rounds, ready
-PACE_STEPS = 16
-"""Steps between two messages about the work of ranks: a message to each rank in so many steps costs next to nothing."""
+_PER_BUCKET = 4  # times of a bucket: start, end, seconds outside rounds, ready
+PACE_STEPS = 16  # steps between two messages about the work of ranks, which then cost next to nothing
 
 _SECONDS = np.dtype(np.float64)
 
@@ -20,31 +19,15 @@ _SECONDS = np.dtype(np.float64)
 class Telemetry:
     """Sends reports of steps in the background, and finds the rank that the others wait for.
 
-    A round is started at the end of a step and waited for at the end of the next one, whose rounds have moved it on:
-    nobody waits for it. A rank's work is the seconds from the end of one exchange to that of the next, less those in
-    which it waits; no clock has to be the same on two ranks for that.
-
-    Parameters
-    ----------
-    ranks : int
-        Number of ranks.
-    shares_work : bool
-        Whether ranks compare how long they work. Where they take turns in one process their seconds say nothing.
-
-    Attributes
-    ----------
-    slowest_rank : int or None
-        The rank that works longest; None before ranks have compared.
-    slowest_costs_s : float or None
-        Seconds a step by which it works longer than the middle one (of an even number, the faster of two).
-    under_way : Pending or None
-        The report that is under way.
+    A round begins at the end of a step and ends with the next one, whose rounds have advanced it. A rank's work is the
+    seconds from the end of one exchange to that of the next, without those in which it waits, so ranks need no common
+    clock. Ranks of one process take turns and do not compare their work (``shares_work``).
     """
 
     def __init__(self, ranks: int, shares_work: bool = True) -> None:
-        self.slowest_rank: int | None = None
-        self.slowest_costs_s: float | None = None
-        self.under_way: Pending | None = None
+        self.slowest_rank: int | None = None  # with most work; None before ranks have compared
+        self.slowest_costs_s: float | None = None  # seconds a step over the median rank (the faster of two)
+        self.under_way: Pending | None = None  # the report of the last step
         self._report: StepReport | None = None
         self._ranks = ranks
         self._shares_work = shares_work and ranks > 1
@@ -53,16 +36,9 @@ class Telemetry:
         self._work_under_way: Pending | None = None
 
     def note_work(self, ended: float, waited_s: float, counts: bool) -> None:
-        """Count the work of a step.
+        """Note the end of a step, on any clock, and the seconds in it in which this rank waited for others.
 
-        Parameters
-        ----------
-        ended : float
-            When its exchange has ended, in seconds of any clock.
-        waited_s : float
-            Seconds of it in which this rank waited for others.
-        counts : bool
-            Whether it was one like the others.
+        The work of a step that is not like others does not count.
         """
         if self._shares_work:
             if self._ended is not None and counts:
@@ -74,7 +50,7 @@ class Telemetry:
         return self._work_under_way is not None or (self._shares_work and step % PACE_STEPS == PACE_STEPS - 1)
 
     def share_work(self, step: int) -> Rounds[None]:
-        """Receive the work of all ranks that was sent a step ago, and send this rank's where it is due. As rounds."""
+        """Receive the work of all ranks that was sent a step ago, and send this rank's when it is due. As rounds."""
         if self._work_under_way is not None:
             work_s = yield self._work_under_way
             self._work_under_way = None
@@ -88,12 +64,9 @@ class Telemetry:
             )
 
     def publish(self, report: StepReport) -> Rounds[int]:
-        """Send the report of this step in the background and return its bytes; `receive` comes first. As rounds.
+        """Send this rank's report in the background and return its bytes; call `receive` first. As rounds.
 
-        Parameters
-        ----------
-        report : StepReport
-            With this rank's times, learning rate and surveys, which have the same lengths on all ranks.
+        Surveys have the same lengths on all ranks.
         """
         numbers = np.empty(1 + report.times.size)
         numbers[0] = math.nan if report.lr is None else report.lr
@@ -114,7 +87,7 @@ class Telemetry:
         return send.nbytes
 
     def receive(self, policy: Policy) -> Rounds[None]:
-        """Pass the report that is under way, of all ranks, to the policy. As rounds."""
+        """Pass the report under way, of all ranks, to the policy. As rounds."""
         if self.under_way is None:
             return
         rows: NDArray[np.uint8] = (yield self.under_way).reshape(self._ranks, -1)
@@ -132,14 +105,14 @@ class Telemetry:
         policy.on_telemetry(replace(report, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
 
     def drop(self) -> Rounds[None]:
-        """Wait for the report that is under way and drop it. As rounds."""
+        """Wait for the report under way and drop it. As rounds."""
         if self.under_way is not None:
             yield self.under_way
             self.under_way = None
 
 
 def slowest_of(work_s: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[int, float]:
-    """Return the rank that works longest, and by how many seconds longer than the middle one.
+    """Return the rank with most work, and its seconds over the median rank.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Generators of rounds: taken one round on, run to their end, or looked at on the way."""
+"""Generators of rounds: advanced by a round, run to their end, or observed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Returned(Generic[Value]):
 
 
 def advance(exchange: Rounds[Value], reply: Any = None) -> Request | Returned[Value]:
-    """Take a generator to its next round with the reply to its last one; ``None`` begins it.
+    """Advance a generator to its next round with the reply to its last one; ``None`` begins it.
 
-    A reply that is a `RankFailedError` is raised in the generator, which may go on with those that are left.
+    A reply that is a `RankFailedError` is raised in the generator, which may continue with the other ranks.
     """
     try:
         return exchange.throw(reply) if isinstance(reply, RankFailedError) else exchange.send(reply)
@@ -48,15 +48,15 @@ def drive(exchange: Rounds[Value], answer: Callable[[Request], Any]) -> Value:
     >>> drive(total(2.0), lambda task: 3 * task.send)  # as among three ranks
     [6.0]
     """
-    asked = advance(exchange)
-    while not isinstance(asked, Returned):
+    request = advance(exchange)
+    while not isinstance(request, Returned):
         reply: Any
         try:
-            reply = answer(asked)
+            reply = answer(request)
         except RankFailedError as error:
             reply = error
-        asked = advance(exchange, reply)
-    return asked.value
+        request = advance(exchange, reply)
+    return request.value
 
 
 def observe(
@@ -64,12 +64,12 @@ def observe(
     before: Callable[[Request], None] | None = None,
     after: Callable[[Request], None] | None = None,
 ) -> Rounds[Value]:
-    """Pass a generator's rounds on, with a call before each and one after it. As rounds."""
+    """Forward a generator's rounds, with a call before and after each. As rounds."""
     reply: Any = None
-    while not isinstance(asked := advance(exchange, reply), Returned):
+    while not isinstance(request := advance(exchange, reply), Returned):
         if before is not None:
-            before(asked)
-        reply = yield asked
+            before(request)
+        reply = yield request
         if after is not None:
-            after(asked)
-    return asked.value
+            after(request)
+    return request.value

@@ -1,4 +1,4 @@
-"""Which ranks talk to each other, where not all do."""
+"""Graphs of the ranks that communicate with each other."""
 
 import math
 from collections.abc import Iterable
@@ -46,11 +46,7 @@ class Graph:
         return max(map(len, self._adjacent))
 
     def weight(self, rank: int, other: int) -> float:
-        """Return the share of their difference that two neighbours take over from each other when all average.
-
-        Metropolis weights: with them an average over neighbours is one over all ranks in the long run, whatever the
-        graph, and no rank is counted more than others.
-        """
+        """Return the Metropolis weight of two neighbours, with which averages converge to that of all ranks."""
         return 1 / (1 + max(len(self.neighbours(rank)), len(self.neighbours(other))))
 
     @cached_property
@@ -68,15 +64,15 @@ def make_graph(edges: str | Iterable[Any], size: int) -> Graph:
     Parameters
     ----------
     edges : {"ring", "torus"} or iterable of (int, int)
-        A ring; a torus with sides as equal as the number of ranks has divisors, which is a ring where that is prime;
-        or the pairs of ranks that are neighbours, in either order.
+        A ring; a torus with sides as equal as divisors allow, so a ring for a prime number of ranks; or the pairs of
+        neighbours, in either order.
     size : int
         Number of ranks. One rank has no neighbours.
 
     Raises
     ------
     ConfigurationError
-        Where an edge is none, or some rank cannot be reached from the others.
+        If an edge is no pair of ranks, or some rank cannot be reached from the others.
 
     Examples
     --------
@@ -111,7 +107,7 @@ def make_graph(edges: str | Iterable[Any], size: int) -> Graph:
 
 
 def _torus(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Return every rank's edge to the right and the one down; a side of one has an edge from a rank to itself."""
+    """Return every rank's edges to the right and down; a side of one has an edge from a rank to itself."""
     pairs = []
     for row in range(rows):
         for column in range(columns):
@@ -122,7 +118,7 @@ def _torus(rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def _edge(pair: Any, size: int) -> tuple[int, int]:
-    """Return an edge as a pair of ranks, or say why it is none."""
+    """Return an edge as a pair of ranks, or raise."""
     ranks = list(pair) if isinstance(pair, Iterable) else []
     if len(ranks) != 2 or not all(isinstance(rank, (int, np.integer)) for rank in ranks):
         raise ConfigurationError(f"graph: an edge is a pair of ranks, got {pair!r}")

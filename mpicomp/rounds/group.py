@@ -1,10 +1,10 @@
-"""Groups of ranks: all of them, those of a host, and those with the same place on their hosts."""
+"""Groups of ranks: all, those of a host, and those with the same place on their hosts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 WORLD, HOST, ACROSS = "world", "host", "across"
-"""Names of groups: all ranks; those of one host; those with the same place on their hosts, one a host."""
+"""Names of groups: all ranks; those of one host; one rank a host, with the same place on each."""
 
 
 @dataclass(frozen=True)
@@ -14,21 +14,21 @@ class Group:
     Parameters
     ----------
     rank, size : int
-        This rank's place, and how many there are.
+        This rank's place, and the number of ranks.
     identical_sums : bool
         Whether the transport's sum has the same bits on every rank.
     name : str
-        Which ranks: `WORLD`, `HOST` or `ACROSS`.
+        `WORLD`, `HOST` or `ACROSS`.
     hosts : int
-        On how many hosts they are.
+        Number of their hosts.
     sharing : int
-        How many ranks of one host send through its link at a time when groups of this name are at work: for `WORLD`
-        the most ranks that a host has, for `ACROSS` the fewest.
+        Number of ranks of a host that send through its link at a time in rounds of groups of this name: for `WORLD` the
+        most ranks of a host, for `ACROSS` the fewest.
     parts : tuple of Group
-        The `HOST` group that this rank is in, and its `ACROSS` group if it is in one. They may be left out where
-        every rank has a host of its own, or all are on one.
+        This rank's `HOST` group, and its `ACROSS` group if it is in one. Optional if each rank has its own host, or all
+        are on one.
     layout : tuple of int
-        The host of each rank, by number; it may be left out where the parts may.
+        The number of each rank's host; optional if the parts are.
     """
 
     rank: int
@@ -47,10 +47,7 @@ class Group:
         return replace(self, rank=rank)
 
     def part(self, name: str) -> "Group | None":
-        """Return this rank's group of a name, None where it is in none.
-
-        As many ranks of each host are in `ACROSS` groups as the host with the fewest has.
-        """
+        """Return this rank's group of a name, or None; of each host as many ranks are in `ACROSS` groups."""
         if name == self.name:
             return self
         for part in self.parts:
@@ -58,31 +55,13 @@ class Group:
                 return part
         if self.parts:
             return None
-        whole = replace(self, name=name)
-        alone = Group(0, 1, name=name)
-        return whole if (name == HOST) == (self.hosts == 1) else alone
+        return replace(self, name=name) if (name == HOST) == (self.hosts == 1) else Group(0, 1, name=name)
 
 
 def layout_groups(
     layout: Sequence[int], rank: int, identical_sums: bool = True
 ) -> tuple[Group, dict[str, tuple[int, ...]]]:
-    """Return the group of all ranks, as one of them sees it, and who is in its groups.
-
-    Parameters
-    ----------
-    layout : sequence of int
-        The host of each rank, by number.
-    rank : int
-        The rank from whose view the group is described.
-    identical_sums : bool
-        See `Group`.
-
-    Returns
-    -------
-    Group
-        With its parts.
-    dict of str to tuple of int
-        The ranks in each group that this rank is in, ascending; one's place is that in its group.
+    """Return the group of all ranks, as one rank sees it, and the ranks in each of its groups, ascending.
 
     Examples
     --------
@@ -95,13 +74,13 @@ def layout_groups(
     True
     """
     on_host: dict[int, list[int]] = {}
-    for other, where in enumerate(layout):
-        on_host.setdefault(where, []).append(other)
+    for other, host in enumerate(layout):
+        on_host.setdefault(host, []).append(other)
     owners = min(len(ranks) for ranks in on_host.values())
-    value = on_host[layout[rank]]
-    place = value.index(rank)
-    members = {WORLD: tuple(range(len(layout))), HOST: tuple(value)}
-    parts = [Group(place, len(value), identical_sums, HOST)]
+    neighbours = on_host[layout[rank]]
+    place = neighbours.index(rank)
+    members = {WORLD: tuple(range(len(layout))), HOST: tuple(neighbours)}
+    parts = [Group(place, len(neighbours), identical_sums, HOST)]
     if place < owners:
         members[ACROSS] = tuple(sorted(ranks[place] for ranks in on_host.values()))
         across = members[ACROSS]

@@ -1,4 +1,4 @@
-"""Objects that ranks tell each other as JSON."""
+"""Objects that ranks exchange as JSON."""
 
 import json
 from typing import Any
@@ -11,31 +11,12 @@ from mpicomp.rounds.group import Group
 from mpicomp.rounds.round import Round, Rounds
 
 _BYTE, _LENGTH = np.dtype(np.uint8), np.dtype(np.int64)
-_MOST = 1 << 28
-"""Bytes of an object: some hundred for each of a million parameters."""
+_MAX_BYTES = 1 << 28  # of an object: some hundred for each of a million parameters
 
 
 def from_one(content: dict[str, Any] | None, group: Group, subsystem: str, root: int = 0) -> Rounds[dict[str, Any]]:
-    """Return one rank's object on all ranks. As rounds.
-
-    Parameters
-    ----------
-    content : dict or None
-        JSON-able; not looked at on other ranks than ``root``.
-    group : Group
-        All ranks.
-    subsystem : str
-        Name of the caller, with which errors begin.
-    root : int
-        Whose object it is.
-
-    Raises
-    ------
-    MessageError
-        Where what has arrived is no such object, or too long.
-    """
-    leads = group.rank == root
-    send = np.frombuffer(json.dumps(content).encode(), _BYTE) if leads else None
+    """Return the root's JSON-able object on all ranks, or raise `MessageError` in a caller's name. As rounds."""
+    send = np.frombuffer(json.dumps(content).encode(), _BYTE) if group.rank == root else None
     length = None if send is None else np.array([send.size], _LENGTH)
     lengths = yield Round("bcast", (1,), _LENGTH, root=root, send=length, recv=np.empty(1, _LENGTH))
     [size] = checked_lengths(lengths, subsystem)
@@ -44,12 +25,12 @@ def from_one(content: dict[str, Any] | None, group: Group, subsystem: str, root:
 
 
 def checked_lengths(lengths: NDArray[np.int64], subsystem: str) -> list[int]:
-    """Return the bytes of each rank's object, before memory is taken for them."""
-    found = [int(length) for length in lengths]
-    for length in found:
-        if not 0 <= length <= _MOST:
-            raise MessageError(f"{subsystem}: a report must have from 0 to {_MOST} bytes, got {length}")
-    return found
+    """Return the bytes of each rank's object, before memory is allocated for them."""
+    checked = [int(length) for length in lengths]
+    for length in checked:
+        if not 0 <= length <= _MAX_BYTES:
+            raise MessageError(f"{subsystem}: a report must have from 0 to {_MAX_BYTES} bytes, got {length}")
+    return checked
 
 
 def read_object(arrived: NDArray[np.uint8], subsystem: str, rank: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rounds: the communication that a scheme asks of the transport."""
+"""Rounds: the communication that a scheme requests from the transport."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -16,9 +16,7 @@ Value = TypeVar("Value")
 
 @dataclass
 class Round:
-    """One communication step of a group; without arrays it is only the shape of one.
-
-    All ranks of the group take part in it.
+    """One communication step of all ranks of a group; without arrays, its shape.
 
     Parameters
     ----------
@@ -28,14 +26,13 @@ class Round:
         ``alltoallv`` cuts ``send`` in parts, part j for rank j; ``recv`` holds this rank's part from every rank.
         ``bcast`` takes ``send`` from the root and puts it into ``recv`` on all ranks.
         ``gatherv`` puts the ranks' ``send`` one after the other into ``recv`` on the root; others need no ``recv``.
-        ``sendrecv`` gives ``send`` to one rank and takes ``recv`` from one.
-        ``neighbor_alltoall`` cuts ``send`` in as many parts of one length as this rank has neighbours in ``graph``,
-        part j for the j-th of them; ``recv`` holds their parts for this rank, in the same order.
+        ``sendrecv`` sends ``send`` to one rank and receives ``recv`` from one.
+        ``neighbor_alltoall`` cuts ``send`` in parts of one length, part j for this rank's j-th neighbour in ``graph``;
+        ``recv`` holds their parts for this rank, in the same order.
     counts : sequence of int
-        Elements. ``allreduce`` and ``bcast``: one number. ``allgatherv`` and ``gatherv``: what each rank
-        contributes, known to every rank. ``alltoallv``: the length of each part of ``send``. ``sendrecv``: what is
-        sent and what is received, 0 where there is no peer. ``neighbor_alltoall``: one number, the length of a part.
-        All may be 0.
+        Elements, which may be 0. ``allreduce`` and ``bcast``: one number. ``allgatherv`` and ``gatherv``: of each rank,
+        known to all. ``alltoallv``: of each part of ``send``. ``sendrecv``: sent and received, 0 without a peer.
+        ``neighbor_alltoall``: one number, of a part.
     dtype : numpy.dtype
         Of the elements.
     root : int
@@ -43,22 +40,21 @@ class Round:
     send, recv : arrays, optional
         Contiguous; they do not overlap.
     group : str
-        Whose round it is: a name from `Group.part`.
+        Name of its group, see `Group.part`.
     peers : tuple of int or None
-        ``sendrecv``: the rank that ``send`` goes to and the one that ``recv`` comes from, None for nobody.
+        ``sendrecv``: the receiver of ``send`` and the sender of ``recv``, or None.
     received : sequence of int, optional
-        ``alltoallv``: the length of what comes from each rank. None: all ranks have the same ``counts``.
+        ``alltoallv``: the length of the part from each rank. None: all ranks have the same ``counts``.
     arrived : callable, optional
-        ``sendrecv``: called with the start and stop of every part of ``recv`` once it is there, in any order, so that
-        it can be worked on while the rest is under way.
+        ``sendrecv``: called with start and stop of every part of ``recv`` when it has arrived, in any order.
     graph : Graph, optional
-        ``neighbor_alltoall``: who is whose neighbour in the group, the same on all ranks. A transport keeps what a
-        graph needs, so a few graphs are used again and again.
+        ``neighbor_alltoall``: the neighbours in the group, the same on all ranks. A transport keeps resources of each
+        graph, so few should be used.
     background : bool
-        Whether the transport only starts the round: it answers with a `Pending`, which the caller yields later
+        Whether the transport only starts the round: it replies with a `Pending`, which the caller yields later
         to get ``recv``. Until then ``send`` and ``recv`` are the transport's.
     once : bool
-        Whether it is made once in a run: its bytes are no step's, and are counted apart.
+        Whether it runs once: its bytes belong to no step, and are counted separately.
     """
 
     operation: str
@@ -76,7 +72,7 @@ class Round:
     once: bool = False
 
     def sent_bytes(self, group: Group) -> int:
-        """Bytes of payload that this rank hands to the transport for others; ``group`` is the round's own."""
+        """Return the payload in bytes that this rank sends; ``group`` is the round's."""
         if group.size == 1:
             return 0
         match self.operation:
@@ -96,11 +92,10 @@ class Round:
         return elements * self.dtype.itemsize
 
     def wire_bytes(self, group: Group) -> float:
-        """Bytes that leave this rank.
+        """Return the bytes that leave this rank.
 
-        An allreduce is counted as a ring or a reduce-scatter with an allgather, which send 2 (N-1)/N of the array; an
-        allgather as a ring, in which a rank passes on every part but its right neighbour's. A broadcast
-        is counted as what arrives, shared evenly: (N-1)/N of the array.
+        An allreduce counts as a ring, which sends 2 (N-1)/N of the array; an allgather as a ring, in which a rank sends
+        every part but its right neighbour's; a broadcast as the received bytes, shared evenly: (N-1)/N of the array.
         """
         size = group.size
         match self.operation:
@@ -116,24 +111,24 @@ class Round:
 
 
 class Pending(ABC):
-    """A round that was started and not waited for."""
+    """A round under way."""
 
     task: Round
 
     @abstractmethod
     def test(self) -> bool:
-        """Return whether it is done, and move it on; once True, ``task.recv`` is filled. Not collective."""
+        """Advance it and return whether it is done; then ``task.recv`` is filled. Not collective."""
 
 
 Request = Round | Pending
 """Values that a generator may yield: a round to run or start, or a started round to wait for."""
 
 Rounds = Generator[Request, Any, Value]
-"""A generator that yields requests, is sent what they received, and returns a value."""
+"""A generator that yields requests, is sent their results, and returns a value."""
 
 
 def gather_rows(values: ArrayLike, group: Group) -> Rounds[NDArray[Any]]:
-    """Return the values of all ranks, shape (ranks, ...); shape and dtype are the same on all ranks."""
+    """Return the values of all ranks, shape (ranks, ...), from values of one shape and dtype."""
     array = np.asarray(values)
     send = np.ascontiguousarray(array).reshape(-1)
     recv = np.empty(group.size * send.size, send.dtype)
@@ -142,7 +137,7 @@ def gather_rows(values: ArrayLike, group: Group) -> Rounds[NDArray[Any]]:
 
 
 def dense_ring_bytes(numel: int, ranks: int, itemsize: int = 4) -> float:
-    """Bytes that leave a rank when a dense array is averaged by a ring: the yardstick for all others.
+    """Return the bytes that leave a rank when a ring averages a dense array: the reference for all others.
 
     Examples
     --------
