@@ -29,7 +29,7 @@ from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
-from mpicomp.torch.update_arguments import AUTO
+from mpicomp.torch.update_optimizer import AUTO
 from mpicomp.transport import Transport
 
 

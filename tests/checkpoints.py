@@ -21,7 +21,7 @@ def save(folder, states, keep=1):
 
 
 def load(folder, ranks=1):
-    """Give one state a rank."""
+    """Return one state a rank."""
     world = LocalWorld(ranks)
     return world.run([load_rounds(folder, end.group) for end in world.transports])
 
@@ -46,14 +46,14 @@ def load_errors(folder, ranks):
 
 
 def the_one(errors, kind=CheckpointError):
-    """Give what all ranks raised, which is the same."""
+    """Return the text of the one error that all ranks raised."""
     assert {type(error) for error in errors} == {kind}
     (text,) = {str(error) for error in errors}
     return text
 
 
 def content(folder):
-    """Give every file below a folder with its bytes."""
+    """Return every file below a folder with its bytes."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
@@ -109,7 +109,7 @@ def write_before(path, about, tree="null", arrays=(), **metadata):
 
 
 def about(**changes):
-    """Return what the file of a checkpoint's only rank said of itself before there were checksums."""
+    """Return the description in the file of a checkpoint's only rank before there were checksums."""
     return {"schema": 1, "mpicomp": "0.1.0", "checkpoint": 1, "token": 7, "ranks": 1, "rank": 0} | changes
 
 

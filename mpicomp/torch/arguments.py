@@ -1,4 +1,4 @@
-"""Arguments of scripts: named parameters and groups of them, checked before anything is exchanged."""
+"""Arguments of scripts: named parameters and groups, checked before anything is exchanged."""
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,10 +28,7 @@ _SERVED_DTYPES = (
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complex tensor as pairs of reals, with a last dimension of 2; any other tensor as it is.
-
-    The memory is shared, except with a tensor that is conjugated lazily.
-    """
+    """Return a complex tensor as pairs of reals, in the same memory unless conjugated lazily; others unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -41,7 +38,7 @@ def array_specs(tensors: Mapping[str, torch.Tensor]) -> list[ArraySpec]:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return the name of a tensor's dtype, without the library's."""
+    """Return the name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -57,16 +54,13 @@ def members_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def learning_rate(optimizer: Any) -> Any:
-    """Return the rate of an optimizer's first group; None where it has none."""
+    """Return the rate of an optimizer's first group, or None."""
     lr = optimizer.param_groups[0].get("lr")
     return lr.detach() if isinstance(lr, torch.Tensor) else lr
 
 
 def named_pairs(named: NamedParameters, subsystem: str, ranks: int) -> list[tuple[str, torch.Tensor]]:
-    """Return pairs of name and parameter, or raise the error of an argument that holds none.
-
-    With several ``ranks`` a model whose forward writes to its parameters is refused.
-    """
+    """Return pairs of name and parameter, or raise the error of another argument."""
     advice = "pass named_parameters=model.named_parameters(), or the model itself"
     if isinstance(named, torch.nn.Module):
         if ranks > 1:
@@ -82,7 +76,7 @@ def named_pairs(named: NamedParameters, subsystem: str, ranks: int) -> list[tupl
 
 
 def to_pairs(named: Any, subsystem: str, advice: str) -> list[tuple[str, Any]]:
-    """Return pairs of a name and a value, or raise a `ConfigurationError` that ends in advice."""
+    """Return pairs of name and value, or raise an error that ends in ``advice``."""
     try:
         pairs: list[Any] = list(named.items() if isinstance(named, Mapping) else named)
     except TypeError:
@@ -95,7 +89,7 @@ def to_pairs(named: Any, subsystem: str, advice: str) -> list[tuple[str, Any]]:
 
 
 def check_forward(model: torch.nn.Module, subsystem: str) -> None:
-    """Refuse a model whose forward writes to parameters: replicas with different batches drift apart."""
+    """Refuse a model whose forward writes to parameters: replicas with different batches would differ."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None:
             raise ConfigurationError(
@@ -132,10 +126,7 @@ def check_kind(name: str, parameter: torch.Tensor, subsystem: str) -> None:
 def parameters_by_name(
     optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[str, torch.Tensor]], subsystem: str
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's parameters by name, in the order of the model; others among the pairs are left out.
-
-    Names must be unique, and each parameter that the optimizer steps needs one and must be of a kind that is served.
-    """
+    """Return the optimizer's parameters by name, in the order of ``pairs``, or raise the error of one."""
     members = {id(parameter): parameter for parameter in members_of(optimizer)}
     chosen: dict[str, torch.Tensor] = {}
     named: set[int] = set()
@@ -163,13 +154,10 @@ def parameters_by_name(
 def named_group(
     optimizer: Any, param_group: Mapping[str, Any], names: Mapping[int, str], subsystem: str
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return a group in the form that torch's optimizer takes, and its parameters by name.
-
-    ``names`` has those of known parameters by their id: a new parameter needs a name that no other one has.
-    """
+    """Return a group for torch's optimizer, and its parameters by name; ``names`` has those of known ones by id."""
     plain, pairs = split_group(optimizer, param_group)
     found: dict[str, torch.Tensor] = {}
-    taken = {name: key for key, name in names.items()}
+    ids = {name: key for key, name in names.items()}
     for new_name, parameter in pairs:
         name = names.get(id(parameter), new_name)
         if name is None:
@@ -177,7 +165,7 @@ def named_group(
                 f"{subsystem}: a parameter of the new group has no name; pass names with it, as in "
                 '{"params": head.named_parameters(prefix="head")}, on all ranks'
             )
-        if name in found or taken.get(name, id(parameter)) != id(parameter):
+        if name in found or ids.get(name, id(parameter)) != id(parameter):
             raise ConfigurationError(f"{subsystem}: two parameters are named '{name}'; names must differ")
         if parameter.requires_grad:
             check_kind(name, parameter, subsystem)
@@ -188,9 +176,9 @@ def named_group(
 def split_group(
     optimizer: Any, param_group: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[tuple[str | None, torch.Tensor]]]:
-    """Return a group in the form that torch's optimizer takes, and pairs of name, if there is one, and parameter.
+    """Return a group for torch's optimizer, which has names in all groups or none, and pairs of name and parameter.
 
-    Torch's optimizer has names in all of its groups or in none. It refuses a set, of which there are no pairs.
+    There are no pairs of a set, which torch refuses.
     """
     members = param_group["params"]
     if isinstance(members, set):
@@ -208,12 +196,12 @@ def split_group(
 
 
 def check_no_ddp(parameters: Mapping[str, torch.Tensor], ranks: int, subsystem: str) -> None:
-    """Refuse parameters of a model that DistributedDataParallel averages over as many ranks already."""
+    """Refuse parameters that DistributedDataParallel averages over all ranks."""
     if ranks == 1 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     ids = {id(parameter) for parameter in parameters.values()}
     kind = torch.nn.parallel.DistributedDataParallel
-    for model in [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]:
+    for model in [value for value in gc.get_objects() if issubclass(type(value), kind)]:
         everywhere = (
             torch.distributed.get_world_size(model.process_group) == torch.distributed.get_world_size() == ranks
         )

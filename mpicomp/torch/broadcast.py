@@ -43,14 +43,10 @@ def broadcast_parameters(
     Raises
     ------
     DisagreementError
-        Where names, dtypes, layouts or shapes differ between ranks, on all ranks before any data moves.
+        Where names, dtypes, layouts or shapes differ between ranks, before any data moves.
     ArrayTypeError, ConfigurationError
         On all ranks: for an object that is no tensor or has no values, such as parameters of lazy modules and on the
-        device ``meta``; where nothing is to be sent; for a root that is no rank.
-
-    See Also
-    --------
-    mpicomp.torch.broadcast_optimizer_state
+        device ``meta``; where there is nothing to send; for a root that is no rank.
     """
     run_over(comm, lambda group: _send_parameters(model, root, group))
 
@@ -59,15 +55,14 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
     """Make every rank's optimizer state the root's, bit for bit.
 
     Collective over ``comm``. A script that resumes loads its checkpoint on one rank, then calls this and
-    `broadcast_parameters` on all of them: moments, step counters and settings of groups, such as the learning rate, are
-    the root's then, also on ranks that have no state yet. Tensors of the same shape and dtype are overwritten in place.
+    `broadcast_parameters` on all of them: moments, step counters and settings of groups become the root's, also on
+    ranks without state. Tensors of the same shape and dtype are overwritten in place.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        A plain one, or one that mpicomp has wrapped or made. Residuals and the state of reducers stay as they are on
-        each rank: on the root load a plain optimizer's state (``del state["mpicomp"]``), or load each rank's file.
-        `OneBitAdam`, `SketchedAMSGrad` and `UpdateOptimizer` also receive the number of steps.
+        A plain one, or one of mpicomp's, which also receives the number of steps. Residuals and the state of reducers
+        stay as they are: load a plain state on the root (``del state["mpicomp"]``), or each rank's file.
     root : int
         The rank whose state is sent.
     comm : mpi4py.MPI.Comm, Transport or None
@@ -76,8 +71,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
     Raises
     ------
     DisagreementError
-        Where the class of the optimizer, the number of groups, or parameters differ between ranks, before any data
-        moves.
+        Where the class of the optimizer, the number of groups, or parameters differ between ranks.
     ConfigurationError
         On all ranks: for an object that is no optimizer, or has a state that cannot be sent.
     """
@@ -167,7 +161,7 @@ def from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[None]:
 
 
 def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a contiguous tensor in host memory, not copied unless it is conjugated or negated lazily."""
+    """Return the bytes of a contiguous tensor in host memory; lazily conjugated ones are copied."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element is contiguous whatever its strides
     view: NDArray[np.uint8] = flat.resolve_conj().resolve_neg().view(torch.uint8).numpy()
     return view
@@ -180,7 +174,7 @@ def _check_root(root: int, group: Group, subsystem: str) -> ConfigurationError |
 
 
 def _bytes_from_root(content: bytes | None, root: int, group: Group) -> Rounds[bytes]:
-    """Return the root's bytes, whose number other ranks need not know."""
+    """Return the root's bytes."""
     send = np.frombuffer(content or b"", _BYTE) if group.rank == root else None
     length = None if send is None else np.array([send.size], _SIZE)
     lengths = yield Round("bcast", (1,), _SIZE, root=root, send=length, recv=np.empty(1, _SIZE))
@@ -190,7 +184,7 @@ def _bytes_from_root(content: bytes | None, root: int, group: Group) -> Rounds[b
 
 
 def _packed(value: Any, subsystem: str, what: str, advice: str) -> bytes:
-    """Return a value of tensors, numbers, strings, dicts and lists as bytes, which run no code when they are read."""
+    """Return a value as bytes that run no code when they are read, or raise the error of another value."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -209,7 +203,7 @@ def _unpacked(content: bytes) -> Any:
 
 
 def _modules_with_state(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules that have a state of more than parameters and buffers, by its name in ``state_dict()``."""
+    """Yield modules with an extra state, by its name in ``state_dict()``."""
     if isinstance(model, torch.nn.Module):
         for name, module in model.named_modules():
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
@@ -246,7 +240,7 @@ def _tensors_of(model: Any, modules: Mapping[str, torch.nn.Module]) -> dict[str,
 
 
 def _kind(name: str, tensor: Any) -> str:
-    """Return the dtype and all else but the shape that has to be the same on all ranks."""
+    """Return what must be the same on all ranks beyond name and shape."""
     if not isinstance(tensor, torch.Tensor):
         raise ArrayTypeError(
             f"{_PARAMETERS}: '{name}' must be a tensor, got {type(tensor).__name__}; pass the model's tensors alone: "
@@ -272,7 +266,7 @@ def _kind(name: str, tensor: Any) -> str:
 
 @torch.no_grad()
 def _sparse_from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[None]:
-    """Overwrite a sparse tensor with the root's, which may have another number of elements."""
+    """Overwrite a sparse tensor with the root's, of any number of elements."""
     is_root = group.rank == root
     parts = dense_parts(tensor) if is_root else []
     form = [tensor.layout == torch.sparse_coo and tensor.is_coalesced(), [part.to("meta") for part in parts]]
@@ -303,7 +297,6 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]
 
 
 def _state_of(optimizer: Any) -> dict[str, Any]:
-    """Return all that is sent, as the optimizer holds it."""
     progress = getattr(optimizer, "_mpicomp_progress", dict)
     return {
         "groups": [
@@ -315,7 +308,7 @@ def _state_of(optimizer: Any) -> dict[str, Any]:
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples, in one order on all ranks."""
+    """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -337,7 +330,7 @@ def _skeleton(value: Any) -> Any:
 def _filled(
     like: Any, present: Any, device: torch.device, on_host: Iterator[bool], root: int, group: Group
 ) -> Rounds[Any]:
-    """Return the root's value, in the tensors that this rank has already where they fit."""
+    """Return the root's value, in this rank's tensors where they fit."""
     if isinstance(like, torch.Tensor):
         is_on_host = next(on_host)
         fits = isinstance(present, torch.Tensor) and (present.dtype, present.shape) == (like.dtype, like.shape)

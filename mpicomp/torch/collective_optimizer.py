@@ -13,22 +13,19 @@ from mpicomp.torch.arguments import as_real, check_kind, named_pairs, split_grou
 from mpicomp.torch.optimizer_proxy import NotCopyable
 from mpicomp.torch.replica_checks import ReplicaChecks, SettingsCheck
 from mpicomp.torch.states import to_arrays, to_tensors
-from mpicomp.transport.connect import connect
+from mpicomp.transport.connect import connected
 
 Params = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
 class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
-    """An optimizer whose step is an exchange. A subclass has `rounds` and puts its reducers into ``reducers``.
+    """Base of optimizers whose step is an exchange: a subclass defines `rounds` and fills ``reducers``.
 
-    Creating one and `step` are collective. Ranks compare the settings of their groups in every step, and parameters
-    after steps 1, 2, 4, 8 and so on, then after every 500th: `DisagreementError` where they differ. A parameter without
-    a name is known by its number. ``check`` raises `ConfigurationError` for an impossible setting, on all ranks then.
+    Ranks compare the settings of their groups in every step, and parameters after steps 1, 2, 4, 8 and so on, then
+    after every 500th. A parameter without a name is called by its number. ``check`` raises the error of a setting.
     """
 
-    # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this
-    # it calls step() on all of them, after it has set ``found_inf``.
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = True  # a GradScaler calls step() also where this rank's gradients overflowed
 
     def __init__(
         self, params: Params, defaults: dict[str, Any], check: Callable[[], None], comm: Any, same_batches: bool
@@ -36,23 +33,19 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
         self.reducers: dict[str, Reducer] = {}
         self.steps = 0
         self._names: dict[torch.Tensor, str] = {}
-        self._transport = connect(comm)
-        self._owns_transport = self._transport is not comm
         who = type(self).__name__
+        with connected(comm) as transport:
 
-        def make() -> None:
-            check()
-            members: Any = params
-            if isinstance(params, torch.nn.Module):
-                members = named_pairs(params, who, self._transport.group.size)
-            super(CollectiveOptimizer, self).__init__(members, defaults)
+            def make() -> None:
+                check()
+                members: Any = params
+                if isinstance(params, torch.nn.Module):
+                    members = named_pairs(params, who, transport.group.size)
+                super(CollectiveOptimizer, self).__init__(members, defaults)
 
-        try:
-            run_collectively(make, self._transport, who)
-        except BaseException:
-            if self._owns_transport:
-                self._transport.close()
-            raise
+            run_collectively(make, transport, who)
+        self._transport = transport
+        self._owns_transport = transport is not comm
         settings = SettingsCheck(self, who)
         self._checks = ReplicaChecks(who, self._parameters, self._transport.group, settings, same_batches)
 
@@ -61,10 +54,7 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
         raise NotImplementedError
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange and step. Collective.
-
-        A closure is called once, and its value is returned.
-        """
+        """Exchange and step. Collective. A closure is called once, and its value is returned."""
         if hasattr(self, "found_inf"):
             raise ConfigurationError(
                 f"{type(self).__name__}: gradients that a GradScaler has scaled cannot be exchanged; use "
@@ -79,7 +69,6 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with or without names; see `torch.optim.Optimizer.add_param_group`. On all ranks."""
         plain, pairs = split_group(self, param_group)
         if pairs:
             plain = {**param_group, "params": [parameter for _, parameter in pairs]}
@@ -101,7 +90,6 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
         self._names = names
 
     def join(self) -> NoReturn:
-        """Refuse ranks with different numbers of batches."""
         refuse_join(type(self).__name__)
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,13 +98,7 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
         return super().state_dict() | {"mpicomp": to_tensors({"steps": self.steps, "reducers": states})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Each rank loads its state; not collective.
-
-        Raises
-        ------
-        ConfigurationError
-            Where it is the state of another kind of optimizer.
-        """
+        """Load what `state_dict` returned on this rank. Not collective."""
         state = to_arrays(state_dict.get("mpicomp", {}))
         if set(state.get("reducers", ())) != set(self.reducers):
             raise ConfigurationError(
@@ -129,7 +111,7 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
         self.steps = int(state["steps"])
 
     def close(self) -> None:
-        """Release the reducers' MPI resources without waiting for other ranks; a second call does nothing."""
+        """Release MPI resources without waiting for other ranks; a second call does nothing."""
         for reducer in self.reducers.values():
             reducer.close()
         if self._owns_transport:
@@ -151,7 +133,7 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
         return {name: parameter for name, parameter, _ in self._members()}
 
     def _members(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-        """Yield the name, the parameter and the group of all that require a gradient."""
+        """Yield name, parameter and group of each parameter that requires a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -159,7 +141,7 @@ class CollectiveOptimizer(NotCopyable, torch.optim.Optimizer):
 
 
 def check_adam_settings(subsystem: str, betas: tuple[float, float], **settings: float) -> None:
-    """Refuse settings of an optimizer like Adam that are out of their range."""
+    """Refuse settings out of range of an optimizer like Adam."""
     for name, value in settings.items():
         if not value >= 0:
             raise ConfigurationError(f"{subsystem}: {name} must be at least 0, got {value!r}")
@@ -168,10 +150,7 @@ def check_adam_settings(subsystem: str, betas: tuple[float, float], **settings: 
 
 
 def gradient_of(parameter: torch.Tensor, weight_decay: float = 0.0) -> torch.Tensor:
-    """Return a parameter's gradient with weight decay added, dense and real: see `mpicomp.torch.arguments.as_real`.
-
-    A parameter without a gradient has zeros, so that all ranks exchange the same arrays.
-    """
+    """Return a parameter's gradient, zeros without one, dense and real, with weight decay added."""
     values = as_real(parameter)
     if parameter.grad is None:
         gradient = torch.zeros_like(values)

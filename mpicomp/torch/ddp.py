@@ -1,4 +1,4 @@
-"""Scripts on DistributedDataParallel keep their wrapper; its buckets are exchanged through mpicomp."""
+"""A communication hook that exchanges the buckets of DistributedDataParallel over MPI."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from mpicomp.torch.arguments import as_real, check_forward, check_kind
 from mpicomp.torch.overlap import start_overlap_thread
 from mpicomp.torch.replica_checks import ReplicaChecks
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
-from mpicomp.transport.connect import connect
+from mpicomp.transport.connect import connected
 
 _WHO = "ddp_comm_hook"
 
@@ -36,8 +36,8 @@ class DDPState:
     compressor, collective, policy, comm
         See `mpicomp.Reducer`.
     overlap : bool, optional
-        Whether buckets are exchanged while backward goes on; False exchanges all of them with the last one, and so does
-        None where all ranks are on one host and torch's threads use all of its cores.
+        Whether buckets are exchanged during backward; False exchanges all of them with the last one, as None does where
+        all ranks are on one host and torch's threads use all of its cores.
     allow_nccl : bool
         Whether the process group may be on NCCL. Its kernels and an MPI call that waits for the same device can wait
         for each other forever; pass True only where the two never run at the same time.
@@ -51,8 +51,7 @@ class DDPState:
     Attributes
     ----------
     reducer : Reducer
-        With ``last_step``. Residuals are kept by parameter name, so that they survive when DistributedDataParallel
-        builds new buckets.
+        Residuals have the names of parameters, so that they survive when DistributedDataParallel builds new buckets.
 
     Raises
     ------
@@ -80,18 +79,11 @@ class DDPState:
         warmup: int | str | None = None,
         **settings: Any,
     ) -> None:
-        transport = connect(comm)
-        self._transport = None if transport is comm else transport
-
-        try:
-            run_collectively(
-                lambda: _check(model, compressor, settings, allow_nccl, transport.group.size), transport, _WHO
-            )
+        with connected(comm) as transport:
+            ranks = transport.group.size
+            run_collectively(lambda: _check(model, compressor, settings, allow_nccl, ranks), transport, _WHO)
             self.reducer = Reducer(compressor, collective, with_warmup(policy, warmup), comm=transport, **settings)
-        except BaseException:
-            if self._transport is not None:
-                self._transport.close()
-            raise
+        self._transport = None if transport is comm else transport
         named = [(name_of(name), parameter) for name, parameter in model.module.named_parameters()]
         self._names = {id(parameter): name for name, parameter in named}
         self._thread, _ = start_overlap_thread(self.reducer, overlap)
@@ -124,11 +116,11 @@ class DDPState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or ``reducer.state_dict()``. Each rank loads its state; not collective."""
+        """Load what `state_dict` returned on this rank, or ``reducer.state_dict()``. Not collective."""
         self.reducer.load_state_dict(to_arrays(state_dict))
 
     def close(self) -> None:
-        """Release its MPI resources without waiting for other ranks; a second call does nothing."""
+        """Release MPI resources without waiting for other ranks; a second call does nothing."""
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
@@ -137,10 +129,7 @@ class DDPState:
             self._transport.close()
 
     def _gradients_in(self, bucket: GradBucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the gradients in a bucket's buffer by name: views of it, which the means are written to.
-
-        Those of complex parameters are pairs of reals, which ``bucket.gradients()`` has at other places.
-        """
+        """Return views of a bucket's buffer by name; ``bucket.gradients()`` has complex ones at other places."""
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         if buffer.layout != torch.strided:
             raise ConfigurationError(_no_sparse(names[0]))
@@ -212,14 +201,14 @@ def ddp_comm_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[t
     Parameters
     ----------
     state : DDPState
-        Of the model.
+        The model's.
     bucket : torch.distributed.GradBucket
         From DistributedDataParallel.
 
     Returns
     -------
     torch.futures.Future
-        Of the bucket's buffer with the mean. It is set when the last bucket of the step is done.
+        For the bucket's buffer with the mean; it is set after the last bucket of the step.
 
     Examples
     --------

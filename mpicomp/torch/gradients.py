@@ -1,4 +1,4 @@
-"""Averaging of the gradients that backward leaves in ``.grad``, and what ranks agree on for that."""
+"""Averaging of the gradients in ``.grad``, and the agreements of ranks that it needs."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,15 +35,13 @@ _JOIN_ADVICE = (
 )
 _NO_GRADIENT, _DENSE, _SPARSE = range(3)
 
-_joined: "Gradients | None" = None
-"""Gradients of the optimizer whose ranks may run out of batches now, in this process."""
+_joined: "Gradients | None" = None  # of the optimizer of this process whose ranks may run out of batches now
 
 
 class Gradients(ExtraExchange):
-    """The gradients of some parameters, and their averaging. Making them is collective, as is `average`.
+    """Averages the gradients of parameters, which are in the model's order; collective, as is `average`.
 
-    ``parameters`` are in the model's order; backward fills them from the last to the first. ``averaged`` is True while
-    ``.grad`` holds means.
+    ``averaged`` is True while ``.grad`` holds means.
     """
 
     def __init__(
@@ -69,11 +67,11 @@ class Gradients(ExtraExchange):
         self._problem: MpicompError | None = None
         self._accumulating = False
         # What all ranks have agreed on.
-        self._agreed: list[str] | None = None  # names
+        self._agreed: list[str] | None = None  # names of exchanged parameters
         self._compared = False  # whether values were compared, too
         self._frozen_with_gradient: set[str] = set()  # on some rank, in the last step
         self._sparse: set[str] = set()  # parameters with sparse gradients on some rank
-        self._mean_rows: dict[str, Rows | None] = {}  # of these
+        self._mean_rows: dict[str, Rows | None] = {}  # of sparse gradients
         # Ranks that run out of batches.
         self._settings_at_join: dict[str, Any] | None = None
         self._enabling_join = self._join_enabled = False
@@ -88,7 +86,7 @@ class Gradients(ExtraExchange):
 
     @property
     def overlaps(self) -> bool:
-        """Whether gradients are exchanged while backward goes on."""
+        """Whether gradients are exchanged during backward."""
         return self._overlap.overlaps
 
     @property
@@ -98,7 +96,6 @@ class Gradients(ExtraExchange):
 
     @property
     def group(self) -> Group:
-        """All ranks."""
         return self._reducer.transport.group
 
     @property
@@ -107,7 +104,6 @@ class Gradients(ExtraExchange):
         return int(self._active.argmax())
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return a parameter."""
         return self._parameters[name]
 
     def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -118,7 +114,7 @@ class Gradients(ExtraExchange):
         self._add_hooks()
 
     def check_known(self, parameters: Iterable[torch.Tensor]) -> MpicompError | None:
-        """Return the error where some of these parameters would be trained without an exchange."""
+        """Return the error of a parameter that would be trained without an exchange."""
         for parameter in parameters:
             if (parameter.requires_grad or parameter.grad is not None) and id(parameter) not in self._known:
                 return ConfigurationError(
@@ -142,10 +138,7 @@ class Gradients(ExtraExchange):
         self.averaged = False
 
     def average(self, lr: Any, problem: MpicompError | None = None) -> None:
-        """Write means into ``.grad``; a parameter that no rank has a gradient for is left without one. Collective.
-
-        ``lr`` is for the record and the policy; ``problem`` is an error of this rank, which is raised on all.
-        """
+        """Write means into ``.grad``, unless no rank has a gradient; raise ``problem`` on all ranks. Collective."""
         with torch.no_grad():
             try:
                 self._find_active()
@@ -157,7 +150,7 @@ class Gradients(ExtraExchange):
                 exchanged = self._exchanged()
                 self.stale = self.stale or held != self._frozen_with_gradient
                 self.stale = self.stale or not self._compared or list(exchanged) != self._agreed
-                dense, absent = self._given(exchanged)
+                dense, absent = self._dense_gradients(exchanged)
                 means = self._exchange(dense, lr, absent)
             finally:
                 self._active_known = False
@@ -168,7 +161,7 @@ class Gradients(ExtraExchange):
         self.snapshot()
 
     def snapshot(self) -> None:
-        """Treat the current gradients as those after the exchange, in a step in which some rank is idle."""
+        """Note the current gradients as unchanged means, in a step in which some rank is idle."""
         self._noted.clear()
         if self.frozen:
             self._noted |= {
@@ -176,7 +169,7 @@ class Gradients(ExtraExchange):
             }
 
     def changed_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the gradients that the caller has changed since `snapshot`."""
+        """Return gradients that were changed since `snapshot`."""
         changed = {}
         for name, (noted, version) in self._noted.items():
             gradient = self._parameters[name].grad
@@ -185,18 +178,15 @@ class Gradients(ExtraExchange):
         return changed
 
     def run(self, exchange: Rounds[Value]) -> Value:
-        """Run rounds outside of a step. Collective."""
         return self._reducer.transport.run(self._reducer.counting_bytes(exchange))
 
     def close(self) -> None:
-        """Release its resources; not collective."""
         self._overlap.close()
         self._finalizer()
 
     # What ranks agree on.
 
     def agree(self, given: GradientInput) -> Rounds[GradientInput | None]:
-        """Agree on parameters, on settings, and on which gradients are sparse."""
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         frozen = {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
         settings = {"compare_every": self._fingerprint.every, "join()": self.joined}
@@ -218,21 +208,19 @@ class Gradients(ExtraExchange):
             yield from self._compare(BROADCAST_ADVICE)
         if loaded.any():
             yield from self.loaded_state.compare(loaded, self.group)
-        self._overlap.heed_obstacles(obstacles, self.group)
+        self._overlap.handle_obstacles(obstacles, self.group)
         exchanged = self._exchanged()
         self._compared, self._agreed = True, list(exchanged)
         sparse_now = {name for name in exchanged if found[name] == _SPARSE}
         self._sparse = sparse_now | (self._sparse & exchanged.keys())  # also one that is not used in this step
-        return self._given(exchanged)
+        return self._dense_gradients(exchanged)
 
     def _compare(self, advice: str) -> Rounds[None]:
-        """Check that all ranks have the same parameters."""
         yield from check_same(dict(reversed(list(self._exchanged().items()))), self.group, _WHO, advice)
 
     # The exchange.
 
     def exchange(self) -> Rounds[bool]:
-        """Average sparse gradients; parameters are compared now and then."""
         exchanged = self._exchanged()
         gradients = [] if self.frozen else [p.grad for p in exchanged.values() if p.grad is not None]
         advice = _JOIN_ADVICE if self._has_empty_steps else DRIFT_ADVICE
@@ -247,12 +235,12 @@ class Gradients(ExtraExchange):
         return all(mean is None or bool(np.isfinite(mean[1]).all()) for mean in self._mean_rows.values())
 
     def _exchanged(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that are exchanged: those that require a gradient, or that an optimizer would step."""
+        """Return the parameters that require a gradient, or that an optimizer would step."""
         held = self._frozen_with_gradient
         return {name: p for name, p in self._parameters.items() if p.requires_grad or name in held}
 
-    def _given(self, exchanged: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """Return the dense gradients, and the names of those that stand for none."""
+    def _dense_gradients(self, exchanged: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """Return the dense gradients, and the names of zeros that stand for none."""
         dense: dict[str, torch.Tensor] = {}
         absent: set[str] = set()
         for name, parameter in exchanged.items():
@@ -266,7 +254,7 @@ class Gradients(ExtraExchange):
         return dense, absent
 
     def _exchange(self, dense: dict[str, torch.Tensor], lr: Any, absent: set[str]) -> dict[str, torch.Tensor]:
-        """Exchange the buckets whose exchange has not begun, and return the means."""
+        """Exchange the remaining buckets, and return all means."""
         means: dict[str, torch.Tensor] | None = None
         stream = self._overlap.end_backward(self._new_stream)
         if stream is not None:
@@ -283,7 +271,6 @@ class Gradients(ExtraExchange):
         return means
 
     def _write(self, means: Mapping[str, torch.Tensor]) -> None:
-        """Write means into ``.grad``."""
         record = self._reducer.last_step
         assert record is not None
         factor = 1.0 if self._loss_scale is None else self._loss_scale()
@@ -309,11 +296,11 @@ class Gradients(ExtraExchange):
         return self._active_factor() / (1.0 if self._loss_scale is None else self._loss_scale())
 
     def _active_factor(self) -> float:
-        """Return the factor that turns a mean over all ranks into one over those that have batches."""
+        """Return the factor from a mean over all ranks to one over those that have batches."""
         return self.group.size / int(self._active.sum()) if self.frozen else 1.0
 
     def _add_hooks(self) -> None:
-        """Have backward report complete gradients, of parameters that require one by now."""
+        """Add hooks to parameters that require a gradient by now."""
         new = {name: parameter for name, parameter in self._parameters.items() if name not in self._hooks}
         self._hooks |= hook_gradients(new, self._filled)
 
@@ -330,11 +317,7 @@ class Gradients(ExtraExchange):
     # Ranks that run out of batches.
 
     def join(self) -> None:
-        """Let ranks run out of batches from now on; not collective.
-
-        The optimizers' settings must be the same on all ranks now. Their names come after ``join()`` in the alphabet,
-        so that an error names ranks without ``join()`` first.
-        """
+        """Let ranks run out of batches from now on; not collective."""
         global _joined
         if _joined is not None:
             raise ConfigurationError(
@@ -346,11 +329,10 @@ class Gradients(ExtraExchange):
                 "into it"
             )
         _joined = self
-        self._settings_at_join = self._settings.settings()
+        self._settings_at_join = self._settings.settings()  # names after "join()", which an error so names first
         self._join_enabled = self._active_known = self._has_empty_steps = False
 
     def leave_join(self) -> None:
-        """End the context that `join` has begun; not collective."""
         global _joined
         _joined = None
         self._settings_at_join = None
@@ -375,10 +357,7 @@ class Gradients(ExtraExchange):
         return False
 
     def _find_active(self) -> None:
-        """Find out which ranks have batches in this step, before the exchange. Collective where ranks may have none.
-
-        A mean is that of the ranks that have: they multiply their gradients, and the others have zeros.
-        """
+        """Find out which ranks have batches in this step. Collective where some may have none."""
         if _joined is not None and _joined is not self and self.group.size > 1:
             raise ConfigurationError(
                 "join: another optimizer than the one that joins is exchanged inside of it, where ranks that have no "
@@ -396,7 +375,7 @@ class Gradients(ExtraExchange):
         self._active_known = True
 
     def _enable_join(self) -> None:
-        """Check that all ranks may run out of batches. Collective, also with ranks that are in a plain step."""
+        """Check that all ranks have entered `join`. Collective, also with ranks that are in a plain step."""
         self._enabling_join = self.stale = True
         self._problem = None
         dense = {name: p for name, p in self._exchanged().items() if name not in self._sparse}
@@ -414,7 +393,7 @@ def _kind_of(gradient: torch.Tensor | None) -> int:
 
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return zeros that stand for a gradient, in the memory of one."""
+    """Return zeros in the place of a gradient, in the memory of one element."""
     real = as_real(parameter.detach())
     return real.new_zeros(()).expand(real.shape)
 

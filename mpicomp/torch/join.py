@@ -1,6 +1,5 @@
 """Ranks that run out of batches at different times."""
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,50 +13,27 @@ from mpicomp.torch.replica_checks import settings_of
 from mpicomp.torch.sparse_tensors import gradient_of_parts, gradient_parts
 
 
-class Join:
-    """The context of ``with optimizer.join():``."""
-
-    def __init__(self, optimizer: Any, gradients: Gradients, scaler: torch.amp.GradScaler | None) -> None:
-        self._optimizer = optimizer
-        self._gradients = gradients
-        self._scaler = scaler
-
-    def __enter__(self) -> None:
-        self._gradients.join()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:  # an error must not wait for other ranks
-                self._run_empty_steps()
-        finally:
-            self._gradients.leave_join()
-
-    def _run_empty_steps(self) -> None:
-        """Take part in the steps of ranks that have batches left, until none has."""
-        parameters = list(members_of(self._optimizer))
-        before = [parameter.grad for parameter in parameters]
-        try:
-            while self._gradients.step_without_batch():
-                for parameter in parameters:
-                    parameter.grad = None
-                if self._scaler is None:
-                    self._optimizer.step()
-                else:
-                    self._scaler.scale(torch.zeros((), device=parameters[0].device))  # it may never have had a loss
-                    self._scaler.step(self._optimizer)
-                    self._scaler.update()
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
+def run_empty_steps(optimizer: Any, gradients: Gradients, scaler: torch.amp.GradScaler | None) -> None:
+    """Take part in the steps of ranks that have batches left, until none has."""
+    parameters = list(members_of(optimizer))
+    before = [parameter.grad for parameter in parameters]
+    try:
+        while gradients.step_without_batch():
+            for parameter in parameters:
+                parameter.grad = None
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.scale(torch.zeros((), device=parameters[0].device))  # it may never have had a loss
+                scaler.step(optimizer)
+                scaler.update()
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
 
 
 def copy_active_step(optimizer: Any, gradients: Gradients) -> Rounds[None]:
-    """Have ranks without batches step as the first one that has some is about to.
-
-    Loops change settings, such as learning rates, and means, such as by clipping; both are copied to idle ranks.
-    """
+    """Copy the first active rank's settings and changed means to idle ranks, such as learning rates and clipping."""
     root = gradients.first_active
     is_root = gradients.group.rank == root
     changed = gradients.changed_gradients() if is_root else {}
@@ -80,7 +56,6 @@ def copy_active_step(optimizer: Any, gradients: Gradients) -> Rounds[None]:
 
 
 def _set_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Replace a group's settings, and keep the types of its values."""
     for key, value in settings.items():
         present = group.get(key)
         if isinstance(present, list | tuple):
@@ -90,7 +65,7 @@ def _set_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 def _like(present: Any, value: Any) -> Any:
-    """Return a setting as the kind that the present one is; a tensor stays the same one."""
+    """Return a value as a setting; one in a tensor is written to that tensor."""
     if isinstance(present, torch.Tensor):
         with torch.no_grad():
             return present.copy_(torch.tensor(value, dtype=present.dtype))

@@ -18,12 +18,11 @@ class OneBitAdam(CollectiveOptimizer):
     """1-bit Adam: momenta are exchanged in place of gradients, as signs.
 
     For ``warmup_steps`` steps it is Adam on gradients averaged in full. Then the variance is frozen: each rank adds its
-    local gradient to the momentum, the momenta are averaged by the collective ``two-phase`` with the compressor
-    `mpicomp.OneBit` and error feedback, and their mean is the momentum of all ranks. About two bits an element leave
-    a rank. Parameters are the same bits on every rank, if they were at the start.
+    gradient to the momentum, and the momenta are averaged by the collective ``two-phase`` with `mpicomp.OneBit` and
+    error feedback, about two bits an element.
 
-    Creating one and ``step`` are collective: all ranks step at the same time. A parameter without a gradient takes part
-    with zeros. ``.grad`` is left unchanged: to clip, clip it on each rank before the step.
+    Creating one and ``step`` are collective. A parameter without a gradient counts as zeros. ``.grad`` is unchanged:
+    clip it on each rank before the step.
 
     Parameters
     ----------
@@ -33,16 +32,16 @@ class OneBitAdam(CollectiveOptimizer):
     lr, betas, eps, weight_decay
         See `torch.optim.Adam`: the weight decay is added to the gradient.
     warmup_steps : int
-        At least 1. The paper takes 15 to 25 % of all steps: until gradients do not change in size any more.
+        At least 1. The paper takes 15 to 25 % of all steps, until the size of gradients is stable.
     comm : mpi4py.MPI.Comm, Transport or None
-        A communicator is duplicated. None stands for MPI.COMM_WORLD.
+        None stands for MPI.COMM_WORLD.
     same_batches : bool
         Whether ranks are meant to draw the same batches: else there is a warning.
 
     Attributes
     ----------
     reducer : Reducer
-        The one of the last step: it has ``last_step``, and ``residual(name)`` of a momentum after the warm-up.
+        The one of the last step; after the warm-up its residuals are of momenta.
 
     Raises
     ------
@@ -55,19 +54,15 @@ class OneBitAdam(CollectiveOptimizer):
 
     Notes
     -----
-    The bias of both moments is corrected as Adam does it. For the variance that matters most when it is frozen: after
-    100 steps the sum is a tenth of the variance, and later steps would all be three times too long. The paper has
-    no correction, and warm-ups that are long enough not to need one.
+    The bias of both moments is corrected as in Adam: after 100 steps an uncorrected variance would be a tenth of the
+    true one when it is frozen. The paper has no correction, and longer warm-ups.
 
-    A sign stands for the mean magnitude of its block of elements even where an element's momentum is nearly zero,
-    and is then divided by the root of that element's variance. So the frozen variance of an element is at least a
-    hundredth of its parameter's median, and the median itself where the element has had no gradient yet. A parameter
-    without any gradient in the warm-up stays where it is.
+    A sign stands for the mean magnitude of its block even where an element's momentum is nearly zero. So the frozen
+    variance of an element is at least a hundredth of its parameter's median, and the median where the element has had
+    no gradient. A parameter without any gradient in the warm-up stays as it is.
 
-    Residuals are in units of the momentum: a learning rate that changes applies to them, too.
-
-    Each rank has its state: ``state_dict()`` has the residuals under ``"mpicomp"``. With it training continues as if
-    it had never stopped, bit for bit; the warm-up is averaged in rank order for that.
+    Residuals are in units of the momentum. ``state_dict()`` has this rank's under ``"mpicomp"``: with it training
+    resumes bit for bit.
 
     References
     ----------
@@ -116,11 +111,9 @@ class OneBitAdam(CollectiveOptimizer):
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer that has made the last step."""
         return self.reducers["warmup" if self.steps <= self._warmup_steps else "compressed"]
 
     def rounds(self) -> Rounds[None]:
-        """Make a step as a generator of rounds."""
         if self.steps < self._warmup_steps:
             yield from self._warmup_step()
             if self.steps == self._warmup_steps:
@@ -147,7 +140,7 @@ class OneBitAdam(CollectiveOptimizer):
             values.addcdiv_(state["exp_avg"], deviation, value=-self._corrected_lr(group))
 
     def _freeze(self) -> None:
-        """Replace variances by the divisors of momenta from now on."""
+        """Replace variances by the divisors of momenta."""
         for _, parameter, group in self._members():
             state = self.state[parameter]
             variance = state.pop("exp_avg_sq").div_(1 - group["betas"][1] ** self.steps)
@@ -183,6 +176,6 @@ class OneBitAdam(CollectiveOptimizer):
         return float(self.param_groups[0]["lr"])
 
     def _corrected_lr(self, group: dict[str, Any]) -> float:
-        """Return the learning rate with Adam's bias correction: the momentum began at zero."""
+        """Return the learning rate with Adam's correction of the momentum's bias."""
         lr: float = float(group["lr"]) / (1 - group["betas"][0] ** self.steps)
         return lr

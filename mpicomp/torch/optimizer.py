@@ -1,8 +1,8 @@
 """An optimizer whose gradients are averaged over MPI ranks."""
 
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from mpicomp.torch.arguments import (
 )
 from mpicomp.torch.collective_optimizer import CollectiveOptimizer
 from mpicomp.torch.gradients import Gradients
-from mpicomp.torch.join import Join, copy_active_step
+from mpicomp.torch.join import copy_active_step, run_empty_steps
 from mpicomp.torch.optimizer_proxy import (
     Arguments,
     OptimizerProxy,
@@ -40,7 +40,7 @@ from mpicomp.torch.optimizer_proxy import (
 from mpicomp.torch.replica_checks import COMPARE_EVERY, SettingsCheck
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.transport import Transport
-from mpicomp.transport.connect import connect
+from mpicomp.transport.connect import connected
 
 _WHO = "DistributedOptimizer"
 _SMALL_BUCKET = 8 << 20  # bytes of a bucket whose elements all travel
@@ -66,39 +66,34 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
 ) -> Any:
     """Make an optimizer average its gradients over the ranks, compressed, before every step.
 
-    Collective over ``comm``, as are the steps of the returned optimizer: all ranks step at the same time. A parameter
-    without a gradient takes part with zeros, so that all ranks exchange the same arrays whatever their batches touched;
-    a parameter without a gradient on all ranks is left without, as it would be in a single process. Sparse gradients
-    are averaged row by row, uncompressed.
+    Collective over ``comm``, as are the steps of the returned optimizer. A parameter that has no gradient on some rank
+    counts as zeros there, and one that has none on any rank stays without. Sparse gradients are averaged row by row,
+    uncompressed.
 
-    Gradients are exchanged while backward goes on: a bucket as soon as backward has reached all gradients in it. For
-    that they must not be written to before ``step()`` or ``synchronize()``, and backward must reach each once a step,
-    unless it runs inside `accumulate`.
+    A bucket is exchanged during backward, as soon as its gradients are complete: they must not be written to before
+    ``step()`` or ``synchronize()``, and backward must reach each once a step, unless it runs inside ``accumulate()``.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
         Any optimizer that reads gradients once a step. LBFGS reads them many times: see `UpdateOptimizer`.
     named_parameters : iterable of (str, torch.Tensor), mapping or torch.nn.Module
-        ``model.named_parameters()`` or the model: every parameter of the optimizer that requires a gradient has to be
-        among them. Parameters that are in no group of the optimizer are left out. Complex ones are exchanged as pairs
-        of reals: their residuals have a last dimension of 2.
+        ``model.named_parameters()`` or the model, with every parameter of the optimizer that requires a gradient.
+        Complex ones are exchanged as pairs of reals: their residuals have a last dimension of 2.
     compressor, collective, policy, feedback, nonfinite, comm, warmup
         See `mpicomp.Reducer`.
     overlap : bool, optional
-        False exchanges everything in ``step()``. True exchanges while backward goes on, and refuses a script that does
-        not allow it. None tries: the first two steps are exchanged in ``step()`` and watched, and once the script
-        writes to gradients before ``step()``, clears them or runs backward twice, all steps are, with a warning. With
-        None all are exchanged in ``step()`` also where all ranks are on one host and torch's threads use all of its
-        cores: the exchange would take turns with backward. So are they in any case, with a warning, where MPI was
-        started with less than MPI_THREAD_MULTIPLE.
+        False exchanges everything in ``step()``, as any setting does, with a warning, where MPI was started with less
+        than MPI_THREAD_MULTIPLE. True exchanges during backward, and refuses a script that does not allow it. None
+        watches the script in the first two steps, which are exchanged in ``step()``; once it writes to gradients before
+        ``step()``, clears them or runs backward twice, all later steps are, with a warning. None also exchanges in
+        ``step()`` where all ranks are on one host and torch's threads use all of its cores.
     scaler : torch.amp.GradScaler, optional
         The scaler of the loss. ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` then average gradients
-        first, and a step in which some rank's gradients overflowed is skipped on all of them, residuals as they were.
+        first, and a step in which some rank's gradients overflowed is skipped on all of them, without a trace.
     bucket_bytes : int, optional
-        See `mpicomp.Reducer`. None lets mpicomp choose where it also chooses the exchange. Otherwise it means 32 MiB
-        for a compressor that selects elements, since the cost of such an exchange hardly grows with a bucket, and 8 MiB
-        for others, so that the exchange begins early in backward.
+        See `mpicomp.Reducer`. With a compressor named, None means 32 MiB where it selects elements, since the cost of
+        its exchange hardly grows with a bucket, and 8 MiB for others, so that the exchange begins early in backward.
     compare_every : int
         Most steps from one comparison of the ranks' parameters to the next, bit for bit; the first ones are after steps
         1, 2, 4, 8 and so on. 0 compares before the first step alone.
@@ -111,22 +106,21 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     Returns
     -------
     torch.optim.Optimizer
-        The same optimizer, which from now on is of a class derived from its present one: schedulers, hooks and steps
-        that were put into it, before or later, work as before. It has ``reducer``, a `mpicomp.Reducer`;
-        ``synchronize()``, which averages the gradients now, so that they can be clipped before ``step()``;
-        ``accumulate()``, a context in which backward adds to gradients and nothing is exchanged; ``join()``, a context
-        for ranks with different numbers of batches; ``overlaps``, whether gradients are exchanged while backward goes
-        on; and ``close()``, which ``with`` calls at its end. Its ``state_dict()`` has this rank's state of the reducer
-        under ``"mpicomp"``. It can be neither copied nor pickled, since it holds a communicator; after ``close()`` it
-        can be wrapped again.
+        The same optimizer, now of a class derived from its former one: schedulers, hooks and replaced steps work as
+        before. It has ``reducer``, a `mpicomp.Reducer`; ``synchronize()``, which averages the gradients now, so that
+        they can be clipped before ``step()``; ``accumulate()``, a context in which backward adds to gradients and
+        nothing is exchanged; ``join()``, a context for ranks with different numbers of batches; ``overlaps``, whether
+        gradients are exchanged during backward; and ``close()``, which ``with`` calls at its end and after which it can
+        be wrapped again. Its ``state_dict()`` has this rank's state of the reducer under ``"mpicomp"``;
+        ``load_state_dict()`` also takes a plain optimizer's. It can be neither copied nor pickled.
 
     Raises
     ------
     ConfigurationError
         For an optimizer or parameters that cannot be served.
     DisagreementError
-        Where parameters have other values on some rank, see ``compare_every``, and in every step in which the class or
-        a setting of the optimizer, such as its learning rate, is another one on some rank.
+        Where parameters have other values on some rank, see ``compare_every``, and where the class or a setting of the
+        optimizer, such as its learning rate, differs in a step.
 
     Examples
     --------
@@ -145,8 +139,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     >>> isinstance(optimizer, torch.optim.SGD), optimizer.reducer.last_step.buckets[0].collective
     (True, 'allgather')
     """
-    transport = connect(comm)
-    try:
+    with connected(comm) as transport:
 
         def check() -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
             _check_optimizer(optimizer)
@@ -168,10 +161,6 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             bucket_bytes = LARGE_BUCKET if chosen.message in ("sparse", "shared") else _SMALL_BUCKET
         settings |= {"bucket_bytes": bucket_bytes}
         reducer = Reducer(chosen, collective, with_warmup(policy, warmup), feedback, nonfinite, transport, **settings)
-    except BaseException:
-        if transport is not comm:
-            transport.close()
-        raise
     loss_scale = None if scaler is None else scaler.get_scale
     settings_check = SettingsCheck(optimizer, _WHO)
     gradients = Gradients(reducer, parameters, settings_check, overlap, loss_scale, compare_every, same_batches)
@@ -189,7 +178,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
 
 
 class _Distributed(OptimizerProxy):
-    """Mixin that `DistributedOptimizer` puts in front of an optimizer's class: it averages gradients before a step."""
+    """Mixin that averages gradients before a step of an optimizer's class."""
 
     reducer: Reducer
     state: dict[torch.Tensor, Any]
@@ -200,48 +189,36 @@ class _Distributed(OptimizerProxy):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Have a GradScaler that was not passed call step() on all ranks, with ``found_inf`` set.
-
-        It would leave step() out where this rank's gradients overflowed, and the others would wait for it.
-        """
+        """Whether a GradScaler calls step(), with ``found_inf`` set, also where this rank's gradients overflowed."""
         return self._mpicomp_scaler is None
 
     @property
     def overlaps(self) -> bool:
-        """Whether gradients are exchanged while backward goes on."""
         return self._mpicomp_gradients.overlaps
 
     def synchronize(self) -> None:
-        """Average the gradients over the ranks now; the next ``step()`` does not do it again. Collective."""
         problem = self._mpicomp_gradients.check_known(members_of(self))
         self._mpicomp_gradients.average(learning_rate(self), problem)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Return a context in which backward adds to gradients without exchanging them."""
         return self._mpicomp_gradients.accumulate()
 
-    def join(self) -> AbstractContextManager[None]:
-        """Return a context for a loop that has more batches on some ranks than on others, on all ranks.
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Run a loop that may have more batches on some ranks than on others; entered on all ranks.
 
-        Where the loop of a rank is over, the end of the context takes part in the steps of the others, with zeros and
-        its residuals, until all are done. Means are those of the ranks that have batches. While some rank has none,
-        policies leave plans as they are. If an error leaves the loop, the context communicates nothing.
-
-        Raises
-        ------
-        ConfigurationError
-            Inside of another one, or where another optimizer is exchanged inside of it.
-        DisagreementError
-            At the first step, on all ranks, where some rank makes it without ``join()``, or with other settings of its
-            parameter groups; at the end, where parameters were changed outside of steps.
+        A rank whose loop is over takes part in the steps of the others, with zeros and its residuals, until all are
+        done. Means are those of the ranks that have batches. While some rank has none, policies keep their plans. An
+        error that leaves the loop communicates nothing.
         """
-        return Join(self, self._mpicomp_gradients, self._mpicomp_scaler)
+        self._mpicomp_gradients.join()
+        try:
+            yield
+            run_empty_steps(self, self._mpicomp_gradients, self._mpicomp_scaler)
+        finally:
+            self._mpicomp_gradients.leave_join()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients over the ranks, then step. Collective.
-
-        A closure is called once, before the gradients are averaged, and its value is returned.
-        """
         plain_step = super(OptimizerProxy, self).step  # type: ignore[misc]
 
         def step(cached: Callable[[], Any] | None = None) -> Any:
@@ -253,7 +230,6 @@ class _Distributed(OptimizerProxy):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Call the closure, and average the gradients that it has left."""
         gradients = self._mpicomp_gradients
         if hasattr(self, "found_inf") and self._mpicomp_scaler is None:
             raise ConfigurationError(
@@ -265,7 +241,7 @@ class _Distributed(OptimizerProxy):
             gradients.averaged = False
             with torch.enable_grad():
                 loss = closure()  # it may synchronize and clip by itself, as Lightning's does
-            args, kwargs = with_closure(args, kwargs, _CachedClosure(loss))
+            args, kwargs = with_closure(args, kwargs, _cached_closure(loss))
         if not gradients.averaged:
             self.synchronize()
         gradients.averaged = False
@@ -277,23 +253,14 @@ class _Distributed(OptimizerProxy):
         self._mpicomp_gradients.add(parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; see `torch.optim.Optimizer.zero_grad`."""
         self._mpicomp_gradients.clear()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with this rank's state of the reducer under ``"mpicomp"``."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return state | {"mpicomp": to_tensors(self.reducer.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. Not collective.
-
-        Raises
-        ------
-        ConfigurationError
-            Where the reducer's part does not fit.
-        """
         of_reducer = to_arrays(state_dict.get("mpicomp"))
         if of_reducer is not None:
             self._mpicomp_check_residuals(of_reducer.get("residuals", {}))
@@ -303,7 +270,6 @@ class _Distributed(OptimizerProxy):
         self._mpicomp_gradients.loaded_state.note_load([] if of_reducer is None else of_reducer["residuals"].values())
 
     def close(self) -> None:
-        """Release the reducer's MPI resources without waiting for other ranks; a second call does nothing."""
         self._mpicomp_closed = True
         self._mpicomp_gradients.close()
         self.reducer.close()
@@ -311,7 +277,7 @@ class _Distributed(OptimizerProxy):
             self._mpicomp_transport.close()
 
     def _mpicomp_state(self) -> dict[str, torch.Tensor]:
-        """Return tensors and numbers in the optimizer's state by parameter and key."""
+        """Return the optimizer's state by parameter and key."""
         return {
             f"{self._mpicomp_names[id(parameter)]}, {key}": torch.as_tensor(value)
             for parameter in members_of(self)
@@ -320,7 +286,6 @@ class _Distributed(OptimizerProxy):
         }
 
     def _mpicomp_check_residuals(self, residuals: Mapping[str, Any]) -> None:
-        """Refuse residuals of another model before anything is loaded."""
         shapes = {
             self._mpicomp_names[id(parameter)]: tuple(as_real(parameter.detach()).shape)
             for parameter in members_of(self)
@@ -334,49 +299,44 @@ class _Distributed(OptimizerProxy):
                 )
 
 
-class _CachedClosure:
-    """A closure that was called already: it returns its value, once."""
+def _cached_closure(value: Any) -> Callable[[], Any]:
+    """Return a closure that returns a value, once."""
+    values = [value]
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._was_called = False
-
-    def __call__(self) -> Any:
-        if self._was_called:
+    def closure() -> Any:
+        if not values:
             raise ConfigurationError(
                 f"{_WHO}: the optimizer calls its closure several times in a step; use mpicomp.torch.UpdateOptimizer, "
                 "which serves it and exchanges what its steps have changed"
             )
-        self._was_called = True
-        return self._value
+        return values.pop()
+
+    return closure
 
 
 class _ScalerProxy:
-    """Mixin of a GradScaler: it averages gradients before it checks them, so that it finds the same on all ranks."""
+    """Mixin of a GradScaler that averages gradients before it checks them, so that all ranks find the same."""
 
     _mpicomp_optimizer: Callable[[], Any]
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average gradients of the distributed optimizer, then unscale them."""
         self._mpicomp_average(optimizer)
         super().unscale_(optimizer)  # type: ignore[misc]
         if optimizer is self._mpicomp_optimizer():
             optimizer._mpicomp_gradients.snapshot()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Average gradients of the distributed optimizer, then step, or not."""
         self._mpicomp_average(optimizer)
         return super().step(optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def update(self, new_scale: Any = None) -> None:
-        """Update the scale: gradients of a step that was skipped are averages no longer."""
         optimizer = self._mpicomp_optimizer()
         if optimizer is not None:
-            optimizer._mpicomp_gradients.averaged = False
+            optimizer._mpicomp_gradients.averaged = False  # also where the step was skipped
         super().update(new_scale)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy it as the GradScaler that it was."""
+        # A copy is of the scaler's former class.
         state = {key: value for key, value in self.__getstate__().items() if key != "_mpicomp_optimizer"}  # type: ignore[attr-defined]
         return object.__new__, (type(self).__bases__[1],), state
 
@@ -386,7 +346,6 @@ class _ScalerProxy:
 
 
 def _attach_scaler(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-    """Have a GradScaler average gradients of an optimizer before it checks them."""
     changed: Any = scaler
     kind = type(scaler)
     if not isinstance(scaler, _ScalerProxy):

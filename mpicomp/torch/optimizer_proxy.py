@@ -1,4 +1,4 @@
-"""An optimizer that becomes one that exchanges: whichever way its step is reached, the exchange comes with it."""
+"""Mixins that are put in front of an optimizer's class, so that each of its steps exchanges."""
 
 import functools
 import types
@@ -12,11 +12,11 @@ from mpicomp.rounds import Rounds
 from mpicomp.torch.arguments import named_group, split_group
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Those of a step, without the optimizer itself."""
+"""Arguments of a step, without the optimizer itself."""
 
 
 class NotCopyable:
-    """An optimizer that holds a communicator, which can be neither copied nor pickled; ``with`` closes it."""
+    """Base of optimizers that hold a communicator and can be neither copied nor pickled; ``with`` closes them."""
 
     def __enter__(self) -> Any:
         return self
@@ -32,10 +32,7 @@ class NotCopyable:
 
 
 class OptimizerProxy(NotCopyable):
-    """Base class of the mixins that `wrap` puts in front of an optimizer's class.
-
-    A subclass exchanges in `_mpicomp_before` or `_mpicomp_after`: each is called once a step, whatever is nested in it.
-    """
+    """Base of mixins that exchange in `_mpicomp_before` or `_mpicomp_after`, which are called once a step."""
 
     param_groups: list[dict[str, Any]]
     _mpicomp_who: str
@@ -44,22 +41,16 @@ class OptimizerProxy(NotCopyable):
     _mpicomp_stepping = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and exchange. Collective."""
         return self._mpicomp_step(super().step, *(() if closure is None else (closure,)))  # type: ignore[misc]
 
-    # torch would put its profiler and the hooks around this step, too, when a state is loaded.
+    # Otherwise torch wraps this step in its profiler and hooks, too, when a state is loaded.
     step.hooked = True  # type: ignore[attr-defined]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; see `torch.optim.Optimizer.add_param_group`. On all ranks, between two steps.
+        """Add parameters, on all ranks, between two steps.
 
         Parameters that were not among ``named_parameters`` need names: ``{"params":
         head.named_parameters(prefix="head")}``. After ``close()`` no name is needed.
-
-        Raises
-        ------
-        ConfigurationError
-            Where a parameter has no name.
         """
         if self._mpicomp_closed:
             plain, _ = split_group(self, param_group)
@@ -71,11 +62,10 @@ class OptimizerProxy(NotCopyable):
         self._mpicomp_add(named)
 
     def _mpicomp_add(self, parameters: dict[str, torch.Tensor]) -> None:
-        """Exchange parameters of a new group, too."""
+        """Add parameters of a new group to the exchange."""
 
     def _mpicomp_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Exchange with a step that ends in that of the optimizer's class."""
-        if self._mpicomp_stepping:  # inside a step that was put in front of this one
+        if self._mpicomp_stepping:  # inside a step that wraps this one
             return step(*args, **kwargs)
         args, kwargs = self._mpicomp_before(args, kwargs)
         self._mpicomp_stepping = True
@@ -87,24 +77,22 @@ class OptimizerProxy(NotCopyable):
         return value
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Work before the step: return the arguments to call it with."""
+        """Return the arguments to call the step with."""
         return args, kwargs
 
     def _mpicomp_after(self) -> None:
-        """Work after the step."""
+        """Run after the step."""
 
 
 class UpdatingProxy(OptimizerProxy):
-    """Base class of mixins that exchange after the step, in `_mpicomp_rounds`."""
+    """Base of mixins that exchange after the step, in `_mpicomp_rounds`."""
 
     _mpicomp_exchanges = True
 
-    # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this
-    # it calls step() on all of them, after it has set ``found_inf``.
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = True  # a GradScaler calls step() also where this rank's gradients overflowed
 
     def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
-        """Step, then exchange where it is due, as a generator of rounds, for ranks that live in one process."""
+        """Make a step as a generator of rounds, for ranks that live in one process."""
         self._mpicomp_exchanges = False
         try:
             loss = self.step(closure)
@@ -114,22 +102,20 @@ class UpdatingProxy(OptimizerProxy):
         return loss
 
     def _mpicomp_rounds(self) -> Rounds[None]:
-        """Make the exchanges that are due."""
         raise NotImplementedError
 
 
 def wrap(optimizer: torch.optim.Optimizer, kind: type[OptimizerProxy], prefix: str) -> Any:
-    """Make an optimizer one of a class derived from ``kind`` and its present one, in place.
+    """Change an optimizer's class to one derived from ``kind`` and its present one.
 
-    A step that was put into the object before, as learning-rate schedulers, ``torch.compile`` and profilers do it, is
-    called within the new one. Other ways to the step of the optimizer's class, such as a bound method that was looked
-    up earlier, pass through torch's hooks.
+    A step that the object holds, as set by schedulers, ``torch.compile`` and profilers, is called within the new one.
+    Other calls of the step of the optimizer's class, such as by a bound method, reach the exchange by torch's hooks.
     """
-    if isinstance(optimizer, OptimizerProxy):
-        _unwrap(optimizer)
-    base = type(optimizer)
     wrapped: Any = optimizer
-    # torch.compile is to pass over the exchange, and to compile the step itself.
+    if isinstance(optimizer, OptimizerProxy):
+        wrapped.__class__ = type(optimizer).__bases__[1]  # hooks and a step in the object are used again
+    base = type(optimizer)
+    # torch.compile must skip the exchange, and compile the step itself.
     disable: Callable[[Any], Any] = torch.compiler.disable
     opaque = {name: disable(getattr(kind, name)) for name in ("_mpicomp_before", "_mpicomp_after")}
     wrapped.__class__ = type(f"{prefix}{base.__name__}", (kind, base), opaque)
@@ -137,7 +123,7 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[OptimizerProxy], prefix: s
     former = wrapped.__dict__.get("step")
     if former is not None:
 
-        @functools.wraps(former)  # schedulers leave a mark on theirs, and look for it
+        @functools.wraps(former)  # schedulers mark theirs, and look for the mark
         def step(self: OptimizerProxy, *args: Any, **kwargs: Any) -> Any:
             return self._mpicomp_step(former, *args, **kwargs)
 
@@ -150,13 +136,8 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[OptimizerProxy], prefix: s
     return wrapped
 
 
-def _unwrap(optimizer: Any) -> None:
-    """Restore the class of an optimizer; its hooks and a step that `wrap` has put into it stay, for the next one."""
-    optimizer.__class__ = type(optimizer).__bases__[1]
-
-
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the closure among a step's arguments; None where there is none."""
+    """Return the closure among a step's arguments, or None."""
     return args[0] if args else kwargs.get("closure")
 
 
@@ -166,7 +147,7 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callabl
 
 
 def check_not_nested(optimizer: torch.optim.Optimizer, subsystem: str) -> None:
-    """Warn where an optimizer holds another one, which may be stepped by itself; refuse one that exchanges."""
+    """Warn of an optimizer inside of an optimizer, which may be stepped by itself; refuse one that exchanges."""
     for name, inner in vars(optimizer).items():
         if isinstance(inner, OptimizerProxy):
             raise ConfigurationError(

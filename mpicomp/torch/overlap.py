@@ -1,4 +1,4 @@
-"""Exchange of gradients while backward goes on, and how a script that does not allow it is noticed."""
+"""Exchange of gradients during backward, and detection of scripts that do not allow it."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ from mpicomp.torch.replica_checks import sum_of_bits
 from mpicomp.transport.scheduler import ProgressThread
 
 _TRIAL_STEPS = 2  # steps that are exchanged after backward, to see whether the script allows an exchange during it
-_OBSTACLES = {
+_OBSTACLES = {  # reasons for which gradients cannot be exchanged during backward, and what would allow it
     1: (
         "backward came to a gradient twice before step(), as with several losses or an accumulation",
         "put every backward but the last one into `with optimizer.accumulate():`",
@@ -30,16 +30,14 @@ _OBSTACLES = {
         "clear gradients after the step, or run a backward that is not stepped inside optimizer.accumulate()",
     ),
 }
-"""Reasons for which gradients cannot be exchanged while backward goes on, and what would allow it."""
 _TWICE, _CHANGED, _CLEARED = _OBSTACLES
 
 
 class BackwardOverlap:
-    """Exchanges gradients while backward goes on, where ranks, MPI and the script allow it.
+    """Exchanges gradients during backward, where ranks, MPI and the script allow it; making one is collective.
 
-    Making one is collective. ``wanted`` is True for an exchange during backward wherever MPI allows it, with an error
-    for a script that does not; False for none; None for one that is tried: the first steps are exchanged after
-    backward while the script is watched, and so are all others after an obstacle was found on any rank.
+    ``wanted`` is True, which refuses a script that does not allow it; False; or None: the first steps are exchanged
+    after backward while the script is watched, and all later ones after any rank has found an obstacle.
     """
 
     def __init__(self, reducer: Reducer, subsystem: str, wanted: bool | None) -> None:
@@ -57,16 +55,16 @@ class BackwardOverlap:
 
     @property
     def overlaps(self) -> bool:
-        """Whether buckets are exchanged while backward goes on."""
+        """Whether buckets are exchanged during backward."""
         return self._thread is not None and not self._trial_steps
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients were taken in this step while backward goes on."""
+        """Whether the exchange has begun in this backward."""
         return bool(self._taken) and self.overlaps
 
     def take(self, name: str, gradient: torch.Tensor, new_stream: Callable[[ProgressThread], Stream | None]) -> None:
-        """Take a complete gradient; its bucket is exchanged as soon as it is complete, too."""
+        """Register a complete gradient; its bucket is exchanged as soon as it is complete, too."""
         if self._thread is None:
             return
         if name in self._taken:
@@ -98,7 +96,7 @@ class BackwardOverlap:
             self._taken.clear()
 
     def find_change(self, parameters: Mapping[str, torch.Tensor]) -> MpicompError | None:
-        """Return the error of a gradient that was written to after it was taken: the change would be lost."""
+        """Return the error of a gradient that was written to during its exchange: the change would be lost."""
         for name, (gradient, mark) in self._taken.items():
             if parameters[name].grad is not gradient or self._mark(gradient) != mark:
                 if not self._wanted:
@@ -111,7 +109,7 @@ class BackwardOverlap:
         return None
 
     def end_backward(self, new_stream: Callable[[ProgressThread], Stream | None]) -> Stream | None:
-        """Return the stream that buckets of this step are exchanged by; None where all are exchanged after backward."""
+        """Return the stream of this step's buckets; None where all are exchanged after backward."""
         stream, self._stream = self._stream, None
         self._taken.clear()
         if stream is None and self.overlaps:
@@ -132,8 +130,8 @@ class BackwardOverlap:
             self._thread.stop()
             self._thread = None
 
-    def heed_obstacles(self, obstacles: NDArray[np.uint8], group: Group) -> None:
-        """Exchange after backward from now on where the script of some rank does not allow it before."""
+    def handle_obstacles(self, obstacles: NDArray[np.uint8], group: Group) -> None:
+        """Exchange after backward from now on where the script of some rank does not allow it earlier."""
         if not obstacles.any():
             return
         self.obstacle, self._wanted, self._trial_steps = 0, False, 0
@@ -141,23 +139,21 @@ class BackwardOverlap:
         seen, advice = _OBSTACLES[int(obstacles[rank])]
         if group.rank == 0:
             warn_user(
-                f"{self._subsystem}: gradients are exchanged in step() from now on, not while backward goes on: {seen} "
+                f"{self._subsystem}: gradients are exchanged in step() from now on, not during backward: {seen} "
                 f"(seen on rank {rank}). What would allow it: {advice}. Pass overlap=False if that is intended; "
                 "overlap=True refuses it",
             )
 
     def close(self) -> None:
-        """End the thread; not collective."""
         self._taken.clear()
         self._stream = None
         self._thread = None
         self._finalizer()
 
     def _mark(self, gradient: torch.Tensor) -> tuple[int, int]:
-        """Return what shows that a gradient was written to since.
+        """Return the version of a gradient; in the first steps, and after 2, 4, 8 and so on, also the sum of its bits.
 
-        Torch counts no version of what is written through ``.data``. So in the first steps, and after 2, 4, 8 and so
-        on, its bits are summed, too.
+        Torch counts no version of writes through ``.data``.
         """
         sums_bits = self._exchanges & (self._exchanges - 1) == 0
         return gradient._version, int(sum_of_bits([gradient])) if sums_bits else 0
@@ -169,10 +165,10 @@ class BackwardOverlap:
 
 
 def start_overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[ProgressThread | None, bool]:
-    """Return a thread that exchanges while backward goes on, or None, and whether some rank left that open. Collective.
+    """Return a thread that exchanges during backward, or None, and whether ``wanted`` is None on a rank. Collective.
 
-    One rank that does not want it is enough for None. With ``wanted=None`` a rank does not where all ranks are on one
-    host, so that nothing is waited for, and torch's threads use all of its cores.
+    One rank that does not want it is enough for None. A rank with ``wanted=None`` does not where all ranks are on one
+    host and torch's threads use all of its cores.
     """
     transport = reducer.transport
     group = transport.group

@@ -1,4 +1,4 @@
-"""Checks of what replicas have in common, settings and parameters, and of what differs between them: batches."""
+"""Checks that replicas have the same settings and parameters, and different batches."""
 
 import contextlib
 import hashlib
@@ -17,11 +17,9 @@ from mpicomp.rounds import Group, Pending, Round, Rounds, gather_rows
 from mpicomp.torch.arguments import MAX_NORM_ADVICE, array_specs
 from mpicomp.torch.broadcast import as_bytes
 
-COMPARE_EVERY = 500
-"""Steps from one comparison of replicas to the next, by default: it costs under a thousandth."""
+COMPARE_EVERY = 500  # default steps from one comparison of replicas to the next: it costs under a thousandth
 DRIFT_ADVICE = (
-    "replicas have drifted apart: load the last checkpoint, and have all ranks write the same to parameters between "
-    "steps"
+    "replicas have drifted: load the last checkpoint, and write the same to parameters on all ranks between steps"
 )
 BROADCAST_ADVICE = "call mpicomp.torch.broadcast_parameters(model) before training"
 
@@ -38,10 +36,7 @@ _RATE_ADVICE = (
 
 
 def check_same(tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str, advice: str) -> Rounds[None]:
-    """Raise a `DisagreementError` on all ranks where some tensor differs between them in a bit.
-
-    Names, shapes and dtypes are the same on all ranks; ``advice`` ends the message.
-    """
+    """Raise an error that ends in ``advice`` on all ranks where tensors, alike in name and shape, differ in a bit."""
     digests = np.frombuffer(b"".join(map(_digest_of_tensor, tensors.values())), _BYTE)
     rows = (yield from gather_rows(digests, group)).reshape(group.size, len(tensors), _DIGEST_BYTES)
     differs = (rows != rows[0]).any(axis=2)
@@ -58,9 +53,8 @@ def check_same(tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str
 class Fingerprint:
     """Compares replicas bit for bit after steps 1, 2, 4, 8 ... and then after each ``every`` steps; never with 0.
 
-    First a sum of all bits is compared, eight bytes a rank: one sweep over the parameters. The first steps compare a
-    sum of gradients, too: where all ranks have the same, they draw the same batches. With
-    ``same_batches`` they are meant to.
+    A sum of all bits is compared first, eight bytes a rank. In the first steps a sum of gradients is, too, unless
+    ``same_batches``: where it is the same on all ranks, they draw the same batches.
     """
 
     def __init__(self, every: int, subsystem: str, same_batches: bool = False) -> None:
@@ -77,7 +71,7 @@ class Fingerprint:
         gradients: Iterable[torch.Tensor] = (),
         advice: str = DRIFT_ADVICE,
     ) -> Rounds[None]:
-        """Compare parameters if that is due, and this rank's gradients before they are averaged; once a step."""
+        """Compare parameters, and gradients before they are averaged, if that is due; called once a step."""
         self._steps += 1
         steps = self._steps
         is_early = steps <= self.every and steps & (steps - 1) == 0
@@ -103,8 +97,8 @@ class Fingerprint:
 class SettingsCheck:
     """Compares the class and the settings of the ranks' optimizers before every step.
 
-    Settings that stay as they are cost nothing: a rank that finds a change has all ranks agree again. While they change
-    often, as by a schedule, digests of 8 bytes are compared, in a message during the exchange.
+    Unchanged settings cost nothing: a rank that finds a change makes all ranks agree again. While settings change
+    often, as by a schedule, digests of 8 bytes are compared in a message during the exchange.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, subsystem: str) -> None:
@@ -119,7 +113,6 @@ class SettingsCheck:
         self._message: Pending | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the class and the settings, JSON-able and by name."""
         groups = settings_of(self._optimizer)
         named = {
             f"param_groups[{index}]['{key}']": value
@@ -129,7 +122,7 @@ class SettingsCheck:
         return {"optimizer": self._kind, "param_groups": len(groups)} | named
 
     def begin(self, group: Group) -> Rounds[bool]:
-        """Begin a step; return whether all ranks have to agree again since settings of this rank have changed."""
+        """Begin a step; return whether all ranks must agree again, since settings of this rank have changed."""
         values = self._current()
         if values != self._values:
             self._values = values
@@ -180,16 +173,13 @@ class SettingsCheck:
         return optimizer
 
     def _current(self) -> list[Any]:
-        """Return the settings for a comparison with those of the step before; tensors by their versions."""
+        """Return the settings, with versions in place of tensors."""
         keys = self._optimizer.defaults
         return [_version(group[key]) for group in self._optimizer.param_groups for key in keys if key in group]
 
 
 class LoadedStateCheck:
-    """Compares states of the ranks' optimizers once after a load: state must be the same, and residuals must not.
-
-    ``optimizer_state`` is to return the state by parameter and key.
-    """
+    """Compares the ranks' optimizers once after a load: their state must be the same, and residuals must differ."""
 
     def __init__(self, subsystem: str, same_batches: bool) -> None:
         self.optimizer_state: Callable[[], dict[str, torch.Tensor]] = dict
@@ -199,12 +189,12 @@ class LoadedStateCheck:
         self._residual_sum = np.int64(0)
 
     def note_load(self, residuals: Iterable[Any]) -> None:
-        """Note that this rank has loaded a state, with residuals."""
+        """Note that this rank has loaded a state with residuals."""
         self.is_due = True
         self._residual_sum = sum_of_bits([torch.as_tensor(residual) for residual in residuals])
 
     def compare(self, loaded: NDArray[np.uint8], group: Group) -> Rounds[None]:
-        """Compare the states, after some ranks have loaded one."""
+        """Compare the states, which ``loaded`` ranks have loaded."""
         state, who = self.optimizer_state(), f"{self._subsystem}: the optimizer's state"
         if not loaded.all():
             who += f", which was loaded on {ranks_text(loaded)} alone"
@@ -226,10 +216,7 @@ class LoadedStateCheck:
 
 
 class ReplicaChecks(ExtraExchange):
-    """The checks of an optimizer or hook whose ranks hold the same parameters, which the callable returns by name.
-
-    ``gradients`` are this rank's in the step; None takes those in ``.grad``.
-    """
+    """Checks of an optimizer or hook whose ranks hold the same ``parameters()``; gradients of None are in ``.grad``."""
 
     def __init__(
         self,
@@ -248,12 +235,10 @@ class ReplicaChecks(ExtraExchange):
         self._group = group
 
     def begin(self) -> Rounds[None]:
-        """Begin a step."""
         if self._settings is not None and (yield from self._settings.begin(self._group)):
             self.stale = True
 
     def agree(self, given: GradientInput) -> Rounds[GradientInput]:
-        """Compare settings and parameters."""
         if self._settings is not None:
             yield from self._settings.compare(self._group)
         yield from check_same(self._parameters(), self._group, self._subsystem, BROADCAST_ADVICE)
@@ -261,7 +246,6 @@ class ReplicaChecks(ExtraExchange):
         return given
 
     def exchange(self) -> Rounds[bool]:
-        """Compare parameters, batches and settings where that is due."""
         parameters = self._parameters()
         gradients = self.gradients
         if gradients is None:
@@ -273,7 +257,7 @@ class ReplicaChecks(ExtraExchange):
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the settings in an optimizer's groups, JSON-able; others are left out."""
+    """Return the JSON-able settings in an optimizer's groups."""
     groups = []
     for group in optimizer.param_groups:
         settings = {}
@@ -285,7 +269,7 @@ def settings_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
-    """Return a number that differs, all but surely, where some tensor does."""
+    """Return a checksum of tensors."""
     sums = []
     for tensor in tensors:
         values = tensor.detach()
@@ -306,7 +290,7 @@ def ranks_text(flags: NDArray[Any]) -> str:
 
 
 def _is_renormed(tensor: torch.Tensor) -> bool:
-    """Return whether many rows have one norm, as those that an Embedding with ``max_norm`` has looked up."""
+    """Return whether many rows have the same norm, as after lookups in an Embedding with ``max_norm``."""
     if tensor.dim() != 2 or not tensor.is_floating_point() or len(tensor) < 2:
         return False
     digits = (tensor.detach().double().norm(dim=1).log() * 1e5).round()
@@ -337,7 +321,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _version(value: Any) -> Any:
-    """Return what shows that a setting has changed; a tensor's values may be on a device and are not read."""
+    """Return a setting, or the version of a tensor, whose values may be on a device and are not read."""
     if isinstance(value, tuple | list):
         return [_version(item) for item in value]
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value

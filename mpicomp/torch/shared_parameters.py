@@ -1,4 +1,4 @@
-"""The parameters that all ranks share, and the exchange of what each rank has changed of its copy since."""
+"""Parameters that all ranks share, and the exchange of each rank's changes of its copy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,22 +22,11 @@ _WHO = "UpdateOptimizer"
 
 
 class SharedParameters(ExtraExchange):
-    """Some parameters of a model, and the values of them that all ranks share.
+    """Some parameters of a model, and their shared values, which are the same bits on all ranks.
 
-    Each rank's parameters leave the shared ones as its optimizer steps. An exchange moves the shared ones by the mean
-    of all ranks' changes, or by what an outer optimizer makes of it, and the rank's parameters become equal to them
-    again, but for steps that the rank has made during the exchange.
-
-    ``reducer`` averages the changes of these parameters alone, ``settings`` are compared among ranks, and ``outer`` are
-    those of a `torch.optim.SGD` that moves the shared parameters, with ``"sign"``; None moves them by the mean.
-
-    Attributes
-    ----------
-    fresh : bool
-        Whether parameters are the shared ones: no step was made since the last exchange.
-    values : dict of str to torch.Tensor
-        The shared parameters: the same bits on all ranks; float32 where the model's have 16 bits, pairs of reals
-        where they are complex. A parameter that has never required a gradient is not among them.
+    Each rank's parameters leave the shared values as its optimizer steps. An exchange moves the shared values by the
+    mean of all ranks' changes, or by what ``outer``, settings of a `torch.optim.SGD`, make of it; the parameters become
+    equal to them again, but for steps of the rank during the exchange.
     """
 
     def __init__(
@@ -52,7 +41,8 @@ class SharedParameters(ExtraExchange):
         moments: SharedMoments | None = None,
     ) -> None:
         self.reducer = reducer
-        self.fresh = True
+        self.fresh = True  # parameters equal the shared values: no step was made since the last exchange
+        # float32 for 16 bits, pairs of reals for complex ones; without parameters that never required a gradient.
         self.values: dict[str, torch.Tensor] = {}
         self._moments = moments
         self._fingerprint = Fingerprint(compare_every, _WHO, same_batches)
@@ -63,7 +53,7 @@ class SharedParameters(ExtraExchange):
         self._compared = self._enabling_join = False
         self._scale = 1.0
         self._changes: dict[str, torch.Tensor] = {}  # in the current exchange
-        self._latest: Mapping[str, torch.Tensor] = {}  # changes of the exchange begun last, until they are compared
+        self._uncompared: Mapping[str, torch.Tensor] = {}  # changes of the latest exchange, until they are compared
         self._stream: Stream | None = None
         self._means: dict[str, torch.Tensor] | None = None
         self._lr: float | None = None
@@ -76,7 +66,7 @@ class SharedParameters(ExtraExchange):
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether an exchange has begun whose outcome is not applied yet."""
+        """Whether an exchange has begun and is not applied yet."""
         return bool(self._changes)
 
     def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -85,7 +75,7 @@ class SharedParameters(ExtraExchange):
         self._share_trained()
 
     def shared(self) -> dict[str, torch.Tensor]:
-        """Return the shared parameters, complex ones as such."""
+        """Return the shared values, complex ones as such."""
         return {
             name: torch.view_as_complex(shared) if self._parameters[name].is_complex() else shared
             for name, shared in self.values.items()
@@ -93,10 +83,7 @@ class SharedParameters(ExtraExchange):
 
     @torch.no_grad()
     def copy_written(self) -> None:
-        """Copy what a script has written to parameters since the last exchange into the shared ones, before a step.
-
-        At the next exchange the ranks compare whether all of them have written the same.
-        """
+        """Copy writes of a script since the last exchange to the shared values; the next exchange compares ranks."""
         if not self.fresh or self.is_exchanging:
             return
         for name, shared in self.values.items():
@@ -112,10 +99,10 @@ class SharedParameters(ExtraExchange):
     def after_step(self) -> None:
         """Update moments after a step of this rank's optimizer."""
         if self._moments is not None:
-            self._moments.after_step(self._taking_part())
+            self._moments.after_step(self._trained())
 
     def enable_join(self) -> Rounds[None]:
-        """Check that all ranks may run out of batches from now on; nothing is exchanged."""
+        """Check that all ranks may run out of batches from now on."""
         self._settings |= {"join()": True}
         self._enabling_join = self.stale = True
         try:
@@ -124,23 +111,19 @@ class SharedParameters(ExtraExchange):
             self._enabling_join = False
 
     def set_active(self, active: int, idle: bool) -> None:
-        """Have the next exchanges average over the ranks that have batches, ``active`` of them."""
+        """Average over the ``active`` ranks that have batches from now on."""
         ranks = self.reducer.transport.group.size
         self._scale, self.frozen, self.idle = ranks / active, active < ranks, idle
 
     def leave_join(self) -> None:
-        """End what `enable_join` has begun."""
         self._settings.pop("join()", None)
         self._scale, self.frozen, self.idle = 1.0, False, False
 
     def start(self, lr: float | None, thread: ProgressThread | None) -> Rounds[None]:
-        """Begin the exchange of changes, by a thread where there is one.
-
-        The changes are kept until `finish`, so that steps can be made meanwhile.
-        """
+        """Begin the exchange of changes, by a thread where there is one; steps may be made until `finish`."""
         yield from self._prepare()
         with torch.no_grad():
-            self._latest = changes = {name: self._change(name) for name in self.values}
+            self._uncompared = changes = {name: self._change(name) for name in self.values}
         self._lr = lr
         self._stream = None if thread is None else self.reducer.stream(thread, self._scale, self)
         if self._stream is None:
@@ -151,7 +134,7 @@ class SharedParameters(ExtraExchange):
         self._changes = changes
 
     def finish(self) -> None:
-        """Wait for the exchange that `start` has begun and apply its outcome. Collective where a thread exchanges."""
+        """Wait for the exchange that `start` has begun, and apply it. Collective where a thread exchanges."""
         changes, means = self._changes, self._means
         self._changes, self._means = {}, None
         if self._stream is not None:
@@ -169,17 +152,16 @@ class SharedParameters(ExtraExchange):
                 self._write(name, change.sub_(changes[name]).add_(self.values[name]))
 
     def exchange_now(self, lr: float | None) -> Rounds[None]:
-        """Exchange changes and apply the outcome; a failure makes the parameters the shared ones as they were."""
+        """Exchange changes and apply them; after a failure the parameters equal the shared values, unmoved."""
         yield from self._prepare()
         with torch.no_grad():
-            self._latest = changes = {name: self._change(name, in_place=True) for name in self.values}
+            self._uncompared = changes = {name: self._change(name, in_place=True) for name in self.values}
         means = yield from self._averaged(changes, lr)
         with torch.no_grad():
             self._move(means, lr)
         self._restore()
 
     def agree(self, given: GradientInput) -> Rounds[GradientInput | None]:
-        """Compare settings and the shared parameters."""
         specs = [
             ArraySpec(name, dtype_name(self._parameters[name]), tuple(shared.shape))
             for name, shared in self.values.items()
@@ -199,17 +181,15 @@ class SharedParameters(ExtraExchange):
         return given
 
     def exchange(self) -> Rounds[bool]:
-        """Average second moments; shared parameters are compared now and then."""
         group = self.reducer.transport.group
-        yield from self._fingerprint.compare(self.values, group, () if self.frozen else self._latest.values())
-        self._latest = {}
+        yield from self._fingerprint.compare(self.values, group, () if self.frozen else self._uncompared.values())
+        self._uncompared = {}
         yield from self._settings_check.finish(group)
         if self._moments is None:
             return True
         return (yield from self._moments.average(self._scale))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shared parameters and the states of the reducer and of the outer optimizer, on this rank."""
         return {
             "reducer": self.reducer.state_dict(),
             "shared": {name: shared.clone() for name, shared in self.values.items()},
@@ -219,7 +199,6 @@ class SharedParameters(ExtraExchange):
         }
 
     def check_fits(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state of other parameters."""
         shapes = {name: tuple(shared.shape) for name, shared in self.values.items()}
         loaded = {name: tuple(shared.shape) for name, shared in state["shared"].items()}
         for name in [*shapes, *loaded]:
@@ -231,7 +210,7 @@ class SharedParameters(ExtraExchange):
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; not collective."""
+        """Load a state; not collective."""
         self.reducer.load_state_dict(to_arrays(state["reducer"]))
         for name, shared in self.values.items():
             shared.copy_(state["shared"][name])
@@ -248,16 +227,15 @@ class SharedParameters(ExtraExchange):
             self._compared = False
 
     def close(self) -> None:
-        """Release the resources of its reducers."""
         self.reducer.close()
         if self._moments is not None:
             self._moments.close()
 
-    def _taking_part(self) -> dict[str, torch.Tensor]:
+    def _trained(self) -> dict[str, torch.Tensor]:
         return {name: self._parameters[name] for name in self.values}
 
     def _share_trained(self) -> None:
-        """Share parameters that require a gradient now; a shared one remains shared."""
+        """Share parameters that require a gradient by now."""
         for name, parameter in self._parameters.items():
             if (parameter.requires_grad or parameter.grad is not None) and name not in self.values:
                 real = as_real(parameter.detach())
@@ -274,14 +252,14 @@ class SharedParameters(ExtraExchange):
         if not self.frozen and (yield from self._settings_check.begin(self.reducer.transport.group)):
             self.stale = True
         if self._moments is not None:
-            self._moments.prepare(self._taking_part(), self.idle)
+            self._moments.prepare(self._trained(), self.idle)
 
     def _change(self, name: str, in_place: bool = False) -> torch.Tensor:
-        """Return the change of a parameter, as wide as the shared one; in place where the parameter is as wide."""
+        """Return the change of a parameter in the dtype of its shared values; in place where dtypes are equal."""
         values, shared = as_real(self._parameters[name].detach()), self.values[name]
         if values.dtype == shared.dtype:
             return values.sub_(shared) if in_place else values.sub(shared)
-        return values.to(shared.dtype).sub_(shared.to(values.dtype))  # parameters began as the shared ones, rounded
+        return values.to(shared.dtype).sub_(shared.to(values.dtype))  # parameters began as the rounded shared values
 
     def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Rounds[Any]:
         absent = list(changes) if self.idle else []
@@ -292,18 +270,18 @@ class SharedParameters(ExtraExchange):
             raise
 
     def _move(self, means: Mapping[str, torch.Tensor], lr: Any) -> None:
-        """Move the shared parameters by the mean change, unless the step is skipped since it is not finite."""
+        """Move the shared values by the mean change, unless the step is skipped."""
         record = self.reducer.last_step
         if record is not None and record.skipped:
             return
         if self._moments is not None:
-            self._moments.apply(self._taking_part())
+            self._moments.apply(self._trained())
         if self._outer_settings is None:
             for name, mean in means.items():
                 self.values[name].add_(mean)
             return
         if self._outer is None:
-            # The mean change is what is to be added, which is the direction of ascent.
+            # The mean change is added, as in ascent.
             self._outer = torch.optim.SGD(
                 [{"params": [shared]} for shared in self.values.values()], **self._outer_settings, maximize=True
             )
@@ -318,7 +296,6 @@ class SharedParameters(ExtraExchange):
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """Make the parameters the shared ones."""
         for name, shared in self.values.items():
             self._write(name, shared)
         self.fresh = True

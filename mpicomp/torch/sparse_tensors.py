@@ -1,4 +1,4 @@
-"""Sparse tensors: the mean of the rows that ranks have a gradient for, and the dense tensors that one consists of."""
+"""Sparse tensors: means of rows, and the dense tensors that one consists of."""
 
 import numpy as np
 import torch
@@ -8,17 +8,13 @@ from mpicomp.collectives.selection import mean_of_rows
 from mpicomp.rounds import Group, Rounds
 from mpicomp.torch.arguments import as_real
 
-Rows = tuple[NDArray[np.int64], NDArray[np.floating]]
-"""Indices of rows, and their values."""
+Rows = tuple[NDArray[np.int64], NDArray[np.floating]]  # indices and values
 
 
 def mean_of_sparse(
     gradient: torch.Tensor | None, parameter: torch.Tensor, factor: float, group: Group
 ) -> Rounds[Rows | None]:
-    """Return the rows that any rank has, averaged after a multiplication by the rank's factor.
-
-    A rank's gradient is sparse, dense or None, where it has none. None is returned where no rank has one.
-    """
+    """Return the mean of the ranks' rows times their factors, of sparse or dense gradients; None without any."""
     like = as_real(parameter.detach())
     work = torch.float64 if like.dtype == torch.float64 else torch.float32
     width = like[0].numel() if len(like) else 1
@@ -31,7 +27,7 @@ def mean_of_sparse(
 
 
 def as_sparse(mean: Rows, parameter: torch.Tensor, skipped: bool) -> torch.Tensor:
-    """Return rows as a sparse gradient; zeros in a step that is skipped, in which they may not be finite."""
+    """Return rows as a sparse gradient, with zeros in a skipped step, where they may not be finite."""
     indices, rows = mean
     like = as_real(parameter.detach())
     values = torch.from_numpy(np.zeros_like(rows) if skipped else rows).reshape(-1, *like.shape[1:]).to(like.dtype)
@@ -46,7 +42,7 @@ def as_sparse(mean: Rows, parameter: torch.Tensor, skipped: bool) -> torch.Tenso
 
 
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that a tensor consists of, in host memory."""
+    """Return the dense tensors in host memory that a tensor consists of."""
     if tensor.layout == torch.strided:
         parts = [tensor]
     elif tensor.layout == torch.sparse_coo:
@@ -59,7 +55,7 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def gradient_parts(gradient: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the tensors of a gradient: none, itself, or the indices and values of a sparse one."""
+    """Return no tensor for None, a dense gradient, or indices and values of a sparse one."""
     if gradient is None:
         return []
     return dense_parts(gradient.detach().coalesce() if gradient.is_sparse else gradient)

@@ -1,7 +1,4 @@
-"""States as torch saves and loads them: of tensors, numbers, strings, bools, None, dicts and lists, and nothing else.
-
-``torch.load`` makes no other object unless it is asked for ``weights_only=False``.
-"""
+"""States that ``torch.load`` reads by its defaults: of tensors, numbers, strings, bools, None, dicts and lists."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Set
@@ -17,7 +14,7 @@ _BASES = (bool, int, float, str)  # a subclass of one of these would be stored b
 
 
 def name_of(name: str) -> str:
-    """Return the name that a parameter has whether or not the model, or a part of it, is compiled.
+    """Return the name of a parameter without the marks of compiled modules.
 
     Examples
     --------
@@ -28,17 +25,17 @@ def name_of(name: str) -> str:
 
 
 def to_tensors(state: Any) -> Any:
-    """Return a state with tensors in place of NumPy's arrays, in the same memory, and Python's numbers and lists."""
+    """Return a state with tensors in place of arrays, in the same memory, and Python's numbers and lists."""
     return _converted(state, _to_torch)
 
 
 def to_arrays(state: Any) -> Any:
-    """Undo `to_tensors`; a state that holds arrays already stays as it is."""
+    """Undo `to_tensors`; arrays stay as they are."""
     return _converted(state, _to_numpy)
 
 
 def with_names(state: Any) -> Any:
-    """Return a state in which names are as `name_of` returns them."""
+    """Return a state with the names of `name_of`."""
     return _converted(state, lambda leaf: leaf)
 
 
@@ -68,7 +65,7 @@ def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        array = array.copy()  # torch has neither
+        array = array.copy()  # torch supports neither
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -78,5 +75,5 @@ def _to_numpy(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.dtype == torch.bfloat16:
-        value = value.float()  # NumPy has no such numbers, and float32 holds them all
+        value = value.float()  # NumPy has no bfloat16, and float32 is exact
     return arrays.to_host(value)

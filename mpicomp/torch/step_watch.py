@@ -1,4 +1,4 @@
-"""Notices an optimizer whose parameters are stepped by other methods than ``step``."""
+"""Detection of optimizers that step by other methods than ``step``."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,10 +13,7 @@ _SAMPLE_SIZE = 64  # elements of a parameter that are compared
 
 
 class StepWatch:
-    """Counts how often backward fills gradients between two steps.
-
-    With ``accumulates`` the number alone is no reason for a warning: gradients may be accumulated for any time.
-    """
+    """Counts how often backward fills gradients between two steps; ``accumulates`` allows any number."""
 
     def __init__(self, subsystem: str, accumulates: bool = False) -> None:
         self._subsystem = subsystem
@@ -26,13 +23,7 @@ class StepWatch:
         self._samples: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # a parameter, its values at the tenth fill
 
     def filled(self, name: str, parameter: torch.Tensor) -> None:
-        """Note that backward has filled a gradient.
-
-        Raises
-        ------
-        ConfigurationError
-            Where all parameters are written to between backward passes though nothing was exchanged.
-        """
+        """Note that backward has filled a gradient; refuse parameters that change without an exchange."""
         if self._is_in_step:
             return
         count = self._fills[name] = self._fills.get(name, 0) + 1
@@ -42,11 +33,11 @@ class StepWatch:
             self._report()
 
     def begin_step(self) -> None:
-        """Note that a step begins: what its closure fills belongs to it, as LBFGS fills gradients many times."""
-        self._is_in_step = True
+        """Note that a step begins."""
+        self._is_in_step = True  # a closure may fill gradients many times, as that of LBFGS
 
     def end_step(self) -> None:
-        """Note a step."""
+        """Note that a step ends."""
         self._is_in_step = False
         self._fills.clear()
         self._samples.clear()
@@ -72,11 +63,8 @@ class StepWatch:
 def hook_gradients(
     parameters: Mapping[str, torch.Tensor], method: Callable[[str, torch.Tensor], None]
 ) -> dict[str, Any]:
-    """Have backward call a bound method whenever a gradient is complete; return the handles of hooks by name.
-
-    The method's object is held weakly, since a model may outlive its optimizer.
-    """
-    weak_method = weakref.WeakMethod(method)
+    """Call a bound method for each gradient that backward completes; return the handles of hooks by name."""
+    weak_method = weakref.WeakMethod(method)  # a model may outlive its optimizer
     disable: Callable[[Any], Any] = torch.compiler.disable  # torch.compile would trace into it
 
     def hook_of(name: str) -> Any:
@@ -95,6 +83,6 @@ def hook_gradients(
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements, evenly spaced."""
+    """Return some evenly spaced elements."""
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
     return flat[:: max(1, flat.numel() // _SAMPLE_SIZE)]

@@ -1,32 +1,51 @@
-"""An optimizer whose steps each rank makes by itself, and whose changes of the parameters are averaged."""
+"""`UpdateOptimizer`: each rank steps by itself, and changes of parameters are averaged; and checks of its arguments."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mpicomp.collectives import fitting
-from mpicomp.compressors import Compressor
+from mpicomp.compressors import Compressor, get_compressor
+from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
+from mpicomp.reducer.settings import check_settings
 from mpicomp.reducer.special_reducers import TrainingReducer
-from mpicomp.torch.arguments import NamedParameters, named_pairs
-from mpicomp.torch.optimizer_proxy import wrap
+from mpicomp.setting_checks import check_flag, check_least
+from mpicomp.torch.arguments import NamedParameters, check_no_ddp, members_of, named_pairs, parameters_by_name
+from mpicomp.torch.collective_optimizer import CollectiveOptimizer
+from mpicomp.torch.optimizer_proxy import OptimizerProxy, check_not_nested, wrap
 from mpicomp.torch.overlap import start_overlap_thread
 from mpicomp.torch.replica_checks import COMPARE_EVERY
-from mpicomp.torch.second_moments import SharedMoments
+from mpicomp.torch.second_moments import DECAYS, SharedMoments
 from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import name_of
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
-from mpicomp.torch.update_arguments import AUTO, LOCAL, Sharing, check_arguments, check_moments
 from mpicomp.torch.update_proxy import WHO, UpdateProxy
 from mpicomp.transport import Transport
-from mpicomp.transport.connect import connect
+from mpicomp.transport.connect import connected
 
-_LOCAL_STEPS = (1, 2, 4, 8, 16)  # that "auto" chooses from: with more, what they harm is not known well enough
+AUTO = "auto"
+_LOCAL_STEPS = (1, 2, 4, 8, 16)  # that "auto" chooses from: the harm of more is not known well enough
+LOCAL, SHARED = "local", "shared"
+_OUTER = ("lr", "momentum", "nesterov", "dampening", "weight_decay", "sign")
+_SYNC_EVERY = 100  # steps from one average of second moments to the next, late in training; of text-gpt
+_RTOL = 1e-4  # of rounding in float32, for a mean square
+_FITS = "Adam, AdamW, NAdam, RAdam, RMSprop and others that keep a mean square as 'exp_avg_sq' or 'square_avg'"
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """How ranks share second moments."""
+
+    compressor: Compressor
+    key: str  # in an optimizer's state
+    sync_every: int
 
 
 def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
@@ -50,12 +69,12 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     same_batches: bool = False,
     **settings: Any,
 ) -> Any:
-    """Make ranks exchange what their optimizers have changed, compressed, in place of gradients.
+    """Make ranks exchange the changes of parameters, compressed, in place of gradients.
 
-    Each rank steps on its local gradient. After every ``sync_every`` steps the changes of parameters are averaged over
-    the ranks, with error feedback; the parameters that all ranks share move by the mean, and every rank continues from
-    them, the same bits on all. An optimizer that divides by the root of a gradient's mean square, as Adam does, sees
-    the gradients of its rank unchanged: rare elements do not arrive in bursts that slow it down.
+    Each rank steps on its gradient. After every ``sync_every`` steps the changes of parameters are averaged over the
+    ranks, with error feedback; the parameters that all ranks share move by the mean, and every rank continues from
+    them. An optimizer such as Adam sees the gradients of its rank unchanged: with error feedback on gradients, rare
+    elements would arrive in bursts that slow it down.
 
     Collective over ``comm``, as are the steps of the returned optimizer: all ranks make equally many.
 
@@ -63,36 +82,31 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     ----------
     optimizer : torch.optim.Optimizer
         Any, also one that calls a closure many times or takes sparse gradients. Its state stays on its rank. Gradients
-        are clipped on each rank before its step; a learning rate that schedulers change is that of all ranks.
+        are clipped on each rank before its step; the learning rate must be the same on all ranks.
     named_parameters : iterable of (str, torch.Tensor), mapping or torch.nn.Module
-        ``model.named_parameters()`` or the model: every parameter of the optimizer that requires a gradient has to be
-        among them. One that is frozen later continues to take part, with a change of zero. Complex ones are exchanged
-        as pairs of reals.
+        ``model.named_parameters()`` or the model, with every parameter of the optimizer that requires a gradient. One
+        that is frozen later has a change of zero. Complex ones are exchanged as pairs of reals.
     sync_every : int or "auto"
-        Steps from one exchange to the next. With ``"auto"`` the joint choice begins with one and increases it, up to
-        16, where measured seconds predict that training gets further in the same time.
+        Steps from one exchange to the next. ``"auto"`` begins with one and increases it, up to 16, where measured
+        seconds predict that training gets further in the same time.
     compressor, collective, policy, feedback, feedback_decay, comm, warmup
         See `mpicomp.Reducer`; its steps are exchanges.
     outer : mapping, optional
-        ``lr``, ``momentum``, ``nesterov``, ``dampening`` and ``weight_decay`` of a `torch.optim.SGD` that moves the
-        shared parameters along the mean change, as DiLoCo does with a rate of 0.7 and a Nesterov momentum of 0.9. With
-        ``"sign": True`` the mean change counts by its sign alone, times the learning rate of the first group, as in
-        DeMo; no exchange is dense in place of the compressor's then, unless a policy is named that may choose that.
-        None moves them by the mean.
+        Settings of a `torch.optim.SGD` that moves the shared parameters along the mean change, as in DiLoCo with
+        ``lr=0.7, momentum=0.9, nesterov=True``; also ``dampening`` and ``weight_decay``. With ``"sign": True`` the mean
+        change counts by its sign, times the learning rate of the first group, as in DeMo; then no exchange is dense,
+        unless a policy is named that may choose that. None moves them by the mean.
     second_moments : {"local", "shared"} or mapping
-        Whether ranks share the second moments that the optimizer divides by the root of. Local ones have the noise of
-        the rank's batches alone, which makes steps shorter. With ``"shared"`` they are averaged at exchanges, the first
-        time at the first one, then when half as many steps more were made, and at the latest after 100; in between all
-        ranks divide by the average, or by a quarter of the local moment where that is more, since a burst must not be
-        divided by next to nothing. They travel as powers of two, in 9 bits an element, and cost two copies of the
-        parameters. A mapping shares them with ``sync_every`` in place of 100, and with ``compressor``: ``"dense"`` in
-        place of ``"natural"``. It takes Adam, AdamW, NAdam, RAdam, RMSprop, or another one that keeps a mean square as
-        ``exp_avg_sq`` or ``square_avg``.
+        Whether ranks share the second moments that the optimizer divides by the root of; local ones have the noise of a
+        rank's batches, which makes steps shorter. ``"shared"`` averages them at the first exchange, then after half as
+        many steps more, and at the latest after 100. In between all ranks divide by the average, or by a quarter of the
+        local moment where that is more. They travel in 9 bits an element, and cost two copies of the parameters. A
+        mapping has ``sync_every`` in place of 100, and ``compressor``: ``"dense"`` in place of ``"natural"``. It serves
+        Adam, AdamW, NAdam, RAdam, RMSprop and others with a mean square in ``exp_avg_sq`` or ``square_avg``.
     sync_delay : int
-        Steps, at most ``sync_every / fragments``, that are made during an exchange: its outcome is applied after them,
-        and a rank keeps what it has changed in them. It costs another copy of the parameters. A thread exchanges
-        meanwhile where MPI was started with MPI_THREAD_MULTIPLE, and not with ``on_failure="shrink"``; otherwise the
-        exchange is waited for at once.
+        Steps, at most ``sync_every / fragments``, that are made during an exchange, before it is applied; a rank keeps
+        its changes in them. It costs another copy of the parameters. A thread exchanges meanwhile where MPI was started
+        with MPI_THREAD_MULTIPLE, and not with ``on_failure="shrink"``; otherwise the step waits for the exchange.
     fragments : int
         Parts of about equal size that parameters are cut into, which are exchanged at different steps.
     nonfinite : {"raise", "skip", "pass"}
@@ -110,38 +124,32 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     Returns
     -------
     torch.optim.Optimizer
-        The same optimizer, which from now on is of a class derived from its present one: schedulers, hooks and steps
-        that were put into it, before or later, work as before. It has ``reducers``, a `mpicomp.Reducer` for each
-        fragment, and ``reducer``, the first of them; ``synchronize()``, which exchanges all that was changed by now and
-        waits for it, to be called on all ranks before the end or a checkpoint where ``sync_every`` or ``sync_delay``
-        has left something; ``shared()``, the shared parameters by name; ``rounds(closure)``, its step as a generator of
-        rounds; and ``close()``, which ``with`` calls at its end and after which it can be wrapped again. Its
-        ``state_dict()`` has the shared parameters and this rank's states of the reducers under ``"mpicomp"``: with it
-        and the model's, training continues bit for bit.
+        The same optimizer, now of a class derived from its former one: schedulers, hooks and replaced steps work as
+        before. It has ``reducers``, a `mpicomp.Reducer` for each fragment, and ``reducer``, the first of them;
+        ``synchronize()``, which exchanges all changes and waits for it, to be called on all ranks before the end or a
+        checkpoint where ``sync_every`` or ``sync_delay`` has left something; ``shared()``, the shared parameters by
+        name; ``join()``, a context for ranks with different numbers of batches; ``rounds(closure)``, its step as a
+        generator of rounds; and ``close()``, which ``with`` calls at its end and after which it can be wrapped again.
+        With its ``state_dict()`` and the model's on each rank training resumes bit for bit.
 
     Raises
     ------
     ConfigurationError
         For an optimizer, parameters or settings that cannot be served.
     DisagreementError
-        At the first exchange, where ranks have other parameters, and at later ones where a script has written to the
-        parameters otherwise on some rank; at each where the class or a setting of the optimizer, such as its learning
-        rate, is another one on some rank.
+        At an exchange where parameters that the ranks began with or that a script has written differ, or the class or a
+        setting of the optimizer, such as its learning rate.
     NonFiniteError
         With ``nonfinite="raise"``, on all ranks; the parameters then are those of the last exchange.
 
     Notes
     -----
-    With one rank and ``outer=None`` it is the optimizer itself, to rounding; nothing is shared then.
+    With one rank and ``outer=None`` it is the optimizer itself, to rounding; nothing is shared then. A GradScaler works
+    as in a single process: a rank whose gradients overflowed skips its step, and takes part in the exchange.
 
-    A GradScaler works as in a single process, each rank with its scale: a rank whose gradients overflowed skips its
-    step, and takes part in the exchange.
-
-    What a script writes to parameters is copied to the shared ones, if all ranks write the same between an exchange and
-    the next step; at other times it is a part of that rank's change.
-
-    Different from DiLoCo's papers: streaming DiLoCo mixes the outcome of a delayed exchange with a rank's parameters,
-    which loses a part of what the rank has changed meanwhile; here it keeps that.
+    Writes of a script to parameters, between an exchange and the next step and on all ranks alike, are copied to the
+    shared ones; at other times they are a part of that rank's change. Streaming DiLoCo mixes a delayed exchange with a
+    rank's parameters and loses a part of its changes meanwhile; here they are kept.
 
     References
     ----------
@@ -166,16 +174,15 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     >>> torch.equal(models[0].weight, models[1].weight)
     True
     """
-    transport = connect(comm)
-    try:
+    with connected(comm) as transport:
 
         def check() -> Any:
             ranks = transport.group.size
             pairs = named_pairs(named_parameters, WHO, ranks)
-            found = check_arguments(
+            found = _check_arguments(
                 optimizer, pairs, sync_every, compressor, outer, sync_delay, fragments, compare_every, settings, ranks
             )
-            sharing = check_moments(optimizer, second_moments)
+            sharing = _check_moments(optimizer, second_moments)
             return pairs, *found, None if ranks == 1 else sharing
 
         pairs, parameters, chosen, sharing = run_collectively(check, transport, WHO)
@@ -191,7 +198,9 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             if sharing is None
             else {"sync_every": sharing.sync_every, **sharing.compressor.get_config()},
         }
-        policies = [policy] if fragments == 1 else [_copy_of(policy) for _ in range(fragments)]
+        # A policy object serves one reducer.
+        config = policy.get_config() if isinstance(policy, Policy) else policy
+        policies = [policy] if fragments == 1 else [config] * fragments
         settings |= {"feedback_decay": feedback_decay}
         local_steps = _LOCAL_STEPS if sync_every == AUTO else (1,)
         parts = [
@@ -215,12 +224,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
                 same_batches,
                 None if sharing is None else _shared_moments(optimizer, sharing, nonfinite, transport, settings),
             )
-            for part, policy_of_part in zip(_cut(parameters, fragments), policies, strict=True)
+            for part, policy_of_part in zip(_fragments(parameters, fragments), policies, strict=True)
         ]
-    except BaseException:
-        if transport is not comm:
-            transport.close()
-        raise
     needs_thread = sync_delay and transport.concurrent and not parts[0].reducer.survives
     thread = start_overlap_thread(parts[0].reducer, True)[0] if needs_thread else None
     wrapped = wrap(optimizer, UpdateProxy, "Updating")
@@ -240,10 +245,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
 
 
 def _never_dense(chosen: Compressor | None, collective: str, policy: Any) -> str:
-    """Return a collective with which no step is dense in place of the compressor's: the signs of that mean differ.
-
-    A named collective stays, and so does the one of a policy that chooses compressors.
-    """
+    """Return a collective without dense steps, whose mean has other signs; a named one or a policy's stays."""
     is_named = collective != "auto" or getattr(policy, "id", policy) not in (None, "static")
     if is_named or chosen is None or chosen.message == "dense" or not chosen.can_fall_back_to_dense:
         return collective
@@ -251,7 +253,7 @@ def _never_dense(chosen: Compressor | None, collective: str, policy: Any) -> str
 
 
 def _shared_moments(
-    optimizer: torch.optim.Optimizer, sharing: Sharing, nonfinite: str, transport: Transport, settings: dict[str, Any]
+    optimizer: torch.optim.Optimizer, sharing: _Sharing, nonfinite: str, transport: Transport, settings: dict[str, Any]
 ) -> SharedMoments:
     of_reducer = {name: settings[name] for name in ("seed", "threads") if name in settings}
     collective = "two-phase" if sharing.compressor.message == "packed" else "scatter-reduce"
@@ -260,7 +262,7 @@ def _shared_moments(
     return SharedMoments(optimizer, reducer, sharing.key, sharing.sync_every)
 
 
-def _cut(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[dict[str, torch.Tensor]]:
+def _fragments(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[dict[str, torch.Tensor]]:
     """Cut parameters into consecutive parts of about equal size, none of them empty."""
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(fragments)]
     left = sum(parameter.numel() for parameter in parameters.values())
@@ -275,6 +277,146 @@ def _cut(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[dict[st
     return parts
 
 
-def _copy_of(policy: Policy | str | Mapping[str, Any] | None) -> Any:
-    """Return what makes a policy like this one: an object serves one reducer alone."""
-    return policy.get_config() if isinstance(policy, Policy) else policy
+def _check_arguments(
+    optimizer: Any,
+    pairs: Sequence[tuple[str, torch.Tensor]],
+    sync_every: int | str,
+    compressor: Compressor | str | Mapping[str, Any] | None,
+    outer: Mapping[str, Any] | None,
+    sync_delay: int,
+    fragments: int,
+    compare_every: int,
+    settings: Mapping[str, Any],
+    ranks: int,
+) -> tuple[dict[str, torch.Tensor], Compressor | None]:
+    """Return the optimizer's parameters by name, and the compressor, or raise the error of an argument."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"{WHO}: a torch optimizer is needed, got {type(optimizer).__name__}")
+    is_closed = isinstance(optimizer, UpdateProxy) and optimizer._mpicomp_closed
+    if isinstance(optimizer, CollectiveOptimizer | OptimizerProxy) and not is_closed:
+        raise ConfigurationError(f"{WHO}: {type(optimizer).__name__} exchanges already; pass a plain optimizer")
+    _check_steps(sync_every, sync_delay, fragments)
+    check_least(WHO, "compare_every", compare_every, 0)
+    if outer is not None:
+        _check_outer(outer)
+    chosen = None if compressor is None else get_compressor(compressor)
+    if chosen is not None and chosen.entry.momentum:
+        raise ConfigurationError(
+            f"{WHO}: {chosen!r} applies momentum to gradients, and what is exchanged here are changes of parameters, "
+            "which the optimizer's momentum is part of; set momentum=0 in it"
+        )
+    check_settings(settings, compressor, WHO)
+    parameters = parameters_by_name(optimizer, pairs, WHO)
+    if fragments > len(parameters):
+        raise ConfigurationError(f"{WHO}: fragments must be at most {len(parameters)}, as many as parameters")
+    check_no_ddp(parameters, ranks, WHO)
+    check_not_nested(optimizer, WHO)
+    return parameters, chosen
+
+
+def _check_steps(sync_every: int | str, sync_delay: int, fragments: int) -> None:
+    if sync_every == AUTO and (sync_delay or fragments != 1):
+        raise ConfigurationError(
+            f"{WHO}: sync_every='{AUTO}' chooses again after each exchange, and sync_delay and fragments are "
+            "fractions of it; name a number, or leave them out"
+        )
+    most = 1 if isinstance(sync_every, str) else sync_every
+    if isinstance(sync_every, str) and sync_every != AUTO:
+        raise ConfigurationError(f"{WHO}: sync_every must be an integer of at least 1, or '{AUTO}', got {sync_every!r}")
+    for name, value, least in (("sync_every", most, 1), ("sync_delay", sync_delay, 0), ("fragments", fragments, 1)):
+        check_least(WHO, name, value, least)
+    if fragments > most:
+        raise ConfigurationError(f"{WHO}: fragments must be at most sync_every={most}, got {fragments}")
+    if sync_delay > most // fragments:
+        raise ConfigurationError(
+            f"{WHO}: sync_delay must be at most sync_every // fragments = {most // fragments}, so that one exchange "
+            f"ends before the next begins, got {sync_delay}"
+        )
+
+
+def _check_outer(outer: Any) -> None:
+    unknown = sorted(set(outer) - set(_OUTER)) if isinstance(outer, Mapping) else [outer]
+    if unknown:
+        raise ConfigurationError(f"{WHO}: outer must have some of {', '.join(_OUTER)}, got {unknown[0]!r}")
+    check_flag(WHO, "outer['sign']", outer.get("sign", False))
+    if outer.get("sign") and outer.get("momentum"):
+        raise ConfigurationError(
+            f"{WHO}: outer has momentum and takes the sign of changes, which have no scale any more; leave momentum "
+            "out: residuals are one, with feedback_decay"
+        )
+    try:
+        torch.optim.SGD([torch.zeros(1)], **{name: value for name, value in outer.items() if name != "sign"})
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{WHO}: outer: {error}") from None
+
+
+def _check_moments(optimizer: torch.optim.Optimizer, moments: Any) -> _Sharing | None:
+    """Return how second moments are shared, or None, or raise the error of an optimizer without any."""
+    if moments == LOCAL:
+        return None
+    config = {} if moments == SHARED else moments
+    if not isinstance(config, Mapping):
+        raise ConfigurationError(f"{WHO}: second_moments must be '{LOCAL}', '{SHARED}' or a mapping, got {moments!r}")
+    unknown = sorted(set(config) - {"sync_every", "compressor"})
+    if unknown:
+        raise ConfigurationError(f"{WHO}: second_moments must have some of compressor, sync_every, got {unknown[0]!r}")
+    every = config.get("sync_every", _SYNC_EVERY)
+    check_least(WHO, "second_moments['sync_every']", every)
+    compressor = get_compressor(config.get("compressor", "natural"))
+    if compressor.id not in ("natural", "dense") or getattr(compressor, "wire", None) == "fp16":
+        raise ConfigurationError(
+            f"{WHO}: second_moments['compressor'] must be 'natural' or 'dense', got {compressor!r}; mean squares span "
+            "many powers of ten, and none of them may become zero"
+        )
+    return _Sharing(compressor, _moments_key(optimizer), every)
+
+
+def _moments_key(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of second moments in the optimizer's state, found in two steps of a trial optimizer."""
+    gradients = 1.0, 2.0
+    kind = type(optimizer).__bases__[1] if isinstance(optimizer, OptimizerProxy) else type(optimizer)
+    refused = f"{WHO}: second_moments='{SHARED}' needs an optimizer with second moments, and {kind.__name__}"
+    device = next(members_of(optimizer)).device
+    keys = set()
+    for group in optimizer.param_groups:
+        try:
+            state = _state_of_trial(kind, group, gradients, device)
+        except Exception as error:
+            raise ConfigurationError(
+                f"{refused} cannot be tried out ({type(error).__name__}: {error}); what fits: {_FITS}"
+            ) from None
+        for extreme, setting in (("max_exp_avg_sq", "amsgrad"), ("grad_avg", "centered")):
+            if extreme in state:
+                raise ConfigurationError(
+                    f"{refused} does not divide by them alone with {setting}=True; make it with {setting}=False"
+                )
+        found = [name for name in DECAYS if name in state]
+        if not found:
+            raise ConfigurationError(f"{refused} has none; what fits: {_FITS}. second_moments='{LOCAL}' shares nothing")
+        keys.add(found[0])
+        try:
+            decay = float(DECAYS[found[0]](group))
+        except LookupError:
+            decay = float("nan")
+        expected = decay * (1 - decay) * gradients[0] ** 2 + (1 - decay) * gradients[1] ** 2
+        if not abs(float(state[found[0]]) - expected) <= _RTOL * expected or "step" not in state:
+            raise ConfigurationError(
+                f"{refused} has '{found[0]}', which is no mean square with the decay of its group; what fits: {_FITS}"
+            )
+    [key] = keys  # of one class
+    return key
+
+
+def _state_of_trial(
+    kind: Any, group: Mapping[str, Any], gradients: Sequence[float], device: torch.device
+) -> Mapping[str, Any]:
+    """Return the state of an optimizer of a kind, with a group's settings, after some steps."""
+    trial = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
+    settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    settings |= {name: 0.0 for name in ("lr", "weight_decay") if name in settings}  # the parameter does not move
+    optimizer = kind([{"params": [trial]} | settings])
+    for gradient in gradients:
+        trial.grad = torch.full_like(trial, gradient)
+        optimizer.step()
+    state: Mapping[str, Any] = optimizer.state[trial]
+    return state

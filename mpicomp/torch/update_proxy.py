@@ -1,4 +1,4 @@
-"""The optimizer that `mpicomp.torch.UpdateOptimizer` makes: it exchanges what its steps have changed."""
+"""The mixin of `mpicomp.torch.UpdateOptimizer`, which exchanges the changes of parameters."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ WHO = "UpdateOptimizer"
 
 
 class UpdateProxy(UpdatingProxy):
-    """Mixin that `UpdateOptimizer` puts in front of an optimizer's class: it exchanges changes after its steps."""
+    """Mixin that exchanges changes of parameters after steps of an optimizer's class."""
 
     _mpicomp_who = WHO
     _mpicomp_steps: int
@@ -43,17 +43,14 @@ class UpdateProxy(UpdatingProxy):
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of the first fragment."""
         return self._mpicomp_fragments[0].reducer
 
     @property
     def reducers(self) -> list[Reducer]:
-        """A reducer for each fragment."""
         return [fragment.reducer for fragment in self._mpicomp_fragments]
 
     @property
     def sync_every(self) -> int:
-        """Steps from one exchange to the next."""
         return self._mpicomp_every
 
     @property
@@ -62,23 +59,16 @@ class UpdateProxy(UpdatingProxy):
         return self._mpicomp_thread is not None
 
     def shared(self) -> dict[str, torch.Tensor]:
-        """Return the shared parameters by name, the same bits on all ranks; not to be written to."""
+        """Return the shared parameters by name, the same bits on all ranks; do not write to them."""
         return {name: shared for fragment in self._mpicomp_fragments for name, shared in fragment.shared().items()}
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Return a context for a loop that has more batches on some ranks than on others, on all ranks.
+        """Run a loop that may have more batches on some ranks than on others; entered on all ranks.
 
-        Where the loop of a rank is over, the end of the context takes part in the exchanges of the others, with its
-        residuals, until all are done. Means are those of the ranks that have had batches since the exchange before. If
-        an error leaves the loop, the context communicates nothing.
-
-        Raises
-        ------
-        ConfigurationError
-            Inside of another one.
-        DisagreementError
-            At the first exchange, on all ranks, where some rank makes it without ``join()``.
+        A rank whose loop is over takes part in the exchanges of the others, with its residuals, until all are done.
+        Means are those of the ranks that have had batches since the exchange before. An error that leaves the loop
+        communicates nothing.
         """
         if self._mpicomp_join is not None:
             raise ConfigurationError(f"{WHO}: join() inside of join(); put the whole loop into one")
@@ -94,11 +84,11 @@ class UpdateProxy(UpdatingProxy):
                 fragment.leave_join()
 
     def synchronize(self) -> None:
-        """Exchange all that was changed by now, and wait for all exchanges. Collective."""
+        """Exchange all changes, and wait for all exchanges. Collective."""
         self._mpicomp_transport.run(self.synchronizing())
 
     def synchronizing(self) -> Rounds[None]:
-        """Do what `synchronize` does as a generator of rounds, for ranks that live in one process."""
+        """Synchronize as a generator of rounds, for ranks that live in one process."""
         for fragment in self._mpicomp_fragments:
             if fragment.is_exchanging:
                 fragment.finish()
@@ -107,7 +97,7 @@ class UpdateProxy(UpdatingProxy):
                 yield from fragment.exchange_now(learning_rate(self))
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Copy what a script has written to parameters, and hide gradients that are not finite."""
+        """Copy writes of a script to parameters, and hide gradients that are not finite."""
         self._mpicomp_watch.begin_step()
         for fragment in self._mpicomp_fragments:
             fragment.copy_written()
@@ -136,7 +126,7 @@ class UpdateProxy(UpdatingProxy):
         return [(parameter, parameter.grad) for parameter in members_of(self) if parameter.grad is not None]
 
     def _mpicomp_hide(self, overflowed: torch.Tensor | None) -> None:
-        """Hide gradients that are not finite from this rank's step, or all where this rank has no batches."""
+        """Hide gradients that are not finite, or those of an idle rank, from this rank's step."""
         gradients = self._mpicomp_gradients()
         if overflowed is not None:
             is_spoilt = bool(overflowed)
@@ -148,7 +138,6 @@ class UpdateProxy(UpdatingProxy):
             self._mpicomp_hidden = self._mpicomp_hidden[0], gradients
 
     def _mpicomp_after(self) -> None:
-        """Exchange where it is due. Collective."""
         self._mpicomp_watch.end_step()
         of_scaler, gradients = self._mpicomp_hidden
         for fragment in self._mpicomp_fragments:
@@ -164,7 +153,6 @@ class UpdateProxy(UpdatingProxy):
             self._mpicomp_transport.run(self._mpicomp_rounds())
 
     def _mpicomp_rounds(self) -> Rounds[None]:
-        """Finish and begin the exchanges that are due."""
         every, delay, lr = self._mpicomp_every, self._mpicomp_delay, learning_rate(self)
         fragments = self._mpicomp_fragments
         ages = [(self._mpicomp_steps + place * every // len(fragments)) % every for place in range(len(fragments))]
@@ -182,7 +170,7 @@ class UpdateProxy(UpdatingProxy):
             self._mpicomp_steps, self._mpicomp_every = 0, self.reducer.local_steps
 
     def _mpicomp_find_active(self, join: "JoinProgress") -> Rounds[None]:
-        """Find out which ranks have had batches since the last exchange."""
+        """Agree on the ranks that have had batches since the last exchange."""
         if not join.is_enabled:
             yield from self._mpicomp_fragments[0].enable_join()
             join.is_enabled = True
@@ -197,26 +185,12 @@ class UpdateProxy(UpdatingProxy):
         self._mpicomp_hooks |= hook_gradients(parameters, self._mpicomp_watch.filled)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with the shared parameters and the reducers' states under ``"mpicomp"``.
-
-        Raises
-        ------
-        ConfigurationError
-            Where an exchange has begun and not ended.
-        """
         self._mpicomp_check_idle("state_dict()")
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         fragments = [fragment.state_dict() for fragment in self._mpicomp_fragments]
         return state | {"mpicomp": to_tensors(self._mpicomp_counters() | {"fragments": fragments})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. Not collective.
-
-        Raises
-        ------
-        ConfigurationError
-            Where the part under ``"mpicomp"`` does not fit.
-        """
         state = with_names(state_dict.get("mpicomp"))
         if state is not None:
             found = len(state.get("fragments", ()))
@@ -256,7 +230,6 @@ class UpdateProxy(UpdatingProxy):
             )
 
     def close(self) -> None:
-        """Release MPI resources without waiting for other ranks; a second call does nothing."""
         self._mpicomp_closed = True
         while self._mpicomp_hooks:
             self._mpicomp_hooks.popitem()[1].remove()
@@ -274,7 +247,7 @@ class JoinProgress:
     """State of `UpdateProxy.join`."""
 
     batches: int = 0  # steps of this rank with batches since the last exchange
-    is_enabled: bool = False  # ranks have compared that all of them may run out of batches
+    is_enabled: bool = False  # all ranks have agreed that they may run out of batches
     is_over: bool = False  # no rank has had any batch since the exchange before
 
 

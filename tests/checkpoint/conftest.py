@@ -7,7 +7,7 @@ from checkpoints import save
 
 @pytest.fixture
 def two_ranks(tmp_path):
-    """Give a folder with a checkpoint of two ranks."""
+    """Return a folder with a checkpoint of two ranks."""
     folder = tmp_path / "two"
     save(folder, [{"w": np.full(50, rank), "name": f"rank {rank}"} for rank in range(2)])
     return folder

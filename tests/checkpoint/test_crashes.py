@@ -107,7 +107,7 @@ def caught(asked):
     except errors.CheckpointError as error:
         return str(error)
 for text in world.run([
-    caught(checkpoint.save_rounds(sys.argv[1], own, 1, end.group)) for own, end in zip(states, world.transports)
+    caught(checkpoint.save_rounds(sys.argv[1], state, 1, end.group)) for state, end in zip(states, world.transports)
 ]):
     print(text)
 """

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 
 def tree_of(folder):
-    """Give every path below a folder, empty folders too, with its bytes."""
+    """Return every path below a folder, also of empty folders, with its bytes."""
     return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
@@ -22,12 +22,18 @@ def make(path):
 
 
 NUMERIC = ["20240511", "20240511.part", "00000001", "00000002.part", "99999999999999999999", "9" * 60, "000000003"]
+EMPTY = ["20240511", "20240511.part", "99999999999999999999", "99999999999999999999.part"]
 
 
-@pytest.mark.parametrize("name", NUMERIC)
+@pytest.mark.parametrize(
+    ("name", "is_empty"), [*((name, False) for name in NUMERIC), *((name, True) for name in EMPTY)]
+)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_somebody_s_folder_is_left_alone(tmp_path, name, ranks):
-    make(tmp_path / name)
+def test_foreign_folder_with_a_number_stays(tmp_path, name, is_empty, ranks):
+    if is_empty:
+        (tmp_path / name).mkdir()
+    else:
+        make(tmp_path / name)
     before = tree_of(tmp_path / name)
     assert load(tmp_path, ranks) == [None] * ranks
     for epoch in range(4):
@@ -37,16 +43,6 @@ def test_somebody_s_folder_is_left_alone(tmp_path, name, ranks):
         assert len(names(tmp_path)) == 2
         (mine,) = set(names(tmp_path)) - {name}
         assert int(mine) <= epoch + 3
-
-
-@pytest.mark.parametrize("name", ["20240511", "20240511.part", "99999999999999999999", "99999999999999999999.part"])
-def test_an_empty_folder_with_somebody_s_number_is_left_alone(tmp_path, name):
-    (tmp_path / name).mkdir()
-    assert load(tmp_path) == [None]
-    for epoch in range(2):
-        save(tmp_path, [{"epoch": epoch}])
-        assert load(tmp_path) == [{"epoch": epoch}]
-        assert names(tmp_path) == sorted([name, f"{epoch + 1:08d}"])
 
 
 def test_files_and_links_with_a_number_as_name_are_left_alone(tmp_path):
@@ -78,7 +74,8 @@ def test_save_keeps_a_checkpoint_with_a_foreign_file(tmp_path, extra):
         save(tmp_path, [{"epoch": epoch}])
         assert load(tmp_path) == [{"epoch": epoch}]
         assert names(tmp_path) == ["00000001", f"{epoch:08d}"]
-    assert {name: item for name, item in tree_of(tmp_path).items() if name.startswith("00000001")} == before
+    after = {name: data for name, data in tree_of(tmp_path).items() if name.startswith("00000001")}
+    assert after == before
 
 
 def test_other_ones_go_on_being_removed(tmp_path):
@@ -117,7 +114,7 @@ def test_rank_files_of_others_are_left_alone(tmp_path):
         save(tmp_path, [{"epoch": epoch}])
         assert load(tmp_path) == [{"epoch": epoch}]
         now = tree_of(tmp_path)
-        assert {name: item for name, item in now.items() if name.startswith("2024")} == before
+        assert {name: data for name, data in now.items() if name.startswith("2024")} == before
         assert len(now) == len(before) + 2
 
 
@@ -161,9 +158,8 @@ def test_save_removes_checkpoints_of_earlier_versions(tmp_path):
     save(tmp_path, [{"epoch": 3}], keep=2)
     assert names(tmp_path) == ["00000002", "00000004"]
     path = tmp_path / "00000002" / "rank-00001.safetensors"
-    # What another tool rewrote has the keys in another order.
-    value = json.dumps(about(checkpoint=2, ranks=2, rank=1))
-    save_file({"w": np.zeros(3)}, path, {"a": "b", "mpicomp": value})
+    # Another tool writes the keys in another order.
+    save_file({"w": np.zeros(3)}, path, {"a": "b", "mpicomp": json.dumps(about(checkpoint=2, ranks=2, rank=1))})
     save(tmp_path, [{"epoch": 4}])
     assert names(tmp_path) == ["00000005"]
 

@@ -3,13 +3,11 @@
 import copy
 
 import pytest
+import torch
+from replicas import assert_equal, assert_replicas, close_at_end, network, sgd, square, train
 
 import mpicomp
 from mpicomp.errors import ArrayTypeError, ConfigurationError, DisagreementError
-
-torch = pytest.importorskip("torch")
-
-from replicas import assert_equal, assert_replicas, close_at_end, network, sgd, square, train  # noqa: E402
 
 broadcast, broadcast_state = mpicomp.torch.broadcast_parameters, mpicomp.torch.broadcast_optimizer_state
 

@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
+from counted import Count
+from replicas import batch, distribute
 
 import mpicomp
-
-torch = pytest.importorskip("torch")
-
-from counted import Count  # noqa: E402
-from replicas import batch, distribute  # noqa: E402
 
 
 class Mixed(torch.nn.Module):

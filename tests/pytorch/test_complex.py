@@ -2,18 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
+from replicas import Reference, adam, assert_replicas, assert_same, descent, distribute, gloo, square, train
+from uneven import UnevenPair
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
+from mpicomp.systems.optimizers.power_gossip import PowerGossip
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
 from mpicomp.transport import LocalWorld
-
-torch = pytest.importorskip("torch")
-
-from replicas import Reference, adam, assert_replicas, assert_same, descent, distribute, gloo, square, train  # noqa: E402
-from uneven import UnevenPair  # noqa: E402
-
-from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
-from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 

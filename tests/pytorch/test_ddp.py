@@ -4,13 +4,11 @@ import io
 from types import SimpleNamespace
 
 import pytest
+import torch
+from replicas import Reference, assert_equal, assert_replicas, assert_same, descent, gloo, sgd, square, train
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
-
-torch = pytest.importorskip("torch")
-
-from replicas import Reference, assert_equal, assert_replicas, assert_same, descent, gloo, sgd, square, train  # noqa: E402
 
 
 def network():

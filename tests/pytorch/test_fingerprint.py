@@ -3,16 +3,13 @@
 from functools import partial
 
 import pytest
+import torch
+from replicas import close_at_end, descent
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
 from mpicomp.torch.replica_checks import Fingerprint
 from mpicomp.transport import LocalWorld
-
-torch = pytest.importorskip("torch")
-
-
-from replicas import close_at_end, descent  # noqa: E402
 
 
 def compare(replicas_at, every, times, size):
@@ -73,7 +70,7 @@ def backward(model, rank):
     model(torch.full((1, 4), rank + 1.0)).sum().backward()
 
 
-WORDS = "parameter 'bias' has other values on rank 1 than on rank 0; replicas have drifted apart"
+WORDS = "parameter 'bias' has other values on rank 1 than on rank 0; replicas have drifted"
 
 
 def test_shared_parameters_are_compared():

@@ -1,20 +1,33 @@
-"""What a first try gets wrong ends in an error that says what to write, when the optimizer is made."""
+"""Mistakes of a script, on all ranks or one, are one error on all ranks that names what to write."""
 
+import numpy as np
 import pytest
+import torch
+from marks import slow
+from replicas import assert_replicas, close_at_end, descent, distribute, gloo, network, sgd, square, train
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
-
-torch = pytest.importorskip("torch")
-
-from replicas import close_at_end, descent, gloo, network, sgd, train  # noqa: E402
-
-from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
-from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
+from mpicomp.systems.optimizers.power_gossip import PowerGossip
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
+from mpicomp.transport import LocalWorld
 
 wrap, update = mpicomp.torch.DistributedOptimizer, mpicomp.torch.UpdateOptimizer
 onebit, sketched, gossip = mpicomp.torch.OneBitAdam, SketchedAMSGrad, PowerGossip
 
+
+def scale(model, **settings):
+    """Scale gradients without scaler=, which overflow."""
+    optimizer, scaler = close_at_end(wrap(sgd(model), model, **settings)), torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.full((1, 6), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+TWICE = "applies momentum before the exchange, and the optimizer would apply another one, 0.5"
 MISTAKES = {
     "parameters": (lambda m, **c: wrap(sgd(m), m.parameters(), **c), r"pass named_parameters=model.named_parameters\("),
     "updates": (lambda m, **c: update(sgd(m), m.parameters(), **c), r"pass named_parameters=model.named_parameters\("),
@@ -24,6 +37,16 @@ MISTAKES = {
     "spelling": (lambda m, **c: wrap(sgd(m), m, "topk", sede=1, **c), "unknown name 'sede'; did you mean 'seed'"),
     "gossip": (lambda m, **c: gossip(sgd(m), m.named_parameters(), **c), "second argument is the graph.*leave named_"),
     "gossip_model": (lambda m, **c: gossip(sgd(m), m, **c), "second argument is the graph"),
+    "other_model": (
+        lambda m, **c: wrap(sgd(m), m[2:], **c),
+        r"2 parameters of the optimizer have no name, the first of shape \(8, 6\)",
+    ),
+    "names": (lambda m, **c: wrap(sgd(m), [("w", p) for p in m.parameters()], **c), "two parameters are named 'w'"),
+    "model": (lambda m, **c: wrap(m, m, **c), "a torch optimizer is needed, got Sequential"),
+    "compressor": (lambda m, **c: wrap(sgd(m), m, "topkk", **c), "did you mean 'topk'"),
+    "scaler": (scale, r"use torch\.autocast with bfloat16"),
+    "momentum": (lambda m, **c: wrap(momentum(m), m, mpicomp.DGC(momentum=0.9), **c), TWICE),
+    "momentum_id": (lambda m, **c: wrap(momentum(m), m, {"id": "dgc", "momentum": 0.9}, **c), TWICE),
     "lbfgs": (lambda m, **c: wrap(torch.optim.LBFGS(m.parameters()), m, **c), "use mpicomp.torch.UpdateOptimizer"),
     "onebit_join": (
         lambda m, **c: onebit(m, **c).join(),
@@ -39,6 +62,13 @@ MISTAKES = {
 def test_first_mistake_names_what_to_write(comm, make, message):
     with pytest.raises(ConfigurationError, match=message):
         make(network(), comm=comm)
+
+
+def test_momentum_of_either_kind_is_served():
+    model, end = network(), LocalWorld(1).transports[0]
+    for optimizer in (descent(model), torch.optim.Adam(model.parameters())):
+        wrap(optimizer, model, mpicomp.DGC(momentum=0.9), comm=end).close()
+    wrap(momentum(model), model, mpicomp.DGC(), comm=end).close()
 
 
 TRAINED = {
@@ -95,7 +125,7 @@ def test_model_itself_stands_for_its_names(comm, make):
     train(model, close_at_end(make(sgd(model), model, comm=comm)), [0], comm.rank)
 
 
-class Words(torch.nn.Module):
+class Renormed(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -109,9 +139,172 @@ class Words(torch.nn.Module):
 @pytest.mark.parametrize("make", [wrap, update])
 def test_forward_that_writes_to_a_weight_is_named(comm, make):
     """Rows that a batch looks up are scaled, so that ranks with different batches hold different weights."""
-    model = Words()
+    model = Renormed()
     with pytest.raises(ConfigurationError, match=r"'rows' has max_norm=0.5: forward .* writes to its weight.*renorm_"):
         make(sgd(model), model, comm=comm)
     optimizer = close_at_end(make(sgd(model), model.named_parameters(), comm=comm))
     with pytest.raises(DisagreementError, match=r"parameter 'rows.weight' has other values.*max_norm= writes to"):
         train(model, optimizer, range(2), comm.rank, lambda m, _, rank: m(torch.arange(3) + 3 * rank % 12))
+
+
+broadcast = mpicomp.torch.broadcast_parameters
+each_overlap = pytest.mark.parametrize("overlap", [True, slow(False)])
+
+
+class TwoEmbeddings(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.words = torch.nn.Embedding(30, 3, sparse=True)
+        self.head = torch.nn.Linear(3, 9)
+        self.more = torch.nn.Embedding(20, 9, sparse=True)
+
+
+def embeddings_loss(model, step, rank):
+    tokens = torch.from_numpy(np.random.default_rng((step, rank)).integers(0, 20, (4, 5)))
+    return (model.head(model.words(tokens)) * model.more(tokens)).square().sum()
+
+
+def of_two_layers(model, **settings):
+    return torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1, **settings)
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@each_overlap
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("compressor", ["dense", "topk"])
+def test_group_added_on_one_rank_is_refused(comm, compressor, steps, overlap):
+    model = network()
+    plain = of_two_layers(model, momentum=0.9)
+    collective = "allreduce" if compressor == "dense" else "allgather"
+    optimizer = distribute(model, comm, plain, compressor, collective, overlap=overlap)
+    train(model, optimizer, range(steps), comm.rank)
+    if comm.rank == comm.size - 1:
+        optimizer.add_param_group({"params": list(model[4].parameters())})
+    message = rf"all ranks must pass the same names; '4.bias' is on rank {comm.size - 1} but not on rank 0"
+    with pytest.raises(DisagreementError, match=message):
+        train(model, optimizer, [7], comm.rank)
+    # Mended, all go on.
+    if comm.rank < comm.size - 1:
+        optimizer.add_param_group({"params": list(model[4].parameters())})
+    train(model, optimizer, range(8, 10), comm.rank)
+    assert optimizer.reducer.last_step.step == steps + 1
+    assert_replicas(model, comm)
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@each_overlap
+def test_group_of_other_values_is_refused(comm, overlap):
+    model = network()
+    plain = of_two_layers(model)
+    optimizer = distribute(model, comm, plain, overlap=overlap)
+    train(model, optimizer, range(2), comm.rank)
+    if comm.rank == 1:
+        with torch.no_grad():
+            model[4].bias[0] += 1
+    optimizer.add_param_group({"params": list(model[4].parameters())})
+    with pytest.raises(DisagreementError, match=r"parameter '4.bias' has other values on rank 1 than on rank 0"):
+        train(model, optimizer, [2], comm.rank)
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@each_overlap
+@pytest.mark.parametrize("part", ["words", "head"])
+def test_part_frozen_on_one_rank_is_refused(comm, part, overlap):
+    model = TwoEmbeddings()
+    optimizer = distribute(model, comm, descent(model, 0.01), overlap=overlap)
+    train(model, optimizer, range(2), comm.rank, embeddings_loss)
+    if comm.rank == 0:
+        getattr(model, part).requires_grad_(False)
+    with pytest.raises(DisagreementError, match=rf"'{part}\.\w+' is on rank 1 but not on rank 0"):
+        train(model, optimizer, [2], comm.rank, embeddings_loss)
+    getattr(model, part).requires_grad_(False)
+    train(model, optimizer, range(3, 5), comm.rank, embeddings_loss)
+    getattr(model, part).requires_grad_(True)
+    train(model, optimizer, range(5, 7), comm.rank, embeddings_loss)
+    assert_replicas(model, comm)
+
+
+@pytest.mark.mpi(max_size=3)
+@each_overlap
+@pytest.mark.parametrize("whose", ["all", "one"])
+def test_parameter_put_into_a_group_by_hand_is_refused(comm, whose, overlap):
+    """It would be trained on each rank by itself."""
+    model = network()
+    plain = of_two_layers(model)
+    optimizer = distribute(model, comm, plain, overlap=overlap)
+    train(model, optimizer, range(2), comm.rank)
+    if whose == "all" or comm.rank == 0:
+        optimizer.param_groups[0]["params"].append(model[4].bias)
+    with pytest.raises(ConfigurationError, match=r"holds a parameter of shape \(2,\) that is not exchanged"):
+        train(model, optimizer, [2], comm.rank)
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda model: (torch.optim.LBFGS(model.parameters()), {}),
+        lambda model: (model, {}),
+        lambda model: (descent(model), {"compressor": "nosuch"}),
+        lambda model: (descent(model), {"collective": "nosuch"}),
+        lambda model: (torch.optim.SGD(torch.nn.Linear(2, 3).parameters(), lr=0.1), {}),
+    ],
+    ids=["lbfgs", "model", "compressor", "collective", "parameters"],
+)
+def test_refusal_on_one_rank_is_one_on_all(comm, wrong):
+    model = network()
+    plain, settings = descent(model), {}
+    if comm.rank == comm.size - 1:
+        plain, settings = wrong(model)
+    with pytest.raises(ConfigurationError):
+        mpicomp.torch.DistributedOptimizer(plain, model.named_parameters(), comm=comm, **settings)
+    assert type(plain).__name__ in ("SGD", "LBFGS", "Sequential")
+    # The optimizer is as it was, on all ranks.
+    if not settings and isinstance(plain, torch.optim.SGD):
+        square(model, 0, comm.rank).backward()
+        plain.step()
+
+
+OTHER_CALLS = {
+    "onebit": lambda model, comm, bad: mpicomp.torch.OneBitAdam(model, warmup_steps=0 if bad else 1, comm=comm),
+    "sketched": lambda model, comm, bad: SketchedAMSGrad(model, eps=0 if bad else 1e-8, comm=comm),
+    "gossip": lambda model, comm, bad: PowerGossip(descent(model), rank=0 if bad else 1, comm=comm),
+    "values": lambda model, comm, bad: broadcast({"w": "text" if bad else torch.ones(2)}, comm=comm),
+    "root": lambda model, comm, bad: broadcast(model, root=7 if bad else 0, comm=comm),
+}
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize("make", OTHER_CALLS.values(), ids=OTHER_CALLS)
+def test_refusal_of_other_calls_is_one_on_all(comm, make):
+    with pytest.raises((ConfigurationError, mpicomp.errors.ArrayTypeError, DisagreementError)):
+        make(network(), comm, comm.rank == comm.size - 1)
+
+
+@pytest.mark.mpi(max_size=3)
+@each_overlap
+@pytest.mark.parametrize(
+    "lr",
+    [1, 0.125, np.float32(0.125), np.float64(0.125), np.int64(1), torch.tensor(0.125), torch.tensor([0.125]),
+     torch.tensor(0.125, dtype=torch.float64), torch.tensor(0.125, requires_grad=True), torch.tensor(1)],
+    ids=["int", "float", "float32", "float64", "int64", "tensor", "tensor-1", "double", "requires_grad", "integer"],
+)  # fmt: skip
+def test_learning_rates_of_every_kind_are_recorded(comm, monkeypatch, lr, overlap):
+    """The policy receives them with the telemetry of a step."""
+    model = network()
+    settings = {"policy": "accordion", "overlap": overlap}
+    optimizer = distribute(model, comm, descent(model, 0.125), mpicomp.TopK(ratio=0.2), "allgather", **settings)
+    optimizer.param_groups[0]["lr"] = lr
+    reported = []
+    policy = optimizer.reducer.policy
+    inner = policy.on_telemetry
+    monkeypatch.setattr(policy, "on_telemetry", lambda report: reported.append(report.lr) or inner(report))
+    for step in range(8):
+        optimizer.zero_grad()
+        square(model, step, comm.rank).backward()
+        with torch.no_grad():
+            optimizer.step()
+        assert type(optimizer.reducer.last_step.lr) is float
+        assert optimizer.reducer.last_step.lr == float(np.asarray(torch.as_tensor(lr).detach()).reshape(-1)[0])
+    assert reported == [optimizer.reducer.last_step.lr] * 7

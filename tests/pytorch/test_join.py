@@ -2,14 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 from marks import slow
-
-import mpicomp
-from mpicomp.errors import DisagreementError
-
-torch = pytest.importorskip("torch")
-
-from replicas import (  # noqa: E402
+from replicas import (
     Branches,
     Words,
     assert_replicas,
@@ -23,7 +18,10 @@ from replicas import (  # noqa: E402
     train,
     words_loss,
 )
-from uneven import BATCHES, UnevenPair, assert_same_state, loop, steps_of  # noqa: E402
+from uneven import BATCHES, UnevenPair, assert_same_state, loop, steps_of
+
+import mpicomp
+from mpicomp.errors import DisagreementError
 
 each_overlap = pytest.mark.parametrize("overlap", [True, slow(False)])
 

@@ -3,17 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
+from counted import Count
 from marks import slow
+from replicas import assert_replicas, distribute, network, square, train
+from uneven import BATCHES, loop, steps_of
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
 from mpicomp.transport import LocalWorld
-
-torch = pytest.importorskip("torch")
-
-from counted import Count  # noqa: E402
-from replicas import assert_replicas, distribute, network, square, train  # noqa: E402
-from uneven import BATCHES, loop, steps_of  # noqa: E402
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)

@@ -4,13 +4,8 @@ import warnings
 
 import numpy as np
 import pytest
-
-import mpicomp
-from mpicomp.errors import ClosedError, ConfigurationError, DisagreementError, LaunchError
-
-torch = pytest.importorskip("torch")
-
-from replicas import (  # noqa: E402
+import torch
+from replicas import (
     Branches,
     Pair,
     assert_equal,
@@ -22,6 +17,9 @@ from replicas import (  # noqa: E402
     square,
     train,
 )
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, DisagreementError, LaunchError
 
 
 @pytest.mark.mpi(max_size=3)
@@ -88,18 +86,6 @@ def test_parameters_that_differ_at_the_start_are_named(comm):
         optimizer.step()
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
-def test_second_backward_before_the_step_is_refused(comm):
-    model = network()
-    optimizer = distribute(model, comm)
-    square(model, 0, comm.rank).backward()
-    with pytest.raises(
-        ConfigurationError, match=r"backward has come to '4.\w+' twice .* `with optimizer.accumulate\(\)"
-    ):
-        square(model, 1, comm.rank).backward()
-    optimizer.close()
-
-
 def on_hosts(comm, hosts):
     from mpicomp.transport.mpi import MPITransport  # starts MPI
 
@@ -116,41 +102,40 @@ def clamp_data(model):
         parameter.grad.data.clamp_(-1e-3, 1e-3)
 
 
+TOO_LATE = {
+    "clip": (lambda model, optimizer, rank: clip_norm(model), 0, "changed"),
+    "clip later": (lambda model, optimizer, rank: clip_norm(model), 1, "changed"),
+    "data": (lambda model, optimizer, rank: clamp_data(model), 0, "changed"),
+    "one rank": (lambda model, optimizer, rank: rank == 1 and model[2].weight.grad.mul_(2), 2, "changed.*rank 1"),
+    "clear": (lambda model, optimizer, rank: optimizer.zero_grad(), 0, "clear"),
+    "backward": (lambda model, optimizer, rank: square(model, 1, rank).backward(), 0, "twice"),
+}
+ERRORS = {
+    "changed": r"was changed between backward\(\) and step\(\), .*synchronize\(\) first",
+    "changed.*rank 1": r"was changed between backward\(\) and step\(\), .*synchronize\(\) first.*\(on rank 1\)",
+    "clear": r"zero_grad\(\) came between backward\(\) and step",
+    "twice": r"backward has come to '4.\w+' twice .* `with optimizer.accumulate\(\)",
+}
+
+
 @pytest.mark.mpi(min_size=2, max_size=3)
-@pytest.mark.parametrize(("change", "steps"), [(clip_norm, 0), (clip_norm, 1), (clamp_data, 0)])
-def test_gradients_changed_during_the_exchange_are_refused(comm, change, steps):
+@pytest.mark.parametrize(("change", "steps", "error"), TOO_LATE.values(), ids=TOO_LATE)
+def test_gradients_changed_during_the_exchange_are_refused(comm, change, steps, error):
     model = network()
     optimizer = distribute(model, comm)
     train(model, optimizer, range(steps), comm.rank)
     optimizer.zero_grad()
     square(model, 9, comm.rank).backward()
-    change(model)
-    with pytest.raises(
-        ConfigurationError, match=r"was changed between backward\(\) and step\(\), .*synchronize\(\) first"
-    ):
+
+    def end():
+        change(model, optimizer, comm.rank)
         optimizer.step()
 
-
-@pytest.mark.mpi(min_size=2, max_size=3)
-def test_zero_grad_during_the_exchange_is_refused(comm):
-    model = network()
-    optimizer = distribute(model, comm)
-    square(model, 0, comm.rank).backward()
-    with pytest.raises(ConfigurationError, match=r"zero_grad\(\) came between backward\(\) and step"):
-        optimizer.zero_grad()
-    optimizer.step()
-
-
-@pytest.mark.mpi(max_size=3)
-def test_step_after_close_is_refused(comm):
-    model = network()
-    optimizer = distribute(model, comm)
-    train(model, optimizer, [0], comm.rank)
-    optimizer.close()
-    optimizer.close()
-    square(model, 0, comm.rank).backward()
-    with pytest.raises(ClosedError, match="it was closed"):
-        optimizer.step()
+    with pytest.raises(ConfigurationError, match=ERRORS[error]):
+        end()
+    if steps == 2:
+        train(model, optimizer, range(3), comm.rank)
+        assert_replicas(model, comm)
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)

@@ -1,28 +1,30 @@
-"""Parameters that are unused, shared, frozen, added, of 16 bits; gradients that are sparse, strided, not finite."""
+"""Parameters unused, shared, frozen, added, of 16 bits; gradients sparse, strided, not finite; plain training."""
 
 import numpy as np
 import pytest
-
-import mpicomp
-from mpicomp.errors import ConfigurationError, NonFiniteError
-
-torch = pytest.importorskip("torch")
-
-from replicas import (  # noqa: E402
+import torch
+from replicas import (
     Branches,
     Pair,
     Words,
+    adam,
     assert_equal,
     assert_replicas,
     assert_same,
     batch,
     branches_loss,
+    close_at_end,
     descent,
     distribute,
     network,
     sgd,
+    train,
     words_loss,
 )
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, NonFiniteError
+from mpicomp.transport import LocalWorld
 
 
 def decaying(model):
@@ -202,3 +204,44 @@ def test_skipped_step_delivers_rows_of_zeros(comm):
     optimizer.step()
     assert optimizer.reducer.last_step.skipped
     assert_equal(model, before)
+
+
+def alone(optimizer, model, *args, **settings):
+    end = LocalWorld(1).transports[0]
+    named = model.named_parameters()
+    return close_at_end(mpicomp.torch.DistributedOptimizer(optimizer, named, *args, comm=end, **settings))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "compressor", "wrapped"),
+    [
+        *((make, send_all, make) for make in (sgd, adam, adamw) for send_all in ("dense", mpicomp.TopK(1.0))),
+        (sgd, mpicomp.DGC(1.0, momentum=0.9, masking=False), descent),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_one_rank_that_sends_all_is_the_plain_optimizer(make, compressor, wrapped):
+    """DGC's momentum correction stands for the optimizer's momentum."""
+    plain, model = network(), network()
+    train(plain, make(plain), range(5), 0)
+    train(model, alone(wrapped(model), model, compressor), range(5), 0)
+    if make is wrapped:
+        assert_equal(plain, model)
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
+
+
+def test_shared_frozen_and_sixteen_bit_parameters():
+    model = network()
+    model[2].weight.requires_grad_(False)
+    tied = torch.nn.ModuleDict({"a": model, "b": model[0]}).to(torch.bfloat16)
+    optimizer = alone(torch.optim.SGD(tied.parameters(), lr=0.1), tied, mpicomp.TopK(ratio=0.5))
+    tied["a"](torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    numel = sum(parameter.numel() for parameter in tied.parameters() if parameter.requires_grad)
+    assert optimizer.reducer.last_step.buckets[0].numel == numel
+    assert optimizer.reducer.residual("a.0.weight").dtype == np.float32

@@ -5,12 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import mpicomp
 from mpicomp.reducer import trace
 from mpicomp.transport import LocalWorld
-
-torch = pytest.importorskip("torch")
 
 PHASES = ["compress", "exchange", "decode"]
 

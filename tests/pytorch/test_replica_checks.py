@@ -6,15 +6,8 @@ import warnings
 
 import numpy as np
 import pytest
-
-import mpicomp
-from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.torch.replica_checks import SettingsCheck
-from mpicomp.transport import LocalWorld
-
-torch = pytest.importorskip("torch")
-
-from replicas import (  # noqa: E402
+import torch
+from replicas import (
     adam,
     assert_equal,
     assert_replicas,
@@ -28,7 +21,11 @@ from replicas import (  # noqa: E402
     train,
 )
 
-from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
+import mpicomp
+from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
+from mpicomp.torch.replica_checks import SettingsCheck
+from mpicomp.transport import LocalWorld
 
 
 def step(model, optimizer, number, rank):
@@ -174,7 +171,7 @@ def test_lost_momenta_show_in_parameters_soon(comm):
         step(model, optimizer, number, comm.rank)
         if number == 10 and comm.rank:
             optimizer.state.clear()
-    with pytest.raises(DisagreementError, match="replicas have drifted apart"):
+    with pytest.raises(DisagreementError, match="replicas have drifted"):
         step(model, optimizer, 16, comm.rank)
 
 
@@ -418,23 +415,3 @@ def test_residuals_of_one_rank_on_all_are_warned(comm, copied):
         step(model, optimizer, 2, comm.rank)
     texts = warned(caught, "have loaded the residuals of one rank")
     assert len(texts) == (copied and comm.size > 1 and comm.rank == 0)
-
-
-@pytest.mark.mpi(max_size=2)
-def test_lbfgs_may_fill_gradients_many_times_a_step(comm):
-    model = network()
-    plain = torch.optim.LBFGS(model.parameters(), max_iter=30, tolerance_change=0, tolerance_grad=0)
-    optimizer = WRAPPERS["updates"](model, plain, comm)
-    calls = []
-
-    def closure():
-        calls.append(1)
-        optimizer.zero_grad()
-        loss = square(model, 0, comm.rank) + (next(model.parameters()) - 1).square().sum()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-    assert len(calls) > 60
-    assert_replicas(model, comm)

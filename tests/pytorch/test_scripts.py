@@ -1,13 +1,26 @@
 """What real training scripts do: accumulate, clip, scale, clear, compile, change rates, use several optimizers."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+import torch
+from replicas import (
+    Pair,
+    Reference,
+    adam,
+    assert_replicas,
+    assert_same,
+    batch,
+    descent,
+    distribute,
+    network,
+    sgd,
+    square,
+)
+from script_shapes import CLIPPING, SCRIPTS, bits, by_hand, exchanging, stopped_and_resumed
 
 import mpicomp
-
-torch = pytest.importorskip("torch")
-
-from replicas import Pair, Reference, adam, assert_same, batch, descent, distribute, network, sgd, square  # noqa: E402
 
 
 def clip(model):
@@ -175,3 +188,59 @@ def test_learning_rate_applies_when_a_residual_is_delivered(comm):
         weight -= lr * mean
     np.testing.assert_allclose(model.weight.detach().numpy()[0], weight, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(optimizer.reducer.residual("weight")[0], residuals[comm.rank], rtol=1e-4, atol=1e-5)
+
+
+SETTINGS = {
+    "dense": {"compressor": "dense", "collective": "allreduce"},
+    "topk": {"compressor": "topk", "collective": "allgather", "warmup": 0},
+}
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize("compressor", SETTINGS)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_resumed_script_equals_whole_run(comm, tmp_path, name, compressor):
+    settings = {"overlap": name not in CLIPPING} | SETTINGS[compressor]
+    (whole, _, _), (resumed, _, _) = stopped_and_resumed(SCRIPTS[name], comm, tmp_path, settings)
+    assert_replicas(whole, comm)
+    assert bits(resumed) == bits(whole)
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_averages_gradients_as_by_hand(comm, tmp_path, name):
+    script = SCRIPTS[name]
+    reference, _ = script(comm, tmp_path, partial(by_hand, comm), epochs=2)
+    model, optimizer = script(comm, tmp_path, partial(exchanging, comm, SETTINGS["dense"]), epochs=2)
+    optimizer.close()
+    torch.testing.assert_close(
+        dict(model.named_parameters()), dict(reference.named_parameters()), rtol=1e-9, atol=1e-12
+    )
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_closure_that_synchronizes_exchanges_once(comm, overlap):
+    """Lightning calls the clipping of docs/examples/with_lightning.py inside the optimizer's closure."""
+    models = []
+    for inside in (True, False):
+        model = network()
+        optimizer = distribute(model, comm, None, mpicomp.TopK(ratio=0.1), "allgather", overlap=overlap)
+
+        def clipped(step, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = square(model, step, comm.rank)
+            loss.backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            return loss
+
+        for step in range(4):
+            if inside:
+                optimizer.step(partial(clipped, step))
+            else:
+                clipped(step)
+                optimizer.step()
+        assert optimizer.reducer.last_step.step == 3
+        models.append(bits(model))
+    assert models[0] == models[1]

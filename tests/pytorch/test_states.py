@@ -1,26 +1,25 @@
-"""What state_dict() returns is saved and read back by torch, as scripts do it, and training resumes bit for bit."""
+"""States are saved and read back by torch, as scripts do it, and training resumes bit for bit."""
 
 import io
 
-import numpy as np
 import pytest
+import torch
+from local_replicas import Replicas, Updates, bits
+from local_replicas import network as wide
+from networks import Link
+from replicas import adam, descent, distribute, train
+from replicas import network as narrow
 
 import mpicomp
 from mpicomp.checkpoint import load_rounds, save_rounds
 from mpicomp.collectives import fitting
 from mpicomp.errors import ConfigurationError
+from mpicomp.systems.optimizers.power_gossip import PowerGossip
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
+from mpicomp.torch.states import to_arrays
 from mpicomp.transport import LocalWorld
 
-torch = pytest.importorskip("torch")
-
-from local_replicas import Replicas, Updates, bits  # noqa: E402
-from local_replicas import network as wide  # noqa: E402
-from replicas import adam, assert_equal, descent, distribute, train  # noqa: E402
-from replicas import network as narrow  # noqa: E402
-
-from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
-from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
-
+MOMENTUM = {"momentum": 0.9}
 LEARNED = {"id": "lgc", "ratio": 0.3, "dense_steps": 1, "training_steps": 2}
 COMPRESSORS = [*mpicomp.list_compressors(), LEARNED | {"code": "linear"}, LEARNED | {"code": "autoencoder"}]
 
@@ -32,7 +31,7 @@ def network():
 
 
 def through_a_file(state):
-    """Return what torch.load makes of it, by its defaults."""
+    """Return a state that torch.load reads by its defaults."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -40,7 +39,7 @@ def through_a_file(state):
 
 
 def kinds(state):
-    """Return the types of all that a state is made of."""
+    """Return the types in a state."""
     found = {type(state)}
     for key, item in state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ():
         found |= {type(key)} | kinds(item)
@@ -110,10 +109,15 @@ def test_state_of_every_policy_is_read_back(policy):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("compressor", ["sidco", "powersgd", "fetchsgd", "dgc"])
-def test_ranks_resume_from_a_file(comm, compressor):
+@pytest.mark.parametrize(
+    ("compressor", "overlap"),
+    [("sidco", False), ("sidco", True), ("powersgd", False), ("fetchsgd", False), ("dgc", False)],
+)
+def test_ranks_resume_from_a_file(comm, compressor, overlap):
     collective = fitting(mpicomp.get_compressor(compressor))[0]  # one that is chosen by measured seconds may change
-    settings = {"compressor": compressor, "collective": collective, "warmup": 0}
+    settings = {"compressor": compressor, "collective": collective, "warmup": 0, "overlap": overlap}
+    if overlap:
+        settings["bucket_bytes"] = 64  # several buckets
     whole, second = resumed(lambda: distributed(comm, **settings), rank=comm.rank)
     assert whole == second
 
@@ -128,17 +132,53 @@ def test_gossip_resumes_from_a_file(comm):
     assert whole == second
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"compressor": "topk", "sync_every": 2, "fragments": 2},
-        {"compressor": "onebit", "second_moments": "shared", "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
-        {"compressor": "powersgd", "sync_every": 3, "sync_delay": 1},
-    ],
-    ids=["fragments", "outer and moments", "late"],
-)
+UPDATES = {
+    "fragments": {"compressor": "topk", "sync_every": 2, "fragments": 2},
+    "outer": {"compressor": "topk", "sync_every": 2, "outer": {"lr": 0.7, "momentum": 0.9}, "feedback_decay": 0.95},
+    "moments": {"compressor": "onebit", "second_moments": "shared", "outer": {"lr": 0.7, "nesterov": True} | MOMENTUM},
+    "delay": {"compressor": "powersgd", "sync_every": 3, "sync_delay": 1},
+    "random": {"compressor": "qsgd", "sync_every": 2},
+    "auto": {"sync_every": "auto", "policy": "auto", "second_moments": "shared"},
+    "all": {"sync_every": 4, "fragments": 2, "sync_delay": 1, "policy": "auto", "second_moments": "shared"},
+}
+
+
+@pytest.mark.parametrize("settings", UPDATES.values(), ids=UPDATES)
 def test_state_of_updates_resumes(settings):
-    assert_resumes(lambda: Updates(2, **settings), halfway=5, stop=9)
+    assert_resumes(lambda: Updates(2, make=lambda: wide(torch.float32), **settings), halfway=5, stop=16)
+
+
+def test_chosen_number_of_steps_is_resumed():
+    def make():
+        world = LocalWorld(2, True, 2, Link(50e-6, 2e6))
+        return Updates(2, world=world, warmup=None, sync_every="auto")
+
+    ranks, again = make(), make()
+    states = ranks.states()
+    for state in states:
+        state["optimizer"]["mpicomp"]["sync_every"] = 4
+    ranks.load(states)
+    ranks.run(range(2))
+    again.load(ranks.states())
+    assert [optimizer.sync_every for optimizer in again.optimizers] == [4, 4]
+    same = []
+    for step in range(2, 4):
+        again.step(step)
+        same.append(again.same())
+    assert same == [False, True]
+
+
+def test_state_of_updates_that_does_not_fit_is_refused():
+    ranks = Updates(1)
+    ranks.step(0)
+    state = ranks.optimizers[0].state_dict()
+    other = Updates(1, make=lambda: torch.nn.Linear(2, 2)).optimizers[0]
+    with pytest.raises(ConfigurationError, match="the state is of another model: parameter 'weight'"):
+        other.load_state_dict(state)
+    fragments = Updates(1, fragments=2, sync_every=2).optimizers[0]
+    with pytest.raises(ConfigurationError, match="the state has 1 fragments and the optimizer 2"):
+        fragments.load_state_dict(state)
+    ranks.optimizers[0].load_state_dict(adam(wide()).state_dict())  # a plain optimizer's
 
 
 def assert_resumes(make, halfway, stop):
@@ -161,17 +201,7 @@ def test_state_of_other_optimizers_resumes(kind, settings):
 
 def test_state_with_arrays_resumes():
     def with_arrays(state):
-        def arrays(value):
-            if isinstance(value, dict):
-                return {key: arrays(item) for key, item in value.items()}
-            if isinstance(value, list):
-                return [arrays(item) for item in value]
-            return value.numpy() if isinstance(value, torch.Tensor) else np.float64(value) if value == 0.5 else value
-
-        file = io.BytesIO()
-        torch.save(state | {"mpicomp": arrays(state["mpicomp"])}, file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
+        return state | {"mpicomp": to_arrays(state["mpicomp"])}
 
     whole, second = resumed(lambda: alone(compressor="powersgd", warmup=0), change=with_arrays)
     assert whole == second
@@ -217,24 +247,6 @@ def test_checkpoints_keep_and_divide_tensors(tmp_path):
     for name, residual in residuals_of(single).items():
         first, second = (residuals_of(state)[name] for state in states)
         assert torch.equal(residual, (first.double() / 2 + second.double() / 2).to(first.dtype))
-
-
-@pytest.mark.mpi
-def test_run_with_overlap_resumes_bit_for_bit(comm):
-    def make():
-        model = narrow()
-        return model, distribute(model, comm, adam(model), mpicomp.SIDCo(ratio=0.1), "allgather")
-
-    whole, optimizer = make()
-    train(whole, optimizer, range(8), comm.rank)
-    first, optimizer = make()
-    train(first, optimizer, range(4), comm.rank)
-    second, resumed = make()
-    second.load_state_dict(first.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
-    assert resumed.reducer.state_dict()["step"] == 4
-    train(second, resumed, range(4, 8), comm.rank)
-    assert_equal(whole, second)
 
 
 def test_state_of_another_model_is_refused():

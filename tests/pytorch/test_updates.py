@@ -1,19 +1,20 @@
 """UpdateOptimizer: local steps, whose changes are averaged, against the same made by hand."""
 
+import contextlib
 import copy
 
 import numpy as np
+import oracle
 import pytest
+import scipy.fft
+import torch
+from local_replicas import ByHand, Updates, adam, bits, loss_of, network, sgd
 from networks import Link
 
 import mpicomp
 from mpicomp.compressors import compressor_class
-from mpicomp.errors import ConfigurationError
+from mpicomp.errors import ConfigurationError, DisagreementError
 from mpicomp.transport import LocalWorld
-
-torch = pytest.importorskip("torch")
-
-from local_replicas import ByHand, Updates, adam, bits, loss_of, network, sgd, values  # noqa: E402
 
 
 @pytest.mark.parametrize("base", [adam, sgd])
@@ -35,24 +36,6 @@ def test_shared_parameters_move_by_the_mean_change(every):
             plain.move_by_mean()
         np.testing.assert_allclose(ranks.values(), plain.values(), rtol=1e-10, atol=1e-12)
     assert ranks.same()
-
-
-def test_plain_descent_equals_an_exchange_of_gradients():
-    ranks = Updates(2, sgd, compressor="dense")
-    world, models = LocalWorld(2), [network(), network()]
-    reducers = [mpicomp.Reducer("dense", comm=end) for end in world.transports]
-    for number in range(4):
-        ranks.step(number)
-        for rank, model in enumerate(models):
-            model.zero_grad()
-            loss_of(model, rank, number).backward()
-        gradients = [{name: p.grad for name, p in model.named_parameters()} for model in models]
-        means = world.run([reducer.rounds(arrays) for reducer, arrays in zip(reducers, gradients, strict=True)])
-        with torch.no_grad():
-            for model, mean in zip(models, means, strict=True):
-                for name, parameter in model.named_parameters():
-                    parameter.sub_(0.1 * mean[name])
-    np.testing.assert_allclose(ranks.values()[1], values(models[1]), rtol=1e-10)
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.9])
@@ -164,3 +147,226 @@ def test_fragments_are_exchanged_at_different_steps():
         same.append({name for name in left if torch.equal(left[name], right[name])})
     assert same == [set(), second, set(), first, set(), second, set(), first]
     assert len(ranks.optimizers[0].reducers) == 2
+
+
+@pytest.mark.parametrize(
+    "outer", [{"lr": 0.7, "momentum": 0.9, "nesterov": True}, {"lr": 0.5}, {"lr": 0.8, "momentum": 0.5}], ids=str
+)
+def test_outer_optimizer_is_diloco(outer):
+    """DiLoCo by hand: Nesterov's momentum as Sutskever's form has it in torch, of the mean change."""
+    ranks, plain = Updates(2, compressor="dense", sync_every=3, outer=outer), ByHand(2)
+    velocity = np.zeros(plain.shared.size)
+    momentum = outer.get("momentum", 0.0)
+    for number in range(12):
+        ranks.step(number)
+        plain.step(number)
+        if number % 3 == 2:
+            mean = np.mean(plain.changes(), axis=0)
+            velocity = momentum * velocity + mean
+            direction = mean + momentum * velocity if outer.get("nesterov") else velocity
+            plain.set_all(plain.shared + outer["lr"] * direction)
+    np.testing.assert_allclose(ranks.values()[0], plain.shared, rtol=1e-9, atol=1e-12)
+
+
+def matrix():
+    torch.manual_seed(5)
+    return torch.nn.Linear(9, 7, bias=False).double()  # 63 elements, which are a bucket
+
+
+def largest_of_chunks(array, chunk, ratio):
+    """The array with zeros where it is not among the largest of its chunk, by the definition."""
+    chosen = np.zeros(array.size)
+    for start in range(0, array.size, chunk):
+        part = array[start : start + chunk]
+        for place in oracle.largest(part, oracle.kept(ratio, part.size)):
+            chosen[start + place] = part[place]
+    return chosen
+
+
+def test_sparseloco_by_hand():
+    """Arxiv 2508.15706 by hand: residuals decay, chunks are selected from, and the mean is over ranks, not senders."""
+    settings = {"compressor": {"id": "chunktopk", "ratio": 0.1, "chunk": 16}, "feedback_decay": 0.95}
+    ranks = Updates(3, make=matrix, sync_every=4, outer={"lr": 0.8}, **settings)
+    plain, residuals = ByHand(3, make=matrix), np.zeros((3, 63))
+    for number in range(12):
+        ranks.step(number)
+        plain.step(number)
+        if number % 4 == 3:
+            residuals = 0.95 * residuals + plain.changes()
+            sent = np.array([largest_of_chunks(residual, 16, 0.1) for residual in residuals])
+            residuals -= sent
+            plain.set_all(plain.shared + 0.8 * sent.mean(axis=0))
+            np.testing.assert_allclose(ranks.values()[0], plain.shared, rtol=1e-9, atol=1e-12)
+    assert ranks.same()
+
+
+def test_sparseloco_learns_with_two_bits_an_element():
+    """Rounded values of a decaying residual: nothing grows, and the loss falls as it does with values as they are."""
+    losses = []
+    for wire in (None, "q2"):
+        compressor = {"id": "chunktopk", "ratio": 0.1, "chunk": 16, "wire": wire}
+        ranks = Updates(2, make=matrix, sync_every=4, outer={"lr": 0.8}, compressor=compressor, feedback_decay=0.95)
+        before = loss_of(ranks.models[0], 0, 10**6).item()
+        ranks.run(range(200))
+        losses.append(loss_of(ranks.models[0], 0, 10**6).item() / before)
+    assert max(losses) < 0.3
+    assert losses[1] < 2 * losses[0]
+
+
+def test_demo_by_hand():
+    """Arxiv 2411.19870 by hand: momentum that decays, coefficients of 2 x 2 elements, a step along their signs."""
+
+    def transformed(array, transform):
+        whole = transform(array[:60].reshape(15, 2, 2), axes=(1, 2), norm="ortho").reshape(-1)
+        return np.concatenate([whole, transform(array[60:62], norm="ortho"), array[62:]])
+
+    ranks = Updates(
+        3,
+        sgd,
+        make=matrix,
+        compressor={"id": "dcttopk", "ratio": 0.5, "side": 2},
+        feedback_decay=0.999,
+        outer={"sign": True, "lr": 0.5},
+    )
+    plain, memory = ByHand(3, sgd, make=matrix), np.zeros((3, 63))
+    for number in range(8):
+        ranks.step(number)
+        plain.step(number)
+        memory = 0.999 * memory + plain.changes()  # changes are -lr g
+        coefficients = [transformed(array, scipy.fft.dctn) for array in memory]
+        chosen = np.array([largest_of_chunks(array, 4, 0.5) for array in coefficients])
+        memory -= [transformed(array, scipy.fft.idctn) for array in chosen]
+        sign = np.sign(transformed(chosen.mean(axis=0), scipy.fft.idctn))
+        plain.set_all(plain.shared + 0.5 * 0.1 * sign)  # times the rate of the inner optimizer
+        np.testing.assert_allclose(ranks.values()[0], plain.shared, rtol=1e-9, atol=1e-12)
+
+
+def test_no_exchange_is_dense_where_signs_are_taken():
+    ranks = Updates(3, sgd, make=matrix, compressor="topk", warmup=None, outer={"sign": True, "lr": 0.5})
+    for number in range(3):
+        ranks.step(number)
+        [bucket] = ranks.optimizers[0].reducers[0].last_step.buckets
+        assert (bucket.compressor["id"], bucket.collective) == ("topk", "allgather")
+
+
+def wrap(model, comm, base=adam, **settings):
+    return mpicomp.torch.UpdateOptimizer(base(model), model, comm=comm, **({"warmup": 0} | settings))
+
+
+def backward(model, optimizer, rank, step):
+    optimizer.zero_grad()
+    loss_of(model, rank, step).backward()
+
+
+def step_all(model, optimizer, comm, step):
+    """Step on all ranks, after which they hold the same bits."""
+    backward(model, optimizer, comm.rank, step)
+    optimizer.step()
+    assert len(set(comm.allgather(bits(model)))) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compressor": "topk", "feedback_decay": 0.9},
+        {"compressor": "topk", "collective": "star-topk:ring", "sync_every": 3, "outer": {"lr": 0.7, "momentum": 0.9}},
+        {"compressor": "topk", "collective": "allgather", "sync_delay": 1},
+        {"compressor": "qsgd", "collective": "two-phase", "sync_every": 4, "sync_delay": 2, "fragments": 2},
+        {"compressor": "topk", "collective": "allgather", "sync_every": 2, "sync_delay": 1, "second_moments": "shared"},
+    ],
+    ids=str,
+)
+def test_bits_equal_those_of_ranks_in_one_process(comm, settings):
+    if "collective" not in settings:
+        settings = settings | {"collective": "allgather"}
+    model = network()
+    optimizer = wrap(model, comm, **settings)
+    for step in range(9):
+        backward(model, optimizer, comm.rank, step)
+        optimizer.step()
+    optimizer.synchronize()
+    ranks = Updates(comm.size, **settings)
+    ranks.run(range(9))
+    ranks.world.run([optimizer.synchronizing() for optimizer in ranks.optimizers])
+    assert set(comm.allgather(bits(model))) == {bits(ranks.models[0])}
+    if settings.get("sync_delay") and comm.size > 1:
+        assert optimizer.overlaps
+    optimizer.close()
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize("every", [1, 3])
+def test_means_are_of_ranks_with_batches(comm, every):
+    """Means are those of the ranks that had batches since the exchange before."""
+    batches = [5, 2, 0][: comm.size]
+    model, other = network(), [network() for _ in batches]
+    optimizer = wrap(model, comm, sync_every=every, compressor="dense")
+    with optimizer.join():
+        for step in range(batches[comm.rank]):
+            backward(model, optimizer, comm.rank, step)
+            optimizer.step()
+    bases = [adam(member) for member in other]
+    shared = [parameter.detach().clone() for parameter in other[0].parameters()]
+    for first in range(0, max(batches), every):
+        changes = []
+        for rank, (member, base) in enumerate(zip(other, bases, strict=True)):
+            for step in range(first, min(first + every, batches[rank])):
+                backward(member, base, rank, step)
+                base.step()
+            if first < batches[rank]:
+                changes.append([p.detach() - at for p, at in zip(member.parameters(), shared, strict=True)])
+        shared = [at + torch.stack(parts).mean(0) for at, parts in zip(shared, zip(*changes), strict=True)]  # noqa: B905
+        with torch.no_grad():
+            for member in other:
+                for parameter, at in zip(member.parameters(), shared, strict=True):
+                    parameter.copy_(at)
+    for parameter, at in zip(model.parameters(), shared, strict=True):
+        torch.testing.assert_close(parameter.detach(), at, rtol=1e-4, atol=1e-5)
+    backward(model, optimizer, comm.rank, 20)  # all have batches again
+    for _ in range(every):
+        optimizer.step()
+    assert len(set(comm.allgather(bits(model)))) == 1
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_averaged_moments_are_of_ranks_with_batches(comm):
+    """An average is that of the ranks which have had batches since the exchange before."""
+    batches = [3, 2, 0][: comm.size]
+    model = network()
+    moments = {"sync_every": 1, "compressor": "dense"}
+    base = lambda model: torch.optim.Adam(model.parameters(), lr=0.01)  # noqa: E731
+    optimizer = wrap(model, comm, base, warmup=None, compressor="dense", second_moments=moments)
+    squares = []
+    with optimizer.join():
+        for step in range(batches[comm.rank]):
+            backward(model, optimizer, comm.rank, step)
+            squares.append(model[0].weight.grad.square().numpy())
+            optimizer.step()
+    held = optimizer.state_dict()["mpicomp"]["fragments"][0]["second_moments"]["averages"]["0.weight"]
+    rows = comm.allgather(squares)
+    expected = np.zeros((12, 9))
+    for square in rows[0]:  # of the last exchange only rank 0 has had batches
+        expected = 0.999 * expected + 0.001 * square
+    np.testing.assert_allclose(held.numpy(), expected / (1 - 0.999**3), rtol=1e-3)
+    assert len(set(comm.allgather(bits(model)))) == 1
+    step_all(model, optimizer, comm, 20)  # all have batches again
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_without_join_is_refused(comm):
+    model = network()
+    optimizer = wrap(model, comm, compressor="dense")
+    backward(model, optimizer, comm.rank, 0)
+    optimizer.step()
+
+    def step():
+        with optimizer.join() if comm.rank else contextlib.nullcontext():
+            backward(model, optimizer, comm.rank, 1)
+            optimizer.step()
+
+    with pytest.raises(DisagreementError, match=r"join\(\) must be the same on all ranks"):
+        step()
+    optimizer.close()

@@ -11,18 +11,15 @@ import warnings
 import weakref
 
 import pytest
+import torch
+from replicas import assert_equal, close_at_end, distribute, network, sgd, square, train
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpicomp
 from mpicomp.errors import ClosedError, ConfigurationError
+from mpicomp.systems.optimizers.power_gossip import PowerGossip
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
 from mpicomp.transport import LocalWorld
-
-torch = pytest.importorskip("torch")
-
-from replicas import Pair, assert_equal, close_at_end, distribute, network, sgd, square, train  # noqa: E402
-from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
-
-from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
-from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
 
 # What torch.compile does within.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:The .grad attribute of a T")
@@ -120,21 +117,6 @@ def test_step_with_something_around_it_exchanges_once(way, when, closure):
     assert_equal(plain, model)
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_ranks_stay_equal_whatever_is_around_the_step(comm, way, overlap):
-    def make(model):
-        optimizer = sgd(model)
-        way(optimizer, [])
-        return optimizer
-
-    pair = Pair(comm, None, make, overlap=overlap)
-    pair.run(range(3))
-    assert pair.optimizer.reducer.last_step.step == 2
-    pair.check()
-
-
 @pytest.mark.parametrize("when", ["before", "after", "both"])
 @pytest.mark.parametrize(
     "make",
@@ -179,19 +161,6 @@ def test_schedulers_work_as_on_a_plain_optimizer(make, when):
     assert_equal(plain, model)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_scheduler_that_steps_first_is_warned_of(when):
-    model = network()
-    base = sgd(model)
-    if when == "before":
-        scheduler = torch.optim.lr_scheduler.StepLR(base, 1)
-    optimizer = alone(model, base, "dense")
-    if when == "after":
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
-        scheduler.step()
-
-
 def test_steps_that_were_looked_up_before_exchange():
     """A profiler that puts back what it has found, a bound method, the step of the class."""
     model = network()
@@ -209,15 +178,6 @@ def test_steps_that_were_looked_up_before_exchange():
     loss = bound(lambda: square(model, 0, 0))
     assert loss.item() == square(model, 0, 0).item()
     assert optimizer.reducer.last_step.step == count
-
-
-def test_optimizer_that_was_passed_exchanges():
-    model = network()
-    inner = sgd(model)
-    optimizer = alone(model, inner, "dense")
-    square(model, 0, 0).backward()
-    inner.step()
-    assert optimizer.reducer.last_step.step == 0
 
 
 @pytest.mark.mpi(max_size=3)
@@ -251,19 +211,6 @@ def test_hooks_run_once_and_see_means(comm, patched, loaded):
             seen.clear()
     finally:
         everywhere.remove()
-
-
-def test_wrapper_that_clips_clips_the_mean():
-    model = network()
-    base = torch.optim.SGD(model.parameters(), lr=1.0)
-    inner = base.step
-    base.step = lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3), inner())
-    optimizer = alone(model, base, "dense")
-    before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    square(model, 0, 0).backward()
-    optimizer.step()
-    after = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    assert (after - before).norm().item() == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_step_after_one_that_failed_exchanges():
