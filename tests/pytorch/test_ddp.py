@@ -85,8 +85,9 @@ def test_unserved_models_and_groups_are_refused(comm, monkeypatch):
         mpicomp.torch.DDPState(model, comm=comm, allow_nccl=True).close()
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("device", ["cuda:1", "cpu"])
-def test_future_has_the_device_of_its_value(device, monkeypatch):
+def test_future_has_the_device_of_its_value(comm, device, monkeypatch):
     """Without it torch's streams would not wait for the mean; there is no such device here."""
     devices_seen = []
 
@@ -97,9 +98,6 @@ def test_future_has_the_device_of_its_value(device, monkeypatch):
         def __init__(self, devices=None):
             devices_seen.append(devices)
 
-    monkeypatch.setattr(torch.futures, "Future", Recorded)
-    state = object.__new__(mpicomp.torch.DDPState)
-    state._gradients, state._thread, state._stream, state._waiting = {}, None, None, []
     values = torch.empty(0)
     buffer = SimpleNamespace(
         is_cuda=device != "cpu",
@@ -109,7 +107,11 @@ def test_future_has_the_device_of_its_value(device, monkeypatch):
         reshape=values.reshape,
     )
     empty = SimpleNamespace(buffer=lambda: buffer, parameters=list, gradients=list, is_last=lambda: False)
-    state.put(empty)
+    with gloo(comm):
+        _, _, state = hooked(comm, "dense", "allreduce", overlap=False)
+        monkeypatch.setattr(torch.futures, "Future", Recorded)
+        mpicomp.torch.ddp_comm_hook(state, empty)
+        state.close()
     assert devices_seen == [[torch.device(device)] if device != "cpu" else None]
 
 

@@ -1,4 +1,4 @@
-"""Replicas that drift apart are found, and the parameter and the ranks are named."""
+"""Replicas that drift are found, and the parameter and the ranks are named."""
 
 from functools import partial
 

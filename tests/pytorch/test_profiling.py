@@ -54,37 +54,39 @@ def test_no_range_is_begun_while_no_profiler_runs(monkeypatch):
 
 
 def test_what_has_begun_is_ended_where_an_exchange_fails(monkeypatch):
-    said = []
+    calls = []
 
     def mark(name):
-        said.append(name)
-        return lambda: said.append(f"end of {name}")
+        calls.append(name)
+        return lambda: calls.append(f"end of {name}")
 
     monkeypatch.setattr(trace, "markers", [mark])
     reducer = mpicomp.Reducer("topk", "allgather", comm=LocalWorld(1).transports[0])
     rounds = reducer.rounds({"w": torch.ones(10)})
     reply = None
-    while "mpicomp::exchange" not in said:  # in the agreement before it there is no range
+    while "mpicomp::exchange" not in calls:  # in the agreement before it there is no range
         asked = rounds.send(reply)
-        if "mpicomp::exchange" not in said:
+        if "mpicomp::exchange" not in calls:
             asked.recv[:] = asked.send
             reply = asked.recv
     with pytest.raises(RuntimeError, match="the network"):
         rounds.throw(RuntimeError("the network"))
-    assert said == [word for phase in PHASES[:2] for word in (f"mpicomp::{phase}", f"end of mpicomp::{phase}")]
+    assert calls == [word for phase in PHASES[:2] for word in (f"mpicomp::{phase}", f"end of mpicomp::{phase}")]
 
 
 @pytest.mark.slow
 def test_nvtx_where_a_tool_collects_it(tmp_path, clean_environ):
-    """The package nvtx is given what it would pass on to Nsight; a stand-in where it is not installed."""
-    (tmp_path / "nvtx.py").write_text("said = []\npush_range = said.append\npop_range = lambda: said.append('end')\n")
+    """The package nvtx, here a stand-in, receives the ranges for Nsight."""
+    (tmp_path / "nvtx.py").write_text(
+        "calls = []\npush_range = calls.append\npop_range = lambda: calls.append('end')\n"
+    )
     code = f"""if True:
         import sys; sys.path.insert(0, {str(tmp_path)!r})
         import nvtx, numpy as np, mpicomp
         from mpicomp.transport import LocalWorld
         reducer = mpicomp.Reducer("topk", "allgather", comm=LocalWorld(1).transports[0])
         reducer.reduce({{"w": np.ones(10, np.float32)}})
-        print(*nvtx.said)"""
+        print(*nvtx.calls)"""
     out = []
     for env in ({"NVTX_INJECTION64_PATH": "/nowhere"}, {}):
         command = [sys.executable, "-c", code]

@@ -78,7 +78,7 @@ def hooks(optimizer, seen):
 
 
 WAYS = [step_lr, wrapper, method, partial, compiled, several, hooks]
-SAYS = {wrapper: ["wrapper"], method: ["method"], several: ["wrapper"], hooks: ["pre", "post"]}
+CALLS = {wrapper: ["wrapper"], method: ["method"], several: ["wrapper"], hooks: ["pre", "post"]}
 
 
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
@@ -113,7 +113,7 @@ def test_step_with_something_around_it_exchanges_once(way, when, closure):
             optimizer.step()
         assert optimizer.reducer.last_step.step == step
         assert optimizer.reducer.state_dict()["step"] == step + 1
-    assert seen == SAYS.get(way, []) * 3
+    assert seen == CALLS.get(way, []) * 3
     assert_equal(plain, model)
 
 
@@ -320,7 +320,7 @@ def test_power_gossip_exchanges_once_a_step():
             step()
             assert len(averaged) == count
         del optimizer.transport.run
-        assert seen[:1] == SAYS.get(way, [])[:1]
+        assert seen[:1] == CALLS.get(way, [])[:1]
         optimizer.close()
 
 
