@@ -77,9 +77,8 @@ def test_what_has_begun_is_ended_where_an_exchange_fails(monkeypatch):
 @pytest.mark.slow
 def test_nvtx_where_a_tool_collects_it(tmp_path, clean_environ):
     """The package nvtx, here a stand-in, receives the ranges for Nsight."""
-    (tmp_path / "nvtx.py").write_text(
-        "calls = []\npush_range = calls.append\npop_range = lambda: calls.append('end')\n"
-    )
+    stand_in = "calls = []\npush_range = calls.append\npop_range = lambda: calls.append('end')\n"
+    (tmp_path / "nvtx.py").write_text(stand_in)
     code = f"""if True:
         import sys; sys.path.insert(0, {str(tmp_path)!r})
         import nvtx, numpy as np, mpicomp
