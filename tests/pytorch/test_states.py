@@ -145,7 +145,7 @@ UPDATES = {
 
 @pytest.mark.parametrize("settings", UPDATES.values(), ids=UPDATES)
 def test_state_of_updates_resumes(settings):
-    assert_resumes(lambda: Updates(2, make=lambda: wide(torch.float32), **settings), halfway=5, stop=16)
+    assert_resumes(lambda: Updates(2, make=lambda: wide(torch.float32), **settings), halfway=7, stop=13)
 
 
 def test_chosen_number_of_steps_is_resumed():
