@@ -34,11 +34,6 @@ def to_arrays(state: Any) -> Any:
     return _converted(state, _to_numpy)
 
 
-def with_names(state: Any) -> Any:
-    """Return a state with the names of `name_of`."""
-    return _converted(state, lambda leaf: leaf)
-
-
 def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         return {

@@ -14,7 +14,7 @@ from mpicomp.rounds import Rounds, gather_rows
 from mpicomp.torch.arguments import learning_rate, members_of
 from mpicomp.torch.optimizer_proxy import Arguments, UpdatingProxy, closure_of, with_closure
 from mpicomp.torch.shared_parameters import SharedParameters
-from mpicomp.torch.states import to_tensors, with_names
+from mpicomp.torch.states import to_tensors
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
 from mpicomp.transport import Transport
 from mpicomp.transport.scheduler import ProgressThread
@@ -191,7 +191,7 @@ class UpdateProxy(UpdatingProxy):
         return state | {"mpicomp": to_tensors(self._mpicomp_counters() | {"fragments": fragments})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        state = with_names(state_dict.get("mpicomp"))
+        state = to_tensors(state_dict.get("mpicomp"))
         if state is not None:
             found = len(state.get("fragments", ()))
             if found != len(self._mpicomp_fragments):

@@ -102,28 +102,48 @@ def test_nothing_is_lost_with_uneven_batches(comm, batches, overlap):
     assert_replicas(model, comm)
 
 
+def replace(model):
+    """Drop a gradient, whose parameter has to stay as it is in spite of decay, and write another one."""
+    model[0].bias.grad = None
+    model[2].bias.grad = torch.ones(8) - model[2].bias.grad
+
+
+def check_layout(model):
+    assert model.words.weight.grad.is_sparse == model.words.sparse
+
+
+def halve(model):
+    check_layout(model)
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def words_pair(comm, **settings):
+    return UnevenPair(comm, Words(words=30), descent, words_loss, Words(sparse=False, words=30), **settings)
+
+
+CHANGES = {
+    "clipped": (UnevenPair, clip),
+    "replaced": (lambda comm, **settings: UnevenPair(comm, None, decaying, **settings), replace),
+    "sparse": (words_pair, check_layout),
+    "sparse halved": (words_pair, halve),
+    # With momentum and decay a parameter that no rank with batches used has to stay as it is.
+    "unused": (
+        lambda comm, **s: UnevenPair(comm, Branches(), decaying, branches_loss, batches=[9, 5, 2, 7], **s),
+        None,
+    ),
+}
+
+
 @pytest.mark.mpi(max_size=3)
 @each_overlap
-def test_clipped_means_reach_idle_ranks(comm, overlap):
-    pair = UnevenPair(comm, overlap=overlap)
-    pair.join(clip)
-    pair.follow(clip)
-    pair.check()
-    assert_same_state(pair.optimizer, comm)
-
-
-@pytest.mark.mpi(max_size=3)
-def test_replaced_and_dropped_means_reach_idle_ranks(comm):
-    """With decay a parameter whose gradient was dropped has to stay as it is, also on ranks that are done."""
-
-    def change(model):
-        model[0].bias.grad = None
-        model[2].bias.grad = torch.ones(8) - model[2].bias.grad
-
-    pair = UnevenPair(comm, None, decaying)
+@pytest.mark.parametrize(("make", "change"), CHANGES.values(), ids=CHANGES)
+def test_changed_means_reach_idle_ranks(comm, make, change, overlap):
+    pair = make(comm, overlap=overlap)
     pair.join(change)
     pair.follow(change)
     pair.check()
+    assert_same_state(pair.optimizer, comm)
 
 
 @pytest.mark.mpi(max_size=3)
@@ -237,32 +257,6 @@ def test_gradient_scaler_with_uneven_batches(comm, clips, overlap):
     pair.follow(change)
     pair.check()
     assert comm.allgather(scaler.get_scale()) == [1024.0 * 2 ** (last // 2) / 2] * comm.size
-
-
-@pytest.mark.mpi(max_size=3)
-@each_overlap
-@pytest.mark.parametrize("changes", [False, True], ids=["plain", "changes"])
-def test_sparse_gradients_with_uneven_batches(comm, changes, overlap):
-    def halve(model):
-        assert model.words.weight.grad.is_sparse == model.words.sparse
-        if changes:
-            for parameter in model.parameters():
-                parameter.grad.mul_(0.5)
-
-    pair = UnevenPair(comm, Words(words=30), descent, words_loss, Words(sparse=False, words=30), overlap=overlap)
-    pair.join(halve)
-    pair.follow(halve)
-    pair.check()
-
-
-@pytest.mark.mpi(max_size=3)
-@each_overlap
-def test_unused_parameters_stay_with_uneven_batches(comm, overlap):
-    """With momentum and decay a parameter that no rank with batches used has to stay as it is."""
-    pair = UnevenPair(comm, Branches(), decaying, branches_loss, batches=[9, 5, 2, 7], overlap=overlap)
-    pair.join()
-    pair.follow()
-    pair.check()
 
 
 @pytest.mark.mpi(max_size=3)
