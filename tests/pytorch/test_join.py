@@ -122,16 +122,17 @@ def words_pair(comm, **settings):
     return UnevenPair(comm, Words(words=30), descent, words_loss, Words(sparse=False, words=30), **settings)
 
 
+def branches_pair(comm, **settings):
+    """With momentum and decay a parameter that no rank with batches used has to stay as it is."""
+    return UnevenPair(comm, Branches(), decaying, branches_loss, batches=[9, 5, 2, 7], **settings)
+
+
 CHANGES = {
     "clipped": (UnevenPair, clip),
     "replaced": (lambda comm, **settings: UnevenPair(comm, None, decaying, **settings), replace),
     "sparse": (words_pair, check_layout),
     "sparse halved": (words_pair, halve),
-    # With momentum and decay a parameter that no rank with batches used has to stay as it is.
-    "unused": (
-        lambda comm, **s: UnevenPair(comm, Branches(), decaying, branches_loss, batches=[9, 5, 2, 7], **s),
-        None,
-    ),
+    "unused": (branches_pair, None),
 }
 
 
