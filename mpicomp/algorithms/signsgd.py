@@ -45,11 +45,6 @@ class SignSGD(Compressor):
 
     There is no error feedback: magnitudes do not travel, so the lost part of an element is unknown. `EFSign` and
     `OneBit` send a magnitude with the signs, and have it.
-
-    Examples
-    --------
-    >>> SignSGD().feedback, SignSGD().wire_bytes_per_element(4)
-    (False, 0.125)
     """
 
     id: ClassVar[str] = "signsgd"

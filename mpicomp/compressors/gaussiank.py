@@ -28,21 +28,14 @@ class GaussianK(Estimator):
 
     Parameters
     ----------
-    ratio : float
-        Intended kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
-    wire, indices
-        See `Sparsifier`.
+    ratio, wire, indices
+        See `Estimator` and `Sparsifier`.
 
     Notes
     -----
     Different from published code: the mean of the elements is taken to be 0, so their root mean square stands for the
     standard deviation; the selection follows the last correction, and is not cut to its first k elements in the order
     of indices; `Estimator` bounds the number of sent elements.
-
-    Examples
-    --------
-    >>> GaussianK(ratio=0.001).expected(1_000_000)
-    1000
     """
 
     id: ClassVar[str] = "gaussiank"

@@ -46,11 +46,6 @@ class MSTopK(Sparsifier):
     Different from published code: exactly the k largest are sent if no threshold tried has more than k elements above
     it (fewer exceed the mean, or all magnitudes are equal), if more than 8 k are above the lower one, and if there are
     infinities or NaN.
-
-    Examples
-    --------
-    >>> MSTopK(ratio=0.01).count(1000)
-    10
     """
 
     id: ClassVar[str] = "mstopk"

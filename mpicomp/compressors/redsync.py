@@ -28,25 +28,18 @@ class RedSync(Estimator):
 
     Parameters
     ----------
-    ratio : float
-        Intended kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     search : {"binary", "trimmed"}
         ``"binary"`` halves the interval of t, first [0, 1], until it is shorter than 0.2, and takes the last t. It ends
         sooner if more than k and fewer than 2 k elements exceed the threshold; with fewer than k / 2 it goes on below,
         otherwise above. ``"trimmed"`` takes the first t of 0.8, 0.6 ... 0 above which there are k elements.
-    wire, indices
-        See `Sparsifier`.
+    ratio, wire, indices
+        See `Estimator` and `Sparsifier`.
 
     Notes
     -----
     Different from the paper's system: the threshold is found at every step, the search does not depend on a layer's
     size, and values travel as they are, not as one mean. Different from published code: `Estimator` bounds the number
     of sent elements.
-
-    Examples
-    --------
-    >>> RedSync(ratio=0.001, search="trimmed")
-    RedSync(ratio=0.001, search='trimmed')
     """
 
     id: ClassVar[str] = "redsync"

@@ -134,35 +134,33 @@ class SIDCo(Estimator):
             return math.nan
         if self.bounded and (search.numel < _SMALL or search.k >= moments.nonzero):
             return math.nan
-        if self.corrections:
-            stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
-            threshold, reached = self._estimate(search, stages)
-        else:
-            stages = self.stages or memory.setdefault("sidco.stages", 1)
-            threshold, reached = self._published(search, stages)
+        first = _start(self.ratio) if self.corrections else 1
+        threshold, reached = self._estimate(search, self.stages or memory.setdefault("sidco.stages", first))
         if self.stages is None:
             _adapt(memory, reached, self.ratio, climbs=self.corrections)
         return threshold
 
     def _estimate(self, search: Search, stages: int) -> tuple[float, float]:
         """Return the threshold, and the number of elements that the stages select without corrections, over k."""
-        moments, candidates = search.accumulated.moments, search.candidates
-        stride = max(1, search.numel // _SAMPLE)
-        logarithms = candidates.logarithms(stride) if self.distribution == "gamma" else None
+        moments, candidates, corrects = search.accumulated.moments, search.candidates, self.corrections
+        stride = max(1, search.numel // _SAMPLE) if corrects else 1
         wanted = search.k * _seen(search.numel, stride) / search.numel
-        share = search.k / moments.nonzero
-        several = stages > 1 and share < _FIRST
-        threshold = whole_threshold(self.distribution, moments, logarithms, _FIRST if several else share)
+        fitted = moments if corrects else moments._replace(nonzero=search.numel)  # the paper fits zeros too
+        logarithms = candidates.logarithms(stride) if self.distribution == "gamma" else None
+        share = search.k / fitted.nonzero
+        later = stages - 1 if share < _FIRST else 0
+        threshold = whole_threshold(self.distribution, fitted, logarithms, _FIRST if later else share)
         tail = candidates.tail(threshold, stride)
         points = [(threshold, tail.count)]
-        for left in range(stages - 1 if several else 0, 0, -1):
-            if tail.count < _FEW:
+        for left in range(later, 0, -1):
+            if tail.count < (_FEW if self.bounded else 1):
                 break
-            threshold = excess_threshold(self.distribution, tail, threshold, (wanted / tail.count) ** (1 / left))
+            part = (wanted / tail.count) ** (1 / left) if corrects else (share / _FIRST) ** (1 / later)
+            threshold = excess_threshold(self.distribution, tail, threshold, part)
             tail = candidates.tail(threshold, stride)
             points.append((threshold, tail.count))
         reached = tail.count / wanted
-        for _ in range(_CORRECTIONS):
+        for _ in range(_CORRECTIONS if corrects else 0):
             if abs(tail.count / wanted - 1) <= _BAND / 2:
                 break
             between = interpolated(points, wanted)
@@ -175,23 +173,6 @@ class SIDCo(Estimator):
             tail = candidates.tail(threshold, stride)
             points.append((threshold, tail.count))
         return threshold, reached
-
-    def _published(self, search: Search, stages: int) -> tuple[float, float]:
-        """Return what `_estimate` does, with the paper's fixed shares."""
-        moments, candidates = search.accumulated.moments, search.candidates
-        logarithms = candidates.logarithms(1) if self.distribution == "gamma" else None
-        share = search.k / search.numel
-        several = stages > 1 and share < _FIRST
-        of_all = moments._replace(nonzero=search.numel)
-        threshold = whole_threshold(self.distribution, of_all, logarithms, _FIRST if several else share)
-        tail = candidates.tail(threshold, 1)
-        later = stages - 1 if several else 0
-        for _ in range(later):
-            if tail.count < (_FEW if self.bounded else 1):
-                break
-            threshold = excess_threshold(self.distribution, tail, threshold, (share / _FIRST) ** (1 / later))
-            tail = candidates.tail(threshold, 1)
-        return threshold, tail.count / search.k
 
 
 def _start(ratio: float) -> int:
@@ -223,7 +204,7 @@ def _adapt(memory: dict[str, Any], reached: float, ratio: float, climbs: bool = 
     direction = memory.get("sidco.direction", 1)
     if miss > before:
         direction = -direction
-    if not 1 <= memory["sidco.stages"] + direction <= most:  # at an end: turn round
+    if not 1 <= memory["sidco.stages"] + direction <= most:  # at an end
         direction = -direction
     memory["sidco.stages"] = min(max(memory["sidco.stages"] + direction, 1), most)
     memory["sidco.direction"], memory["sidco.miss"] = direction, miss

@@ -42,11 +42,6 @@ class Threshold(Sparsifier):
     Notes
     -----
     The published reducer has 0.5 as its default, and compares gradients that are multiplied by the learning rate.
-
-    Examples
-    --------
-    >>> Threshold(limit=0.5).count(1000) is None
-    True
     """
 
     id: ClassVar[str] = "threshold"
