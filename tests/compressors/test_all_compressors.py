@@ -221,6 +221,7 @@ def test_quantiser_takes_the_promised_bits_an_element(compressor, bits):
         (mpicomp.OneBit(), 4, 1 / 8 + 4 / 1024),
         (mpicomp.OneBit(block=4096), 8, 1 / 8 + 4 / 4096),
         *((mpicomp.QSGD(bits=b, bucket=n), 8, b / 8 + 4 / n) for b in range(2, 9) for n in (64, 128, 1024)),
+        (mpicomp.SignSGD(), 4, 1 / 8),
         (mpicomp.TernGrad(), 4, 8 / 16),  # four ranks sum to at most 8 above the lowest, in 4 bits: 16 in a word
         (mpicomp.Threshold(wire="fp16", indices="plain"), 4, 0.06),
         *((mpicomp.Uniform(bits=b, bucket=n), 8, b / 8 + 8 / n) for b in range(1, 9) for n in (64, 256, 1024)),
