@@ -108,7 +108,7 @@ def test_what_waits_is_a_share_of_the_steps_so_far():
         assert now == pytest.approx(min(1, 4 * (1 - arrived)), rel=1e-3)
 
 
-def test_without_an_optimizer_that_normalises_only_what_waits_is_lost():
+def test_penalty_of_a_plain_optimizer_is_what_waits():
     """What is drawn is counted element by element; the progress of a plain step is what has arrived."""
     random, steps, age, ratio = np.random.default_rng(0), 4000, 400, 0.1
     waiting, missing = np.zeros(ELEMENTS), 0.0

@@ -38,7 +38,7 @@ def registry(monkeypatch):
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_compressor_with_ratios_of_layers_is_for_lgreco_and_accordion():
+def test_compressor_with_layer_ratios_fits_lgreco_and_accordion():
     @mpicomp.register
     @dataclass(frozen=True, repr=False)
     class Layered(mpicomp.Sparsifier):

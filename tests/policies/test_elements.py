@@ -153,7 +153,7 @@ def test_gradients_that_become_smaller():
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1.0, 1e16])
-def test_any_scale(scale):
+def test_elements_of_any_scale_have_the_same_penalty(scale):
     one = learned(0.1, np.full(NUMEL, scale), 20)
     unit = learned(0.1, np.ones(NUMEL), 20)
     ratio = np.array([0.1])

@@ -60,7 +60,7 @@ def test_what_is_known_of_elements_survives_a_restart():
 
 
 @pytest.mark.slow
-def test_it_is_careful_at_first_and_loosens():
+def test_auto_sends_less_as_signal_falls():
     training = Training(4, SLOW, signal=0.4)
     before = ratios(training.run(100))
     assert (before[:3] == 1).all()
@@ -132,7 +132,7 @@ def test_a_change_of_the_network_is_followed_within_ten_steps():
     assert sent_bytes(training.run(15))[10:].mean() < 0.5 * before
 
 
-def test_gradients_are_looked_at_less_and_less_until_the_learning_rate_jumps():
+def test_surveys_become_rare_until_the_learning_rate_jumps():
     """Where exchanges take next to no time dense is best, and no look changes that."""
     training = Training(2, NO_TIME)
     training.run(30)
@@ -197,7 +197,7 @@ def test_a_named_compressor_gives_all_but_the_ratio(compressor):
         assert {config["wire"] for config in ran if config["id"] == name} == {"fp16"}
 
 
-def test_it_goes_on_where_it_was():
+def test_policy_resumes_from_its_state():
     training = Training(4, SLOW)
     reached = ratios(training.run(150))[-5:].mean()
     states = [reducer.state_dict() for reducer in training.ranks.reducers]

@@ -64,7 +64,7 @@ def test_matrices_near_overflow_are_surveyed(dtype, share):
     assert not (measured[1:] < 0).any()
 
 
-def test_a_gradient_near_overflow_on_one_rank_leaves_the_others_alone():
+def test_gradient_near_overflow_on_one_rank_harms_no_other():
     policy = {"id": "lgreco", "first": 3, "every": 3}
     ranks = Ranks(2, mpicomp.PowerSGD(rank=2), "low-rank", policy, nonfinite="skip", network=Link(1e-5, 1e9))
     random = np.random.default_rng(0)

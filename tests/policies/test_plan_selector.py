@@ -72,7 +72,7 @@ def test_it_runs_the_fastest_plan(size, link):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compressor", [mpicomp.TopK(ratio=0.01), mpicomp.SIDCo(ratio=0.01)])
-def test_a_named_compressor_is_not_carried_by_what_leaves_out_a_part_of_its_selection(compressor):
+def test_named_compressor_is_not_carried_in_part(compressor):
     link = Link(1e-4, 50e6)
     seconds = fixed(8, link, numel=100_000, compressor=compressor, whole=False)
     partial = [seconds.pop(name) for name in list(seconds) if name.startswith(PARTIAL)]
@@ -104,7 +104,7 @@ def test_every_compressor_has_something_that_carries_it(compressor, hosts):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_over_mpi_a_named_compressor_is_carried_whole_whatever_is_predicted(comm):
+def test_named_compressor_over_mpi_is_carried_whole(comm):
     """The cost model that is given knows a network on which everything else is far faster."""
     from mpicomp.transport.mpi import MPITransport
 
@@ -207,7 +207,7 @@ def test_no_blocking_round_is_added_in_the_steady_state():
         assert len(ranks.world.transports[0].log) == len(rounds)
 
 
-def test_a_pinned_plan_stays_and_says_what_it_is_predicted_to_take():
+def test_pinned_plan_stays_and_has_a_prediction():
     model = CostModel(Network(4))
     ranks = Ranks(4, LINKS["slow"], mpicomp.TopK(ratio=0.01), "star-topk:ring", cost=model)
     for _ in range(10):

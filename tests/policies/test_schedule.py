@@ -96,7 +96,7 @@ def test_layers_with_a_ratio_of_their_own_keep_it():
         assert bucket.layers.ratios.tolist() == pytest.approx([ratio, 1.0])
 
 
-def test_it_goes_on_where_it_was():
+def test_policy_resumes_from_its_state():
     settings = {"begin": 0.5, "end": 0.01, "steps": 10}
     whole, _ = run(settings, 8)
     policy = {"id": "schedule"} | settings

@@ -171,7 +171,7 @@ def test_a_ramp_never_rises():
 
 
 @pytest.mark.parametrize("collective", ["allgather", "star-topk", "ring", "hierarchical"])
-def test_a_collective_that_was_named_carries_dense_steps_where_it_can(collective):
+def test_named_collective_carries_dense_steps_if_it_can(collective):
     compressor = "randomk" if collective == "ring" else "topk"
     ranks = Ranks(4, compressor, collective, warmup=1, hosts=2)
     plans = []

@@ -29,7 +29,7 @@ def test_few_of_much_signal(caplog, collective):
 
 
 @pytest.mark.parametrize("normalises", [True, False])
-def test_bursts_are_those_of_optimizers_that_divide_by_a_mean_square(caplog, normalises):
+def test_warning_names_bursts_if_the_optimizer_normalises(caplog, normalises):
     [words] = said(caplog, mpicomp.TopK(ratio=0.002), normalises=normalises)
     assert ("in bursts" in words) == normalises
 
@@ -53,7 +53,7 @@ def test_other_kinds(caplog, compressor):
     assert compressor if isinstance(compressor, str) else compressor["id"] in words.lower()
 
 
-def test_nothing_is_said_without_feedback_or_by_policies_that_choose(caplog):
+def test_warning_without_feedback_or_with_a_choice_is_silent(caplog):
     static = get_policy("static")
     static.configure(UserSettings(mpicomp.RandomK(ratio=0.01), feedback=False))
     assert static.survey(0) is None

@@ -139,7 +139,7 @@ def test_a_drop_of_the_learning_rate():
     assert steady == [MOST] * 11 + [LEAST] * 11 + [MOST] * 4 + [LEAST] * 14
 
 
-def test_it_goes_on_where_it_was():
+def test_policy_resumes_from_its_state():
     settings = policy(every=4)
     gradients = recorded(2, 60)
     first = Ranks(2, mpicomp.TopK(), policy=settings)

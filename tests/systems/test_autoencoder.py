@@ -84,7 +84,7 @@ def decoded(code, numbers, count, worker=0):
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 2e-5), (np.float64, 1e-12)])
 @pytest.mark.parametrize("count", COUNTS)
-def test_it_is_the_network_of_torch(dtype, rtol, count):
+def test_autoencoder_equals_the_network_of_torch(dtype, rtol, count):
     code = make(ranks=3)
     network = Network(code, ranks=3)
     values = np.random.default_rng(count).normal(size=count).astype(dtype)
@@ -154,7 +154,7 @@ def common(rng, ranks, count, noise):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leader", [False, True])
-def test_it_learns_what_there_is(leader):
+def test_autoencoder_learns_values_of_few_dimensions(leader):
     """Two of sixteen numbers say it all, and the code has four: much less is lost than by zeros."""
     code = Autoencoder(Workspace(), seed=1, learning_rate=0.01, passes=4)
     rng = np.random.default_rng(0)
@@ -175,7 +175,7 @@ def test_it_learns_what_there_is(leader):
 
 
 @pytest.mark.parametrize("leader", [None, 1])
-def test_it_goes_on_as_if_it_had_never_stopped(leader):
+def test_autoencoder_resumes_from_its_state(leader):
     rng = np.random.default_rng(2)
     steps = [common(rng, 2, 100, 0.1) for _ in range(6)]
     whole, first, second = (Autoencoder(Workspace(), seed=3, **SMALL) for _ in range(3))
@@ -239,7 +239,7 @@ def test_autoencoder_as_published_is_plain_descent(leader):
     np.testing.assert_allclose(encoded(code, values), network.encode(values), rtol=0, atol=1e-3)
 
 
-def test_a_seed_is_all_there_is_to_chance():
+def test_autoencoder_depends_on_its_seed_only():
     values = common(np.random.default_rng(0), 2, 5000, 0.1)  # more than a step looks at
     made = [Autoencoder(Workspace(), seed=seed) for seed in (5, 5, 6)]
     for code, mode in zip(made, (torch.enable_grad, torch.no_grad, torch.enable_grad), strict=True):
@@ -250,7 +250,7 @@ def test_a_seed_is_all_there_is_to_chance():
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 100.0])
-def test_values_that_teach_nothing_do_no_harm(value):
+def test_autoencoder_constant_values_keep_it_finite(value):
     code = Autoencoder(Workspace(), **SMALL)
     errors = [code.learn(np.full((3, 50), value, np.float32), leader) for leader in (0, 1, 2)]
     assert np.isfinite(errors).all()
@@ -258,7 +258,7 @@ def test_values_that_teach_nothing_do_no_harm(value):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_comes_out_as_such_and_does_not_stay(bad):
+def test_autoencoder_nonfinite_values_stay_visible_for_one_call(bad):
     code = make()
     values = np.random.default_rng(0).normal(size=50).astype(np.float32)
     before = encoded(code, values)

@@ -218,7 +218,7 @@ def test_it_is_measured_anew_after_some_steps_in_any_case():
     assert all(9 <= later - earlier <= 12 for earlier, later in itertools.pairwise(steps))
 
 
-def test_both_of_the_papers_collectives_and_allgather_are_options():
+def test_flexible_options_have_both_ar_topk_and_allgather():
     """And each is carried by the ring or the tree that is predicted to be faster: the least of both."""
     ranks = Ranks(4, Link(1e-5, 20e6))
     ranks.step()

@@ -393,7 +393,7 @@ def test_other_arrays_within_a_trial_undo_it():
     assert training.reducers[0].last_step.buckets[0].compressor["ratio"] == 0.1
 
 
-def test_the_switch():
+def test_as_published_sets_the_values_of_the_paper():
     policy = Flexible.as_published()
     assert (policy.solver, policy.every) == ("nsga2", None)
     assert Flexible.as_published(solver="exact").solver == "exact"

@@ -323,7 +323,7 @@ SHARP = levels([(0.0005, 0.99)])  # two elements hold nearly everything
 TWENTIETH = levels([(0.05, 0.99)])  # lower ratios than 0.05 lose
 
 
-def test_dense_until_gains_are_known_and_while_they_are_too_small():
+def test_gravac_without_enough_gain_is_dense():
     timed = Timed(2, Link(1e-5, 1e9), {"smoothing": 1.0}, **FIXED)
     assert [timed.step(EVEN)[0] for _ in range(8)] == [None] * 8
     [bucket] = timed.reducers[0].last_step.buckets
@@ -423,7 +423,7 @@ def test_a_random_choice_gains_its_ratio():
     assert ranks.reducers[0].last_step.buckets[0].ratio == 0.4
 
 
-def test_it_goes_on_where_it_was():
+def test_policy_resumes_from_its_state():
     policy = {"window": 4, "smoothing": 0.5}
     first, second = (Timed(2, Link(1e-5, 4e6), policy) for _ in range(2))
     gradients = recorded(2, [(12, 5.0), (6, 2.0)])

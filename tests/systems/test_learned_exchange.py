@@ -211,7 +211,7 @@ def lgc(**settings):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("ranks", [1, slow(2), 3, slow(4)])
 @pytest.mark.parametrize("inner", ["allreduce", "ring"])
-def test_it_is_what_was_written_out(settings, ranks, inner, made):
+def test_learned_exchange_equals_the_reference(settings, ranks, inner, made):
     compressor = lgc(**settings)
     members, slow = Ranks(ranks, compressor, f"learned:{inner}"), Slow(compressor, ranks)
     rng = np.random.default_rng(ranks)
@@ -283,7 +283,7 @@ def test_it_resumes_in_the_middle_of_every_phase(instance, at):
 @pytest.mark.parametrize("instance", ["ring", "server"])
 @pytest.mark.parametrize("at", [1, DENSE, DENSE + 1, DENSE + LEARNING, DENSE + LEARNING + 1])
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
-def test_a_step_that_is_undone_teaches_nothing_and_does_not_count(instance, at, bad, made):
+def test_learned_step_that_is_undone_does_not_count(instance, at, bad, made):
     members = Ranks(2, lgc(instance=instance), nonfinite="skip")
     rng = np.random.default_rng(1)
     for step in range(DENSE + LEARNING + 3):
@@ -342,7 +342,7 @@ def test_a_code_for_each_rank_is_learned_again_among_others():
         assert memory(two.reducers[0])["steps"] == steps
 
 
-def test_a_trainer_that_remembers_nothing_says_so():
+def test_learned_trainer_without_state_raises():
     members, again = Ranks(2, lgc()), Ranks(2, lgc())
     rng = np.random.default_rng(5)
     for _ in range(DENSE + LEARNING):
@@ -390,7 +390,7 @@ def test_learned_results_equal_on_ranks_that_round_differently(instance):
 
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
-def test_sizes_far_apart_do_no_harm(instance):
+def test_learned_sizes_far_apart_do_not_overflow(instance):
     """One rank's values are tiny next to the other's: whichever rank leads, codes do not overflow."""
     members = Ranks(2, lgc(instance=instance))
     rng = np.random.default_rng(8)
@@ -402,7 +402,7 @@ def test_sizes_far_apart_do_no_harm(instance):
         assert 0 <= members.reducers[0].last_step.buckets[0].gain <= 1
 
 
-def test_nothing_else_carries_it():
+def test_lgc_other_collective_is_refused():
     with pytest.raises(IncompatiblePairError, match="use learned"):
         mpicomp.Reducer(lgc(), "allgather", comm=LocalWorld(1).transports[0])
 

@@ -90,7 +90,7 @@ def test_buckets_of_a_model_know_its_layers():
     assert bound[0].get_config() == LGC(ratio=0.1).get_config()
 
 
-def test_the_list_of_what_is_sent():
+def test_selected_counts_its_parts():
     selected = Selected((Part(0, 10, 2, "sparse"), Part(10, 90, 8, "coded"), Part(90, 95, 5, "dense")))
     assert (selected.count, selected.indices, selected.coded, selected.coded_count) == (15, 10, slice(2, 10), 8)
     assert selected.regions == [(0, 10, 2), (10, 90, 8)]
@@ -214,7 +214,7 @@ def test_a_trained_network_does_not_let_residuals_grow():
     assert np.mean(gains[300:]) > 0.25
 
 
-def test_what_it_costs_once_is_in_no_step():
+def test_lgc_weights_are_counted_once():
     members = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=1), "learned")
     once = []
     for _ in range(4):
@@ -235,7 +235,7 @@ def test_lgc_without_first_phases_has_a_code_at_step_two():
     assert settled.selected(10_110) == placed.selected(10_110)
 
 
-def test_nothing_comes_between_while_it_learns():
+def test_lgc_learning_steps_are_never_replaced():
     """Where any collective may be chosen, dense exchange is none of them: steps would be missing."""
     members = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=2, training_steps=20), network=Link(1e-5, 1e9))
     ran = set()

@@ -211,7 +211,7 @@ def test_what_low_rank_leaves_dense_may_be_selected_from():
     assert 0 < total <= 1.03 * limit
 
 
-def test_the_switch():
+def test_as_published_sets_the_values_of_the_paper():
     policy = LGreCo.as_published()
     assert (policy.error, policy.first, policy.every, policy.alpha) == ("sum", 1000, 1000, 1.0)
     assert (LGreCo().error, LGreCo().first, LGreCo().every) == ("mean", 20, 50)

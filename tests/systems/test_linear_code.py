@@ -184,7 +184,7 @@ def test_weights_and_state_go_on_elsewhere(leader):
     np.testing.assert_array_equal(resumed.weights(), code.weights())
 
 
-def test_what_is_kept_is_not_what_is_given():
+def test_linear_code_state_is_a_copy():
     code, _ = taught()
     state, before = code.state(), code.weights()
     code.learn(np.random.default_rng(11).standard_normal((4, 320)))
@@ -208,7 +208,7 @@ def test_zeros_teach_nothing_and_are_decoded_to_zeros(leader):
     np.testing.assert_array_equal(code.weights(), before)
 
 
-def test_damage_stays_where_it_is():
+def test_linear_code_nan_stays_in_its_block():
     code, _ = taught()
     values = rows(320, np.random.default_rng(12))[0][0]
     expected = there_and_back(code, values)
