@@ -1,7 +1,7 @@
 """Time against convergence: dynamic programs over a discretized error, and the plans that train fastest."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,10 +60,10 @@ class PlanTradeoff:
         penalties = [penalty[kept] * weight for penalty, kept, weight in parts]
         seconds = [of_bucket[kept] for of_bucket, kept in zip(self.seconds, rows, strict=True)]
         limit = max(0.0, self.limit - self.local_penalty)
-        ends, solutions = least_makespan(penalties, seconds, self.ready, limit, _PENALTY_BINS)
+        ends, choice_at = least_makespan(penalties, seconds, self.ready, limit, _PENALTY_BINS)
         totals = self.local_penalty + np.minimum(np.arange(ends.size) / _PENALTY_BINS, 1.0) * limit
         times = (self.local_steps * self.compute_s + ends) / np.maximum(1 - totals, _MIN_PROGRESS)
-        choice = solutions.at(int(times.argmin()))
+        choice = choice_at(int(times.argmin()))
         return [int(kept[setting]) for kept, setting in zip(rows, choice, strict=True)]
 
 
@@ -110,38 +110,27 @@ def least_total(
 
 def least_makespan(
     errors: Sequence[Array], seconds: Sequence[Array], ready: Sequence[float], limit: float, bins: int = 1000
-) -> tuple[Array, "Solutions"]:
+) -> tuple[Array, Callable[[int], Choice]]:
     """Choose a setting for every bucket so that the last one ends soonest, for every limit of the sum of errors.
 
     Bucket b begins when it is ready and the one before it has ended: ``F_b = max(F_{b-1}, ready_b) + seconds``. F grows
     with F of the bucket before, so the dynamic program of `least_total` is exact with it, to rounding of errors. Return
     the least end of the last bucket with errors of at most ``index * limit / bins``, infinite without a choice, shape
-    (bins + buckets + 1,), and the choices.
+    (bins + buckets + 1,), and a function that returns the choice for an index: the setting of every bucket.
     """
     best = np.full(bins + len(errors) + 1, -np.inf)  # the first bucket has no end to wait for
     tables: list[NDArray[np.int32]] = []
     for error, bucket_s, ready_s in zip(errors, seconds, ready, strict=True):
         best, chosen = _extend(np.maximum(best, ready_s), _units(error, limit, bins), bucket_s)
         tables.append(chosen)
-    return np.minimum.accumulate(best), Solutions(best, tables, errors, limit, bins)
 
-
-class Solutions:
-    """Choices for the ends that `least_makespan` found."""
-
-    def __init__(
-        self, best: Array, tables: list[NDArray[np.int32]], errors: Sequence[Array], limit: float, bins: int
-    ) -> None:
-        self._best = best
-        self._problem = tables, errors, limit, bins
-
-    def at(self, index: int) -> Choice:
-        """Return the setting of every bucket, shape (buckets,); that of least error if there is no choice."""
-        start = int(self._best[: index + 1].argmin())
-        tables, errors, limit, bins = self._problem
-        if not np.isfinite(self._best[start]):
+    def choice_at(index: int) -> Choice:
+        start = int(best[: index + 1].argmin())
+        if not np.isfinite(best[start]):
             return _least_errors(errors)
         return _walk_back(tables, errors, limit, bins, start)
+
+    return np.minimum.accumulate(best), choice_at
 
 
 def total(table: Sequence[Array], choice: Choice) -> float:

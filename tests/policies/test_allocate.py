@@ -75,18 +75,18 @@ def test_nothing_is_within_the_limit():
     assert least_total(errors, sizes, 2.0).tolist() == [1, 0]
     assert least_total(errors, sizes, 2.0, np.array([2, 1])).tolist() == [2, 1]
     assert least_total(errors, sizes, 0.0).tolist() == [1, 0]
-    ends, solutions = least_makespan(errors, sizes, [0.0, 0.0], 2.0, bins=10)
+    ends, choice_at = least_makespan(errors, sizes, [0.0, 0.0], 2.0, bins=10)
     assert np.isinf(ends).all()
-    assert solutions.at(10).tolist() == [1, 0]
+    assert choice_at(10).tolist() == [1, 0]
 
 
 def test_a_limit_of_nothing_takes_what_has_no_error():
     errors = [np.array([0.0, 1.0, 0.0]), np.array([1e-300, 0.0])]
     sizes = [np.array([5.0, 1.0, 4.0]), np.array([1.0, 9.0])]
     assert least_total(errors, sizes, 0.0).tolist() == [2, 1]
-    ends, solutions = least_makespan(errors, sizes, [0.0, 0.0], 0.0, bins=10)
+    ends, choice_at = least_makespan(errors, sizes, [0.0, 0.0], 0.0, bins=10)
     assert ends[0] == 13.0
-    assert solutions.at(0).tolist() == [2, 1]
+    assert choice_at(0).tolist() == [2, 1]
 
 
 def test_without_errors_the_smallest_is_taken():
@@ -124,7 +124,7 @@ def test_least_makespan_against_every_choice_for_every_limit(bins):
         errors, seconds = errors[:5], seconds[:5]
         ready = np.sort(random.random(len(errors)) * 2)
         limit = added(errors, default[:5]) or 1.0
-        ends, solutions = least_makespan(errors, seconds, ready, limit, bins)
+        ends, choice_at = least_makespan(errors, seconds, ready, limit, bins)
         assert ends.size == bins + len(errors) + 1
         assert (np.diff(ends[np.isfinite(ends)]) <= 0).all()
         every = [
@@ -140,7 +140,7 @@ def test_least_makespan_against_every_choice_for_every_limit(bins):
             looser = min((end for error, end in every if error <= budget * (1 + 1e-9) + 1e-300), default=np.inf)
             assert ends[place] >= looser * (1 - 1e-12)
             if np.isfinite(ends[place]):
-                choice = solutions.at(place)
+                choice = choice_at(place)
                 assert end_of(seconds, ready, choice) == pytest.approx(ends[place], rel=1e-12)
                 assert added(errors, choice) <= budget * (1 + 1e-9) + 1e-300
 
@@ -148,6 +148,6 @@ def test_least_makespan_against_every_choice_for_every_limit(bins):
 def test_time_before_a_bucket_is_ready_costs_nothing():
     errors = [np.array([0.0, 5.0]), np.array([0.0, 5.0])]
     seconds = [np.array([3.0, 1.0]), np.array([3.0, 1.0])]
-    ends, solutions = least_makespan(errors, seconds, [0.0, 3.0], 5.0, bins=10)
+    ends, choice_at = least_makespan(errors, seconds, [0.0, 3.0], 5.0, bins=10)
     assert ends[10] == 4.0
-    assert solutions.at(10).tolist() == [0, 1]  # the first may take as long as it takes
+    assert choice_at(10).tolist() == [0, 1]  # the first may take as long as it takes
