@@ -104,7 +104,6 @@ class _Bench:
         self.compiled: list[Plan] = []
 
     def array(self, numel: int, done: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-        """Measure everything at one length."""
         settings = self.settings
         flat = self.hosts in (1, self.ranks)
         gradients = Gradients(numel, self.transport.group.rank, self.device)
@@ -165,7 +164,6 @@ class _Bench:
             self.say(f"{timing.title}: {timing.outcome}")
 
     def _time(self, timing: TimedPlan, best: float, gradients: Gradients) -> None:
-        """Time one plan."""
         self._compile(timing.plan)
         timing.runner = runner = self._runner(timing.plan, gradients, self._copy())
         limit = self.settings.limit_s
@@ -313,7 +311,6 @@ def _without_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Switch garbage collection off while plans are timed."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -90,7 +90,6 @@ class NoExchange(Replica):
 
     @property
     def overlaps(self) -> bool:
-        """Whether the exchange begins while backward goes on."""
         return False
 
     def ran(self) -> str | None:
@@ -98,7 +97,6 @@ class NoExchange(Replica):
         return None
 
     def evaluate(self) -> float:
-        """Return the quality on held-out data."""
         return self.task.evaluate(self.model)
 
     def close(self) -> None:
@@ -106,14 +104,12 @@ class NoExchange(Replica):
 
     @property
     def _exchanged(self) -> bool:
-        """Whether the last step has exchanged something."""
         return (self._steps + 1) % self._every == 0
 
     def _synchronize(self) -> None:
         """Wait until the gradients are their mean."""
 
     def _wire_bytes(self) -> float:
-        """Return the bytes that left this rank in the last step."""
         return 0.0
 
     def _ring_bytes(self) -> float:
@@ -197,7 +193,6 @@ class _PyTorch(NoExchange):
             self.network.register_comm_hook(self._powersgd, powerSGD_hook)
 
     def _register(self, hook: Any) -> None:
-        """Register a hook that needs no state."""
         network: Any = self.network
         try:
             network.register_comm_hook(None, hook)

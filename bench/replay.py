@@ -110,12 +110,10 @@ class Replay(Policy):
         return super().get_config() | {"plans": digest}
 
     def _configs(self) -> list[str]:
-        """Return the recorded compressors' configurations, each once."""
         return list(dict.fromkeys(json.dumps(bucket["compressor"]) for buckets in self._recorded for bucket in buckets))
 
 
 def _read(path: str) -> list[list[dict[str, Any]]]:
-    """Return the recorded buckets of every step."""
     try:
         with open(path, encoding="utf-8") as file:
             steps = [json.loads(line)["buckets"] for line in file if line.strip()]

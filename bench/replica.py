@@ -69,7 +69,6 @@ class Replica:
         set_to_none: bool = True,
         wait_for_forward: bool = True,
     ) -> StepTimes:
-        """Train one step."""
         start = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=set_to_none)
         loss = self.task.loss(self.network, self.task.batch(step, self.group.rank, self.group.size))

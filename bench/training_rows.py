@@ -117,7 +117,6 @@ class Exchange:
 
     @property
     def ours(self) -> bool:
-        """Whether it is mpicomp's."""
         return self.name not in OTHERS
 
     @property
@@ -143,7 +142,6 @@ class Settings:
 
     @property
     def total(self) -> int:
-        """Steps that each exchange does in all."""
         return self.warm_up + self.steps * self.blocks
 
 
@@ -324,7 +322,6 @@ def hidden_parts(
 
 
 def _meet(transport: Transport) -> None:
-    """Wait for all ranks."""
     gather(np.zeros(1), transport)
 
 

@@ -119,7 +119,6 @@ class Settings:
 
     @property
     def adapts(self) -> bool:
-        """Whether compressors may change from step to step."""
         return self.policy.id != "static"
 
     @property

@@ -45,7 +45,6 @@ class Inside:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what happens until the end of the block."""
         outer, self._thread.within = self._thread.within, True
         begin = time.perf_counter()
         try:

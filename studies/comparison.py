@@ -139,14 +139,12 @@ class Comparison(ABC):
         return [*lab_words(self.ranks, run.network), *MPICOMP, *words], {}
 
     def summary(self, finished: Finished) -> str:
-        """Return the result of a finished run in a few words."""
         outcome = finished.outcome
         if "timed" in outcome:
             return "; s a step: " + ", ".join(f"{name} {row['median_s']:.4g}" for name, row in outcome["timed"].items())
         return f", {float(outcome['median_step_s']):.4g} s a step, quality {outcome['quality']:.4f}"
 
     def of(self, task: str, network: Network) -> list[Finished]:
-        """Return the runs of a task that count on a network."""
         return [one for run, one in self.finished.items() if run.task == task and run.network in (None, network)]
 
     def timed_on(self, task: str, network: Network, seed: int | None = None) -> dict[str, dict[str, Any]]:
@@ -197,7 +195,6 @@ class Comparison(ABC):
         return sum(found) / len(found) if found else 0.0
 
     def cells(self, row: Row) -> dict[str, str]:
-        """Return a row's cells for people, by column."""
         return {
             title: column(row) if callable(column) else cell(row, *column) for title, column in self.columns.items()
         }

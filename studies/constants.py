@@ -83,7 +83,6 @@ class Trained:
         return predictions
 
     def errors(self) -> list[float]:
-        """Return how far predictions are off."""
         return [abs(value - self.steps_behind[exchange]) for exchange, value in self.predicted().items()]
 
     def regret(self, network: Network, fidelity: float) -> tuple[float, float]:

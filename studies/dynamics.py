@@ -72,7 +72,6 @@ class Ranks:
         self._turn = itertools.cycle(self._pool)
 
     def step(self) -> tuple[str, float]:
-        """Do a step; return its plan and its seconds."""
         ends = self._world.transports
         for end in ends:
             end.seconds += _COMPUTING_S

@@ -42,14 +42,12 @@ class SharedModel:
         self.updater = Updater(task, self.optimizer, steps)
 
     def backward(self, step: int, rank: int, ranks: int) -> float:
-        """Compute the gradients of a rank's batch, and return its loss."""
         self.model.zero_grad()
         loss = self.task.loss(self.model, self.task.batch(step, rank, ranks))
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
     def gradients(self) -> dict[str, NDArray[np.float32]]:
-        """Return copies of the gradients of the last backward."""
         grads = {name: parameter.grad for name, parameter in self.parameters.items()}
         return {name: grad.numpy().copy() for name, grad in grads.items() if grad is not None}
 

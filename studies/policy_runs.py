@@ -51,7 +51,6 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 
 def _fixed(collective: str, **config: Any) -> tuple[str, ...]:
-    """Return the words for one plan in all steps."""
     return ("--compressor", json.dumps(config), "--collective", collective, "--warmup", "0")
 
 

@@ -97,7 +97,6 @@ def _flat(parameters: list[torch.nn.Parameter]) -> NDArray[np.float32]:
 
 
 def _deliver(mean: NDArray[np.float32], parameters: list[torch.nn.Parameter]) -> None:
-    """Make the mean every parameter's gradient."""
     start = 0
     for parameter in parameters:
         end = start + parameter.numel()

@@ -61,7 +61,6 @@ class Forwarder:
             raise OSError("the process that carries packets ended")
 
     def wait(self) -> None:
-        """Wait until packets are carried."""
         self._await(b"runs")
 
     def set_links(self, links: Sequence[Link]) -> None:

@@ -104,7 +104,6 @@ class Head:
         self.pids: dict[int, int] = {}
 
     def make(self) -> None:
-        """Make hosts and networks."""
         namespaces.mount("none", "/", None, namespaces.MS_REC | namespaces.MS_PRIVATE)
         tight = namespaces.MS_NOSUID | namespaces.MS_NODEV | namespaces.MS_NOEXEC
         namespaces.mount("proc", "/proc", "proc", tight)
@@ -143,7 +142,6 @@ class Head:
         return agent
 
     def counters(self) -> list[dict[str, int]]:
-        """Return the byte counters of each host's eth0."""
         return [network.read_counters(pid) for pid in self.pids.values()]
 
     def run(self, life: int) -> tuple[int, float]:

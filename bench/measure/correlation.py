@@ -49,7 +49,6 @@ class Common:
 
     @property
     def control_share(self) -> float:
-        """The control's."""
         return self.control / self.entropy if self.entropy > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +100,6 @@ def _entropy(shares: NDArray[np.float64]) -> float:
 
 
 def _pearson(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
-    """Return Pearson's correlation; 0 where an array is constant."""
     left, right = one - one.mean(dtype=np.float64), other - other.mean(dtype=np.float64)
     norms = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
     return float(np.dot(left, right)) / norms if norms > 0 else 0.0
@@ -122,7 +120,6 @@ class Correlations:
         return {"every": self.every, "looks": self.looks, "bins": BINS, "whole": whole, "layers": layers}
 
     def table(self) -> str:
-        """Lay it out for people."""
         if self.whole is None:
             return f"what ranks' gradients have in common: no look at a layer of at least {LEAST} finite elements"
         rows = [(f"  {name}", f"{numel:,}", *_cells(layer)) for name, (numel, layer) in self.layers.items()]
@@ -184,7 +181,6 @@ class Comparison:
         return Correlations(self._every, self._looks, whole, layers)
 
     def _everyones(self, array: NDArray[np.float64]) -> Rounds[NDArray[np.float64]]:
-        """Stack an array of all ranks."""
         size = self._group.size
         task = Round("allgatherv", [array.size] * size, array.dtype, send=array, recv=np.empty(size * array.size))
         everyones: NDArray[np.float64] = (yield task).reshape(size, array.size)

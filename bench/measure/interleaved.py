@@ -61,7 +61,6 @@ class Kernel(ABC):
         return {}
 
     def row(self, numel: int, unit: float) -> dict[str, Any]:
-        """Return its row, in units of ``unit`` seconds."""
         low, median, high = (float(value) for value in np.percentile(self.seconds, [25, 50, 75]))
         empty = dict.fromkeys(("behind_s", "behind_copies", "ratio_reached", "bits_per_index", "config"))
         return {

@@ -33,7 +33,6 @@ class Check:
 
     @property
     def correct(self) -> bool:
-        """Whether error and bits are right."""
         return self.identical and self.error <= self.tolerance
 
 

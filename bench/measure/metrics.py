@@ -75,7 +75,6 @@ class MetricsWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the steps that are not in the file yet."""
         lines, self._lines = self._lines, []
         self._flushed = time.perf_counter()
         if self._file is None or not lines:

@@ -26,7 +26,6 @@ class Progress:
 
     @contextlib.contextmanager
     def over(self, steps: int) -> Iterator[None]:
-        """Show progress over a number of steps."""
         self._steps = steps
         self._last = time.monotonic()
         if not self._visible:
@@ -76,7 +75,6 @@ class Progress:
             print(f"resumed at step {step}", flush=True)
 
     def evaluating(self) -> None:
-        """Show that the held-out data are being evaluated."""
         if self._visible:
             print("measuring on held-out data ...", flush=True)
 

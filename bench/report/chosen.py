@@ -49,7 +49,6 @@ def chosen(runs: Sequence[Run]) -> Section:
 
 
 def _plans(run: Run) -> Picture:
-    """Return the share of each plan over steps."""
     step, names, shares = run.lines.step, run.lines.plans, run.lines.shares
     exchanged = shares.sum(axis=1) > 0
     if len(names) > _MAX_PLANS:
@@ -75,7 +74,6 @@ def _plans(run: Run) -> Picture:
 
 
 def _mean(shares: Array, exchanged: Array) -> Array:
-    """Return mean shares over the steps that exchanged something."""
     mean: Array = shares[exchanged].sum(axis=0) / max(1, np.count_nonzero(exchanged))
     return mean
 
@@ -114,7 +112,6 @@ def _map(run: Run, what: str, rows: Rows, values: Array) -> Picture:
 
 
 def _curve(run: Run, what: str, _: Rows, values: Array) -> Picture:
-    """Return a curve of the only row."""
     curve = Curve.of(run.bins, run.lines.step, values[:, 0])
     figure, axes = draw.panel("step", f"{what} of the whole", right=18)
     draw.plot(axes, curve, "run0")

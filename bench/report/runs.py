@@ -169,7 +169,6 @@ def _decoded(path: str) -> Iterator[_Line]:
 
 
 def _numbers(line: _Line) -> dict[str, float]:
-    """Return the numbers of a step, with sums over its buckets."""
     numel = kept = waiting = sent = predicted = measured = 0.0
     for bucket in line.buckets:
         numel += bucket.numel
@@ -244,7 +243,6 @@ class Run:
 
     @cached_property
     def bins(self) -> Bins:
-        """Steps that become one point of a curve."""
         return Bins.of(self.lines.step.size)
 
     @property
@@ -253,7 +251,6 @@ class Run:
         return "" if self.is_single else f"{self.name} "
 
     def titled(self, words: str) -> str:
-        """Return a title of something of this run."""
         return capital(words) if self.is_single else f"{self.name}: {words}"
 
     @cached_property
@@ -277,7 +274,6 @@ class Run:
 
     @cached_property
     def phases_s(self) -> dict[str, float]:
-        """Median seconds of each part of a step."""
         if self.outcome is not None:
             return {name: float(self.outcome["phases_s"][name]) for name in PHASES}
         return dict(zip(PHASES, np.median(self.lines.phases[self.start :], axis=0).tolist(), strict=True))
@@ -347,7 +343,6 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
 
 
 def _read(path: str) -> tuple[dict[str, Any] | None, Lines | None]:
-    """Return the object of --json, or the lines of --metrics."""
     try:
         if path.endswith("l"):
             return None, read_lines(path)

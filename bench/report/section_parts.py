@@ -119,7 +119,6 @@ class Bins:
             return np.array([function(values[first:end], axis=0) for first, end in parts])
 
     def last(self, values: Array) -> Array:
-        """Return the value of the last step of each bin."""
         return values[self.edges[1:] - 1]
 
     def caption(self, what: str = "point", spread: str = "") -> str:

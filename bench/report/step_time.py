@@ -46,7 +46,6 @@ def phases(runs: Sequence[Run]) -> Section:
 
 
 def _stack(axes: Axes, row: int, phases_s: Mapping[str, float], order: Sequence[str] = PHASES) -> float:
-    """Draw a bar of phases, and return its length."""
     end = 0.0
     for phase in order:
         axes.barh(row, phases_s[phase], left=end, height=0.62, color=draw.LIGHT[phase], edgecolor="none")

@@ -189,7 +189,6 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _size(runs: Sequence[Run]) -> str:
-    """Return ranks, hosts, parameters and steps."""
     parts = []
     outcomes = [run.outcome for run in runs if run.outcome]
     if outcomes:
@@ -203,7 +202,6 @@ def _size(runs: Sequence[Run]) -> str:
 
 
 def _facts(run: Run) -> list[tuple[str, str, str]]:
-    """Return names, values and notes of the numbers at the top."""
     outcome, lines = run.outcome or {}, run.recorded
     dense_s = outcome.get("dense_step_s")
     estimate = "" if dense_s is None else f"about {seconds(dense_s)} with dense exchange"

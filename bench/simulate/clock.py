@@ -138,7 +138,6 @@ class Clock:
         return _Message(latency, volume)
 
     def _crosses(self, rank: _Rank, name: str, peer: int) -> bool:
-        """Return whether a peer in a group is on another host."""
         if name == ACROSS:
             return True
         return name != HOST and peer // self._topology.per_host != rank.host

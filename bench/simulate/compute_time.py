@@ -162,7 +162,6 @@ class _ComputeClock:
         self._since = 0.0
 
     def over(self, exchange: Rounds[Any]) -> Rounds[Any]:
-        """Run a generator of rounds, and pass its rounds on."""
         self._since = time.thread_time()
         result = yield from observe(exchange, before=self._ask, after=self._go_on)
         self.seconds += time.thread_time() - self._since

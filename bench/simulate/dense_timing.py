@@ -96,7 +96,6 @@ def _meet(transport: Transport) -> None:
 
 
 def _of_first(found: list[Timed], transport: Transport) -> list[Timed]:
-    """Return what rank 0 has found, on all ranks. Collective."""
     shared = transport.run(from_one({"timed": [timed.to_json() for timed in found]}, transport.group, "simulate"))
     return [Timed.from_json(content) for content in shared["timed"]]
 
@@ -137,7 +136,6 @@ class Corrections:
             ]
 
     def knows(self, scheme: Scheme[Any]) -> bool:
-        """Return whether a scheme is a dense exchange that was timed."""
         return scheme.compressor == Dense() and scheme.id in self._timed
 
     def own_s(self, scheme: Scheme[Any], numel: int) -> float:

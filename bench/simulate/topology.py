@@ -98,7 +98,6 @@ class Topology:
         return Group(rank, self.ranks, True, WORLD, self.hosts, self.per_host, tuple(parts), self._layout)
 
     def ranks_of(self, hosts: Iterable[int]) -> list[int]:
-        """Return the ranks of some hosts."""
         return [
             rank for host in hosts for rank in range(host * self.per_host, min((host + 1) * self.per_host, self.ranks))
         ]

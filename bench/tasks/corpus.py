@@ -156,7 +156,6 @@ class Vocabulary:
         return _BYTES + len(self._token)
 
     def encode(self, documents: Sequence[str]) -> np.ndarray:
-        """Return the token numbers of all documents, one after another."""
         pieces, numbers = _pieces(documents)
         # Spelling is decided once for each distinct piece; the text itself is only looked up, by NumPy.
         spelled = [

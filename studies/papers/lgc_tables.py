@@ -118,7 +118,6 @@ def _name(arm: str) -> str:
 
 
 def _print_models() -> None:
-    """Print what the same exchanges send in the paper's own models."""
     learned, lines = 18, []
     for (model, ranks), printed in lgc_models.PRINTED_MB.items():
         dense, topk = 4 * sum(size for _, size in lgc_models.parameters(model)), 0.0

@@ -62,7 +62,6 @@ class ResNet20(Digits):
         return table[:, :-1].reshape(-1, _SIDE, _SIDE), table[:, -1]
 
     def model(self) -> nn.Module:
-        """Return a new network, initialized from the seed."""
         channels = [16] * 3 + [32] * 3 + [64] * 3
         with seeded(self.seed):
             layers: list[nn.Module] = [nn.Conv2d(self._shape[0], 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16)]
@@ -77,9 +76,7 @@ class ResNet20(Digits):
         return network
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the setting of the papers."""
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 
     def schedule(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-        """Return a linear fall to zero."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)

@@ -104,13 +104,6 @@ def test_any_arrays_are_cut_as_they_were(sizes, limit):
         assert cut(Replay(file.name).bucket_bytes) == there
 
 
-def test_arrays_are_cut_as_they_were(recorded):
-    assert Replay(str(recorded)).bucket_bytes == CUT
-    world = make(2, recorded)
-    world.reduce(gradients(2, 0))
-    assert [bucket.numel for bucket in world.reducers[0].last_step.buckets] == [1000, 2000, 40]
-
-
 def test_other_buckets_are_refused(recorded):
     world = make(2, recorded)
     with pytest.raises(

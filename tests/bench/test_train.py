@@ -248,16 +248,6 @@ def test_demo_sets_compressor_and_updates(mpiexec, tmp_path):
     assert {bucket["compressor"]["id"] for line in lines for bucket in line["buckets"]} == {"dcttopk"}
 
 
-@pytest.mark.slow
-def test_outer_signs_have_no_dense_warm_up(mpiexec, tmp_path):
-    signs = '{"id": "updates", "outer": {"sign": true, "lr": 0.1}}'
-    words = ["--task", "digits", "--steps", "6", "--compressor", "topk", "--exchange", signs, "--no-verdict"]
-    done, result, lines = train(mpiexec, tmp_path, 2, *words)
-    assert done.returncode == 0, done.stderr
-    assert result["warmup"] == 0
-    assert {bucket["compressor"]["id"] for line in lines for bucket in line["buckets"]} == {"topk"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "updates", "exchanges"),
     [

@@ -144,18 +144,3 @@ def test_table_of_many_plans_is_short():
     assert "  and 4 more, 33.3 % together" in lines
     assert sum("  layer" in line for line in lines) == 24
     assert lines[-1] == "  and 16 smaller ones"
-
-
-@pytest.mark.slow
-def test_choices_are_what_a_reducer_ran():
-    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.1, layers={"b": 1.0}), "allgather", comm=LocalWorld(1).transports[0])
-    choices = Choices()
-    for seed in range(2):
-        random = np.random.default_rng(seed)
-        reducer.reduce({"a": random.normal(size=100), "b": random.normal(size=10)})
-        choices.add(reducer.last_step)
-    (plan,) = choices.plans()
-    assert plan.compressor == reducer.compressor
-    assert plan.ratio_reached == pytest.approx(20 / 110)
-    assert "  TopK(ratio=0.1) by layer  " in chosen_table([plan], [])
-    assert [(layer.name, layer.ratio) for layer in choices.layers(choices.sums()[None])] == [("a", 0.1), ("b", 1.0)]

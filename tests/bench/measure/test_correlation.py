@@ -73,13 +73,6 @@ def test_control_is_the_bias_of_the_estimate(size):
         assert getattr(rounds[0], f"{name}") > 0
 
 
-def test_information_above_the_control_is_shared():
-    one, other = gaussians(0.6, 3000)
-    found = compare(one, other)
-    exact = -0.5 * math.log(1 - 0.36)
-    assert found.information - found.control == pytest.approx(exact, abs=0.05)
-
-
 def test_only_the_order_of_elements_counts():
     """Gradients have long tails."""
     one, other = gaussians(0.5, 5000)
