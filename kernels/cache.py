@@ -1,9 +1,9 @@
-"""Cache of compiled functions, and the sharing of compilation between processes of one host.
+"""Cache of compiled functions, shared by the processes of one host.
 
-Numba alone keeps them next to the source or in the home folder. On a cluster both lie on a file system that all hosts
-share, or that none may write to: then every rank compiles, hosts with other processors overwrite each other's files,
-and without any place to write to the import fails. Here each host has its folder, the first process that needs
-a function compiles it while the others wait, and whatever goes wrong with a file costs time and nothing else.
+Numba alone keeps compiled code next to the source or in the home folder. On a cluster both lie on a file system that
+all hosts share, or that none may write to: then every rank compiles, hosts with other processors overwrite each other's
+files, and without any place to write to the import fails. Here each host has its folder, the first process that needs
+a function compiles it while the others wait, and a fault of a file costs time and nothing else.
 """
 
 import contextlib
@@ -33,19 +33,9 @@ _setting = threading.Lock()  # of Numba's folder, while one of its caches looks 
 
 
 def cached(function: Function) -> Function:
-    """Keep the compiled code of a function of ``numba.njit``, where there is a place for it.
+    """Keep the compiled code of a function of ``numba.njit`` without ``cache=True``, and return the function.
 
-    Nothing is read or written before the function is compiled for the first time, and no error comes of it.
-
-    Parameters
-    ----------
-    function : callable
-        Compiled without ``cache=True``.
-
-    Returns
-    -------
-    callable
-        The same.
+    Nothing is read or written before the function is first compiled, and no error is raised.
     """
     dispatcher: Any = function
     if not hasattr(dispatcher, "py_func"):  # with NUMBA_DISABLE_JIT, Numba leaves functions as they are
@@ -55,13 +45,7 @@ def cached(function: Function) -> Function:
 
 
 class HostCache(NullCache):  # type: ignore[misc]
-    """Stands where Numba expects a cache of one function; see the module.
-
-    Parameters
-    ----------
-    function : callable
-        Not compiled.
-    """
+    """Cache of one function, in the place of Numba's."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -73,34 +57,34 @@ class HostCache(NullCache):  # type: ignore[misc]
         return None if self._files is None else str(self._files.cache_path)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return the kernel compiled for a signature, or None: then this process is to compile it.
+        """Return the code compiled for a signature, or None if this process is to compile it.
 
-        Where another process of this host compiles it now, its result is waited for. Numba calls this with its
-        compiler's lock held, so threads of one process do not meet here.
+        While another process of this host compiles it, this one waits. Numba calls this with the lock of its compiler
+        held, so one thread of a process is here at a time.
         """
         if self._files is None:
             return None
         found = self._load(signature, context)
-        if found is None and self._lock.take(self._lock_name()):
+        if found is None and self._lock.acquire(self._lock_name()):
             found = self._load(signature, context)
             if found is not None:
-                self._lock.leave()
+                self._lock.release()
         return found
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep the compiled code, if this is the process that the others wait for."""
+        """Write the compiled code if this process has the lock."""
         if not self._lock.held:
-            return  # two that write would mix up their files
+            return  # files of two writers would get mixed
         try:
             self._files.save_overload(signature, compiled)
         except OSError:  # a full disk, a quota
             pass
-        except Exception:  # the list of what is there cannot be read, see _load: it starts over
+        except Exception:  # the index cannot be read, see _load: it starts again
             with contextlib.suppress(OSError):
                 self._files.flush()
                 self._files.save_overload(signature, compiled)
         finally:
-            self._lock.leave()
+            self._lock.release()
 
     @functools.cached_property
     def _files(self) -> Any:
@@ -131,7 +115,7 @@ class HostCache(NullCache):  # type: ignore[misc]
 
 
 class HostLock:
-    """A lock among the processes of this host, on a file that is node-local: not every shared file system has locks."""
+    """A lock among the processes of this host, on a node-local file: not every shared file system has locks."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
@@ -141,8 +125,8 @@ class HostLock:
         """Whether this process has it."""
         return self._descriptor is not None
 
-    def take(self, name: str) -> bool:
-        """Wait for the lock, for a time; return whether this process has it. Who has it already keeps it."""
+    def acquire(self, name: str) -> bool:
+        """Wait up to `PATIENCE_S` for the lock, and return whether this process has it."""
         if self.held:
             return True
         place = local_folder()
@@ -168,8 +152,8 @@ class HostLock:
             os.close(descriptor)
             return False
 
-    def leave(self) -> None:
-        """Let the next one have it."""
+    def release(self) -> None:
+        """Release the lock, if this process has it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -177,7 +161,7 @@ class HostLock:
 
 @functools.cache
 def folder() -> Path | None:
-    """Return the folder of this user and host that compiled functions are kept in; None where none can be made."""
+    """Return this user's folder of compiled functions on this host; None where none can be made."""
     for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
         if os.environ.get(name):
             found = private(Path(os.environ[name]) / f"mpicomp-{os.getuid()}-{socket.gethostname()}")
@@ -190,9 +174,9 @@ def folder() -> Path | None:
 def local_folder() -> Path | None:
     """Return a folder of this user that only processes of this host share; None where none can be made.
 
-    A temporary folder is mostly of the host itself. In case it is not, its name has what the kernel draws when it
-    starts. Hosts of an emulated cluster share it: each shows another such name to MPI, and the machine's is in
-    ``MPICOMP_BOOT_ID``.
+    The temporary folder is mostly local. In case it is not, the name has the random number that Linux draws at each
+    start. Hosts of an emulated cluster share the folder: each shows another such number to MPI, and that of the machine
+    is in ``MPICOMP_BOOT_ID``.
     """
     try:
         base = Path(tempfile.gettempdir())
@@ -204,9 +188,9 @@ def local_folder() -> Path | None:
 
 
 def private(path: Path) -> Path | None:
-    """Make a folder that is this user's alone, and return it; None where it cannot be made, written to or trusted.
+    """Make a folder of this user alone, and return it; None where it cannot be made, written to or trusted.
 
-    What lies in it is run. In a folder for all, such as ``/tmp``, another user may have been there first.
+    Its files are run as code. In a folder for all, such as ``/tmp``, another user may have made it first.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,10 +207,7 @@ def private(path: Path) -> Path | None:
 
 @functools.cache
 def _fingerprint() -> str:
-    """Name this version of the sources.
-
-    Numba looks at the file of a function alone, and would take it for unchanged when one that it calls was changed.
-    """
+    """Return a name of this version of the sources: Numba compares the file of a function, not of those it calls."""
     here = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted([*here.glob("*.py"), *here.glob("cpu/*.py")]):

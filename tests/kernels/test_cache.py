@@ -203,9 +203,9 @@ def test_a_process_that_was_killed_holds_nobody_up(tmp_path):
         import sys, time, pathlib
         from mpicomp.kernels import cache
         cache.local_folder = lambda: pathlib.Path(sys.argv[1])
-        assert cache.HostLock().take("name") is True
+        assert cache.HostLock().acquire("name") is True
         lock = cache.HostLock()
-        assert lock.take("another")
+        assert lock.acquire("another")
         print("held", flush=True)
         time.sleep(100)"""
     held = subprocess.Popen([sys.executable, "-c", code, tmp_path / "tmp"], stdout=subprocess.PIPE, text=True)
