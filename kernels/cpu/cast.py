@@ -14,20 +14,20 @@ def narrow(array: Floats, wire: str, out: NDArray[np.uint16], sent: Floats | Non
 
     ``sent`` receives the numbers that the receiver will see, in the dtype of ``array``.
     """
-    return float(_narrow(array, out, sent, _BRAIN[wire]))
+    return float(_narrow(array, out, sent, _BF16[wire]))
 
 
 def widen(source: NDArray[np.uint16], wire: str, out: Floats) -> None:
     """Write 16-bit numbers, stored as integers, to a float32 or float64 array of the same length."""
-    _widen(source, out, _BRAIN[wire], None)
+    _widen(source, out, _BF16[wire], None)
 
 
 def widen_add(source: NDArray[np.uint16], wire: str, out: Floats) -> None:
     """Add 16-bit numbers, stored as integers, to a float32 or float64 array of the same length."""
-    _widen(source, out, _BRAIN[wire], True)
+    _widen(source, out, _BF16[wire], True)
 
 
-_BRAIN = {"fp16": None, "bf16": True}  # None, whose type differs, makes Numba compile a kernel for each
+_BF16 = {"fp16": None, "bf16": True}  # Numba compiles a kernel for None, and one for a boolean
 
 _SIGN = np.uint32(0x80000000)
 _INFINITY = np.uint32(0x7F800000)  # of float32
@@ -92,17 +92,17 @@ def _float32_of_fp16(half):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _float32_of(half, brain):  # type: ignore[no-untyped-def]
-    return _float32_of_fp16(half) if brain is None else _float32_of_bf16(half)
+def _float32_of(half, bf16):  # type: ignore[no-untyped-def]
+    return _float32_of_fp16(half) if bf16 is None else _float32_of_bf16(half)
 
 
 @kernel
-def _narrow(array, out, sent, brain):  # type: ignore[no-untyped-def]
+def _narrow(array, out, sent, bf16):  # type: ignore[no-untyped-def]
     lost = 0.0
     for i in range(array.size):
         single = _to_float32(array[i])
-        out[i] = _fp16_of(single) if brain is None else _bf16_of(single)
-        wide = _float32_of(out[i], brain)
+        out[i] = _fp16_of(single) if bf16 is None else _bf16_of(single)
+        wide = _float32_of(out[i], bf16)
         if sent is not None:
             sent[i] = wide
         error = np.float64(array[i]) - np.float64(wide)
@@ -111,7 +111,7 @@ def _narrow(array, out, sent, brain):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _widen(source, out, brain, add):  # type: ignore[no-untyped-def]
+def _widen(source, out, bf16, add):  # type: ignore[no-untyped-def]
     for i in range(source.size):
-        wide = _float32_of(source[i], brain)
+        wide = _float32_of(source[i], bf16)
         out[i] = wide if add is None else out[i] + wide

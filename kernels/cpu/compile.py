@@ -51,6 +51,8 @@ def cut(size: int, threads: int) -> list[slice]:
     --------
     >>> cut(10, 4), cut(1 << 20, 2)
     ([slice(0, 10, None)], [slice(0, 524288, None), slice(524288, 1048576, None)])
+    >>> len(cut(400_001, 3))
+    3
     """
     parts = max(1, min(threads, size // _GRAIN))
     length = -(-size // parts // 64) * 64  # parts begin where cache lines do, if the array does

@@ -34,6 +34,16 @@ def largest(array, k):
     return np.sort(np.argsort(-magnitude_words(array).astype(np.int64), kind="stable")[:k])
 
 
+def check_statistics(place, statistics, total):
+    """Compare the statistics of a selection with those of gradient plus residual."""
+    assert statistics.finite.item() == np.isfinite(total).all()
+    if np.isfinite(total).all():
+        with np.errstate(over="ignore"):
+            sums = np.abs(place.seen(total)).sum(dtype=np.float64), np.square(place.seen(total), dtype=np.float64).sum()
+        np.testing.assert_allclose([statistics.total.item(), statistics.energy.item()], sums, rtol=1e-12)
+        assert statistics.nonzero.item() == np.count_nonzero(total)
+
+
 def with_specials(array):
     """Replace some elements: by NaN, infinity, zeros, and the smallest and largest numbers."""
     info = np.finfo(array.dtype)

@@ -55,32 +55,35 @@ LISTED = [  # with the most reads that a step may take, after the first ones
 ]
 
 
+def select_on_both(opaque, compressor, here, there, gradient, residual=None, cuts=()):
+    """Select on the host and on the device, compare, and return the host's sum and selection."""
+    size, dtype = gradient.size, gradient.dtype
+    host = GradientWithResidual(np.empty(size + TRAILER, dtype), residual, [Piece(0, gradient)])
+    with activated(Device()):
+        expected = compressor.select(host, here)
+    pieces = [Piece(a, opaque.cupy.asarray(gradient[a:b])) for a, b in pairwise((0, *cuts, size))]
+    memory = None if residual is None else opaque.cupy.asarray(residual)
+    before = opaque.cupy.reads
+    found = compressor.select(GradientWithResidual(opaque.cupy.empty(size + TRAILER, dtype), memory, pieces), there)
+    assert opaque.cupy.reads == before, "numbers are read one by one"
+    np.testing.assert_array_equal(found.indices.get(), expected.indices)
+    alike(found.values.get(), expected.values)
+    return host, expected
+
+
 @pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 @pytest.mark.parametrize(("compressor", "reads"), LISTED, ids=str)
 def test_steps_select_what_the_host_does(opaque, compressor, reads, dtype):
     size, cut = 6000, 5000
     if isinstance(compressor, mpicomp.TopK):
         compressor = compressor.bind(["a", "b"], [cut, size - cut])
-    rng = np.random.default_rng(0)
+    rng, taken, residual = np.random.default_rng(0), [], np.zeros(size, dtype)
     here, there = Context(), Context(workspace=Workspace(opaque.device))
-    residual = np.zeros(size, dtype)
-    taken = []
     for step in range(STEPS):
-        gradient = rng.laplace(size=size).astype(dtype)
         here.step = there.step = step
-        host = GradientWithResidual(np.empty(size + TRAILER, dtype), residual, [Piece(0, gradient)])
-        with activated(Device()):
-            expected = compressor.select(host, here)
-        pieces = [Piece(start, opaque.cupy.asarray(gradient[start:stop])) for start, stop in ((0, cut), (cut, size))]
-        accumulated = GradientWithResidual(
-            opaque.cupy.empty(size + TRAILER, dtype), opaque.cupy.asarray(residual), pieces
-        )
-        before, implicit = opaque.device.reads, opaque.cupy.reads
-        found = compressor.select(accumulated, there)
+        before, gradient = opaque.device.reads, rng.laplace(size=size).astype(dtype)
+        host, expected = select_on_both(opaque, compressor, here, there, gradient, residual, [cut])
         taken.append(opaque.device.reads - before)
-        assert opaque.cupy.reads == implicit, "numbers are read one by one"
-        np.testing.assert_array_equal(found.indices.get(), expected.indices)
-        alike(found.values.get(), expected.values)
         assert all(isinstance(value, float | int | list) for value in there.memory.values())
         residual = host.array().copy()
         residual[expected.indices] = 0
@@ -99,15 +102,7 @@ def test_what_is_not_smooth_is_selected_as_on_the_host(opaque, compressor, kind)
     }[kind]().astype(np.float32)
     here, there = Context(), Context(workspace=Workspace(opaque.device))
     for _ in range(2):
-        host = GradientWithResidual(np.empty(3000 + TRAILER, np.float32), None, [Piece(0, array)])
-        with activated(Device()):
-            expected = compressor.select(host, here)
-        made = GradientWithResidual(
-            opaque.cupy.empty(3000 + TRAILER, np.float32), None, [Piece(0, opaque.cupy.asarray(array))]
-        )
-        found = compressor.select(made, there)
-        np.testing.assert_array_equal(found.indices.get(), expected.indices)
-        alike(found.values.get(), expected.values)
+        select_on_both(opaque, compressor, here, there, array)
 
 
 SHARED = [mpicomp.RandomK(ratio=0.3), mpicomp.BlockRandomK(ratio=0.7), mpicomp.GlobalRandKMaxNorm(ratio=0.3)]

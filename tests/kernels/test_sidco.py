@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 from device import emulator
-from device.kinds import largest, next_bound
+from device.kinds import check_statistics, largest, next_bound
 from marks import slow
 from mpicomp.kernels import gpu
 from mpicomp.kernels.gpu.sidco import gamma_threshold
@@ -83,12 +83,7 @@ def step(place, gradient, residual, ratio, distribution, stages, bound, workspac
     np.testing.assert_array_equal(out.get(), total)
     seen = float(place.seen(np.asarray(threshold)))
     assert bound.get()[0] == next_bound(workspace, before, estimate.candidates.item(), taken.size, seen)
-    assert estimate.nonzero.item() == np.count_nonzero(total)
-    assert estimate.finite.item() == np.isfinite(total).all()
-    if estimate.finite.item():
-        with np.errstate(over="ignore"):
-            sums = place.seen(magnitudes).sum(dtype=np.float64), np.square(place.seen(total), dtype=np.float64).sum()
-        np.testing.assert_allclose([estimate.total.item(), estimate.energy.item()], sums, rtol=1e-10)
+    check_statistics(place, estimate, total)
     return estimate, taken
 
 

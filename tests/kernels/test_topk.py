@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 from device import emulator
-from device.kinds import largest, magnitude_words, next_bound, word_of
+from device.kinds import check_statistics, largest, magnitude_words, next_bound, word_of
 from marks import slow
 from mpicomp.kernels import cpu, gpu
 
@@ -41,11 +41,7 @@ def step(place, gradient, residual, bound, k, workspace, shift=0):
     seen = float(place.seen(smallest.view(dtype)))
     following = next_bound(workspace, before, candidates, k, seen)
     assert bound.get()[0] == following or (np.isnan(seen) and bound.get()[0] > bits_of(np.inf, dtype))
-    assert stats.finite.item() == np.isfinite(total).all()
-    if np.isfinite(total).all():
-        energy = np.square(place.seen(total), dtype=np.float64).sum()
-        np.testing.assert_allclose(stats.energy.item(), energy, rtol=1e-12)
-        assert stats.nonzero.item() == np.count_nonzero(total)
+    check_statistics(place, stats, total)
     return stats
 
 
