@@ -37,7 +37,6 @@ _START_BYTES = 4096  # bytes at the start of a file that hold its description
 _TREE_LIMIT = 20 << 20  # safetensors reads no header above 100 MB, and JSON within JSON grows
 _BLANK = "0" * 8  # in place of a CRC-32 that is not known yet: of four bytes, as hexadecimal digits
 _CHECKSUMS = "header_crc32", "crc32"
-_ENTRIES_BEFORE = 2  # of a file of an earlier version, which has no checksums
 _WAY_OUT = "where an older checkpoint was kept, moving this folder away loads that one"
 
 
@@ -83,7 +82,7 @@ def header_of(path: Path) -> Header | None:
         with open(path, "rb") as file:
             start = file.read(_START_BYTES)[8:]
         if not start.startswith(_START):
-            return RankFile(path).header  # rewritten by another tool
+            return None
         about, _ = json.JSONDecoder().raw_decode(start[len(_START) :].decode("ascii", "replace"))
         return _header(json.loads(about))
     except Exception:  # a file of another program may hold anything
@@ -248,9 +247,7 @@ class RankFile:
                 f"load_checkpoint: '{path}' has schema {schema!r} of mpicomp {wrote}, and mpicomp {__version__} reads "
                 f"schema {SCHEMA}; load it with that version"
             )
-        # Files without checksums have two entries in all; the names of the checksums may be damaged.
-        has_sums = len(self._metadata) > _ENTRIES_BEFORE or not self._metadata.keys().isdisjoint(_CHECKSUMS)
-        self._sums: dict[str, str] = self._guarded(self._checked_sums) if has_sums else {}
+        self._sums: dict[str, str] = self._guarded(self._checked_sums)
 
     def check(self, header: Header) -> "RankFile":
         """Return self, or raise the error of another header."""
@@ -277,7 +274,7 @@ class RankFile:
 
     def _read(self, leaf: Leaf) -> Any:
         stored = self._file.get_tensor(leaf.name)
-        if self._sums and _crc32(stored.reshape(-1).view(np.uint8)) != self._sums[leaf.name]:
+        if _crc32(stored.reshape(-1).view(np.uint8)) != self._sums[leaf.name]:
             raise self._error(f"cannot be read: {leaf.name} has changed since it was written")
         if leaf.kind == "tensor":
             torch = sys.modules.get("torch")

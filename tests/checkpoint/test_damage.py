@@ -8,7 +8,16 @@ import zlib
 
 import numpy as np
 import pytest
-from checkpoints import about, check_same, content, file_of, load, load_errors, save, save_errors, the_one, write_before
+from checkpoints import (
+    check_same,
+    content,
+    file_of,
+    load,
+    load_errors,
+    save,
+    save_errors,
+    the_one,
+)
 from marks import slow
 from safetensors.numpy import save_file
 
@@ -219,33 +228,3 @@ def test_checksums_are_those_of_other_tools(tmp_path):
     whole = path.read_bytes()[8:start]
     blank = whole.replace(metadata["header_crc32"].encode(), b"00000000")
     assert metadata["header_crc32"] == f"{zlib.crc32(blank):08x}"
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_checkpoints_from_before_are_loaded(tmp_path, ranks):
-    def state(rank):
-        kept = {"array": "state['r']['residuals']['w']", "dtype": "float32", "shape": [2, 2]}
-        reducer = [["schema", 1], ["step", 5], ["residuals", {"dict": [["w", kept]]}], ["velocities", {"dict": []}]]
-        high = {"array": "state['high']", "dtype": ">f8", "shape": [2]}
-        return {"dict": [["r", {"dict": reducer}], ["high", high], ["place", {"tuple": [rank, None, "x"]}]]}
-
-    for rank in range(2):
-        arrays = [
-            ("state['r']['residuals']['w']", "F32", np.full((2, 2), 1 + rank, "<f4")),
-            ("state['high']", "U8", np.frombuffer(np.array([rank, 0.5], ">f8").tobytes(), "u1")),
-        ]
-        write_before(file_of(tmp_path, rank, 12), about(checkpoint=12, ranks=2, rank=rank), state(rank), arrays)
-    before = content(tmp_path)
-    for rank, loaded in enumerate(load(tmp_path, ranks)):
-        old = rank * 2 // ranks
-        residual = 1.5 if ranks == 1 else 1.0 + old
-        expected = {
-            "r": {"schema": 1, "step": 5, "residuals": {"w": np.full((2, 2), residual, "f4")}, "velocities": {}},
-            "high": np.array([old, 0.5], ">f8"),
-            "place": (old, None, "x"),
-        }
-        check_same(loaded, expected)
-    assert content(tmp_path) == before
-    save(tmp_path, [{"epoch": 1}])
-    assert load(tmp_path) == [{"epoch": 1}]
-    assert len(list(tmp_path.iterdir())) == 1

@@ -1,12 +1,11 @@
 """Folders that mpicomp did not make: nothing in them is removed, renamed, loaded or numbered after."""
 
-import json
 import os
 import shutil
 
 import numpy as np
 import pytest
-from checkpoints import about, content, file_of, load, load_errors, names, save, save_errors, the_one, write_before
+from checkpoints import about, content, file_of, load, load_errors, names, save, save_errors, the_one, write_by_hand
 from safetensors.numpy import save_file
 
 
@@ -138,7 +137,7 @@ def test_half_written_ones_that_hold_more_are_left_alone(tmp_path, alone, text):
     part = tmp_path / "00000002.part"
     save(tmp_path / "other", [{}])
     if not alone:
-        write_before(part / "rank-00001.safetensors", about(checkpoint=2, ranks=2, rank=1))
+        write_by_hand(part / "rank-00001.safetensors", about(checkpoint=2, ranks=2, rank=1))
     part.mkdir(exist_ok=True)
     (part / "rank-00000.safetensors").write_bytes(text)
     before = tree_of(part)
@@ -149,23 +148,8 @@ def test_half_written_ones_that_hold_more_are_left_alone(tmp_path, alone, text):
     assert names(tmp_path)[0] == "00000002.part"
 
 
-def test_save_removes_checkpoints_of_earlier_versions(tmp_path):
-    for number in (1, 2):
-        path = file_of(tmp_path, 0, number)
-        write_before(path, about(checkpoint=number), {"dict": [["epoch", number]]})
-    write_before(tmp_path / "00000003.part" / "rank-00000.safetensors", about(checkpoint=3))
-    assert load(tmp_path) == [{"epoch": 2}]
-    save(tmp_path, [{"epoch": 3}], keep=2)
-    assert names(tmp_path) == ["00000002", "00000004"]
-    path = tmp_path / "00000002" / "rank-00001.safetensors"
-    # Another tool writes the keys in another order.
-    save_file({"w": np.zeros(3)}, path, {"a": "b", "mpicomp": json.dumps(about(checkpoint=2, ranks=2, rank=1))})
-    save(tmp_path, [{"epoch": 4}])
-    assert names(tmp_path) == ["00000005"]
-
-
 def test_checkpoints_of_later_versions_are_left_alone_and_said(tmp_path):
-    write_before(file_of(tmp_path, 0, 3), {"schema": 7, "mpicomp": "9.1"})
+    write_by_hand(file_of(tmp_path, 0, 3), {"schema": 7, "mpicomp": "9.1"})
     assert "has schema 7 of mpicomp 9.1" in the_one(load_errors(tmp_path, 2))
     save(tmp_path, [{"epoch": 4}])
     assert names(tmp_path) == ["00000003", "00000004"]

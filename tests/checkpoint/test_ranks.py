@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import about, check_same, file_of, gradients, load, names, save, save_errors, the_one, write_before
+from checkpoints import about, check_same, file_of, gradients, load, names, save, save_errors, the_one, write_by_hand
 from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Ranks
@@ -212,13 +212,13 @@ def test_damaged_file_is_one_error_over_mpi(comm, tmp_path, damage):
                 whole = path.read_bytes()
                 path.write_bytes(whole[:-20] + bytes([whole[-20] ^ 4]) + whole[-19:])
             case "token":
-                write_before(path, value | {"token": 2**63})
+                write_by_hand(path, value | {"token": 2**63})
             case "deep header":
-                write_before(path, deep)
+                write_by_hand(path, deep)
             case "deep tree":
-                write_before(path, value, deep)
+                write_by_hand(path, value, deep)
             case "ranks":
-                write_before(file_of(folder, 0), value | {"ranks": 2**40, "rank": 0})
+                write_by_hand(file_of(folder, 0), value | {"ranks": 2**40, "rank": 0})
     comm.Barrier()
     with pytest.raises(CheckpointError, match=r"rank-[0-9]+.safetensors'") as raised:
         mpicomp.load_checkpoint(folder, comm)
