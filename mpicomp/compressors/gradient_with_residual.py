@@ -238,7 +238,7 @@ class GradientWithResidual:
         moments: cpu.Moments | None = None
         if not self._pieces:
             out[start:stop] = 0
-        gathers = bool(self._pieces) and getattr(kernels, "GATHERS", False)
+        gathers = kernels is not cpu and bool(self._pieces) and getattr(kernels, "GATHERS", False)
         for offset, gradient in [(0, self._gathered(out))] if gathers else self._pieces:
             low, high = max(start, offset), min(stop, offset + gradient.size)
             if low >= high:

@@ -128,7 +128,8 @@ def largest_of_parts(
         Valid until the next call for the same bucket.
     """
     whole = len(parts) == 1 and parts[0][1] - parts[0][0] == accumulated.numel
-    if whole and not accumulated.is_computed and hasattr(accumulated.kernels, "topk"):
+    kernels = accumulated.kernels
+    if kernels is not cpu and whole and not accumulated.is_computed and hasattr(kernels, "topk"):
         return _fused(accumulated, context, parts[0][2])
     memory, dtype = context.memory, accumulated.dtype
     bounds, before = memory.get("bounds", ()), memory.get("thresholds", ())

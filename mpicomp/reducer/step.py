@@ -124,7 +124,8 @@ class Step:
         reducer, record, frozen = self._reducer, self._record, self._extra.frozen
         transport, planner = self._transport, reducer.planner
         timer = transport.timer
-        self._memories.append((bucket, _copied(bucket.memory) if bucket.memory else {}))
+        nested = dict in map(type, bucket.memory.values())
+        self._memories.append((bucket, _copied(bucket.memory) if nested else dict(bucket.memory)))
         if self._damaged is not None:
             gradients = None  # so that the others receive it
         begin = timer()

@@ -12,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -123,7 +123,9 @@ class MPITransport(Transport):
         return received(pending.task)
 
     def perform(self, task: Round) -> NDArray[Any]:
-        channel, watch = self._channel(task), self._watch
+        if self._refusal is not None or self._pool.over or self._pool.abandoned:
+            self._refuse()
+        channel, watch = (self._back if task.background else self._front)[task.group], self._watch
         if watch is not None:
             watch.begin(self, channel, channel.begun + 1, task.operation, self.user)
         try:
@@ -234,11 +236,15 @@ class MPITransport(Transport):
             self._pool.release(self._sets)
 
     def _channel(self, task: Round) -> Channel:
+        if self._refusal is not None or self._pool.over or self._pool.abandoned:
+            self._refuse()
+        return (self._back if task.background else self._front)[task.group]
+
+    def _refuse(self) -> NoReturn:
+        """Raise the reason for which no round can begin."""
         if self._refusal is not None or self._pool.over:
             raise ClosedError(self._refusal or "mpi: MPI has come to its end on this rank; nothing can be exchanged")
-        if self._pool.abandoned:
-            raise RankFailedError("mpi: a rank has died")
-        return (self._back if task.background else self._front)[task.group]
+        raise RankFailedError("mpi: a rank has died")
 
     def _with_sums(self, group: Group) -> Group:
         """Return the group, with whether its sums are identical, the same for all groups of a name. Collective."""
