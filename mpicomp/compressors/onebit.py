@@ -23,29 +23,27 @@ class SignQuantiser(Quantiser):
         """Return the number of elements that share a magnitude, a multiple of 64."""
 
     def packed_bytes(self, numel: int) -> int:
-        return 8 * (-(-numel // SIGNS) + -(-self._blocks(numel) // 2))
+        blocks = -(-numel // self.block_of(numel))
+        return 8 * (-(-numel // SIGNS) + -(-blocks // 2))
 
     def pack(self, array: Floats, message: Bytes, sent: Floats, key: int) -> float:
         message[-8:] = 0  # padding
-        words, scales = self._parts(message, array.size)
-        return kernels.pack_signs(array, self.block_of(array.size), scales, words, sent)
+        words, scales, block = self._parts(message, array.size)
+        return kernels.pack_signs(array, block, scales, words, sent)
 
     def unpack(self, message: Bytes, out: Floats) -> None:
-        words, scales = self._parts(message, out.size)
-        kernels.unpack_signs(scales, words, self.block_of(out.size), out)
+        words, scales, block = self._parts(message, out.size)
+        kernels.unpack_signs(scales, words, block, out)
 
     def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
-        words, scales = self._parts(message, out.size)
-        kernels.unpack_signs_add(scales, words, self.block_of(out.size), factor, out)
+        words, scales, block = self._parts(message, out.size)
+        kernels.unpack_signs_add(scales, words, block, factor, out)
 
-    def _blocks(self, numel: int) -> int:
-        return -(-numel // self.block_of(numel))
-
-    def _parts(self, message: Bytes, numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-        """Return a message's words of signs, and the magnitudes after them."""
+    def _parts(self, message: Bytes, numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32], int]:
+        """Return a message's words of signs, the magnitudes after them, and the elements of each."""
         self.check_length(message, numel)
-        end = 8 * -(-numel // SIGNS)
-        return message[:end].view(np.uint64), message[end:].view(np.float32)[: self._blocks(numel)]
+        end, block = 8 * -(-numel // SIGNS), self.block_of(numel)
+        return message[:end].view(np.uint64), message[end:].view(np.float32)[: -(-numel // block)], block
 
 
 @register

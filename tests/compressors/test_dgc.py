@@ -87,8 +87,8 @@ def test_dgc_momentum_masking_and_clipping_are_the_papers(ranks, momentum, neste
 
 
 def test_dgc_clips_by_the_norm_of_all_arrays():
-    together = Ranks(1, DGC(ratio=1.0, clip=1.0), bucket_bytes=1)
-    [means] = together.reduce([{"a": np.array([3.0, 0.0]), "b": np.array([4.0])}])
+    ranks = Ranks(1, DGC(ratio=1.0, clip=1.0), bucket_bytes=1)
+    [means] = ranks.reduce([{"a": np.array([3.0, 0.0]), "b": np.array([4.0])}])
     np.testing.assert_allclose(means["a"], [0.6, 0.0], rtol=1e-12)
     np.testing.assert_allclose(means["b"], [0.8], rtol=1e-12)
 

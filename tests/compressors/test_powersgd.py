@@ -1,5 +1,7 @@
 """PowerSGD against a slow reading of the paper."""
 
+import itertools
+
 import numpy as np
 import pytest
 from networks import Link
@@ -91,7 +93,7 @@ TWINS = {"a.w": (8, 12), "a.b": (8,), "b.w": (8, 12), "b.b": (8,), "c.w": (8, 12
 def test_powersgd_batch_of_matrices_equals_each_alone(rank):
     """A step of a bucket of several, some of which begin at equal distances, from factors that are known."""
     compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=1, iterations=2)
-    means, _ = run(compressor, 2, 3, make=lambda step, r: gradients(step, r, TWINS))
+    means, after = run(compressor, 2, 3, make=lambda step, r: gradients(step, r, TWINS))
     _, before = run(compressor, 2, 2, make=lambda step, r: gradients(step, r, TWINS))
     factors = before[0].state_dict()["memories"]["a.w"]["factors"]
     for name, factor in zip([name for name in TWINS if name.endswith("w")], factors, strict=True):
@@ -100,6 +102,14 @@ def test_powersgd_batch_of_matrices_equals_each_alone(rank):
             basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices], axis=0))
             factor = np.mean([matrix.T @ basis for matrix in matrices], axis=0)
         np.testing.assert_allclose(means[2][name], basis @ factor.T, rtol=1e-3, atol=1e-4)
+    for name in ("a.b", "b.b"):  # sent whole
+        expected = np.mean([gradients(2, r, TWINS)[name] for r in range(2)], axis=0)
+        np.testing.assert_allclose(means[2][name], expected, rtol=1e-6, atol=1e-7)
+    energy, left = 0.0, 0.0
+    for name, rank in itertools.product(TWINS, range(2)):
+        energy += np.square(gradients(2, rank, TWINS)[name] + before[rank].residual(name), dtype=np.float64).sum()
+        left += np.square(after[rank].residual(name), dtype=np.float64).sum()
+    assert after[0].last_step.buckets[0].gain == pytest.approx(1 - left / energy, rel=1e-5)
     assert [stack.count for stack in stacked(compressor.bind(*described(TWINS)).matrices)] == [3, 1, 1]
 
 
@@ -195,7 +205,7 @@ def test_powersgd_shapes_may_change_without_feedback():
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
 def test_powersgd_rank_that_changes_keeps_known_columns(before, after):
-    """The columns that both ranks have are those of the step before, so that nothing begins anew."""
+    """The columns that both ranks have are those of the step before."""
     matrix = np.diag([8.0, 4, 2, 1, 0.5, 0.25]).astype(np.float32)
     memory = {}
     for step, rank in enumerate([before] * 30 + [after]):

@@ -48,7 +48,7 @@ def python(tmp_path_factory):
 
 @pytest.fixture
 def mpicomp(python, tmp_path, clean_environ):
-    """Run the command in a folder of its own, as so many ranks, and return what it has printed."""
+    """Run the command in a temporary folder, as so many ranks, and return its output."""
 
     def start(*words, ranks=1, env=None):
         command, settings = run.launcher()

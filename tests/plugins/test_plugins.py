@@ -39,7 +39,7 @@ def plugin(tmp_path):
 
 @pytest.fixture
 def python(tmp_path):
-    """Run code in a process of its own, outside the checkout."""
+    """Run code in another process, outside the checkout."""
 
     def start(code, plugins=(), path=(), status=0):
         env = os.environ | {
@@ -151,17 +151,17 @@ def test_registered_names_differ_from_built_in_ones(plugin, python):
 
 def installed(folder, points):
     """Make a package that was installed, with entry points."""
-    info = folder / "own-1.0.dist-info"
+    info = folder / "plugin-1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
     lines = [f"{name} = {module}" for name, module in points.items()]
     (info / "entry_points.txt").write_text("[mpicomp.plugins]\n" + "\n".join(lines) + "\n")
 
 
 def test_entry_point_is_found_and_a_broken_one_warns(plugin, python, tmp_path):
-    plugin(file="site/own_package/__init__.py")
+    plugin(file="site/plugin_package/__init__.py")
     (tmp_path / "site" / "broken_package.py").write_text("import nothing_of_that_name")
-    installed(tmp_path / "site", {"broken": "broken_package", "gone": "gone_package", "good": "own_package:Mine"})
+    installed(tmp_path / "site", {"broken": "broken_package", "gone": "gone_package", "good": "plugin_package:Mine"})
     done = python(MADE, path=[tmp_path / "site"])
     assert "Mine" in done.stdout
     assert done.stderr.count("UserWarning") == 2

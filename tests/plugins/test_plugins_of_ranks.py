@@ -46,7 +46,7 @@ sys.exit(main([word.replace("RANK", str(launcher.detect().rank)) for word in sys
 
 @pytest.fixture
 def files(tmp_path):
-    """Two plugins of one name that differ, in folders of their own, and a copy of the first one."""
+    """Two plugins of one name that differ, in separate folders, and a copy of the first one."""
     paths = [tmp_path / folder / "mine.py" for folder in ("first", "other", "copy")]
     for path, text in zip(paths, (PLUGIN, PLUGIN + "more = 1\n", PLUGIN), strict=True):
         path.parent.mkdir()
