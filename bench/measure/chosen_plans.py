@@ -15,7 +15,7 @@ from mpicomp.reducer import StepRecord
 
 
 def kept_share(record: StepRecord) -> float:
-    """Return the kept fraction of all buckets together."""
+    """Return the kept fraction of all buckets."""
     numel = sum(bucket.numel for bucket in record.buckets)
     return sum(bucket.ratio_reached * bucket.numel for bucket in record.buckets) / max(1, numel)
 
@@ -151,7 +151,7 @@ def chosen_table(plans: Sequence[Ran], layers: Sequence[Layer]) -> str:
     lines = [plain(("what was run", "collective", "of the steps"), rows, (True, True, False))]
     if len(plans) > _PLANS:
         rest = sum(plan.share for plan in plans[_PLANS:])
-        lines.append(f"  and {len(plans) - _PLANS} more, {100 * rest:.1f} % together")
+        lines.append(f"  and {len(plans) - _PLANS} more, {100 * rest:.1f} % in all")
     largest = sorted(sorted(layers, key=lambda layer: -layer.numel)[:_LAYERS], key=layers.index)
     cells = [(f"  {each.name}", f"{each.numel:,}", f"{each.ratio:.3g}", _gain(each)) for each in largest]
     lines.append(plain(("layer", "elements", "ratio", "gain"), cells, (True, False, False, False)))

@@ -54,7 +54,7 @@ class Progress:
         """Show a finished step with its plans, and the quality on held-out data where it was measured."""
         if not self._visible:
             return
-        text = f"loss {loss:.3f}  {seconds:.3f} s a step  {_megabytes(record.wire_bytes)} on the wire"
+        text = f"loss {loss:.3f}  {seconds:.3f} s a step  {record.wire_bytes / 1e6:.3g} MB on the wire"
         text += f"  {in_short(record)}"
         if quality is not None:
             text += f"  held-out {quality:.3f}"
@@ -77,7 +77,3 @@ class Progress:
     def evaluating(self) -> None:
         if self._visible:
             print("measuring on held-out data ...", flush=True)
-
-
-def _megabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.3g} MB"

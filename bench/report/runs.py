@@ -332,7 +332,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
         if run.outcome and run.recorded and run.outcome["steps"] != run.recorded.step.size:
             raise ConfigurationError(
                 f"report: the files of '{run.name}' are of different runs: --json has {run.outcome['steps']} "
-                f"steps, --metrics {run.recorded.step.size}; give the files of each run a name of their own"
+                f"steps, --metrics {run.recorded.step.size}; name the files of each run differently"
             )
     tasks = {run.outcome["task"]: run.name for run in runs if run.outcome}
     if len(tasks) > 1:

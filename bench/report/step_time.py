@@ -184,8 +184,8 @@ def ranks(runs: Sequence[Run]) -> Section | None:
         words = "about as often as chance would have it" if by_chance else "so it holds the others up"
         points.append(f"{run.titled('rank')} {slow['rank']} in {percent(slow['slowest'])} of the steps, {words}.")
     words = (
-        "All ranks' steps end together, so the slowest is the one that is busy longest outside the exchange, where the "
-        "others wait for it."
+        "All ranks end a step at the same time. The slowest is the one that is busy longest outside the exchange; the "
+        "others wait for it there."
     )
     return Section("ranks", "The slowest rank", words, [_busy_ranks(run) for run in runs], points)
 

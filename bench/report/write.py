@@ -119,7 +119,7 @@ def _differences(runs: Sequence[Run]) -> str:
         values = {run.name: run.outcome[key] for run in runs if run.outcome and key in run.outcome}
         if len(set(map(str, values.values()))) > 1:
             differ.append(f"{key} ({', '.join(f'{name} {value}' for name, value in values.items())})")
-    note = "One run of each: what differs by chance, runs of other seeds would tell."
+    note = "One run of each: only runs of other seeds show what differs by chance."
     return f"The runs differ in {listed(differ)}, too. {note}" if differ else note
 
 

@@ -60,7 +60,7 @@ class Scripted:
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Return a function that measures plans of given seconds and gives the rows by collective."""
+    """Return a function that measures plans of scripted seconds and returns the rows by collective."""
 
     def start(dense, topk=None, auto=None, expected=None, limit_s=10.0):
         seconds = {f"dense {name}": times for name, times in dense.items()}

@@ -81,7 +81,7 @@ def test_stopped_training_resumes_with_the_same_bits(comm, shared_folder, update
     second, lines = run(comm, shared_folder, "stopped", updates)
     assert second.resumed_at == stopped
     assert [line["step"] for line in lines] == list(range(STEPS))
-    if updates is LATE:  # a checkpoint brings together what is under way, and so exchanges at another step
+    if updates is LATE:  # a checkpoint completes exchanges under way, and so exchanges at another step
         return
     assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
     if comm.rank == 0:

@@ -238,7 +238,7 @@ def test_signal_leaves_nothing_behind(lab, number):
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs the command unshare")
 @pytest.mark.parametrize("number", ["TERM", "KILL"])
 def test_temporary_files_are_removed(lab, number):
-    # In a /tmp of its own, for on a busy machine nobody could tell whose files come and go there. Compiled functions
+    # In a private /tmp: on a busy machine other programs' files come and go. Compiled functions
     # are there to stay.
     command = shlex.join([*lab_command("--hosts", "2", "--ppn", "2"), "--", "python", PROGRAMS, "wait", "x"])
     script = (

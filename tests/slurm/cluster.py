@@ -62,7 +62,7 @@ exec sleep infinity
 
 
 def reason_without_slurm():
-    """Say why there can be no cluster here, or give None."""
+    """Return why there can be no cluster here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux"
     missing = [name for name in (*PROGRAMS, "unshare") if shutil.which(name) is None]

@@ -25,7 +25,7 @@ class Ended:
 
 
 def submit(slurm, folder, template, *options, meanwhile=lambda number: None, **knobs):
-    """Submit a template from a folder, which is made where it is not there, and give what came of it.
+    """Submit a template from a folder, which is made if missing, and return the result.
 
     `meanwhile` gets the job's number and is called until all is over.
     """

@@ -1,4 +1,4 @@
-"""What the doctor says under srun that was started in a wrong way, and that the line it gives is the right one."""
+"""The doctor's problems under a wrong srun, and that the command of the fix works."""
 
 import json
 import shlex

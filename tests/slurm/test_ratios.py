@@ -1,4 +1,4 @@
-"""The template as it is shipped: a job array whose tasks come together in one table."""
+"""The template as it is shipped: a job array whose tasks write one table."""
 
 import csv
 import json

@@ -219,5 +219,5 @@ def test_failed_script_is_not_requeued(slurm, stand_in, tmp_path):
     knobs = {"SCRIPT": "fails.py", "VENV": stand_in, "LAUNCH": "none"}
     job = submit(slurm, tmp_path, "train_requeue.sbatch", **knobs)
     assert (job.states, job.restarts) == (["FAILED"], 0)
-    # The first rank that fails ends the others, which srun may tell as their status: 128 and SIGTERM.
+    # The first rank that fails ends the others, which srun may report as their status: 128 and SIGTERM.
     assert job.statuses in ([3], [143]), job.printed

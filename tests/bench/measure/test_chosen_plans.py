@@ -141,6 +141,6 @@ def test_table_of_many_plans_is_short():
         choices.add(record(bucket(names, 4000, 400, mpicomp.TopK(ratio=0.1 / (1 + step)))))
     lines = chosen_table(choices.plans(), choices.layers(choices.sums()[None])).splitlines()
     assert sum("TopK" in line for line in lines) == 8
-    assert "  and 4 more, 33.3 % together" in lines
+    assert "  and 4 more, 33.3 % in all" in lines
     assert sum("  layer" in line for line in lines) == 24
     assert lines[-1] == "  and 16 smaller ones"

@@ -33,7 +33,7 @@ class Clock:
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Return a function that gives the best of collectives that take seconds, and how often each was called."""
+    """Return a function that returns the best of scripted collectives, and how often each was called."""
 
     def start(**seconds):
         clock = Clock(monkeypatch, seconds)

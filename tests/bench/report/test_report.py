@@ -165,7 +165,7 @@ def test_verdict_ranks_runs_by_quality(tmp_path):
     assert sentences[0].endswith("; quick does not reach it.")
     assert sentences[1] == "Held-out accuracy in the end, higher is better: auto 0.97, dense 0.97 and quick 0.6."
     assert sentences[2].startswith("A step takes, and sends from a rank: quick 1 ms and")
-    assert sentences[3] == "One run of each: what differs by chance, runs of other seeds would tell."
+    assert sentences[3] == "One run of each: only runs of other seeds show what differs by chance."
 
 
 def test_verdict_has_the_seconds_to_the_reference(tmp_path):
