@@ -203,17 +203,10 @@ def _read(folder: Path, header: Header, group: Group) -> Any:
 
 
 def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
-    """Return the share of each old rank's residual that a new rank takes.
+    """Return the share of each of the ``written`` ranks' residuals in that of a new rank.
 
-    Old and new ranks share the line from 0 to 1 evenly, and weigh as much as their parts overlap. What a rank takes
-    sums to 1, so that the mean over ranks stays what it was: that is what error feedback has still to deliver.
-
-    Parameters
-    ----------
-    rank, ranks : int
-        The new rank, and the number of new ranks.
-    written : int
-        The number of ranks that wrote the checkpoint.
+    Old and new ranks share the line from 0 to 1 evenly, and weigh as much as their parts overlap. Shares of a rank sum
+    to 1, so that the mean over ranks, which error feedback has still to deliver, stays the same.
 
     Examples
     --------

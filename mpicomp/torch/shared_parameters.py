@@ -218,7 +218,7 @@ class SharedParameters(ExtraExchange):
         self.fresh = bool(state["fresh"])
         self._compared = False
         self._outer, self._outer_state = None, state["outer"]
-        self.load_moments(state.get("second_moments"))
+        self.load_moments(state["second_moments"])
 
     def load_moments(self, state: Mapping[str, Any] | None) -> None:
         """Load shared second moments; None begins with those in the optimizer's state."""
