@@ -1,7 +1,7 @@
 """Exact selection of the largest magnitudes; equal ones go to the lowest index."""
 
 import numpy as np
-from mpicomp.kernels.cpu.bits import as_bits, mask_of
+from mpicomp.kernels.cpu.bits import MASKS, as_bits
 from mpicomp.kernels.cpu.compile import Floats, Indices, kernel
 from numpy.typing import NDArray
 
@@ -18,7 +18,7 @@ def kth_magnitude(array: Floats, k: int) -> int:
     A radix selection takes 2 or 3 sweeps for float32, 4 or 6 for float64.
     """
     digit = _LARGE_DIGIT if array.size >= _LARGE else _DIGIT
-    return int(_kth_magnitude(as_bits(array), mask_of(array.dtype), k, digit))
+    return int(_kth_magnitude(as_bits(array), MASKS[array.dtype], k, digit))
 
 
 def select_largest(array: Floats, threshold: int, indices: Indices, values: Floats) -> None:
@@ -26,7 +26,7 @@ def select_largest(array: Floats, threshold: int, indices: Indices, values: Floa
 
     ``threshold`` is what `kth_magnitude` returned for ``k = indices.size``.
     """
-    mask = mask_of(array.dtype)
+    mask = MASKS[array.dtype]
     _select_largest(array, None, as_bits(array), mask, mask.dtype.type(threshold), indices, values)
 
 
@@ -42,11 +42,11 @@ def select_candidates(
 
     ``scratch`` has the size and dtype of ``bits``. Return the magnitude bits of the smallest selected element.
     """
-    k = indices.size
     scratch[:] = bits
-    scratch.partition(scratch.size - k)
-    threshold = scratch[scratch.size - k]
-    _select_largest(array, index, bits, mask_of(array.dtype), threshold, indices, values)
+    kth = bits.size - indices.size
+    scratch.partition(kth)
+    threshold = scratch[kth]
+    _select_largest(array, index, bits, MASKS[array.dtype], threshold, indices, values)
     return int(threshold)
 
 
