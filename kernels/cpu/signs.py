@@ -64,7 +64,7 @@ def _pack_signs(array, bits, block, scales, words, sent):  # type: ignore[no-unt
         if not left < 0:  # both were rounded; NaN stays
             lost += left
         if sent is not None:
-            _write(words_of_block, array.dtype.type(single), sent[start : start + block])
+            _write(words_of_block, array.dtype.type(single), sent[start : start + block], None)
     return lost
 
 
@@ -82,29 +82,21 @@ def _signs(bits, words):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _write(words, value, out):  # type: ignore[no-untyped-def]
+def _write(words, value, out, add):  # type: ignore[no-untyped-def]
     whole = out.size // LANES
     for w in range(whole):
-        put_signed(out, w * LANES, words[w], value)
+        if add is None:
+            put_signed(out, w * LANES, words[w], value)
+        else:
+            add_signed(out, w * LANES, words[w], value)
     for i in range(whole * LANES, out.size):
-        out[i] = -value if words[whole] >> np.uint64(i % LANES) & np.uint64(1) else value
-
-
-@kernel
-def _add(words, value, out):  # type: ignore[no-untyped-def]
-    whole = out.size // LANES
-    for w in range(whole):
-        add_signed(out, w * LANES, words[w], value)
-    for i in range(whole * LANES, out.size):
-        out[i] += -value if words[whole] >> np.uint64(i % LANES) & np.uint64(1) else value
+        signed = -value if words[whole] >> np.uint64(i % LANES) & np.uint64(1) else value
+        out[i] = signed if add is None else out[i] + signed
 
 
 @kernel
 def _unpack_signs(scales, words, block, factor, out):  # type: ignore[no-untyped-def]
     for number in range(scales.size):
         start = number * block
-        part, words_of_block = out[start : start + block], words[start // LANES : (start + block) // LANES]
-        if factor is None:
-            _write(words_of_block, out.dtype.type(scales[number]), part)
-        else:
-            _add(words_of_block, out.dtype.type(factor * scales[number]), part)
+        value = out.dtype.type(scales[number] if factor is None else factor * scales[number])
+        _write(words[start // LANES : (start + block) // LANES], value, out[start : start + block], factor)

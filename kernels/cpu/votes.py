@@ -60,4 +60,4 @@ def _majority(votes, out):  # type: ignore[no-untyped-def]
 
 @kernel
 def _unpack_votes(words, value, out):  # type: ignore[no-untyped-def]
-    _write(words, value, out)
+    _write(words, value, out, None)

@@ -13,6 +13,17 @@ DEVICE Places places_of(i64 word, i64 words, i64 fields) {
   return {start * fields + word - start, smaller(SPAN, words - start)};
 }
 
+// Calls `visit` with the place of each element of a word and the lowest bit of its field.
+template <typename F>
+DEVICE void for_each_field(i64 word, i64 words, i64 fields, i64 width, i64 size, F visit) {
+  const Places places = places_of(word, words, fields);
+  for (i64 field = 0; field < fields; ++field) {
+    const i64 i = places.first + field * places.distance;
+    if (i >= size) break;
+    visit(i, field * width);
+  }
+}
+
 // From 0 to below 1.
 DEVICE float share_of(u32 index, u32 low, u32 high) {
   return (float)(draw(index, low, high) >> 8) * 5.9604644775390625e-8f;
@@ -52,14 +63,11 @@ KERNEL unpack_fields(
     i64 size) {
   const u64 mask = ((u64)1 << width) - 1;
   for (const i64 w : grid_stride(count)) {
-    const Places places = places_of(w, count, fields);
     const u64 word = words[w];
-    for (i64 field = 0; field < fields; ++field) {
-      const i64 i = places.first + field * places.distance;
-      if (i >= size) break;
-      const i64 total = (i64)(word >> (field * width) & mask) - offset;
+    for_each_field(w, count, fields, width, size, [&](i64 i, i64 shift) {
+      const i64 total = (i64)(word >> shift & mask) - offset;
       out[i] = as_word((Real)total * as_real(factors[levels ? levels[i] : 0]));
-    }
+    });
   }
 }
 
@@ -82,12 +90,9 @@ KERNEL pack_out_of_range(
 KERNEL resolve_levels(const u64* words, i64 count, i64 fields, i64 width, i64 level, u8* levels, i64 size) {
   const u64 mask = ((u64)1 << width) - 1;
   for (const i64 w : grid_stride(count)) {
-    const Places places = places_of(w, count, fields);
     const u64 word = words[w];
-    for (i64 field = 0; field < fields; ++field) {
-      const i64 i = places.first + field * places.distance;
-      if (i >= size) break;
-      if ((word >> (field * width) & mask) == 0) levels[i] = (u8)level;
-    }
+    for_each_field(w, count, fields, width, size, [&](i64 i, i64 shift) {
+      if ((word >> shift & mask) == 0) levels[i] = (u8)level;
+    });
   }
 }
