@@ -3,7 +3,7 @@ import copy
 import numpy as np
 import oracle
 import pytest
-from sketches import cells_of, estimates_of, table_of
+from oracle import cells_of, estimates_of, table_of
 from worlds import Ranks
 
 import mpicomp

@@ -6,7 +6,7 @@ import pytest
 from device.kinds import with_specials
 from mpicomp.kernels import cpu
 from mpicomp.kernels.gpu.products import PART, ROWS
-from sketches import cells_of, estimates_of, table_of
+from oracle import cells_of, estimates_of, table_of
 
 SIZES = [0, 1, 7, 8, 257, 1023, 1024, 1025, 3000]
 KEY = 0x0123456789ABCDEF

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from replicas import Reference, adam, assert_replicas, assert_same, descent, distribute, gloo, square, train
-from uneven import UnevenPair
+from replicas import Reference, UnevenPair, adam, assert_replicas, assert_same, descent, distribute, gloo, square, train
 
 import mpicomp
 from mpicomp.errors import ConfigurationError

@@ -5,20 +5,24 @@ import pytest
 import torch
 from marks import slow
 from replicas import (
+    BATCHES,
     Branches,
+    UnevenPair,
     Words,
     assert_replicas,
+    assert_same_state,
     batch,
     branches_loss,
     descent,
     distribute,
+    loop,
     network,
     sgd,
     square,
+    steps_of,
     train,
     words_loss,
 )
-from uneven import BATCHES, UnevenPair, assert_same_state, loop, steps_of
 
 import mpicomp
 from mpicomp.errors import DisagreementError

@@ -6,8 +6,7 @@ import pytest
 import torch
 from counted import Count
 from marks import slow
-from replicas import assert_replicas, distribute, network, square, train
-from uneven import BATCHES, loop, steps_of
+from replicas import BATCHES, assert_replicas, distribute, loop, network, square, steps_of, train
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError

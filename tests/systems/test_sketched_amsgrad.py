@@ -1,7 +1,7 @@
 import numpy as np
 import oracle
 import pytest
-from sketches import estimates_of, table_of
+from oracle import estimates_of, table_of
 
 import mpicomp
 from mpicomp.compressors import Context
