@@ -334,7 +334,7 @@ except {caught}:
         slow(BROKEN.format(then="mpicomp.Reducer('dense').reduce({'w': np.ones(4)})"), "MemoryError: no memory left"),
         (CONSTRUCTOR.format(caught="()", then="pass"), "ZeroDivisionError: in my compressor"),
         slow(CONSTRUCTOR.format(caught="ZeroDivisionError", then="sys.exit(0)"), "ZeroDivisionError: in my compressor"),
-        slow(CONSTRUCTOR.format(caught="ZeroDivisionError", then="sys.exit(2)"), "status 2"),
+        slow(CONSTRUCTOR.format(caught="ZeroDivisionError", then="sys.exit(2)"), "in my compressor|left with status 2"),
     ],
     ids=["steps", "exits", "sleeps", "makes a reducer", "constructor", "constructor, exits", "constructor, status 2"],
 )
@@ -342,7 +342,7 @@ def test_foreign_error_in_an_exchange_ends_the_job(job, body, said):
     """Also where it is caught: the next call of that rank would join the others in the middle of the step before."""
     ended = job(3, body)
     assert ended.returncode != 0
-    assert said in ended.stderr
+    assert re.search(said, ended.stderr)
 
 
 @pytest.mark.parametrize(
