@@ -148,7 +148,7 @@ def test_fetchsgd_step_that_agrees_first_counts_once():
     rng = np.random.default_rng(5)
     gradients = [[{"w": rng.normal(size=300)} for _ in range(2)] for _ in range(3)]
     for step, each in enumerate(gradients):
-        if step == 1:  # the other rank hears of it
+        if step == 1:  # the other rank knows of it
             world.world.run(
                 [
                     r.rounds(g, absent=["w"] * (rank == 0))
