@@ -227,7 +227,7 @@ class Bucket:
         return GradientWithResidual(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
-        """Return the squared L2 norm of gradients; overwrites where `accumulate` puts its sum."""
+        """Return the squared L2 norm of gradients; overwrites the sum of `accumulate`."""
         pieces = [(offset, self.device.to_device(array)) for offset, array in zip(self.offsets, gradients, strict=True)]
         with self.device.active():
             return GradientWithResidual(self._accumulated, None, pieces, threads=self.threads).energy

@@ -38,7 +38,7 @@ class Reducer:
     To rounding, over all ranks: sum of ``gradient + residual before`` equals ``ranks x mean`` plus sum of ``residual
     after``. The mean has the same bits on every rank.
 
-    Creating one and `reduce` are collective over ``comm``; `close`, and the end of a ``with`` block, waits for nobody.
+    Creating one and `reduce` are collective over ``comm``; `close`, and the end of a ``with`` block, wait for no rank.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class Reducer:
         self.transport = connect(comm)
         self._generation = self.transport.generation
         self._past: list[Layout] = []  # whose arrays MPI may still know, of ranks that have died
-        self.number = next(_numbers)  # tells reducers of this process apart
+        self.number = next(_numbers)  # among the reducers of this process
         self.last_step: StepRecord | None = None
         """The record of the last call of `reduce` on this rank; None before the first."""
         self.lost_ranks: list[int] = []  # that have died since the last step, by their numbers in the whole job
@@ -151,7 +151,7 @@ class Reducer:
         self._user = self.transport.enter()
 
     def _configure(self, named: Policy | str | Mapping[str, Any] | None) -> None:
-        """Check settings and make all parts of the reducer; communicates with nobody."""
+        """Check settings and make all parts of the reducer; without communication."""
         plugins.load_all()
         if not callable(self._on_failure) and self._on_failure not in _ON_FAILURE:
             raise UnknownNameError("on_failure", str(self._on_failure), _ON_FAILURE)

@@ -12,19 +12,18 @@ from mpicomp.transport.connect import connect
 
 
 class TrainingReducer(Reducer):
-    """A reducer of a training loop, which knows what its optimizer does with means.
+    """A reducer of a training loop, which knows how its optimizer uses means.
 
     Parameters
     ----------
     *args, **settings
         Of `Reducer`.
     normalises : bool
-        Whether the optimizer divides the mean by the root of its mean square, as Adam does. What comes late then comes
-        in bursts that make its steps smaller, which ``auto``, and the warning of a compressor that falls behind, take
-        into account.
+        Whether the optimizer divides the mean by the root of its mean square, as Adam does. Late gradients then arrive
+        in bursts that make its steps smaller, which ``auto`` and the warning of a slow compressor consider.
     local_steps : sequence of int
-        Steps that ranks may make by themselves from one call of `reduce` to the next, ascending, where they exchange
-        what these have changed. With more than one ``policy="auto"`` chooses; see `Reducer.local_steps`.
+        Numbers of local steps from one call of `reduce` to the next, ascending, if ranks exchange the updates of local
+        steps. Of several, ``policy="auto"`` chooses one; see `Reducer.local_steps`.
     """
 
     def __init__(self, *args: Any, normalises: bool = True, local_steps: Sequence[int] = (1,), **settings: Any) -> None:
@@ -35,8 +34,8 @@ class TrainingReducer(Reducer):
 def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | None = None, comm: Any = None) -> Any:
     """Average one array over the ranks, compressed and without state: elements that are not sent are lost.
 
-    Collective over ``comm``. For something that is averaged again and again use a `Reducer`, which keeps what
-    was not sent, its buffers and its communicator.
+    Collective over ``comm``. To average arrays in every step use a `Reducer`, which keeps unsent elements, its buffers
+    and its communicator.
 
     Parameters
     ----------
@@ -60,7 +59,7 @@ def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | Non
     [3.0, -5.0, 1.0]
     """
     chosen = get_compressor("dense" if compressor is None else compressor)
-    # One array tells nothing about the next one: the collective is the first that fits.
+    # A single call has nothing to learn from: the collective is the first that fits.
     reducer = Reducer(chosen, fitting(chosen)[0], feedback=False, comm=_world() if comm is None else comm)
     try:
         return reducer.reduce({"array": array})["array"]

@@ -22,10 +22,10 @@ class Round:
     ----------
     operation : {"allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv", "neighbor_alltoall"}
         ``allreduce`` sums ``send`` over ranks into ``recv``.
-        ``allgatherv`` puts the ranks' ``send`` one after the other into ``recv``.
+        ``allgatherv`` writes the ranks' ``send`` one after the other to ``recv``.
         ``alltoallv`` cuts ``send`` in parts, part j for rank j; ``recv`` holds this rank's part from every rank.
-        ``bcast`` takes ``send`` from the root and puts it into ``recv`` on all ranks.
-        ``gatherv`` puts the ranks' ``send`` one after the other into ``recv`` on the root; others need no ``recv``.
+        ``bcast`` copies the root's ``send`` to ``recv`` on all ranks.
+        ``gatherv`` writes the ranks' ``send`` one after the other to the root's ``recv``; others need no ``recv``.
         ``sendrecv`` sends ``send`` to one rank and receives ``recv`` from one.
         ``neighbor_alltoall`` cuts ``send`` in parts of one length, part j for this rank's j-th neighbour in ``graph``;
         ``recv`` holds their parts for this rank, in the same order.

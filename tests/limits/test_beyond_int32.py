@@ -82,7 +82,7 @@ def count_nonzero(array):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("compressor", "collective"), SELECTIONS, ids=str)
-def test_nothing_is_lost_and_nothing_goes_astray(compressor, collective, long_arrays):
+def test_long_arrays_lose_nothing(compressor, collective, long_arrays):
     """An index that is cut, or has a wrong sign, puts a value somewhere else: then the law does not hold there."""
     all_ranks = Ranks(2, compressor, collective, feedback=True, bucket_bytes=1 << 40)
     gradients = [gradient_of(rank) for rank in range(2)]
@@ -106,7 +106,7 @@ def test_nothing_is_lost_and_nothing_goes_astray(compressor, collective, long_ar
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_exactly_the_largest_are_delivered(long_arrays):
+def test_long_arrays_deliver_exactly_the_largest(long_arrays):
     """They are found here among the windows' elements alone, whose places are added in 64 bits."""
     compressor = mpicomp.TopK(ratio=FEW)
     all_ranks = Ranks(1, compressor, "allgather", feedback=True, bucket_bytes=1 << 40)
@@ -123,7 +123,7 @@ def test_exactly_the_largest_are_delivered(long_arrays):
 
 
 @pytest.mark.parametrize("numel", [2**32, slow(2**33)])
-def test_beyond_32_bits_there_is_an_error_before_an_array_is_made(numel):
+def test_array_beyond_32_bits_raises_before_allocation(numel):
     array = np.broadcast_to(np.float32(0), numel)
     reducer = Ranks(1, mpicomp.TopK(ratio=0.01)).reducers[0]
     with pytest.raises(ConfigurationError, match=rf"'w' must have fewer than 2\*\*32 elements, got {numel}; split it"):

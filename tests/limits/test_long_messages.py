@@ -62,7 +62,7 @@ def filled(rank, windows=WINDOWS, size=LONG):
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("limit", [1 << 26, None], ids=["cut to 64 MiB", "whole"])
 @pytest.mark.parametrize("operation", ["allreduce", "bcast", "sendrecv", "allgatherv", "gatherv", "alltoallv"])
-def test_more_elements_than_31_bits_count(comm, operation, limit):
+def test_message_beyond_31_bits_of_elements_arrives(comm, operation, limit):
     """Rounds of bytes, most of which are in the same few pages, see `folded`: 2 GiB of memory at most."""
     from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
 
@@ -110,7 +110,7 @@ def repeated(numel, rank):
 @FITS
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("collective", ["allreduce", "ring", "scatter-reduce", "recursive-doubling"])
-def test_more_bytes_than_31_bits_count(comm, collective, monkeypatch, tmp_path):
+def test_message_beyond_31_bits_of_bytes_arrives(comm, collective, monkeypatch, tmp_path):
     """A bucket of 540 million float32: 2.16 GB of sums, and as much for the mean, on each rank."""
     store_long_arrays(monkeypatch, tmp_path)
     reducer = mpicomp.Reducer("dense", collective, bucket_bytes=1 << 40, comm=comm)
@@ -129,7 +129,7 @@ def test_more_bytes_than_31_bits_count(comm, collective, monkeypatch, tmp_path):
 @FITS
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("indices", ["plain", "elias-fano"])
-def test_more_bytes_of_messages_than_31_bits_count(comm, indices, monkeypatch, tmp_path):
+def test_messages_beyond_31_bits_of_bytes_arrive(comm, indices, monkeypatch, tmp_path):
     """Half of 280 million elements, of two ranks: 2.24 GB are received, with plain indices."""
     store_long_arrays(monkeypatch, tmp_path)
     numel = 280_000_000

@@ -37,7 +37,7 @@ def small(rank, step, count, largest=9):
 
 
 @pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN), key=lambda case: case[0].message), ids=str)
-def test_parameters_of_one_element_or_none(compressor, collective):
+def test_parameters_of_one_or_no_element_are_reduced(compressor, collective):
     """Each in a bucket of its own, where a compressor has nothing to choose from."""
     all_ranks = Ranks(3, compressor, collective, feedback=True, bucket_bytes=1)
     before = 0.0
@@ -48,7 +48,7 @@ def test_parameters_of_one_element_or_none(compressor, collective):
 @pytest.mark.parametrize(
     ("compressor", "collective"), [("topk", "allgather"), slow("powersgd", "auto"), slow(None, "auto")], ids=str
 )
-def test_ten_thousand_parameters(compressor, collective):
+def test_ten_thousand_parameters_are_reduced(compressor, collective):
     all_ranks = Ranks(2, compressor, collective, bucket_bytes=32 << 20)
     before = 0.0
     for step in range(2):
@@ -56,7 +56,7 @@ def test_ten_thousand_parameters(compressor, collective):
 
 
 @pytest.mark.parametrize("compressor", ["topk", slow("onebit")])
-def test_a_thousand_buckets(compressor):
+def test_thousand_buckets_are_reduced(compressor):
     all_ranks = Ranks(2, compressor, feedback=True, bucket_bytes=1)
     gradients = [[{f"p{n}": row for n, row in enumerate(rows)} for rows in draw(step, 2, 1000)] for step in range(2)]
     before = 0.0
@@ -72,7 +72,7 @@ def draw(step, ranks, count, size=20):
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_thousand_buckets_over_mpi(comm, overlap):
+def test_thousand_buckets_over_mpi_are_reduced(comm, overlap):
     """Longer than the tags of messages go round, which every channel has 2^15 of."""
     from mpicomp.transport.scheduler import ProgressThread
 
@@ -101,7 +101,7 @@ def test_a_thousand_buckets_over_mpi(comm, overlap):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("compressor", "collective"), pairs(OWN), ids=str)
-def test_the_law_among_64_ranks(compressor, collective):
+def test_64_ranks_lose_nothing(compressor, collective):
     all_ranks = Ranks(64, compressor, collective, feedback=True, bucket_bytes=3000)
     before = 0.0
     shapes = {"one": (1,), "none": (0,), "matrix": (20, 30), "vector": (501,), "wide": (7, 11)}
@@ -115,7 +115,7 @@ def test_the_law_among_64_ranks(compressor, collective):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_16_ranks_over_mpi(mpiexec):
+def test_16_ranks_over_mpi_agree(mpiexec):
     """Every compressor with every collective that carries it: what `soak.py` begins with."""
     job = mpiexec(16, SOAK, "--steps", "796", timeout=880)
     assert job.returncode == 0, job.stdout + job.stderr

@@ -48,7 +48,7 @@ EPS = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 1e-6, "float64": 1e-6}
 
 
 @pytest.mark.parametrize(("compressor", "collective", "ranks", "bucket_bytes"), CASES, ids=str)
-def test_the_law(compressor, collective, ranks, bucket_bytes):
+def test_step_with_feedback_loses_nothing(compressor, collective, ranks, bucket_bytes):
     all_ranks = Ranks(ranks, compressor, collective, feedback=True, bucket_bytes=bucket_bytes)
     rng = np.random.default_rng(ranks)
     before = None
@@ -85,7 +85,7 @@ def test_the_law(compressor, collective, ranks, bucket_bytes):
 
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("compressor", OWN, ids=str)
-def test_without_feedback_nothing_is_kept(compressor, feedback):
+def test_step_without_feedback_keeps_nothing(compressor, feedback):
     all_ranks = Ranks(2, compressor, feedback=feedback)
     rng = np.random.default_rng(0)
     gradient = rng.normal(size=1000).astype(np.float32)
@@ -107,7 +107,7 @@ def test_without_feedback_nothing_is_kept(compressor, feedback):
     ],
 )
 @pytest.mark.parametrize("decay", [0.95, 0.5])
-def test_the_law_of_residuals_that_decay(compressor, collective, decay):
+def test_residuals_with_decay_follow_the_decayed_law(compressor, collective, decay):
     """gradient + decay x residual before == ranks x mean + residual after; a step that is undone decays nothing."""
     chosen = {"id": "dense", "wire": "bf16"} if compressor == "dense" else compressor
     all_ranks = Ranks(3, chosen, collective, feedback=True, feedback_decay=decay, nonfinite="skip")
@@ -135,7 +135,7 @@ def test_residuals_start_at_zero():
     assert all_ranks.residuals("w")[0].tolist() == [1, 0]
 
 
-def test_what_is_not_sent_arrives_later():
+def test_residual_arrives_in_later_steps():
     all_ranks = Ranks(2, mpicomp.TopK(ratio=0.25))
     gradient = np.array([1, -8, 2, 3], np.float32)
     total = np.zeros(4)

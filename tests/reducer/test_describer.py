@@ -19,7 +19,7 @@ def describer():
     return known
 
 
-def test_what_is_like_before_is_described_once():
+def test_spec_cache_describes_equal_arrays_once():
     known = describer()
     assert known.describe(arrays()) is known.describe(arrays())
     assert known.describe(arrays()) == describe(arrays())
@@ -36,13 +36,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_differs_is_described_anew(what):
+def test_spec_cache_describes_changed_arrays_again(what):
     known, given = describer(), arrays() | OTHERS[what]
     assert known.describe(given) == describe(given) != describe(arrays())
     assert known.describe(arrays()) == describe(arrays())
 
 
-def test_the_order_counts():
+def test_spec_cache_sees_another_order():
     known, given = describer(), dict(reversed(arrays().items()))
     assert [member.name for member in known.describe(given)] == ["n", "b", "w"]
 
@@ -57,7 +57,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_reduced_is_refused_at_any_step(what):
+def test_spec_cache_refuses_wrong_arrays_at_any_step(what):
     known, (given, said) = describer(), REFUSED[what]
     for _ in range(2):
         with pytest.raises(ArrayTypeError, match=said):
@@ -65,7 +65,7 @@ def test_what_cannot_be_reduced_is_refused_at_any_step(what):
     assert known.describe(arrays()) == describe(arrays())
 
 
-def test_a_mapping_is_needed_at_any_step():
+def test_spec_cache_needs_a_mapping_at_any_step():
     class Items:
         def items(self):
             return arrays().items()
@@ -76,7 +76,7 @@ def test_a_mapping_is_needed_at_any_step():
             known.describe(given)
 
 
-def test_other_bytes_of_a_number_are_described_anew():
+def test_spec_cache_sees_another_byte_order():
     known = SpecCache()
     known.describe({"n": np.zeros(4, "<f4")})
     with pytest.raises(ArrayTypeError, match="int32"):

@@ -38,7 +38,7 @@ def energies(flat):
 
 
 @pytest.mark.parametrize("kept", [1, 7, 60, 461])
-def test_a_selection(kept):
+def test_layers_of_a_selection_sum_its_elements(kept):
     whole = array()
     indices = np.sort(np.argsort(-np.abs(whole))[:kept]).astype(np.uint32)
     layers = layers_of(whole, Selection(indices, whole[indices]), energies(whole), 0.5)
@@ -50,7 +50,7 @@ def test_a_selection(kept):
         assert layers.gains[place] == pytest.approx(sent / energies(whole)[place], abs=1e-5)
 
 
-def test_an_array_that_is_sent_in_part():
+def test_layers_of_a_partly_sent_array_have_its_gains():
     whole = array()
     sent = np.where(np.arange(whole.size) % 3 == 0, whole, whole / 2).astype(np.float32)
     layers = layers_of(whole, sent, energies(whole), 0.8)
@@ -66,12 +66,12 @@ def test_bucket_without_a_survey_has_no_gain():
     assert [entry["gain"] for entry in layers.to_json()] == [None] * 4
 
 
-def test_what_is_sent_whole_has_the_gain_of_the_bucket():
+def test_layers_sent_whole_have_the_gain_of_the_bucket():
     whole = array()
     assert (layers_of(whole, whole, energies(whole), 1.0).gains == 1).all()
 
 
-def test_a_parameter_without_energy_has_lost_nothing():
+def test_layer_without_energy_has_lost_nothing():
     whole = array()
     whole[300:341] = 0
     layers = layers_of(whole, Selection(np.array([5], np.uint32), whole[5:6]), energies(whole), 0.1)
@@ -97,7 +97,7 @@ class Looks(Policy):
         self.steps += 1
 
 
-def test_records_hold_them_in_steps_that_are_looked_at():
+def test_records_have_gains_in_steps_with_a_survey():
     world = LocalWorld(2)
     reducers = [mpicomp.Reducer(policy=Looks(), comm=end) for end in world.transports]
     for step in range(4):
@@ -117,7 +117,7 @@ def test_records_hold_them_in_steps_that_are_looked_at():
                 np.testing.assert_allclose(layers.gains, 1 - lost / energies(accumulated), atol=1e-2)
 
 
-def test_a_policy_serves_one_reducer():
+def test_policy_of_another_reducer_is_refused():
     policy = Looks()
     mpicomp.Reducer(policy=policy, comm=LocalWorld(1).transports[0])
     with pytest.raises(

@@ -35,7 +35,7 @@ def gather(comm, array):
 @pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN)), ids=str)
 @pytest.mark.parametrize("bucket_bytes", [1000, pytest.param(1 << 20, marks=pytest.mark.slow)])
 @pytest.mark.quick
-def test_the_law_and_the_bits(comm, compressor, collective, bucket_bytes):
+def test_steps_over_mpi_keep_the_law_and_the_bits(comm, compressor, collective, bucket_bytes):
     reducer = mpicomp.Reducer(compressor, collective, feedback=True, comm=comm, bucket_bytes=bucket_bytes)
     here = Ranks(comm.size, compressor, collective, feedback=True, bucket_bytes=bucket_bytes)
     kept = None
@@ -63,7 +63,7 @@ def test_the_law_and_the_bits(comm, compressor, collective, bucket_bytes):
     reducer.close()
 
 
-def test_allreduce_of_one_array(comm):
+def test_allreduce_averages_one_array(comm):
     array = np.arange(12, dtype=np.float32).reshape(3, 4) * (comm.rank + 1)
     mean = mpicomp.allreduce(array, comm=comm)
     factor = sum(range(1, comm.size + 1)) / comm.size
@@ -78,7 +78,7 @@ def test_allreduce_of_one_array(comm):
 
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN + UNBIASED_REPRESENTATIVES)), ids=str)
-def test_all_ranks_raise_and_none_hangs(comm, compressor, collective, steps_before):
+def test_error_on_one_rank_is_raised_on_all(comm, compressor, collective, steps_before):
     if comm.size == 1:
         return
     reducer = mpicomp.Reducer(compressor, collective, comm=comm)
@@ -101,7 +101,7 @@ def test_all_ranks_raise_and_none_hangs(comm, compressor, collective, steps_befo
     reducer.close()
 
 
-def test_reducers_that_were_set_differently(comm):
+def test_reducers_with_other_settings_raise_on_all_ranks(comm):
     if comm.size == 1:
         return
     reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.5 if comm.rank == 0 else 0.25), comm=comm)
@@ -114,7 +114,7 @@ def test_reducers_that_were_set_differently(comm):
     named.close()
 
 
-def test_two_reducers_do_not_meet(comm):
+def test_two_reducers_have_separate_messages(comm):
     first = mpicomp.Reducer(mpicomp.TopK(ratio=0.5), comm=comm, policy={"warmup": 0})
     second = mpicomp.Reducer(comm=comm)
     for step in range(3):

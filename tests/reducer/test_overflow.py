@@ -19,14 +19,14 @@ def messages(ranks, gradients):
 @pytest.mark.parametrize(
     ("compressor", "collective"), [("dense", "allreduce"), ("dcttopk", "auto"), ("powersgd", "auto")]
 )
-def test_sum_that_overflows_is_not_said_of_gradients(compressor, collective):
+def test_overflow_of_a_sum_names_the_compressor(compressor, collective):
     ranks = Ranks(2, compressor, collective)
     large = {"w": np.full((64, 64), 3e38, np.float32)}
     said = messages(ranks, [large, large])
     assert re.search(rf"gradients are finite, and {compressor} overflowed at step 0.*'w'", said)
 
 
-def test_gradient_that_is_not_finite_is_said_to_be():
+def test_nonfinite_gradient_is_named():
     ranks = Ranks(2, "dense", "allreduce")
     said = messages(ranks, [{"w": np.full(9, np.inf, np.float32)}, {"w": np.ones(9, np.float32)}])
     assert "gradients must be finite" in said
@@ -34,7 +34,7 @@ def test_gradient_that_is_not_finite_is_said_to_be():
     assert (means[0]["w"] == 1).all()
 
 
-def test_bfloat16_that_is_not_finite_is_said_to_be():
+def test_nonfinite_bfloat16_is_named():
     torch = pytest.importorskip("torch")
     ranks = Ranks(2, "dense", "scatter-reduce")
     spoilt = {"w": torch.full((9,), torch.nan, dtype=torch.bfloat16)}

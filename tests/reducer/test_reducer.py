@@ -38,12 +38,12 @@ ONES = np.ones(10, np.float32)
         ({"bucket_bytes": 0}, "reducer: bucket_bytes must be at least 1, got 0"),
     ],
 )
-def test_settings_that_cannot_be(settings, text):
+def test_reducer_refuses_wrong_settings(settings, text):
     with pytest.raises(ConfigurationError, match=text):
         Ranks(1, **settings)
 
 
-def test_nothing_named_is_the_joint_choice_which_leaves_one_rank_alone():
+def test_reducer_without_names_is_auto_and_dense_on_one_rank():
     ranks = Ranks(1)
     [reducer] = ranks.reducers
     assert reducer.policy.id == "auto"
@@ -54,7 +54,7 @@ def test_nothing_named_is_the_joint_choice_which_leaves_one_rank_alone():
 
 
 @pytest.mark.parametrize("policy", mpicomp.list_policies())
-def test_a_policy_with_nothing_to_exchange(policy):
+def test_policy_without_arrays_makes_empty_steps(policy):
     ranks = Ranks(2, None, "auto", policy, network=Link(1e-4, 1e9))
     for _ in range(4):
         means = ranks.reduce([{"w": np.empty((0, 3), np.float32)} for _ in range(2)])
@@ -79,7 +79,7 @@ def test_a_policy_with_nothing_to_exchange(policy):
     ],
     ids=["integer", "bool", "complex", "list", "name", "no mapping"],
 )
-def test_arrays_that_cannot_be_reduced(bad, error, text, steps_before, all_ranks):
+def test_wrong_arrays_raise_on_all_ranks(bad, error, text, steps_before, all_ranks):
     ranks = Ranks(3, mpicomp.TopK(ratio=0.2))
     for _ in range(steps_before):
         ranks.reduce([{"w": ONES}] * 3)
@@ -114,7 +114,7 @@ def test_arrays_that_cannot_be_reduced(bad, error, text, steps_before, all_ranks
     ids=["length", "shape", "dtype", "name", "more", "none"],
 )
 @pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
-def test_ranks_that_are_given_different_things(compressor, collective, other, text, steps_before):
+def test_ranks_with_other_arrays_raise_the_same_error(compressor, collective, other, text, steps_before):
     ranks = Ranks(3, compressor, collective, feedback=False)
     for _ in range(steps_before):
         ranks.reduce([{"w": ONES}] * 3)
@@ -126,7 +126,7 @@ def test_ranks_that_are_given_different_things(compressor, collective, other, te
 
 
 @pytest.mark.parametrize("first", [{}, {"e": np.empty((0, 3), np.float32)}], ids=["no arrays", "no elements"])
-def test_a_step_without_elements_and_one_with_some_after_it(first):
+def test_step_with_elements_follows_an_empty_one(first):
     ranks = Ranks(2, mpicomp.TopK(ratio=0.1))
     assert list(ranks.reduce([first] * 2)[0]) == list(first)
     with pytest.raises(DisagreementError, match="'w' is on rank 1 but not on rank 0"):
@@ -147,7 +147,7 @@ def test_no_data_moves_before_ranks_agree():
         assert [entry.operation for entry in end.log] == ["allgatherv"] * 3
 
 
-def test_order_matters_at_the_first_step_only():
+def test_order_of_names_matters_in_the_first_step_only():
     ranks = Ranks(2)
     with pytest.raises(DisagreementError, match="the same order on all ranks, got 'a' on rank 0 and 'b' on rank 1"):
         ranks.reduce([{"a": ONES, "b": ONES}, {"b": ONES, "a": ONES}])
@@ -158,14 +158,14 @@ def test_order_matters_at_the_first_step_only():
     assert not ranks.reducers[0].last_step.agreed
 
 
-def test_settings_that_differ_between_ranks():
+def test_settings_that_differ_raise_on_all_ranks():
     ranks = Ranks(2, mpicomp.TopK(ratio=0.1))
     ranks.reducers[1] = mpicomp.Reducer(mpicomp.TopK(ratio=0.2), comm=ranks.world.transports[1], policy={"warmup": 0})
     with pytest.raises(DisagreementError, match=r"compressor must be the same on all ranks, got .*0.1.* on rank 0"):
         ranks.reduce([{"w": ONES}] * 2)
 
 
-def test_names_may_come_and_go_and_their_residuals_wait():
+def test_residuals_of_missing_names_wait_for_them():
     ranks = Ranks(2, mpicomp.TopK(ratio=0.1), bucket_bytes=1)
     ranks.reduce([{"a": np.arange(10, dtype=np.float32)}] * 2)
     residual = ranks.residuals("a")[0]
@@ -184,7 +184,7 @@ def test_names_may_come_and_go_and_their_residuals_wait():
 @pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_nonfinite_raise_and_skip_leave_everything_as_it_was(compressor, collective, bad, bucket_bytes):
+def test_nonfinite_raise_and_skip_change_no_state(compressor, collective, bad, bucket_bytes):
     rng = np.random.default_rng(0)
     for policy in ("raise", "skip"):
         ranks = Ranks(3, compressor, collective, nonfinite=policy, bucket_bytes=bucket_bytes, feedback=True)
@@ -285,7 +285,7 @@ def test_state_dict_resumes_bit_for_bit():
             assert all(means[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
-def test_a_state_that_is_none():
+def test_load_state_dict_refuses_other_objects():
     ranks = Ranks(1, mpicomp.TopK(ratio=0.5))
     ranks.reduce([{"w": np.array([1, 2], np.float32)}])
     for state in ({}, {"schema": 99, "residuals": {}}, None, {"schema": 1}):
@@ -298,14 +298,14 @@ def test_a_state_that_is_none():
     assert ranks.residuals("w")[0].tolist() == [1, 0]
 
 
-def test_an_unknown_residual():
+def test_residual_of_an_unknown_name_raises():
     ranks = Ranks(1)
     ranks.reduce([{"weight": ONES}])
     with pytest.raises(UnknownNameError, match="residual: unknown name 'wieght'; did you mean 'weight'"):
         ranks.reducers[0].residual("wieght")
 
 
-def test_after_close():
+def test_closed_reducer_raises():
     [reducer] = Ranks(1).reducers
     reducer.close()
     reducer.close()
@@ -313,7 +313,7 @@ def test_after_close():
         next(reducer.rounds({"w": ONES}))
 
 
-def test_the_record_explains_the_step():
+def test_record_explains_the_step():
     ranks = Ranks(4, mpicomp.TopK(ratio=0.1), bucket_bytes=400)
     ranks.reduce([{"a": np.arange(100, dtype=np.float32), "b": ONES}] * 4, lr=0.5)
     record = ranks.reducers[0].last_step
@@ -335,7 +335,7 @@ def test_the_record_explains_the_step():
     assert set(again.phases_s) == {"compress", "exchange", "decode", "other"}
 
 
-def test_arrays_of_cupy_come_back_as_such(monkeypatch):
+def test_means_of_cupy_arrays_are_cupy_arrays(monkeypatch):
     """Host memory that answers like CuPy's arrays: what is asked of the real ones, on a machine without a GPU."""
     cupy = types.ModuleType("cupy")
 

@@ -47,7 +47,7 @@ def run(comm, compressor, collective, ask=lambda step: None):
     [(mpicomp.TopK(ratio=0.05), "allgather"), ("dense", "allreduce"), ("powersgd", "low-rank")],
     ids=str,
 )
-def test_all_ranks_know_after_the_same_step(comm, signals, compressor, collective):
+def test_signal_on_one_rank_stops_all_after_the_same_step(comm, signals, compressor, collective):
     def ask(step):
         if step == ASKED_AT and comm.rank == comm.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -65,7 +65,7 @@ def test_all_ranks_know_after_the_same_step(comm, signals, compressor, collectiv
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_ranks_that_are_asked_in_different_steps(comm, signals):
+def test_signals_in_different_steps_stop_all_ranks(comm, signals):
     def ask(step):
         if step == ASKED_AT + comm.rank:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -76,13 +76,13 @@ def test_ranks_that_are_asked_in_different_steps(comm, signals):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_asks(signals, number):
+def test_signal_asks_to_stop(signals, number):
     assert not stopping.asked()
     os.kill(os.getpid(), number)
     assert stopping.asked()
 
 
-def test_another_thread_than_the_main_one_is_refused():
+def test_stop_on_signals_needs_the_main_thread():
     problems = []
 
     def call():

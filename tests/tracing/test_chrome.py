@@ -25,12 +25,12 @@ WRONG = {
 }
 
 
-def test_a_good_one():
+def test_checker_accepts_a_good_trace():
     assert {kind: len(events) for kind, events in check(GOOD).items()} == {"M": 2, "X": 2, "C": 1}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_one(name):
+def test_checker_refuses_a_wrong_trace(name):
     bad = copy.deepcopy(GOOD)
     place, change = WRONG[name]
     bad["traceEvents"][place] |= change
@@ -38,7 +38,7 @@ def test_a_wrong_one(name):
         check(bad)
 
 
-def test_slices_that_follow_each_other_nest():
+def test_checker_accepts_adjacent_slices():
     check_nested([(0, 5), (5, 7), (5, 6), (6, 7)])
     with pytest.raises(AssertionError):
         check_nested([(0, 5), (4, 7)])

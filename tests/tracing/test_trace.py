@@ -70,7 +70,7 @@ def reduce_some(comm, pair, path, layout=None):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("compressor", "collective", "hosts"), CASES)
-def test_a_trace_of_all_ranks(comm, tmp_path, compressor, collective, hosts):
+def test_trace_has_the_steps_of_all_ranks(comm, tmp_path, compressor, collective, hosts):
     layout = None if hosts == 1 else [rank * 2 // comm.size for rank in range(comm.size)]
     path = shared(comm, tmp_path) + "/trace.json"
     trace, records = reduce_some(comm, (compressor, collective), path, layout)
@@ -165,7 +165,7 @@ def check_messages(tracks, ranks, error):
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_an_error_on_one_rank_leaves_what_each_has_done_and_waits_for_nobody(comm, tmp_path):
+def test_error_on_one_rank_leaves_the_files_of_all_ranks(comm, tmp_path):
     path = shared(comm, tmp_path) + "/trace.json"
     reducer = mpicomp.Reducer("topk", "allgather", comm=comm)
     if comm.rank == 0:
@@ -190,7 +190,7 @@ def test_an_error_on_one_rank_leaves_what_each_has_done_and_waits_for_nobody(com
             assert [event["name"] for event in tracks[rank, "exchange"]] == ["allgatherv"]
 
 
-def test_what_is_no_file_of_a_rank_is_named(tmp_path, capsys):
+def test_merging_another_file_names_it(tmp_path, capsys):
     torn, foreign = tmp_path / "torn.rank-0", tmp_path / "foreign.rank-0"
     torn.write_bytes(packed((0, 0, 1, 0.0))[:-3])
     foreign.write_bytes(pickle.dumps(np.float64(1)))  # it would load a module
@@ -203,13 +203,13 @@ def test_what_is_no_file_of_a_rank_is_named(tmp_path, capsys):
 
 
 @pytest.mark.mpi(max_size=2)
-def test_a_file_that_rank_0_cannot_write_is_an_error_on_all(comm, tmp_path):
+def test_unwritable_file_raises_on_all_ranks(comm, tmp_path):
     with pytest.raises(ConfigurationError, match="cannot be written"):
         mpicomp.trace(shared(comm, tmp_path) + "/nowhere/trace.json", comm=comm)
     assert tracing.listeners == []
 
 
-def test_one_trace_at_a_time(tmp_path):
+def test_second_trace_is_refused(tmp_path):
     with mpicomp.trace(tmp_path / "one.json", comm=alone()):
         with pytest.raises(ConfigurationError, match="finish"):
             mpicomp.trace(tmp_path / "two.json", comm=alone())
@@ -218,14 +218,14 @@ def test_one_trace_at_a_time(tmp_path):
     check(json.loads((tmp_path / "one.json").read_text()))
 
 
-def test_without_steps_it_is_one_all_the_same(tmp_path):
+def test_trace_without_steps_is_a_trace(tmp_path):
     tracer = mpicomp.trace(tmp_path / "trace.json", comm=alone())
     tracer.finish()
     tracer.finish()
     assert check(json.loads((tmp_path / "trace.json").read_text()))["X"] == []
 
 
-def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path, monkeypatch):
+def test_full_disk_ends_the_trace_only(tmp_path, monkeypatch):
     reducer = mpicomp.Reducer("topk", "allgather", comm=alone())
     tracer = mpicomp.trace(tmp_path / "trace.json", comm=alone())
     reducer.reduce({"w": np.ones(10, "f4")})
@@ -251,7 +251,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path, monkeypatch):
     assert [event["name"] for event in kinds["X"] if event["cat"] == "step"] == ["step 0"]
 
 
-def test_steps_are_in_the_file_a_quarter_of_a_second_later(tmp_path):
+def test_steps_are_written_after_a_quarter_of_a_second(tmp_path):
     reducer = mpicomp.Reducer("topk", "allgather", comm=alone())
     tracer = mpicomp.trace(tmp_path / "trace.json", comm=alone())
 
@@ -273,7 +273,7 @@ def test_steps_are_in_the_file_a_quarter_of_a_second_later(tmp_path):
     tracer.finish()
 
 
-def test_several_reducers_have_tracks_of_their_own(tmp_path):
+def test_reducers_have_separate_tracks(tmp_path):
     reducers = [mpicomp.Reducer("topk", "allgather", comm=alone()) for _ in range(2)]
     with mpicomp.trace(tmp_path / "trace.json", comm=alone()):
         for _ in range(2):
@@ -283,7 +283,7 @@ def test_several_reducers_have_tracks_of_their_own(tmp_path):
     assert set(names(kinds)[1].values()) == TRACKS | {f"{name} 2" for name in TRACKS}
 
 
-def test_clocks_that_drift_apart_are_brought_together(tmp_path):
+def test_drift_of_clocks_is_corrected(tmp_path):
     """Rank 1's clock was right in the beginning and is late by a thousandth of what has passed since."""
     nothing = dict.fromkeys(NotedStep._fields, 0) | {"since": None, "buckets": []}
     parts = []
@@ -307,7 +307,7 @@ def test_clocks_that_drift_apart_are_brought_together(tmp_path):
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_while_backward_goes_on(comm, tmp_path):
+def test_trace_of_overlap_has_rounds_during_backward(comm, tmp_path):
     torch = pytest.importorskip("torch")
     from mpicomp.torch import DistributedOptimizer
 
