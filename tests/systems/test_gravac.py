@@ -150,10 +150,7 @@ class Paper:
 
 
 class AsPublished(Paper):
-    """The same with the paper's two compressions, the second of what the first has left, and the last throughput.
-
-    It begins at theta_min. The gain of a factor is known from when it was theta_min or the candidate.
-    """
+    """The same with the paper's two compressions and the last throughput; it begins at theta_min."""
 
     def __init__(self, theta_min, *others, **settings):
         super().__init__(theta_min, *others, **settings)

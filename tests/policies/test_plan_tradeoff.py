@@ -1,11 +1,11 @@
-"""The dynamic programs against every choice there is."""
+"""The dynamic programs, and the best tradeoff of time against progress, against every choice there is."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from mpicomp.policies.plan_tradeoff import least_makespan, least_total, total
+from mpicomp.policies.plan_tradeoff import PlanTradeoff, least_makespan, least_total, total
 
 
 def choices(errors):
@@ -151,3 +151,53 @@ def test_time_before_a_bucket_is_ready_costs_nothing():
     ends, choice_at = least_makespan(errors, seconds, [0.0, 3.0], 5.0, bins=10)
     assert ends[10] == 4.0
     assert choice_at(10).tolist() == [0, 1]  # the first may take as long as it takes
+
+
+def random_tradeoff(seed, buckets):
+    random = np.random.default_rng(seed)
+    rows = random.integers(2, 6, buckets)
+    return PlanTradeoff(
+        penalties=[np.concatenate((random.random(count - 1), [0.0])) for count in rows],
+        seconds=[random.exponential(0.1, count) for count in rows],
+        weights=random.dirichlet(np.ones(buckets)).tolist(),
+        ready=[*sorted((-random.exponential(0.2, buckets - 1)).tolist()), 0.0],
+        compute_s=float(random.exponential(0.2)),
+        limit=float(random.random()),
+    )
+
+
+def everything(tradeoff):
+    """Return each choice that loses no more than may be lost with its worth, one by one."""
+    for place in np.ndindex(*[penalty.size for penalty in tradeoff.penalties]):
+        behind = [penalty[row] for penalty, row in zip(tradeoff.penalties, place, strict=True)]
+        lost = sum(entry * weight for entry, weight in zip(behind, tradeoff.weights, strict=True))
+        if lost > tradeoff.limit or max(behind) > 2 * tradeoff.limit:
+            continue
+        end = -1e9
+        for seconds_of_bucket, row, ready in zip(tradeoff.seconds, place, tradeoff.ready, strict=True):
+            end = max(end, ready) + seconds_of_bucket[row]
+        yield place, (tradeoff.compute_s + end) / (1 - lost)
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_choice(seed, buckets):
+    tradeoff = random_tradeoff(seed, buckets)
+    found = tradeoff.best()
+    times = dict(everything(tradeoff))
+    assert times
+    assert tradeoff.allows(found)
+    assert tradeoff.time_per_dense_step(found) <= min(times.values()) * 1.02  # what is lost is cut into 400 parts
+    assert tuple(found) not in times or tradeoff.time_per_dense_step(found) == pytest.approx(times[tuple(found)])
+
+
+def test_no_bucket_loses_much_more_than_all():
+    rows = [np.array([0.9, 0.0])] * 2, [np.array([0.0, 1.0])] * 2
+    tradeoff = PlanTradeoff(*rows, [0.01, 0.99], [0.0, 0.0], compute_s=1.0, limit=0.3)
+    assert tradeoff.best()[0] == 1  # its weight is small, but next to nothing of it would arrive
+    assert not tradeoff.allows([0, 1])
+
+
+def test_where_nothing_may_be_lost():
+    tradeoff = PlanTradeoff([np.array([0.2, 0.0])], [np.array([0.1, 5.0])], [1.0], [0.0], compute_s=0.0, limit=0.0)
+    assert tradeoff.best() == [1]
