@@ -193,8 +193,9 @@ def fields(cls: type | dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]
     hints = typing.get_type_hints(cls)
     text = NumpyDocString(inspect.getdoc(cls) or "")
     found = {
-        attribute.name: (_kind(hints[attribute.name]), _meaning(" ".join(line.strip() for line in attribute.desc)))
+        name: (_kind(hints[name]), _meaning(" ".join(line.strip() for line in attribute.desc)))
         for attribute in text["Attributes"]
+        for name in attribute.name.split(", ")
     }
     for name, member in vars(cls).items():
         getter = getattr(member, "fget", None) or getattr(member, "func", None)  # of a property, cached or not

@@ -60,7 +60,7 @@ def test_megabytes_of_the_table_are_those_that_an_exchange_sends():
 
 def test_field_has_the_words_of_its_class():
     row = re.search(r"\| `gain` \| number or null \| (.+) \|", FILL("<!-- fields: mpicomp.BucketRecord -->"))
-    assert row[1].startswith("share of the energy of gradient plus residual that was sent, over all ranks")
+    assert row[1].startswith("sent share of the energy of gradient plus residual, over all ranks")
     both = FILL("<!-- fields: mpicomp.StepRecord, mpicomp.bench.measure.run_fields.Line -->")
     assert both.count("| `seconds` |") == 1
     assert "| `seconds` | number | the whole step: gradient to update |" in both
