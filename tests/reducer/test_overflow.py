@@ -1,4 +1,4 @@
-"""Finite gradients that become infinite in an exchange are said to do so, on all ranks alike."""
+"""Errors of gradients that are or become infinite, the same on all ranks, and gradients that are clipped."""
 
 import re
 
@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from worlds import Ranks
 
+import mpicomp
 from mpicomp.errors import NonFiniteError
+from mpicomp.reducer.agreement import ExtraExchange
+from mpicomp.transport import LocalWorld
 
 
 def messages(ranks, gradients):
@@ -41,3 +44,20 @@ def test_nonfinite_bfloat16_is_named():
     assert "gradients must be finite" in messages(ranks, [spoilt, {"w": torch.ones(9, dtype=torch.bfloat16)}])
     large = {"w": torch.full((9,), 3e38, dtype=torch.bfloat16)}
     assert "gradients are finite, and dense overflowed" in messages(ranks, [large, large])
+
+
+def test_clipped_gradients_stay_clipped_if_another_rank_is_stale():
+    means = []
+    for all_stale in (False, True):
+        world = LocalWorld(2)
+        compressor = mpicomp.DGC(ratio=0.5, clip=1.0)
+        reducers = [mpicomp.Reducer(compressor, "allgather", comm=end) for end in world.transports]
+        gradients = {"a": np.arange(8, dtype=np.float32), "b": np.full(4, 5, np.float32)}
+        world.run([reducer.rounds(gradients) for reducer in reducers])
+        extra = ExtraExchange()
+        extra.stale = all_stale
+        absent = [(), ("b",)]
+        steps = [r.rounds(gradients, absent=names, extra=extra) for r, names in zip(reducers, absent, strict=True)]
+        means.append(world.run(steps))
+    for here, there in zip(*means, strict=True):
+        assert {name: mean.tolist() for name, mean in here.items()} == {n: mean.tolist() for n, mean in there.items()}
