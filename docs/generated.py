@@ -193,9 +193,8 @@ def fields(cls: type | dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]
     hints = typing.get_type_hints(cls)
     text = NumpyDocString(inspect.getdoc(cls) or "")
     found = {
-        name: (_kind(hints[name]), _meaning(" ".join(line.strip() for line in attribute.desc)))
+        attribute.name: (_kind(hints[attribute.name]), _meaning(" ".join(line.strip() for line in attribute.desc)))
         for attribute in text["Attributes"]
-        for name in attribute.name.split(", ")
     }
     for name, member in vars(cls).items():
         getter = getattr(member, "fget", None) or getattr(member, "func", None)  # of a property, cached or not
@@ -207,7 +206,8 @@ def fields(cls: type | dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]
 
 def _meaning(text: str) -> str:
     """Return what a docstring says of an attribute, as a cell of a table."""
-    return (text[:1].lower() + text[1:]).rstrip(".").replace("``", "`").replace("None ", "null ")
+    start = text[:2] if text[1:2].isupper() else text[:2].lower()  # MPI stays as it is
+    return (start + text[2:]).rstrip(".").replace("``", "`").replace("None ", "null ")
 
 
 def _kind(hint: typing.Any) -> str:

@@ -72,8 +72,10 @@ class BucketRecord:
     ----------
     bucket : int
         Its number, in the order of exchange.
-    parameters, numel : int
-        Numbers of its arrays and of its elements.
+    parameters : int
+        Number of its arrays.
+    numel : int
+        Number of its elements.
     compressor : dict
         The compressor's configuration, for `mpicomp.get_compressor`.
     collective : str
@@ -95,8 +97,10 @@ class BucketRecord:
         Their parts: ``kernels`` (compress and decode on the slowest rank) and ``exchange``.
     sent_bytes : int
         Payload that this rank passed to the transport.
-    wire_bytes, dense_wire_bytes : float
-        Bytes that left this rank, and that would have left it in a ring of 32-bit numbers.
+    wire_bytes : float
+        Bytes that left this rank.
+    dense_wire_bytes : float
+        Bytes that would have left this rank in a ring of 32-bit numbers.
     rounds : list of str
         MPI operations, in order.
     layers : Layers
