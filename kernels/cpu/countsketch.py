@@ -5,8 +5,8 @@ Tables with one key can be summed, as the arrays could have been.
 """
 
 import numpy as np
+from mpicomp.kernels.cpu.bits import draw, halves
 from mpicomp.kernels.cpu.compile import Floats, Indices, exact, kernel
-from mpicomp.kernels.cpu.random import draw, halves
 
 _BLOCK = 1024  # elements whose hashes are made at once: a loop that vectorises, and what it writes stays in the cache
 

@@ -6,9 +6,9 @@ float32 has it: 0 stands for zero, e for ``2**(e - 127)``, 255 for what is infin
 
 import numpy as np
 from mpicomp.kernels.cpu.bit_planes import read_planes
+from mpicomp.kernels.cpu.bits import draw, halves
 from mpicomp.kernels.cpu.cast import _to_float32
 from mpicomp.kernels.cpu.compile import Bytes, Floats, Words, exact, kernel
-from mpicomp.kernels.cpu.random import draw, halves
 from mpicomp.kernels.cpu.signs import _signs
 from mpicomp.kernels.cpu.simd import LANES
 

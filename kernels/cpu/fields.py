@@ -10,8 +10,8 @@ Words are filled in blocks of `SPAN`, the last one shorter. Field j of the k-th 
 from typing import Any
 
 import numpy as np
+from mpicomp.kernels.cpu.bits import draw, halves
 from mpicomp.kernels.cpu.compile import Bytes, Floats, Words, exact, kernel
-from mpicomp.kernels.cpu.random import draw, halves
 from mpicomp.kernels.sizes import fields_of, width_of
 
 SPAN = 256

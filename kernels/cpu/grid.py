@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 from mpicomp.kernels.cpu.bit_planes import read_planes, write_planes
+from mpicomp.kernels.cpu.bits import draw, halves
 from mpicomp.kernels.cpu.cast import _to_float32
 from mpicomp.kernels.cpu.compile import Floats, Singles, Words, exact, kernel
-from mpicomp.kernels.cpu.random import draw, halves
 from mpicomp.kernels.cpu.simd import LANES
 from numba import types
 from numba.extending import intrinsic

@@ -2,11 +2,11 @@
 
 import numpy as np
 from mpicomp.kernels import cpu
-from mpicomp.kernels.cpu.random import halves
+from mpicomp.kernels.cpu.bits import halves
 from mpicomp.kernels.cpu.squares import check_places, split_of
 from mpicomp.kernels.gpu.compile import THREADS, launch, library, strides, sweeps, twin_of
 from mpicomp.kernels.gpu.message import step_of, verdict
-from mpicomp.kernels.gpu.reduce import Partials
+from mpicomp.kernels.gpu.workspace import Partials
 from mpicomp.kernels.sizes import SQUARES_BLOCK, fields_of, width_of
 
 

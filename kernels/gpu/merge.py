@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.gpu.compile import WARPS, launch, library, scalar_arg, strides, tiles, twin_of
-from mpicomp.kernels.gpu.reduce import Partials
 from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles
+from mpicomp.kernels.gpu.workspace import Partials
 
 PART = 256  # places of two merged lists that a warp handles
 

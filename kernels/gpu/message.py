@@ -10,7 +10,7 @@ import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.message import HALVES, check_stored
 from mpicomp.kernels.gpu.compile import launch, library, scalar_arg, strides, sweeps, twin_of
-from mpicomp.kernels.gpu.reduce import kept_partials
+from mpicomp.kernels.gpu.workspace import kept_partials
 
 
 # All but ``lead`` may be 0-d device arrays of bool or float64; others are converted, by a launch each. The squared norm

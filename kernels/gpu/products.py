@@ -1,7 +1,7 @@
 """Small matrices, convolutions and count sketches: sums of products, with the same bits as those of the CPU."""
 
 from mpicomp.kernels import cpu
-from mpicomp.kernels.cpu.random import halves
+from mpicomp.kernels.cpu.bits import halves
 from mpicomp.kernels.gpu.compile import THREADS, launch, strides, twin_of
 
 ROWS = 15  # most rows of a sketch: estimates of them lie in the memory that threads of a block share

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from mpicomp.kernels import cpu
-from mpicomp.kernels.cpu.pieces import WIRES, check_pieces
+from mpicomp.kernels.cpu.scatter import WIRES, check_pieces
 from mpicomp.kernels.gpu.compile import launch, library, scalar_arg, strides, sweeps, twin_of
 
 KINDS = {"fp16": 1, "bf16": 2}  # 0 is the dtype of the output

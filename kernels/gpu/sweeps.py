@@ -6,10 +6,9 @@ import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.bits import infinity_of
 from mpicomp.kernels.gpu.compile import THREADS, launch, library, remaining, scalar_arg, sweeps, tiles, twin_of, word_of
-from mpicomp.kernels.gpu.reduce import Partials
 from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles, write_tiles
+from mpicomp.kernels.gpu.workspace import COLUMNS, Partials
 
-COLUMNS = 3  # sums of the sweep of error feedback, the first of them an integer
 _PER_BLOCK = 64 * 1024  # elements that a block of `spectrum` counts
 _AT_ONCE = 8  # thresholds of a launch
 

@@ -184,7 +184,7 @@ def test_step_on_a_gpu_loses_nothing(cupy):
             np.testing.assert_array_equal(residual_of(kernel) + sent, before)
 
 
-KINDS = {"indices": np.uint32, "values": np.float32}
+KINDS = {"indices": np.uint32, "values": np.dtype(np.float32)}  # as the compressor names them
 
 
 def residual_of(kernel):

@@ -1,7 +1,7 @@
 import numba
 import numpy as np
 import pytest
-from mpicomp.kernels.cpu.random import draw, halves
+from mpicomp.kernels.cpu.bits import draw, halves
 
 KEYS = [0, 1, 2, 3, 2**32, 2**63 + 5, 0x123456789ABCDEF]
 COUNT = 1 << 16

@@ -19,11 +19,10 @@ from mpicomp.kernels.gpu.compile import THREADS, code_of
 from mpicomp.kernels.gpu.merge import PART as MERGED
 from mpicomp.kernels.gpu.merge import Operation
 from mpicomp.kernels.gpu.products import PART, ROWS
-from mpicomp.kernels.gpu.reduce import Word
 from mpicomp.kernels.gpu.scatter import KINDS as KINDS_OF_PIECES
 from mpicomp.kernels.gpu.select import DIGIT, Field, Rule, Source, Turn
 from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, sampled_of
-from mpicomp.kernels.gpu.workspace import Fit
+from mpicomp.kernels.gpu.workspace import Fit, Word
 
 from mpicomp.compressors import estimator
 from mpicomp.compressors import sidco as rule
