@@ -1,3 +1,4 @@
+import copy
 import sys
 import tracemalloc
 import types
@@ -191,6 +192,7 @@ def test_nonfinite_raise_and_skip_change_no_state(compressor, collective, bad, b
         good = [{"a": rng.normal(size=20).astype(np.float32), "b": rng.normal(size=30)} for _ in range(3)]
         ranks.reduce(good)
         before = {name: ranks.residuals(name) for name in "ab"}
+        memories = [copy.deepcopy(reducer.state_dict()["memories"]) for reducer in ranks.reducers]
         poisoned = [{name: array.copy() for name, array in one.items()} for one in good]
         poisoned[2]["b"][7] = bad
         if policy == "raise":
@@ -204,6 +206,7 @@ def test_nonfinite_raise_and_skip_change_no_state(compressor, collective, bad, b
         for name in "ab":
             for old, new in zip(before[name], ranks.residuals(name), strict=True):
                 assert old.tobytes() == new.tobytes()
+        np.testing.assert_equal([reducer.state_dict()["memories"] for reducer in ranks.reducers], memories)
         assert np.isfinite(ranks.reduce(good)[0]["b"]).all()
 
 
