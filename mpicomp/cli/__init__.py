@@ -1,7 +1,7 @@
 """The command line: ``mpicomp COMMAND ...``.
 
-A command is a module of this package with a one-line ``HELP``, ``add_arguments(parser)`` and ``run(arguments) -> int``,
-which returns the exit status. Its name is in `COMMANDS`. Importing the modules loads neither MPI nor torch: ``--help``
+A command is a module with a one-line ``HELP``, ``add_arguments(parser)`` and ``run(arguments) -> int``, which returns
+the exit status; `COMMANDS` has its name and its package. Importing the modules loads neither MPI nor torch: ``--help``
 imports all of them, also on a login node. A command for rank 0 only, without MPI, sets ``alone`` among the defaults of
 its parser.
 """
@@ -20,7 +20,17 @@ from collections.abc import Callable, Sequence
 from mpicomp._version import __version__
 from mpicomp.system import abort, launcher
 
-COMMANDS = ("doctor", "list", "bench", "train", "lab", "report", "simulate", "trace")
+_BENCH = "mpicomp.bench.commands"
+COMMANDS = {
+    "doctor": __name__,
+    "list": __name__,
+    "bench": _BENCH,
+    "train": _BENCH,
+    "lab": _BENCH,
+    "report": _BENCH,
+    "simulate": _BENCH,
+    "trace": __name__,
+}
 INTERRUPTED = 130  # exit status that a shell reports after SIGINT
 BROKEN_PIPE = 141  # the same after SIGPIPE
 
@@ -33,7 +43,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mpicomp {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS if chosen is None else [chosen]:
-        module = importlib.import_module(f"{__name__}.{name}")
+        module = importlib.import_module(f"{COMMANDS[name]}.{name}")
         subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(subparser)
         subparser.set_defaults(_command=module)

@@ -20,7 +20,7 @@ fake.__spec__ = importlib.machinery.ModuleSpec("mpicomp.cli.fake", None)
 fake.HELP = "do what the test wants"
 fake.add_arguments = lambda parser: parser.add_argument("--number", type=int)
 sys.modules["mpicomp.cli.fake"] = fake
-cli.COMMANDS += ("fake",)
+cli.COMMANDS["fake"] = "mpicomp.cli"
 
 
 def fake_run(arguments):
@@ -64,12 +64,15 @@ def test_help_of_every_command_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"], ["--version"]])
-def test_help_needs_no_package(arguments):
-    # -S leaves out site-packages; only this package's own folder is given.
-    root = os.path.dirname(os.path.dirname(os.path.dirname(cli.__file__)))
+def test_help_needs_no_package(arguments, tmp_path):
+    # -S leaves out site-packages: the package stands alone, with bench/ inside as installed.
+    package = Path(cli.__file__).parents[1]
+    (tmp_path / "mpicomp").mkdir()
+    for part in [*package.iterdir(), package.parent / "bench"]:
+        (tmp_path / "mpicomp" / part.name).symlink_to(part)
     ended = subprocess.run(
         [sys.executable, "-S", "-m", "mpicomp", *arguments],
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=30,

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the top down. A file may import what stands in the lines below, and its own package; the longest name counts.
 LAYERS = [
     ["studies"],
+    ["mpicomp.bench.commands"],
     ["mpicomp.cli"],
     ["mpicomp.bench"],
     ["mpicomp.bench.measure"],

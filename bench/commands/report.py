@@ -25,6 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable("report", arguments.output)
     check_drawing("report")
     from mpicomp.bench.report.write import write_report
+
     from mpicomp.errors import ConfigurationError, FileWriteError
 
     try:

@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure on all ranks, print on rank 0; 1 where a mean was wrong."""
     from mpicomp.bench.collectives import Settings, measure
+
     from mpicomp.cli.options import check_writable, read_compressors, read_list, read_numels, read_ratios
     from mpicomp.errors import ConfigurationError
 
@@ -108,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(_COMMAND, arguments.json, arguments.csv, arguments.calibrate)
 
     from mpicomp.bench import devices
+
     from mpicomp.device import HOST
     from mpicomp.reducer.agreement import run_collectively
 
@@ -201,6 +203,7 @@ class _Printer:
     def head(self, settings: Any) -> None:
         """Print where and how plans are measured, and the pairs that are left out."""
         from mpicomp.bench.measure.results import clock
+
         from mpicomp.collectives import bind
         from mpicomp.errors import IncompatiblePairError
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks and their options."""
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
     for name in BENCHMARKS:
-        module: Any = importlib.import_module(f"mpicomp.cli.bench_{name}")
+        module: Any = importlib.import_module(f"{__package__}.bench_{name}")
         subparser = benchmarks.add_parser(name, help=module.HELP, description=module.HELP)
         add_plugin(subparser)
         module.add_arguments(subparser)

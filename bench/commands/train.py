@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpicomp.bench.outcome import Outcome
     from mpicomp.bench.tasks import Task
     from mpicomp.bench.training_run import Settings
+
     from mpicomp.compressors import Compressor
     from mpicomp.policies import Policy
 
@@ -169,6 +170,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure.progress import Progress
     from mpicomp.bench.replica import CPU
     from mpicomp.bench.training_run import Checkpoints, Settings, Stopped, train
+
     from mpicomp.reducer.agreement import agree, run_collectively
 
     device = CPU if gpu is None else run_collectively(lambda: devices.torch_device("train", gpu), transport, "train")
@@ -413,6 +415,7 @@ def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "
 def _replay(arguments: argparse.Namespace) -> "Policy":
     """Return the policy of recorded plans."""
     from mpicomp.bench.replay import Replay
+
     from mpicomp.errors import ConfigurationError
 
     for option, value in (

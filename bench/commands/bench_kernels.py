@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench import devices
     from mpicomp.bench.kernels import Settings, check_memory, measurable, measure
     from mpicomp.bench.measure import results
+
     from mpicomp.cli.options import check_writable, read_ratios
     from mpicomp.device import HOST
     from mpicomp.setting_checks import check_least
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _compressors(arguments: argparse.Namespace, ratios: Sequence[float], known: Sequence[str]) -> list[Any]:
     """Return the compressors to measure."""
     from mpicomp.bench.kernels import SUITED
+
     from mpicomp.cli.options import read_compressors, read_list
     from mpicomp.errors import ConfigurationError
 

@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure.results import SCHEMA, show
     from mpicomp.bench.simulate.measured import read
     from mpicomp.bench.simulate.rows import simulate
+
     from mpicomp.cli.options import check_writable
 
     check_writable(_COMMAND, arguments.json, arguments.output)
@@ -139,6 +140,7 @@ def _draw(
 def _plans(arguments: argparse.Namespace, measured: "Measured") -> "list[Plan]":
     """Return what is simulated, dense exchange first."""
     from mpicomp.bench.simulate.rows import Plan
+
     from mpicomp.cli.options import read_compressors, read_list, read_ratios
     from mpicomp.collectives import bind
     from mpicomp.compressors import Dense
@@ -196,6 +198,7 @@ def _ranks(text: str) -> list[int]:
 def _links(arguments: argparse.Namespace) -> "Links":
     from mpicomp.bench.lab.lab_settings import LabError, parse_bandwidth, parse_latency
     from mpicomp.bench.simulate.topology import Links
+
     from mpicomp.errors import ConfigurationError
 
     def per_byte(option: str, text: str | None) -> float | None:
@@ -213,6 +216,7 @@ def _links(arguments: argparse.Namespace) -> "Links":
 
 def _topology(arguments: argparse.Namespace, measured: "Measured", ranks: int, links: "Links") -> Any:
     from mpicomp.bench.simulate.topology import Topology
+
     from mpicomp.setting_checks import check_least
 
     per_host = arguments.per_host

@@ -118,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure import results
     from mpicomp.bench.replica import CPU
     from mpicomp.bench.training_rows import Settings, rows_of
+
     from mpicomp.reducer.agreement import run_collectively
 
     device, name = CPU, "cpu"
@@ -176,6 +177,7 @@ def _exchange(word: str, ratio: float) -> "Exchange":
         UPDATES,
         Exchange,
     )
+
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor, list_compressors
     from mpicomp.errors import ConfigurationError, UnknownNameError
