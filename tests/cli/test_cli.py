@@ -73,7 +73,7 @@ def test_help_needs_no_package(arguments, tmp_path):
         (tmp_path / "mpicomp" / part.name).symlink_to(part)
     ended = subprocess.run(
         [sys.executable, "-S", "-m", "mpicomp", *arguments],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=30,
