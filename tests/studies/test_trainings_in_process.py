@@ -71,7 +71,7 @@ def test_behind_makes_each_row_once(tmp_path, capsys):
 
 def test_constants_predict_again_from_rows():
     trained = constants.Trained(made := list(rows("digits")))
-    assert trained.behind == pytest.approx(SLOWER, abs=0.03)
+    assert trained.steps_behind == pytest.approx(SLOWER, abs=0.03)
     elements = ElementStatistics(4000, 2)
     elements.load_state_dict(made[0]["elements"][0])
     expected = {name: penalties.predict(elements, name, 100) for name in SLOWER}
@@ -90,8 +90,8 @@ def test_constants_tell_what_a_choice_costs():
     assert trained.regret(constants.network_of("10gbit/0us"), 0.7)[1] == 0
     regret, lost = trained.regret(slow, 0.7)
     seconds = {name: constants.seconds_of(name, trained.numel, slow) for name in SLOWER}
-    real = {name: (0.005 + took) / (1 - trained.behind[name]) for name, took in seconds.items()}
-    chosen = min(real, key=lambda name: abs(max(0.0, trained.behind[name]) - lost))
+    real = {name: (0.005 + took) / (1 - trained.steps_behind[name]) for name, took in seconds.items()}
+    chosen = min(real, key=lambda name: abs(max(0.0, trained.steps_behind[name]) - lost))
     assert regret == pytest.approx(real[chosen] / min(real.values()) - 1, abs=1e-6)
 
 
