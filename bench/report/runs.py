@@ -216,6 +216,8 @@ def plan_in_words(compressor: dict[str, object], collective: str) -> str:
     --------
     >>> plan_in_words({"id": "topk", "ratio": 0.01}, "allgather")
     'topk 0.01 by allgather'
+    >>> plan_in_words({"id": "topk", "ratio": 0.01, "layers": {"b": 1.0}}, "allgather")
+    'topk by layer by allgather'
     """
     ratio = compressor.get("ratio")
     size = f" {ratio:.3g}" if isinstance(ratio, float | int) else ""

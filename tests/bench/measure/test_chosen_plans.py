@@ -144,3 +144,9 @@ def test_table_of_many_plans_is_short():
     assert "  and 4 more, 33.3 % in all" in lines
     assert sum("  layer" in line for line in lines) == 24
     assert lines[-1] == "  and 16 smaller ones"
+
+
+def test_plan_with_ratios_of_layers_is_printed_by_layer():
+    choices = Choices()
+    choices.add(record(bucket(["a", "b"], 110, 20, mpicomp.TopK(ratio=0.1, layers={"b": 1.0}))))
+    assert "  TopK(ratio=0.1) by layer  " in chosen_table(choices.plans(), [])
