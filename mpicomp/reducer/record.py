@@ -368,7 +368,7 @@ class StepRecord:
             writer.add_scalar(tag, value, self.step if step is None else step)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able object; the schema is in docs/metrics.md."""
+        """Return a JSON-able object; the schema is in docs/observability.md."""
         sums = self._sums()
         return {
             "schema": SCHEMA,

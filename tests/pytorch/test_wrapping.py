@@ -161,6 +161,31 @@ def test_schedulers_work_as_on_a_plain_optimizer(make, when):
     assert_equal(plain, model)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_scheduler_that_steps_first_is_warned_of(when):
+    model = network()
+    base = sgd(model)
+    early = torch.optim.lr_scheduler.StepLR(base, 1)
+    optimizer = alone(model, base, "dense")
+    scheduler = early if when == "before" else torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        scheduler.step()
+
+
+def test_learning_rate_in_a_tensor_follows_its_schedule():
+    model = network()
+    rate = torch.tensor(0.5)
+    optimizer = alone(model, torch.optim.Adam(model.parameters(), lr=rate), "dense")
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(4):
+        optimizer.zero_grad()
+        square(model, step, 0).backward()
+        optimizer.step()
+        assert optimizer.reducer.last_step.lr == 0.5 ** (1 + step)
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
 def test_steps_that_were_looked_up_before_exchange():
     """A profiler that puts back what it has found, a bound method, the step of the class."""
     model = network()
