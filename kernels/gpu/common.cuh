@@ -136,8 +136,8 @@ struct alignas(2 * VEC) Halves {
 
 DEVICE bool aligned_halves(const void* pointer) { return (u64)pointer % sizeof(Halves) == 0; }
 
-// 32 random bits of an element, the upper ones best; the host derives `low` and `high` from a key. The CPU's bits.py has
-// the same hash.
+// 32 random bits of an element, the upper ones best; the host derives `low` and `high` from a key. The CPU's bits.py
+// has the same hash.
 DEVICE u32 draw(u32 index, u32 low, u32 high) {
   u32 word = index ^ low;
   word = (word ^ word >> 16) * 0x7feb352du;

@@ -68,7 +68,8 @@ KERNEL concatenate(const Piece* pieces, i64 number, const double* scale, double 
   }
 }
 
-// Gathers scattered numbers into one array. A thread has a number. Byte n of `widths` is the width of the n-th in bytes: 1, 4 or 8.
+// Gathers scattered numbers into one array, a number in each thread. Byte n of `widths` is the width of the n-th in
+// bytes: 1, 4 or 8.
 KERNEL collect(
     const void* a, const void* b, const void* c, const void* d, const void* e, const void* f, const void* g,
     const void* h, i64 widths, i64 number, u64* out) {

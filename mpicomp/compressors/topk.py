@@ -68,9 +68,8 @@ class TopK(Sparsifier):
     """Elements and k of each selection in a bucket whose parts have different ratios."""
 
     @classmethod
-    def suggested(
-        cls,
-    ) -> "list[TopK]":  # for most networks, for slow ones, and for fast ones, where compute time counts
+    def suggested(cls) -> "list[TopK]":
+        # For most networks, for slow ones, and for fast ones, where compute time counts
         return [TopK(wire="bf16"), TopK(wire="q4"), TopK()]
 
     def __post_init__(self) -> None:
