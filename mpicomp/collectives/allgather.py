@@ -223,6 +223,7 @@ class MessageLayout:
             else:
                 return flags >> 8, sum(fields[1::3]), sum(fields[2::3]), None
         headers: list[MessageHeader] = []
+        flags = 0
         try:
             for (start, stop), count in zip(self.bounds, self.counts, strict=True):
                 header = parse_header(received[start:stop], self.numel, self.dtype, count, start)

@@ -342,7 +342,7 @@ class _Step:
 
 
 def _remembered(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any]:
-    """Return the state learnt for a bucket; an empty one where length or ranks have changed."""
+    """Return the state learned for a bucket; an empty one where length or ranks have changed."""
     state = memory.get("oktopk")
     if state is None or (state["numel"], state["ranks"]) != (numel, ranks):
         return {"numel": numel, "ranks": ranks, "exchanges": 0, "bounds": even_bounds(numel, ranks), "threshold": None}

@@ -153,7 +153,7 @@ class SIDCo(Estimator):
         tail = candidates.tail(threshold, stride)
         points = [(threshold, tail.count)]
         for left in range(later, 0, -1):
-            if tail.count < (_FEW if self.bounded else 1):
+            if tail.count < (_FEW if self.bounded or corrects else 1):
                 break
             part = (wanted / tail.count) ** (1 / left) if corrects else (share / _FIRST) ** (1 / later)
             threshold = excess_threshold(self.distribution, tail, threshold, part)

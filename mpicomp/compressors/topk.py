@@ -144,7 +144,7 @@ def largest_of_parts(
         outcomes.append(selection)
         bits += [threshold, entry.spare(k)]
     bits = accumulated.to_host(*bits)
-    # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
+    # Nothing is learned from infinity and NaN, which no checkpoint in JSON could hold either.
     thresholds, bounds = [], []
     for place, (entry, (_, _, k)) in enumerate(zip(candidates, parts, strict=True)):
         magnitude = cpu.magnitude_of(bits[2 * place], dtype)

@@ -68,7 +68,7 @@ def settings_of_step(reducer: "Reducer", gradients: Iterable[Any]) -> dict[str, 
     digest = hashlib.blake2b(json.dumps(state, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
     settings = reducer.settings | {
         "the step that follows": reducer.count if loaded is None else loaded.step,
-        "what the policy has learnt": digest,
+        "what the policy has learned": digest,
         "whether a state was loaded": loaded is not None,
         "whether the last step was applied": not reducer.must_check_ranks,
         "plugins": ", ".join(plugins.loaded()) or "none",

@@ -184,8 +184,11 @@ class Channel:
         send, recv, counts, root = task.send, task.recv, task.counts, task.root
         nbytes = sum(counts) * task.dtype.itemsize
         fits = nbytes <= self._limit
-        if fits and task.operation == "allreduce" and nbytes:
-            return [("Allreduce", (send, recv))]
+        if fits and task.operation == "allreduce":
+            assert send is not None
+            assert recv is not None
+            if send.size == recv.size == counts[0] > 0:
+                return [("Allreduce", (send, recv))]
         equal = min(counts) == max(counts)
         if fits and equal and task.operation == "allgatherv":
             return [("Allgather", (send, recv))]
