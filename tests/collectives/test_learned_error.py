@@ -39,7 +39,7 @@ def test_code_error_is_that_of_the_decoded_array(instance):
             expected = np.square(residual.astype(np.float64)).sum() / np.square(held + gradient["w"]).sum()
             assert error == pytest.approx(expected, rel=1e-4)
             coded.append(error)
-    assert learning[:2] == [None, 1.0]  # a dense step, and one before which nothing was learnt
+    assert learning[:2] == [None, 1.0]  # a dense step, and one before which nothing was learned
     assert 0 < max(learning[2:]) < 1
     assert 0 < max(coded) < 1
 

@@ -232,7 +232,7 @@ def test_every_reason_is_given():
     assert "auto: exploring a plan that may be the fastest" in reasons
 
 
-def test_what_was_learnt_is_saved(tmp_path):
+def test_what_was_learned_is_saved(tmp_path):
     model = CostModel(Network(4))
     ranks = Ranks(4, LINKS["odd"], mpicomp.TopK(ratio=0.01), cost=model)
     for _ in range(40):
