@@ -261,8 +261,8 @@ def _slices(numel: int, group: Group) -> list[int]:
 
 def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], energy: float, hosts: int) -> bool:
     """Return whether whatever is kept back of a host's sum can be taken from an array, if all hosts say so."""
-    [own_energy] = to_python(kernels.energy(array))
-    if far_from_largest((energy + own_energy) * hosts**2, array.dtype):
+    [local_energy] = to_python(kernels.energy(array))
+    if far_from_largest((energy + local_energy) * hosts**2, array.dtype):
         return True
     top = max(to_python(*(np.abs(values).max() for values in (total, array) if values.size)), default=0.0)
     return 16 * hosts * float(top) < float(np.finfo(array.dtype).max)

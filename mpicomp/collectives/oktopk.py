@@ -174,8 +174,8 @@ class _Step:
         ask.send = np.array([(count, selection.indices.size) for count in counts], _COUNT).reshape(-1)
         ask.recv = self.workspace.host_array("counts", 2 * ranks, _COUNT)
         answers = (yield ask).reshape(ranks, 2)
-        own_region = regions[self.group.rank]
-        coming = self._within(answers[:, 0], own_region[1] - own_region[0])
+        kept_region = regions[self.group.rank]
+        coming = self._within(answers[:, 0], kept_region[1] - kept_region[0])
         selected = sum(self._within(answers[:, 1], self.numel))
         target = max(min(selected, 1), (2 * selected + ranks) // (2 * ranks))  # at least 1 where there is any
 
@@ -186,11 +186,11 @@ class _Step:
             span = slice(*part)
             piece = Selection(selection.indices[span], selection.values[span])
             self._write(piece, region, out, self.accumulated.energy, kept)
-        received = [self._bytes(count, own_region) for count in coming]
+        received = [self._bytes(count, kept_region) for count in coming]
         scatter = Round("alltoallv", sizes, _BYTE, send=outgoing, received=received)
         scatter.recv = self.workspace.array("incoming", sum(received), _BYTE)
         incoming = yield scatter
-        return target, self._read(incoming, received, coming, [(0, own_region[1] - own_region[0])] * ranks, "arrived")
+        return target, self._read(incoming, received, coming, [(0, kept_region[1] - kept_region[0])] * ranks, "arrived")
 
     def _within(self, counts: NDArray[np.int64], most: int) -> list[int]:
         """Return counts clipped to what may be: the others know nothing of a wrong one, so this rank has to go on."""

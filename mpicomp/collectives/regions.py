@@ -85,8 +85,8 @@ def read_answers(
     unread: MessageError | None = None
     for rank, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         try:
-            seen, energy, own_lost = read_header(messages[start : start + size], count)  # all say the same energy
-            flags, lost = flags | seen, lost + own_lost
+            seen, energy, lost_part = read_header(messages[start : start + size], count)  # all say the same energy
+            flags, lost = flags | seen, lost + lost_part
         except MessageError as error:
             unread = unread or MessageError(f"{collective}: from rank {rank}: {error}")
         start += size

@@ -238,8 +238,8 @@ def perform_together(tasks: Sequence[Round]) -> None:
 def _shared(task: Round) -> tuple[Any, ...]:
     """Return the values that have to be the same on all ranks of a round's group."""
     common = (task.operation, task.dtype, task.root, task.background, task.group, task.graph)
-    own_counts = task.operation == "sendrecv" or task.received is not None
-    return common if own_counts else (*common, tuple(task.counts))
+    differ = task.operation == "sendrecv" or task.received is not None
+    return common if differ else (*common, tuple(task.counts))
 
 
 def _from_neighbours(rank: int, tasks: Sequence[Round]) -> NDArray[Any]:
