@@ -16,6 +16,7 @@ from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, a
 from mpicomp.rounds import Group, Pending, Round, Rounds, gather_rows
 from mpicomp.torch.arguments import MAX_NORM_ADVICE, array_specs
 from mpicomp.torch.broadcast import as_bytes
+from mpicomp.torch.combined_optimizer import optimizers_in
 
 COMPARE_EVERY = 500  # default steps from one comparison of replicas to the next: it costs under a thousandth
 DRIFT_ADVICE = (
@@ -104,8 +105,9 @@ class SettingsCheck:
     def __init__(self, optimizer: torch.optim.Optimizer, subsystem: str) -> None:
         self._weak_optimizer = weakref.ref(optimizer)
         self._subsystem = subsystem
-        kind = type(optimizer)
-        self._kind = (kind.__bases__[-1] if hasattr(kind, "_mpicomp_before") else kind).__name__
+        kinds = [type(member) for member in optimizers_in(optimizer)]
+        plain = [kind.__bases__[-1] if hasattr(kind, "_mpicomp_before") else kind for kind in kinds]
+        self._kind = " + ".join(kind.__name__ for kind in plain)
         self._values: list[Any] = []
         self._digest = b""
         self._compared = b""  # the digest that all ranks had last
@@ -119,7 +121,11 @@ class SettingsCheck:
             for index, group in enumerate(groups)
             for key, value in group.items()
         }
-        return {"optimizer": self._kind, "param_groups": len(groups)} | named
+        sizes = {
+            f"the number of elements in group {index}": sum(parameter.numel() for parameter in group["params"])
+            for index, group in enumerate(self._optimizer.param_groups)
+        }
+        return {"optimizer": self._kind, "param_groups": len(groups)} | sizes | named
 
     def begin(self, group: Group) -> Rounds[bool]:
         """Begin a step; return whether all ranks must agree again, since settings of this rank have changed."""
@@ -174,7 +180,7 @@ class SettingsCheck:
 
     def _current(self) -> list[Any]:
         """Return the settings, with versions in place of tensors."""
-        keys = self._optimizer.defaults
+        keys = _setting_names(self._optimizer)
         return [_version(group[key]) for group in self._optimizer.param_groups for key in keys if key in group]
 
 
@@ -261,11 +267,15 @@ def settings_of(optimizer: Any) -> list[dict[str, Any]]:
     groups = []
     for group in optimizer.param_groups:
         settings = {}
-        for key in sorted(set(optimizer.defaults) & set(group)):
+        for key in sorted(_setting_names(optimizer) & set(group)):
             with contextlib.suppress(TypeError):
                 settings[key] = _to_json(group[key])
         groups.append(settings)
     return groups
+
+
+def _setting_names(optimizer: torch.optim.Optimizer) -> set[str]:
+    return {name for member in optimizers_in(optimizer) for name in member.defaults}
 
 
 def sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:

@@ -7,7 +7,7 @@ import torch
 
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Rounds
-from mpicomp.torch.arguments import as_real
+from mpicomp.torch.arguments import as_real, members_of
 from mpicomp.torch.states import to_arrays
 
 _BURST = 4  # a rank's moment counts where it is more than so many times the average; of text-gpt
@@ -55,7 +55,8 @@ class SharedMoments:
         """Copy moments for the exchange that begins, if an average is due; missing and idle ones are zeros."""
         self._squares, self._means = {}, {}
         if self._steps >= self._next:
-            self._squares = {name: torch.zeros_like(_wide(p.detach())) for name, p in parameters.items()}
+            ids = {id(parameter) for parameter in members_of(self._optimizer)}
+            self._squares = {n: torch.zeros_like(_wide(p.detach())) for n, p in parameters.items() if id(p) in ids}
             for name, state, decay in () if idle else self._states(parameters):
                 self._squares[name] += self._local(name, state).div_(_reached(state, decay))
 

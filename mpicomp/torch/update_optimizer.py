@@ -19,6 +19,7 @@ from mpicomp.reducer.special_reducers import TrainingReducer
 from mpicomp.setting_checks import check_flag, check_least
 from mpicomp.torch.arguments import NamedParameters, check_no_ddp, members_of, named_pairs, parameters_by_name
 from mpicomp.torch.collective_optimizer import CollectiveOptimizer
+from mpicomp.torch.combined_optimizer import CombinedOptimizer, optimizers_in
 from mpicomp.torch.optimizer_proxy import OptimizerProxy, check_not_nested, wrap
 from mpicomp.torch.overlap import start_overlap_thread
 from mpicomp.torch.replica_checks import COMPARE_EVERY
@@ -44,12 +45,13 @@ class _Sharing:
     """How ranks share second moments."""
 
     compressor: Compressor
-    key: str  # in an optimizer's state
+    optimizer: torch.optim.Optimizer  # the one of several that has them
+    key: str  # in its state
     sync_every: int
 
 
 def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     named_parameters: NamedParameters,
     sync_every: int | str = 1,
     compressor: Compressor | str | Mapping[str, Any] | None = None,
@@ -80,9 +82,12 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
 
     Parameters
     ----------
-    optimizer : torch.optim.Optimizer
+    optimizer : torch.optim.Optimizer or sequence of them
         Any, also one that calls a closure many times or takes sparse gradients. Its state stays on its rank. Gradients
-        are clipped on each rank before its step; the learning rate must be the same on all ranks.
+        are clipped on each rank before its step; the learning rate must be the same on all ranks. Several, such as
+        ``[muon, adamw]``, each with parameters of its own, become one with the groups of all: a step is one of each,
+        after one call of a closure, and a scheduler sets all rates. A group that is added later is the last one's, or
+        that of the index in ``{"params": ..., "optimizer": index}``.
     named_parameters : iterable of (str, torch.Tensor), mapping or torch.nn.Module
         ``model.named_parameters()`` or the model, with every parameter of the optimizer that requires a gradient. One
         that is frozen later has a change of zero. Complex ones are exchanged as pairs of reals.
@@ -102,7 +107,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         many steps more, and at the latest after 100. In between all ranks divide by the average, or by a quarter of the
         local moment where that is more. They travel in 9 bits an element, and cost two copies of the parameters. A
         mapping has ``sync_every`` in place of 100, and ``compressor``: ``"dense"`` in place of ``"natural"``. It serves
-        Adam, AdamW, NAdam, RAdam, RMSprop and others with a mean square in ``exp_avg_sq`` or ``square_avg``.
+        Adam, AdamW, NAdam, RAdam, RMSprop and others with a mean square in ``exp_avg_sq`` or ``square_avg``; of several
+        optimizers, the first of that kind.
     sync_delay : int
         Steps, at most ``sync_every / fragments``, that are made during an exchange, before it is applied; a rank keeps
         its changes in them. It costs another copy of the parameters. A thread exchanges meanwhile where MPI was started
@@ -125,12 +131,13 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     -------
     torch.optim.Optimizer
         The same optimizer, now of a class derived from its former one: schedulers, hooks and replaced steps work as
-        before. It has ``reducers``, a `mpicomp.Reducer` for each fragment, and ``reducer``, the first of them;
-        ``synchronize()``, which exchanges all changes and waits for it, to be called on all ranks before the end or a
-        checkpoint where ``sync_every`` or ``sync_delay`` has left something; ``shared()``, the shared parameters by
-        name; ``join()``, a context for ranks with different numbers of batches; ``rounds(closure)``, its step as a
-        generator of rounds; and ``close()``, which ``with`` calls at its end and after which it can be wrapped again.
-        With its ``state_dict()`` and the model's on each rank training resumes bit for bit.
+        before. In place of several it is a new one, which has them as ``optimizers``. It has ``reducers``, a
+        `mpicomp.Reducer` for each fragment, and ``reducer``, the first of them; ``synchronize()``, which exchanges all
+        changes and waits for it, to be called on all ranks before the end or a checkpoint where ``sync_every`` or
+        ``sync_delay`` has left something; ``shared()``, the shared parameters by name; ``join()``, a context for ranks
+        with different numbers of batches; ``rounds(closure)``, its step as a generator of rounds; and ``close()``,
+        which ``with`` calls at its end and after which it can be wrapped again. With its ``state_dict()`` and the
+        model's on each rank training resumes bit for bit.
 
     Raises
     ------
@@ -179,13 +186,14 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         def check() -> Any:
             ranks = transport.group.size
             pairs = named_pairs(named_parameters, WHO, ranks)
+            one: Any = CombinedOptimizer(optimizer, WHO) if isinstance(optimizer, list | tuple) else optimizer
             found = _check_arguments(
-                optimizer, pairs, sync_every, compressor, outer, sync_delay, fragments, compare_every, settings, ranks
+                one, pairs, sync_every, compressor, outer, sync_delay, fragments, compare_every, settings, ranks
             )
-            sharing = _check_moments(optimizer, second_moments)
-            return pairs, *found, None if ranks == 1 else sharing
+            sharing = _check_moments(one, second_moments)
+            return one, pairs, *found, None if ranks == 1 else sharing
 
-        pairs, parameters, chosen, sharing = run_collectively(check, transport, WHO)
+        inner, pairs, parameters, chosen, sharing = run_collectively(check, transport, WHO)
         if outer is not None and outer.get("sign"):
             collective = _never_dense(chosen, collective, policy)
         compared = {
@@ -218,17 +226,17 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
                 ),
                 part,
                 compared,
-                optimizer,
+                inner,
                 outer,
                 compare_every,
                 same_batches,
-                None if sharing is None else _shared_moments(optimizer, sharing, nonfinite, transport, settings),
+                None if sharing is None else _shared_moments(sharing, nonfinite, transport, settings),
             )
             for part, policy_of_part in zip(_fragments(parameters, fragments), policies, strict=True)
         ]
     needs_thread = sync_delay and transport.concurrent and not parts[0].reducer.survives
     thread = start_overlap_thread(parts[0].reducer, True)[0] if needs_thread else None
-    wrapped = wrap(optimizer, UpdateProxy, "Updating")
+    wrapped = wrap(inner, UpdateProxy, "Updating")
     wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in pairs}
     wrapped._mpicomp_steps = 0
     wrapped._mpicomp_chooses = sync_every == AUTO
@@ -252,14 +260,12 @@ def _never_dense(chosen: Compressor | None, collective: str, policy: Any) -> str
     return fitting(chosen)[0]
 
 
-def _shared_moments(
-    optimizer: torch.optim.Optimizer, sharing: _Sharing, nonfinite: str, transport: Transport, settings: dict[str, Any]
-) -> SharedMoments:
+def _shared_moments(sharing: _Sharing, nonfinite: str, transport: Transport, settings: dict[str, Any]) -> SharedMoments:
     of_reducer = {name: settings[name] for name in ("seed", "threads") if name in settings}
     collective = "two-phase" if sharing.compressor.message == "packed" else "scatter-reduce"
     of_moments = "pass" if nonfinite == "pass" else "skip"  # the changes' reducer then raises or skips the step
     reducer = Reducer(sharing.compressor, collective, "static", False, of_moments, transport, **of_reducer)
-    return SharedMoments(optimizer, reducer, sharing.key, sharing.sync_every)
+    return SharedMoments(sharing.optimizer, reducer, sharing.key, sharing.sync_every)
 
 
 def _fragments(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[dict[str, torch.Tensor]]:
@@ -310,7 +316,8 @@ def _check_arguments(
     if fragments > len(parameters):
         raise ConfigurationError(f"{WHO}: fragments must be at most {len(parameters)}, as many as parameters")
     check_no_ddp(parameters, ranks, WHO)
-    check_not_nested(optimizer, WHO)
+    for plain in optimizers_in(optimizer):
+        check_not_nested(plain, WHO)
     return parameters, chosen
 
 
@@ -368,7 +375,14 @@ def _check_moments(optimizer: torch.optim.Optimizer, moments: Any) -> _Sharing |
             f"{WHO}: second_moments['compressor'] must be 'natural' or 'dense', got {compressor!r}; mean squares span "
             "many powers of ten, and none of them may become zero"
         )
-    return _Sharing(compressor, _moments_key(optimizer), every)
+    candidates = optimizers_in(optimizer)
+    for candidate in candidates:
+        try:
+            return _Sharing(compressor, candidate, _moments_key(candidate), every)
+        except ConfigurationError:
+            if candidate is candidates[-1]:
+                raise
+    raise AssertionError
 
 
 def _moments_key(optimizer: torch.optim.Optimizer) -> str:

@@ -1,0 +1,253 @@
+"""UpdateOptimizer around several optimizers: as each of them by itself, and one exchange for all."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from local_replicas import ByHand, Updates, adam, bits, loss_of, network
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.transport import LocalWorld
+
+
+def pair(model):
+    """Momentum for matrices, AdamW for the rest."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.02)]
+
+
+class InTurn:
+    """What two optimizers do that know nothing of each other."""
+
+    def __init__(self, model):
+        self.members = pair(model)
+
+    def zero_grad(self):
+        for member in self.members:
+            member.zero_grad()
+
+    def step(self):
+        for member in self.members:
+            member.step()
+
+
+@pytest.mark.parametrize(("size", "every"), [(1, 1), (3, 1), (3, 2)])
+def test_combined_step_is_one_of_each(size, every):
+    ranks, plain = Updates(size, pair, compressor="dense", sync_every=every), ByHand(size, InTurn)
+    for step in range(2 * every):
+        ranks.step(step)
+        plain.step(step)
+        if (step + 1) % every == 0:
+            plain.move_by_mean()
+        np.testing.assert_allclose(ranks.values(), plain.values(), rtol=1e-10, atol=1e-12)
+    assert ranks.same()
+
+
+def test_closure_is_called_once():
+    ranks, calls = Updates(1, pair), []
+
+    def closure():
+        calls.append(0)
+        ranks.optimizers[0].zero_grad()
+        loss = loss_of(ranks.models[0], 0, 0)
+        loss.backward()
+        return loss
+
+    [loss] = ranks.world.run([ranks.optimizers[0].rounds(closure)])
+    plain = ByHand(1, InTurn)
+    plain.step(0)
+    assert len(calls) == 1
+    assert loss.item() == loss_of(network(), 0, 0).item()
+    np.testing.assert_allclose(ranks.values(), plain.values(), rtol=1e-12)
+
+
+def test_scheduler_sets_the_rates_of_all():
+    ranks = Updates(2, pair)
+    for number in range(3):
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in ranks.optimizers]
+        ranks.step(number)
+        for scheduler in schedulers:
+            scheduler.step()
+    for optimizer in ranks.optimizers:
+        assert [member.param_groups[0]["lr"] for member in optimizer.optimizers] == [0.1 / 8, 0.02 / 8]
+    with pytest.raises(ValueError, match="must support momentum or beta1"):  # which not all of them have
+        torch.optim.lr_scheduler.OneCycleLR(ranks.optimizers[0], 0.1, total_steps=5)
+
+
+@pytest.mark.parametrize(("place", "expected"), [(None, 1), (0, 0), (1, 1)])
+def test_added_group_is_stepped_by_its_optimizer(place, expected):
+    first = lambda model: pair(model[0])  # noqa: E731
+    ranks, of_place = Updates(2, first, compressor="dense"), {} if place is None else {"optimizer": place}
+    ranks.step(0)
+    for model, optimizer in ranks.pairs:
+        optimizer.add_param_group({"params": [model[2].weight], "lr": 0.05, **of_place})
+        assert optimizer.optimizers[expected].param_groups[1] is optimizer.param_groups[2]
+    before = ranks.models[0][2].weight.detach().clone()
+    ranks.step(1)
+    assert ("exp_avg" in ranks.optimizers[0].state[ranks.models[0][2].weight]) == bool(expected)
+    assert not torch.equal(ranks.models[0][2].weight, before)
+    states = ranks.states()  # groups are in the order in which they were added
+    ranks.step(2)
+    ranks_after = ranks.bits()
+    ranks.load(states)
+    ranks.step(2)
+    assert ranks.bits() == ranks_after
+
+
+@pytest.mark.parametrize("settings", [{"sync_every": 3, "outer": {"lr": 0.7, "momentum": 0.9}}, {"sync_every": 2}])
+def test_resumed_run_has_the_same_bits(settings):
+    settings = settings | {"compressor": "topk"}
+    ranks, others = Updates(2, pair, **settings), Updates(2, pair, **settings)
+    ranks.run(range(5))
+    states = ranks.states()
+    ranks.run(range(5, 9))
+    others.run([7])
+    others.load(states)
+    others.run(range(5, 9))
+    assert others.bits() == ranks.bits()
+    members = others.optimizers[0].optimizers
+    assert all(member.state is others.optimizers[0].state for member in members)
+
+
+def test_checkpoint_is_read_by_fewer_ranks(tmp_path):
+    ranks, fewer = Updates(3, pair, compressor="topk"), Updates(2, pair, compressor="topk")
+    ranks.run(range(4))
+    before = np.sum(ranks.residuals(), axis=0)
+    ranks.through_a_checkpoint(tmp_path, fewer)
+    np.testing.assert_allclose(np.sum(fewer.residuals(), axis=0), before * 2 / 3, atol=1e-12)
+    fewer.run(range(4, 6))
+    assert fewer.same()
+
+
+@pytest.mark.parametrize("change", [lambda groups: groups.pop(), lambda groups: groups[0]["params"].pop()])
+def test_state_of_other_groups_loads_nothing(change):
+    ranks = Updates(1, pair)
+    ranks.step(0)
+    state = copy.deepcopy(ranks.optimizers[0].state_dict())
+    ranks.step(1)
+    before = copy.deepcopy(ranks.optimizers[0].state_dict())["state"]
+    change(state["param_groups"])
+    with pytest.raises(ValueError, match="loaded state dict has groups of"):
+        ranks.optimizers[0].load_state_dict(state)
+    after = ranks.optimizers[0].state_dict()["state"]
+    assert all(torch.equal(after[key][name], value) for key in before for name, value in before[key].items())
+
+
+def test_overflow_skips_the_steps_of_all():
+    make = lambda: network(torch.float32)  # noqa: E731
+    ranks, plain = Updates(2, pair, compressor="dense", make=make), ByHand(2, InTurn, make)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
+    for number in range(3):
+        exchanges = []
+        for rank, ((model, optimizer), scaler) in enumerate(zip(ranks.pairs, scalers, strict=True)):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, number) * (torch.inf if (number, rank) == (1, 1) else 1)
+            scaler.scale(loss).backward()
+            optimizer._mpicomp_exchanges = False
+            scaler.step(optimizer)
+            optimizer._mpicomp_exchanges = True
+            scaler.update()
+            exchanges.append(optimizer._mpicomp_rounds())
+        ranks.world.run(exchanges)
+        plain.step(number, left_out=[1] if number == 1 else [])
+        plain.set_all((plain.shared + np.mean(plain.changes(), axis=0)).astype(np.float32).astype(np.float64))
+    assert [scaler.get_scale() for scaler in scalers] == [2.0**10, 2.0**9]
+    np.testing.assert_allclose(ranks.values()[0], plain.shared, rtol=2e-4, atol=1e-5)
+
+
+def test_second_moments_of_one_of_them_are_shared():
+    moments = {"sync_every": 1, "compressor": "dense"}
+    ranks = Updates(2, pair, compressor="dense", second_moments=moments)
+    squares = {}
+    ranks.backward(0)
+    for name in ("0.bias", "2.bias"):
+        squares[name] = torch.stack([dict(model.named_parameters())[name].grad ** 2 for model in ranks.models]).mean(0)
+    ranks.exchange()
+    averages = ranks.optimizers[0].state_dict()["mpicomp"]["fragments"][0]["second_moments"]["averages"]
+    assert set(averages) == set(squares)  # momentum has none
+    for name, square in squares.items():
+        torch.testing.assert_close(averages[name], square)
+    with pytest.raises(ConfigurationError, match="SGD has none"):
+        Updates(2, lambda model: [torch.optim.SGD(model.parameters(), lr=0.1)], second_moments=moments)
+
+
+def wrapped(model):
+    alone = LocalWorld(1).transports[0]
+    return mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), comm=alone)
+
+
+BAD = {
+    "the list of optimizers is empty": lambda model: [],
+    "a torch optimizer is needed, got str at place 0": lambda model: ["adam"],
+    "UpdatingAdamW at place 0 of a list must be a plain optimizer": lambda model: [wrapped(model)],
+    r"of shape \(12, 9\) is in the optimizers at places 0 and 1": lambda model: [pair(model)[0], adam(model)],
+    "LBFGS calls its closure many times": lambda model: [torch.optim.LBFGS(model.parameters())],
+}
+
+
+@pytest.mark.parametrize("match", BAD)
+def test_bad_lists_are_refused(match):
+    with pytest.raises(ConfigurationError, match=match):
+        Updates(1, BAD[match])
+
+
+OTHER = {
+    "optimizer must be the same .*SGD [+] AdamW": lambda model: [
+        pair(model)[0],
+        torch.optim.Adam(pair(model)[1].param_groups[0]["params"], lr=0.02),
+    ],
+    "param_groups must be the same": lambda model: [
+        *pair(model)[:1],
+        torch.optim.AdamW([{"params": [model[0].bias]}, {"params": [model[2].bias]}], lr=0.02),
+    ],
+    "the number of elements in group 0 must be the same": lambda model: [
+        torch.optim.SGD([*pair(model)[0].param_groups[0]["params"], model[2].bias], lr=0.1, momentum=0.9),
+        torch.optim.AdamW([model[0].bias], lr=0.02),
+    ],
+    r"param_groups\[0\]\['momentum'\] must be the same": lambda model: [
+        torch.optim.SGD(pair(model)[0].param_groups[0]["params"], lr=0.1, momentum=0.8),
+        pair(model)[1],
+    ],
+}
+
+
+@pytest.mark.parametrize("match", OTHER)
+def test_ranks_with_other_optimizers_are_refused(match):
+    world, models = LocalWorld(2), [network(), network()]
+    optimizers = [
+        mpicomp.torch.UpdateOptimizer((OTHER[match] if rank else pair)(model), model.named_parameters(), comm=end)
+        for rank, (model, end) in enumerate(zip(models, world.transports, strict=True))
+    ]
+    for rank, model in enumerate(models):
+        loss_of(model, rank, 0).backward()
+    with pytest.raises(DisagreementError, match=match):
+        world.run([optimizer.rounds() for optimizer in optimizers])
+
+
+@pytest.mark.mpi
+def test_combined_bits_equal_those_in_one_process(comm):
+    settings = {"compressor": "topk", "collective": "allgather", "sync_every": 2}
+    model = network()
+    optimizer = mpicomp.torch.UpdateOptimizer(pair(model), model, comm=comm, warmup=0, **settings)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+    ranks = Updates(comm.size, pair, **settings)
+    ranks.run(range(6))
+    assert set(comm.allgather(bits(model))) == {bits(ranks.models[0])}
+    mpicomp.torch.broadcast_optimizer_state(optimizer, root=comm.size - 1, comm=comm)
+    momenta = comm.allgather(optimizer.optimizers[0].state[model[0].weight]["momentum_buffer"].numpy().tobytes())
+    assert len(set(momenta)) == 1
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_bad_list_of_one_rank_is_an_error_on_all(comm):
+    model = network()
+    optimizers = [adam(model)] if comm.rank else []
+    with pytest.raises(ConfigurationError, match="the list of optimizers is empty"):
+        mpicomp.torch.UpdateOptimizer(optimizers, model, comm=comm)
