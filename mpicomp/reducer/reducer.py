@@ -304,6 +304,7 @@ class Reducer:
                 if failed is not None:
                     try:
                         yield from self._continue_without_dead(failed)
+                        extra.restart()
                     except RankFailedError as error:
                         failed = error
                         continue

@@ -234,6 +234,11 @@ class Gradients(ExtraExchange):
                 self._mean_rows[name] = yield from mean_of_sparse(gradient, parameter, factor, self.group)
         return all(mean is None or bool(np.isfinite(mean[1]).all()) for mean in self._mean_rows.values())
 
+    def restart(self) -> None:
+        self._fingerprint.restart()
+        self._settings.restart()
+        self._compared, self.stale = False, True
+
     def _exchanged(self) -> dict[str, torch.Tensor]:
         """Return the parameters that require a gradient, or that an optimizer would step."""
         held = self._frozen_with_gradient

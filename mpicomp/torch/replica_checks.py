@@ -62,6 +62,10 @@ class Fingerprint:
         self.every = every
         self.same_batches = same_batches
         self._subsystem = subsystem
+        self.restart()
+
+    def restart(self) -> None:
+        """Count steps from here."""
         self._steps = -1
         self._equal_steps = 0  # in which all ranks had the same gradients
 
@@ -113,6 +117,10 @@ class SettingsCheck:
         self._compared = b""  # the digest that all ranks had last
         self._watched_steps = 0
         self._message: Pending | None = None
+
+    def restart(self) -> None:
+        """Forget what was compared, and the message of a step that a death has ended, which never comes."""
+        self._compared, self._watched_steps, self._message = b"", 0, None
 
     def settings(self) -> dict[str, Any]:
         groups = settings_of(self._optimizer)

@@ -189,6 +189,11 @@ class SharedParameters(ExtraExchange):
             return True
         return (yield from self._moments.average(self._scale))
 
+    def restart(self) -> None:
+        self._fingerprint.restart()
+        self._settings_check.restart()
+        self._compared, self.stale = False, True
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "reducer": self.reducer.state_dict(),

@@ -371,6 +371,52 @@ def test_thirty_kills_equal_restarts(job, tmp_path):
     assert len(seconds) == 30
 
 
+# Rank 0 completes the exchange in which rank 1 dies, and rank 2 does not: what each of them counts by then differs.
+# A schedule makes ranks compare settings in a message of each step, which then is under way.
+DIFFERENT_PLACES = """
+import torch, mpicomp.torch
+from mpicomp.transport import mpi_rounds
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(10, 10)
+if sys.argv[1] == "updates":
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = mpicomp.torch.UpdateOptimizer(optimizer, model.named_parameters(), 1, "dense", on_failure="shrink")
+else:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = mpicomp.torch.DistributedOptimizer(
+        optimizer, model.named_parameters(), compressor="topk", warmup=0, overlap=False, on_failure="shrink"
+    )
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+finish = mpi_rounds.StartedRound.finish
+
+def finish_late(started, *naps):
+    time.sleep(1)  # its messages are on their way
+    mpi_rounds.StartedRound.finish = finish
+    return finish(started, *naps)
+
+lost = []
+for step in range(20):
+    if step == 5 and rank == 1:
+        threading.Timer(0.3, die).start()
+    if step == 5 and rank == 2:
+        mpi_rounds.StartedRound.finish = finish_late
+    optimizer.zero_grad()
+    (model(torch.full((2, 10), rank + 1.0)) - 1).square().mean().backward()
+    optimizer.step()
+    schedule.step()
+    lost += optimizer.reducer.last_step.lost_ranks
+report(optimizer.reducer, lost, [value.detach().numpy() for value in model.parameters()])
+optimizer.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["updates", "gradients"])
+def test_ranks_that_leave_a_step_at_different_places_go_on(job, kind):
+    check_survivors(job(3, DIFFERENT_PLACES, kind), [1], 3)
+
+
 UNREPORTED = """
 reducer = make_reducer()
 reducer.reduce(ones)
