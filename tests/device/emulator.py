@@ -27,6 +27,7 @@ import itertools
 import re
 import struct
 import subprocess
+import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -40,7 +41,7 @@ TWICE = ["-ffp-contract=off"]  # a product and a sum are rounded twice, as on x8
 # They are rounded once wherever the compiler can, as the compiler of a device does it.
 JOINED = ["-ffp-contract=fast", "-fexpensive-optimizations", "-mfma"]
 
-folder = Path()  # where built kernels go; the fixtures set it
+BUILT = Path(__file__).resolve().parents[2] / ".pytest_cache" / "emulated"  # kept from run to run, as Numba's are
 launches: list[str] = []
 seeds = itertools.count(1)
 UNORDERED = {"sparse_add", "sparse_add_fp16", "sparse_add_bf16"}
@@ -185,6 +186,19 @@ def _kernels(code):
     return sorted(set(names) - {"NAME"})
 
 
+def _build(command, text, library):
+    """Compile in a folder that no other process has, so that a library is there whole or not at all."""
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+        source, compiled, linked = (Path(folder) / name for name in ("kernels.cpp", "kernels.o", library.name))
+        source.write_text(text)
+        # In two steps: what would look for races by itself is not linked.
+        for step in ([*command, "-c", source, "-o", compiled], [COMPILER, "-shared", compiled, "-o", linked]):
+            built = subprocess.run(step, capture_output=True, text=True, timeout=100, check=False)
+            assert built.returncode == 0, built.stderr
+        linked.replace(library)
+
+
 class RawModule:
     joins = False
 
@@ -199,16 +213,10 @@ class RawModule:
                 "uint64_t seed, int flushing, const uint64_t* spans, unsigned count, int unordered) { "
                 f"return emulator::run(&{name}, words, blocks, threads, seed, flushing, spans, count, unordered); }}\n"
             )
-        key = hashlib.sha256((text + str(options) + str(rounding)).encode()).hexdigest()[:16]
-        library = folder / f"{key}.so"
+        command = [COMPILER, *options, *OPTIONS, *WATCH, *rounding]
+        library = BUILT / f"{hashlib.sha256(f'{command}{text}'.encode()).hexdigest()[:16]}.so"
         if not library.exists():
-            (folder / f"{key}.cpp").write_text(text)
-            # In two steps: what would look for races by itself is not linked.
-            compiled = folder / f"{key}.o"
-            compile_ = [COMPILER, *options, *OPTIONS, *WATCH, *rounding, "-c", folder / f"{key}.cpp", "-o", compiled]
-            for command in (compile_, [COMPILER, "-shared", compiled, "-o", library]):
-                built = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-                assert built.returncode == 0, built.stderr
+            _build(command, text, library)
         self._library = ctypes.CDLL(str(library))
 
     def get_function(self, name):

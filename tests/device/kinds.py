@@ -271,19 +271,13 @@ def _compare_numbers(name, result, expected):
         assert result == expected, name
 
 
-@pytest.fixture(scope="session")
-def _built(tmp_path_factory):
-    emulator.folder = tmp_path_factory.mktemp("emulated")
-
-
 @pytest.fixture
-def emulated(request, monkeypatch):
+def emulated(monkeypatch):
     """Let sources be compiled for the emulation, by tests that make arrays themselves."""
     if shutil.which(emulator.COMPILER) is None:
         pytest.skip(f"no {emulator.COMPILER} to build the emulation with")
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("the emulation switches between threads in assembly for x86-64")
-    request.getfixturevalue("_built")
     # So that small arrays, too, have more tiles than blocks.
     monkeypatch.setattr("mpicomp.kernels.gpu.compile.LIMIT", 3)
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from device.kinds import GPUS, _built, emulated, gpu_kernels, joining_place, kernels, place
+from device.kinds import GPUS, emulated, gpu_kernels, joining_place, kernels, place
 
-__all__ = ["_built", "emulated", "gpu_kernels", "joining_place", "kernels", "place"]
+__all__ = ["emulated", "gpu_kernels", "joining_place", "kernels", "place"]
 
 
 # Families whose float64 is tried in every run, on the host: what selections and their sums are made of.
