@@ -34,10 +34,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A first call compiles, which takes as long as it takes.
 # The kernels of a device, which a fixture returns, have no state that examples change.
-hypothesis.settings.register_profile(
-    "mpicomp", deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
-hypothesis.settings.load_profile("mpicomp")
+for profile, examples in (("quick", 40), ("slow", 400)):
+    hypothesis.settings.register_profile(
+        profile,
+        deadline=None,
+        max_examples=examples,
+        suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+    )
 
 
 def pytest_addoption(parser):
@@ -71,6 +74,7 @@ def _world(config):
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin that opens the report file
 def pytest_configure(config):
+    hypothesis.settings.load_profile("slow" if config.getoption("--slow") else "quick")
     world = _world(config)
     if world is None:
         return

@@ -254,9 +254,9 @@ def outcome(process):
 
 
 def test_of_processes_that_start_together_one_compiles(tmp_path):
-    counts = [outcome(process) for process in [real(tmp_path) for _ in range(4)]]
+    counts = [outcome(process) for process in [real(tmp_path) for _ in range(3)]]
     assert sum(compiled for compiled, _ in counts) == 2
-    assert sum(loaded for _, loaded in counts) == 2 * 3
+    assert sum(loaded for _, loaded in counts) == 2 * 2
 
 
 @pytest.mark.slow
@@ -306,28 +306,28 @@ def test_product_and_sum_are_rounded_twice():
 
 
 RUNNING = """
-import os, sys
+import os
 import numpy as np
 from mpicomp.kernels import cpu
 
 def running():
     return len(os.listdir("/proc/self/task"))
 
-threads = int(sys.argv[1])
 gradient, residual = np.ones(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
 before = running()
-cpu.accumulate(gradient, residual, np.empty_like(gradient), threads)
-cpu.tail(gradient, 0.5, 1, threads)
-cpu.kth_magnitude(gradient, 10)
-print(running() - before)
+for threads in (1, 3):
+    cpu.accumulate(gradient, residual, np.empty_like(gradient), threads)
+    cpu.tail(gradient, 0.5, 1, threads)
+    cpu.kth_magnitude(gradient, 10)
+    print(running() - before)
 """
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_kernel_runs_on_the_threads_that_it_is_given(threads):
+def test_a_kernel_runs_on_the_threads_that_it_is_given():
     # Numba starts all its threads with the first loop that is parallel.
     environment = {**os.environ, "NUMBA_NUM_THREADS": "6"}
-    command = [sys.executable, "-c", RUNNING, str(threads)]
+    command = [sys.executable, "-c", RUNNING]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    assert threads - 1 <= int(done.stdout) < threads + 3  # the compiler may have one
+    for threads, more in zip((1, 3), map(int, done.stdout.split()), strict=True):
+        assert threads - 1 <= more < threads + 3  # the compiler may have one

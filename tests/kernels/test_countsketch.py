@@ -8,7 +8,7 @@ from mpicomp.kernels import cpu
 from mpicomp.kernels.gpu.products import PART, ROWS
 from oracle import cells_of, estimates_of, table_of
 
-SIZES = [0, 1, 7, 8, 257, 1023, 1024, 1025, 3000]
+SIZES = [0, 1, 7, 8, 257, 1025, 2049]
 KEY = 0x0123456789ABCDEF
 
 
@@ -24,8 +24,7 @@ def estimates(kernels, table, key, size):
     return out
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5, 7])
-@pytest.mark.parametrize("columns", [1, 37, 64])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 37), (3, 64), (5, 1), (7, 37)])
 def test_tables_and_estimates_are_those_of_dictionaries(kernels, dtype, rows, columns):
     for size in SIZES:
         # Sums of whole numbers are exact in whatever order they are made.

@@ -7,7 +7,19 @@ from marks import slow
 from mpicomp.kernels import cpu, gpu
 from mpicomp.kernels.cpu.bit_planes import read_planes, write_planes
 
-SIZES = [0, 1, 63, 64, 65, 127, 128, 1000, 1024, 1025, 5000]
+# Sizes around a word, a bucket and several of them, and the length of a bucket.
+CUTS = [
+    (0, 64),
+    (1, 128),
+    (63, 64),
+    (64, 64),
+    (65, 2048),
+    (127, 128),
+    (128, 128),
+    (1000, 64),
+    (1025, 128),
+    (5000, 2048),
+]
 SYMMETRIC = [(bits, norm) for bits in range(2, 9) for norm in ("max", "l2")]
 KEY = 0x123456789ABCDEF
 LARGEST = float(np.finfo(np.float32).max)
@@ -60,26 +72,21 @@ KINDS = [kind if kind in FAST else slow(*kind) for kind in KINDS]
 @pytest.mark.parametrize("key", [None, KEY])
 @pytest.mark.parametrize(("bits", "norm"), KINDS)
 def test_elements_go_to_a_neighboring_point(kernels, dtype, key, bits, norm):
-    for size in SIZES:
-        for bucket in (64, 128, 2048):
-            array, kernels.shift = made(size, dtype), size % 2
-            bases, steps, words, sent, lost = pack(kernels, array, bucket, bits, norm, key)
-            codes = codes_of(words, bits, array.size)
-            for number, (least, step, most) in enumerate(grids(array, bucket, bits, norm)):
-                bucket_of = slice(number * bucket, (number + 1) * bucket)
-                np.testing.assert_allclose(steps[number], step, rtol=2e-7, atol=1e-7 * abs(least) * (bases is not None))
-                if bases is not None:
-                    np.testing.assert_allclose(bases[number], least, rtol=1e-7)
-                assert codes[bucket_of].max() <= most
-                np.testing.assert_allclose(
-                    sent[bucket_of],
-                    least + codes[bucket_of] * step,
-                    rtol=0,
-                    atol=1e-6 * most * step + 1e-7 * abs(least),
-                )
-                off = np.abs(sent[bucket_of].astype(np.float64) - array[bucket_of])
-                assert off.max() <= step * ((0.5 if key is None else 1) + 1e-6 * most) + 1e-6 * abs(least)
-            np.testing.assert_allclose(lost, np.square(array.astype(np.float64) - sent).sum(), rtol=1e-6)
+    for size, bucket in CUTS:
+        array, kernels.shift = made(size, dtype), size % 2
+        bases, steps, words, sent, lost = pack(kernels, array, bucket, bits, norm, key)
+        codes = codes_of(words, bits, array.size)
+        for number, (least, step, most) in enumerate(grids(array, bucket, bits, norm)):
+            part = slice(number * bucket, (number + 1) * bucket)
+            np.testing.assert_allclose(steps[number], step, rtol=2e-7, atol=1e-7 * abs(least) * (bases is not None))
+            if bases is not None:
+                np.testing.assert_allclose(bases[number], least, rtol=1e-7)
+            assert codes[part].max() <= most
+            room = 1e-6 * most * step + 1e-7 * abs(least)
+            np.testing.assert_allclose(sent[part], least + codes[part] * step, rtol=0, atol=room)
+            off = np.abs(sent[part].astype(np.float64) - array[part])
+            assert off.max() <= step * ((0.5 if key is None else 1) + 1e-6 * most) + 1e-6 * abs(least)
+        np.testing.assert_allclose(lost, np.square(array.astype(np.float64) - sent).sum(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("bits", "norm"), KINDS)

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 from device import emulator
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mpicomp.kernels import cpu
 
@@ -88,14 +88,13 @@ def test_codes_are_those_of_the_definition_and_come_back(kernels, selection):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("count", "numel"), [*CASES, (25_600, 25_600_000), (200_000, 10**6), (5000, 5000)])
-def test_large_selections_come_back(kernels, count, numel, kind):
-    indices = chosen(count, numel, kind)
-    code, accepted = encode(kernels, indices, numel)
-    assert accepted
-    if count < 100_000:
+def test_large_selections_come_back(kernels, kind):
+    for count, numel in [*CASES, (25_600, 25_600_000), (5000, 5000)]:
+        indices = chosen(count, numel, kind)
+        code, accepted = encode(kernels, indices, numel)
+        assert accepted
         assert code == code_of(indices.tolist(), numel)
-    np.testing.assert_array_equal(decode(kernels, code, count, numel), indices)
+        np.testing.assert_array_equal(decode(kernels, code, count, numel), indices)
 
 
 @given(st.integers(1, 10**7), st.integers(0, 2**32 - 1))
@@ -150,7 +149,6 @@ def test_flipped_bits_are_refused_or_give_other_indices(kernels, selection, plac
     check_decoded(kernels, bytes(code), len(indices), numel)
 
 
-@settings(max_examples=300)
 @given(st.sampled_from(SIZES) | st.tuples(st.integers(0, 200), st.integers(0, 2**32)), st.data())
 def test_any_bytes_are_refused_or_give_indices(kernels, size, data):
     count, numel = size
@@ -188,22 +186,15 @@ def test_codes_refuse_arrays_that_do_not_fit(kernels):
         kernels.decode_indices(np.empty(8, np.uint8), 2, 5, np.empty(1, np.uint32))
 
 
-@pytest.mark.parametrize("kind", ["descending", "equal", "largest", "anything"])
 @pytest.mark.parametrize(("count", "numel"), [(2, 2), (70, 80), (3000, 3000), (3000, 10**6), (1000, 2**32)])
-def test_codes_of_no_selection_are_zeros(kernels, count, numel, kind):
+def test_codes_of_no_selection_are_zeros(kernels, count, numel):
     """A GPU writes the code before that is known: nothing outside is touched, and the last block clears it."""
-    indices = {
-        "descending": lambda: np.arange(count)[::-1],
-        "equal": lambda: np.full(count, 1),
-        "largest": lambda: np.full(count, 2**32 - 1),
-        "anything": lambda: np.random.default_rng(count).integers(0, 2**32, count),
-    }[kind]().astype(np.uint32)
-    if kind == "anything" and count == 2:
-        indices[:] = 1, 0
-    for _ in range(3):
-        code, accepted = encode(kernels, indices, numel)
-        assert not accepted
-        assert not any(code)
+    descending, anything = np.arange(count)[::-1], np.random.default_rng(count).integers(0, 2**32, count)
+    for indices in (descending, np.full(count, 1), np.full(count, 2**32 - 1), anything if count > 2 else descending):
+        for _ in range(3):
+            code, accepted = encode(kernels, indices, numel)
+            assert not accepted
+            assert not any(code)
 
 
 @pytest.mark.parametrize("last", [99, 100, 101, 127])

@@ -34,7 +34,7 @@ PREFERRED = ["sm_80", "sm_90"]
 
 
 @pytest.fixture(scope="module")
-def architectures():
+def architectures(request):
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc to compile with")
@@ -42,7 +42,7 @@ def architectures():
     known = [name for name in PREFERRED if name in listed.stdout.split()]
     if not known:
         pytest.skip(f"nvcc knows none of {', '.join(PREFERRED)}")
-    return nvcc, known
+    return nvcc, known if request.config.getoption("--slow") else known[-1:]
 
 
 @pytest.mark.parametrize("real", ["float", slow("double")])
