@@ -72,7 +72,7 @@ class _Transport(LocalTransport):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.timer = time.thread_time
+        self.timer, self.times_kernels = time.thread_time, True
 
 
 def _echo(request: Request) -> object:

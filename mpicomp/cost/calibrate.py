@@ -105,7 +105,9 @@ def measure_kernels(
         key = scheme_key(scheme, ladder, on_device)
         if key not in model.kernels:
             unknown.setdefault(key, []).append(scheme)
-    if not unknown:
+    if not transport.times_kernels:
+        model.kernels |= dict.fromkeys(unknown, KernelCost(0.0, 0.0))
+    if not unknown or not transport.times_kernels:
         return
     measured = []
     for same in unknown.values():

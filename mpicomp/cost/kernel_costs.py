@@ -45,8 +45,7 @@ def measure_kernel(
 ) -> tuple[float, float, float]:
     """Measure a scheme in a world of one rank; return the numbers of `KernelCost`.
 
-    ``other`` is the same scheme at a higher ratio, if there is one, for the seconds per kept element; on the ``clock``
-    of a simulated network kernels take no time.
+    ``other`` is the same scheme at a higher ratio, if there is one, for the seconds per kept element.
     """
     few, many = _HOST_NUMELS if device is HOST else _DEVICE_NUMELS
     scheme_few, scheme_many = _bound(scheme, few), _bound(scheme, many)

@@ -174,8 +174,8 @@ class Auto(MeasuredPolicy):
             self._ratios = np.tile(self._ladder, len(self._wires))
             is_narrow = any(getattr(compressor, "wire", None) == "bf16" for compressor in self._wires)
             self._dense = [Dense(wire="bf16"), Dense()] if is_narrow else [Dense()]
-        levels = [self._levels(transport.group) for _ in shapes]
-        yield from self._selector.start(levels, self._shapes, transport)
+        levels = self._levels(transport.group)  # the same for all buckets
+        yield from self._selector.start([levels] * len(shapes), self._shapes, transport)
         self._sends_jointly = [
             np.array([scheme.may_drop_selected for scheme in table.schemes]) for table in self._selector.tables
         ]

@@ -64,6 +64,8 @@ class Transport(ABC):
     """Whether the ranks run side by side, so that one may wait for the others wherever it is."""
     probes: bool = True
     """Whether time passes in rounds, so that it can be measured."""
+    times_kernels: bool = True
+    """Whether time passes between rounds on its clock: on that of a simulated network kernels take none."""
     one_clock: bool = False
     """Whether all ranks read one clock, wherever they are, so that there is nothing to compare."""
     takes_device_memory: bool = False

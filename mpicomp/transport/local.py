@@ -42,6 +42,7 @@ class LocalTransport(Transport):
         if network is not None:
             self.timer = lambda: self.seconds  # simulated time
         self.probes = network is not None
+        self.times_kernels = network is None
         self.seconds = 0.0
         """This rank's time on the clock of a simulated network."""
         self.busy_until = 0.0

@@ -93,6 +93,7 @@ class _ComputeClock:
         self._end = end
         self._since: float | None = None
         end.clock = self.clock  # type: ignore[method-assign]
+        end.times_kernels = True
 
     def clock(self) -> float:
         return self._end.seconds + (0.0 if self._since is None else time.thread_time() - self._since)

@@ -91,7 +91,7 @@ def predicted_and_taken(compressor, collective, name, ranks, numel, hosts=None):
     return predicted, seconds_of(world, scheme, numel)
 
 
-@pytest.mark.parametrize("numel", [100_000, slow(300_000), 3_000_000])
+@pytest.mark.parametrize("numel", [100_000, 1_000_000, slow(3_000_000)])
 @pytest.mark.parametrize("ranks", [2, slow(4), 8])
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(("compressor", "collective"), PLANS, ids=str)
@@ -107,7 +107,7 @@ def test_plans_of_other_sizes_are_predicted(compressor, collective, name, ranks,
     ids=str,
 )
 def test_plans_of_ranks_that_share_hosts_are_predicted(compressor, collective, hosts):
-    predicted, took = predicted_and_taken(compressor, collective, "usual", len(hosts), 3_000_000, hosts)
+    predicted, took = predicted_and_taken(compressor, collective, "usual", len(hosts), 1_000_000, hosts)
     assert predicted == pytest.approx(took, rel=0.4)
 
 

@@ -1,5 +1,6 @@
 """What a cost model remembers, and predictions for compressors whose first steps differ from later ones."""
 
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import bind
-from mpicomp.cost import CostModel, Network, recalibrate_links
+from mpicomp.cost import CostModel, Network, measure_kernels, recalibrate_links
 from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import scheme_key
 from mpicomp.cost.plans import Correction
@@ -27,6 +28,18 @@ def known_model():
     model.kernels[scheme_key(scheme)] = KernelCost(1e-6, 1e-9, 1e-9)
     group, _ = layout_groups([0, 1], 0)
     return model, lambda numel: model.candidates([scheme], numel, np.dtype(np.float32), group)
+
+
+@pytest.mark.parametrize("times", [False, True])
+def test_kernels_are_measured_on_clocks_that_pass_in_them(times):
+    world, scheme = LocalWorld(2, hosts=2, network=Link(LATENCY, BITS)), bind(mpicomp.TopK(), "allgather")
+    for end in world.transports:
+        if times:
+            end.clock, end.times_kernels = time.perf_counter, True
+    models = [CostModel(Network(2)) for _ in world.transports]
+    world.run([measure_kernels(each, [scheme], True, end) for each, end in zip(models, world.transports, strict=True)])
+    assert models[0].kernels == models[1].kernels
+    assert (models[0].kernels[scheme_key(scheme)].seconds(10**6, 10**4) > 0) == times
 
 
 @pytest.mark.quick

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from marks import slow
 from trainings import Adam
 
 from mpicomp.policies.convergence_penalty import (
@@ -55,14 +56,14 @@ def top(ratio):
     return select
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.1, 0.03])
+@pytest.mark.parametrize("ratio", [0.3, slow(0.1), 0.03])
 def test_what_selections_lose(ratio):
     lost, _ = progress_lost(top(ratio))
     [predicted], _ = selection_penalties(*classes(), np.array([ratio]), RANKS, 1e9)
     assert predicted == pytest.approx(min(1, 4 * lost), abs=0.14)  # what is lost counts four times
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.1])
+@pytest.mark.parametrize("ratio", [slow(0.3), 0.1])
 def test_what_a_selection_at_random_loses(ratio):
     def select(waiting, random):
         return np.where(random.random(waiting.shape[1]) < ratio, waiting, 0)
@@ -72,7 +73,7 @@ def test_what_a_selection_at_random_loses(ratio):
     assert predicted == pytest.approx(min(1, 4 * lost), abs=0.14)  # what is lost counts four times
 
 
-@pytest.mark.parametrize("threshold", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("threshold", [0.0, slow(1.0), 3.0])
 def test_how_long_elements_wait(threshold):
     _, steps = progress_lost(lambda waiting, random: np.where(np.abs(waiting) >= threshold, waiting, 0))
     _, scales, signals = classes()
