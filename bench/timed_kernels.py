@@ -106,18 +106,19 @@ class Pack(Kernel):
 
 @dataclass
 class Unpack(Kernel):
-    """One rank's packed array, added to a mean."""
+    """Packed arrays of some ranks, added to a mean."""
 
     packing: Pack
     ranks: int
 
     def warm(self) -> None:
         self.packing.workspace.array("mean", self.packing.gradients.numel, DTYPE)[:] = 0
+        self._messages = np.tile(self.packing.message, (self.ranks, 1))
         super().warm()
 
     def run(self) -> None:
         mean = self.packing.workspace.array("mean", self.packing.gradients.numel, DTYPE)
-        self.packing.compressor.unpack_add(self.packing.message, 1 / self.ranks, mean)
+        self.packing.compressor.unpack_add_all(self._messages, slice(0, self._messages.shape[1]), 1 / self.ranks, mean)
 
     def facts(self) -> dict[str, Any]:
         return self.packing.facts()

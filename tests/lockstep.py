@@ -29,6 +29,7 @@ def run(
     hosts=1,
     segment=None,
     memories=None,
+    in_place=False,
 ):
     """Exchange one array a rank; what arrives in segments does so in segments of that length, the last one first."""
     world = LocalWorld(len(arrays), identical_sums, hosts)
@@ -38,6 +39,7 @@ def run(
         buffer = np.full(array.size + TRAILER, np.nan, array.dtype)
         residual = None if residuals is None else residuals[rank]
         accumulated.append(GradientWithResidual(buffer, residual, [Piece(0, array)], stale=rank in stale))
+        accumulated[-1].may_hold_residual = in_place
         memory = {} if memories is None else memories[rank]
         context = Context(group=world.transports[rank].group, step=step, memory=memory)
         exchange = scheme.exchange(accumulated[-1], context)

@@ -22,7 +22,7 @@ from mpicomp.kernels.cpu.moments import Moments, logarithms
 from mpicomp.kernels.cpu.products import conv_double, conv_halve, conv_mix, conv_room, decode_blocks, encode_blocks
 from mpicomp.kernels.cpu.scatter import Pieces, clear_at, concatenate, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
-from mpicomp.kernels.cpu.signs import pack_signs, unpack_signs, unpack_signs_add
+from mpicomp.kernels.cpu.signs import pack_signs, pack_signs_in_place, unpack_signs, unpack_signs_add
 from mpicomp.kernels.cpu.spectrum import BINS, GROUP, edges, spectrum
 from mpicomp.kernels.cpu.squares import pack_squares, unpack_squares
 from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding

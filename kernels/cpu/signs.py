@@ -21,17 +21,25 @@ def pack_signs(array: Floats, block: int, scales: Singles, words: Words, sent: F
     ``words`` receives the signs, and zeros after the last element; ``sent`` receives the numbers that the receiver will
     see. Return the squared L2 norm of ``array - sent``; NaN or infinite where an element is.
     """
-    return float(_pack_signs(array, as_bits(array), block, scales, words, sent))
+    return float(_pack_signs(array, as_bits(array), block, scales, words, sent, None))
+
+
+def pack_signs_in_place(array: Floats, block: int, scales: Singles, words: Words) -> float:
+    """Do what `pack_signs` does, and leave ``array - sent`` in the array, bit for bit."""
+    return float(_pack_signs(array, as_bits(array), block, scales, words, None, array))
 
 
 def unpack_signs(scales: Singles, words: Words, block: int, out: Floats) -> None:
     """Write what `pack_signs` has packed to a float32 or float64 array of the same length."""
-    _unpack_signs(scales, words, block, None, out)
+    _unpack_signs(scales, words, block, out)
 
 
 def unpack_signs_add(scales: Singles, words: Words, block: int, factor: float, out: Floats) -> None:
-    """Add ``factor`` times what `pack_signs` has packed; it multiplies scales in float64, before they are rounded."""
-    _unpack_signs(scales, words, block, factor, out)
+    """Add ``factor`` times what `pack_signs` has packed into each row of scales and words, in the order of rows.
+
+    It multiplies scales in float64, before they are rounded. ``out`` is swept over once, whatever the number of rows.
+    """
+    _unpack_signs_add(scales, words, block, factor, out)
 
 
 @kernel
@@ -45,7 +53,7 @@ def _scale(array, total):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _pack_signs(array, bits, block, scales, words, sent):  # type: ignore[no-untyped-def]
+def _pack_signs(array, bits, block, scales, words, sent, left):  # type: ignore[no-untyped-def]
     # A part of a block is read twice: for its sums, and from the first-level cache for its signs.
     lost = 0.0
     for number in range(scales.size):
@@ -60,11 +68,13 @@ def _pack_signs(array, bits, block, scales, words, sent):  # type: ignore[no-unt
         single = _scale(part, total)
         scales[number] = single
         wide = np.float64(single)
-        left = energy - wide * (2 * total - part.size * wide)
-        if not left < 0:  # both were rounded; NaN stays
-            lost += left
+        missed = energy - wide * (2 * total - part.size * wide)
+        if not missed < 0:  # both were rounded; NaN stays
+            lost += missed
         if sent is not None:
             _write(words_of_block, array.dtype.type(single), sent[start : start + block], None)
+        if left is not None:
+            _write(words_of_block, -array.dtype.type(single), left[start : start + block], True)
     return lost
 
 
@@ -95,8 +105,18 @@ def _write(words, value, out, add):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _unpack_signs(scales, words, block, factor, out):  # type: ignore[no-untyped-def]
+def _unpack_signs(scales, words, block, out):  # type: ignore[no-untyped-def]
     for number in range(scales.size):
         start = number * block
-        value = out.dtype.type(scales[number] if factor is None else factor * scales[number])
-        _write(words[start // LANES : (start + block) // LANES], value, out[start : start + block], factor)
+        value = out.dtype.type(scales[number])
+        _write(words[start // LANES : (start + block) // LANES], value, out[start : start + block], None)
+
+
+@kernel
+def _unpack_signs_add(scales, words, block, factor, out):  # type: ignore[no-untyped-def]
+    for number in range(scales.shape[1]):
+        for start in range(number * block, min(out.size, (number + 1) * block), _PART):
+            stop = min(start + _PART, (number + 1) * block)
+            for row in range(scales.shape[0]):
+                value = out.dtype.type(factor * scales[row, number])
+                _write(words[row, start // LANES : stop // LANES], value, out[start:stop], True)

@@ -21,6 +21,7 @@ from mpicomp.kernels.gpu.codes import (
     pack_out_of_range,
     pack_range,
     pack_signs,
+    pack_signs_in_place,
     pack_squares,
     pack_votes,
     resolve_levels,

@@ -30,24 +30,36 @@ def widen_add(source, wire, out):
 
 @twin_of(cpu.pack_signs)
 def pack_signs(array, block, scales, words, sent=None):
+    return _pack_signs(array, block, scales, words, sent, None)
+
+
+@twin_of(cpu.pack_signs_in_place)
+def pack_signs_in_place(array, block, scales, words):
+    return _pack_signs(array, block, scales, words, None, array)
+
+
+def _pack_signs(array, block, scales, words, sent, left):
     blocks = strides(scales.size * THREADS)  # of threads, each of which handles some blocks of elements
     partials = Partials(blocks, 1)
     launch(
         "signs", "pack_signs", array.dtype, blocks,
-        array, array.size, block, scales, scales.size, words, _or_null(sent), partials.memory,
+        array, array.size, block, scales, scales.size, words, _or_null(sent), _or_null(left), partials.memory,
     )  # fmt: skip
     return partials.total(0)
 
 
 @twin_of(cpu.unpack_signs)
 def unpack_signs(scales, words, block, out):
-    launch("signs", "unpack_signs", out.dtype, strides(out.size), scales, words, block, 1.0, out, out.size)
+    launch("signs", "unpack_signs", out.dtype, strides(out.size), scales, words, block, out, out.size)
 
 
 @twin_of(cpu.unpack_signs_add)
 def unpack_signs_add(scales, words, block, factor, out):
-    name, blocks = "unpack_signs_add", strides(out.size)
-    launch("signs", name, out.dtype, blocks, scales, words, block, float(factor), out, out.size)
+    launch(
+        "signs", "unpack_signs_add", out.dtype, strides(out.size),
+        scales, scales.strides[0] // scales.itemsize, words, words.strides[0] // words.itemsize, words.shape[0],
+        block, float(factor), out, out.size,
+    )  # fmt: skip
 
 
 @twin_of(cpu.pack_exponents)

@@ -4,7 +4,8 @@ constexpr int SIGN_PLACE = 8 * (int)sizeof(Word) - 1;
 
 // A block of threads goes through a block of elements twice: for its mean, and for its signs.
 KERNEL pack_signs(
-    const Word* array, i64 size, i64 block, float* scales, i64 blocks, u32* halves, Word* sent, Partials* partials) {
+    const Word* array, i64 size, i64 block, float* scales, i64 blocks, u32* halves, Word* sent, Word* left,
+    Partials* partials) {
   double sum[1] = {};
   for (i64 number = blockIdx.x; number < blocks; number += gridDim.x) {
     const i64 start = number * block, stop = smaller(start + block, size), length = stop - start;
@@ -25,9 +26,9 @@ KERNEL pack_signs(
     }
     const float single = single_of(mean);
     if (threadIdx.x == 0) {
-      const double wide = (double)single, left = energy - wide * (2 * total - (double)length * wide);
+      const double wide = (double)single, missed = energy - wide * (2 * total - (double)length * wide);
       scales[number] = single;
-      if (!(left < 0)) sum[0] += left;  // both were rounded; NaN stays
+      if (!(missed < 0)) sum[0] += missed;  // both were rounded; NaN stays
     }
     // Words are written by halves, of which the lower one comes first.
     const i64 groups = 2 * ((length + 63) / 64);
@@ -36,27 +37,32 @@ KERNEL pack_signs(
       const bool negative = i < stop && array[i] >> SIGN_PLACE;
       const u32 votes = __ballot_sync(ALL, negative);
       if (lane_of_thread() == 0) halves[start / 32 + g] = votes;
-      if (sent && i < stop) sent[i] = as_word((Real)(negative ? -single : single));
+      const Real value = (Real)(negative ? -single : single);
+      if (sent && i < stop) sent[i] = as_word(value);
+      if (left && i < stop) left[i] = as_word(as_real(array[i]) - value);
     }
   }
   finish_sums(sum, partials);
 }
 
-template <bool ADD>
-DEVICE void unpack(const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
+DEVICE Real signed_value(const u64* words, i64 i, Real value) { return words[i / 64] >> (i % 64) & 1 ? -value : value; }
+
+KERNEL unpack_signs(const float* scales, const u64* words, i64 block, Word* out, i64 size) {
+  for (const i64 i : grid_stride(size)) out[i] = as_word(signed_value(words, i, (Real)scales[i / block]));
+}
+
+// A row begins `scale_stride` floats and `word_stride` words after the one before.
+KERNEL unpack_signs_add(
+    const float* scales, i64 scale_stride, const u64* words, i64 word_stride, i64 rows, i64 block, double factor,
+    Word* out, i64 size) {
   for (const i64 i : grid_stride(size)) {
-    const Real value = (Real)product(factor, (double)scales[i / block]);
-    const Real signed_value = words[i / 64] >> (i % 64) & 1 ? -value : value;
-    out[i] = as_word(ADD ? as_real(out[i]) + signed_value : signed_value);
+    Real sum = as_real(out[i]);
+    for (i64 row = 0; row < rows; ++row) {
+      const Real value = (Real)product(factor, (double)scales[row * scale_stride + i / block]);
+      sum += signed_value(words + row * word_stride, i, value);
+    }
+    out[i] = as_word(sum);
   }
-}
-
-KERNEL unpack_signs(const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
-  unpack<false>(scales, words, block, factor, out, size);
-}
-
-KERNEL unpack_signs_add(const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
-  unpack<true>(scales, words, block, factor, out, size);
 }
 
 // Votes: the majority of ranks for each element.

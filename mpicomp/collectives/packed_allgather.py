@@ -40,9 +40,14 @@ class PackedAllgather(Scheme[Quantiser]):
         [packer] = packers(self.compressor, [numel])
         [gather] = self.rounds(numel, dtype, group)
         size = gather.counts[group.rank]
-        sent = workspace.array("sent", numel, dtype)
+        in_place = accumulated.may_hold_residual and packer.packs_in_place
         message = workspace.array("message", size, _BYTE)
-        lost = packer.pack(accumulated.array(), message[HEADER_BYTES:], sent, context.key(False))
+        packed, key = message[HEADER_BYTES:], context.key(False)
+        if in_place:
+            lost, sent = packer.pack_in_place(accumulated, 0, packed, key), accumulated.array()
+        else:
+            sent = workspace.array("sent", numel, dtype)
+            lost = packer.pack(accumulated.array(), packed, sent, key)
         moments, lost = accumulated.device_moments, plus(lost, accumulated.lost)
         write_header(message, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
         gather.send = message
@@ -55,7 +60,6 @@ class PackedAllgather(Scheme[Quantiser]):
             return undelivered(accumulated, MessageError(f"packed-allgather: {error}"), False)
         mean = workspace.array("mean", numel, dtype)
         mean[:] = 0
-        for message in messages:
-            packer.unpack_add(message[HEADER_BYTES:], 1 / group.size, mean)
+        packer.unpack_add_all(messages, HEADER_BYTES, 1 / group.size, mean)
         bad = not is_finite(mean, energy, group.size)
-        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad)
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad, in_place)

@@ -35,7 +35,7 @@ class Result:
         The same bits on every rank. It belongs to the workspace.
     sent : array or Selection
         This rank's share of what was delivered: the sum over ranks is ``ranks x mean``. A `Selection` is zero outside
-        its indices. It may be the accumulated array itself: then nothing was lost.
+        its indices. It may be the accumulated array itself: then nothing was lost, or see ``leaves_residual``.
     energy : float
         ``norm2(accumulated)``, the squared norm, summed over ranks. The same on every rank.
     gain : float
@@ -51,6 +51,9 @@ class Result:
     code_error : float or None
         Of a learned code: squared error of what was decoded, as a share of the energy of what was to be decoded; 1 is
         that of zeros. As this rank can tell, so it may differ between ranks; None where it cannot.
+    leaves_residual : bool
+        Whether the exchange has left ``accumulated - sent`` in the accumulated array, which then stands for ``sent``
+        too. It may do so only if `GradientWithResidual.may_hold_residual`.
     note : str
         Text that the record appends to the reason of the plan; empty where there is nothing to say.
     problem : MessageError or None
@@ -68,6 +71,7 @@ class Result:
     stale: bool
     thinned: Sequence[tuple[int, int, int]] = ()
     code_error: float | None = None
+    leaves_residual: bool = False
     note: str = ""
     problem: MessageError | None = None
 
@@ -81,10 +85,12 @@ class Result:
         energy: float,
         lost: float,
         nonfinite: bool = False,
+        leaves_residual: bool = False,
     ) -> "Result":
         """Return the result of an exchange whose messages have headers, from all their flags and their sums."""
         bad, stale = nonfinite or bool(flags & NONFINITE), bool(flags & STALE)
-        return cls(mean, sent, energy, gain_of(lost, energy), kept, bad, stale)
+        gain = gain_of(lost, energy)
+        return cls(mean, sent, energy, gain, kept, bad, stale, leaves_residual=leaves_residual)
 
 
 CompressorType = TypeVar("CompressorType", bound=Compressor)

@@ -46,26 +46,33 @@ class TwoPhase(Scheme[Quantiser]):
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
-        array = accumulated.array()
         parts = parts_of(numel, group.size)
         packed = packers(self.compressor, parts)
         bounds = np.concatenate(([0], np.cumsum(parts)))
         mine = slice(bounds[group.rank], bounds[group.rank + 1])
         scatter, gather = self.rounds(numel, dtype, group)
         places = np.concatenate(([0], np.cumsum(scatter.counts)))
-        sent = workspace.array("sent", numel, dtype)
+        in_place = accumulated.may_hold_residual and all(packer.packs_in_place for packer in packed)
+        sent = workspace.array("sent", 0 if in_place else numel, dtype)
 
         outgoing = workspace.array("outgoing", places[-1], _BYTE)
-        left_out, moments = accumulated.lost, accumulated.device_moments
+        losses: list[float] = []
         for rank in range(group.size):
             part = slice(bounds[rank], bounds[rank + 1])
-            message = outgoing[places[rank] : places[rank + 1]]
-            lost = 0.0
-            if rank != group.rank:  # behind the header to itself stands nothing that is read
-                lost = packed[rank].pack(array[part], message[HEADER_BYTES:], sent[part], context.key(False, rank))
-            lost, flags = plus(lost, left_out), STALE * accumulated.stale
+            message = outgoing[places[rank] + HEADER_BYTES : places[rank + 1]]
+            if rank == group.rank:  # behind the header to itself stands nothing that is read
+                lost, own_part = 0.0, accumulated.part(part.start, part.stop)
+            elif in_place:
+                lost = packed[rank].pack_in_place(accumulated, part.start, message, context.key(False, rank))
+            else:
+                array = accumulated.part(part.start, part.stop)
+                lost = packed[rank].pack(array, message, sent[part], context.key(False, rank))
+            losses.append(lost)
+        losses[0] = plus(losses[0], accumulated.lost)  # said once
+        moments = accumulated.device_moments
+        for rank, lost in enumerate(losses):
+            message, flags = outgoing[places[rank] : places[rank + 1]], STALE * accumulated.stale
             write_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
-            left_out = 0.0  # said once
         size = scatter.counts[group.rank]
         scatter.send = outgoing
         scatter.recv = workspace.array("incoming", size * group.size, _BYTE)
@@ -74,21 +81,25 @@ class TwoPhase(Scheme[Quantiser]):
         flags, energy, others_lost, problem = read_sent(self.id, incoming, parts[group.rank])
         share = 1 / group.size
         total = workspace.array("total", parts[group.rank], dtype)
-        np.multiply(array[mine], dtype.type(share), out=total)
-        for rank, message in enumerate(incoming):
-            if rank != group.rank:
-                packed[group.rank].unpack_add(message[HEADER_BYTES:], share, total)
+        np.multiply(own_part, dtype.type(share), out=total)
+        for others in (incoming[: group.rank], incoming[group.rank + 1 :]):
+            packed[group.rank].unpack_add_all(others, HEADER_BYTES, share, total)
 
         reply = workspace.array("reply", size, _BYTE)
         delivered = workspace.array("delivered", total.size, dtype)
-        packed[group.rank].pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
+        rounding = packed[group.rank].pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
         # This packing was of the mean: it took its error from every rank's share of it.
-        sent[mine] = array[mine]
-        [lost] = to_python(kernels.share_rounding(total, delivered, group.size, array[mine], sent[mine]))
-        finite = math.isfinite(lost)
-        if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
-            with np.errstate(over="ignore", invalid="ignore"):
-                finite = bool(np.isfinite(array[mine] - sent[mine]).all())
+        with np.errstate(over="ignore", invalid="ignore"):
+            if in_place:
+                left = np.subtract(total, delivered, out=own_part)
+                left *= dtype.type(group.size)
+                [lost] = to_python(rounding * group.size**2)
+            else:
+                sent[mine] = own_part
+                [lost] = to_python(kernels.share_rounding(total, delivered, group.size, own_part, sent[mine]))
+            finite = math.isfinite(lost)
+            if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
+                finite = bool(np.isfinite(left if in_place else own_part - sent[mine]).all())
         flags |= NONFINITE * (not finite)
         write_header(reply, parts[group.rank], flags, energy, lost + others_lost)
         gather.send = reply
@@ -102,4 +113,6 @@ class TwoPhase(Scheme[Quantiser]):
         for rank in range(group.size):
             message = replies[places[rank] : places[rank + 1]]
             packed[rank].unpack(message[HEADER_BYTES:], mean[bounds[rank] : bounds[rank + 1]])
-        return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
+        if in_place:
+            sent = accumulated.array()
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, leaves_residual=in_place)

@@ -1,7 +1,10 @@
 """Gradient plus residual, summed in one sweep that may also collect statistics or candidates for the caller."""
 
+from bisect import bisect_right
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,6 +107,8 @@ class GradientWithResidual:
         self._made = 0  # elements of the sum that were computed by `part`
         self._made_moments: cpu.Moments | None = None
         self.stale = stale
+        self.may_hold_residual = False
+        """Whether an exchange may leave the residual of the step in place of the sum; see `Result.leaves_residual`."""
         self.threads = threads
         self.lost = 0.0  # energy of what `ready` left out of the sum
 
@@ -163,7 +168,7 @@ class GradientWithResidual:
         A caller takes all parts, once each, before anything else: a collective that sends the first part before it
         needs the others lets the network wait for that one only.
         """
-        if not self.is_computed and not self._divisible:
+        if not self.is_computed and self._made == 0 and not self._divisible:
             self.sweep()
         if not self.is_computed:
             moments = self._sum(start, stop)
@@ -239,7 +244,10 @@ class GradientWithResidual:
         if not self._pieces:
             out[start:stop] = 0
         gathers = kernels is not cpu and bool(self._pieces) and getattr(kernels, "GATHERS", False)
-        for offset, gradient in [(0, self._gathered(out))] if gathers else self._pieces:
+        first_piece = max(0, bisect_right(self._pieces, start, key=itemgetter(0)) - 1)
+        for offset, gradient in [(0, self._gathered(out))] if gathers else islice(self._pieces, first_piece, None):
+            if offset >= stop:
+                break
             low, high = max(start, offset), min(stop, offset + gradient.size)
             if low >= high:
                 continue

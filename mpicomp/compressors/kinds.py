@@ -162,6 +162,8 @@ class Quantiser(Compressor):
 
     family: ClassVar[str] = "quantiser"
     message: ClassVar[str] = "packed"
+    packs_in_place: ClassVar[bool] = False
+    """Whether `pack_in_place` is implemented, which saves sweeps."""
 
     parts: tuple[tuple[int, "Quantiser"], ...] = bound(())
     """Elements and quantiser of each part of a bucket, if its parts are packed separately; see `packers`."""
@@ -209,9 +211,18 @@ class Quantiser(Compressor):
     def unpack(self, message: Bytes, out: Floats) -> None:
         """Write the packed values to an array of the same length and dtype; refuse messages by `check_length`."""
 
+    def pack_in_place(self, accumulated: GradientWithResidual, place: slice, message: Bytes, key: int) -> float:
+        """Compute a part of a sum, pack it as `pack` does, and leave in its place what the message lacks of it."""
+        raise NotImplementedError(f"{self.id}: does not pack in place")
+
     @abstractmethod
     def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
         """Add ``factor`` times the packed values to an array of the same length and dtype."""
+
+    def unpack_add_all(self, messages: Bytes, place: slice, factor: float, out: Floats) -> None:
+        """Do with the bytes ``place`` of each row of ``messages``, in order, what `unpack_add` does with a message."""
+        for message in messages:
+            self.unpack_add(message[place], factor, out)
 
 
 class Packer:
@@ -232,15 +243,28 @@ class Packer:
             lost += quantiser.pack(array[part], message[packed], sent[part], key + number & _LARGEST_KEY)
         return lost
 
+    @property
+    def packs_in_place(self) -> bool:
+        """Whether all of its quantisers do."""
+        return all(quantiser.packs_in_place for quantiser, _, _ in self._parts)
+
+    def pack_in_place(self, accumulated: GradientWithResidual, start: int, message: Bytes, key: int) -> float:
+        """Pack the piece of a sum that begins at ``start`` as `Quantiser.pack_in_place` does."""
+        lost = 0.0
+        for number, (quantiser, part, packed) in enumerate(self._parts):
+            place = slice(start + part.start, start + part.stop)
+            lost += quantiser.pack_in_place(accumulated, place, message[packed], key + number & _LARGEST_KEY)
+        return lost
+
     def unpack(self, message: Bytes, out: Floats) -> None:
         """Write the packed values."""
         for quantiser, part, packed in self._parts:
             quantiser.unpack(message[packed], out[part])
 
-    def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
-        """Add ``factor`` times the packed values."""
+    def unpack_add_all(self, messages: Bytes, start: int, factor: float, out: Floats) -> None:
+        """Add ``factor`` times the packed values of each row of ``messages``, which begin at the byte ``start``."""
         for quantiser, part, packed in self._parts:
-            quantiser.unpack_add(message[packed], factor, out[part])
+            quantiser.unpack_add_all(messages, slice(start + packed.start, start + packed.stop), factor, out[part])
 
 
 def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:

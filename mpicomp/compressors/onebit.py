@@ -8,15 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Bytes, Floats, Quantiser
 from mpicomp.compressors.wire_format import SIGNS
+from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_multiple
+
+_CACHED = 1 << 16  # elements that, with their gradient and residual, stay in the second-level cache
 
 
 @dataclass(frozen=True, repr=False)
 class SignQuantiser(Quantiser):
     """Words of 64 signs, followed by a float32 magnitude for each block of elements, padded to 8 bytes."""
+
+    packs_in_place: ClassVar[bool] = True
 
     @abstractmethod
     def block_of(self, numel: int) -> int:
@@ -31,12 +37,33 @@ class SignQuantiser(Quantiser):
         words, scales, block = self._parts(message, array.size)
         return kernels.pack_signs(array, block, scales, words, sent)
 
+    def pack_in_place(self, accumulated: GradientWithResidual, place: slice, message: Bytes, key: int) -> float:
+        message[-8:] = 0  # padding
+        numel = place.stop - place.start
+        words, scales, block = self._parts(message, numel)
+        # On the host summed and packed in turns, so that a sum is packed while it is in the second-level cache.
+        step = max(1, _CACHED // block) * block if accumulated.kernels is cpu else max(1, numel)
+        lost = 0.0
+        for start in range(0, numel, step):
+            array = accumulated.part(place.start + start, min(place.start + start + step, place.stop))
+            blocks = slice(start // block, -(-(start + array.size) // block))
+            lost += kernels.pack_signs_in_place(array, block, scales[blocks], words[start // SIGNS :])
+        return lost
+
     def unpack(self, message: Bytes, out: Floats) -> None:
         words, scales, block = self._parts(message, out.size)
         kernels.unpack_signs(scales, words, block, out)
 
     def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
-        words, scales, block = self._parts(message, out.size)
+        self.unpack_add_all(message.reshape(1, -1), slice(0, message.size), factor, out)
+
+    def unpack_add_all(self, messages: Bytes, place: slice, factor: float, out: Floats) -> None:
+        block = self.block_of(out.size)
+        end, blocks = place.start + 8 * -(-out.size // SIGNS), -(-out.size // block)
+        if len(messages):
+            self.check_length(messages[0][place], out.size)
+        words = messages.view(np.uint64)[:, place.start // 8 : end // 8]
+        scales = messages.view(np.float32)[:, end // 4 : end // 4 + blocks]
         kernels.unpack_signs_add(scales, words, block, factor, out)
 
     def _parts(self, message: Bytes, numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32], int]:

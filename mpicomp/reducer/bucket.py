@@ -232,12 +232,14 @@ class Bucket:
         with self.device.active():
             return GradientWithResidual(self._accumulated, None, pieces, threads=self.threads).energy
 
-    def commit(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
-        """Make ``accumulated - sent`` the residual, without elements that are not finite."""
+    def commit(self, sent: NDArray[np.floating] | Selection, finite: bool, leaves_residual: bool = False) -> None:
+        """Make ``accumulated - sent`` the residual, without elements that are not finite; it may stand there."""
         if not self.feedback:
             return
         left = self._accumulated[: self.numel]
-        if isinstance(sent, Selection):
+        if leaves_residual:
+            pass
+        elif isinstance(sent, Selection):
             kernels.of(left).subtract_at(sent.indices, sent.values, left)
         elif sent.base is left.base:
             left[:] = 0

@@ -140,7 +140,9 @@ class Step:
                 show("compress")
             if gradients is not None and not self._layout.describer.on_host:
                 gradients = self._layout.inputs_of(bucket, gradients)
+            survey = None if frozen else planner.survey(bucket.index)
             accumulated = bucket.accumulate(gradients, self._scale)
+            accumulated.may_hold_residual = survey is None
             context = bucket.context_of(transport.group, reducer.count, reducer.seed)
             exchange = plan.scheme.exchange(accumulated, context)
             if bucket.device is not HOST:
@@ -176,8 +178,7 @@ class Step:
         done.decode_s = done.end - last
         self._damaged = self._damaged or result.problem
         self._agrees = self._agrees or result.stale
-        survey = None if frozen or result.stale else planner.survey(bucket.index)
-        if survey is not None:
+        if survey is not None and not result.stale:
             with bucket.device.active():
                 array = accumulated.array()
                 done.survey = survey.measure(array, accumulated.residual, bucket.sizes, reducer.count)
@@ -257,10 +258,10 @@ class Step:
                 with bucket.device.active():
                     mean[:] = 0
             elif bucket.device is HOST:
-                bucket.commit(done.result.sent, finite)
+                bucket.commit(done.result.sent, finite, done.result.leaves_residual)
             else:
                 with bucket.device.active():
-                    bucket.commit(done.result.sent, finite)
+                    bucket.commit(done.result.sent, finite, done.result.leaves_residual)
             means |= layout.unflatten(bucket, mean, self._gradients, unused)
             done.commit_s = timer() - begin
         if layout.empty:

@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 import pytest
-from lockstep import run
+from lockstep import gradients, run
 from marks import once
 from schemes import OWN
 from worlds import Ranks
@@ -53,6 +53,24 @@ def test_squares_that_overflow_leave_finite_residuals(dtype, largest):
     mean = world.reduce([{"w": np.array([largest, -1.0, 2.0], dtype)}] * 2)[0]["w"]
     assert np.isfinite(mean).all()
     assert np.isfinite(world.residuals("w")).all()
+
+
+@pytest.mark.parametrize("collective", ["two-phase", "packed-allgather"])
+@pytest.mark.parametrize("compressor", [mpicomp.OneBit(block=64), mpicomp.EFSign(), mpicomp.QSGD()], ids=str)
+@pytest.mark.parametrize(("ranks", "numel"), [(1, 7), (2, 65), (3, 1), (4, 1000), (2, 140_001)])
+def test_residual_in_place_is_that_of_what_was_sent(collective, compressor, ranks, numel):
+    arrays, residuals = gradients(ranks, numel, np.float32), gradients(ranks, numel, np.float32, seed=1)
+    outcome = run(compressor, collective, arrays, residuals=residuals)
+    in_place = run(compressor, collective, arrays, residuals=residuals, in_place=True)
+    for expected, result, whole, left in zip(
+        outcome.results, in_place.results, outcome.accumulated, in_place.accumulated, strict=True
+    ):
+        assert result.mean.tobytes() == expected.mean.tobytes()
+        assert result.leaves_residual == compressor.packs_in_place
+        if result.leaves_residual:  # an owner rounds once less
+            np.testing.assert_allclose(left, whole - expected.sent, rtol=1e-6, atol=1e-6)
+        assert (result.energy, result.nonfinite) == (expected.energy, False)
+        assert result.gain == pytest.approx(expected.gain, abs=1e-6)
 
 
 STEPS = 1000

@@ -175,7 +175,7 @@ def delivered(packer, array, key=1):
     packer.unpack(message, received)
     assert received.tobytes() == sent.tobytes()
     added = array.copy()
-    packer.unpack_add(message, 0.5, added)
+    packer.unpack_add_all(message[None], 0, 0.5, added)
     np.testing.assert_allclose(added, array + 0.5 * sent, rtol=1e-6, atol=1e-6)
     return sent
 

@@ -109,6 +109,8 @@ class ndarray:  # noqa: N801 (CuPy's name)
     dtype = property(lambda self: self._host.dtype)
     size = property(lambda self: self._host.size)
     shape = property(lambda self: self._host.shape)
+    itemsize = property(lambda self: self._host.itemsize)
+    strides = property(lambda self: self._host.strides)
     data = property(lambda self: SimpleNamespace(ptr=self._host.ctypes.data))
 
     def __getitem__(self, key):
@@ -224,7 +226,8 @@ class RawModule:
 
 
 def _span(array):
-    return array.ctypes.data, array.ctypes.data + array.nbytes
+    gaps = 0 if array.flags.c_contiguous else (len(array) - 1) * (array.strides[0] - array.strides[1] * array.shape[1])
+    return array.ctypes.data, array.ctypes.data + array.nbytes + gaps
 
 
 class _Kernel:
@@ -245,7 +248,8 @@ class _Kernel:
             where = f"{self.name}, argument {place}"
             if isinstance(argument, ndarray):
                 assert letter == "p", f"{where}: an array for {letter}"
-                assert argument._host.flags.c_contiguous, f"{where}: not contiguous"
+                has_gaps = argument._host.ndim == 2 and argument._host.strides[1] == argument.itemsize
+                assert argument._host.flags.c_contiguous or has_gaps, f"{where}: not contiguous"
                 words.append(argument.data.ptr)
                 memories.append(argument._memory)
                 spans += [*_span(argument._host), *_span(argument._memory.whole)]

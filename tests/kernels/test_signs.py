@@ -62,8 +62,37 @@ def test_signs_unpack_to_what_was_sent(kernels, dtype, shift):
         assert out.tobytes() == sent.tobytes()
         total = np.arange(size).astype(dtype)
         expected = total + dtype(0.25) * sent
-        kernels.unpack_signs_add(scales, words, 128, 0.25, total)
+        kernels.unpack_signs_add(scales[None], words[None], 128, 0.25, total)
         np.testing.assert_array_equal(total, expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("block", [64, 192, 5056])
+def test_signs_of_rows_are_added_in_their_order(kernels, dtype, rows, block):
+    for size in SIZES:
+        blocks, words = -(-size // block), -(-size // 64)
+        messages = np.zeros((rows, 8 * (words + -(-blocks // 2))), np.uint8)  # rows that do not follow each other
+        scales, signs = messages[:, 8 * words :].view(np.float32)[:, :blocks], messages[:, : 8 * words].view(np.uint64)
+        total = np.arange(size).astype(dtype)
+        expected = total.copy()
+        for row in range(rows):
+            sent = np.empty(size, dtype)
+            kernels.pack_signs(laplace(size + row, dtype)[:size], block, scales[row], signs[row], sent)
+            expected += (0.25 * sent.astype(np.float64)).astype(dtype)
+        kernels.unpack_signs_add(scales, signs, block, 0.25, total)
+        assert total.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_signs_packed_in_place_leave_the_rest(kernels, dtype, shift):
+    kernels.shift = shift
+    for size in SIZES:
+        array, sent = laplace(size, dtype), np.empty(size, dtype)
+        scales, words, lost = pack(kernels, array, 192, sent)
+        left, scales_in_place, words_in_place = array.copy(), np.full_like(scales, np.nan), np.full_like(words, 77)
+        assert kernels.pack_signs_in_place(left, 192, scales_in_place, words_in_place) == lost
+        assert (scales_in_place.tobytes(), words_in_place.tobytes()) == (scales.tobytes(), words.tobytes())
+        assert left.tobytes() == (array - sent).tobytes()
 
 
 def test_signs_of_zeros_are_zeros(kernels, dtype):
