@@ -62,7 +62,7 @@ OTHERS = [
     mpicomp.DCTTopK(ratio=0.05, side=8, wire="bf16"),
     mpicomp.Threshold(limit=1.5),
     mpicomp.OneBit(),
-    mpicomp.EFSign(),
+    mpicomp.OneBit(block=None),
     mpicomp.QSGD(),
     mpicomp.QSGD(bits=3, bucket=1024, rounding="nearest"),
     mpicomp.Uniform(),

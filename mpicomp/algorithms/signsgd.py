@@ -43,8 +43,8 @@ class SignSGD(Compressor):
     start from that of Adam, 0.001 or less, or set ``scale`` to a typical magnitude of a gradient. Elements that are
     always zero move too: a zero counts as plus, as does a tie. A negative zero counts as minus, by its sign bit.
 
-    There is no error feedback: magnitudes do not travel, so the lost part of an element is unknown. `EFSign` and
-    `OneBit` send a magnitude with the signs, and have it.
+    There is no error feedback: magnitudes do not travel, so the lost part of an element is unknown. `OneBit`
+    sends magnitudes with the signs, and has it.
     """
 
     id: ClassVar[str] = "signsgd"

@@ -53,7 +53,7 @@ class TwoPhase(Scheme[Quantiser]):
         scatter, gather = self.rounds(numel, dtype, group)
         places = np.concatenate(([0], np.cumsum(scatter.counts)))
         in_place = accumulated.may_hold_residual and all(packer.packs_in_place for packer in packed)
-        sent = workspace.array("sent", 0 if in_place else numel, dtype)
+        sent = workspace.array("sent", parts[group.rank] if in_place else numel, dtype)
 
         outgoing = workspace.array("outgoing", places[-1], _BYTE)
         losses: list[float] = []
@@ -87,19 +87,17 @@ class TwoPhase(Scheme[Quantiser]):
 
         reply = workspace.array("reply", size, _BYTE)
         delivered = workspace.array("delivered", total.size, dtype)
-        rounding = packed[group.rank].pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
+        packed[group.rank].pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
         # This packing was of the mean: it took its error from every rank's share of it.
+        sent_part = sent if in_place else sent[mine]
+        sent_part[:] = own_part
+        [lost] = to_python(kernels.share_rounding(total, delivered, group.size, own_part, sent_part))
         with np.errstate(over="ignore", invalid="ignore"):
             if in_place:
-                left = np.subtract(total, delivered, out=own_part)
-                left *= dtype.type(group.size)
-                [lost] = to_python(rounding * group.size**2)
-            else:
-                sent[mine] = own_part
-                [lost] = to_python(kernels.share_rounding(total, delivered, group.size, own_part, sent[mine]))
+                own_part -= sent_part
             finite = math.isfinite(lost)
             if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
-                finite = bool(np.isfinite(left if in_place else own_part - sent[mine]).all())
+                finite = bool(np.isfinite(own_part if in_place else own_part - sent_part).all())
         flags |= NONFINITE * (not finite)
         write_header(reply, parts[group.rank], flags, energy, lost + others_lost)
         gather.send = reply

@@ -23,7 +23,7 @@ COMPRESSORS = [
     mpicomp.TopK(ratio=1.0, wire="bf16"),
     mpicomp.DGC(ratio=0.05, momentum=0.9, masking=False),
     mpicomp.RandomK(ratio=0.3, scaled=True),
-    mpicomp.EFSign(),
+    mpicomp.OneBit(block=None),
     mpicomp.QSGD(norm="l2", rounding="nearest", bucket=64),
     mpicomp.Uniform(),
     mpicomp.Natural(),

@@ -91,7 +91,7 @@ REFUSED = [
     ("maxnorm", "norm", ["l1"], "norm must be 'max' or 'l2', got 'l1'"),
     ("maxnorm", "rounding", ["up"], "rounding must be 'stochastic' or 'nearest', got 'up'"),
     ("mstopk", "samplings", [0, -1, 2.5, True, None], "samplings must be an integer of at least 1, got "),
-    ("onebit", "block", [0, -64, 1, 100, 64.0, True, None, "64"], "block must be a multiple of 64, got "),
+    ("onebit", "block", [0, -64, 1, 100, 64.0, True, "64"], "block must be a multiple of 64, got "),
     ("powersgd", "iterations", [0], "iterations must be an integer of at least 1, got 0"),
     ("powersgd", "layers", [["a"]], r"layers must map names to ranks, got \['a'\]"),
     ("powersgd", "layers", [{"a": 1.5}], r"layers\['a'\] must be an integer of at least 1, got 1.5"),
@@ -181,7 +181,7 @@ def test_momentum_without_feedback_is_refused(name):
 @pytest.mark.parametrize(
     ("compressor", "sizes"),
     [  # words of 64 signs, then a magnitude, padded to 8
-        (mpicomp.EFSign(), {0: 0, 1: 16, 64: 16, 65: 24, 1024: 136}),
+        (mpicomp.OneBit(block=None), {0: 0, 1: 16, 64: 16, 65: 24, 1024: 136}),
         # words of 64 signs, then exponents of a byte, padded to 8
         (mpicomp.Natural(), {0: 0, 1: 16, 8: 16, 9: 24, 64: 72, 65: 88, 1024: 1152}),
         # words of 64 signs, then magnitudes of 4 bytes in pairs
@@ -201,7 +201,7 @@ def test_quantiser_packs_into_the_bytes_of_its_format(compressor, sizes):
 @pytest.mark.parametrize(
     ("compressor", "bits"),
     [
-        (mpicomp.EFSign(), 1),
+        (mpicomp.OneBit(block=None), 1),
         (mpicomp.Natural(), 9),
         *((mpicomp.QSGD(bits=b, bucket=n), b + 32 / n) for b in range(2, 9) for n in (64, 128, 1024)),
         *((mpicomp.Uniform(bits=b, bucket=n), b + 64 / n) for b in range(1, 9) for n in (64, 256, 1024)),
@@ -235,10 +235,10 @@ def test_compressor_predicts_its_bytes_an_element(compressor, itemsize, expected
 @pytest.mark.parametrize(
     ("compressor", "collectives"),
     [
-        (mpicomp.EFSign(), ["two-phase"]),
         (mpicomp.GlobalRandKMaxNorm(ratio=0.05), ["integer-sum", "hierarchical"]),
         (mpicomp.MaxNorm(), ["integer-sum", "hierarchical"]),
         (mpicomp.OneBit(), ["two-phase", "packed-allgather"]),
+        (mpicomp.OneBit(block=None), ["two-phase", "packed-allgather"]),
         (mpicomp.SignSGD(), ["majority-vote"]),
     ],
     ids=str,

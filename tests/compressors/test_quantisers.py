@@ -10,7 +10,7 @@ from lockstep import run
 from marks import slow
 from worlds import Ranks
 
-from mpicomp import QSGD, EFSign, Natural, OneBit, SignSGD, Uniform
+from mpicomp import QSGD, Natural, OneBit, SignSGD, Uniform
 from mpicomp.compressors.kinds import packers
 from mpicomp.errors import ConfigurationError
 
@@ -26,7 +26,7 @@ def packed(compressor, array, key=0):
 
 @pytest.mark.parametrize(
     ("compressor", "block", "numel"),
-    [(OneBit(block=128), 128, 3000), *((EFSign(), numel, numel) for numel in (1, 64, 100, 3000, 100_000))],
+    [(OneBit(block=128), 128, 3000), *((OneBit(block=None), numel, numel) for numel in (1, 64, 100, 3000, 100_000))],
     ids=str,
 )
 def test_signs_are_sent_with_the_mean_of_a_block(compressor, block, numel):
@@ -191,9 +191,9 @@ def test_packers_use_the_bits_of_each_part(pieces):
         np.testing.assert_allclose(delivered(packer, part), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_packers_of_efsign_send_a_magnitude_for_each_layer():
+def test_packers_of_onebit_send_a_magnitude_for_each_layer():
     array = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32) * np.repeat([1, 50, 3, 1], SIZES)
-    [packer] = packers(EFSign().bind(NAMES, SIZES), [NUMEL])
+    [packer] = packers(OneBit(block=None).bind(NAMES, SIZES), [NUMEL])
     parts = np.split(array, np.cumsum(SIZES)[:-1])
     expected = np.concatenate([oracle.scaled_signs(part, part.size) for part in parts if part.size])
     np.testing.assert_allclose(delivered(packer, array), expected, rtol=1e-5)
