@@ -87,10 +87,14 @@ PARENTS = {
 }
 
 
+MET = [("laplace", 0.1), ("laplace", 0.001), ("gamma", 0.01), ("normal", 0.001), ("student", 0.1)]
+OTHERS = [(parent, ratio) for parent in PARENTS for ratio in (0.1, 0.01, 0.001) if (parent, ratio) not in MET]
+PARENTS_AND_RATIOS = pytest.mark.parametrize(("parent", "ratio"), [*MET, *(marks.slow(*case) for case in OTHERS)])
+
+
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("parent", PARENTS)
-@pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
+@PARENTS_AND_RATIOS
 def test_sidco_selects_above_the_corrected_threshold(distribution, stages, parent, ratio):
     array = (1e-3 * PARENTS[parent](np.random.default_rng(5), 100_000)).astype(np.float32)
     array[:3000] = 0
@@ -125,8 +129,7 @@ def test_sidco_of_a_large_array_fits_a_sample(distribution):
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("parent", PARENTS)
-@pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
+@PARENTS_AND_RATIOS
 def test_sidco_reaches_the_ratio_on_average(distribution, parent, ratio):
     rng, context = np.random.default_rng(7), Context()
     pool = [PARENTS[parent](rng, 200_000).astype(np.float32) for _ in range(5)]

@@ -251,7 +251,7 @@ class Alone(Transport):
 @pytest.mark.parametrize("strides", [1, slow(2)])
 def test_no_allocation_in_the_steady_state(compressor, collective, dtype, strides):
     rng = np.random.default_rng(0)
-    numel = 400_000
+    numel = 100_000
     reducer = mpicomp.Reducer(compressor, collective, comm=Alone())
     pool = [{"w": rng.normal(size=numel).astype(dtype)[::strides]} for _ in range(4)]
     for gradients in pool * 2:
