@@ -8,6 +8,7 @@ import torch
 from mpicomp.reducer.trace import UNDER_NSIGHT, markers
 from mpicomp.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpicomp.torch.ddp import DDPState, ddp_comm_hook
+from mpicomp.torch.local_muon import LocalMuon, Muon
 from mpicomp.torch.onebit_adam import OneBitAdam
 from mpicomp.torch.optimizer import DistributedOptimizer
 from mpicomp.torch.update_optimizer import UpdateOptimizer
@@ -15,6 +16,8 @@ from mpicomp.torch.update_optimizer import UpdateOptimizer
 __all__ = [
     "DDPState",
     "DistributedOptimizer",
+    "LocalMuon",
+    "Muon",
     "OneBitAdam",
     "UpdateOptimizer",
     "broadcast_optimizer_state",

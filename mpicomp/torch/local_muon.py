@@ -1,0 +1,273 @@
+"""Muon for hidden matrices and AdamW for the rest, whose changes are exchanged in one bit an element."""
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpicomp.compressors import Compressor
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer.agreement import run_collectively
+from mpicomp.torch.arguments import NamedParameters, check_kind, named_pairs
+from mpicomp.torch.collective_optimizer import check_adam_settings
+from mpicomp.torch.combined_optimizer import CombinedOptimizer
+from mpicomp.torch.states import name_of
+from mpicomp.torch.update_optimizer import UpdateOptimizer
+from mpicomp.transport.connect import connected
+
+LR, ADAMW_LR, WEIGHT_DECAY, SYNC_EVERY = 0.02, 3e-3, 0.1, 10
+_WHO = "LocalMuon"
+_BETAS = 0.9, 0.95  # of AdamW
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Jordan's Newton-Schulz iteration, and its number of steps
+_ITERATIONS = 5
+_LEAST_NORM = 1e-7
+# Names of modules: wte, token_embedding, pos_embed; lm_head, classifier
+_EMBEDDING = re.compile(r"(^|_)(un)?emb|^w[tp]e$|^positions?$")
+_HEAD = re.compile(r"head$|^classifier$")
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon: steps along the momentum of each matrix, made orthogonal, so that all directions count the same.
+
+    It gives the bits of `torch.optim.Muon`, which PyTorch has since 2.9, and takes arrays of more dimensions, such as
+    convolutions, as matrices of their first dimension and the rest.
+
+    Parameters
+    ----------
+    params : iterable
+        Parameters of at least two dimensions, or groups of them.
+    lr, weight_decay, momentum : float
+        An update has singular values near 1, times the root of rows over columns where there are more rows. The weight
+        decay is decoupled, and the momentum is Nesterov's.
+
+    Raises
+    ------
+    ConfigurationError
+        For a parameter that is no matrix, or is complex.
+
+    References
+    ----------
+    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = torch.nn.Conv2d(2, 3, 3)
+    >>> optimizer = Muon([layer.weight])
+    >>> layer(torch.ones(1, 2, 3, 3)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(self, params: Any, lr: float = LR, weight_decay: float = WEIGHT_DECAY, momentum: float = 0.95) -> None:
+        check_adam_settings("Muon", (momentum, 0.0), lr=lr, weight_decay=weight_decay)
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in param_group["params"]:
+            if parameter.ndim < 2 or parameter.is_complex():
+                self.param_groups.pop()
+                kind = "complex" if parameter.is_complex() else f"of shape {tuple(parameter.shape)}"
+                raise ConfigurationError(
+                    f"Muon: parameters must be real and have two dimensions or more, got one that is {kind}; pass it "
+                    "to torch.optim.AdamW"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                gradient = parameter.grad
+                if gradient.is_sparse:
+                    raise ConfigurationError("Muon: gradients must be dense; leave out sparse=True")
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                update = gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
+                update = orthogonalize(update.flatten(1))
+                rows, columns = update.shape
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(update.view_as(parameter), alpha=-lr * math.sqrt(max(1, rows / columns)))
+        return loss
+
+
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix of the same singular vectors, with singular values of about 0.7 to 1.2.
+
+    Examples
+    --------
+    >>> import torch
+    >>> wide = orthogonalize(torch.randn(4, 64, generator=torch.Generator().manual_seed(0)))
+    >>> bool(((torch.linalg.svdvals(wide.float()) - 1).abs() < 0.35).all())
+    True
+    """
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.size(0) > matrix.size(1)
+    wide = (matrix.T if is_tall else matrix).to(_product_dtype(matrix.device))
+    wide = wide / wide.norm().clamp(min=_LEAST_NORM)
+    for _ in range(_ITERATIONS):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if is_tall else wide
+
+
+def _product_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 where a device has products of it: a processor without them takes 5 to 40 times as long."""
+    has_products: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)
+    return torch.bfloat16 if device.type != "cpu" or has_products() else torch.float32
+
+
+def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands for
+    named_parameters: NamedParameters,
+    lr: float = LR,
+    *,
+    adamw_lr: float = ADAMW_LR,
+    weight_decay: float = WEIGHT_DECAY,
+    matrices: Collection[str] | None = None,
+    sync_every: int | str = SYNC_EVERY,
+    compressor: Compressor | str | Mapping[str, Any] | None = "onebit",
+    warmup: int | str | None = 0,
+    comm: Any = None,
+    **settings: Any,
+) -> Any:
+    """Train with Muon on each rank, and exchange what it has changed in one bit an element every few steps.
+
+    Muon steps hidden matrices, among them convolutions, flattened to output channels and the rest. Embeddings, heads
+    and parameters of one dimension are stepped by AdamW, those of one dimension without weight decay. One
+    `mpicomp.torch.UpdateOptimizer` is around both: it keeps what one bit leaves out and sends it later, and every rank
+    continues from the same bits after each exchange. Muon's updates are orthogonal, so all of their elements are of
+    about the same size, and a sign says nearly everything. Collective, as `UpdateOptimizer`.
+
+    Parameters
+    ----------
+    named_parameters : torch.nn.Module, mapping or iterable of (str, torch.Tensor)
+        The model, or ``model.named_parameters()``.
+    lr, adamw_lr : float
+        Rates of Muon and AdamW, in groups of one optimizer: a scheduler scales both.
+    weight_decay : float
+        Of both, decoupled.
+    matrices : collection of str, optional
+        Names of all parameters that Muon steps. By default these have two dimensions or more, both larger than 1. Left
+        to AdamW are weights of `torch.nn.Embedding` (where the model is passed), of modules whose names say embedding,
+        ``wte``, ``wpe``, ``head`` or ``classifier``, and the last matrix where no other has as many inputs as it has
+        outputs.
+    sync_every, compressor, warmup, comm, **settings
+        See `mpicomp.torch.UpdateOptimizer`, which takes all of its other settings here, too. ``sync_every="auto"``
+        needs ``compressor=None``, and predicts by what was measured with Adam.
+
+    Returns
+    -------
+    torch.optim.Optimizer
+        What `mpicomp.torch.UpdateOptimizer` returns for ``[Muon(...), AdamW(...)]``. Of a group that is added
+        later Muon takes ``{"params": ..., "optimizer": 0}``, and AdamW others.
+
+    Raises
+    ------
+    ConfigurationError
+        On all ranks: for parameters or settings that cannot be served, such as a model without hidden matrices.
+
+    References
+    ----------
+    Thérien et al. 2025, arXiv 2505.23725 (MuLoCo); Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mpicomp.transport import LocalWorld
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> optimizer = LocalMuon(model, comm=LocalWorld(1).transports[0])
+    >>> [type(member).__name__ for member in optimizer.optimizers]
+    ['Muon', 'AdamW']
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    """
+    with connected(comm) as transport:
+
+        def make() -> tuple[list[tuple[str, torch.Tensor]], CombinedOptimizer]:
+            pairs = named_pairs(named_parameters, _WHO, transport.group.size)
+            model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
+            return pairs, muon_and_adamw(pairs, model, lr, adamw_lr, weight_decay, matrices)
+
+        pairs, both = run_collectively(make, transport, _WHO)
+        wrapped = UpdateOptimizer(both, pairs, sync_every, compressor, warmup=warmup, comm=transport, **settings)
+        wrapped._mpicomp_owns_transport = transport is not comm
+    return wrapped
+
+
+def muon_and_adamw(
+    pairs: Sequence[tuple[str, torch.Tensor]],
+    model: torch.nn.Module | None = None,
+    lr: float = LR,
+    adamw_lr: float = ADAMW_LR,
+    weight_decay: float = WEIGHT_DECAY,
+    matrices: Collection[str] | None = None,
+) -> CombinedOptimizer:
+    """Return Muon for the named matrices, or for hidden ones, and AdamW for all other parameters."""
+    check_adam_settings(_WHO, _BETAS, lr=lr, adamw_lr=adamw_lr, weight_decay=weight_decay)
+    parameters = {name_of(name): parameter for name, parameter in pairs}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            check_kind(name, parameter, _WHO)
+    chosen = set(_hidden_matrices(parameters, model) if matrices is None else matrices)
+    unknown = sorted(chosen - set(parameters))
+    if unknown:
+        raise ConfigurationError(
+            f"{_WHO}: matrices has '{unknown[0]}', which is not among the {len(parameters)} parameters; pass names of "
+            "model.named_parameters()"
+        )
+    if not chosen:
+        raise ConfigurationError(
+            f"{_WHO}: none of {len(parameters)} parameters is a hidden matrix, which Muon is for; name some in "
+            "matrices, or wrap torch.optim.AdamW in mpicomp.torch.UpdateOptimizer"
+        )
+    optimizers: list[torch.optim.Optimizer] = [
+        Muon([parameter for name, parameter in parameters.items() if name in chosen], lr, weight_decay)
+    ]
+    others = [parameter for name, parameter in parameters.items() if name not in chosen]
+    groups = [
+        {"params": [parameter for parameter in others if (parameter.ndim > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, weight_decay), (False, 0.0))
+    ]
+    if others:
+        optimizers.append(torch.optim.AdamW([group for group in groups if group["params"]], adamw_lr, _BETAS))
+    return CombinedOptimizer(optimizers, _WHO)
+
+
+def _hidden_matrices(parameters: Mapping[str, torch.Tensor], model: torch.nn.Module | None) -> list[str]:
+    """Return the names of matrices that are neither embeddings nor heads, by types, names and shapes."""
+    embeddings = set()
+    for name, module in () if model is None else model.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            embeddings.add(id(module.weight))
+            if module.sparse:
+                raise ConfigurationError(
+                    f"{_WHO}: '{name or 'the model'}' has sparse=True, and AdamW takes dense gradients; leave it out"
+                )
+    matrices = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.ndim > 1
+        and min(parameter.flatten(1).shape) > 1
+        and parameter.is_floating_point()
+        and id(parameter) not in embeddings
+        and not _EMBEDDING.search(_module_of(name))
+    }
+    hidden = [name for name in matrices if not _HEAD.search(_module_of(name))]
+    if hidden and hidden[-1] == next(reversed(matrices)):
+        outputs = matrices[hidden[-1]].size(0)
+        if all(outputs != matrix.size(1) for matrix in matrices.values()):
+            hidden.pop()
+    return hidden
+
+
+def _module_of(name: str) -> str:
+    """Return the name of a weight's module, after that of its container where it is a number."""
+    *parents, last = name.lower().removesuffix(".weight").split(".")
+    return f"{parents[-1]}.{last}" if parents and last.isdigit() else last

@@ -1,0 +1,393 @@
+"""LocalMuon: which parameters Muon steps, and its steps and exchanges against the same written in NumPy."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from local_replicas import Replicas, bits, loss_of, network
+from torch import nn
+
+from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.torch import LocalMuon, Muon
+from mpicomp.torch.local_muon import orthogonalize
+from mpicomp.transport import LocalWorld
+
+
+@pytest.fixture
+def exact_products(monkeypatch):
+    """Products in float32, as on processors without those of bfloat16."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+
+def hidden(dtype=torch.float64):
+    """Two hidden matrices, (10, 9) and (12, 10), and a head."""
+    torch.manual_seed(3)
+    layers = nn.Linear(9, 10), nn.Tanh(), nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, 7)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def images(dtype=torch.float32):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+    return model.to(dtype)
+
+
+def loss_of_images(model, rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(5, 1, 6, 6, generator=generator).to(next(model.parameters()).dtype)
+    return nn.functional.cross_entropy(model(inputs).float(), torch.randint(3, (5,), generator=generator))
+
+
+def ranks_of(size, make=hidden, loss=loss_of, **settings):
+    ranks = Replicas.__new__(Replicas)
+    ranks.loss, ranks.world = loss, LocalWorld(size)
+    ranks.models = [make() for _ in range(size)]
+    ranks.optimizers = [
+        LocalMuon(model, comm=end, **settings) for model, end in zip(ranks.models, ranks.world.transports, strict=True)
+    ]
+    return ranks
+
+
+class ByHand:
+    """A rank's Muon and AdamW, from their definitions."""
+
+    def __init__(self, model, matrices, lr=0.02, adamw_lr=3e-3, decay=0.1):
+        self.values = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+        self.matrices, self.lr, self.adamw_lr, self.decay, self.steps = matrices, lr, adamw_lr, decay, 0
+        self.momenta = {name: np.zeros_like(value) for name, value in self.values.items()}
+        self.squares = copy.deepcopy(self.momenta)
+
+    def step(self, gradients, scale=1.0):
+        self.steps += 1
+        for name, gradient in gradients.items():
+            value, momentum = self.values[name], self.momenta[name]
+            if name in self.matrices:
+                momentum += 0.05 * (gradient - momentum)
+                update = self.orthogonal(0.05 * gradient + 0.95 * momentum)
+                rows, columns = update.shape
+                value *= 1 - scale * self.lr * self.decay
+                value -= scale * self.lr * max(1, rows / columns) ** 0.5 * update
+                continue
+            momentum += 0.1 * (gradient - momentum)
+            self.squares[name] = square = 0.95 * self.squares[name] + 0.05 * gradient**2
+            value *= 1 - scale * self.adamw_lr * (self.decay if value.ndim > 1 else 0)
+            root = np.sqrt(square / (1 - 0.95**self.steps)) + 1e-8
+            value -= scale * self.adamw_lr * momentum / (1 - 0.9**self.steps) / root
+
+    @staticmethod
+    def orthogonal(matrix):
+        found = matrix / np.sqrt((matrix**2).sum())
+        for _ in range(5):
+            if len(matrix) > matrix.shape[1]:  # powers of the smaller product
+                gram = found.T @ found
+                found = 3.4445 * found + found @ (-4.7750 * gram + 2.0315 * gram @ gram)
+            else:
+                gram = found @ found.T
+                found = 3.4445 * found + (-4.7750 * gram + 2.0315 * gram @ gram) @ found
+        return found
+
+    @property
+    def flat(self):
+        return np.concatenate([value.reshape(-1) for value in self.values.values()])
+
+    @flat.setter
+    def flat(self, values):
+        place = 0
+        for value in self.values.values():
+            value.reshape(-1)[:] = values[place : place + value.size]
+            place += value.size
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("every", [1, 3])
+def test_local_muon_by_hand(size, every):
+    """Steps of each rank; one bit and a mean magnitude of change and residual; nothing is lost."""
+    ranks = ranks_of(size, sync_every=every, collective="packed-allgather")
+    plain = [ByHand(model, {"0.weight", "2.weight"}) for model in ranks.models]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in ranks.optimizers]
+    shared, residuals = plain[0].flat, np.zeros((size, plain[0].flat.size))
+    for step in range(2 * every):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        for part in range(2):  # accumulates, and clips
+            for rank, model in enumerate(ranks.models):
+                loss_of(model, rank, 2 * step + part).backward()
+        for model, of_rank in zip(ranks.models, plain, strict=True):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            of_rank.step({name: p.grad.numpy() for name, p in model.named_parameters()}, 0.9**step)
+        ranks.exchange()
+        for scheduler in schedulers:
+            scheduler.step()
+        if (step + 1) % every == 0:
+            changes = np.array([of_rank.flat - shared for of_rank in plain])
+            accumulated = changes + residuals
+            sent = np.abs(accumulated).mean(axis=1, keepdims=True) * np.sign(accumulated)
+            moved = ranks.values()[0] - shared
+            np.testing.assert_allclose(
+                size * moved + np.sum(ranks.residuals(), axis=0), accumulated.sum(axis=0), atol=1e-6
+            )
+            residuals = accumulated - sent
+            np.testing.assert_allclose(ranks.residuals(), residuals, rtol=1e-4, atol=1e-6)
+            shared = shared + sent.mean(axis=0)
+            for of_rank in plain:
+                of_rank.flat = shared
+            assert ranks.same()
+        np.testing.assert_allclose(ranks.values(), [of_rank.flat for of_rank in plain], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there since PyTorch 2.9")
+@pytest.mark.parametrize("shape", [(8, 5), (5, 8), (16, 16)], ids=str)
+def test_muon_has_the_bits_of_torch(shape, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+    optimizers = [Muon([ours], lr=0.03), torch.optim.Muon([theirs], lr=0.03)]
+    for _ in range(4):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("shape", [(6, 4, 3, 3), (40, 2, 3)], ids=str)
+def test_muon_takes_convolutions_as_matrices(shape):
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(shape))
+    if len(shape) == 4:
+        whole = nn.Parameter(whole.detach().to(memory_format=torch.channels_last))
+    flat = nn.Parameter(whole.detach().flatten(1).clone())
+    whole.grad = torch.randn(shape)
+    flat.grad = whole.grad.flatten(1)
+    Muon([whole]).step()
+    Muon([flat]).step()
+    torch.testing.assert_close(whole.flatten(1), flat)
+
+
+@pytest.mark.parametrize("shape", [(5, 40), (40, 5), (12, 12)], ids=str)
+def test_orthogonalize_keeps_singular_vectors(shape):
+    matrix = np.random.default_rng(0).normal(size=shape)
+    left, _, right = np.linalg.svd(matrix, full_matrices=False)
+    rotated = left.T @ orthogonalize(torch.from_numpy(matrix)).double().numpy() @ right.T
+    singular = np.diag(rotated)
+    assert np.abs(rotated - np.diag(singular)).max() < 0.05
+    assert singular.min() > 0.5
+    assert singular.max() < 1.3
+
+
+class Tied(nn.Module):
+    """A language model whose output is the embedding, and what else has no gradient."""
+
+    def __init__(self, is_tied=True):
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(30, 8)
+        self.pos_embed = nn.Parameter(torch.zeros(5, 8))
+        self.expand, self.norm, self.contract = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+        self.output = nn.Linear(8, 30, bias=False)
+        self.counts = nn.Parameter(torch.ones(3, 4, dtype=torch.int64), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(1, 8))
+        if is_tied:
+            self.output.weight = self.table.weight
+
+
+def mlp(**layers):
+    return nn.ModuleDict(layers)
+
+
+MUON = {
+    "tied": (Tied, ["expand.weight", "contract.weight"]),
+    "head by shape": (lambda: Tied(is_tied=False), ["expand.weight", "contract.weight"]),
+    "convolutions": (images, ["0.weight", "2.weight"]),
+    "head by name": (
+        lambda: mlp(a=nn.Linear(4, 6), lm_head=nn.Linear(6, 4), b=nn.Linear(6, 6)),
+        ["a.weight", "b.weight"],
+    ),
+    "numbered": (
+        lambda: mlp(classifier=nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3))),
+        ["classifier.0.weight", "classifier.1.weight"],
+    ),
+    "recurrent": (
+        lambda: mlp(lstm=nn.LSTM(4, 6), out=nn.Linear(6, 5)),
+        ["lstm.weight_ih_l0", "lstm.weight_hh_l0"],
+    ),
+    "complex": (lambda: mlp(a=nn.Bilinear(4, 6, 3, dtype=torch.cfloat), b=nn.Linear(4, 4)), ["b.weight"]),
+}
+
+
+@pytest.mark.parametrize("case", MUON)
+@pytest.mark.parametrize("by", ["model", "names"])
+def test_rule_leaves_embeddings_and_heads_to_adamw(case, by):
+    make, expected = MUON[case]
+    model = make()
+    named = dict(model.named_parameters())
+    if by == "names" and "table.weight" in named:
+        named["token_embedding.weight"] = named.pop("table.weight")
+    argument = model if by == "model" else iter([*named.items()])
+    optimizer = LocalMuon(argument, comm=LocalWorld(1).transports[0])
+    muon, adamw = optimizer.optimizers
+    chosen = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
+    assert [name for name, parameter in model.named_parameters() if id(parameter) in chosen] == expected
+    decays = {p.ndim > 1: group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    assert decays in ({True: 0.1, False: 0.0}, {False: 0.0})
+
+
+def test_named_matrices_are_those_of_muon():
+    model = hidden()
+    names = {"4.weight"}
+    optimizer = LocalMuon(model, 0.1, adamw_lr=0.2, weight_decay=0.3, matrices=names, comm=LocalWorld(1).transports[0])
+    of_muon, matrices, vectors = optimizer.param_groups
+    assert of_muon["params"] == [model[4].weight]
+    assert (of_muon["lr"], matrices["lr"], vectors["lr"]) == (0.1, 0.2, 0.2)
+    assert (of_muon["weight_decay"], matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.3, 0.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [(lambda: images(torch.bfloat16), loss_of_images), (lambda: hidden(torch.float32), loss_of)],
+    ids=["bfloat16 convolutions", "float32"],
+)
+def test_ranks_have_the_same_bits_and_learn(make, loss, size):
+    ranks = ranks_of(size, make, loss, sync_every=2, lr=0.1, adamw_lr=0.03)
+    losses = ranks.train(loss, [0, 1] * 8)
+    assert ranks.same()
+    assert np.mean(losses[-2:]) < 0.9 * np.mean(losses[:2])
+
+
+PASSED_ON = [
+    {"sync_every": 4, "sync_delay": 1, "fragments": 2},
+    {"sync_every": 2, "outer": {"lr": 0.7, "momentum": 0.6}, "feedback_decay": 0.95},
+    {"sync_every": 2, "second_moments": "shared", "compare_every": 1},
+    {"sync_every": 3, "compressor": {"id": "topk", "ratio": 0.1}, "nonfinite": "skip"},
+]
+
+
+@pytest.mark.parametrize("settings", PASSED_ON, ids=str)
+def test_resumed_run_has_the_same_bits(settings):
+    """In the middle of an interval, with every setting of UpdateOptimizer."""
+    ranks, others = ranks_of(2, **settings), ranks_of(2, **settings)
+    ranks.run(range(7))
+    states = ranks.states()
+    ranks.run(range(7, 13))
+    others.load(states)
+    others.run(range(7, 13))
+    assert others.bits() == ranks.bits()
+    ranks.world.run([optimizer.synchronizing() for optimizer in ranks.optimizers])
+    assert ranks.same()
+
+
+def test_scaled_16_bit_training():
+    """A GradScaler and autocast: an overflow on one rank leaves out its step of both optimizers."""
+    ranks = ranks_of(2, lambda: hidden(torch.float32), sync_every=1)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
+    for number in range(3):
+        exchanges = []
+        for rank, ((model, optimizer), scaler) in enumerate(zip(ranks.pairs, scalers, strict=True)):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, rank, number) * (torch.inf if (number, rank) == (1, 1) else 1)
+            scaler.scale(loss).backward()
+            optimizer._mpicomp_exchanges = False
+            scaler.step(optimizer)
+            optimizer._mpicomp_exchanges = True
+            scaler.update()
+            exchanges.append(optimizer._mpicomp_rounds())
+        ranks.world.run(exchanges)
+        assert ranks.same()
+    assert [scaler.get_scale() for scaler in scalers] == [2.0**10, 2.0**9]
+    assert [int(optimizer.state[model[0].bias]["step"]) for model, optimizer in ranks.pairs] == [3, 2]
+    assert np.isfinite(ranks.values()).all()
+
+
+def test_unused_parameters_stay_as_they_are():
+    ranks = ranks_of(2, Tied, lambda model, rank, _: model.contract(model.expand(torch.full((8,), rank + 1.0))).sum())
+    before = copy.deepcopy(ranks.models[0].state_dict())
+    ranks.run(range(10))
+    after = ranks.models[0].state_dict()
+    assert {name for name in after if not torch.equal(after[name], before[name])} >= {"expand.weight", "contract.bias"}
+    assert torch.equal(after["counts"], before["counts"])
+    # One bit has no zero: an unused parameter moves by less than a step, and comes back.
+    assert (after["table.weight"] - before["table.weight"]).abs().max() < 0.05
+
+
+BAD = [
+    (lambda: nn.Linear(9, 7), {}, "none of 2 parameters is a hidden matrix, which Muon is for"),
+    (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), {}, "none of 3 parameters is a hidden matrix"),
+    (lambda: mlp(a=nn.Embedding(9, 4, sparse=True)), {}, "'a' has sparse=True, and AdamW takes dense gradients"),
+    (nn.LazyLinear, {}, "parameter 'weight' has no shape yet"),
+    (hidden, {"matrices": ["0.weight", "1.weight"]}, "matrices has '1.weight', which is not among the 6"),
+    (hidden, {"matrices": ["0.bias"]}, r"Muon: parameters must be real .* got one that is of shape \(10,\)"),
+    (lambda: mlp(a=nn.Bilinear(4, 6, 3, dtype=torch.cfloat)), {"matrices": ["a.weight"]}, "got one that is complex"),
+    (hidden, {"lr": -1.0}, "LocalMuon: lr must be at least 0, got -1.0"),
+    (hidden, {"adamw_lr": float("nan")}, "LocalMuon: adamw_lr must be at least 0, got nan"),
+    (hidden, {"sync_every": "auto"}, "chosen by policy='auto', got policy='static'"),
+    (hidden, {"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
+    (lambda: [nn.Parameter(torch.ones(3, 3))], {}, "got a parameter without a name"),
+]
+
+
+@pytest.mark.parametrize(("make", "settings", "match"), BAD, ids=[match for _, _, match in BAD])
+def test_bad_input_is_refused(make, settings, match):
+    with pytest.raises(ConfigurationError, match=match):
+        LocalMuon(make(8) if make is nn.LazyLinear else make(), comm=LocalWorld(1).transports[0], **settings)
+
+
+def test_sparse_gradient_of_a_named_matrix_is_refused():
+    weight = nn.Parameter(torch.ones(4, 3))
+    optimizer = LocalMuon({"weight": weight}, matrices=["weight"], comm=LocalWorld(1).transports[0])
+    nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
+    with pytest.raises(ConfigurationError, match="Muon: gradients must be dense"):
+        optimizer.step()
+
+
+def test_rank_with_other_matrices_is_refused():
+    world, models = LocalWorld(2), [hidden(), hidden()]
+    optimizers = [
+        LocalMuon(model, comm=end, sync_every=1, matrices=["2.weight"] if rank else None)
+        for rank, (model, end) in enumerate(zip(models, world.transports, strict=True))
+    ]
+    for rank, model in enumerate(models):
+        loss_of(model, rank, 0).backward()
+    with pytest.raises(DisagreementError, match="the number of elements in group 0 must be the same on all ranks"):
+        world.run([optimizer.rounds() for optimizer in optimizers])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("settings", [{"sync_every": 2}, {"sync_every": 4, "sync_delay": 2, "fragments": 2}], ids=str)
+def test_bits_equal_those_of_ranks_in_one_process(comm, settings):
+    settings = settings | {"collective": "two-phase"}
+    model = hidden(torch.float32)
+    optimizer = LocalMuon(model, comm=comm, **settings)
+    for step in range(9):
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    ranks = ranks_of(comm.size, lambda: hidden(torch.float32), **settings)
+    ranks.run(range(9))
+    ranks.world.run([optimizer.synchronizing() for optimizer in ranks.optimizers])
+    assert set(comm.allgather(bits(model))) == {bits(ranks.models[0])}
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_run_out_of_batches(comm):
+    model = hidden()
+    with LocalMuon(model, comm=comm, sync_every=2) as optimizer:
+        with optimizer.join():
+            for step in range(2 + 2 * comm.rank):
+                optimizer.zero_grad()
+                loss_of(model, comm.rank, step).backward()
+                optimizer.step()
+        assert len(set(comm.allgather(bits(model)))) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+def test_bad_input_of_one_rank_is_an_error_on_all(comm):
+    model = network()
+    with pytest.raises(ConfigurationError, match=r"matrices has '1\.weight'"):
+        LocalMuon(model, matrices=["1.weight"] if comm.rank == comm.size - 1 else ["0.weight"], comm=comm)
