@@ -22,13 +22,12 @@ from mpicomp.bench.training_rows import (
     DDP_POWERSGD,
     DDP_POWERSGD_1BUCKET,
     DECODE,
-    DEMO,
-    DEMO_SETTINGS,
     FIELDS,
     FORWARD,
     NONE,
     PLAIN_TOPK,
     PLAIN_TOPK_MPI,
+    PRESETS,
     PROCESSOR,
     SECONDS,
     TORCHFT_DDP,
@@ -67,7 +66,9 @@ class NoExchange(Replica):
     """Trains without an exchange, every rank on its share of the data; the base of the others."""
 
     def __init__(self, exchange: Exchange, job: Job) -> None:
-        super().__init__(job.task, job.transport.group, job.settings.total, job.device, is_sgd=exchange.name == DEMO)
+        _, self._preset = PRESETS.get(exchange.name, ({}, {}))
+        inner = self._preset.get("inner", "task")
+        super().__init__(job.task, job.transport.group, job.settings.total, job.device, inner=inner)
         self.exchange = exchange
         self._steps = 0
         self._every = job.settings.every if exchange.updates else 1  # steps from one exchange to the next
@@ -130,8 +131,8 @@ class _Mpicomp(NoExchange):
             "warmup": 0,  # what is named is what is timed
         }
         if exchange.updates:
-            words |= DEMO_SETTINGS if exchange.name == DEMO else {}
-            self.optimizer = UpdateOptimizer(self.optimizer, sync_every=self._every, **words)
+            words |= {name: value for name, value in self._preset.items() if name != "inner"}
+            self.optimizer = UpdateOptimizer(self.optimizer, **words | {"sync_every": self._every})
         else:
             settings, replay = job.settings, None
             if exchange.trace is not None:

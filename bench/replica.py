@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from mpicomp.bench.tasks import Task
-from mpicomp.bench.tasks.updating import Updater, plain
+from mpicomp.bench.tasks.updating import Updater, inner_optimizer
 
 from mpicomp.rounds import Group
 
@@ -40,7 +40,7 @@ class Replica:
         steps: int,
         device: torch.device = CPU,
         *,
-        is_sgd: bool = False,
+        inner: str = "task",
         lr_scale: float = 1.0,
     ) -> None:
         self.task = task
@@ -49,11 +49,9 @@ class Replica:
         self.model = task.model().to(device)
         self.parameters = list(self.model.parameters())
         self.network = self.model
-        self.optimizer: Any = task.optimizer(self.model)
+        self.optimizer: Any = inner_optimizer(task, self.model, inner)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] *= lr_scale
-        if is_sgd:
-            self.optimizer = plain(self.optimizer)
         self.updater = Updater(task, self.optimizer, steps)
 
     @property

@@ -45,6 +45,13 @@ DEMO_COMPRESSOR: dict[str, Any] = {"id": "dcttopk", "ratio": 0.0125, "side": 16,
 """Three of 256 coefficients, in four bits."""
 DEMO_SETTINGS: dict[str, Any] = {"outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
 """Settings of `mpicomp.torch.UpdateOptimizer`, around plain gradient descent."""
+MUON = "muon"
+"""Name of the exchange of `mpicomp.torch.LocalMuon`."""
+PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    DEMO: (DEMO_COMPRESSOR, {"inner": "sgd"} | DEMO_SETTINGS),
+    MUON: ({"id": "onebit"}, {"inner": "muon", "sync_every": 10}),
+}
+"""Compressors and settings that these names are short for, ``inner`` and the steps between exchanges among them."""
 REPLAY = "replay:"
 """Prefix of the name of an exchange that runs recorded plans; the path of their file follows."""
 
@@ -122,7 +129,7 @@ class Exchange:
     @property
     def updates(self) -> bool:
         """Whether updates of the optimizers are exchanged in place of gradients."""
-        return self.name.startswith(UPDATES) or self.name in (TORCHFT_DILOCO, DEMO)
+        return self.name.startswith(UPDATES) or self.name in (TORCHFT_DILOCO, *PRESETS)
 
     @property
     def in_line(self) -> bool:

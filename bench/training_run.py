@@ -102,7 +102,7 @@ class Settings:
     compare_every: int = 0
     warmup: int | str = 0
     # Settings of `mpicomp.torch.UpdateOptimizer`, ``sync_every`` among them; None exchanges gradients.
-    # ``"inner": "sgd"`` has ranks step by plain gradient descent, in place of the task's optimizer.
+    # ``"inner"`` names what ranks step by in place of the task's optimizer: ``"sgd"`` or ``"muon"``.
     updates: dict[str, Any] | None = None
     lr_scale: float = 1.0  # times the task's learning rate, which is tuned for dense exchange of gradients
     on_failure: str = "abort"
@@ -150,8 +150,8 @@ def train(
     group = transport.group
     hosts = transport.hosts()
     torch.set_num_threads(threads_of_rank(transport.cores))
-    is_sgd = settings.updates is not None and settings.updates.get("inner") == "sgd"
-    replica = Replica(task, group, settings.steps, device, is_sgd=is_sgd, lr_scale=settings.lr_scale)
+    inner = "task" if settings.updates is None else settings.updates.get("inner", "task")
+    replica = Replica(task, group, settings.steps, device, inner=inner, lr_scale=settings.lr_scale)
     model = replica.model
     transport.log.clear()
     broadcast_parameters(model, comm=transport)

@@ -18,7 +18,7 @@ import torch
 from mpicomp.bench import devices
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task
-from mpicomp.bench.tasks.updating import plain
+from mpicomp.bench.tasks.updating import inner_optimizer
 from mpicomp.bench.training_rows import DEMO_COMPRESSOR, DEMO_SETTINGS
 from penalties import steps_behind
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -52,7 +52,7 @@ class Arm:
     compressor: Any
     updates: bool = True  # what ranks' optimizers change is exchanged, in place of gradients
     settings: Mapping[str, Any] = field(default_factory=dict)  # of `mpicomp.torch.UpdateOptimizer`
-    inner: str = "task"  # the task's optimizer, or "sgd": plain gradient descent
+    inner: str = "task"  # the task's optimizer, "sgd" for plain gradient descent, or "muon"
 
 
 ARMS = {
@@ -77,6 +77,11 @@ ARMS = {
         {"id": "qsgd", "bits": 4},
         settings={"sync_every": 10, "fragments": 3, "sync_delay": 1, "outer": _OUTER},
     ),
+    "gradients-muon": Arm("dense", updates=False, inner="muon"),
+    **{
+        f"muon-every-{every}": Arm("onebit", settings={"sync_every": every}, inner="muon")
+        for every in (1, 5, 10, 20, 40)
+    },
     "demo": Arm({"id": "dcttopk"}, settings=DEMO_SETTINGS, inner="sgd"),
     **{
         f"demo-side-{side}": Arm(DEMO_COMPRESSOR | {"side": side}, settings=DEMO_SETTINGS, inner="sgd")
@@ -87,11 +92,11 @@ ARMS = {
 
 
 def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch.optim.Optimizer:
-    """Return a rank's optimizer, with a multiple of the task's rate."""
-    optimizer = task.optimizer(model)
+    """Return a rank's optimizer, with a multiple of its rates."""
+    optimizer = inner_optimizer(task, model, arm.inner)
     for group in optimizer.param_groups:
         group["lr"] *= rate
-    return plain(optimizer) if arm.inner == "sgd" else optimizer
+    return optimizer
 
 
 @contextmanager

@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X[,..]",
         help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
         "colon where it is not auto, with -inline where it is to wait for backward, and with updates: before it to "
-        "exchange updates in place of gradients; demo for what mpicomp train has by that name; replay:F for the plans "
-        "that mpicomp train wrote with --metrics F; ddp, ddp-fp16, ddp-bf16, ddp-powersgd and ddp-powersgd-1bucket for "
+        "exchange updates in place of gradients; demo and muon for what mpicomp train has by these names; replay:F for "
+        "plans of mpicomp train's --metrics F; ddp, ddp-fp16, ddp-bf16, ddp-powersgd and ddp-powersgd-1bucket for "
         "PyTorch's over gloo; torchft-ddp, and torchft-diloco, which exchanges updates, for torchft's; plain-topk and "
         "plain-topk-mpi for a top-k written by hand, over gloo and over MPI (%(default)s)",
     )
@@ -167,12 +167,11 @@ def _exchange(word: str, ratio: float) -> "Exchange":
     from mpicomp.bench.replay import Replay
     from mpicomp.bench.training_rows import (
         AUTO,
-        DEMO,
-        DEMO_COMPRESSOR,
         INLINE,
         OTHERS,
         PLAIN_TOPK,
         PLAIN_TOPK_MPI,
+        PRESETS,
         REPLAY,
         UPDATES,
         Exchange,
@@ -187,8 +186,8 @@ def _exchange(word: str, ratio: float) -> "Exchange":
         return Exchange(word, get_compressor({"id": "topk", "ratio": ratio}))
     if word in OTHERS:
         return Exchange(word)
-    if word == DEMO:
-        return Exchange(word, get_compressor(DEMO_COMPRESSOR))
+    if word in PRESETS:
+        return Exchange(word, get_compressor(PRESETS[word][0]))
     if word.startswith(REPLAY):
         path = word.removeprefix(REPLAY)
         Replay(path)  # what holds no plans is refused here
@@ -197,7 +196,7 @@ def _exchange(word: str, ratio: float) -> "Exchange":
     if updates and word.endswith(INLINE):
         raise ConfigurationError(f"{_COMMAND}: updates are there after backward in any case, got '{word}'")
     name, colon, collective = word.removeprefix(UPDATES).removesuffix(INLINE).partition(":")
-    alone = (*OTHERS, DEMO)
+    alone = (*OTHERS, *PRESETS)
     if name in alone:
         raise ConfigurationError(
             f"{_COMMAND}: '{name}' has no other collective, no form in line and none with updates:, got '{word}'; name "

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="gradients",
         help="gradients (default), or updates: ranks step by themselves and exchange what that has changed; as JSON "
         """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}', and """
-        """"inner": "sgd" to have ranks step by plain gradient descent, at the rates of the task's optimizer; demo: """
-        "short for a compressor and settings with which 1 %% of the bytes train a transformer",
+        """"inner": "sgd" or "muon" to have ranks step by plain gradient descent, at the rates of the task's """
+        "optimizer, or by Muon and AdamW; muon, and demo: short for what docs/updates.md says of them",
     )
     parser.add_argument(
         "--on-failure",
@@ -146,8 +146,9 @@ def run(arguments: argparse.Namespace) -> int:
     every = 1 if updates is None or updates["sync_every"] == "auto" else updates["sync_every"]
     policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
     outer = None if updates is None else updates.get("outer")
-    if arguments.warmup is None and isinstance(outer, dict) and outer.get("sign"):
-        warmup: int | str = 0  # signs of a dense mean are another method
+    has_signs = isinstance(outer, dict) and outer.get("sign")  # those of a dense mean are another method
+    if arguments.warmup is None and (has_signs or (updates or {}).get("inner") == "muon"):
+        warmup: int | str = 0
     else:
         warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
     if arguments.against_dense:
@@ -338,17 +339,20 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
 
 
 def _expand(arguments: argparse.Namespace) -> None:
-    """Replace ``--exchange demo`` by the options that it stands for, unless these are set."""
-    from mpicomp.bench.training_rows import DEMO, DEMO_COMPRESSOR, DEMO_SETTINGS
+    """Replace ``--exchange demo`` or ``muon`` by the options that it stands for, unless these are set."""
+    from mpicomp.bench.training_rows import PRESETS
 
-    if arguments.exchange == DEMO:
+    if arguments.exchange in PRESETS:
+        compressor, updates = PRESETS[arguments.exchange]
         ratio = {} if arguments.ratio is None else {"ratio": arguments.ratio}
-        arguments.exchange = json.dumps({"id": "updates", "inner": "sgd"} | DEMO_SETTINGS)
-        arguments.compressor = arguments.compressor or json.dumps(DEMO_COMPRESSOR | ratio)
+        arguments.exchange = json.dumps({"id": "updates"} | updates)
+        arguments.compressor = arguments.compressor or json.dumps(compressor | ratio)
 
 
 def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Return the settings of the exchange of updates; None for one of gradients."""
+    from mpicomp.bench.training_rows import PRESETS
+
     from mpicomp.cli.options import read_named
     from mpicomp.errors import ConfigurationError, UnknownNameError
     from mpicomp.setting_checks import check_least
@@ -356,7 +360,7 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
     config = read_named("train", "--exchange", arguments.exchange)
     name = config.pop("id", None)
     if name not in ("gradients", "updates"):
-        raise UnknownNameError("train: --exchange", str(name), ["gradients", "updates", "demo"])
+        raise UnknownNameError("train: --exchange", str(name), ["gradients", "updates", *PRESETS])
     if name == "gradients":
         named = [
             f"--{option}"
@@ -377,8 +381,8 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
         raise ConfigurationError(
             f"train: --exchange: updates have no setting '{unknown[0]}'; known: {', '.join(known)}"
         )
-    if config.get("inner", "task") not in ("task", "sgd"):
-        raise UnknownNameError("train: --exchange: inner", str(config["inner"]), ["task", "sgd"])
+    if config.get("inner", "task") not in ("task", "sgd", "muon"):
+        raise UnknownNameError("train: --exchange: inner", str(config["inner"]), ["task", "sgd", "muon"])
     if arguments.second_moments is not None:
         config["second_moments"] = arguments.second_moments
     every = config.pop("sync_every", 1) if arguments.every is None else arguments.every

@@ -21,6 +21,8 @@ pytest.importorskip("sklearn")
 from mpicomp.bench.training_run import Settings  # noqa: E402, it loads torch
 from mpicomp.bench.training_run import train as train_replica  # noqa: E402
 
+from mpicomp.torch import LocalMuon  # noqa: E402
+
 
 def train(mpiexec, tmp_path, ranks, *arguments, timeout=90):
     out, metrics = tmp_path / "out.json", tmp_path / "metrics.jsonl"
@@ -234,6 +236,31 @@ def test_inner_sgd_steps_by_plain_gradients_at_the_scaled_rate(one_thread):
         optimizer.step()
     assert outcome.quality == pytest.approx(task.evaluate(model), abs=0.002)
     assert outcome.quality > before + 0.05
+
+
+def test_muon_is_local_muon(mpiexec, tmp_path):
+    words = ["--task", "digits", "--steps", "20", "--exchange", "muon", "--no-verdict"]
+    done, result, lines = train(mpiexec, tmp_path, 2, *words)
+    assert done.returncode == 0, done.stderr
+    assert (result["exchange"], result["updates"]) == ("updates", {"sync_every": 10, "inner": "muon"})
+    assert (result["warmup"], result["compressor"]) == (0, "onebit")
+    assert [line["step"] for line in lines if line["buckets"]] == [9, 19]
+    assert 320 > result["dense_wire_bytes"] / result["wire_bytes"] > 150  # messages of two ranks, and first checks
+
+
+def test_inner_muon_steps_by_local_muon_at_scaled_rates(one_thread):
+    task = get_task("digits", 0)
+    updates = {"sync_every": 1, "inner": "muon"}
+    settings = Settings(Dense(), "auto", get_policy("static"), 5, 0, probes=False, updates=updates, lr_scale=0.5)
+    with MetricsWriter(None) as metrics:
+        outcome = train_replica(task, settings, LocalWorld(1).transports[0], Progress(False), metrics)
+    model = task.model()
+    optimizer = LocalMuon(model, 0.01, adamw_lr=1.5e-3, comm=LocalWorld(1).transports[0])
+    for step in range(5):
+        optimizer.zero_grad()
+        task.loss(model, task.batch(step, 0, 1)).backward()
+        optimizer.step()
+    assert outcome.quality == pytest.approx(task.evaluate(model), abs=0.002)
 
 
 def test_demo_sets_compressor_and_updates(mpiexec, tmp_path):

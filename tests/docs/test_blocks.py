@@ -36,7 +36,7 @@ open("m.jsonl", "w").write(json.dumps({"wire_bytes": 1, "dense_wire_bytes": 2}))
 
 for block in json.load(open(f"{folder}/blocks.json")):
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     loss_of = torch.nn.functional.mse_loss
     batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(5)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
