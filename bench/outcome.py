@@ -10,6 +10,7 @@ from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.measure.run_fields import RunObject
 from mpicomp.bench.measure.timings import PHASES, RankTimes, Slowest
 from mpicomp.bench.simulate.measured import Measured
+from mpicomp.bench.training_rows import MUON, PRESETS
 
 from mpicomp.compressors import Compressor, Dense
 
@@ -64,6 +65,7 @@ class Outcome:
     measured: Measured | None = None  # what ``mpicomp simulate`` needs; None where it was not asked for
     # The rank that the others waited for, over the steps that are timed; None where there is one rank
     slowest: Slowest | None = None
+    exchanges_updates: bool = False  # changes of parameters, in place of gradients
 
     @property
     def exchange_s(self) -> float | None:
@@ -136,6 +138,8 @@ def run_object(task: "Task", settings: "Settings", outcome: Outcome, verdict: st
 
 
 _NOISE = 0.03  # differences below this share of a step say nothing
+_SLOW_EXCHANGE = 0.2  # share of a step
+_MUON_STEPS = PRESETS[MUON][1]["sync_every"]
 _ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as run always; the rest was explored
 
 
@@ -155,6 +159,7 @@ def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "q
             f"{quality_name} {outcome.quality:.4f}, and {dense.quality:.4f} with dense exchange from the same seed, "
             f"whose steps took {dense.median_step_s:.3f} s"
         )
+    parts += _slow_links(outcome)
     slowest = outcome.slowest
     if slowest is not None and slowest.matters(outcome.median_step_s, _NOISE):
         parts.append(
@@ -162,6 +167,20 @@ def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "q
             "the others wait for it"
         )
     return "; ".join(parts)
+
+
+def _slow_links(outcome: Outcome) -> list[str]:
+    """Return the advice to exchange updates where gradients, however compressed, take a large share of the step."""
+    exchange_s, dense = outcome.exchange_s, outcome.dense_probe
+    if outcome.exchanges_updates or exchange_s is None or dense is None:
+        return []
+    if dense.seconds < outcome.late_phases_s["compute"] or exchange_s < _SLOW_EXCHANGE * outcome.late_step_s:
+        return []
+    return [
+        f"links are slow: the exchange of gradients takes {exchange_s:.3f} s of a step, and that of "
+        f"mpicomp.torch.LocalMuon (--exchange muon), one bit an element every {_MUON_STEPS} steps, would take about "
+        f"{dense.seconds / (32 * _MUON_STEPS):.4f} s a step"
+    ]
 
 
 def _is_exact(compressor: Compressor) -> bool:

@@ -298,6 +298,7 @@ def train(
         by_rank=by_rank(everyones[:, skipped:]),
         measured=measured,
         slowest=slowest,
+        exchanges_updates=settings.updates is not None,
     )
 
 
