@@ -216,6 +216,16 @@ def test_demo_moves_each_parameter_by_the_rate():
     assert (steps > 0).float().mean() > 0.5
 
 
+def test_muon_is_exchanged_at_the_interval_of_the_job():
+    exchange = Exchange("muon", get_compressor("onebit"))
+    job = Job(get_task("digits", 1), Settings(4, 1, 0, every=2), 1, LocalWorld(1).transports[0])
+    with trainers([exchange], job) as [ours]:
+        ours.block(4)
+        assert [type(member).__name__ for member in ours.optimizer.optimizers] == ["Muon", "AdamW"]
+        assert ours.optimizer.reducer.last_step.step == 1
+    assert exchange.updates
+
+
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
