@@ -375,14 +375,12 @@ def _check_moments(optimizer: torch.optim.Optimizer, moments: Any) -> _Sharing |
             f"{WHO}: second_moments['compressor'] must be 'natural' or 'dense', got {compressor!r}; mean squares span "
             "many powers of ten, and none of them may become zero"
         )
-    candidates = optimizers_in(optimizer)
-    for candidate in candidates:
+    for candidate in optimizers_in(optimizer):
         try:
             return _Sharing(compressor, candidate, _moments_key(candidate), every)
-        except ConfigurationError:
-            if candidate is candidates[-1]:
-                raise
-    raise AssertionError
+        except ConfigurationError as error:
+            refused = error
+    raise refused
 
 
 def _moments_key(optimizer: torch.optim.Optimizer) -> str:
