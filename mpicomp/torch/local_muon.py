@@ -40,7 +40,8 @@ class Muon(torch.optim.Optimizer):
         Parameters of at least two dimensions, or groups of them.
     lr, weight_decay, momentum : float
         An update has singular values near 1, times the root of rows over columns where there are more rows. The weight
-        decay is decoupled, and the momentum is Nesterov's.
+        decay is decoupled, and the momentum is Nesterov's. A group may have an ``"lr_ratio"``, which its rate is
+        multiplied by.
 
     Raises
     ------
@@ -62,7 +63,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = LR, weight_decay: float = WEIGHT_DECAY, momentum: float = 0.95) -> None:
         check_adam_settings("Muon", (momentum, 0.0), lr=lr, weight_decay=weight_decay)
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "lr_ratio": 1.0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -82,7 +83,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            lr, momentum = group["lr"], group["momentum"]
+            lr, momentum = group["lr"] * group["lr_ratio"], group["momentum"]
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
                 gradient = parameter.grad
                 if gradient.is_sparse:
@@ -150,7 +151,8 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
     named_parameters : torch.nn.Module, mapping or iterable of (str, torch.Tensor)
         The model, or ``model.named_parameters()``.
     lr, adamw_lr : float
-        Rates of Muon and AdamW, in groups of one optimizer: a scheduler scales both.
+        Rates of Muon and AdamW. The groups of both have AdamW's as ``"lr"``, and Muon steps by ``lr / adamw_lr`` times
+        that, so that a scheduler, or a script that writes one rate to all groups, sets both.
     weight_decay : float
         Of both, decoupled.
     matrices : collection of str, optional
@@ -211,6 +213,8 @@ def muon_and_adamw(
 ) -> CombinedOptimizer:
     """Return Muon for the named matrices, or for hidden ones, and AdamW for all other parameters."""
     check_adam_settings(_WHO, _BETAS, lr=lr, adamw_lr=adamw_lr, weight_decay=weight_decay)
+    if not adamw_lr:
+        raise ConfigurationError(f"{_WHO}: adamw_lr must be above 0, since that of Muon is kept as a ratio to it")
     parameters = {name_of(name): parameter for name, parameter in pairs}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
@@ -227,8 +231,9 @@ def muon_and_adamw(
             f"{_WHO}: none of {len(parameters)} parameters is a hidden matrix, which Muon is for; name some in "
             "matrices, or wrap torch.optim.AdamW in mpicomp.torch.UpdateOptimizer"
         )
+    of_muon = [parameter for name, parameter in parameters.items() if name in chosen]
     optimizers: list[torch.optim.Optimizer] = [
-        Muon([parameter for name, parameter in parameters.items() if name in chosen], lr, weight_decay)
+        Muon([{"params": of_muon, "lr_ratio": lr / adamw_lr}], adamw_lr, weight_decay)
     ]
     others = [parameter for name, parameter in parameters.items() if name not in chosen]
     groups = [

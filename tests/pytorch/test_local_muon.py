@@ -241,7 +241,7 @@ def test_named_matrices_are_those_of_muon():
     optimizer = LocalMuon(model, 0.1, adamw_lr=0.2, weight_decay=0.3, matrices=names, comm=LocalWorld(1).transports[0])
     of_muon, matrices, vectors = optimizer.param_groups
     assert of_muon["params"] == [model[4].weight]
-    assert (of_muon["lr"], matrices["lr"], vectors["lr"]) == (0.1, 0.2, 0.2)
+    assert (of_muon["lr"] * of_muon["lr_ratio"], of_muon["lr"], matrices["lr"], vectors["lr"]) == (0.1, 0.2, 0.2, 0.2)
     assert (of_muon["weight_decay"], matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.3, 0.0)
 
 
@@ -323,6 +323,7 @@ BAD = [
     (hidden, {"matrices": ["0.bias"]}, r"Muon: parameters must be real .* got one that is of shape \(10,\)"),
     (lambda: mlp(a=nn.Bilinear(4, 6, 3, dtype=torch.cfloat)), {"matrices": ["a.weight"]}, "got one that is complex"),
     (hidden, {"lr": -1.0}, "LocalMuon: lr must be at least 0, got -1.0"),
+    (hidden, {"adamw_lr": 0}, "adamw_lr must be above 0, since that of Muon is kept as a ratio"),
     (hidden, {"adamw_lr": float("nan")}, "LocalMuon: adamw_lr must be at least 0, got nan"),
     (hidden, {"sync_every": "auto"}, "chosen by policy='auto', got policy='static'"),
     (hidden, {"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
