@@ -118,8 +118,12 @@ def test_local_muon_by_hand(size, every):
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             of_rank.step({name: p.grad.numpy() for name, p in model.named_parameters()}, 0.9**step)
         ranks.exchange()
-        for scheduler in schedulers:
-            scheduler.step()
+        for optimizer, scheduler in zip(ranks.optimizers, schedulers, strict=True):
+            if every == 1:
+                scheduler.step()
+            else:  # as nanoGPT sets its rate
+                for group in optimizer.param_groups:
+                    group["lr"] = 3e-3 * 0.9 ** (step + 1)
         if (step + 1) % every == 0:
             changes = np.array([of_rank.flat - shared for of_rank in plain])
             accumulated = changes + residuals
