@@ -215,7 +215,8 @@ def muon_and_adamw(
     check_adam_settings(_WHO, _BETAS, lr=lr, adamw_lr=adamw_lr, weight_decay=weight_decay)
     if not adamw_lr:
         raise ConfigurationError(f"{_WHO}: adamw_lr must be above 0, since that of Muon is kept as a ratio to it")
-    parameters = {name_of(name): parameter for name, parameter in pairs}
+    names = {id(parameter): name_of(name) for name, parameter in reversed(pairs)}  # of tied ones the first
+    parameters = {names.pop(id(parameter)): parameter for _, parameter in pairs if id(parameter) in names}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             check_kind(name, parameter, _WHO)

@@ -230,7 +230,9 @@ def test_rule_leaves_embeddings_and_heads_to_adamw(case, by):
     named = dict(model.named_parameters())
     if by == "names" and "table.weight" in named:
         named["token_embedding.weight"] = named.pop("table.weight")
-    argument = model if by == "model" else iter([*named.items()])
+    argument = (
+        model if by == "model" else iter([*named.items(), *([("again", model.table.weight)] if case == "tied" else [])])
+    )
     optimizer = LocalMuon(argument, comm=LocalWorld(1).transports[0])
     muon, adamw = optimizer.optimizers
     chosen = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
