@@ -81,7 +81,7 @@ def _pack_exponents(array, words, exponents, sent, key):  # type: ignore[no-unty
         singles, rounded = before[: part.size], after[: part.size]
         _narrow(part, singles)
         bits = singles.view(np.uint32)
-        _signs(bits, words[start // LANES : (start + part.size + LANES - 1) // LANES])
+        _signs(bits, 0, bits.size, words[start // LANES : (start + part.size + LANES - 1) // LANES])
         _round(bits, start, key, exponents[start : start + _BLOCK], rounded.view(np.uint32))
         lost += _leave(part, rounded, sent[start : start + _BLOCK])
     return lost

@@ -8,7 +8,6 @@ import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits
 from mpicomp.kernels.cpu.cast import _to_float32
 from mpicomp.kernels.cpu.compile import Floats, Singles, Words, kernel
-from mpicomp.kernels.cpu.moments import _sums
 from mpicomp.kernels.cpu.simd import LANES, add_signed, negative, put_signed
 
 _PART = 4096  # elements that stay in the first-level cache
@@ -43,63 +42,74 @@ def unpack_signs_add(scales: Singles, words: Words, block: int, factor: float, o
 
 
 @kernel
-def _scale(array, total):  # type: ignore[no-untyped-def]
-    mean = total / array.size
+def _scale(array, start, stop, total):  # type: ignore[no-untyped-def]
+    mean = total / (stop - start)
     if np.isinf(mean):
         mean = 0.0  # the sum may have left float64, which the mean cannot
-        for i in range(array.size):
-            mean += np.float64(abs(array[i])) / array.size
+        for i in range(start, stop):
+            mean += np.float64(abs(array[i])) / (stop - start)
     return _to_float32(mean)
 
 
 @kernel
 def _pack_signs(array, bits, block, scales, words, sent, left):  # type: ignore[no-untyped-def]
-    # A part of a block is read twice: for its sums, and from the first-level cache for its signs.
+    # A part of a block is read twice: for its sums, and from the first-level cache for its signs. No slices are made of
+    # it, which would take as long as a short block.
     lost = 0.0
     for number in range(scales.size):
         start = number * block
-        part = array[start : start + block]
-        words_of_block = words[start // LANES : (start + block) // LANES]
+        stop = min(start + block, array.size)
         total = energy = 0.0
-        for first in range(0, part.size, _PART):
-            more, squares = _sums(part[first : first + _PART])
+        for first in range(start, stop, _PART):
+            last = min(first + _PART, stop)
+            more, squares = _sums(array, np.uintp(first), np.uintp(last))
             total, energy = total + more, energy + squares
-            _signs(bits[start + first : start + min(first + _PART, part.size)], words_of_block[first // LANES :])
-        single = _scale(part, total)
+            _signs(bits, first, last, words)
+        single = _scale(array, start, stop, total)
         scales[number] = single
         wide = np.float64(single)
-        missed = energy - wide * (2 * total - part.size * wide)
+        missed = energy - wide * (2 * total - (stop - start) * wide)
         if not missed < 0:  # both were rounded; NaN stays
             lost += missed
         if sent is not None:
-            _write(words_of_block, array.dtype.type(single), sent[start : start + block], None)
+            _write(words, start, stop, array.dtype.type(single), sent, None)
         if left is not None:
-            _write(words_of_block, -array.dtype.type(single), left[start : start + block], True)
+            _write(words, start, stop, -array.dtype.type(single), left, True)
     return lost
 
 
 @kernel
-def _signs(bits, words):  # type: ignore[no-untyped-def]
-    whole = bits.size // LANES
-    for w in range(whole):
+def _sums(array, start, stop):  # type: ignore[no-untyped-def]
+    total, energy = 0.0, 0.0
+    for i in range(start, stop):  # without a sign, so that no index can count from the end
+        value = np.float64(array[i])
+        total += abs(value)
+        energy += value * value
+    return total, energy
+
+
+@kernel
+def _signs(bits, start, stop, words):  # type: ignore[no-untyped-def]
+    whole = stop // LANES
+    for w in range(start // LANES, whole):
         words[w] = negative(bits, w * LANES)
-    if whole * LANES < bits.size:
+    if whole * LANES < stop:
         word = np.uint64(0)
         one, shift = bits.dtype.type(1), bits.dtype.type(8 * bits.itemsize - 1)
-        for i in range(whole * LANES, bits.size):
+        for i in range(whole * LANES, stop):
             word |= np.uint64((bits[i] >> shift) & one) << np.uint64(i % LANES)
         words[whole] = word
 
 
 @kernel
-def _write(words, value, out, add):  # type: ignore[no-untyped-def]
-    whole = out.size // LANES
-    for w in range(whole):
+def _write(words, start, stop, value, out, add):  # type: ignore[no-untyped-def]
+    whole = stop // LANES
+    for w in range(start // LANES, whole):
         if add is None:
             put_signed(out, w * LANES, words[w], value)
         else:
             add_signed(out, w * LANES, words[w], value)
-    for i in range(whole * LANES, out.size):
+    for i in range(whole * LANES, stop):
         signed = -value if words[whole] >> np.uint64(i % LANES) & np.uint64(1) else value
         out[i] = signed if add is None else out[i] + signed
 
@@ -108,15 +118,14 @@ def _write(words, value, out, add):  # type: ignore[no-untyped-def]
 def _unpack_signs(scales, words, block, out):  # type: ignore[no-untyped-def]
     for number in range(scales.size):
         start = number * block
-        value = out.dtype.type(scales[number])
-        _write(words[start // LANES : (start + block) // LANES], value, out[start : start + block], None)
+        _write(words, start, min(start + block, out.size), out.dtype.type(scales[number]), out, None)
 
 
 @kernel
 def _unpack_signs_add(scales, words, block, factor, out):  # type: ignore[no-untyped-def]
     for number in range(scales.shape[1]):
-        for start in range(number * block, min(out.size, (number + 1) * block), _PART):
-            stop = min(start + _PART, (number + 1) * block)
+        end = min(out.size, (number + 1) * block)
+        for start in range(number * block, end, _PART):
             for row in range(scales.shape[0]):
                 value = out.dtype.type(factor * scales[row, number])
-                _write(words[row, start // LANES : stop // LANES], value, out[start:stop], True)
+                _write(words[row], start, min(start + _PART, end), value, out, True)

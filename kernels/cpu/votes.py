@@ -28,7 +28,7 @@ def unpack_votes(words: Words, value: float, out: Floats) -> None:
 
 @kernel
 def _pack_votes(bits, words):  # type: ignore[no-untyped-def]
-    _signs(bits, words)
+    _signs(bits, 0, bits.size, words)
 
 
 @kernel
@@ -60,4 +60,4 @@ def _majority(votes, out):  # type: ignore[no-untyped-def]
 
 @kernel
 def _unpack_votes(words, value, out):  # type: ignore[no-untyped-def]
-    _write(words, value, out, None)
+    _write(words, 0, out.size, value, out, None)
