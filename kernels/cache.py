@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from numba.core import config
 from numba.core.caching import FunctionCache, NullCache
+from numba.core.runtime import rtsys
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,6 +31,7 @@ _NAP_S = 0.02  # seconds between two looks whether another process has compiled 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _setting = threading.Lock()  # of Numba's folder, while one of its caches looks at it
+_has_compiled = False  # this process: its compiler is loaded, which takes as long as to compile several functions
 
 
 def cached(function: Function) -> Function:
@@ -65,11 +67,17 @@ class HostCache(NullCache):  # type: ignore[misc]
         if self._files is None:
             return None
         found = self._load(signature, context)
-        if found is None and self._lock.acquire(self._lock_name()):
+        if found is not None:
+            return found
+        if not _has_compiled:
+            time.sleep(_NAP_S)  # a process that has loaded its compiler goes first, so that most never load theirs
+        if self._lock.acquire(self._lock_name()):
             found = self._load(signature, context)
             if found is not None:
                 self._lock.release()
-        return found
+                return found
+        _set_has_compiled()
+        return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         """Write the compiled code if this process has the lock."""
@@ -103,8 +111,11 @@ class HostCache(NullCache):  # type: ignore[misc]
                 config.CACHE_DIR = before
 
     def _load(self, signature: Any, context: Any) -> Any:
+        # Not by Numba's load_overload, which first loads all that a compiler needs, SciPy too: 0.4 to 0.9 s. Code that
+        # is compiled needs the runtime alone. A process that compiles loads the rest by itself.
         try:
-            return self._files.load_overload(signature, context)
+            rtsys.initialize(context)
+            return self._files._load_overload(signature, context)
         except Exception:  # a file that was cut short fails to unpickle in more ways than can be listed
             return None
 
@@ -112,6 +123,11 @@ class HostCache(NullCache):  # type: ignore[misc]
         code = self._function.__code__
         name = f"{self._files.cache_path}/{Path(code.co_filename).name}:{code.co_firstlineno}"
         return f"{self._function.__name__}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}.lock"
+
+
+def _set_has_compiled() -> None:
+    global _has_compiled
+    _has_compiled = True
 
 
 class HostLock:

@@ -3,15 +3,19 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpicomp.bench.measure.chosen_plans import in_short
+from numba.core import event
 
 from mpicomp.reducer import StepRecord
 
 _LINES = 10  # plain lines in a run
 _QUIET_S = 30.0  # a slow run prints at least this often
+_COMPILING_S = 1.0  # of compilation that go by without a word
+_COMPILING = "compiling kernels, once on each host ..."
+_COMPILER_LOCK = "numba:compiler_lock"  # held while code is compiled, loaded, or awaited from another process
 
 
 class Progress:
@@ -31,6 +35,10 @@ class Progress:
         if not self._visible:
             yield
             return
+        with event.install_listener(_COMPILER_LOCK, _Compilation(self._compiling)):
+            yield from self._displayed(steps)
+
+    def _displayed(self, steps: int) -> Iterator[None]:
         from rich.console import Console  # an extra, which only a terminal needs
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
@@ -69,6 +77,12 @@ class Progress:
             self._last = time.monotonic()
             print(f"step {done:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)
 
+    def _compiling(self) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, text=_COMPILING)
+        else:
+            print(_COMPILING, flush=True)
+
     def resumed(self, step: int) -> None:
         """Show that a checkpoint was loaded, which was written after so many steps."""
         if self._visible:
@@ -77,3 +91,32 @@ class Progress:
     def evaluating(self) -> None:
         if self._visible:
             print("measuring on held-out data ...", flush=True)
+
+
+class _Compilation(event.Listener):  # type: ignore[misc]
+    """Calls a function once, when Numba has worked for `_COMPILING_S` in all."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell: Callable[[], None] | None = tell
+        self._depth = 0
+        self._began = 0.0
+        self._spent_s = 0.0
+
+    def on_start(self, _: event.Event) -> None:
+        if self._depth == 0:
+            self._began = time.monotonic()
+        self._depth += 1
+        self._look()
+
+    def on_end(self, _: event.Event) -> None:
+        if self._depth == 0:  # began before this one listened
+            return
+        self._look()
+        self._depth -= 1
+        if self._depth == 0:
+            self._spent_s += time.monotonic() - self._began
+
+    def _look(self) -> None:
+        if self._tell is not None and self._spent_s + time.monotonic() - self._began > _COMPILING_S:
+            tell, self._tell = self._tell, None
+            tell()

@@ -92,11 +92,13 @@ def _moments(sums: tuple[int, int, float, float], out: Floats) -> Moments:
 
 
 @kernel
-def _add(first, second, out):  # type: ignore[no-untyped-def]
+def _add(gradient, residual, block, out):  # type: ignore[no-untyped-def]
     nonzero = 0
     total, energy = out.dtype.type(0), out.dtype.type(0)
+    first = gradient[block]
+    second = first if residual is None else residual[block]
     for i in range(out.size):
-        value = first[i] if second is None else first[i] + second[i]
+        value = first[i] if residual is None else first[i] + second[i]
         out[i] = value
         nonzero += value != 0
         total += abs(value)
@@ -119,14 +121,12 @@ def _top(bits, mask):  # type: ignore[no-untyped-def]
 
 @kernel
 def _accumulate(gradient, residual, out, bits, mask, bound, base, index, found):  # type: ignore[no-untyped-def]
-    count, nonzero = 0, 0
+    count, nonzero = np.int64(0), 0  # of one type from the start: what is called with a literal is compiled once more
     total, energy = 0.0, 0.0
     for start in range(0, out.size, _BLOCK):
         block = slice(start, min(start + _BLOCK, out.size))
         part = out[block]
-        sums_of_block = (
-            _add(gradient[block], None, part) if residual is None else _add(gradient[block], residual[block], part)
-        )
+        sums_of_block = _add(gradient, residual, block, part)
         sums = (sums_of_block[1], sums_of_block[2])
         if sums_of_block[0] > 0 and not (LEAST < sums_of_block[2] < MOST):
             sums = _sums(part)

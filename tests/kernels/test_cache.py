@@ -259,6 +259,49 @@ def test_of_processes_that_start_together_one_compiles(tmp_path):
     assert sum(loaded for _, loaded in counts) == 2 * 2
 
 
+LOADED = (
+    REAL
+    + """
+import sys
+print(sorted({"numba.np.linalg", "numba.typed.typeddict", "scipy.linalg"} & set(sys.modules)))
+"""
+)
+
+
+def test_a_process_that_only_loads_leaves_the_compiler_alone(tmp_path):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "real")}
+    lines = [
+        subprocess.run(
+            [sys.executable, "-c", LOADED], env=environment, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        for _ in range(2)
+    ]
+    assert lines == [["2 0", "['numba.np.linalg', 'numba.typed.typeddict', 'scipy.linalg']"], ["0 2", "[]"]]
+
+
+def test_a_loaded_kernel_calls_and_allocates(tmp_path):
+    """What is loaded without the compiler runs all that kernels do, and a function compiled later calls it."""
+    code = """if True:
+        import numba, numpy as np
+        from mpicomp.kernels import cpu
+        from mpicomp.kernels.cpu import select
+
+        array = np.arange(-5, 5, dtype=np.float32)
+        print(cpu.kth_magnitude(array, 3))  # with counters that it allocates
+        print(sum(select._kth_magnitude.stats.cache_hits.values()))
+        bits, mask = array.view(np.uint32), np.uint32(0x7FFFFFFF)
+        print(numba.njit(lambda: select._kth_magnitude(bits, mask, 3, 11))())
+        print(numba.njit(lambda x: np.dot(x, x))(array))"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "real")}
+    command = [sys.executable, "-c", code]
+    lines = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(2)
+    ]
+    bits = str(np.float32(4).view(np.uint32))
+    assert lines == [[bits, loaded, bits, "85.0"] for loaded in "01"]
+
+
 @pytest.mark.slow
 def test_a_full_disk_costs_time_alone(tmp_path):
     # No file may grow, which is how a full disk looks to those that write.
@@ -280,6 +323,25 @@ def test_an_installation_that_nobody_may_write_to(tmp_path):
     if not able:
         pytest.skip("needs root and mount namespaces")
     assert outcome(real(tmp_path, alone)) == (2, 0)
+
+
+def test_a_kernel_compiles_only_the_signatures_that_run(tmp_path):
+    """Of the functions that a sweep calls each is compiled once: none for a branch that is not taken, nor a literal."""
+    code = """if True:
+        import numpy as np
+        from mpicomp.kernels import cpu
+        from mpicomp.kernels.cpu.accumulate import _add
+        from mpicomp.kernels.cpu.select import write_reaching
+        from mpicomp.kernels.cpu.tail import append_reaching
+
+        x, index, bits = np.ones(3000, np.float32), np.empty(9, np.uint32), np.empty(9, np.uint32)
+        cpu.accumulate_candidates(x, x, np.empty_like(x), 1, 0, index, bits, 0)
+        cpu.select_in_chunks(x, 100, 2, 2, np.empty(60, np.uint32), np.empty(60, np.float32))
+        cpu.select_largest(x, cpu.kth_magnitude(x, 9), index, np.empty(9, np.float32))
+        print(*(len(function.signatures) for function in (_add, append_reaching, write_reaching)))"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "1", "1"]
 
 
 @exact

@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 
+import numba
 import numpy as np
 import pytest
-from mpicomp.bench.measure import results
+from mpicomp.bench.measure import progress, results
 from mpicomp.bench.measure.intervals import is_narrow, median_interval, ratio_interval
 from scipy.stats import binom
 
@@ -99,3 +100,20 @@ def test_progress_on_a_terminal_leaves_stderr_alone():
     assert done.stderr.count("that is longer than a line ") == 10
     assert "training" in shown
     assert "a warning" not in shown
+
+
+@pytest.mark.parametrize(("patience_s", "lines"), [(0.0, 1), (1e9, 0)])
+def test_progress_tells_once_of_long_compilation(monkeypatch, capsys, patience_s, lines):
+    monkeypatch.setattr(progress, "_COMPILING_S", patience_s)
+    with progress.Progress(True).over(1):
+        for function in (lambda number: number + 1, lambda number: number + 2):
+            numba.njit(function)(1)
+    numba.njit(lambda number: number + 3)(1)
+    assert capsys.readouterr().out.count("compiling kernels") == lines
+
+
+def test_progress_of_other_ranks_says_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_COMPILING_S", 0.0)
+    with progress.Progress(False).over(1):
+        numba.njit(lambda number: number + 1)(1)
+    assert capsys.readouterr().out == ""
