@@ -156,10 +156,17 @@ def _split_largest(  # type: ignore[no-untyped-def]
         kept += large
         left += not large
         j += 1
-    if left == left_indices.size:
-        kept_indices[kept:], kept_values[kept:] = indices[j:], values[j:]
-    else:
-        left_indices[left:], left_values[left:] = indices[j:], values[j:]
+    # Not as slices: for the message of their error Numba compiles strings, which takes longer than all other kernels.
+    while kept < kept_indices.size:
+        kept_indices[kept] = indices[j]
+        kept_values[kept] = values[j]
+        kept += 1
+        j += 1
+    while left < left_indices.size:
+        left_indices[left] = indices[j]
+        left_values[left] = values[j]
+        left += 1
+        j += 1
 
 
 @kernel

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from mpicomp.collectives import Scheme
-from mpicomp.cost.kernel_costs import KernelCost, measure_kernel
+from mpicomp.cost.kernel_costs import KernelCost, measure_kernel, run_kernels
 from mpicomp.cost.link_probe import QUICK, THOROUGH, Effort, probe
 from mpicomp.cost.model import CostModel, scheme_key
 from mpicomp.cost.network_model import Network
 from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError
-from mpicomp.rounds import Round, Rounds, gather_rows
+from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.rounds.reports import from_one
 from mpicomp.transport.base import Transport
 from mpicomp.transport.clocks import compare_clocks
@@ -109,6 +109,9 @@ def measure_kernels(
         model.kernels |= dict.fromkeys(unknown, KernelCost(0.0, 0.0))
     if not unknown or not transport.times_kernels:
         return
+    if transport.family is not None:
+        for scheme in compilation_order([same[0] for same in unknown.values()], transport.group):
+            run_kernels(scheme, feedback, device)
     measured = []
     for same in unknown.values():
         ends = sorted(same, key=lambda scheme: float(getattr(scheme.compressor, "ratio", 1.0)))
@@ -117,6 +120,22 @@ def measure_kernels(
     slowest = (yield from gather_rows(np.array(measured), transport.group)).max(axis=0)
     for key, numbers in zip(unknown, slowest, strict=True):
         model.kernels[key] = KernelCost(*map(float, numbers))
+
+
+def compilation_order(schemes: Sequence[Scheme[Any]], group: Group) -> list[Scheme[Any]]:
+    """Return the order in which this rank runs schemes for the first time, so that a host's ranks share compilation.
+
+    Each pair of ranks has a part of the list, of which one starts at the beginning and one at the end. What others have
+    compiled is loaded, so all ranks end at about the same time, and none compiles while another one measures.
+    """
+    host = group.layout[group.rank]
+    ranks = [rank for rank, other in enumerate(group.layout) if other == host]
+    place = ranks.index(group.rank)
+    if place % 2:
+        end = len(schemes) * (place + 1) // len(ranks)
+        return [*reversed(schemes[:end]), *reversed(schemes[end:])]
+    start = len(schemes) * place // len(ranks)
+    return [*schemes[start:], *schemes[:start]]
 
 
 def _model_of_rank_0(source: CostModel | str | None, transport: Transport) -> dict[str, Any]:

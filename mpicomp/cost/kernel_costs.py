@@ -5,6 +5,7 @@ On a device they include the copies of messages on their way to MPI, as in a ste
 
 import functools
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,12 @@ def measure_kernel(
         long_s -= per_kept * counts[0]
     per_element = max(long_s - short_s, 0.1 * long_s) / (many - few)
     return max(short_s - few * per_element, 0.0), per_element, per_kept
+
+
+def run_kernels(scheme: Scheme[Any], feedback: bool, device: Device = HOST) -> None:
+    """Run a scheme as `measure_kernel` does, so that its kernels are compiled."""
+    few = (_HOST_NUMELS if device is HOST else _DEVICE_NUMELS)[0]
+    _median_s(_bound(scheme, few), few, feedback, time.perf_counter, device)
 
 
 @functools.lru_cache(maxsize=len(_HOST_NUMELS + _DEVICE_NUMELS))

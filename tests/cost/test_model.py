@@ -11,6 +11,7 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.cost import CostModel, Network, measure_kernels, recalibrate_links
+from mpicomp.cost.calibrate import compilation_order
 from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import scheme_key
 from mpicomp.cost.plans import Correction
@@ -145,3 +146,19 @@ def test_expected_elements_are_those_that_are_sent():
     assert mpicomp.QSGD().expected(1000) == 1000
     placed = mpicomp.LGC(ratio=0.01).bind(["out", "mid", "in"], [100, 19_850, 50])
     assert placed.expected(20_000) == 1 + 199 + 50  # the last layer's, those that are coded, the first layer
+
+
+@pytest.mark.parametrize("layout", [[0], [0, 0], [0, 0, 0], [0, 1, 0, 1], [0] * 4 + [1] * 4, [0] * 7])
+@pytest.mark.parametrize("number", [1, 2, 5, 24])
+def test_compilation_order_shares_kernels_among_a_hosts_ranks(layout, number):
+    """Ranks that take the next kernel that none has compiled are done as soon as so many ranks can be."""
+    orders = [compilation_order(range(number), layout_groups(layout, rank)[0]) for rank in range(len(layout))]
+    assert all(sorted(order) == list(range(number)) for order in orders)
+    for host in set(layout):
+        ranks = [rank for rank, other in enumerate(layout) if other == host]
+        compiled, rounds = set(), 0
+        while len(compiled) < number:
+            taken = {next((item for item in orders[rank] if item not in compiled), None) for rank in ranks}
+            compiled |= taken - {None}
+            rounds += 1
+        assert rounds <= -(-number // len(ranks)) + 1
