@@ -25,7 +25,7 @@ def _select_in_chunks(array, bits, mask, chunk, k, rest, listed, indices, values
     while most < _DIGIT and 1 << most < chunk:
         most += 1
     counts = np.empty(1 << most, np.int32)
-    count = np.int64(0)
+    count = 0
     for start in range(0, bits.size, chunk):
         stop = min(start + chunk, bits.size)
         remaining = k if stop - start == chunk else rest

@@ -87,7 +87,7 @@ def _select_largest(array, index, bits, mask, threshold, indices, values):  # ty
     for i in range(bits.size):
         if (bits[i] & mask) > threshold:
             ties -= 1
-    write_reaching(array, index, bits, mask, threshold, ties, np.int64(0), bits.size, np.int64(0), indices, values)
+    write_reaching(array, index, bits, mask, threshold, ties, 0, bits.size, 0, indices, values)
 
 
 @kernel
