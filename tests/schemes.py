@@ -63,6 +63,7 @@ OTHERS = [
     mpicomp.Threshold(limit=1.5),
     mpicomp.OneBit(),
     mpicomp.OneBit(block=None),
+    mpicomp.OneBit(block=64, bits=2),
     mpicomp.QSGD(),
     mpicomp.QSGD(bits=3, bucket=1024, rounding="nearest"),
     mpicomp.Uniform(),

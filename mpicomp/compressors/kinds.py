@@ -162,15 +162,17 @@ class Quantiser(Compressor):
 
     family: ClassVar[str] = "quantiser"
     message: ClassVar[str] = "packed"
-    packs_in_place: ClassVar[bool] = False
-    """Whether `pack_in_place` is implemented, which saves sweeps."""
-
     parts: tuple[tuple[int, "Quantiser"], ...] = bound(())
     """Elements and quantiser of each part of a bucket, if its parts are packed separately; see `packers`."""
 
     @property
     def feedback(self) -> bool:
         return True
+
+    @property
+    def packs_in_place(self) -> bool:
+        """Whether it has a `pack_in_place`, which saves sweeps."""
+        return False
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
         return self.packed_bytes(1 << 20) / (1 << 20)

@@ -96,6 +96,7 @@ REFUSED = [
     ("maxnorm", "norm", ["l1"], "norm must be 'max' or 'l2', got 'l1'"),
     ("maxnorm", "rounding", ["up"], "rounding must be 'stochastic' or 'nearest', got 'up'"),
     ("mstopk", "samplings", [0, -1, 2.5, True, None], "samplings must be an integer of at least 1, got "),
+    ("onebit", "bits", [0, 5, 1.0, "1", None, True], "bits must be a whole number from 1 to 4, got "),
     ("onebit", "block", [0, -64, 1, 100, 64.0, True, "64"], "block must be a multiple of 64, got "),
     ("powersgd", "iterations", [0], "iterations must be an integer of at least 1, got 0"),
     ("powersgd", "layers", [["a"]], r"layers must map names to ranks, got \['a'\]"),
@@ -192,6 +193,7 @@ def test_momentum_without_feedback_is_refused(name):
         # words of 64 signs, then magnitudes of 4 bytes in pairs
         (mpicomp.OneBit(block=64), {0: 0, 1: 16, 64: 16, 65: 24, 128: 24}),
         (mpicomp.OneBit(block=1024), {1024: 136, 2049: 280}),
+        (mpicomp.OneBit(block=64, bits=3), {0: 0, 1: 48, 65: 72, 128: 72}),
         # as many words for 64 elements as an element has bits, then steps of 4 bytes in pairs
         (mpicomp.QSGD(bits=4, bucket=128), {0: 0, 1: 40, 128: 72, 129: 104}),
         (mpicomp.QSGD(bits=2, bucket=64), {256: 80}),
@@ -207,6 +209,7 @@ def test_quantiser_packs_into_the_bytes_of_its_format(compressor, sizes):
     ("compressor", "bits"),
     [
         (mpicomp.OneBit(block=None), 1),
+        *((mpicomp.OneBit(bits=bits), bits * (1 + 32 / 1024)) for bits in (2, 4)),
         (mpicomp.Natural(), 9),
         *((mpicomp.QSGD(bits=b, bucket=n), b + 32 / n) for b in range(2, 9) for n in (64, 128, 1024)),
         *((mpicomp.Uniform(bits=b, bucket=n), b + 64 / n) for b in range(1, 9) for n in (64, 256, 1024)),

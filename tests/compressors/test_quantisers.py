@@ -38,6 +38,20 @@ def test_signs_are_sent_with_the_mean_of_a_block(compressor, block, numel):
     np.testing.assert_allclose(lost, expected, rtol=1e-5, atol=1e-9 * np.square(array).sum())
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("block", [64, None])
+@pytest.mark.parametrize("numel", [1, 100, 1000])
+def test_onebit_further_bits_are_those_of_the_rest(bits, block, numel):
+    array = np.random.default_rng(numel).standard_t(3, numel)
+    sent, lost = packed(OneBit(block=block, bits=bits), array)
+    left = array.copy()
+    for _ in range(bits):
+        left -= oracle.scaled_signs(left, block or numel)
+    np.testing.assert_allclose(array - sent, left, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lost, np.square(left).sum(), rtol=1e-5, atol=1e-9)
+    assert packed(OneBit(block=block, bits=bits - 1), array)[1] >= lost
+
+
 def test_onebit_blocks_follow_the_size_of_layers():
     array = np.concatenate([np.full(1024, 1e-6), np.full(1024, -5.0), np.full(10, 3.0)])
     sent, lost = packed(OneBit(), array)
