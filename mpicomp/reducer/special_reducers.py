@@ -1,14 +1,23 @@
-"""A reducer that knows its optimizer, and the mean of a single array without state."""
+"""A reducer that knows its optimizer, and the mean or sum of a single array without state."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import ArraySpec
 from mpicomp.collectives import fitting
+from mpicomp.collectives.bounded_sum import bounded_sum, grid_of
 from mpicomp.compressors import Compressor, get_compressor
+from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
+from mpicomp.reducer.agreement import Signature, agree, no_memory
 from mpicomp.reducer.reducer import Reducer
+from mpicomp.rounds import Group, Rounds
+from mpicomp.setting_checks import check_choice, check_range
 from mpicomp.transport import Transport
-from mpicomp.transport.connect import connect
+from mpicomp.transport.connect import connect, run_over
 
 
 class TrainingReducer(Reducer):
@@ -31,25 +40,51 @@ class TrainingReducer(Reducer):
         super().__init__(*args, **settings)
 
 
-def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | None = None, comm: Any = None) -> Any:
-    """Average one array over the ranks, compressed and without state: elements that are not sent are lost.
+def allreduce(
+    array: Any,
+    compressor: Compressor | str | Mapping[str, Any] | None = None,
+    comm: Any = None,
+    *,
+    error: float | None = None,
+    op: str = "mean",
+    out: NDArray[Any] | None = None,
+) -> Any:
+    """Average or add one array over the ranks without state, compressed or within an error bound.
 
-    Collective over ``comm``. To average arrays in every step use a `Reducer`, which keeps unsent elements, its buffers
-    and its communicator.
+    Collective over ``comm``. With a compressor elements that are not sent are lost. To average arrays in every step use
+    a `Reducer`, which keeps unsent elements, its buffers and its communicator.
+
+    With ``error`` every element of the result differs from the exact one by at most so much: ranks add integers on a
+    shared grid, in packed blocks (see docs/collectives.md). Blocks of much larger numbers are sent as they are. For
+    results above about 8 million times ``error`` in float32, 1e15 times in float64, the dtype has no closer numbers:
+    there one spacing of its numbers is added. NaN and infinity come out as in any sum.
 
     Parameters
     ----------
     array : array
-        NumPy, CuPy or torch; float16, bfloat16, float32 or float64; not modified.
+        NumPy, CuPy or torch; float16, bfloat16, float32 or float64; not modified. With ``error`` a NumPy array of
+        float32, float64 or complex numbers, of any shape and strides.
     compressor : Compressor, str, mapping or None
-        None is dense.
+        None is dense. Not together with ``error``.
     comm : mpi4py.MPI.Comm, Transport or None
         None stands for MPI.COMM_WORLD.
+    error : float, optional
+        Absolute bound, the same on all ranks; for complex numbers that of each part. At least 1e-37 for float32 and
+        1e-280 for float64.
+    op : {"mean", "sum"}
+        ``"sum"`` needs ``error``.
+    out : numpy.ndarray, optional
+        With ``error``, where the result is written: of the same shape and dtype, possibly ``array`` itself.
 
     Returns
     -------
     array
-        The mean: of the same kind, dtype and shape, read-only, the same bits on every rank.
+        Of the same kind, dtype and shape, the same bits on every rank. Without ``error`` it is read-only.
+
+    Raises
+    ------
+    ConfigurationError, ArrayTypeError, DisagreementError
+        On all ranks, before any data moves.
 
     Examples
     --------
@@ -57,7 +92,22 @@ def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | Non
     >>> from mpicomp.transport import LocalWorld
     >>> allreduce(np.array([3, -5, 1], np.float32), "dense", LocalWorld(1).transports[0]).tolist()
     [3.0, -5.0, 1.0]
+    >>> world = LocalWorld(2)
+    >>> arrays = np.array([[3.0, 4.0], [4.0, 4.5]])
+    >>> ends = zip(arrays, world.transports, strict=True)
+    >>> means = world.run([bounded_rounds(array, None, 0.1, "mean", None, end.group) for array, end in ends])
+    >>> bool(abs(means[0] - [3.5, 4.25]).max() <= 0.1), means[0].tolist() == means[1].tolist()
+    (True, True)
     """
+    if error is None and op == "mean" and out is None:
+        return _compressed_mean(array, compressor, comm)
+    return run_over(
+        _world() if comm is None else comm,
+        lambda group: bounded_rounds(array, compressor, error, op, out, group),
+    )
+
+
+def _compressed_mean(array: Any, compressor: Compressor | str | Mapping[str, Any] | None, comm: Any) -> Any:
     chosen = get_compressor("dense" if compressor is None else compressor)
     # A single call has nothing to learn from: the collective is the first that fits.
     reducer = Reducer(chosen, fitting(chosen)[0], feedback=False, comm=_world() if comm is None else comm)
@@ -67,4 +117,58 @@ def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | Non
         reducer.close()
 
 
+def bounded_rounds(
+    array: Any, compressor: Any, error: float | None, op: str, out: NDArray[Any] | None, group: Group
+) -> Rounds[NDArray[Any]]:
+    """Do what `allreduce` with a bound does as a generator of rounds."""
+    signature: Signature | None = None
+    problem: MpicompError | None = None
+    try:
+        bound = _check_bound(array, compressor, error, op)
+        dtype = array.dtype.newbyteorder("=")
+        result = np.empty(array.shape, dtype) if out is None else _check_out(out, array.shape, dtype)
+        signature = Signature({"error": bound, "op": op}, [ArraySpec("array", dtype.name, array.shape)])
+        flat = np.ascontiguousarray(array, dtype).reshape(-1)
+        direct = result.reshape(-1) if result.flags.c_contiguous else np.empty(flat.size, dtype)
+    except MpicompError as found:
+        problem = found
+    except MemoryError as found:
+        problem = no_memory(found, "allreduce")
+    yield from agree(signature, problem, group, "allreduce")
+    real = _REALS[dtype.name]
+    flat, numbers = flat.view(real), direct.view(real)
+    yield from bounded_sum(flat, numbers, grid_of(bound, op, flat.dtype, group.size), group)
+    if not result.flags.c_contiguous:
+        result[...] = direct.reshape(result.shape)
+    return result
+
+
+def _check_bound(array: Any, compressor: Any, error: Any, op: str) -> float:
+    """Return the bound, or raise for any wrong argument but ``out``."""
+    check_choice("allreduce", "op", op, ("mean", "sum"))
+    if error is None:
+        raise ConfigurationError("allreduce: op='sum' and out need error=, the bound of the result, got None")
+    if compressor is not None:
+        raise ConfigurationError(
+            f"allreduce: error= chooses its own code, got compressor {compressor!r}; pass one only"
+        )
+    if not isinstance(array, np.ndarray | np.generic):
+        raise ArrayTypeError(f"allreduce: error= needs a NumPy array, got {type(array).__name__}; use numpy.asarray")
+    if array.dtype.name not in _REALS:
+        raise ArrayTypeError(f"allreduce: error= needs one of {', '.join(_REALS)}, got {array.dtype}; cast it first")
+    return check_range("allreduce", "error", error, _LEAST[_REALS[array.dtype.name]], _MOST)
+
+
+def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    if isinstance(out, np.ndarray) and out.flags.writeable and (out.dtype, out.shape) == (dtype, shape):
+        return out
+    got = type(out).__name__
+    if isinstance(out, np.ndarray):
+        got = f"{'one' if out.flags.writeable else 'a read-only one'} of {out.dtype} and shape {out.shape}"
+    raise ArrayTypeError(f"allreduce: out must be a writable NumPy array of {dtype} and shape {shape}, got {got}")
+
+
+_REALS = {"float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}
+_LEAST = {"float32": 1e-37, "float64": 1e-280}  # below, roundings of subnormal numbers would count
+_MOST = 1e290  # so that steps and their multiples are finite
 _world: Callable[[], Transport] = functools.cache(connect)  # which duplicates MPI.COMM_WORLD once, not at every call

@@ -1,0 +1,265 @@
+"""Arrays as integers on a grid that ranks share, in blocks of 64 elements that are each packed by their own width.
+
+A message has a byte for each block, filled up to a whole word, and then the words of the blocks. The lower six bits of
+the byte are the width w, and the block has w words: the bit planes of its integers, see
+`mpicomp.kernels.cpu.bit_planes`, or where `DELTA` is set those of the differences of neighbors, beginning with the last
+integer before the block. Signs are folded in: 0, -1, 1, -2 become 0, 1, 2, 3. A block whose byte is `RAW` has its
+elements as they are: where one is beyond the limit of the grid or no number, and where integers would be no shorter.
+"""
+
+from typing import Any
+
+import numpy as np
+from mpicomp.kernels.cpu.bit_planes import read_planes, write_planes
+from mpicomp.kernels.cpu.compile import Floats, Words, exact, kernel
+from numpy.typing import NDArray
+
+BLOCK = 64
+"""Elements of a block: one word has a bit of each."""
+
+DELTA, RAW = 64, 128
+_WIDTH = DELTA - 1  # the bits of a block's byte that are its width
+_WIDEST = {4: 31, 8: 62}  # bits of an integer by the bytes of an element
+_SCALE = 2.0**-32  # with it the sums of up to 2**32 numbers stay finite, and what it takes away is below 1e-300
+
+
+def bounded_words(count: int, itemsize: int) -> int:
+    """Return the most words that a message of ``count`` elements has.
+
+    Examples
+    --------
+    >>> bounded_words(0, 4), bounded_words(1, 4), bounded_words(640, 8)
+    (0, 33, 642)
+    """
+    blocks = -(-count // BLOCK)
+    return -(-blocks // 8) + blocks * BLOCK * itemsize // 8
+
+
+def check_bounded(message: Words, count: int, itemsize: int) -> bool:
+    """Return whether a message has the length that the bytes of its blocks announce, and no unknown byte.
+
+    The other kernels check nothing: they read and write within the length of a message for which this is true.
+    """
+    blocks = -(-count // BLOCK)
+    first = -(-blocks // 8)
+    if message.size < first:
+        return False
+    lengths = np.full(256, -1)
+    widths = np.arange(_WIDEST[itemsize] + 1)
+    lengths[widths] = lengths[widths + DELTA] = widths
+    lengths[RAW] = BLOCK * itemsize // 8
+    announced = lengths[message.view(np.uint8)[:blocks]]
+    return bool((announced >= 0).all() and announced.sum() == message.size - first)
+
+
+def pack_bounded(array: Floats, step: float, limit: float, words: Words) -> int:
+    """Round an array to multiples of ``step`` and write its message; return the length in words.
+
+    A block with an element beyond ``-limit`` to ``limit`` goes as it is. ``limit / step`` has to leave four bits of the
+    integers of an element's width free.
+    """
+    return int(_pack(array, 1 / step, limit, words, *_views(words, array.dtype), *_scratch(array.dtype)))
+
+
+def add_bounded(messages: Words, starts: NDArray[np.int64], count: int, step: float, divisor: int, out: Floats) -> int:
+    """Add the ranks' messages of ``count`` elements, write the message of the result, and return its length in words.
+
+    Rank r's message is ``messages[starts[r] : starts[r + 1]]``; ``out`` is a view as floats of the words to write.
+    Integers are added as integers. A block that some rank has sent as it is becomes the exact sum over ranks, divided
+    by ``divisor``, and goes as it is.
+    """
+    words, scratch = out.view(np.uint64), _scratch(out.dtype)
+    sums = np.zeros_like(scratch[0])
+    sent = messages, *_views(messages, out.dtype), starts, count, step, divisor
+    return int(_add(*sent, words, *_views(words, out.dtype), *scratch, sums))
+
+
+def unpack_bounded(message: Words, factor: float, out: Floats) -> None:
+    """Write a message's integers times ``factor``, and its other elements as they are."""
+    _unpack(message, *_views(message, out.dtype), factor, *_scratch(out.dtype), out)
+
+
+def _views(words: Words, dtype: np.dtype[Any]) -> tuple[NDArray[np.uint8], Floats]:
+    return words.view(np.uint8), words.view(dtype)
+
+
+def _scratch(dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return room for a block's integers after the one before them, and for both ways to fold their signs in."""
+    width = 8 * dtype.itemsize
+    return np.zeros(BLOCK + 1, f"i{width // 8}"), np.empty(BLOCK, f"u{width // 8}"), np.empty(BLOCK, f"u{width // 8}")
+
+
+@kernel
+def _encode(ints, plain, delta, planes, words, place):  # type: ignore[no-untyped-def]
+    """Write a block's integers from word ``place`` on and return its byte: `RAW`, and nothing, if they are too wide."""
+    signed, unsigned = ints.dtype.type, plain.dtype.type
+    one, sign = signed(1), signed(8 * ints.itemsize - 1)
+    any_plain, any_delta = unsigned(0), unsigned(0)
+    for i in range(BLOCK):
+        number = ints[i + 1]
+        change = signed(number - ints[i])
+        plain[i] = unsigned(signed(number << one) ^ signed(number >> sign))
+        delta[i] = unsigned(signed(change << one) ^ signed(change >> sign))
+        any_plain = unsigned(any_plain | plain[i])
+        any_delta = unsigned(any_delta | delta[i])
+    bits, folded, byte = np.uint64(min(any_plain, any_delta)), plain, 0
+    if any_delta < any_plain:
+        folded, byte = delta, DELTA
+    width = 0
+    while width < 64 and bits >> np.uint64(width):
+        width += 1
+    if width >= min(8 * ints.itemsize, 63):
+        return RAW
+    for layer in range(0, width, 8):
+        shift = unsigned(layer)
+        for i in range(BLOCK):
+            planes[i] = np.uint8(unsigned(folded[i] >> shift) & unsigned(255))
+        write_planes(planes, 1, min(8, width - layer), words, place + layer)
+    return byte + width
+
+
+@kernel
+def _decode(byte, words, place, folded, planes, ints):  # type: ignore[no-untyped-def]
+    """Read a block's integers behind the one before them, which is ``ints[0]``."""
+    signed, unsigned = ints.dtype.type, folded.dtype.type
+    width = byte & _WIDTH
+    if width == 0:
+        number = ints[0] if byte & DELTA else signed(0)
+        for i in range(BLOCK):
+            ints[i + 1] = number
+        return
+    for layer in range(0, width, 8):
+        read_planes(words, place + layer, 1, min(8, width - layer), planes)
+        shift = unsigned(layer)
+        if layer == 0:
+            for i in range(BLOCK):
+                folded[i] = unsigned(planes[i])
+        else:
+            for i in range(BLOCK):
+                folded[i] = unsigned(folded[i] | unsigned(unsigned(planes[i]) << shift))
+    one = unsigned(1)
+    for i in range(BLOCK):
+        ints[i + 1] = signed(signed(folded[i] >> one) ^ signed(-signed(folded[i] & one)))
+    if byte & DELTA:
+        for i in range(BLOCK):
+            ints[i + 1] = signed(ints[i + 1] + ints[i])
+
+
+@kernel
+def _pack(array, inverse, limit, words, heads, values, ints, plain, delta):  # type: ignore[no-untyped-def]
+    signed = ints.dtype.type
+    blocks = (array.size + BLOCK - 1) // BLOCK
+    place, wide = (blocks + 7) // 8, BLOCK * array.itemsize // 8
+    planes = np.empty(BLOCK, np.uint8)
+    for i in range(blocks, 8 * place):
+        heads[i] = 0
+    for block in range(blocks):
+        part = array[block * BLOCK : (block + 1) * BLOCK]
+        beyond = np.uint32(0)
+        for i in range(part.size):
+            ints[i + 1] = signed(np.rint(np.float64(part[i]) * inverse))
+            beyond = np.uint32(beyond | np.uint32(not abs(np.float64(part[i])) <= limit))
+        for i in range(part.size, BLOCK):
+            ints[i + 1] = ints[part.size]
+        byte = RAW if beyond else _encode(ints, plain, delta, planes, words, place)
+        heads[block] = byte
+        if byte == RAW:
+            first = place * 8 // array.itemsize
+            for i in range(BLOCK):
+                values[first + i] = part[i] if i < part.size else 0
+            place += wide
+        else:
+            ints[0] = ints[BLOCK]
+            place += byte & _WIDTH
+    return place
+
+
+@exact
+def _add(  # type: ignore[no-untyped-def]
+    words, heads, values, starts, count, step, divisor, out_words, out_heads, out_values, ints, plain, delta, total
+):
+    ranks, blocks, itemsize = starts.size - 1, (count + BLOCK - 1) // BLOCK, out_values.itemsize
+    place, wide, factor = (blocks + 7) // 8, BLOCK * itemsize // 8, step / divisor
+    planes = np.empty(BLOCK, np.uint8)
+    places, last = starts[:ranks] + place, np.zeros(ranks, ints.dtype)
+    rows, parts = np.empty((BLOCK, ranks)), np.empty(ranks)
+    for i in range(blocks, 8 * place):
+        out_heads[i] = 0
+    for block in range(blocks):
+        exactly = False
+        for rank in range(ranks):
+            exactly |= heads[8 * starts[rank] + block] == RAW
+        for i in range(BLOCK):
+            total[i + 1] = 0
+        for rank in range(ranks):
+            byte = heads[8 * starts[rank] + block]
+            if byte == RAW:
+                first = places[rank] * 8 // itemsize
+                for i in range(BLOCK):
+                    rows[i, rank] = values[first + i]
+                places[rank] += wide
+                continue
+            ints[0] = last[rank]
+            _decode(byte, words, places[rank], plain, planes, ints)
+            last[rank] = ints[BLOCK]
+            places[rank] += byte & _WIDTH
+            if exactly:
+                for i in range(BLOCK):
+                    rows[i, rank] = ints[i + 1] * step
+            else:
+                for i in range(BLOCK):
+                    total[i + 1] += ints[i + 1]
+        byte = RAW if exactly else _encode(total, plain, delta, planes, out_words, place)
+        out_heads[block] = byte
+        if byte == RAW:
+            first = place * 8 // itemsize
+            for i in range(BLOCK):
+                out_values[first + i] = _exact_sum(rows[i], divisor, parts) if exactly else total[i + 1] * factor
+            place += wide
+        else:
+            total[0] = total[BLOCK]
+            place += byte & _WIDTH
+    return place
+
+
+@exact
+def _exact_sum(numbers, divisor, parts):  # type: ignore[no-untyped-def]
+    """Return the sum divided by ``divisor``; before that it is exact, in parts that do not overlap (Shewchuk 1997)."""
+    count, plain = 0, 0.0
+    for number in numbers:
+        plain += number
+        more, kept = number * _SCALE, 0
+        for j in range(count):
+            larger, smaller = (more, parts[j]) if abs(more) >= abs(parts[j]) else (parts[j], more)
+            more = larger + smaller
+            rest = smaller - (more - larger)
+            if rest != 0:
+                parts[kept] = rest
+                kept += 1
+        parts[kept] = more
+        count = kept + 1
+    result = 0.0
+    for j in range(count):
+        result += parts[j]
+    # NaN where a number was not finite; the plain sum then says which of NaN and the infinities it is.
+    return result / divisor / _SCALE if np.isfinite(result) else plain
+
+
+@exact
+def _unpack(words, heads, values, factor, ints, folded, _, out):  # type: ignore[no-untyped-def]
+    blocks = (out.size + BLOCK - 1) // BLOCK
+    place, wide = (blocks + 7) // 8, BLOCK * out.itemsize // 8
+    planes = np.empty(BLOCK, np.uint8)
+    for block in range(blocks):
+        part, byte = out[block * BLOCK : (block + 1) * BLOCK], heads[block]
+        if byte == RAW:
+            first = place * 8 // out.itemsize
+            for i in range(part.size):
+                part[i] = values[first + i]
+            place += wide
+            continue
+        _decode(byte, words, place, folded, planes, ints)
+        place += byte & _WIDTH
+        ints[0] = ints[BLOCK]
+        for i in range(part.size):
+            part[i] = ints[i + 1] * factor

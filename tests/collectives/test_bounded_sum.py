@@ -1,0 +1,403 @@
+"""Sums within a bound: their error by exact fractions, their messages by a slow reader, and wrong arguments."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from marks import slow
+from mpicomp.kernels.cpu import bounded_blocks as blocks
+
+import mpicomp
+from mpicomp.collectives.bounded_sum import grid_of
+from mpicomp.errors import ArrayTypeError, ConfigurationError, DisagreementError, MessageError
+from mpicomp.reducer.special_reducers import bounded_rounds
+from mpicomp.rounds import observe
+from mpicomp.transport import LocalWorld
+
+SURE = {4: 2**23, 8: 2**50}
+"""Numbers up to so many times the bound have numbers of their dtype close enough."""
+
+
+def reduce(arrays, error, op="mean", outs=None):
+    """Return the result, which has the same bits on all ranks."""
+    world = LocalWorld(len(arrays))
+    outs = outs or [None] * len(arrays)
+    ends = zip(arrays, outs, world.transports, strict=True)
+    results = world.run([bounded_rounds(array, None, error, op, out, end.group) for array, out, end in ends])
+    assert {(result.tobytes(), result.dtype, result.shape) for result in results} == {
+        (results[0].tobytes(), arrays[0].dtype, np.shape(arrays[0]))
+    }
+    return results[0]
+
+
+def check(arrays, error, op="mean"):
+    """Compare each element with the exact one: see `mpicomp.allreduce`."""
+    with np.errstate(all="ignore"):
+        result = reduce(arrays, error, op)
+        ieee = np.sum(np.array(arrays, np.float64), axis=0)
+    largest = Fraction(float(np.finfo(result.dtype).max))
+    sure = SURE[result.itemsize] * Fraction(error) / (len(arrays) if op == "sum" else 1)
+    for place in np.ndindex(result.shape):
+        values, found = [float(array[place]) for array in arrays], float(result[place])
+        if not np.isfinite(values).all():
+            assert found == ieee[place] or (np.isnan(found) and np.isnan(ieee[place]))
+            continue
+        exact = sum(map(Fraction, values)) / (len(arrays) if op == "mean" else 1)
+        if abs(exact) > largest:
+            assert abs(found) == np.inf
+            continue
+        allowed = Fraction(error)
+        if max(map(abs, values)) > sure:
+            allowed += abs(Fraction(found) - Fraction(float(np.nextafter(result[place], result.dtype.type(0)))))
+        assert abs(Fraction(found) - exact) <= allowed, (values, found, float(exact))
+
+
+def hostile(name, dtype, rank):
+    rng = np.random.default_rng([rank, len(name)])
+    limits = np.finfo(dtype)
+    match name:
+        case "constant":
+            return np.full(130, 0.7, dtype)
+        case "zeros":
+            return np.zeros(130, dtype)
+        case "negative zeros":
+            return np.full(70, -0.0, dtype)
+        case "subnormal":
+            return (limits.smallest_subnormal * rng.integers(-9, 9, 100)).astype(dtype)
+        case "huge and tiny":
+            array = np.full(150, limits.max / 3, dtype)
+            array[::2] = limits.tiny
+            array[1::4] *= -1
+            return array
+        case "largest":
+            return np.full(65, limits.max, dtype) * (1 if rank % 3 else -1)
+        case "nan":
+            return np.where(rng.random(150) < 0.01, np.nan, rng.normal(size=150)).astype(dtype)
+        case "infinite":
+            array = rng.normal(size=150).astype(dtype)
+            array[rng.integers(0, 150, 4)] = [np.inf, -np.inf, np.inf, -np.inf]
+            array[7] = np.inf if rank == 1 else -np.inf if rank == 2 else 1
+            return array
+        case "walk":
+            return np.cumsum(rng.normal(size=150)).astype(dtype)
+        case "outliers":
+            return (rng.normal(size=150) * 10.0 ** (12 * (rng.random(150) < 0.02))).astype(dtype)
+        case "rank of large":
+            return (rng.normal(size=100) * (1e7 if rank == 1 else 1)).astype(dtype)
+        case "one":
+            return np.array([rank - 0.3], dtype)
+        case "empty":
+            return np.empty(0, dtype)
+    return np.array(rank + 0.1, dtype)
+
+
+HOSTILE = [
+    *("constant", "zeros", "negative zeros", "subnormal", "huge and tiny", "largest", "nan", "infinite", "walk"),
+    *("outliers", "rank of large", "one", "empty", "scalar"),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_sum_of_hostile_arrays_is_within_its_bound(name, dtype):
+    for ranks in (1, 2, 3, 4):
+        arrays = [hostile(name, dtype, rank) for rank in range(ranks)]
+        for error in (0.01, 1e-6, 1e-12, 1e-37, 1e37):
+            for op in ("mean", "sum"):
+                check(arrays, error, op)
+
+
+@given(st.data())
+def test_sum_of_drawn_arrays_is_within_its_bound(data):
+    dtype = data.draw(st.sampled_from([np.float32, np.float64]))
+    error = data.draw(st.floats(1e-37, 1e30))
+    numbers = st.floats(width=8 * np.dtype(dtype).itemsize)
+    few = data.draw(hnp.arrays(dtype, st.tuples(st.integers(2, 4), st.just(5)), elements=numbers))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    with np.errstate(all="ignore"):
+        near = rng.uniform(-100, 100, few.shape) * error
+    places = rng.integers(0, 10, data.draw(st.integers(1, 150)))
+    check(np.hstack([few, near.astype(dtype)])[:, places], error, data.draw(st.sampled_from(["mean", "sum"])))
+
+
+def drawn_fields(rng, dtype, error):
+    """Return noise and walks whose blocks have scales from a thousandth of the bound to a million times it."""
+    shape = 4, 1 << 11, 32
+    scales = error * 2.0 ** rng.uniform(-10, 20, (4 if rng.random() < 0.5 else 1, shape[1], 1))
+    noise = rng.uniform(-1, 1, shape) * scales
+    walks = np.cumsum(noise, axis=2) / 8
+    return np.where(rng.random((1, shape[1], 1)) < 0.5, noise, walks).reshape(4, -1).astype(dtype)
+
+
+@pytest.mark.parametrize("rounds", [1, slow(20)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bound_holds_for_each_of_many_elements(dtype, rounds):
+    """A run of 20 rounds has 1,310,720 elements of each dtype; the sums of reference have 64 bits."""
+    for seed in range(rounds):
+        rng = np.random.default_rng(seed)
+        error = float(10.0 ** rng.uniform(-30, 10))
+        arrays = drawn_fields(rng, dtype, error)
+        total = arrays.astype(np.longdouble).sum(axis=0)
+        assert np.abs(reduce(list(arrays), error) - total / 4).max() <= error
+        assert np.abs(reduce(list(arrays), 4 * error, "sum") - total).max() <= 4 * error
+
+
+def slow_reader(message, count, factor, dtype):
+    """Return the elements of a message, read bit by bit."""
+    size = -(-count // 64)
+    heads = message.view(np.uint8)[:size].tolist()
+    place, last, found = -(-size // 8), 0, []
+    for head in heads:
+        if head == 128:
+            length = np.dtype(dtype).itemsize * 8
+            found += message[place : place + length].view(dtype).tolist()
+            place += length
+            continue
+        width = head % 64
+        planes = [int(word) for word in message[place : place + width]]
+        place += width
+        for bit in range(64):
+            folded = sum((plane >> bit & 1) << level for level, plane in enumerate(planes))
+            number = -(folded + 1) // 2 if folded % 2 else folded // 2
+            last = number + (last if head & 64 else 0)
+            found.append(dtype(last * factor))
+    assert place == message.size
+    return np.array(found[:count], dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", [*HOSTILE[:-1], "wide"])
+def test_message_is_the_nearest_points_of_the_grid(name, dtype):
+    array = hostile(name, dtype, 1) if name != "wide" else np.float64(2.0 ** np.arange(-90, 60) / 3).astype(dtype)
+    for error in (0.01, 1e-5):
+        grid = grid_of(error, "mean", np.dtype(dtype), 4)
+        words = np.zeros(blocks.bounded_words(array.size, array.itemsize), np.uint64)
+        message = words[: blocks.pack_bounded(array, grid.step, grid.limit, words)]
+        assert blocks.check_bounded(message, array.size, array.itemsize)
+        with np.errstate(all="ignore"):
+            points = (np.rint(array.astype(np.float64) * (1 / grid.step)) * grid.step).astype(dtype)
+        beyond = np.zeros(-(-array.size // 64) * 64, bool)
+        beyond[: array.size] = ~(np.abs(array) <= grid.limit)
+        beyond = np.repeat(beyond.reshape(-1, 64).any(axis=1), 64)[: array.size]
+        expected = np.where(beyond, array, points)
+        read = slow_reader(message, array.size, grid.step, dtype)
+        np.testing.assert_array_equal(read, expected)
+        out = np.full(array.size, 7, dtype)
+        blocks.unpack_bounded(message, grid.step, out)
+        assert out.tobytes() == read.tobytes()
+
+
+def packed_words(array, error):
+    words = np.zeros(blocks.bounded_words(array.size, array.itemsize), np.uint64)
+    grid = grid_of(error, "mean", array.dtype, 4)
+    return blocks.pack_bounded(array, grid.step, grid.limit, words)
+
+
+def test_constant_blocks_take_a_byte_each():
+    assert packed_words(np.full(6400, 3.0), 10.0) == 13  # zeros
+    assert packed_words(np.full(6400, 3.0), 0.4) == 13 + 4  # 4 in the first block
+
+
+def test_smooth_fields_take_few_bits_and_noise_no_more_than_its_own():
+    rng = np.random.default_rng(0)
+    smooth = np.sin(np.linspace(0, 100, 64_000)).astype(np.float32)
+    assert packed_words(smooth, 1e-3) * 64 / smooth.size < 3
+    noise = rng.uniform(-1, 1, 64_000).astype(np.float32)
+    assert packed_words(noise, 5.2e-4) * 64 / noise.size < 11.2  # 11 bits, and a byte for each 64
+    for array in (noise, smooth.astype(np.float64)):
+        assert packed_words(array, 1e-37) * 8 < 1.005 * array.nbytes + 8
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.arange(24, dtype=np.float32).reshape(4, 6)[::-1, ::2],
+        lambda: np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)),
+        lambda: np.arange(200, dtype=">f4"),
+        lambda: np.arange(10, dtype=np.complex64) * (1 + 2j),
+        lambda: (np.arange(12) * (1 - 3j)).reshape(3, 4).T,
+        lambda: np.float32(3.3),
+        lambda: np.empty((0, 3)),
+    ],
+)
+def test_shapes_and_kinds_come_out_as_they_went_in(make):
+    arrays = [make() * (rank + 1) for rank in range(3)]
+    arrays = [array.astype(make().dtype) for array in arrays]
+    before = [array.tobytes() for array in arrays]
+    native = arrays[0].dtype.newbyteorder("=")
+    world = LocalWorld(3)
+    ends = list(zip(arrays, world.transports, strict=True))
+    results = world.run([bounded_rounds(array, None, 0.01, "mean", None, end.group) for array, end in ends])
+    for result in results:
+        assert (result.dtype, result.shape) == (native, arrays[0].shape)
+        assert result.tobytes() == results[0].tobytes()
+    difference = results[0] - np.asarray(make()) * 2
+    assert max(np.abs(difference.real).max(initial=0), np.abs(difference.imag).max(initial=0)) <= 0.01
+    assert [array.tobytes() for array in arrays] == before
+
+
+def test_result_is_written_to_out_and_to_the_array_itself():
+    arrays = [np.random.default_rng(rank).normal(size=(20, 30)).astype(np.float32) for rank in range(3)]
+    expected = reduce(arrays, 0.01).tobytes()
+    strided = [np.zeros((30, 40), np.float32).T[::2] for _ in range(3)]
+    assert reduce(arrays, 0.01, outs=strided).tobytes() == expected == strided[2].tobytes()
+    assert reduce(arrays, 0.01, outs=arrays).tobytes() == expected == arrays[1].tobytes()
+
+
+def test_single_rank_returns_its_numbers_exactly():
+    array = np.random.default_rng(0).normal(size=100)
+    mean = mpicomp.allreduce(array, error=0.5, comm=LocalWorld(1).transports[0])
+    assert mean.tobytes() == array.tobytes()
+    assert mean is not array
+
+
+ONES = np.ones(5, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"error": 0}, ConfigurationError, "error must be a number from 1e-37 to 1e\\+290, got 0 "),
+        ({"error": float("nan")}, ConfigurationError, "got nan"),
+        ({"error": float("inf")}, ConfigurationError, "got inf"),
+        ({"error": -1.0}, ConfigurationError, "got -1.0"),
+        ({"error": "1e-3"}, ConfigurationError, "got '1e-3'"),
+        ({"error": 1e-38}, ConfigurationError, "got 1e-38"),
+        ({"error": None, "op": "sum"}, ConfigurationError, "op='sum' and out need error="),
+        ({"op": "max"}, ConfigurationError, "op must be 'mean' or 'sum', got 'max'"),
+        ({"compressor": "topk"}, ConfigurationError, "got compressor 'topk'; pass one"),
+        ({"array": [1.0, 2.0]}, ArrayTypeError, "needs a NumPy array, got list"),
+        ({"array": np.ones(5, np.float16)}, ArrayTypeError, "got float16; cast it first"),
+        ({"array": np.ones(5, int)}, ArrayTypeError, "got int64; cast it first"),
+        ({"out": np.ones(5)}, ArrayTypeError, "float32 and shape \\(5,\\), got one of float64 and shape \\(5,\\)"),
+        ({"out": np.ones(6, np.float32)}, ArrayTypeError, "got one of float32 and shape \\(6,\\)"),
+        ({"out": np.broadcast_to(np.float32(1), 5)}, ArrayTypeError, "got a read-only one of float32"),
+        ({"out": "here"}, ArrayTypeError, "got str"),
+    ],
+)
+def test_wrong_argument_of_one_rank_is_an_error_of_all(settings, error, text):
+    world = LocalWorld(3)
+    given = {"array": ONES, "compressor": None, "error": 0.1, "op": "mean", "out": None}
+    calls = [given | (settings if rank == 1 else {}) for rank in range(3)]
+    rounds = [bounded_rounds(**call, group=end.group) for call, end in zip(calls, world.transports, strict=True)]
+    with pytest.raises(error, match=text) as raised:
+        world.run(rounds)
+    assert "3 of 3 ranks raised" in raised.value.__notes__
+    assert "rank 1" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"error": 0.2}, "error must be the same on all ranks, got 0.1 on rank 0 and 0.2 on rank 2"),
+        ({"op": "sum"}, "op must be the same on all ranks, got mean on rank 0 and sum on rank 2"),
+        ({"array": ONES.astype(float)}, "same dtype on all ranks, got float32 on rank 0 and float64 on rank 2"),
+        ({"array": ONES[:4]}, "same shape on all ranks"),
+    ],
+)
+def test_ranks_that_differ_get_one_error_before_data_moves(other, text):
+    world = LocalWorld(3)
+    given = {"array": ONES, "compressor": None, "error": 0.1, "op": "mean", "out": None}
+    calls = [given | (other if rank == 2 else {}) for rank in range(3)]
+    rounds = [bounded_rounds(**call, group=end.group) for call, end in zip(calls, world.transports, strict=True)]
+    with pytest.raises(DisagreementError, match=f"allreduce: .*{text}"):
+        world.run(rounds)
+    assert {log.operation for log in world.transports[0].log} == {"allgatherv"}
+
+
+def damaged_run(damage, operation):
+    """Return what each rank returns or raises if rank 1 receives a damaged message."""
+
+    def after(task):
+        if task.operation == operation and task.dtype == np.uint64:
+            damage(task.recv)
+
+    def outcome(rounds):
+        try:
+            return (yield from rounds)
+        except MessageError as error:
+            return error
+
+    world = LocalWorld(3)
+    arrays = [np.random.default_rng(rank).normal(size=1000).astype(np.float32) for rank in range(3)]
+    rounds = [
+        bounded_rounds(array, None, 0.01, "mean", None, end.group)
+        for array, end in zip(arrays, world.transports, strict=True)
+    ]
+    rounds[1] = observe(rounds[1], after=after)
+    return world.run([outcome(one) for one in rounds])
+
+
+def set_first_byte(value):
+    def damage(words):
+        words.view(np.uint8)[0] = value
+
+    return damage
+
+
+@pytest.mark.parametrize("value", [0, 31, 32, 63, 64 + 32, 129, 192, 255])
+def test_damaged_message_to_an_owner_is_an_error_of_all(value):
+    outcomes = damaged_run(set_first_byte(value), "alltoallv")
+    assert [str(outcome) for outcome in outcomes] == [
+        "allreduce with a bound: some rank was sent a damaged message"
+    ] * 3
+    assert "from rank 0: the blocks of a message" in str(outcomes[1].__cause__)
+
+
+def test_damaged_sum_is_an_error_of_the_rank_that_got_it():
+    outcomes = damaged_run(set_first_byte(255), "allgatherv")
+    assert isinstance(outcomes[1], MessageError)
+    assert all(isinstance(outcomes[rank], np.ndarray) for rank in (0, 2))
+
+
+@given(st.integers(0, 300), st.sampled_from([4, 8]), st.binary(max_size=600))
+def test_bytes_that_pass_the_check_are_read_within_bounds(count, itemsize, content):
+    """Any bytes are refused, or read and added without touching what is not theirs."""
+    size = -(-count // 64)
+    heads = np.frombuffer(content[:size].ljust(size, b"\0"), np.uint8)
+    lengths = [8 * itemsize if head == 128 else head % 64 for head in heads.tolist()]
+    known = all(head == 128 or (head < 128 and head % 64 <= (31 if itemsize == 4 else 62)) for head in heads.tolist())
+    words = np.zeros(-(-size // 8) + sum(lengths) + 2, np.uint64)
+    words.view(np.uint8)[:size] = heads
+    rest = np.frombuffer(content[size:][: 8 * sum(lengths)], np.uint8)
+    words.view(np.uint8)[-(-size // 8) * 8 :][: rest.size] = rest
+    message = words[:-2]
+    assert blocks.check_bounded(message, count, itemsize) == known
+    assert not blocks.check_bounded(words, count, itemsize)
+    if size:
+        assert not blocks.check_bounded(message[:-1], count, itemsize)
+    if known:
+        dtype = np.dtype(f"f{itemsize}")
+        out = np.full(count + 2, 7, dtype)
+        with np.errstate(all="ignore"):
+            blocks.unpack_bounded(message, 0.5, out[:count])
+        assert (out[count:] == 7).all()
+        most = blocks.bounded_words(count, itemsize)
+        total = np.full(most + 2, 7, np.uint64)
+        starts = np.array([0, message.size, 2 * message.size])
+        length = blocks.add_bounded(np.tile(message, 2), starts, count, 0.5, 2, total[:most].view(dtype))
+        assert blocks.check_bounded(total[:length], count, itemsize)
+        assert (total[most:] == 7).all()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_bounded_sum_over_mpi_has_the_bits_of_one_process(comm, op):
+    rngs = [np.random.default_rng(rank) for rank in range(comm.size)]
+    arrays = [np.cumsum(rng.normal(size=(50, 61)), axis=1).astype(np.float32) for rng in rngs]
+    arrays[0][3, 5] = np.inf
+    result = mpicomp.allreduce(arrays[comm.rank], error=1e-3, op=op, comm=comm)
+    assert result.tobytes() == reduce(arrays, 1e-3, op).tobytes()
+    assert mpicomp.allreduce(arrays[comm.rank], error=1e-3, op=op, out=arrays[comm.rank]) is arrays[comm.rank]
+    assert arrays[comm.rank].tobytes() == result.tobytes()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_and_without_a_bound_get_an_error(comm):
+    with pytest.raises(DisagreementError):
+        mpicomp.allreduce(ONES, error=0.1 if comm.rank else None, comm=comm)
+    with pytest.raises(ArrayTypeError, match="on rank 1"):
+        mpicomp.allreduce(ONES if comm.rank != 1 else ONES.astype(np.float16), error=0.1, comm=comm)
