@@ -45,7 +45,8 @@ for block in json.load(open(f"{folder}/blocks.json")):
     names = {
         "torch": torch, "mpicomp": mpicomp, "np": np, "DataLoader": DataLoader, "data": [1, 2, 3],
         "model": model, "module": model, "loss_of": loss_of, "batches": batches, "window": 2, "optimizer": optimizer,
-        "ones": np.ones(3, np.float32), "field": np.ones(3), "twos": 2 * np.ones(3, np.float32), "gradient": np.ones(3, np.float32),
+        "ones": np.ones(3, np.float32), "twos": 2 * np.ones(3, np.float32), "gradient": np.ones(3, np.float32),
+        "field": np.ones(3),
         "loss": loss_of(model(batches[0][0]), batches[0][1]), "reducer": mpicomp.Reducer("topk", policy={"warmup": 0}),
     }
     exec(block, names)
