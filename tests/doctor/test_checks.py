@@ -34,6 +34,8 @@ def rank(number, leader=0, host="a", cpus=(0, 1), gpu=None, versions=(), **field
 EIGHT = {"threads": 8, "threads_from": "OMP_NUM_THREADS is not set"}
 SIXTEEN = {"threads": 16, "threads_from": "OMP_NUM_THREADS is not set", "cpus_per_task": 4}
 OVERLAP = [rank(0, cpus=[0, 1, 2]), rank(1, cpus=[2, 3])]
+MVAPICH = rank(0, versions={"mpi_version": "MVAPICH-Plus Version: 4.0"})
+COMPRESSING = {"MPIR_CVAR_ENABLE_COMPRESSION": "1"}
 WHOLE = [rank(number, cpus=range(4)) for number in range(2)]
 BOUND = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
 SLOW = Transports("ucx", "shared memory", "tcp", "UCX_TLS=tcp,self")
@@ -67,6 +69,16 @@ FOUND = [
         job(rank(0), rank(1, host="b", versions={"mpi_version": None})),
         "ranks differ in mpi version: 1 on a, None on b",
         "use the same environment on every host",
+    ),
+    *(
+        (
+            checks.compressing_library,
+            job(MVAPICH, environ={name: "1"}),
+            f"{name}=1 has MVAPICH compress messages from GPUs as if they were floats, with losses: indices and codes "
+            "arrive damaged",
+            f"unset {name}",
+        )
+        for name in ("MPIR_CVAR_ENABLE_COMPRESSION", "MVP_ENABLE_COMPRESSION")
     ),
     (
         checks.slurm_cpus,
@@ -131,6 +143,17 @@ FOUND = [
         "OMP_PROC_BIND=true OMP_PLACES=cores has OpenMP bind the main thread of each rank, and 2 ranks on a have the "
         "same cpus 0-3: all of them compute on the first",
         "unset OMP_PROC_BIND OMP_PLACES, or mpiexec -bind-to core:2",
+    ),
+    (
+        checks.openmp_binding,
+        job(
+            *(rank(number, cpus=range(4), torch_masks=((0,), (1,), (2, 3))) for number in range(3)),
+            environ={"OMP_PROC_BIND": "close"},
+            launcher="openmpi",
+        ),
+        "OMP_PROC_BIND=close has OpenMP bind the main thread of each rank, and 3 ranks on a have the same cpus 0-3: "
+        "after `import torch` all main threads are on 0, their other threads on 1-3",
+        "unset OMP_PROC_BIND OMP_PLACES, or mpirun --map-by slot:PE=1 --bind-to core",
     ),
     (
         checks.shared_gpus,
@@ -205,6 +228,11 @@ NOTHING = [
     (checks.shared_cores, job(rank(0, cpus=range(8), **SIXTEEN))),  # reported by slurm_cpus
     (checks.shared_cores, job(rank(0, cpus=[0, 1]), rank(1, cpus=[1, 2], leader=1, host="b"))),
     (checks.shared_cores, job(*WHOLE)),  # ranks that may run anywhere are not bound
+    (checks.compressing_library, job(MVAPICH, environ={"MPIR_CVAR_ENABLE_COMPRESSION": "0"})),
+    (checks.compressing_library, job(MVAPICH, environ=COMPRESSING | {"MPIR_CVAR_COMPRESSION_ALGORITHM": "mpc"})),
+    (checks.compressing_library, job(rank(0), environ=COMPRESSING)),  # MPICH does not know the variable
+    (checks.openmp_binding, job(*(rank(n, cpus=(0, 1), torch_masks=((0, 1),)) for n in (0, 1)), environ=BOUND)),
+    (checks.openmp_binding, job(*(rank(n, cpus=(0, 1), torch_masks=((n,),)) for n in (0, 1)), environ=BOUND)),
     (checks.openmp_binding, job(*WHOLE, environ=BOUND | {"OMP_PROC_BIND": "false"})),
     (checks.openmp_binding, job(rank(0, cpus=[0, 1]), rank(1, cpus=[2, 3]), environ=BOUND)),
     (checks.shared_gpus, job(rank(0, gpu=0), rank(1, gpu=1))),

@@ -1,6 +1,7 @@
 """What this process and its host answer: GPUs, MPI library, threads, names, start method, a measured link."""
 
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -9,7 +10,17 @@ import pytest
 
 from mpicomp import doctor
 from mpicomp.doctor import probes
-from mpicomp.doctor.probes import cpus_per_task, gpus, measure, packages, resolves, thread_count, visible_gpus
+from mpicomp.doctor.probes import (
+    cpus_per_task,
+    gpus,
+    measure,
+    missing_gpu_library,
+    packages,
+    resolves,
+    thread_count,
+    torch_masks,
+    visible_gpus,
+)
 from mpicomp.system.cuda_aware import files
 
 LISTING = """\
@@ -47,6 +58,74 @@ def test_gpus_of_a_mask_with_others_are_an_error(mask):
 
 def test_gpus_of_a_machine_without_any_are_no_error():
     assert visible_gpus({}, "") == ([], None)
+
+
+CRAY = "MPI VERSION    : CRAY MPICH version 8.1.30.21 (ANL base 3.4a2)"
+GTL = "/opt/cray/pe/mpich/8.1.30/gtl/lib/libmpi_gtl_cuda.so.0"
+GPUS_ON = {"MPICH_GPU_SUPPORT_ENABLED": "1"}
+
+
+def test_cray_mpich_without_its_gpu_library_is_a_problem():
+    problem = missing_gpu_library(CRAY, ["/opt/cray/lib/libmpi_cray.so.12"], GPUS_ON)
+    assert problem.what.startswith("MPICH_GPU_SUPPORT_ENABLED=1, but Cray MPICH's library for GPUs")
+    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("version", "loaded", "environ"),
+    [(CRAY, [GTL], GPUS_ON), (CRAY, [], {"MPICH_GPU_SUPPORT_ENABLED": "0"}), ("MPICH Version: 5.0.2", [], GPUS_ON)],
+)
+def test_gpu_library_of_other_jobs_is_not_missed(version, loaded, environ):
+    assert missing_gpu_library(version, loaded, environ) is None
+
+
+def test_missing_gpu_library_is_found_before_mpi_starts():
+    """Cray's MPI_Init ends the process: MPI is asked for its name, and is not initialized."""
+    code = """if True:
+        import sys, types
+        import mpi4py
+
+        class MPI(types.ModuleType):
+            Is_initialized = staticmethod(lambda: False)
+            Get_library_version = staticmethod(lambda: "CRAY MPICH version 8.1")
+
+            def Init_thread(self):
+                raise SystemExit("the process ended")
+
+        from mpicomp.doctor import probes
+
+        class Finder:
+            def find_spec(self, name, path, target=None):
+                if name == "mpi4py.MPI":
+                    assert mpi4py.rc.initialize is False
+                    import importlib.machinery
+                    return importlib.machinery.ModuleSpec(name, self)
+
+            def create_module(self, spec):
+                return MPI("mpi4py.MPI")
+
+            def exec_module(self, module):
+                pass
+
+        sys.meta_path.insert(0, Finder())
+        print(probes.load_mpi(None)[1].what)"""
+    environ = {**os.environ, **GPUS_ON}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert "is not loaded" in done.stdout, done.stderr
+
+
+def test_masks_after_import_of_torch_are_those_that_openmp_binds():
+    pytest.importorskip("torch")
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("needs two cpus")
+    masks = torch_masks({**os.environ, "OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_NUM_THREADS": "2"})
+    assert set(masks[0]) < set(cpus)
+    assert set().union(*masks) <= set(cpus)
+
+
+def test_masks_are_not_looked_at_where_openmp_binds_nothing():
+    assert torch_masks({"OMP_PROC_BIND": "false"}) == ()
 
 
 def test_packages_that_are_missing_are_listed():
