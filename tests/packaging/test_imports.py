@@ -77,10 +77,10 @@ def test_plain_install_has_all_and_no_common_name(tmp_path):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     home = tmp_path / "venv"
-    venv.create(home, with_pip=True)
+    venv.create(home)
     executable = str(home / "bin" / "python")
-    pip = [executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", str(source)]
-    subprocess.run(pip, check=True, timeout=250)
+    pip = [sys.executable, "-m", "pip", "--python", executable, "install", "--quiet", "--no-deps", str(source)]
+    subprocess.run([*pip, "--disable-pip-version-check"], check=True, timeout=250)
     # What it needs is found where this Python has it; mpicomp itself must come from the new place.
     theirs = [path for path in sys.path if path.endswith("site-packages")]
     code = f"""if True:
