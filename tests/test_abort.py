@@ -51,17 +51,21 @@ LEFT = "rank 1 of 3: left with status {} while other ranks go on"
     ("body", "status", "said"),
     [
         (one_fails("fail()"), 1, ["rank 1 of 3: uncaught exception, ending the job", WRONG]),
-        (IN_AN_ALLREDUCE, 1, ["rank 1 of 3", WRONG]),
+        slow(IN_AN_ALLREDUCE, 1, ["rank 1 of 3", WRONG]),
         (IN_A_THREAD, 1, ["rank 1 of 3: uncaught exception in thread", WRONG]),
-        (one_fails("thread = threading.Thread(target=fail); thread.start(); thread.join()"), 1, [WRONG]),
-        (one_fails("sys.exit(3)"), 3, [LEFT.format(3)]),
+        slow(one_fails("thread = threading.Thread(target=fail); thread.start(); thread.join()"), 1, [WRONG]),
+        slow(one_fails("sys.exit(3)"), 3, [LEFT.format(3)]),
         slow(one_fails("sys.exit('gone wrong')"), 1, [LEFT.format(1), "gone wrong"]),
         slow(one_fails("exit(4)"), 4, [LEFT.format(4)]),
         (one_fails("import argparse; argparse.ArgumentParser().error('wrong')"), 2, [LEFT.format(2)]),
-        (one_fails("import atexit; atexit.register(print, 'tidied', file=sys.stderr); sys.exit(3)"), 3, ["tidied"]),
+        (
+            one_fails("import atexit; atexit.register(print, 'tidied', file=sys.stderr); sys.exit(3)"),
+            3,
+            [LEFT.format(3), "tidied"],
+        ),
         slow(one_fails("threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(3)"), 3, []),
         (one_fails("os.kill(os.getpid(), signal.SIGKILL)"), None, []),
-        (one_fails("os._exit(5)"), None, []),
+        slow(one_fails("os._exit(5)"), None, []),
     ],
 )
 def test_rank_that_fails_ends_the_job(job, body, status, said):

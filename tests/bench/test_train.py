@@ -265,7 +265,7 @@ def test_inner_muon_steps_by_local_muon_at_scaled_rates(one_thread):
 
 def test_demo_sets_compressor_and_updates(mpiexec, tmp_path):
     done, result, lines = train(
-        mpiexec, tmp_path, 2, "--task", "digits", "--steps", "12", "--exchange", "demo", "--no-verdict"
+        mpiexec, tmp_path, 1, "--task", "digits", "--steps", "4", "--exchange", "demo", "--no-verdict"
     )
     assert done.returncode == 0, done.stderr
     of_demo = {"sync_every": 1, "inner": "sgd", "outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}

@@ -124,7 +124,7 @@ import mpicomp
 
 rank = MPI.COMM_WORLD.rank
 reducer = mpicomp.Reducer("topk", "allgather")
-gradient = np.ones(50_000_000, np.float32)
+gradient = np.ones(30_000_000, np.float32)
 reducer.reduce({"w": gradient[:1000]})
 if rank == 1:
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

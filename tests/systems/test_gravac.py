@@ -230,9 +230,7 @@ RECORDS = {
         (1, "ends", "exponential", 3, (4, 11)),
         (3, "ends", "geometric", 3, (4, 11)),
         (1, "goes on", "geometric", 3, (4, 11)),
-        slow(3, "goes on", "exponential", 3, (4, 11)),
         slow(3, "goes on", "exponential", 2, ()),
-        slow(1, "ends", "geometric", 2, ()),
     ],
 )
 def test_ratios_are_those_of_the_paper(every, record, scaling, size, pauses):

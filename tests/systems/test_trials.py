@@ -102,14 +102,14 @@ def test_join_with_trials_is_refused(comm):
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "text"),
-    [([], 0, ""), (["--exchange", "updates"], 2, "train: trials of policy 'flexible' undo steps")],
+    ("ranks", "words", "status", "text"),
+    [(2, [], 0, ""), (1, ["--exchange", "updates"], 2, "train: trials of policy 'flexible' undo steps")],
 )
-def test_train_with_the_published_search_makes_its_trials(mpiexec, tmp_path, words, status, text):
+def test_train_with_the_published_search_makes_its_trials(mpiexec, tmp_path, ranks, words, status, text):
     pytest.importorskip("sklearn")
     metrics, policy = tmp_path / "metrics.jsonl", json.dumps(SEARCH | {"least": 0.05})
     command = ["train", "--task", "digits", "--steps", "24", "--no-verdict", "--policy", policy, "--metrics", metrics]
-    done = mpiexec(2, "-m", "mpicomp", *command, *words, timeout=100)
+    done = mpiexec(ranks, "-m", "mpicomp", *command, *words, timeout=100)
     assert done.returncode == status, done.stderr
     assert text in done.stderr
     if status == 0:

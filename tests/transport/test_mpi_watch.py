@@ -33,12 +33,18 @@ def run(mpiexec, tmp_path):
 
 
 @pytest.mark.parametrize("collective", ["allreduce", slow("ring")])
-def test_missing_rank_is_named(run, collective):
+def test_missing_rank_is_named(run, tmp_path, collective):
     done = run(collective, late="1,", stall="1")
     assert done.returncode == 0, done.stderr
     assert len(re.findall("mpicomp: rank", done.stderr)) == 1
     where = rf"in the \w+ of step 1, bucket 0 \('layer.weight' ...\) by {collective}: rank 1 is not there"
     assert re.search(rf"mpicomp: rank 0 has waited for (\S+) s {where}", done.stderr)
+    [file] = tmp_path.glob("mpicomp-stacks-*.txt")
+    assert f"Stacks of all ranks that answer are in {file}" in done.stderr
+    stacks = {text[0]: text for text in re.split(r"^rank (?=\d, process)", file.read_text(), flags=re.M)[1:]}
+    assert all("thread MainThread:" in text and '"<string>", line' in text for text in stacks.values())
+    waits = {rank: "in reduce" in text for rank, text in stacks.items()}
+    assert waits == {"0": True, "1": False, "2": True}  # rank 1 is asleep, in the script itself
 
 
 @pytest.mark.slow
@@ -53,16 +59,6 @@ def test_several_missing_ranks_are_named(run):
 def test_nothing_is_printed_within_the_limit(run, stall):
     done = run("allreduce", late="1,", stall=stall)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_file_has_the_stacks_of_all_ranks(run, tmp_path):
-    done = run("allreduce", late="1,", stall="1")
-    [file] = tmp_path.glob("mpicomp-stacks-*.txt")
-    assert f"Stacks of all ranks that answer are in {file}" in done.stderr
-    stacks = {text[0]: text for text in re.split(r"^rank (?=\d, process)", file.read_text(), flags=re.M)[1:]}
-    assert all("thread MainThread:" in text and '"<string>", line' in text for text in stacks.values())
-    waits = {rank: "in reduce" in text for rank, text in stacks.items()}
-    assert waits == {"0": True, "1": False, "2": True}  # rank 1 is asleep, in the script itself
 
 
 def test_job_ends_after_a_second_limit(run):
