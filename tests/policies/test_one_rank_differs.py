@@ -42,7 +42,7 @@ def test_what_is_not_installed_is_said_when_a_reducer_is_made(monkeypatch, packa
         mpicomp.Reducer(compressor, collective, policy, comm=LocalWorld(2).transports[0])
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize(("package", "compressor", "collective", "policy"), NEEDS)
 def test_what_one_rank_lacks_is_one_error_on_all(comm, monkeypatch, package, compressor, collective, policy):
     if comm.rank == comm.size - 1:
@@ -80,9 +80,11 @@ def test_gradient_near_overflow_on_one_rank_harms_no_other():
 PROBES = [("0", None), (None, "0"), ("1", "0"), ("0", "1"), ("1", "nonsense"), (None, "")]
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(("first", "others"), PROBES)
-@pytest.mark.parametrize("collective", ["auto", "allgather"])
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize(
+    ("first", "others", "collective"),
+    [(*probes, ("auto", "allgather")[number % 2]) for number, probes in enumerate(PROBES)],
+)
 def test_whether_to_probe_is_what_rank_0_says(comm, monkeypatch, collective, first, others):
     from mpicomp.doctor.probes import measure
 
@@ -99,7 +101,7 @@ def test_whether_to_probe_is_what_rank_0_says(comm, monkeypatch, collective, fir
     assert (link is None) == (first == "0")
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("wrong", ["2", "nonsense", ""])
 def test_nonsense_on_rank_0_is_one_error_on_all(comm, monkeypatch, wrong):
     monkeypatch.setattr(importlib.import_module("mpicomp.cost.calibrate"), "_cached", {})

@@ -77,7 +77,7 @@ def test_broadcast_of_all_kinds_of_tensors(comm):
         assert extra["wide"].tolist() == [1] * 5
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_broadcast_of_models_that_differ_is_refused(comm):
     model = torch.nn.Linear(3, 4 if comm.rank == 0 else 5)
     with pytest.raises(DisagreementError, match="broadcast_parameters: 'weight' must have the same shape"):
@@ -112,7 +112,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
 def test_broadcast_without_values_to_send_is_refused(comm, make, message):
     with pytest.raises(ConfigurationError, match=message):
@@ -131,7 +131,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("started", [False, True])
 def test_state_resumed_on_one_rank_reaches_all(comm, make, started):
@@ -167,7 +167,7 @@ def step_all(model, optimizer, steps, rank):
         optimizer.step(closure)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_state_is_overwritten_in_place_and_cleared(comm):
     model = network()
     optimizer = sgd(model)
@@ -181,7 +181,7 @@ def test_state_is_overwritten_in_place_and_cleared(comm):
     assert not optimizer.state
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_state_of_a_wrapped_optimizer_reaches_all(comm):
     before = network()
     plain = sgd(before)
@@ -201,7 +201,7 @@ def test_state_of_a_wrapped_optimizer_reaches_all(comm):
     assert_replicas(model, comm)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_steps_of_onebit_adam_reach_all(comm):
     """Ranks that are still in their warm-up would exchange other things than one that is not."""
     model = network()
@@ -214,7 +214,7 @@ def test_steps_of_onebit_adam_reach_all(comm):
     assert_replicas(model, comm)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize(
     "make",
     [

@@ -320,7 +320,7 @@ def test_impossible_settings_are_refused():
         scaler.step(optimizer)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_steps_over_mpi_equal_those_of_the_reference(comm):
     settings = {"lr": 0.01, "warmup_steps": 5}
     model = linear()

@@ -40,7 +40,7 @@ def test_script_on_ddp_follows_the_reference(comm, overlap):
         state.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_residuals_follow_their_parameters_into_new_buckets(comm):
     """With a rate of 0 all gradients are of the same weights: nothing of them is lost."""
     with gloo(comm):
@@ -68,7 +68,7 @@ def test_model_without_ddp_on_one_rank_is_refused_on_all(comm):
             mpicomp.torch.DDPState(network() if comm.rank == 1 else model, comm=comm)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_unserved_models_and_groups_are_refused(comm, monkeypatch):
     with pytest.raises(ConfigurationError, match="a model in DistributedDataParallel is needed, got Sequential"):
         mpicomp.torch.DDPState(network(), comm=comm)
@@ -85,7 +85,7 @@ def test_unserved_models_and_groups_are_refused(comm, monkeypatch):
         mpicomp.torch.DDPState(model, comm=comm, allow_nccl=True).close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("device", ["cuda:1", "cpu"])
 def test_future_has_the_device_of_its_value(comm, device, monkeypatch):
     """Without it torch's streams would not wait for the mean; there is no such device here."""
@@ -115,7 +115,7 @@ def test_future_has_the_device_of_its_value(comm, device, monkeypatch):
     assert devices_seen == [[torch.device(device)] if device != "cpu" else None]
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_saved_state_resumes_bit_for_bit(comm):
     """DDPState has a state that torch.load reads by its defaults."""
     settings = mpicomp.TopK(ratio=0.05), "allgather"

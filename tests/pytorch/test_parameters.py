@@ -35,7 +35,7 @@ def with_gradient(model):
     return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_unused_parameters_stay_and_used_ones_move(comm, overlap):
     """With momentum and decay a parameter that no rank used has to stay as it is; one that some rank used does not."""
@@ -47,7 +47,7 @@ def test_unused_parameters_stay_and_used_ones_move(comm, overlap):
     assert not pair.optimizer.reducer.last_step.agreed  # an unused parameter costs no agreement once it is known
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_residuals_of_unused_parameters_are_delivered(comm):
     model = Branches()
     optimizer = distribute(model, comm, descent(model), mpicomp.TopK(0.3), "allgather")
@@ -77,7 +77,7 @@ def test_shared_parameters_are_averaged_once(comm):
     pair.check()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_frozen_and_added_parameters_follow_the_reference(comm):
     def make(model):
         return torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9)
@@ -135,7 +135,7 @@ def test_sparse_gradients_are_averaged_row_by_row(comm):
     pair.check()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_sparse_gradients_stay_sparse_after_an_agreement(comm, overlap):
     """Also where ranks agree in a step without any."""
@@ -154,7 +154,7 @@ def test_sparse_gradients_stay_sparse_after_an_agreement(comm, overlap):
     assert_replicas(model, comm)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_gradients_that_are_not_contiguous(comm):
     def loss(model, step, rank):
         images = torch.from_numpy(np.random.default_rng((step, rank)).normal(size=(2, 3, 6, 6)).astype(np.float32))
@@ -176,7 +176,7 @@ def spoiled_loss(model, spoil):
     return model.head(hidden.mean(1)).sum()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("sparse", [True, False])
 def test_nonfinite_gradient_of_one_rank_ends_the_step_on_all(comm, sparse):
     model = Words(sparse)
@@ -196,7 +196,7 @@ def test_nonfinite_gradient_of_one_rank_ends_the_step_on_all(comm, sparse):
     optimizer.step()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_skipped_step_delivers_rows_of_zeros(comm):
     model, before = Words(), Words()
     optimizer = distribute(model, comm, descent(model), nonfinite="skip")

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from marks import slow
 from replicas import (
     adam,
     assert_equal,
@@ -48,7 +49,7 @@ def warned(caught, text):
     return [str(warning.message) for warning in caught if text in str(warning.message)]
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @each_wrapper
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -68,10 +69,9 @@ def test_optimizers_that_differ_from_the_start_are_refused(comm, wrap, make, mes
         step(model, optimizer, 0, comm.rank)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 @each_wrapper
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize(("scheduled", "tensor"), [(False, False), (True, True), slow(False, True), slow(True, False)])
 def test_rate_that_differs_is_refused_in_that_step(comm, wrap, scheduled, tensor):
     """Both for a rate that had never changed and for one that a schedule changes in every step."""
     model = network()
@@ -109,7 +109,7 @@ def test_settings_in_tensors_are_noticed_when_written():
         call("compare")
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_settings_that_stay_cost_no_round(comm):
     """Nor does one change, once it was compared and has not come again for some time."""
     model = network()
@@ -126,7 +126,7 @@ def test_settings_that_stay_cost_no_round(comm):
     assert extra[78] == quiet
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("make", [mpicomp.torch.OneBitAdam, SketchedAMSGrad])
 def test_collective_optimizers_compare_rates_and_parameters(comm, make):
     model = network()
@@ -145,7 +145,7 @@ def test_collective_optimizers_compare_rates_and_parameters(comm, make):
         step(model, optimizer, 0, comm.rank)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("lost", ["momentum", "value"])
 def test_states_that_differ_after_a_load_are_refused(comm, lost):
     model = network()
@@ -163,7 +163,7 @@ def test_states_that_differ_after_a_load_are_refused(comm, lost):
         step(model, optimizer, 2, comm.rank)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_lost_momenta_show_in_parameters_soon(comm):
     model = network()
     optimizer = distribute(model, comm)
@@ -175,7 +175,7 @@ def test_lost_momenta_show_in_parameters_soon(comm):
         step(model, optimizer, 16, comm.rank)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @each_wrapper
 @pytest.mark.parametrize(("same", "flag"), [(True, False), (True, True), (False, False)])
 def test_ranks_that_draw_the_same_batches_are_warned(comm, wrap, same, flag):
@@ -189,9 +189,8 @@ def test_ranks_that_draw_the_same_batches_are_warned(comm, wrap, same, flag):
     assert all("DistributedSampler" in text and "same_batches=True" in text for text in texts)
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("fault", ["batches", "parameters"])
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize(("overlap", "fault"), [(True, "batches"), (False, "parameters")])
 def test_ranks_of_a_ddp_hook_are_compared(comm, overlap, fault):
     with gloo(comm):
         model = torch.nn.parallel.DistributedDataParallel(network())
@@ -217,7 +216,7 @@ class Frozen(torch.nn.Module):
         self.first, self.last = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @each_wrapper
 @pytest.mark.parametrize("alike", [True, False])
 def test_parameter_frozen_with_a_gradient_stays_a_replica(comm, wrap, alike):
@@ -278,7 +277,7 @@ class TwoHalves(torch.optim.Optimizer):
         self.inner.step()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("wrap", [WRAPPERS["gradients"], WRAPPERS["updates"]])  # overlap refuses the second backward
 def test_optimizer_stepped_by_other_methods_is_refused(comm, wrap):
     model = network()
@@ -319,9 +318,9 @@ def test_inner_optimizer_that_exchanges_is_refused():
         distribute(model, LocalWorld(1).transports[0], outer)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @each_wrapper
-@pytest.mark.parametrize("as_torch_has_them", [False, True])
+@pytest.mark.parametrize("as_torch_has_them", [False, slow(True)])
 def test_new_head_in_the_middle_of_training_is_exchanged(comm, wrap, as_torch_has_them):
     model = network()
     plain = torch.optim.SGD(model.named_parameters() if as_torch_has_them else model.parameters(), lr=0.1)
@@ -371,7 +370,7 @@ def test_with_statement_closes(wrap):
     wrap(model, optimizer, LocalWorld(1).transports[0]).close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 @each_wrapper
 def test_model_in_ddp_is_refused(comm, wrap):
     with gloo(comm):

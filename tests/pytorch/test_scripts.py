@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from marks import slow
 from replicas import (
     Pair,
     Reference,
@@ -61,8 +62,7 @@ def test_clipping_of_the_mean(comm):
 
 
 @pytest.mark.mpi(max_size=3)
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize(("overlap", "unscale"), [(True, False), (False, True), slow(True, True), slow(False, False)])
 def test_gradient_scaler_and_an_overflow_on_one_rank(comm, overlap, unscale):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
     pair = Pair(comm, scaler=scaler, overlap=overlap)
@@ -83,7 +83,7 @@ def test_gradient_scaler_and_an_overflow_on_one_rank(comm, overlap, unscale):
     assert scales == [2048.0] * comm.size  # doubled after four steps, halved by the overflow, doubled again
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi(max_size=2)
 def test_residuals_are_in_units_of_the_unscaled_gradient(comm):
     """Whatever the scaler does to the scale, the run is the one without a scaler."""
     models = network(), network()
@@ -100,7 +100,7 @@ def test_residuals_are_in_units_of_the_unscaled_gradient(comm):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_after_the_step(comm, set_to_none):
     pair = Pair(comm)
@@ -113,7 +113,7 @@ def test_zero_grad_after_the_step(comm, set_to_none):
     pair.check()
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_mean_that_was_not_used_is_no_mean_of_the_next_backward(comm, overlap):
     pair = Pair(comm, overlap=overlap)
@@ -126,7 +126,7 @@ def test_mean_that_was_not_used_is_no_mean_of_the_next_backward(comm, overlap):
     pair.check()
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi(max_size=2)
 def test_several_models_and_optimizers_in_one_script(comm):
     """As a GAN has them: each backward goes through both, one optimizer steps."""
     one, two = network(1), torch.nn.Linear(2, 1)
@@ -157,7 +157,7 @@ def test_several_models_and_optimizers_in_one_script(comm):
 
 
 @pytest.mark.slow
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi(max_size=2)
 def test_compiled_model_trains_as_a_plain_one(comm):
     pair = Pair(comm)
     compiled = torch.compile(pair.model, backend="aot_eager")
@@ -166,7 +166,7 @@ def test_compiled_model_trains_as_a_plain_one(comm):
     pair.check()
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi(max_size=2)
 def test_learning_rate_applies_when_a_residual_is_delivered(comm):
     """Residuals are of gradients: a rate applies to what is delivered, whenever it was held back."""
     model = torch.nn.Linear(6, 1, bias=False)
@@ -197,8 +197,10 @@ SETTINGS = {
 
 
 @pytest.mark.mpi(max_size=3)
-@pytest.mark.parametrize("compressor", SETTINGS)
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    ("name", "compressor"),
+    [(name, "topk") for name in SCRIPTS] + [slow(name, "dense") for name in SCRIPTS],
+)
 def test_resumed_script_equals_whole_run(comm, tmp_path, name, compressor):
     settings = {"overlap": name not in CLIPPING} | SETTINGS[compressor]
     (whole, _, _), (resumed, _, _) = stopped_and_resumed(SCRIPTS[name], comm, tmp_path, settings)
@@ -218,7 +220,7 @@ def test_script_averages_gradients_as_by_hand(comm, tmp_path, name):
     )
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_closure_that_synchronizes_exchanges_once(comm, overlap):
     """Lightning calls the clipping of docs/examples/with_lightning.py inside the optimizer's closure."""

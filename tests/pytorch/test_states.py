@@ -6,6 +6,7 @@ import pytest
 import torch
 from local_replicas import Replicas, Updates, bits
 from local_replicas import network as wide
+from marks import slow
 from networks import Link
 from replicas import adam, descent, distribute, train
 from replicas import network as narrow
@@ -108,10 +109,10 @@ def test_state_of_every_policy_is_read_back(policy):
     assert again.reducer.last_step.step == 30
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(
     ("compressor", "overlap"),
-    [("sidco", False), ("sidco", True), ("powersgd", False), ("fetchsgd", False), ("dgc", False)],
+    [slow("sidco", False), ("sidco", True), ("powersgd", False), slow("fetchsgd", False), ("dgc", False)],
 )
 def test_ranks_resume_from_a_file(comm, compressor, overlap):
     collective = fitting(mpicomp.get_compressor(compressor))[0]  # one that is chosen by measured seconds may change

@@ -9,6 +9,7 @@ import pytest
 import scipy.fft
 import torch
 from local_replicas import ByHand, Updates, adam, bits, loss_of, network, sgd
+from marks import slow
 from networks import Link
 
 import mpicomp
@@ -64,7 +65,7 @@ COMPRESSORS = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [slow(1), slow(2), 3, slow(4)])
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_every_compressor_leaves_the_same_bits(name, size):
     ranks = Updates(size, compressor=name, make=lambda: network(torch.float32))

@@ -76,7 +76,7 @@ def test_allreduce_averages_one_array(comm):
     np.testing.assert_array_equal(world, mean)
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("steps_before", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN + UNBIASED_REPRESENTATIVES)), ids=str)
 def test_error_on_one_rank_is_raised_on_all(comm, compressor, collective, steps_before):
     if comm.size == 1:
