@@ -9,8 +9,9 @@ elements as they are: where one is beyond the limit of the grid or no number, an
 
 from typing import Any
 
+import numba
 import numpy as np
-from mpicomp.kernels.cpu.bit_planes import read_planes, write_planes
+from mpicomp.kernels.cpu.bit_planes import _read, _write
 from mpicomp.kernels.cpu.compile import Floats, Words, exact, kernel
 from numpy.typing import NDArray
 
@@ -83,70 +84,70 @@ def _views(words: Words, dtype: np.dtype[Any]) -> tuple[NDArray[np.uint8], Float
     return words.view(np.uint8), words.view(dtype)
 
 
-def _scratch(dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _scratch(dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return room for a block's integers after the one before them, and for both ways to fold their signs in."""
-    width = 8 * dtype.itemsize
-    return np.zeros(BLOCK + 1, f"i{width // 8}"), np.empty(BLOCK, f"u{width // 8}"), np.empty(BLOCK, f"u{width // 8}")
+    return np.zeros(BLOCK + 1, f"i{dtype.itemsize}"), np.empty((2, BLOCK), f"u{dtype.itemsize}")
 
 
-@kernel
-def _encode(ints, plain, delta, planes, words, place):  # type: ignore[no-untyped-def]
+# Both are put in place of their calls: a call with arrays takes as long as the block does.
+
+
+@numba.njit(inline="always")
+def _encode(ints, folded, planes, words, place):  # type: ignore[no-untyped-def]
     """Write a block's integers from word ``place`` on and return its byte: `RAW`, and nothing, if they are too wide."""
-    signed, unsigned = ints.dtype.type, plain.dtype.type
+    signed, unsigned = ints.dtype.type, folded.dtype.type
     one, sign = signed(1), signed(8 * ints.itemsize - 1)
-    any_plain, any_delta = unsigned(0), unsigned(0)
+    plain, delta = unsigned(0), unsigned(0)
     for i in range(BLOCK):
         number = ints[i + 1]
-        change = signed(number - ints[i])
-        plain[i] = unsigned(signed(number << one) ^ signed(number >> sign))
-        delta[i] = unsigned(signed(change << one) ^ signed(change >> sign))
-        any_plain = unsigned(any_plain | plain[i])
-        any_delta = unsigned(any_delta | delta[i])
-    bits, folded, byte = np.uint64(min(any_plain, any_delta)), plain, 0
-    if any_delta < any_plain:
-        folded, byte = delta, DELTA
+        bits = unsigned(signed(number << one) ^ signed(number >> sign))
+        folded[0, i] = bits
+        plain = unsigned(plain | bits)
+    for i in range(BLOCK):
+        number = signed(ints[i + 1] - ints[i])
+        bits = unsigned(signed(number << one) ^ signed(number >> sign))
+        folded[1, i] = bits
+        delta = unsigned(delta | bits)
+    row = 1 if delta < plain else 0
+    bits = np.uint64(min(plain, delta))
     width = 0
     while width < 64 and bits >> np.uint64(width):
         width += 1
-    if width >= min(8 * ints.itemsize, 63):
-        return RAW
-    for layer in range(0, width, 8):
-        shift = unsigned(layer)
-        for i in range(BLOCK):
-            planes[i] = np.uint8(unsigned(folded[i] >> shift) & unsigned(255))
-        write_planes(planes, 1, min(8, width - layer), words, place + layer)
-    return byte + width
+    byte = RAW
+    if width < min(8 * ints.itemsize, 63):
+        byte = DELTA * row + width
+        for layer in range(0, width, 8):
+            shift = unsigned(layer)
+            for i in range(BLOCK):
+                planes[i] = np.uint8(unsigned(folded[row, i] >> shift) & unsigned(255))
+            _write(planes, 0, min(8, width - layer), words, place + layer)
+    return byte
 
 
-@kernel
+@numba.njit(inline="always")
 def _decode(byte, words, place, folded, planes, ints):  # type: ignore[no-untyped-def]
     """Read a block's integers behind the one before them, which is ``ints[0]``."""
     signed, unsigned = ints.dtype.type, folded.dtype.type
-    width = byte & _WIDTH
-    if width == 0:
-        number = ints[0] if byte & DELTA else signed(0)
-        for i in range(BLOCK):
-            ints[i + 1] = number
-        return
-    for layer in range(0, width, 8):
-        read_planes(words, place + layer, 1, min(8, width - layer), planes)
-        shift = unsigned(layer)
-        if layer == 0:
-            for i in range(BLOCK):
-                folded[i] = unsigned(planes[i])
-        else:
-            for i in range(BLOCK):
-                folded[i] = unsigned(folded[i] | unsigned(unsigned(planes[i]) << shift))
-    one = unsigned(1)
+    width, one = byte & _WIDTH, unsigned(1)
+    _read(words, place, min(8, width), planes, 0)
     for i in range(BLOCK):
-        ints[i + 1] = signed(signed(folded[i] >> one) ^ signed(-signed(folded[i] & one)))
-    if byte & DELTA:
+        folded[0, i] = unsigned(planes[i])
+    for layer in range(8, width, 8):
+        _read(words, place + layer, min(8, width - layer), planes, 0)
+        shift = unsigned(layer)
         for i in range(BLOCK):
-            ints[i + 1] = signed(ints[i + 1] + ints[i])
+            folded[0, i] = unsigned(folded[0, i] | unsigned(unsigned(planes[i]) << shift))
+    for i in range(BLOCK):
+        ints[i + 1] = signed(signed(folded[0, i] >> one) ^ signed(-signed(folded[0, i] & one)))
+    if byte & DELTA:
+        last = ints[0]
+        for i in range(BLOCK):
+            last = signed(last + ints[i + 1])
+            ints[i + 1] = last
 
 
 @kernel
-def _pack(array, inverse, limit, words, heads, values, ints, plain, delta):  # type: ignore[no-untyped-def]
+def _pack(array, inverse, limit, words, heads, values, ints, folded):  # type: ignore[no-untyped-def]
     signed = ints.dtype.type
     blocks = (array.size + BLOCK - 1) // BLOCK
     place, wide = (blocks + 7) // 8, BLOCK * array.itemsize // 8
@@ -161,7 +162,9 @@ def _pack(array, inverse, limit, words, heads, values, ints, plain, delta):  # t
             beyond = np.uint32(beyond | np.uint32(not abs(np.float64(part[i])) <= limit))
         for i in range(part.size, BLOCK):
             ints[i + 1] = ints[part.size]
-        byte = RAW if beyond else _encode(ints, plain, delta, planes, words, place)
+        byte = RAW
+        if not beyond:
+            byte = _encode(ints, folded, planes, words, place)
         heads[block] = byte
         if byte == RAW:
             first = place * 8 // array.itemsize
@@ -176,7 +179,7 @@ def _pack(array, inverse, limit, words, heads, values, ints, plain, delta):  # t
 
 @exact
 def _add(  # type: ignore[no-untyped-def]
-    words, heads, values, starts, count, step, divisor, out_words, out_heads, out_values, ints, plain, delta, total
+    words, heads, values, starts, count, step, divisor, out_words, out_heads, out_values, ints, folded, total
 ):
     ranks, blocks, itemsize = starts.size - 1, (count + BLOCK - 1) // BLOCK, out_values.itemsize
     place, wide, factor = (blocks + 7) // 8, BLOCK * itemsize // 8, step / divisor
@@ -200,7 +203,7 @@ def _add(  # type: ignore[no-untyped-def]
                 places[rank] += wide
                 continue
             ints[0] = last[rank]
-            _decode(byte, words, places[rank], plain, planes, ints)
+            _decode(byte, words, places[rank], folded, planes, ints)
             last[rank] = ints[BLOCK]
             places[rank] += byte & _WIDTH
             if exactly:
@@ -209,7 +212,9 @@ def _add(  # type: ignore[no-untyped-def]
             else:
                 for i in range(BLOCK):
                     total[i + 1] += ints[i + 1]
-        byte = RAW if exactly else _encode(total, plain, delta, planes, out_words, place)
+        byte = RAW
+        if not exactly:
+            byte = _encode(total, folded, planes, out_words, place)
         out_heads[block] = byte
         if byte == RAW:
             first = place * 8 // itemsize
@@ -246,7 +251,7 @@ def _exact_sum(numbers, divisor, parts):  # type: ignore[no-untyped-def]
 
 
 @exact
-def _unpack(words, heads, values, factor, ints, folded, _, out):  # type: ignore[no-untyped-def]
+def _unpack(words, heads, values, factor, ints, folded, out):  # type: ignore[no-untyped-def]
     blocks = (out.size + BLOCK - 1) // BLOCK
     place, wide = (blocks + 7) // 8, BLOCK * out.itemsize // 8
     planes = np.empty(BLOCK, np.uint8)

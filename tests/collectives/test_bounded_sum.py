@@ -46,8 +46,9 @@ def check(arrays, error, op="mean"):
             assert found == ieee[place] or (np.isnan(found) and np.isnan(ieee[place]))
             continue
         exact = sum(map(Fraction, values)) / (len(arrays) if op == "mean" else 1)
-        if abs(exact) > largest:
-            assert abs(found) == np.inf
+        if abs(exact) > largest:  # rounded down to the largest number where no spacing lies between
+            spacing = largest - Fraction(float(np.nextafter(result.dtype.type(largest), result.dtype.type(0))))
+            assert abs(found) == np.inf or (abs(found) == largest and abs(exact) - largest <= spacing)
             continue
         allowed = Fraction(error)
         if max(map(abs, values)) > sure:
