@@ -57,7 +57,7 @@ class DCTTopK(Compressor):
     rank order, so that all have the same bits.
 
     Chunks of 16**2 trained a transformer better than the published ones of 64**2, and take a third of their seconds;
-    see docs/updates.md.
+    see docs/updates.md. Tiles of matrices trained it no better than chunks of the same size; see docs/compressors.md.
 
     Every rank transforms back with NumPy's library: the mean is the same bits on every rank if they all have the same
     library on the same kind of processor.
