@@ -162,3 +162,21 @@ def test_compilation_order_shares_kernels_among_a_hosts_ranks(layout, number):
             compiled |= taken - {None}
             rounds += 1
         assert rounds <= -(-number // len(ranks)) + 1
+
+
+def test_ranks_over_mpi_compile_in_their_orders_and_measure_in_one(monkeypatch):
+    """The first run of each scheme is the one that compiles; none is measured before."""
+    world, calls = LocalWorld(2), []
+    others = [bind(compressor, "packed-allgather") for compressor in (mpicomp.OneBit(), mpicomp.QSGD())]
+    schemes = [bind(mpicomp.TopK(), "allgather"), *others]
+    monkeypatch.setattr("mpicomp.cost.calibrate.run_kernels", lambda scheme, *_: calls.append(("run", scheme)))
+    monkeypatch.setattr(
+        "mpicomp.cost.calibrate.measure_kernel", lambda scheme, *_: calls.append(("measure", scheme)) or (1, 0, 0)
+    )
+    models = [CostModel(Network(1)) for _ in world.transports]
+    for end in world.transports:
+        end.times_kernels, end.family = True, "mpi"
+    world.run([measure_kernels(each, schemes, True, end) for each, end in zip(models, world.transports, strict=True)])
+    first, second = calls[:6], calls[6:]
+    assert first == [("run", s) for s in schemes] + [("measure", s) for s in schemes]
+    assert second == [("run", s) for s in reversed(schemes)] + [("measure", s) for s in schemes]

@@ -259,6 +259,33 @@ def test_of_processes_that_start_together_one_compiles(tmp_path):
     assert sum(loaded for _, loaded in counts) == 2 * 2
 
 
+OPPOSITE = """
+import sys
+import numpy as np
+from mpicomp.kernels import cpu
+from mpicomp.kernels.cpu import scatter, select
+
+x, index, out = np.ones(9, np.float32), np.arange(3, dtype=np.uint32), np.empty(3, np.float32)
+calls = [lambda: cpu.kth_magnitude(x, 2), lambda: cpu.gather(x, index, out), lambda: cpu.accumulate(x, x, x.copy())]
+for call in calls[:: int(sys.argv[1])]:
+    call()
+functions = [select._kth_magnitude, scatter._gather, scatter._in_range]
+stats = [function.stats for function in [*functions, sys.modules[cpu.accumulate.__module__]._accumulate]]
+print(*(sum(sum(getattr(one, kind).values()) for one in stats) for kind in ("cache_misses", "cache_hits")))
+"""
+
+
+def test_processes_in_different_orders_compile_each_kernel_once(tmp_path):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "real")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    orders = ("1", "-1")
+    processes = [
+        subprocess.Popen([sys.executable, "-c", OPPOSITE, order], env=environment, **pipes) for order in orders
+    ]
+    counts = [outcome(process) for process in processes]
+    assert sum(compiled for compiled, _ in counts) == 4
+
+
 LOADED = (
     REAL
     + """
