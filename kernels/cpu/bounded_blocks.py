@@ -1,10 +1,11 @@
 """Arrays as integers on a grid that ranks share, in blocks of 64 elements that are each packed by their own width.
 
 A message has a byte for each block, filled up to a whole word, and then the words of the blocks. The lower six bits of
-the byte are the width w, and the block has w words: the bit planes of its integers, see
-`mpicomp.kernels.cpu.bit_planes`, or where `DELTA` is set those of the differences of neighbors, beginning with the last
-integer before the block. Signs are folded in: 0, -1, 1, -2 become 0, 1, 2, 3. A block whose byte is `RAW` has its
-elements as they are: where one is beyond the limit of the grid or no number, and where integers would be no shorter.
+the byte are the width w, and the block has w words: the bit planes, see `mpicomp.kernels.cpu.bit_planes`, of its
+integers, of the differences of neighbors or of the differences of those, by the number in the upper two bits: 0, 1 or
+2. Differences begin with the last two integers before the block. Signs are folded in: 0, -1, 1, -2 become 0, 1, 2, 3. A
+block whose byte is `RAW` has its elements as they are: where one is beyond the limit of the grid or no number, and
+where integers would be no shorter.
 """
 
 from typing import Any
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 BLOCK = 64
 """Elements of a block: one word has a bit of each."""
 
-DELTA, RAW = 64, 128
-_WIDTH = DELTA - 1  # the bits of a block's byte that are its width
+RAW = 192
+_ORDER, _WIDTH = 6, 63  # where a byte has the order of differences, and the bits that are the width
 _WIDEST = {4: 31, 8: 62}  # bits of an integer by the bytes of an element
 _SCALE = 2.0**-32  # with it the sums of up to 2**32 numbers stay finite, and what it takes away is below 1e-300
 
@@ -47,7 +48,8 @@ def check_bounded(message: Words, count: int, itemsize: int) -> bool:
         return False
     lengths = np.full(256, -1)
     widths = np.arange(_WIDEST[itemsize] + 1)
-    lengths[widths] = lengths[widths + DELTA] = widths
+    for order in range(3):
+        lengths[widths + (order << _ORDER)] = widths
     lengths[RAW] = BLOCK * itemsize // 8
     announced = lengths[message.view(np.uint8)[:blocks]]
     return bool((announced >= 0).all() and announced.sum() == message.size - first)
@@ -85,8 +87,8 @@ def _views(words: Words, dtype: np.dtype[Any]) -> tuple[NDArray[np.uint8], Float
 
 
 def _scratch(dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return room for a block's integers after the one before them, and for both ways to fold their signs in."""
-    return np.zeros(BLOCK + 1, f"i{dtype.itemsize}"), np.empty((2, BLOCK), f"u{dtype.itemsize}")
+    """Return room for a block's integers after the two before them, and for differences with their signs folded in."""
+    return np.zeros(BLOCK + 2, f"i{dtype.itemsize}"), np.empty((3, BLOCK), f"u{dtype.itemsize}")
 
 
 # Both are put in place of their calls: a call with arrays takes as long as the block does.
@@ -97,36 +99,41 @@ def _encode(ints, folded, planes, words, place):  # type: ignore[no-untyped-def]
     """Write a block's integers from word ``place`` on and return its byte: `RAW`, and nothing, if they are too wide."""
     signed, unsigned = ints.dtype.type, folded.dtype.type
     one, sign = signed(1), signed(8 * ints.itemsize - 1)
-    plain, delta = unsigned(0), unsigned(0)
+    plain, once, twice = unsigned(0), unsigned(0), unsigned(0)
     for i in range(BLOCK):
-        number = ints[i + 1]
+        number = ints[i + 2]
         bits = unsigned(signed(number << one) ^ signed(number >> sign))
         folded[0, i] = bits
         plain = unsigned(plain | bits)
     for i in range(BLOCK):
-        number = signed(ints[i + 1] - ints[i])
+        number = signed(ints[i + 2] - ints[i + 1])
         bits = unsigned(signed(number << one) ^ signed(number >> sign))
         folded[1, i] = bits
-        delta = unsigned(delta | bits)
-    row = 1 if delta < plain else 0
-    bits = np.uint64(min(plain, delta))
+        once = unsigned(once | bits)
+    for i in range(BLOCK):
+        number = signed(signed(ints[i + 2] - ints[i + 1]) - signed(ints[i + 1] - ints[i]))
+        bits = unsigned(signed(number << one) ^ signed(number >> sign))
+        folded[2, i] = bits
+        twice = unsigned(twice | bits)
+    order = 0 if plain <= once and plain <= twice else 1 if once <= twice else 2
+    bits = np.uint64(min(plain, once, twice))
     width = 0
     while width < 64 and bits >> np.uint64(width):
         width += 1
     byte = RAW
     if width < min(8 * ints.itemsize, 63):
-        byte = DELTA * row + width
+        byte = (order << _ORDER) + width
         for layer in range(0, width, 8):
             shift = unsigned(layer)
             for i in range(BLOCK):
-                planes[i] = np.uint8(unsigned(folded[row, i] >> shift) & unsigned(255))
+                planes[i] = np.uint8(unsigned(folded[order, i] >> shift) & unsigned(255))
             _write(planes, 0, min(8, width - layer), words, place + layer)
     return byte
 
 
 @numba.njit(inline="always")
 def _decode(byte, words, place, folded, planes, ints):  # type: ignore[no-untyped-def]
-    """Read a block's integers behind the one before them, which is ``ints[0]``."""
+    """Read a block's integers behind the two before them, which are ``ints[:2]``."""
     signed, unsigned = ints.dtype.type, folded.dtype.type
     width, one = byte & _WIDTH, unsigned(1)
     _read(words, place, min(8, width), planes, 0)
@@ -138,12 +145,18 @@ def _decode(byte, words, place, folded, planes, ints):  # type: ignore[no-untype
         for i in range(BLOCK):
             folded[0, i] = unsigned(folded[0, i] | unsigned(unsigned(planes[i]) << shift))
     for i in range(BLOCK):
-        ints[i + 1] = signed(signed(folded[0, i] >> one) ^ signed(-signed(folded[0, i] & one)))
-    if byte & DELTA:
-        last = ints[0]
+        ints[i + 2] = signed(signed(folded[0, i] >> one) ^ signed(-signed(folded[0, i] & one)))
+    order, last = byte >> _ORDER, ints[1]
+    if order == 1:
         for i in range(BLOCK):
-            last = signed(last + ints[i + 1])
-            ints[i + 1] = last
+            last = signed(last + ints[i + 2])
+            ints[i + 2] = last
+    elif order == 2:
+        change = signed(last - ints[0])
+        for i in range(BLOCK):
+            change = signed(change + ints[i + 2])
+            last = signed(last + change)
+            ints[i + 2] = last
 
 
 @kernel
@@ -158,10 +171,10 @@ def _pack(array, inverse, limit, words, heads, values, ints, folded):  # type: i
         part = array[block * BLOCK : (block + 1) * BLOCK]
         beyond = np.uint32(0)
         for i in range(part.size):
-            ints[i + 1] = signed(np.rint(np.float64(part[i]) * inverse))
+            ints[i + 2] = signed(np.rint(np.float64(part[i]) * inverse))
             beyond = np.uint32(beyond | np.uint32(not abs(np.float64(part[i])) <= limit))
         for i in range(part.size, BLOCK):
-            ints[i + 1] = ints[part.size]
+            ints[i + 2] = ints[part.size + 1]
         byte = RAW
         if not beyond:
             byte = _encode(ints, folded, planes, words, place)
@@ -172,7 +185,7 @@ def _pack(array, inverse, limit, words, heads, values, ints, folded):  # type: i
                 values[first + i] = part[i] if i < part.size else 0
             place += wide
         else:
-            ints[0] = ints[BLOCK]
+            ints[0], ints[1] = ints[BLOCK], ints[BLOCK + 1]
             place += byte & _WIDTH
     return place
 
@@ -184,7 +197,7 @@ def _add(  # type: ignore[no-untyped-def]
     ranks, blocks, itemsize = starts.size - 1, (count + BLOCK - 1) // BLOCK, out_values.itemsize
     place, wide, factor = (blocks + 7) // 8, BLOCK * itemsize // 8, step / divisor
     planes = np.empty(BLOCK, np.uint8)
-    places, last = starts[:ranks] + place, np.zeros(ranks, ints.dtype)
+    places, last = starts[:ranks] + place, np.zeros((ranks, 2), ints.dtype)
     rows, parts = np.empty((BLOCK, ranks)), np.empty(ranks)
     for i in range(blocks, 8 * place):
         out_heads[i] = 0
@@ -193,7 +206,7 @@ def _add(  # type: ignore[no-untyped-def]
         for rank in range(ranks):
             exactly |= heads[8 * starts[rank] + block] == RAW
         for i in range(BLOCK):
-            total[i + 1] = 0
+            total[i + 2] = 0
         for rank in range(ranks):
             byte = heads[8 * starts[rank] + block]
             if byte == RAW:
@@ -202,16 +215,16 @@ def _add(  # type: ignore[no-untyped-def]
                     rows[i, rank] = values[first + i]
                 places[rank] += wide
                 continue
-            ints[0] = last[rank]
+            ints[0], ints[1] = last[rank, 0], last[rank, 1]
             _decode(byte, words, places[rank], folded, planes, ints)
-            last[rank] = ints[BLOCK]
+            last[rank, 0], last[rank, 1] = ints[BLOCK], ints[BLOCK + 1]
             places[rank] += byte & _WIDTH
             if exactly:
                 for i in range(BLOCK):
-                    rows[i, rank] = ints[i + 1] * step
+                    rows[i, rank] = ints[i + 2] * step
             else:
                 for i in range(BLOCK):
-                    total[i + 1] += ints[i + 1]
+                    total[i + 2] += ints[i + 2]
         byte = RAW
         if not exactly:
             byte = _encode(total, folded, planes, out_words, place)
@@ -219,10 +232,10 @@ def _add(  # type: ignore[no-untyped-def]
         if byte == RAW:
             first = place * 8 // itemsize
             for i in range(BLOCK):
-                out_values[first + i] = _exact_sum(rows[i], divisor, parts) if exactly else total[i + 1] * factor
+                out_values[first + i] = _exact_sum(rows[i], divisor, parts) if exactly else total[i + 2] * factor
             place += wide
         else:
-            total[0] = total[BLOCK]
+            total[0], total[1] = total[BLOCK], total[BLOCK + 1]
             place += byte & _WIDTH
     return place
 
@@ -265,6 +278,6 @@ def _unpack(words, heads, values, factor, ints, folded, out):  # type: ignore[no
             continue
         _decode(byte, words, place, folded, planes, ints)
         place += byte & _WIDTH
-        ints[0] = ints[BLOCK]
+        ints[0], ints[1] = ints[BLOCK], ints[BLOCK + 1]
         for i in range(part.size):
-            part[i] = ints[i + 1] * factor
+            part[i] = ints[i + 2] * factor

@@ -30,7 +30,7 @@ _NAME = "allreduce with a bound"
 _DAMAGED = -1  # in place of the length of a sum: its owner could not read what it was sent
 _USED = 31 / 32  # share of the bound for the rounding to the grid
 _REACH = {4: 2.0**18, 8: 2.0**44}  # largest numbers that become integers, over e, by the bytes of an element
-_SPARE_BITS = 5  # of integers that hold sums: a sign, twofold differences, and signs folded in
+_SPARE_BITS = 5  # of integers that hold sums: a sign, differences of differences, and signs folded in
 
 
 class Grid(NamedTuple):

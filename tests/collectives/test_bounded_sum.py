@@ -150,9 +150,9 @@ def slow_reader(message, count, factor, dtype):
     """Return the elements of a message, read bit by bit."""
     size = -(-count // 64)
     heads = message.view(np.uint8)[:size].tolist()
-    place, last, found = -(-size // 8), 0, []
+    place, before, last, found = -(-size // 8), 0, 0, []
     for head in heads:
-        if head == 128:
+        if head == 192:
             length = np.dtype(dtype).itemsize * 8
             found += message[place : place + length].view(dtype).tolist()
             place += length
@@ -163,7 +163,7 @@ def slow_reader(message, count, factor, dtype):
         for bit in range(64):
             folded = sum((plane >> bit & 1) << level for level, plane in enumerate(planes))
             number = -(folded + 1) // 2 if folded % 2 else folded // 2
-            last = number + (last if head & 64 else 0)
+            before, last = last, number + [0, last, 2 * last - before][head // 64]
             found.append(dtype(last * factor))
     assert place == message.size
     return np.array(found[:count], dtype)
@@ -339,7 +339,7 @@ def set_first_byte(value):
     return damage
 
 
-@pytest.mark.parametrize("value", [0, 31, 32, 63, 64 + 32, 129, 192, 255])
+@pytest.mark.parametrize("value", [0, 31, 32, 63, 64 + 32, 128 + 31, 192, 193, 255])
 def test_damaged_message_to_an_owner_is_an_error_of_all(value):
     outcomes = damaged_run(set_first_byte(value), "alltoallv")
     assert [str(outcome) for outcome in outcomes] == [
@@ -359,8 +359,8 @@ def test_bytes_that_pass_the_check_are_read_within_bounds(count, itemsize, conte
     """Any bytes are refused, or read and added without touching what is not theirs."""
     size = -(-count // 64)
     heads = np.frombuffer(content[:size].ljust(size, b"\0"), np.uint8)
-    lengths = [8 * itemsize if head == 128 else head % 64 for head in heads.tolist()]
-    known = all(head == 128 or (head < 128 and head % 64 <= (31 if itemsize == 4 else 62)) for head in heads.tolist())
+    lengths = [8 * itemsize if head == 192 else head % 64 for head in heads.tolist()]
+    known = all(head == 192 or (head < 192 and head % 64 <= (31 if itemsize == 4 else 62)) for head in heads.tolist())
     words = np.zeros(-(-size // 8) + sum(lengths) + 2, np.uint64)
     words.view(np.uint8)[:size] = heads
     rest = np.frombuffer(content[size:][: 8 * sum(lengths)], np.uint8)
