@@ -1,5 +1,6 @@
 """What a cost model remembers, and predictions for compressors whose first steps differ from later ones."""
 
+import sys
 import time
 from itertools import pairwise
 
@@ -166,13 +167,12 @@ def test_compilation_order_shares_kernels_among_a_hosts_ranks(layout, number):
 
 def test_ranks_over_mpi_compile_in_their_orders_and_measure_in_one(monkeypatch):
     """The first run of each scheme is the one that compiles; none is measured before."""
+    module = sys.modules[measure_kernels.__module__]  # the package has a function of its name
     world, calls = LocalWorld(2), []
     others = [bind(compressor, "packed-allgather") for compressor in (mpicomp.OneBit(), mpicomp.QSGD())]
     schemes = [bind(mpicomp.TopK(), "allgather"), *others]
-    monkeypatch.setattr("mpicomp.cost.calibrate.run_kernels", lambda scheme, *_: calls.append(("run", scheme)))
-    monkeypatch.setattr(
-        "mpicomp.cost.calibrate.measure_kernel", lambda scheme, *_: calls.append(("measure", scheme)) or (1, 0, 0)
-    )
+    monkeypatch.setattr(module, "run_kernels", lambda scheme, *_: calls.append(("run", scheme)))
+    monkeypatch.setattr(module, "measure_kernel", lambda scheme, *_: calls.append(("measure", scheme)) or (1, 0, 0))
     models = [CostModel(Network(1)) for _ in world.transports]
     for end in world.transports:
         end.times_kernels, end.family = True, "mpi"
