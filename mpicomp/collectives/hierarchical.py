@@ -113,7 +113,8 @@ class Hierarchical(Scheme[Compressor]):
         if host.size == 1:
             assert across is not None
             result, damaged = yield from self._between_hosts(accumulated, context, across)
-            return _put_together(self._report(result, damaged, True), result.mean, result.sent, result.problem)
+            alone = _put_together(self._report(result, damaged, True), result.mean, result.sent, result.problem)
+            return replace(alone, leaves_residual=result.leaves_residual)
         return (yield from self._exchange(accumulated, context, host, across))
 
     def _exchange(

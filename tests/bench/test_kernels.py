@@ -109,14 +109,8 @@ class Event:
         pass
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """Return the folder of emulated kernels, which take longer to compile than to run."""
-    return tmp_path_factory.mktemp("emulated")
-
-
 @pytest.fixture(params=["emulated", "device"])
-def cupy(request, monkeypatch, built):
+def cupy(request, monkeypatch):
     """Install a stand-in for CuPy, with the calls of the benchmark; or the real one on a GPU."""
     if request.param == "device":
         cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
@@ -127,7 +121,6 @@ def cupy(request, monkeypatch, built):
         return cupy
     if shutil.which(emulator.COMPILER) is None or platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("the emulation needs g++ and x86-64")
-    monkeypatch.setattr(emulator, "folder", built)
     cupy = fake_cuda.install(monkeypatch, emulated=True)
     cupy.__version__ = "0"
     cupy.cuda.runtime = types.SimpleNamespace(
