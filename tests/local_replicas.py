@@ -102,6 +102,22 @@ class Replicas:
         self.exchange()
         return mean
 
+    def scaled_step(self, scalers, step, clips=False):
+        """Step as a script with a GradScaler on each rank does; the loss of rank 1 overflows in step 1."""
+        exchanges = []
+        for rank, ((model, optimizer), scaler) in enumerate(zip(self.pairs, scalers, strict=True)):
+            optimizer.zero_grad()
+            scaler.scale(self.loss(model, rank, step) * (torch.inf if (step, rank) == (1, 1) else 1)).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer._mpicomp_exchanges = False
+            scaler.step(optimizer)
+            optimizer._mpicomp_exchanges = True
+            scaler.update()
+            exchanges.append(optimizer._mpicomp_rounds())
+        self.world.run(exchanges)
+
     def train(self, loss, steps):
         """Return the mean loss of every step."""
         return [self.step(step, loss) for step in steps]

@@ -11,8 +11,8 @@ Let ``e`` be the bound of the mean, or that of the sum divided by the ranks. The
 5. So each rank adds less than ``e`` to the error of the sum, and the mean is within ``e``.
 
 A block with a larger number is sent as it is, and its sum over the ranks is exact until it is rounded. Then 5 holds up
-to ``2**23 e`` and ``2**50 e``; beyond, the numbers of the dtype lie so far apart that the last rounding can add one
-spacing of theirs to ``e``.
+to ``2**23 e`` and ``2**50 e``; beyond, the dtype has no closer numbers, and the last rounding can add one spacing of
+them to ``e``.
 """
 
 from itertools import accumulate, pairwise

@@ -66,9 +66,9 @@ def measure_kernel(
 
 
 def run_kernels(scheme: Scheme[Any], feedback: bool, device: Device = HOST) -> None:
-    """Run a scheme as `measure_kernel` does, so that its kernels are compiled."""
+    """Run the first steps of `measure_kernel`, so that kernels are compiled."""
     few = (_HOST_NUMELS if device is HOST else _DEVICE_NUMELS)[0]
-    _median_s(_bound(scheme, few), few, feedback, time.perf_counter, device)
+    _step_seconds(_bound(scheme, few), few, feedback, time.perf_counter, device, _WARMUP_STEPS)
 
 
 @functools.lru_cache(maxsize=len(_HOST_NUMELS + _DEVICE_NUMELS))
@@ -85,13 +85,20 @@ def _bound(scheme: Scheme[Any], numel: int) -> Scheme[Any]:
 
 
 def _median_s(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float], device: Device) -> float:
+    seconds = _step_seconds(scheme, numel, feedback, clock, device, _WARMUP_STEPS + _TIMED_STEPS)
+    return float(np.median(seconds[_WARMUP_STEPS:]))
+
+
+def _step_seconds(
+    scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float], device: Device, steps: int
+) -> list[float]:
     transport = LocalWorld(1).transports[0]
     gradient, residual = (device.to_device(array) for array in _arrays(numel))
     buffer = device.empty(numel + TRAILER, np.float32)
     memory: dict[str, Any] = {}
     workspace = Workspace(device)
     seconds = []
-    for step in range(_WARMUP_STEPS + _TIMED_STEPS):
+    for step in range(steps):
         context = Context(group=Group(0, 1), step=step, memory=memory, workspace=workspace)
         device.wait()  # a step begins after the end of the one before
         start = clock()
@@ -100,4 +107,4 @@ def _median_s(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[
         transport.run(run_on_device(device, scheme.exchange(accumulated, context)))
         device.wait()
         seconds.append(clock() - start)
-    return float(np.median(seconds[_WARMUP_STEPS:]))
+    return seconds

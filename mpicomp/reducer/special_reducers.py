@@ -19,6 +19,10 @@ from mpicomp.setting_checks import check_choice, check_range
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect, run_over
 
+_REALS = {"float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}
+_LEAST = {"float32": 1e-37, "float64": 1e-280}  # below, roundings of subnormal numbers would count
+_MOST = 1e290  # so that steps and their multiples are finite
+
 
 class TrainingReducer(Reducer):
     """A reducer of a training loop, which knows how its optimizer uses means.
@@ -168,7 +172,4 @@ def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArra
     raise ArrayTypeError(f"allreduce: out must be a writable NumPy array of {dtype} and shape {shape}, got {got}")
 
 
-_REALS = {"float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}
-_LEAST = {"float32": 1e-37, "float64": 1e-280}  # below, roundings of subnormal numbers would count
-_MOST = 1e290  # so that steps and their multiples are finite
 _world: Callable[[], Transport] = functools.cache(connect)  # which duplicates MPI.COMM_WORLD once, not at every call

@@ -91,20 +91,7 @@ def test_grad_scaler_of_each_rank():
     ranks, plain = Updates(2, compressor="dense", make=make), ByHand(2, make=make)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
     for number in range(3):
-        exchanges = []
-        for rank, ((model, optimizer), scaler) in enumerate(zip(ranks.pairs, scalers, strict=True)):
-            optimizer.zero_grad()
-            loss = loss_of(model, rank, number) * (torch.inf if (number, rank) == (1, 1) else 1)
-            scaler.scale(loss).backward()
-            if number == 2:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-            optimizer._mpicomp_exchanges = False
-            scaler.step(optimizer)
-            optimizer._mpicomp_exchanges = True
-            scaler.update()
-            exchanges.append(optimizer._mpicomp_rounds())
-        ranks.world.run(exchanges)
+        ranks.scaled_step(scalers, number, clips=number == 2)
         plain.step(number, left_out=[1] if number == 1 else [])
         plain.set_all((plain.shared + np.mean(plain.changes(), axis=0)).astype(np.float32).astype(np.float64))
     assert [scaler.get_scale() for scaler in scalers] == [2.0**10, 2.0**9]
