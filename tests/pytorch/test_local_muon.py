@@ -299,6 +299,16 @@ def test_scaled_16_bit_training():
     assert np.isfinite(ranks.values()).all()
 
 
+def test_compiled_models_train_as_plain_ones():
+    plain, compiled = ranks_of(2, sync_every=3), ranks_of(2, sync_every=3)
+    forward = {id(model): torch.compile(model, backend="aot_eager") for model in compiled.models}
+    compiled.loss = lambda model, rank, step: loss_of(forward[id(model)], rank, step)
+    plain.run(range(6))
+    compiled.run(range(6))
+    np.testing.assert_allclose(compiled.values(), plain.values(), rtol=0, atol=1e-3)  # products round to bfloat16
+    assert compiled.same()
+
+
 def test_unused_parameters_stay_as_they_are():
     ranks = ranks_of(2, Tied, lambda model, rank, _: model.contract(model.expand(torch.full((8,), rank + 1.0))).sum())
     before = copy.deepcopy(ranks.models[0].state_dict())
