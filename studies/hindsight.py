@@ -212,7 +212,7 @@ def parser() -> argparse.ArgumentParser:
         prog="studies/hindsight.py",
         description="Train with every fixed plan, and choose for each task and network the one that comes soonest to "
         "the quality of dense exchange. Then train it with other seeds, and auto with them in a lab of each network. "
-        "It needs root, and hours.",
+        "It needs a lab, and hours.",
     )
     parser.add_argument("--plans", metavar="P[,..]", help=f"fixed plans ({','.join(PLANS)})")
     parser.add_argument(

@@ -186,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
         description="Train with every policy until the quality of dense exchange is reached, and show for every task "
         "and network the seconds that takes, with bytes and qualities: mean and deviation over seeds. Policies that do "
         "not look at the network are trained on one host, the others in a lab for each network; there the steps of all "
-        "are timed in turn. It needs root. Without options it takes two hours, with --quick 45 minutes.",
+        "are timed in turn. It needs a lab. Without options it takes two hours, with --quick 45 minutes.",
     )
     parser.add_argument("--quick", action="store_true", help="one seed, two networks, 45 minutes")
     parser.add_argument(

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="studies/regret.py",
         description="Run `mpicomp bench collectives` with all plans and auto in one lab a network, and show for every "
-        "network, length and ratio how much longer auto takes than the best fixed plan. It needs root. The default "
+        "network, length and ratio how much longer auto takes than the best fixed plan. It needs a lab. The default "
         "grid takes up to 40 minutes.",
     )
     parser.add_argument("--hosts", type=int, default=4, metavar="N", help="of each lab (%(default)s)")

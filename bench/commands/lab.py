@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-HELP = "run a command on an emulated cluster of network namespaces (needs root)"
+HELP = "run a command on an emulated cluster of network namespaces, without root where the kernel allows it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         help="run COMMAND as ranks of an MPI job on emulated hosts",
         description="Run COMMAND as K ranks on each of N emulated hosts: shared memory inside a host, "
-        "shaped TCP between hosts. Needs root, the command ip and /dev/net/tun; removes all of it afterwards.",
+        "shaped TCP between hosts. Needs user namespaces, or root, and the command ip; removes all of it afterwards.",
         epilog="""\
 Links are the same in both directions; latency is one way, and between hosts with different links it is the
 mean of the two. The way through the emulation itself adds about 20 us. On two cores, 4 hosts at 1 Gbit/s come

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 _KINDS = ("net", "uts", "ipc", "pid", "mnt")
 
 
@@ -43,6 +44,8 @@ def main(table: str, arguments: list[str]) -> int:
     child = os.fork()
     if child == 0:
         libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+        # Without root the lab's capabilities are ambient; the job has those of its caller.
+        libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.execv("/bin/sh", ["/bin/sh", "-c", command])

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from mpicomp.bench.lab import namespaces
 from mpicomp.bench.lab.lab_settings import Link
 
+TUN = "/dev/net/tun"
 _PRIORITY = 20  # realtime priority of the process that carries packets
 _TUNSETIFF = 0x400454CA
 _TUNSETOFFLOAD = 0x400454D0
@@ -90,9 +91,18 @@ class Forwarder:
         switch.forward(*arguments)
 
 
+def can_open_tun() -> bool:
+    """Return whether this process may open TUN devices."""
+    try:
+        os.close(os.open(TUN, os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
 def _open_device(pid: int) -> int:
     namespaces.enter(pid, ("net",))
-    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    descriptor = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
     flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", b"eth0", flags))
     fcntl.ioctl(descriptor, _TUNSETOFFLOAD, _TUN_F_CSUM)

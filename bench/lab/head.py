@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpicomp.bench.lab import launch, namespaces, network
-from mpicomp.bench.lab.forwarder import Forwarder
+from mpicomp.bench.lab.forwarder import Forwarder, can_open_tun
 from mpicomp.bench.lab.lab_settings import Settings
 
 
@@ -58,8 +58,12 @@ def _furnish(name: str, sysctls: Mapping[str, str], hosts_file: str) -> None:
         namespaces.mount(hosts_file, "/etc/hosts", None, namespaces.MS_BIND)
     tight = namespaces.MS_NOSUID | namespaces.MS_NODEV | namespaces.MS_NOEXEC
     namespaces.mount("proc", "/proc", "proc", tight)
-    # UCX lists interfaces by /sys/class/net, which shows the network namespace that mounted it.
-    namespaces.mount("sysfs", "/sys", "sysfs", tight)
+    # UCX lists interfaces by /sys/class/net, which shows the network namespace that mounted it. Containers have it
+    # read-only, and then it can only be mounted so.
+    try:
+        namespaces.mount("sysfs", "/sys", "sysfs", tight)
+    except PermissionError:
+        namespaces.mount("sysfs", "/sys", "sysfs", tight | namespaces.MS_RDONLY)
     namespaces.mount("tmpfs", "/dev/shm", "tmpfs", namespaces.MS_NOSUID | namespaces.MS_NODEV, "mode=1777")
     # Libraries that recognize a shared machine by its boot id would try shared memory between hosts.
     with contextlib.suppress(OSError):
@@ -92,6 +96,7 @@ def _keep_house() -> None:
 _SCRATCH = "/dev/shm/mpicomp-lab"
 _GRACE_S = 2.0  # seconds that processes have to end before they are killed
 _PRIORITY = 10  # realtime priority of the head process, below that of the process that carries packets
+_STAND_BACK = 10  # niceness of ranks, where these processes may have no realtime priority
 
 
 class Head:
@@ -121,9 +126,13 @@ class Head:
         for index, name in enumerate(names):
             self.pids[index] = start_host(name, network.sysctls(window), hosts_file)
         packets = min(network.packets_under_way(settings.hosts, settings.all_links, mtu), network.most_packets(mtu))
-        self.forwarder = Forwarder(
-            self.pids, settings.links, mtu, packets, network.DATA_NETWORK, settings.loss, settings.seed
-        )
+        self.forwarder: Forwarder | network.KernelLinks
+        if can_open_tun():
+            self.forwarder = Forwarder(
+                self.pids, settings.links, mtu, packets, network.DATA_NETWORK, settings.loss, settings.seed
+            )
+        else:
+            self.forwarder = network.KernelLinks(self.pids, settings.links, mtu)
         network.make_control(self.pids)
         for index, pid in self.pids.items():
             network.configure_host(index, pid, mtu)
@@ -146,9 +155,10 @@ class Head:
 
     def run(self, life: int) -> tuple[int, float]:
         """Run the command; `life` brings signals to pass on, and its end means that the lab's caller is gone."""
-        line = launch.command_line(self.mpi, self.launcher, self.write_agent(), self.settings)
         environment = launch.environment(self.mpi, self.settings.hosts, self.settings.ppn, os.environ)
-        namespaces.run_realtime(_PRIORITY)
+        # An ordinary user's lab has no priority over its ranks, so these stand back.
+        nice = os.nice(0) if namespaces.run_realtime(_PRIORITY) else min(os.nice(0) + _STAND_BACK, 19)
+        line = launch.command_line(self.mpi, self.launcher, self.write_agent(), self.settings, nice)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         waker, woken = os.pipe()
         os.set_blocking(woken, False)

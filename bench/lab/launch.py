@@ -27,7 +27,7 @@ def find_mpi(launcher: Path) -> str:
     """Return whose launcher it is: mpich or openmpi."""
     try:
         done = subprocess.run(
-            [launcher, "--version"], capture_output=True, text=True, timeout=30, check=False, env=_as_root({})
+            [launcher, "--version"], capture_output=True, text=True, timeout=30, check=False, env=as_root()
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LabError(f"needs a working MPI launcher, and {launcher} --version failed: {error}") from None
@@ -46,8 +46,9 @@ def check_mpi(asked: str | None, launcher: Path) -> str:
     return found
 
 
-def _as_root(extra: Mapping[str, str]) -> dict[str, str]:
-    return {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **extra}
+def as_root() -> dict[str, str]:
+    """Return this environment, with leave for Open MPI to be run by root."""
+    return os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def environment(mpi: str, hosts: int, ppn: int, caller: Mapping[str, str]) -> dict[str, str]:
@@ -101,8 +102,8 @@ def environment(mpi: str, hosts: int, ppn: int, caller: Mapping[str, str]) -> di
     return result
 
 
-def command_line(mpi: str, launcher: Path, agent: str, settings: Settings) -> list[str]:
-    """Return the launcher's command line; `agent` stands in for ssh."""
+def command_line(mpi: str, launcher: Path, agent: str, settings: Settings, nice: int) -> list[str]:
+    """Return the launcher's command line; `agent` stands in for ssh, and ranks run at the niceness `nice`."""
     hosts = [control_address(index) for index in range(settings.hosts)]
     ranks = str(settings.hosts * settings.ppn)
     if mpi == "mpich":
@@ -117,7 +118,7 @@ def command_line(mpi: str, launcher: Path, agent: str, settings: Settings) -> li
             *("-H", ",".join(f"{host}:{settings.ppn}" for host in hosts), "-n", ranks),
             *("--map-by", f"ppr:{settings.ppn}:node:OVERSUBSCRIBE", "--bind-to", "none"),
         ]
-    return [*line, *_at_priority(os.nice(0)), *settings.command]
+    return [*line, *_at_priority(nice), *settings.command]
 
 
 def _at_priority(nice: int) -> list[str]:
@@ -126,6 +127,8 @@ def _at_priority(nice: int) -> list[str]:
     Launchers start a session for each rank, and where the kernel groups by session (sched_autogroup), niceness only
     counts inside one: without this, ``nice -n -15 mpicomp lab run`` changes nothing on a busy machine.
     """
+    more = nice - os.nice(0)
+    line = ["nice", "-n", str(more)] if more else []
     if nice == 0 or not os.path.exists("/proc/self/autogroup"):
-        return []
-    return ["/bin/sh", "-c", f'echo {nice} 2>&- >/proc/self/autogroup; exec "$@"', "sh"]
+        return line
+    return [*line, "/bin/sh", "-c", f'echo {nice} 2>&- >/proc/self/autogroup; exec "$@"', "sh"]

@@ -1,7 +1,7 @@
 """The addresses of a lab, and the settings of its two networks.
 
 Control is a bridge that only the launcher uses, without any limit. Data is what `mpicomp.bench.lab.forwarder`
-carries between the hosts' ``eth0``.
+carries between the hosts' ``eth0``, or, without TUN devices, a second bridge with the kernel's token buckets.
 """
 
 import subprocess
@@ -95,10 +95,10 @@ def sysctls(window: int) -> dict[str, str]:
     }
 
 
-def _ip(lines: Sequence[str], pid: int | None = None) -> None:
-    """Run lines of `ip`, in the network of the process `pid` or here."""
+def _run(program: str, lines: Sequence[str], pid: int | None = None) -> None:
+    """Run lines of `ip` or `tc`, in the network of the process `pid` or here."""
     done = subprocess.run(
-        ["ip", "-batch", "-"],
+        [program, "-batch", "-"],
         input="\n".join(lines) + "\n",
         text=True,
         capture_output=True,
@@ -106,28 +106,63 @@ def _ip(lines: Sequence[str], pid: int | None = None) -> None:
         check=False,
     )
     if done.returncode:
-        raise OSError(f"ip: {' '.join(done.stderr.split())}")
+        raise OSError(f"{program}: {' '.join(done.stderr.split())}")
 
 
 def make_control(pids: Mapping[int, int]) -> None:
     """Join the hosts, given as index and process id, by the control network."""
-    lines = [
-        "link set lo up",
-        "link add control type bridge forward_delay 0 mcast_snooping 0",
-        f"address add {HEAD_ADDRESS}/24 dev control",
-        "link set control up",
-    ]
+    _run("ip", ["link set lo up", *_bridge(pids, "control", "control"), f"address add {HEAD_ADDRESS}/24 dev control"])
+
+
+def _bridge(pids: Mapping[int, int], name: str, interface: str) -> list[str]:
+    """Return lines of `ip` for a bridge of that name, and an interface on each host that it joins."""
+    lines = [f"link add {name} type bridge forward_delay 0 mcast_snooping 0", f"link set {name} up"]
     for index, pid in pids.items():
         lines += [
-            f"link add control{index} type veth peer name control netns {pid}",
-            f"link set control{index} master control up",
+            f"link add {name}{index} type veth peer name {interface} netns {pid}",
+            f"link set {name}{index} master {name} up",
         ]
-    _ip(lines)
+    return lines
+
+
+def burst_bytes(mtu: int) -> int:
+    """Return what a token bucket lets pass at once: more than a packet, for the kernel's timer is late, not much more.
+
+    Examples
+    --------
+    >>> burst_bytes(12_500)
+    15625
+    """
+    return mtu + mtu // 4
+
+
+class KernelLinks:
+    """Links by the kernel's token buckets, which know rates alone: see `Forwarder`, whose place they take."""
+
+    pid = None
+
+    def __init__(self, pids: Mapping[int, int], links: Sequence[Link], mtu: int) -> None:
+        self._pids = pids
+        self._burst = burst_bytes(mtu)
+        sizes = [f"link set {name} mtu {mtu}" for name in ("data", *(f"data{index}" for index in pids))]
+        _run("ip", [*_bridge(pids, "data", "eth0"), *sizes])
+        self.set_links(links)
+
+    def set_links(self, links: Sequence[Link]) -> None:
+        """Change all links now."""
+        for index, pid in self._pids.items():
+            shape = f"root tbf rate {links[index].bandwidth}bit burst {self._burst} limit {_MOST_ROOM // 8}"
+            _run("tc", [f"qdisc replace dev data{index} {shape}"])
+            _run("tc", [f"qdisc replace dev eth0 {shape}"], pid)
+
+    def wait(self) -> None:
+        """Wait for nothing: the kernel is ready."""
 
 
 def configure_host(index: int, pid: int, mtu: int) -> None:
     """Set the addresses of a host's interfaces."""
-    _ip(
+    _run(
+        "ip",
         [
             "link set lo up",
             f"address add {control_address(index)}/24 dev control",

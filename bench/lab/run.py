@@ -7,12 +7,13 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from mpicomp.bench.lab import head, launch, namespaces, network
+from mpicomp.bench.lab.forwarder import TUN, can_open_tun
 from mpicomp.bench.lab.lab_settings import LabError, Settings, format_bandwidth
 
 # The sum over hosts of what leaves them.
@@ -20,19 +21,72 @@ MOST_BANDWIDTH = 10 * 10**9
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+# Settings of the kernel that keep user namespaces from a user, by the value that does, and what to set.
+_SYSCTLS = {
+    "user.max_user_namespaces": ("0", "15000"),
+    "kernel.unprivileged_userns_clone": ("0", "1"),
+    "kernel.apparmor_restrict_unprivileged_userns": ("1", "0"),
+}
+_IN_A_CONTAINER = (
+    "in a container, start that with --privileged, or with --security-opt for each of seccomp=unconfined, "
+    "apparmor=unconfined and systempaths=unconfined"
+)
+
+
 def check_requirements() -> None:
     """Raise LabError, saying what to do, when this machine cannot run the lab."""
     if sys.platform != "linux":
         raise LabError(f"needs Linux, whose network namespaces are the hosts, and this is {sys.platform}")
-    if os.geteuid() != 0:
-        raise LabError("needs root to make network namespaces, and this is another user; run it with sudo")
     if shutil.which("ip") is None:
         raise LabError("needs the command ip (package iproute2 on Debian and Ubuntu), and it is not in PATH")
     missing = [kind for kind in ("net", "pid", "mnt", "uts", "ipc") if not os.path.exists(f"/proc/self/ns/{kind}")]
     if missing:
         raise LabError(f"needs a kernel with namespaces, and this one lacks {', '.join(missing)}")
-    if not os.path.exists("/dev/net/tun"):
-        raise LabError("needs /dev/net/tun for its links, and it is not there; load it with: modprobe tun")
+    if not namespaces.is_privileged():
+        _check_user_namespaces()
+
+
+def _check_user_namespaces() -> None:
+    """Raise LabError where the kernel refuses this user namespaces to make networks in."""
+
+    def attempt() -> int:
+        try:
+            namespaces.enter_user_namespace()
+            namespaces.unshare(namespaces.ALL)
+        except OSError as error:
+            return error.errno or 1
+        return 0
+
+    _, status = os.waitpid(_fork(attempt), 0)
+    code = os.waitstatus_to_exitcode(status)
+    if not code:
+        return
+    needs = "needs user namespaces, or root, to make networks, and "
+    for name, (refusing, leave) in _SYSCTLS.items():
+        with contextlib.suppress(OSError):
+            if Path("/proc/sys", *name.split(".")).read_text().strip() == refusing:
+                raise LabError(
+                    f"{needs}the kernel refuses them by {name}={refusing}; type: sudo sysctl {name}={leave}, or run it "
+                    "with sudo"
+                )
+    raise LabError(f"{needs}this user may not make them ({os.strerror(code)}); run it with sudo; {_IN_A_CONTAINER}")
+
+
+def _check_kernel_links(settings: Settings) -> None:
+    """Without TUN devices, warn how exact the kernel's links are; raise LabError for what they cannot do."""
+    if can_open_tun():
+        return
+    leave = f"{TUN}, which this user cannot open; type: sudo modprobe tun && sudo chmod 666 {TUN}"
+    if shutil.which("tc") is None:
+        raise LabError("needs the command tc (package iproute2 on Debian and Ubuntu), and it is not in PATH")
+    if settings.loss or any(link.latency_ns or not link.bandwidth for link in settings.all_links):
+        raise LabError(f"needs for latency, loss and links that are down {leave}")
+    burst = network.burst_bytes(network.choose_mtu(settings.all_links))
+    print(
+        f"lab: warning: links are the kernel's token buckets, each of which lets {burst:,} bytes pass at once after a "
+        f"pause; better ones need {leave}",
+        file=sys.stderr,
+    )
 
 
 def warn_of_limits(settings: Settings) -> None:
@@ -62,6 +116,7 @@ def run_lab(settings: Settings) -> int:
     Must be called from the main thread, for the sake of signals.
     """
     check_requirements()
+    _check_kernel_links(settings)
     warn_of_limits(settings)
     launcher = launch.find_launcher()
     mpi = launch.check_mpi(settings.mpi, launcher)
@@ -98,6 +153,8 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, A
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         try:
+            if not namespaces.is_privileged():
+                namespaces.enter_user_namespace()
             namespaces.unshare(namespaces.ALL)
         except OSError as error:
             os.write(report_writer, json.dumps({"error": str(error)}).encode())
@@ -113,10 +170,7 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, A
         namespaces.die_with_parent()
         return head.main(settings, mpi, launcher, life_reader, report_writer)
 
-    with warnings.catch_warnings():
-        # Python 3.12 warns of threads, which numpy has started; the child uses none.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        supervisor = namespaces.fork(supervise)
+    supervisor = _fork(supervise)
     os.close(life_reader)
     os.close(report_writer)
     with _passing_on(life_writer) as received:
@@ -130,12 +184,19 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, A
     if "error" in report:
         raise LabError(
             f"needs a kernel with namespaces, veth, bridge and tun, and leave to use them: {report['error']}; "
-            "in a container, run it privileged"
+            f"{_IN_A_CONTAINER}"
         )
     if received:
         return 128 + received[0], report
     code = os.waitstatus_to_exitcode(status)
     return (code if code >= 0 else 128 - code), report
+
+
+def _fork(child: Callable[[], int]) -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, which numpy has started; the child uses none.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return namespaces.fork(child)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import os
 import subprocess
 
 import pytest
-from lab.labs import PROGRAMS, lab_command, reason_without_lab
+from lab.labs import PROGRAMS, lab_command, reason_without_lab, reason_without_user_namespaces
 
 
 @pytest.fixture(scope="session")
@@ -15,9 +15,9 @@ def lab():
     if reason is not None:
         pytest.skip(reason)
 
-    def run(*options, command, timeout=50, environment=None, cwd=None):
+    def run(*options, command, timeout=50, environment=None, cwd=None, prefix=()):
         return subprocess.run(
-            [*lab_command(*options), "--", *command],
+            [*prefix, *lab_command(*options), "--", *command],
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -28,6 +28,13 @@ def lab():
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def user_namespaces():
+    reason = reason_without_user_namespaces()
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,11 @@
 """What the tests of the lab share."""
 
-import os
-import shutil
+import subprocess
 import sys
 from pathlib import Path
+
+from mpicomp.bench.lab import launch, run
+from mpicomp.bench.lab.lab_settings import LabError
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
 
@@ -15,15 +17,23 @@ def lab_command(*options):
     return [sys.executable, "-c", MAIN, "lab", "run", *options]
 
 
+USER = 54321  # no real one, for folders in /tmp are named after it
+# The user of the tests becomes another one, who owns the same files and has no capabilities.
+AS_A_USER = ["unshare", "--user", f"--map-user={USER}", f"--map-group={USER}"]
+AS_ROOT_WITHOUT_TUN = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs none /dev/net && exec "$@"', "sh"]
+_FORBID = "echo 0 >/proc/sys/user/max_user_namespaces"
+FORBIDDEN = ["unshare", "-Ur", "sh", "-c", f'{_FORBID}; exec setpriv --bounding-set=-all --inh-caps=-all "$@"', "sh"]
+
+
 def reason_without_lab():
-    if sys.platform != "linux":
-        return "a lab needs Linux"
-    if os.geteuid() != 0:
-        return "a lab needs root"
-    if shutil.which("ip") is None:
-        return "a lab needs the command ip"
-    if not os.path.exists("/dev/net/tun"):
-        return "a lab needs /dev/net/tun"
-    if not (Path(sys.executable).parent / "mpiexec").exists():
-        return "a lab needs mpiexec next to Python"
+    try:
+        run.check_requirements()
+        launch.find_launcher()
+    except LabError as error:
+        return f"a lab {error}"
     return None
+
+
+def reason_without_user_namespaces():
+    done = subprocess.run(["unshare", "-Ur", "true"], capture_output=True, text=True, check=False)
+    return f"the kernel refuses user namespaces: {done.stderr.strip()}" if done.returncode else None

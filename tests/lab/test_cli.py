@@ -1,18 +1,23 @@
-"""Messages of the command, none of which needs root or starts anything."""
+"""Messages of the command, none of which needs a lab or starts anything."""
 
 import os
 import subprocess
 
 import pytest
-from lab.labs import MAIN, lab_command
+from lab.labs import FORBIDDEN, MAIN, lab_command
 
 
-def call(*options, prelude=None, environment=None):
+def call(*options, prelude=None, environment=None, prefix=()):
     command = lab_command(*options)
     if prelude is not None:
-        command[2] = f"{prelude}; {MAIN}"
+        command[2] = f"{prelude}\n{MAIN}"
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=50, check=False, env={**os.environ, **(environment or {})}
+        [*prefix, *command],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={**os.environ, **(environment or {})},
     )
 
 
@@ -38,13 +43,8 @@ def test_bad_value_is_one_line_and_status_2(options, message):
 @pytest.mark.parametrize(
     ("prelude", "path", "message"),
     [
-        (
-            "import os; os.geteuid = lambda: 1000",
-            None,
-            "needs root to make network namespaces",
-        ),
         ("import sys, mpicomp.bench.lab.run; sys.platform = 'darwin'", None, "needs Linux"),
-        ("import os; os.geteuid = lambda: 0", "/nowhere", "needs the command ip"),
+        ("", "/nowhere", "needs the command ip"),
     ],
 )
 def test_machine_without_a_lab_is_refused(prelude, path, message):
@@ -52,6 +52,15 @@ def test_machine_without_a_lab_is_refused(prelude, path, message):
     assert done.returncode == 2
     assert done.stderr.startswith(f"lab: {message}")
     assert done.stderr.count("\n") == 1
+
+
+def test_forbidden_user_namespaces_are_refused_by_name(user_namespaces):
+    done = call("--hosts", "2", "--", "true", prefix=FORBIDDEN)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "lab: needs user namespaces, or root, to make networks, and the kernel refuses them by "
+        "user.max_user_namespaces=0; type: sudo sysctl user.max_user_namespaces=15000, or run it with sudo\n"
+    )
 
 
 def test_help_needs_nothing():

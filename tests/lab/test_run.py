@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 import pytest
-from lab.labs import PROGRAMS, lab_command
+from lab.labs import AS_A_USER, AS_ROOT_WITHOUT_TUN, PROGRAMS, USER, lab_command
 from marks import slow
 from mpicomp.bench.lab import launch
 
@@ -25,6 +25,25 @@ def test_hosts_ranks_and_surroundings(program, tmp_path):
     rows = program("--hosts", "3", name="hosts", cwd=tmp_path, environment={"LAB_TEST": "a b"})
     assert [row[0] for row in rows] == [row[1] for row in rows] == ["host0", "host1", "host2"]
     assert {(row[2], row[3], row[4], row[5]) for row in rows} == {(1, str(tmp_path), "a b", sys.executable)}
+
+
+def test_ordinary_user_has_a_lab_and_stays_who_it_is(lab, user_namespaces):
+    command = ["sh", "-c", "echo $(id -u) $(hostname) $(grep CapEff /proc/self/status)"]
+    done = lab("--hosts", "2", command=command, prefix=AS_A_USER)
+    assert sorted(done.stdout.splitlines()) == [f"{USER} host{index} CapEff: {0:016x}" for index in (0, 1)], done.stderr
+
+
+@pytest.mark.parametrize("prefix", [AS_A_USER, AS_ROOT_WITHOUT_TUN], ids=["tun", "kernel"])
+def test_links_of_an_ordinary_user_have_their_rate(program, user_namespaces, prefix):
+    one_way = 65536 * 8 / 50e6
+    options = ("--hosts", "2", "--bandwidth", "50mbit")
+    best_rounds(program, options, (65536, 40, 0), 2 * 0.7 * one_way, 2 * 1.5 * one_way, prefix=prefix)
+
+
+def test_latency_without_tun_devices_is_refused(lab, user_namespaces):
+    done = lab("--hosts", "2", "--latency", "1ms", command=["true"], prefix=AS_ROOT_WITHOUT_TUN)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lab: needs for latency, loss and links that are down /dev/net/tun")
 
 
 @pytest.mark.slow
@@ -54,13 +73,13 @@ def test_counters_agree_with_payload(program, tmp_path):
     assert 0 < report["wall_s"] < 60
 
 
-def best_rounds(program, options, arguments, least, most):
+def best_rounds(program, options, arguments, least, most, **more):
     """Check that no round trip takes less than `least` seconds, and that the best take at most `most`.
 
     A busy machine makes rounds slow, never fast. One that is busy all the time gets two more tries.
     """
     for _ in range(3):
-        seconds = sorted(program(*options, name="pingpong", arguments=arguments))
+        seconds = sorted(program(*options, name="pingpong", arguments=arguments, **more))
         assert seconds[0] >= least
         if seconds[2] <= most:
             break

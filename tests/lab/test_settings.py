@@ -133,18 +133,19 @@ SETTINGS = make_settings(2, 2, "1gbit", "0us", ["program", "an argument"])
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_command_line_ends_with_the_command(mpi, monkeypatch):
     monkeypatch.setattr(os, "nice", lambda increment: 0)
-    line = launch.command_line(mpi, Path("/bin/mpiexec"), "/agent", SETTINGS)
+    line = launch.command_line(mpi, Path("/bin/mpiexec"), "/agent", SETTINGS, 0)
     assert line[0] == "/bin/mpiexec"
     assert line[-2:] == ["program", "an argument"]
     assert "4" in line
     assert "/agent" in line
 
 
-def test_niceness_keeps_the_command_as_it_is(monkeypatch):
+@pytest.mark.parametrize("nice", [3, 13])
+def test_niceness_keeps_the_command_as_it_is(nice, monkeypatch):
     monkeypatch.setattr(os, "nice", lambda increment: 3)
     monkeypatch.setattr(os.path, "exists", lambda path: True)
-    line = launch.command_line("mpich", Path("/bin/mpiexec"), "/agent", SETTINGS)
-    wrapped = [*line[line.index("/bin/sh") : -2], "printf", "%s|", "a  b", "c"]
+    line = launch.command_line("mpich", Path("/bin/mpiexec"), "/agent", SETTINGS, nice)
+    wrapped = [*line[line.index("4") + 1 : -2], "printf", "%s|", "a  b", "c"]
     done = subprocess.run(wrapped, capture_output=True, text=True, check=True)
     assert done.stdout == "a  b|c|"
 
