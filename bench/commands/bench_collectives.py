@@ -35,6 +35,19 @@ _COLUMNS = {
     "decode_s": ".3g",
     "choosing_s": ".2g",
 }
+_BOUND_COLUMNS = {
+    "field": "",
+    "relative": "g",
+    "numel": "d",
+    "median_s": ".4g",
+    "ring_s": ".4g",
+    "allreduce_s": ".4g",
+    "samples": "d",
+    "over_ring": ".2f",
+    "over_allreduce": ".2f",
+    "wire_less": ".1f",
+    "largest": ".3f",
+}
 _AUTO_COLUMNS = {
     "compressor": "",
     "ratio": "g",
@@ -63,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compressor", metavar="A[,..]", help="names from `mpicomp list`, or configurations as JSON (topk)"
     )
     parser.add_argument("--ratio", default="0.01", metavar="R[,..]", help="kept fractions (%(default)s)")
+    parser.add_argument(
+        "--error",
+        metavar="E[,..]",
+        help="time mpicomp.allreduce(array, error=) instead, with a bound of so many times the range of a smooth "
+        "field, a turbulent one, noise and gradients, in turn with a dense ring and the library's Allreduce",
+    )
     parser.add_argument(
         "--collective",
         metavar="X[,..]",
@@ -107,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.known is not None and arguments.calibrate is not None:
         raise ConfigurationError(f"{_COMMAND}: --calibrate measures what --from reads; give one of them")
     check_writable(_COMMAND, arguments.json, arguments.csv, arguments.calibrate)
+    errors = _errors(arguments)
 
     from mpicomp.bench import devices
 
@@ -121,6 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
     first = transport.group.rank == 0
     measures = any((arguments.numel, arguments.compressor, arguments.collective, arguments.json, arguments.csv))
     try:
+        if errors:
+            return _measure_bounds(arguments, numels, errors, transport)
         device = run_collectively(lambda: devices.device_on(_COMMAND, gpu), transport, _COMMAND) if on_gpu else HOST
         model = _model(arguments, transport)
         if arguments.calibrate is not None and not measures:
@@ -135,6 +157,48 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         transport.close()
     return printer.end(found)
+
+
+def _errors(arguments: argparse.Namespace) -> list[float]:
+    """Return the bounds that were named, over the range of a field."""
+    from mpicomp.cli.options import read_list
+    from mpicomp.errors import ConfigurationError
+
+    if arguments.error is None:
+        return []
+    if arguments.compressor or arguments.collective or arguments.known or arguments.calibrate:
+        raise ConfigurationError(f"{_COMMAND}: --error has a code and a collective of its own; leave out the others")
+    if arguments.device == "gpu":
+        raise ConfigurationError(f"{_COMMAND}: --error takes arrays of the host; leave out --device gpu")
+    try:
+        errors = [float(word) for word in read_list(arguments.error)]
+    except ValueError:
+        errors = []
+    if not errors or not all(0 < error < 1 for error in errors):
+        raise ConfigurationError(
+            f"{_COMMAND}: --error must be numbers above 0 and below 1, separated by commas, got {arguments.error!r}"
+        )
+    return errors
+
+
+def _measure_bounds(
+    arguments: argparse.Namespace, numels: Sequence[int], errors: Sequence[float], transport: "Transport"
+) -> int:
+    """Time sums within bounds, print their table on rank 0, and return 1 where a bound did not hold."""
+    from mpicomp.bench.bounded_sums import Settings, measure
+    from mpicomp.bench.measure import results
+
+    printer = _Printer(arguments, transport, "cpu")
+    found = measure(Settings(numels, errors, arguments.limit), transport, printer.say)
+    printer.write(found)
+    if printer.first:
+        print()
+        results.show(found, _BOUND_COLUMNS)
+        for row in found:
+            if not row["correct"]:
+                off = f"off by {row['largest']:.3g} bounds, or bits differ"
+                print(f"\nWRONG: {row['field']} with {row['numel']} elements: {off}")
+    return 0 if all(row["correct"] for row in found) else 1
 
 
 def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool]:

@@ -3,11 +3,13 @@
 import csv
 import importlib.util
 import json
+import sys
 
 import pytest
 from marks import slow
 
 from mpicomp.cli import main
+from mpicomp.reducer import special_reducers
 from mpicomp.system import gpus
 
 KERNELS = ["bench", "kernels", "--numel", "3000", "--ratio", "0.1", "--repeats", "2"]
@@ -186,6 +188,39 @@ def test_collectives_are_timed_and_printed_once(mpiexec, tmp_path, ranks):
     assert json.loads(lines[-1]["config"]) == written[-1]["config"]
 
 
+def test_bounds_are_timed_beside_dense_sums(mpiexec, tmp_path):
+    path = tmp_path / "out.json"
+    words = ["bench", "collectives", "--error", "1e-2,1e-4", "--numel", "3001", "--limit", "0.01", "--json", path]
+    done = mpiexec(2, "-m", "mpicomp", *words, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["field"], row["relative"]) for row in rows] == [
+        (field, error) for field in ("smooth", "turbulence", "noise", "gradient") for error in (1e-2, 1e-4)
+    ]
+    assert all(row["correct"] and 0.5 < row["largest"] <= 1 for row in rows)
+    for coarse, fine in zip(rows[::2], rows[1::2], strict=True):
+        assert coarse["error"] == pytest.approx(100 * fine["error"])
+        assert coarse["wire_less"] > fine["wire_less"] > 1
+        assert coarse["over_ring"] == pytest.approx(coarse["ring_s"] / coarse["median_s"])
+
+
+def test_broken_bound_ends_with_status_1(capsys, monkeypatch):
+    def off(array, compressor, error, op, out, group):
+        out[:] = array + 1.01 * error
+        yield from ()
+
+    monkeypatch.setattr(special_reducers, "bounded_rounds", off)
+    monkeypatch.delitem(sys.modules, "mpicomp.bench.bounded_sums", raising=False)
+    assert main(["bench", "collectives", "--error", "0.01", "--numel", "100", "--limit", "0.01"]) == 1
+    assert capsys.readouterr().out.count("WRONG") == 4
+
+
+@pytest.mark.parametrize("words", [["--error", "0"], ["--error", "x"], ["--error", "0.1", "--compressor", "topk"]])
+def test_bound_that_means_nothing_is_refused(words, capsys):
+    assert main(["bench", "collectives", *words]) == 2
+    assert "--error" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_wrong_mean_ends_with_status_1(mpiexec):
     code = """if True:
@@ -200,6 +235,7 @@ def test_wrong_mean_ends_with_status_1(mpiexec):
 
         Allgather.exchange = wrong
         from mpicomp.cli import main
+from mpicomp.reducer import special_reducers
         sys.exit(main(sys.argv[1:]))"""
     done = mpiexec(2, "-c", code, *COLLECTIVES, "--collective", "allgather", timeout=60)
     assert done.returncode == 1, done.stderr
@@ -261,6 +297,7 @@ def test_ranks_beyond_the_data_are_reported_once(mpiexec):
         from mpicomp.bench.tasks.digits import Digits
         Digits.batch_size = 1000
         from mpicomp.cli import main
+from mpicomp.reducer import special_reducers
         sys.exit(main(sys.argv[1:]))"""
     done = mpiexec(2, "-c", code, *TRAINING, timeout=60)
     assert done.returncode == 2
