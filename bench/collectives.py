@@ -1,7 +1,6 @@
 """Timing of plans at full size among real ranks, and of the plans that ``collective="auto"`` chooses."""
 
 import contextlib
-import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from mpicomp.bench.measure.exchanges import Plan, Residuals, Runner, in_turn
 from mpicomp.bench.measure.feedback import Gradients
+from mpicomp.bench.measure.interleaved import without_garbage
 from mpicomp.bench.measure.intervals import LEAST, is_narrow, ratio_interval
 from mpicomp.bench.measure.timed_plan import TimedPlan, differing_settings, rows_of
 
@@ -167,7 +167,7 @@ class _Bench:
         self._compile(timing.plan)
         timing.runner = runner = self._runner(timing.plan, gradients, self._copy())
         limit = self.settings.limit_s
-        with _without_garbage():
+        with without_garbage():
             runner.step(check=True)
             if runner.slowest()[0] > _PATIENCE * limit:
                 timing.stopped = "once"
@@ -223,7 +223,7 @@ class _Bench:
             plans.append(best_dense.plan)
         rivals = [self._runner(plan, gradients, None) for plan in plans]
         runners = [auto, *rivals]
-        with _without_garbage():
+        with without_garbage():
             for rival in rivals:
                 rival.step()
                 self._warm_up(rival)
@@ -307,15 +307,3 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-@contextlib.contextmanager
-def _without_garbage() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -17,10 +17,7 @@ from mpicomp.bench.tasks import Task
 from mpicomp.bench.training_rows import (
     BACKWARD,
     COMPRESS,
-    DDP_BF16,
-    DDP_FP16,
-    DDP_POWERSGD,
-    DDP_POWERSGD_1BUCKET,
+    DDP,
     DECODE,
     FIELDS,
     FORWARD,
@@ -46,8 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.rounds import dense_ring_bytes
-from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
-from mpicomp.torch.replica_checks import COMPARE_EVERY
+from mpicomp.torch import broadcast_parameters
 from mpicomp.transport import Transport
 
 
@@ -122,29 +118,25 @@ class _Mpicomp(NoExchange):
     def __init__(self, exchange: Exchange, job: Job) -> None:
         super().__init__(exchange, job)
         broadcast_parameters(self.model, comm=job.transport)
-        words: dict[str, Any] = {
-            "named_parameters": self.model.named_parameters(),
-            "compressor": exchange.compressor,
-            "collective": exchange.collective,
-            "comm": job.transport,
-            "seed": job.seed,
-            "warmup": 0,  # what is named is what is timed
-        }
+        updates, words = None, dict[str, Any]()
         if exchange.updates:
-            words |= {name: value for name, value in self._preset.items() if name != "inner"}
-            self.optimizer = UpdateOptimizer(self.optimizer, **words | {"sync_every": self._every})
+            updates = self._preset | {"sync_every": self._every}
         else:
-            settings, replay = job.settings, None
-            if exchange.trace is not None:
-                replay = Replay(exchange.trace, settings.steps * settings.blocks, settings.warm_up)
-            self.optimizer = DistributedOptimizer(
-                self.optimizer,
-                policy=replay,
-                overlap=False if exchange.in_line else None,
-                bucket_bytes=None if replay is None else replay.bucket_bytes,
-                compare_every=COMPARE_EVERY if replay is None else 0,  # a replay sends what was recorded, no more
-                **words,
-            )
+            words["overlap"] = False if exchange.in_line else None
+        if exchange.trace is not None:
+            settings = job.settings
+            replay = Replay(exchange.trace, settings.steps * settings.blocks, settings.warm_up)
+            # A replay sends what was recorded, no more.
+            words |= {"policy": replay, "bucket_bytes": replay.bucket_bytes, "compare_every": 0}
+        self.exchange_by(
+            job.transport,
+            updates,
+            compressor=exchange.compressor,
+            collective=exchange.collective,
+            seed=job.seed,
+            warmup=0,  # what is named is what is timed
+            **words,
+        )
         self._plans: Counter[str] = Counter()
 
     @property
@@ -171,6 +163,9 @@ class _Mpicomp(NoExchange):
         return float(record.wire_bytes)
 
 
+_SIXTEEN_BITS = {"ddp-fp16": fp16_compress_hook, "ddp-bf16": bf16_compress_hook}
+
+
 class _PyTorch(NoExchange):
     """Trains with DistributedDataParallel over torch.distributed's default group."""
 
@@ -180,15 +175,15 @@ class _PyTorch(NoExchange):
 
     def __init__(self, exchange: Exchange, job: Job) -> None:
         super().__init__(exchange, job)
-        megabytes = self.numel // 250_000 + 1 if exchange.name == DDP_POWERSGD_1BUCKET else None
+        megabytes = self.numel // 250_000 + 1 if exchange.name.endswith("1bucket") else None
         self.network = DistributedDataParallel(self.model, bucket_cap_mb=megabytes)
         self._wire_fraction = 1.0  # of a dense ring
         self._powersgd: PowerSGDState | None = None
-        if exchange.name in (DDP_FP16, DDP_BF16):
-            hook = fp16_compress_hook if exchange.name == DDP_FP16 else bf16_compress_hook
+        hook = _SIXTEEN_BITS.get(exchange.name)
+        if hook is not None:
             run_collectively(lambda: self._register(hook), job.transport, exchange.name)
             self._wire_fraction = 0.5
-        elif exchange.name in (DDP_POWERSGD, DDP_POWERSGD_1BUCKET):
+        elif exchange.name.startswith("ddp-powersgd"):
             # It cannot begin earlier.
             self._powersgd = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             self.network.register_comm_hook(self._powersgd, powerSGD_hook)
@@ -265,6 +260,7 @@ class _TorchftDiLoCo(NoExchange):
 
 
 _TORCHFT = {TORCHFT_DDP: _TorchftDDP, TORCHFT_DILOCO: _TorchftDiLoCo}
+_OTHERS = {NONE: NoExchange, PLAIN_TOPK: _PlainTopK, PLAIN_TOPK_MPI: _PlainTopK} | dict.fromkeys(DDP, _PyTorch)
 
 
 @contextmanager
@@ -278,27 +274,15 @@ def trainers(exchanges: Sequence[Exchange], job: Job) -> Iterator[list[NoExchang
             if exchange.name in _TORCHFT:
                 manager = stack.enter_context(replica_group(job.transport, exchange.name))
                 made.append(_TORCHFT[exchange.name](exchange, job, manager))
-            elif exchange.name in (PLAIN_TOPK, PLAIN_TOPK_MPI):
-                made.append(_PlainTopK(exchange, job))
-            elif exchange.ours:
-                made.append(_Mpicomp(exchange, job))
             else:
-                made.append((NoExchange if exchange.name == NONE else _PyTorch)(exchange, job))
+                made.append(_OTHERS.get(exchange.name, _Mpicomp)(exchange, job))
         yield made
         while made:  # none is left when the process group goes
             made.pop().close()
 
 
-def train_all(
-    exchanges: Sequence[Exchange],
-    task: Task,
-    settings: Settings,
-    seed: int,
-    transport: Transport,
-    say: Callable[[str], None],
-    device: torch.device = CPU,
-) -> tuple[list[Trained], int, int]:
-    """Train a task with every exchange, each with a new model and optimizer. Collective."""
-    torch.set_num_threads(threads_of_rank(transport.cores))
-    with trainers(exchanges, Job(task, settings, seed, transport, device)) as made:
-        return train_in_turn(made, settings, transport, say), made[0].numel, torch.get_num_threads()
+def train_all(exchanges: Sequence[Exchange], job: Job, say: Callable[[str], None]) -> tuple[list[Trained], int, int]:
+    """Train with every exchange, each with a new model and optimizer. Collective."""
+    torch.set_num_threads(threads_of_rank(job.transport.cores))
+    with trainers(exchanges, job) as made:
+        return train_in_turn(made, job.settings, job.transport, say), made[0].numel, torch.get_num_threads()

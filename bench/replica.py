@@ -1,18 +1,22 @@
-"""A replica of a task's model on one rank: its timed steps, and its parameters as other ranks see them."""
+"""A replica of a task's model on one rank: its exchange, its timed steps, and whether other ranks have the same."""
 
 import hashlib
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from mpicomp.bench.measure.timings import gather
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater, inner_optimizer
 
 from mpicomp.rounds import Group
+from mpicomp.torch import DistributedOptimizer, UpdateOptimizer
+from mpicomp.transport import Transport
 
 CPU = torch.device("cpu")
 
@@ -52,7 +56,18 @@ class Replica:
         self.optimizer: Any = inner_optimizer(task, self.model, inner)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] *= lr_scale
+        self._steps = steps
         self.updater = Updater(task, self.optimizer, steps)
+
+    def exchange_by(self, transport: Transport, updates: Mapping[str, Any] | None, **settings: Any) -> None:
+        """Have steps exchange gradients or, with its settings, updates. Collective."""
+        settings |= {"named_parameters": self.model.named_parameters(), "comm": transport}
+        if updates is None:
+            self.optimizer = DistributedOptimizer(self.optimizer, **settings)
+        else:
+            of_updates = {name: value for name, value in updates.items() if name != "inner"}
+            self.optimizer = UpdateOptimizer(self.optimizer, **settings, **of_updates)
+        self.updater = Updater(self.task, self.optimizer, self._steps)
 
     @property
     def numel(self) -> int:
@@ -87,12 +102,13 @@ class Replica:
         self.finish()
         return StepTimes(value, start, forward, backward, compared, synchronized, time.perf_counter())
 
-    def digest(self) -> bytes:
-        """Return eight bytes that differ where parameters do."""
+    def differing_ranks(self, transport: Transport) -> list[int]:
+        """Return the ranks whose parameters have other bits than rank 0's. Collective."""
         digest = hashlib.blake2b(digest_size=8)
         for parameter in self.parameters:
             digest.update(parameter.detach().cpu().contiguous().numpy().data)
-        return digest.digest()
+        digests = gather(np.frombuffer(digest.digest(), np.uint8).astype(np.float64), transport)
+        return [rank for rank, other in enumerate(digests) if (other != digests[0]).any()]
 
     def finish(self) -> None:
         """Wait for the work of a GPU, so that seconds are those of the work in them."""

@@ -18,22 +18,10 @@ if TYPE_CHECKING:  # trainers load torch
     from mpicomp.bench.exchange_replicas import NoExchange
 
 NONE, AUTO = "none", "auto"
-DDP, DDP_FP16, DDP_BF16 = "ddp", "ddp-fp16", "ddp-bf16"
-DDP_POWERSGD, DDP_POWERSGD_1BUCKET = "ddp-powersgd", "ddp-powersgd-1bucket"
 TORCHFT_DDP, TORCHFT_DILOCO = "torchft-ddp", "torchft-diloco"
 PLAIN_TOPK, PLAIN_TOPK_MPI = "plain-topk", "plain-topk-mpi"
-OTHERS = (
-    NONE,
-    DDP,
-    DDP_FP16,
-    DDP_BF16,
-    DDP_POWERSGD,
-    DDP_POWERSGD_1BUCKET,
-    TORCHFT_DDP,
-    TORCHFT_DILOCO,
-    PLAIN_TOPK,
-    PLAIN_TOPK_MPI,
-)
+DDP = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-powersgd-1bucket")
+OTHERS = (NONE, *DDP, TORCHFT_DDP, TORCHFT_DILOCO, PLAIN_TOPK, PLAIN_TOPK_MPI)
 """Exchanges that are not mpicomp's."""
 INLINE = "-inline"
 """Suffix of the name of an exchange that waits for backward to end."""
@@ -197,8 +185,7 @@ def train_in_turn(
     trained = []
     for trainer in trainers:
         name = trainer.exchange.name
-        digests = gather(np.frombuffer(trainer.digest(), np.uint8).astype(np.float64), transport)
-        equal = bool((digests == digests[0]).all())
+        equal = not trainer.differing_ranks(transport)
         quality = trainer.evaluate() if equal and transport.group.rank == 0 else None
         link = gather(np.array([link_bytes[name] / (settings.steps * settings.blocks)]), transport).mean()
         link_or_none = float(link) if _is_in_lab() else None

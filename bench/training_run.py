@@ -28,7 +28,7 @@ from mpicomp.policies.warmup import read_warmup
 from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
 from mpicomp.rounds import dense_ring_bytes
-from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
+from mpicomp.torch import broadcast_parameters
 from mpicomp.torch.update_optimizer import AUTO
 from mpicomp.transport import Transport
 
@@ -156,8 +156,20 @@ def train(
     transport.log.clear()
     broadcast_parameters(model, comm=transport)
     once_bytes = round(sum(entry.wire_bytes for entry in transport.log))
-    replica.optimizer = optimizer = _wrapped(replica.optimizer, model, settings, transport)
-    replica.updater = updater = Updater(task, optimizer, settings.steps)
+    # Phases are to add up to the step, so nothing overlaps.
+    of_gradients = {"overlap": False, "bucket_bytes": settings.bucket_bytes} if settings.updates is None else {}
+    replica.exchange_by(
+        transport,
+        settings.updates,
+        compressor=settings.compressor,
+        collective=settings.collective,
+        policy=settings.policy,
+        seed=settings.seed,
+        warmup=settings.warmup,
+        on_failure=settings.on_failure,
+        **of_gradients,
+    )
+    optimizer, updater = replica.optimizer, replica.updater
     driver = _trial_driver(optimizer, model, settings)
     saves, first = settings.checkpoints, 0
     if saves is not None:
@@ -224,7 +236,12 @@ def train(
         if not ends:  # the only exchange
             choices.add(optimizer.reducer.last_step)
             ends.append(made)
-    _check_replicas(replica, transport)
+    different = replica.differing_ranks(transport)
+    if different:
+        raise MpicompError(
+            f"train: all ranks must end with the same parameters; those of ranks {different} are not rank 0's. "
+            "Please report it with the output of mpicomp doctor"
+        )
     skipped = min(5, made // 4)  # the first steps compile, agree and grow buffers
     means = timings.everyones(transport, ends)
     everyones = means.repeat(np.diff(ends, prepend=0), axis=1)
@@ -302,25 +319,6 @@ def train(
     )
 
 
-def _wrapped(optimizer: Any, model: torch.nn.Module, settings: Settings, transport: Transport) -> Any:
-    """Wrap the task's optimizer in the exchange of the settings. Collective."""
-    words: dict[str, Any] = {
-        "named_parameters": model.named_parameters(),
-        "compressor": settings.compressor,
-        "collective": settings.collective,
-        "policy": settings.policy,
-        "comm": transport,
-        "seed": settings.seed,
-        "warmup": settings.warmup,
-        "on_failure": settings.on_failure,
-    }
-    if settings.updates is not None:
-        words |= {name: value for name, value in settings.updates.items() if name != "inner"}
-        return UpdateOptimizer(optimizer, **words)
-    # Phases are to add up to the step, so nothing overlaps.
-    return DistributedOptimizer(optimizer, **words, overlap=False, bucket_bytes=settings.bucket_bytes)
-
-
 def _trial_driver(optimizer: Any, model: torch.nn.Module, settings: Settings) -> Any:
     """Return the driver of a policy that undoes steps, such as flexible as published; None for others."""
     drive_trials = getattr(optimizer.reducer.policy, "drive_trials", None)
@@ -396,14 +394,3 @@ def _gradients(model: torch.nn.Module) -> dict[str, NDArray[np.floating]]:
         name: (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).cpu().numpy()
         for name, parameter in _trained_parameters(model)
     }
-
-
-def _check_replicas(replica: Replica, transport: Transport) -> None:
-    """Compare all ranks' parameters, bit for bit. Collective."""
-    digests = gather(np.frombuffer(replica.digest(), np.uint8).astype(np.float64), transport)
-    different = [rank for rank, digest in enumerate(digests) if (digest != digests[0]).any()]
-    if different:
-        raise MpicompError(
-            f"train: all ranks must end with the same parameters; those of ranks {different} are not rank 0's. "
-            "Please report it with the output of mpicomp doctor"
-        )

@@ -10,7 +10,7 @@ from typing import Any
 
 import lab_jobs
 from lab_jobs import Network
-from mpicomp.bench.training_rows import DDP, DDP_BF16, DDP_POWERSGD, OTHERS
+from mpicomp.bench.training_rows import OTHERS
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
@@ -20,7 +20,7 @@ from mpicomp.system import launcher
 
 _STUDY = "peers"
 _OURS = ("dense", "auto", "topk:allgather", "topk:allgather-inline", "qsgd", "updates:topk")
-_END_THE_JOB = (DDP_BF16, DDP_POWERSGD)  # over gloo: docs/results.md says how
+_END_THE_JOB = ("ddp-bf16", "ddp-powersgd")  # over gloo: docs/results.md says how
 _BLOCKS = 8
 
 
@@ -121,7 +121,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
     Of DDP's step is that over the step of ``ddp``, and throughput that of ``none`` which is left.
     """
-    ddp = next((row["median_s"] for row in rows if row["exchange"] == DDP and row["problem"] is None), None)
+    ddp = next((row["median_s"] for row in rows if row["exchange"] == "ddp" and row["problem"] is None), None)
     ran = [row for row in rows if row["problem"] is None]
     quality = ran[0]["quality_name"] if ran else "quality"
     lines = [

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_device, add_task, load_task
+from mpicomp.cli.options import add_device, add_task, start_training
 
 if TYPE_CHECKING:
     from mpicomp.bench.training_rows import Exchange
@@ -105,26 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
     check_writable(_COMMAND, arguments.json)
 
+    transport, task, device = start_training(_COMMAND, arguments)
     from mpicomp.bench import devices
-
-    gpu = devices.find() if arguments.device == "gpu" else None  # before MPI starts, as it calls another program
-    # MPI starts before torch is loaded: Slurm's pmi2 cuts the longer messages that MPICH sends it afterwards.
-    from mpicomp.transport.mpi import MPITransport
-
-    transport = MPITransport()
-    group, hosts = transport.group, transport.hosts()
-    task = load_task(_COMMAND, arguments, group=group)
-    from mpicomp.bench.exchange_replicas import train_all
+    from mpicomp.bench.exchange_replicas import Job, train_all
     from mpicomp.bench.measure import results
-    from mpicomp.bench.replica import CPU
     from mpicomp.bench.training_rows import Settings, rows_of
 
-    from mpicomp.reducer.agreement import run_collectively
-
-    device, name = CPU, "cpu"
-    if gpu is not None:
-        device = run_collectively(lambda: devices.torch_device(_COMMAND, gpu), transport, _COMMAND)
-        name = devices.torch_name(device)
+    group, hosts = transport.group, transport.hosts()
+    name = "cpu" if arguments.device == "cpu" else devices.torch_name(device)
     job = results.job_environment(group.size, hosts, group.sharing)
 
     def say(text: str) -> None:
@@ -134,10 +122,11 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"mpicomp {_COMMAND}: {task.name} on {group.size} ranks and {hosts} hosts, {job['mpi']} {job['mpi_version']}")
     if job["oversubscribed"]:
         say("more ranks than cores: what the processor does, forward and backward, takes longer than on a cluster")
-    if device != CPU:
+    if name != "cpu":
         say(f"models are in the memory of GPUs; rank 0 has one {name}")
     settings = Settings(steps, blocks, warm_up, every)
-    trained, numel, threads = train_all(exchanges, task, settings, arguments.seed, transport, say, device)
+    training = Job(task, settings, arguments.seed, transport, device)
+    trained, numel, threads = train_all(exchanges, training, say)
     transport.close()
     wrong = [training.exchange.name for training in trained if training.is_wrong]
     if group.rank != 0:

@@ -8,7 +8,7 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicomp.cli.options import add_device, add_plugin, add_task, load_task, write_json, writes_files
+from mpicomp.cli.options import add_device, add_plugin, add_task, load_task, start_training, write_json, writes_files
 
 if TYPE_CHECKING:
     from mpicomp.bench.outcome import Outcome
@@ -159,22 +159,13 @@ def run(arguments: argparse.Namespace) -> int:
             check_folder("train", arguments.checkpoints)
         if arguments.report is not None:
             check_drawing("train")
-    from mpicomp.bench import devices
-
-    gpu = devices.find() if arguments.device == "gpu" else None  # before MPI starts, as it calls another program
-    # MPI starts before torch is loaded: Slurm's pmi2 cuts the longer messages that MPICH sends it afterwards.
-    from mpicomp.transport.mpi import MPITransport
-
-    transport = MPITransport()
-    task = load_task("train", arguments, arguments.data)
+    transport, task, device = start_training("train", arguments, arguments.data)
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
-    from mpicomp.bench.replica import CPU
     from mpicomp.bench.training_run import Checkpoints, Settings, Stopped, train
 
     from mpicomp.reducer.agreement import agree, run_collectively
 
-    device = CPU if gpu is None else run_collectively(lambda: devices.torch_device("train", gpu), transport, "train")
     group = transport.group
     first = group.rank == 0
     if arguments.correlation and group.size == 1:
@@ -237,7 +228,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.against_dense and not isinstance(outcome, Stopped):
             if first:
                 print("the same with dense exchange:", flush=True)
-            task = load_task("train", arguments, arguments.data)
+            task = load_task("train", arguments, arguments.data, group)
             settings_of_dense = _dense(settings)
             with MetricsWriter(dense_lines) as metrics:
                 ended = train(task, settings_of_dense, transport, Progress(first), metrics, device)

@@ -1,9 +1,10 @@
 """Kernels timed in turns, each call after a copy of the array, with rows in multiples of a copy."""
 
+import contextlib
 import gc
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict
 
@@ -76,6 +77,19 @@ class Kernel(ABC):
         } | (empty | self.facts())
 
 
+@contextlib.contextmanager
+def without_garbage() -> Iterator[None]:
+    """Collect garbage before the block, and not in it."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def clock(kernel: Kernel) -> float:
     """Return the seconds of a call."""
     start = time.perf_counter()
@@ -95,19 +109,13 @@ def take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int, clock: Cal
     times = [repeats if timed(kernel) < _SLOW * unit else min(repeats, max(3, repeats // 4)) for kernel in kernels]
     for kernel in kernels:
         kernel.reset()
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
+    with without_garbage():
         for turn in range(repeats):
             for kernel, calls in zip(kernels, times, strict=True):
                 if turn * calls // repeats != (turn + 1) * calls // repeats:
                     kernel.prepare()
                     copy.seconds.append(timed(copy))
                     kernel.seconds.append(clock(kernel))
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def rows_of(kernels: Sequence[Kernel], copy: Kernel, numel: int) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mpicomp.bench.tasks import Task
     from mpicomp.compressors import Compressor
     from mpicomp.rounds import Group
+    from mpicomp.transport import Transport
 
 
 def add_plugin(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +34,29 @@ def add_task(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_task(
-    command: str, arguments: argparse.Namespace, data: str | None = None, group: "Group | None" = None
-) -> "Task":
+def start_training(
+    command: str, arguments: argparse.Namespace, data: str | None = None
+) -> tuple["Transport", "Task", Any]:
+    """Start MPI; return the transport, the task of `add_task`'s options, and torch's device of `add_device`'s."""
+    from mpicomp.bench import devices
+
+    gpu = devices.find() if arguments.device == "gpu" else None  # before MPI starts, as it calls another program
+    # MPI starts before torch is loaded: Slurm's pmi2 cuts the longer messages that MPICH sends it afterwards.
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport()
+    task = load_task(command, arguments, data, transport.group)
+    from mpicomp.bench.replica import CPU
+    from mpicomp.reducer.agreement import run_collectively
+
+    device = CPU if gpu is None else run_collectively(lambda: devices.torch_device(command, gpu), transport, command)
+    return transport, task, device
+
+
+def load_task(command: str, arguments: argparse.Namespace, data: str | None, group: "Group") -> "Task":
     """Return the task of `add_task`'s options, after MPI has started: it loads torch.
 
-    With a group, its first batch is drawn, which raises if there are fewer samples than ranks need.
+    Its first batch is drawn, which raises if there are fewer samples than ranks need.
     """
     from mpicomp.errors import ConfigurationError
 
@@ -46,8 +64,7 @@ def load_task(
         from mpicomp.bench.tasks import get_task
 
         task = get_task(arguments.task, arguments.seed, data, arguments.shards)
-        if group is not None:
-            task.batch(0, group.rank, group.size)
+        task.batch(0, group.rank, group.size)
     except ImportError as error:
         raise ConfigurationError(
             f"{command}: {error}; install what it needs with pip install 'mpicomp[torch,bench]'"

@@ -68,8 +68,8 @@ class Scripted:
     def ran(self):
         return "dense ring"
 
-    def digest(self):
-        return b"12345678"
+    def differing_ranks(self, transport):
+        return []
 
     def evaluate(self):
         return float(self.done)
@@ -185,7 +185,7 @@ def exchanges():
 
 def train_digits(transport):
     task = get_task("digits", 1)
-    trained, numel, threads = train_all(exchanges(), task, Settings(2, 2, 3), 1, transport, silent)
+    trained, numel, threads = train_all(exchanges(), Job(task, Settings(2, 2, 3), 1, transport), silent)
     assert threads == torch.get_num_threads()
     return {training.exchange.name: training for training in trained}, numel
 
@@ -249,7 +249,7 @@ def test_torchft_diloco_ends_where_update_optimizer_does(comm):
         updater.update()
     for parameter, other in zip(model.parameters(), theirs.parameters, strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-3, atol=1e-5)
-    assert len(set(comm.allgather(theirs.digest()))) == 1
+    assert theirs.differing_ranks(transport) == []
     ours.close()
     transport.close()
 
@@ -304,7 +304,7 @@ def test_replay_runs_recorded_plans_in_the_steps_that_count(comm, tmp_path):
     with open(path) as file:
         recorded = [sum(bucket["wire_bytes"] for bucket in json.loads(line)["buckets"]) for line in file]
     exchange = Exchange(f"replay:{path}", trace=path)
-    [training], _, _ = train_all([exchange], task, Settings(2, 3, 2), 1, transport, silent)
+    [training], _, _ = train_all([exchange], Job(task, Settings(2, 3, 2), 1, transport), silent)
     transport.close()
     assert not training.overlaps
     assert training.equal
@@ -365,7 +365,7 @@ def test_torchft_ddp_ends_where_ddp_does(comm):
 
     transport = MPITransport(comm)
     names = [Exchange("ddp"), Exchange("torchft-ddp")]
-    trained, _, _ = train_all(names, get_task("digits", 1), Settings(2, 2, 3), 1, transport, silent)
+    trained, _, _ = train_all(names, Job(get_task("digits", 1), Settings(2, 2, 3), 1, transport), silent)
     transport.close()
     assert all(training.equal for training in trained)
     if comm.rank == 0:
@@ -373,10 +373,9 @@ def test_torchft_ddp_ends_where_ddp_does(comm):
 
 
 def test_hook_that_pytorch_refuses_is_a_configuration_error():
+    transport = LocalWorld(1).transports[0]
     with pytest.raises(ConfigurationError, match="ddp-bf16: PyTorch refuses this hook over gloo: "):
-        train_all(
-            [Exchange("ddp-bf16")], get_task("digits", 1), Settings(2, 2, 3), 1, LocalWorld(1).transports[0], silent
-        )
+        train_all([Exchange("ddp-bf16")], Job(get_task("digits", 1), Settings(2, 2, 3), 1, transport), silent)
     torch.distributed.destroy_process_group()  # an error waits for nobody, and leaves it
 
 

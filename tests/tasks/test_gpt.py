@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from mpicomp.bench import training_run
-from mpicomp.bench.exchange_replicas import train_all
+from mpicomp.bench.exchange_replicas import Job, train_all
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.tasks.gpt import GPT, TextGPT, TextGPT10M
@@ -155,8 +155,8 @@ def test_rate_of_the_command_follows_its_steps(tiny, tmp_path):
 @pytest.mark.usefixtures("threads")
 def test_exchanges_have_the_same_rates(tiny):
     exchanges = [Exchange("none"), Exchange("dense", mpicomp.Dense())]
-    given = tiny, Settings(steps=2, blocks=3, warm_up=4), 0, LocalWorld(1).transports[0]
-    trained, _, _ = train_all(exchanges, *given, lambda _: None)
+    job = Job(tiny, Settings(steps=2, blocks=3, warm_up=4), 0, LocalWorld(1).transports[0])
+    trained, _, _ = train_all(exchanges, job, lambda _: None)
     model = tiny.model()
     optimizer = tiny.optimizer(model)
     train(tiny, model, optimizer, Updater(tiny, optimizer, 10).update, range(10))
