@@ -215,10 +215,7 @@ def parser() -> argparse.ArgumentParser:
         "It needs a lab, and hours.",
     )
     parser.add_argument("--plans", metavar="P[,..]", help=f"fixed plans ({','.join(PLANS)})")
-    parser.add_argument(
-        "--networks", default=",".join(NETWORKS), metavar="B/L[,..]", help="of each lab's links (%(default)s)"
-    )
-    parser.add_argument("--hosts", type=int, default=4, metavar="N", help="of each lab (%(default)s)")
+    lab_jobs.add_lab(parser, ",".join(NETWORKS))
     parser.add_argument("--choose", default=_CHOOSE, metavar="K[,..]", help="seeds that choose (%(default)s)")
     comparison.add_arguments(parser, _MINUTES)
     parser.set_defaults(tasks=_TASKS)

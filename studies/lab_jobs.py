@@ -1,5 +1,6 @@
 """Commands as processes, on this host or in labs: jobs whose files are complete are not run again."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -55,6 +56,13 @@ class Network:
 
     def __str__(self) -> str:
         return f"{self.bandwidth}/{self.latency}"
+
+
+def add_lab(parser: argparse.ArgumentParser, networks: str | None, shown: str = "%(default)s") -> None:
+    """Declare the hosts and the networks of labs, with default networks, and what the help shows as these."""
+    parser.add_argument("--hosts", type=int, default=4, metavar="N", help="of each lab (%(default)s)")
+    links = f"bandwidth and latency of each lab's links ({shown})"
+    parser.add_argument("--networks", default=networks, metavar="B/L[,..]", help=links)
 
 
 def read_networks(study: str, text: str) -> list[Network]:

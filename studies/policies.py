@@ -194,12 +194,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="P[,..]",
         help="dense, which is run in any case, static, schedule, gravac, accordion, lgreco, flexible, auto (all)",
     )
-    parser.add_argument(
-        "--networks",
-        metavar="B/L[,..]",
-        help="bandwidth and latency of each lab's links (50mbit/1ms,200mbit/1ms,1gbit/0us,2.5gbit/0us)",
-    )
-    parser.add_argument("--hosts", type=int, default=4, metavar="N", help="of each lab (%(default)s)")
+    lab_jobs.add_lab(parser, None, ",".join(NETWORKS))
     comparison.add_arguments(parser, _MINUTES)
     return parser
 

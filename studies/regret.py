@@ -43,13 +43,7 @@ def parser() -> argparse.ArgumentParser:
         "network, length and ratio how much longer auto takes than the best fixed plan. It needs a lab. The default "
         "grid takes up to 40 minutes.",
     )
-    parser.add_argument("--hosts", type=int, default=4, metavar="N", help="of each lab (%(default)s)")
-    parser.add_argument(
-        "--networks",
-        default=_NETWORKS,
-        metavar="B/L[,..]",
-        help="bandwidth and latency of each lab's links (%(default)s)",
-    )
+    lab_jobs.add_lab(parser, _NETWORKS)
     parser.add_argument("--numel", default="262144,4194304,25600000", metavar="N[,..]", help="elements (%(default)s)")
     parser.add_argument("--ratio", default="0.001,0.01", metavar="R[,..]", help="kept fractions (%(default)s)")
     parser.add_argument("--compressor", default="topk", metavar="A[,..]", help="see bench collectives (%(default)s)")

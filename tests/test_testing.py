@@ -122,6 +122,13 @@ def fails_on_nan(selection, accumulated, context):
 calls: list[int] = []
 
 
+def check_is_found(broken, law, message):
+    """Run one of the checks of an object, which has to find what is wrong with it."""
+    [check] = [check for check in checks(broken) if check.__name__ == law]
+    with pytest.raises((AssertionError, TypeError, mpicomp.MpicompError), match=message):
+        check()
+
+
 @pytest.mark.parametrize(
     ("change", "law", "message"),
     [
@@ -140,9 +147,7 @@ calls: list[int] = []
 @pytest.mark.usefixtures("registry")
 def test_wrong_compressors_are_found(change, law, message):
     calls.clear()
-    [check] = [check for check in checks(broken(change)) if check.__name__ == law]
-    with pytest.raises((AssertionError, TypeError, mpicomp.MpicompError), match=message):
-        check()
+    check_is_found(broken(change), law, message)
 
 
 @pytest.mark.usefixtures("registry")
@@ -207,9 +212,7 @@ def test_biased_compressors_are_found():
             return super().pack(array * array.dtype.type(0.99), message, sent, key)
 
     for compressor in (Nearest(), Shrinking()):
-        [check] = [check for check in checks(compressor) if check.__name__ == "unbiased"]
-        with pytest.raises(AssertionError, match=r"off by [\d.]+ standard errors"):
-            check()
+        check_is_found(compressor, "unbiased", r"off by [\d.]+ standard errors")
 
 
 @pytest.mark.usefixtures("registry")
@@ -223,9 +226,7 @@ def test_rounding_that_does_not_contract_is_found():
         bucket: int = 128
         norm: str = "l2"
 
-    [check] = [check for check in checks(Coarse()) if check.__name__ == "feedback_contracts"]
-    with pytest.raises(AssertionError, match="more is kept back than there was"):
-        check()
+    check_is_found(Coarse(), "feedback_contracts", "more is kept back than there was")
 
 
 @pytest.mark.usefixtures("registry")
@@ -310,9 +311,7 @@ def stale_is_taken_for_bad(result, context):
 )
 @pytest.mark.usefixtures("registry")
 def test_wrong_collectives_are_found(change, law, message):
-    [check] = [check for check in checks(with_other_results(change)) if check.__name__ == law]
-    with pytest.raises(AssertionError, match=message):
-        check()
+    check_is_found(with_other_results(change), law, message)
 
 
 @pytest.mark.usefixtures("registry")
@@ -334,9 +333,7 @@ def test_rounds_that_differ_from_the_exchange_are_found():
             return rounds if step == 0 else 2 * rounds
 
     for cls, message in ((Shorter, "sent .* rounds say"), (Longer, "rounds were")):
-        [check] = [check for check in checks(cls) if check.__name__ == "bytes_are_those_of_rounds"]
-        with pytest.raises(AssertionError, match=message):
-            check()
+        check_is_found(cls, "bytes_are_those_of_rounds", message)
 
 
 @pytest.mark.usefixtures("registry")
@@ -346,9 +343,7 @@ def test_collective_that_carries_nothing_is_found():
         id: ClassVar[str] = "test-idle"
         messages: ClassVar[str] = "letters"
 
-    [check] = [check for check in checks(Idle) if check.__name__ == "registered"]
-    with pytest.raises(AssertionError, match="no built-in compressor has 'letters' messages"):
-        check()
+    check_is_found(Idle, "registered", "no built-in compressor has 'letters' messages")
 
 
 @dataclass(eq=False)
@@ -415,14 +410,10 @@ def turns(registry):
 def test_wrong_policies_are_found(turns, wrong, law, message):
     for check in checks(turns()):
         check()
-    [check] = [check for check in checks(turns(wrong=wrong)) if check.__name__ == law]
-    with pytest.raises(AssertionError, match=message):
-        check()
+    check_is_found(turns(wrong=wrong), law, message)
 
 
 def test_policy_that_forgets_its_settings_is_found(turns, monkeypatch):
     monkeypatch.setattr(turns, "get_config", lambda self: {"id": self.id})
     monkeypatch.setattr(turns, "from_config", classmethod(lambda cls, settings: Static()))
-    [check] = [check for check in checks(turns()) if check.__name__ == "configuration"]
-    with pytest.raises(AssertionError, match="does not give an equal policy"):
-        check()
+    check_is_found(turns(), "configuration", "does not give an equal policy")

@@ -41,12 +41,22 @@ def suggested_compressors(named: Compressor | None) -> tuple[list[Compressor], l
 
 
 def check_adaptable(policy: str, compressor: Compressor) -> None:
-    """Raise if the gain of a compressor at other ratios is not known."""
+    """Raise if the gain of a compressor at other ratios is not known, or if its layers have ratios of their own."""
+    check_has_ratio(policy, compressor, f"needs the gain at other ratios, which {compressor.id} cannot give")
+    check_no_layers(policy, compressor)
+
+
+def check_has_ratio(policy: str, compressor: Compressor, problem: str) -> None:
+    """Raise the problem if a compressor does not select elements by a ratio."""
     if not compressor.selects_by_ratio:
         raise ConfigurationError(
-            f"{policy}: needs the gain at other ratios, which {compressor.id} cannot give; use a compressor that "
-            "selects elements by a ratio, such as topk, sidco or randomk, or policy='static'"
+            f"{policy}: {problem}; use a compressor that selects elements by a ratio, such as topk, sidco or randomk, "
+            "or policy='static'"
         )
+
+
+def check_no_layers(policy: str, compressor: Compressor) -> None:
+    """Raise if layers of a compressor have ratios of their own."""
     if getattr(compressor, "layers", None):
         raise ConfigurationError(
             f"{policy}: chooses ratios by itself, so {compressor.id} cannot have ratios of its own for layers; "

@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 
 from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel
-from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, UserSettings
-from mpicomp.policies.ratio_levels import at_ratio, ladder
+from mpicomp.policies.ratio_levels import at_ratio, check_has_ratio, ladder
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
 from mpicomp.setting_checks import check_choice, check_least, check_range, check_ratio
@@ -83,11 +82,7 @@ class Schedule(Adaptive):
         check_range(self.id, "slope", self.slope, 1, _MAX_SLOPE)
 
     def check_compressor(self) -> None:
-        if not self.compressor.selects_by_ratio:
-            raise ConfigurationError(
-                f"{self.id}: changes the ratio, which {self.compressor.id} does not have; use a compressor that "
-                "selects elements by a ratio, such as topk, sidco or randomk, or policy='static'"
-            )
+        check_has_ratio(self.id, self.compressor, f"changes the ratio, which {self.compressor.id} does not have")
 
     def configure(self, settings: UserSettings) -> None:
         super().configure(settings)

@@ -24,7 +24,7 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
-from mpicomp.policies.ratio_levels import at_ratio, check_ratios, ladder
+from mpicomp.policies.ratio_levels import at_ratio, check_has_ratio, check_no_layers, check_ratios, ladder
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
@@ -94,16 +94,8 @@ class Accordion(Adaptive):
             raise ConfigurationError(f"{self.id}: threshold must be above 0, got {self.threshold!r}")
 
     def check_compressor(self) -> None:
-        if not self.compressor.selects_by_ratio:
-            raise ConfigurationError(
-                f"{self.id}: chooses between two ratios, and {self.compressor.id} has none; use a compressor that "
-                "selects elements by a ratio, such as topk, sidco or randomk, or policy='static'"
-            )
-        if getattr(self.compressor, "layers", None):
-            raise ConfigurationError(
-                f"{self.id}: chooses ratios of layers by itself, so {self.compressor.id} cannot have its own; "
-                "leave layers out, or use policy='static'"
-            )
+        check_has_ratio(self.id, self.compressor, f"chooses between two ratios, and {self.compressor.id} has none")
+        check_no_layers(self.id, self.compressor)
 
     def configure(self, settings: UserSettings) -> None:
         super().configure(settings)

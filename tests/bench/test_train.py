@@ -221,15 +221,24 @@ def test_warmup_runs_dense_steps_first(mpiexec, tmp_path, arguments, warmup, den
     assert f"warmup {warmup}" in done.stdout if warmup else "warmup" not in done.stdout
 
 
-def test_inner_sgd_steps_by_plain_gradients_at_the_scaled_rate(one_thread):
+def plain_descent(model):
+    return torch.optim.SGD(model.parameters(), lr=20 * 8e-3)
+
+
+def local_muon(model):
+    return LocalMuon(model, 0.01, adamw_lr=1.5e-3, comm=LocalWorld(1).transports[0])
+
+
+@pytest.mark.parametrize(("inner", "lr_scale", "make"), [("sgd", 20.0, plain_descent), ("muon", 0.5, local_muon)])
+def test_inner_optimizer_steps_at_the_scaled_rate(one_thread, inner, lr_scale, make):
     task = get_task("digits", 0)
-    updates = {"sync_every": 1, "inner": "sgd"}
-    settings = Settings(Dense(), "auto", get_policy("static"), 5, 0, probes=False, updates=updates, lr_scale=20.0)
+    updates = {"sync_every": 1, "inner": inner}
+    settings = Settings(Dense(), "auto", get_policy("static"), 5, 0, probes=False, updates=updates, lr_scale=lr_scale)
     with MetricsWriter(None) as metrics:
         outcome = train_replica(task, settings, LocalWorld(1).transports[0], Progress(False), metrics)
     model = task.model()
     before = task.evaluate(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=20 * 8e-3)
+    optimizer = make(model)
     for step in range(5):
         optimizer.zero_grad()
         task.loss(model, task.batch(step, 0, 1)).backward()
@@ -246,21 +255,6 @@ def test_muon_is_local_muon(mpiexec, tmp_path):
     assert (result["warmup"], result["compressor"]) == (0, "onebit")
     assert [line["step"] for line in lines if line["buckets"]] == [9, 19]
     assert 320 > result["dense_wire_bytes"] / result["wire_bytes"] > 250  # magnitudes and headers count
-
-
-def test_inner_muon_steps_by_local_muon_at_scaled_rates(one_thread):
-    task = get_task("digits", 0)
-    updates = {"sync_every": 1, "inner": "muon"}
-    settings = Settings(Dense(), "auto", get_policy("static"), 5, 0, probes=False, updates=updates, lr_scale=0.5)
-    with MetricsWriter(None) as metrics:
-        outcome = train_replica(task, settings, LocalWorld(1).transports[0], Progress(False), metrics)
-    model = task.model()
-    optimizer = LocalMuon(model, 0.01, adamw_lr=1.5e-3, comm=LocalWorld(1).transports[0])
-    for step in range(5):
-        optimizer.zero_grad()
-        task.loss(model, task.batch(step, 0, 1)).backward()
-        optimizer.step()
-    assert outcome.quality == pytest.approx(task.evaluate(model), abs=0.002)
 
 
 def test_demo_sets_compressor_and_updates(mpiexec, tmp_path):

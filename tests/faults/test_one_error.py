@@ -10,7 +10,6 @@ from mpicomp.errors import (
     ConfigurationError,
     DisagreementError,
     IncompatiblePairError,
-    MpicompError,
     NonFiniteError,
     UnknownNameError,
 )
@@ -203,18 +202,6 @@ def test_numbers_of_numpy_are_settings(comm):
     assert reducer.state_dict()["settings"] == same.state_dict()["settings"]
     reducer.close()
     same.close()
-
-
-@pytest.mark.mpi(max_size=3)
-def test_reducer_is_usable_after_an_error(comm):
-    reducer = mpicomp.Reducer({"id": "topk", "ratio": 0.1}, comm=comm)
-    for wrong in ({"w": "text"}, {"w": np.ones(7)}, {"other": np.ones(100, np.float32)}, {}):
-        still_works(comm, reducer)
-        arrays = wrong if comm.rank == comm.size - 1 else {"w": np.ones(100, np.float32)}
-        if comm.size > 1:
-            the_same_on_all(comm, MpicompError, partial(reducer.reduce, arrays))
-    still_works(comm, reducer)
-    reducer.close()
 
 
 def test_policies_of_the_package_are_all_tried():

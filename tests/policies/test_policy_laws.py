@@ -8,6 +8,7 @@ from worlds import CheckedRanks, Ranks
 import mpicomp
 from mpicomp.collectives import fitting
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.testing import checks
 from mpicomp.transport import LocalWorld
 
 SETTINGS = {
@@ -71,7 +72,7 @@ NO_GAIN, LAYERED = "needs the gain at other ratios, which {} cannot", mpicomp.To
 COMPRESSORS = {
     "accordion": [
         *((name, f"chooses between two ratios, and {name} has none") for name in ("dense", "powersgd")),
-        (LAYERED, "chooses ratios of layers by itself, so topk cannot have its own"),
+        (LAYERED, "chooses ratios by itself, so topk cannot have ratios of its own .*policy='static'"),
     ],
     "auto": [(name, NO_GAIN.format(name)) for name in ("onebit", "powersgd")],
     "flexible": [
@@ -180,6 +181,14 @@ POLICIES = {
 }
 CONCENTRATION = [4.0] * 8 + [0.2] * 4 + [3.0] * 8  # of the energy, by step
 SIZES = {"a": 600, "b": 300}
+
+
+@pytest.mark.parametrize(
+    ("policy", "place"),
+    [(name, place) for name in mpicomp.list_policies() for place in range(len(checks(mpicomp.get_policy(name))))],
+)
+def test_policy_keeps_the_laws_of_its_kind(policy, place):
+    checks(mpicomp.get_policy({"id": policy} | POLICIES.get(policy, {})))[place]()
 
 
 @pytest.mark.parametrize("collective", [name for name in fitting(mpicomp.TopK()) if "hierarchical" not in name])

@@ -1,7 +1,5 @@
 """The ratio as a function of the step, against the rules as they are published."""
 
-import json
-
 import numpy as np
 import pytest
 from worlds import Ranks
@@ -94,19 +92,3 @@ def test_layers_with_a_ratio_of_their_own_keep_it():
         ranks.reduce([{"fc.weight": np.arange(100, dtype=np.float32), "fc.bias": np.ones(10, np.float32)}])
         [bucket] = ranks.reducers[0].last_step.buckets
         assert bucket.layers.ratios.tolist() == pytest.approx([ratio, 1.0])
-
-
-def test_policy_resumes_from_its_state():
-    settings = {"begin": 0.5, "end": 0.01, "steps": 10}
-    whole, _ = run(settings, 8)
-    policy = {"id": "schedule"} | settings
-    first, second = Ranks(1, mpicomp.TopK(), policy=policy), Ranks(1, mpicomp.TopK(), policy=policy)
-    gradient = [{"w": np.arange(1000, dtype=np.float32)}]
-    for _ in range(5):
-        first.reduce(gradient)
-    state = first.reducers[0].state_dict()
-    assert json.loads(json.dumps(state["policy"])) == state["policy"]
-    second.reducers[0].load_state_dict(state)
-    for ratio in whole[5:]:
-        second.reduce(gradient)
-        assert second.reducers[0].last_step.buckets[0].ratio == ratio

@@ -264,10 +264,6 @@ def test_ranks_that_differ_in_it_are_one_error():
 
 @pytest.mark.mpi(min_size=2)
 def test_over_mpi(comm):
-    reducer = mpicomp.Reducer(TOPK, comm=comm, policy={"warmup": 2 + (comm.rank == comm.size - 1)})
-    with pytest.raises(DisagreementError, match="warmup must be the same on all ranks, got 2 on rank 0 and 3 on rank"):
-        reducer.reduce(gradients(comm.size, 0)[comm.rank])
-    reducer.close()
     reducer = mpicomp.Reducer(TOPK, "allgather", comm=comm, policy={"warmup": 2})
     expected, residuals = slow_topk(comm.size, 4, 2, 20)
     for step in range(4):

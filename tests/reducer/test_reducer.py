@@ -1,7 +1,5 @@
 import copy
-import sys
 import tracemalloc
-import types
 
 import numpy as np
 import pytest
@@ -25,23 +23,6 @@ from mpicomp.transport import Transport
 COMPRESSORS = [mpicomp.Dense(), mpicomp.Dense(wire="bf16"), mpicomp.Dense(wire="fp16"), mpicomp.TopK(ratio=0.2)]
 PAIRS = [(compressor, name) for compressor in COMPRESSORS for name in fitting(compressor)]
 ONES = np.ones(10, np.float32)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"compressor": "topkk"}, "compressor: unknown name 'topkk'; did you mean 'topk'"),
-        ({"collective": "allgater"}, "collective: unknown name 'allgater'; did you mean"),
-        ({"policy": "statik"}, "policy: unknown name 'statik'; did you mean 'static'"),
-        ({"nonfinite": "rais"}, "nonfinite: unknown name 'rais'; did you mean 'raise'"),
-        ({"compressor": "topk", "collective": "allreduce"}, "topk: does not fit collective 'allreduce'"),
-        ({"feedback": "yes"}, "reducer: feedback must be None, True or False, got 'yes'"),
-        ({"bucket_bytes": 0}, "reducer: bucket_bytes must be at least 1, got 0"),
-    ],
-)
-def test_reducer_refuses_wrong_settings(settings, text):
-    with pytest.raises(ConfigurationError, match=text):
-        Ranks(1, **settings)
 
 
 def test_reducer_without_names_is_auto_and_dense_on_one_rank():
@@ -336,28 +317,3 @@ def test_record_explains_the_step():
     assert not again.agreed
     assert again.overhead_bytes == 0
     assert set(again.phases_s) == {"compress", "exchange", "decode", "other"}
-
-
-def test_means_of_cupy_arrays_are_cupy_arrays(monkeypatch):
-    """Host memory that answers like CuPy's arrays: what is asked of the real ones, on a machine without a GPU."""
-    cupy = types.ModuleType("cupy")
-
-    class ndarray:  # noqa: N801, CuPy's name
-        def __init__(self, host):
-            self.host, self.dtype, self.shape = host, host.dtype, host.shape
-
-        def get(self):
-            return self.host.copy()
-
-    ndarray.__module__ = "cupy"
-    cupy.ndarray = ndarray
-    cupy.asarray = lambda host: ndarray(np.array(host))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    ranks = Ranks(2, mpicomp.TopK(ratio=0.5))
-    for dtype in (np.float16, np.float32):
-        names = {f"w{dtype.__name__}": ndarray(np.array([[1, 4], [3, 2]], dtype))}
-        means = ranks.reduce([names] * 2)
-        [mean] = means[0].values()
-        assert isinstance(mean, ndarray)
-        assert mean.dtype == dtype
-        assert mean.host.tolist() == [[0, 4], [3, 0]]

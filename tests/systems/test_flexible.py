@@ -11,7 +11,6 @@ from worlds import CheckedRanks
 import mpicomp
 from mpicomp.collectives import bind, variants
 from mpicomp.rounds import layout_groups
-from mpicomp.systems.flexible import Flexible
 from mpicomp.systems.flexible.option_policy import Option, candidates
 
 SHAPES = {"conv": (40, 50, 5), "bias": (17,), "fc": (300, 100)}
@@ -316,8 +315,3 @@ def test_a_restart_goes_on_with_what_was_chosen():
         again.step()
     assert again.choices
     assert again.policy.state_dict()["seen"] == ranks.policy.state_dict()["seen"]
-
-
-def test_the_policy_is_its_configuration():
-    policy = Flexible(most=0.2, choice="knee")
-    assert mpicomp.policies.get_policy(policy.get_config()).get_config() == policy.get_config()
