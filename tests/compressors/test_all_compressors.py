@@ -18,6 +18,7 @@ from mpicomp.testing import checks
 # Settings whose arithmetic differs; those of the defaults are in tests/test_testing.py.
 FORMS = [
     mpicomp.CountSketch(ratio=0.01, rows=5, columns=0.05, candidates=4, wire=None),
+    mpicomp.DGC(ratio=0.05, momentum=0.9, clip=1.0),
     mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
     mpicomp.GlobalRandKMaxNorm(ratio=0.05, bits=[4, 8]),
     mpicomp.MaxNorm(bits=[6, 10]),

@@ -10,16 +10,14 @@ import peers
 import pytest
 import regret
 import simulated
-from change import Step, lines_of, phases_of, run_steps, seen_at
+from change import Step, lines_of, phases_of, seen_at
 from checks import Inside, instead
 from lab_jobs import Network
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 
-from mpicomp import TopK
 from mpicomp.cost import CostModel
 from mpicomp.cost import Network as CostNetwork
 from mpicomp.rounds import WORLD
-from mpicomp.transport import LocalWorld
 
 
 def row(compressor, collective, median_s, predicted_s=None, numel=10, **more):
@@ -102,18 +100,6 @@ def test_change_is_seen_and_an_accident_is_not():
     first, second = phases_of(steps, ["50mbit", "1gbit"], 5.0, FIXED)
     assert (first.first, first.steps, first.share) == (0, None, 0.0)
     assert (second.first, second.steps, second.share, second.mostly) == (None, None, 0.0, None)
-
-
-@pytest.mark.slow
-def test_change_runs_steps_of_auto():
-    for _ in range(2):  # in which everything is compiled, which may take longer than the time that there is
-        run_steps(TopK(ratio=0.1), 1000, 1.0, LocalWorld(1).transports[0])
-    steps = run_steps(TopK(ratio=0.1), 1000, 2.0, LocalWorld(1).transports[0])
-    times = [step.at_s for step in steps]
-    assert len(steps) > 3
-    assert times == sorted(times)
-    assert times[-1] < 2
-    assert {step.plan for step in steps} == {"topk allgather"}
 
 
 def test_peers_run_each_job_once_and_say_why_one_fails(tmp_path, monkeypatch):
