@@ -20,7 +20,6 @@ MOST = 64 << 20
 
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect
 _mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MOST_FREE = 200  # spans of a length that are kept to be used again
 
 
 class TooMuchError(Exception):
