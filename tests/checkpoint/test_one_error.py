@@ -189,6 +189,49 @@ def test_whatever_a_step_raises_is_raised_on_all(tmp_path, monkeypatch, name, er
     assert names(tmp_path) == ["00000001"]
 
 
+def damaged(whole, rng):
+    """Damage a file in one or several places."""
+    data = bytearray(whole)
+    for _ in range(rng.integers(1, 4)):
+        place, length = int(rng.integers(len(data))), int(rng.integers(1, 200))
+        match rng.integers(6):
+            case 0:
+                data[place] ^= int(rng.integers(1, 256))
+            case 1:
+                del data[place:]
+            case 2:
+                data[place:place] = rng.bytes(length)
+            case 3:
+                del data[place : place + length]
+            case 4:
+                data[place : place + length] = bytes(min(length, len(data) - place))
+            case 5:
+                other = int(rng.integers(len(data)))
+                data[place : place + length] = data[other : other + length]
+        if not data:
+            break
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_file_is_one_error_of_all_ranks(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    states = [{"schema": 1, "residuals": {"w": np.arange(5.0) + rank}, "velocities": {}} for rank in range(3)]
+    save(tmp_path, [{"r": state, "f": (np.float32(1), [np.ones(3, bool), "é"])} for state in states])
+    files = [file_of(tmp_path, rank) for rank in range(3)]
+    wholes = [path.read_bytes() for path in files]
+    for _ in range(200):
+        rank, ranks = int(rng.integers(3)), int(rng.integers(1, 5))
+        data = damaged(wholes[rank], rng)
+        if data == wholes[rank]:
+            continue
+        files[rank].write_bytes(data)
+        assert f"'{files[rank]}'" in the_one(load_errors(tmp_path, ranks))
+        files[rank].write_bytes(wholes[rank])
+    save(tmp_path, [{}])
+    assert names(tmp_path) == ["00000002"]
+
+
 def test_disagreement_is_raised_before_a_problem_of_one_rank(tmp_path):
     world = LocalWorld(2)
     with pytest.raises(DisagreementError):

@@ -130,3 +130,35 @@ def test_cost_model_is_read_from_a_path_or_a_name(tmp_path):
     model(0.25, 2).save(str(tmp_path / "cost.json"))
     for name in (str, pathlib.Path):
         assert min(Local([name(tmp_path / "cost.json"), None]).step()) > 0.2
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("policy", "collective"), [("static", "allgather"), ("schedule", "auto")])
+def test_cost_model_of_rank_0_counts_over_mpi(comm, collective, policy):
+    from mpicomp.transport.mpi import MPITransport
+
+    for ranks in ([0], [1], range(comm.size), []):
+        transport = MPITransport(comm)
+        cost = costs_on(ranks, comm.size, transport.group.hosts)[comm.rank]
+        reducer = mpicomp.Reducer(TOPK, collective, known(policy, cost), comm=transport)
+        reducer.reduce({"w": np.full(500, 1.0 + comm.rank, np.float32)})
+        predicted = comm.allgather(reducer.last_step.buckets[0].predicted_s)
+        assert predicted == [predicted[0]] * comm.size
+        if 0 in ranks:
+            assert predicted[0] > 0.2
+        elif collective == "allgather":
+            assert predicted[0] is None
+        reducer.close()
+        transport.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize(
+    ("wrong", "collective"), [(wrong, ("allgather", "auto")[number % 2]) for number, wrong in enumerate(WRONG)]
+)
+def test_wrong_cost_model_over_mpi_is_one_error_on_all_ranks(comm, tmp_path, collective, wrong):
+    cost = written(tmp_path, wrong) if comm.rank == 0 else None
+    reducer = mpicomp.Reducer(TOPK, collective, comm=comm, policy={"cost": cost})
+    with pytest.raises(ConfigurationError, match=r"^cost: "):
+        reducer.reduce({"w": np.ones(500, np.float32)})
+    reducer.close()

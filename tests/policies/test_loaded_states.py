@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from worlds import Ranks
 
+import mpicomp
 from mpicomp.errors import DisagreementError
 
 STEPS = 30
@@ -52,3 +53,18 @@ def test_a_state_that_one_rank_alone_loads_is_one_error_on_all(policy):
     with pytest.raises(DisagreementError, match="whether a state was loaded must be the same on all ranks") as caught:
         ranks.reduce(gradients(3, STEPS), 0.1)
     assert "3 of 3 ranks raised" in caught.value.__notes__
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("policy", ["schedule", "auto"])
+def test_over_mpi_another_state_on_one_rank_is_one_error_on_all(comm, policy):
+    reducer = mpicomp.Reducer("topk", "allgather", policy, comm=comm)
+    for step in range(5):
+        reducer.reduce(gradients(comm.size, step)[comm.rank], 0.1)
+    state = reducer.state_dict()
+    if comm.rank == comm.size - 1:
+        CHANGES[policy](state["policy"])
+    reducer.load_state_dict(state)
+    with pytest.raises(DisagreementError, match="what the policy has learned must be the same on all ranks"):
+        reducer.reduce(gradients(comm.size, 5)[comm.rank], 0.1)
+    reducer.close()
