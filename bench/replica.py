@@ -56,7 +56,7 @@ class Replica:
         self.optimizer: Any = inner_optimizer(task, self.model, inner)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] *= lr_scale
-        self._steps = steps
+        self._total_steps = steps
         self.updater = Updater(task, self.optimizer, steps)
 
     def exchange_by(self, transport: Transport, updates: Mapping[str, Any] | None, **settings: Any) -> None:
@@ -67,7 +67,7 @@ class Replica:
         else:
             of_updates = {name: value for name, value in updates.items() if name != "inner"}
             self.optimizer = UpdateOptimizer(self.optimizer, **settings, **of_updates)
-        self.updater = Updater(self.task, self.optimizer, self._steps)
+        self.updater = Updater(self.task, self.optimizer, self._total_steps)
 
     @property
     def numel(self) -> int:
