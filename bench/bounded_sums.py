@@ -108,7 +108,7 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     exact = np.empty(field.size)
     comm.Allreduce(field.astype(np.float64), exact)
     largest = float(np.abs(result - exact / group.size).max(initial=0))
-    facts = gather(np.array([largest, zlib.crc32(result.view(np.uint8)), tally.wire_bytes], np.float64), transport)
+    facts = gather(np.array([largest, zlib.crc32(result.view(np.uint8).data), tally.wire_bytes], np.float64), transport)
     largest = float(facts[:, 0].max())
     medians = {name: float(np.median(seconds)) for name, seconds in samples.items()}
     wire_bytes = float(facts[:, 2].max())
