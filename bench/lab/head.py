@@ -96,7 +96,7 @@ def _keep_house() -> None:
 _SCRATCH = "/dev/shm/mpicomp-lab"
 _GRACE_S = 2.0  # seconds that processes have to end before they are killed
 _PRIORITY = 10  # realtime priority of the head process, below that of the process that carries packets
-_STAND_BACK = 10  # niceness of ranks, where these processes may have no realtime priority
+_STAND_BACK = 5  # niceness of ranks, where these processes may have no realtime priority
 
 
 class Head:

@@ -62,8 +62,7 @@ class Progress:
         """Show a finished step with its plans, and the quality on held-out data where it was measured."""
         if not self._visible:
             return
-        text = f"loss {loss:.3f}  {seconds:.3f} s a step  {record.wire_bytes / 1e6:.3g} MB on the wire"
-        text += f"  {in_short(record)}"
+        text = self._text(loss, seconds, record)
         if quality is not None:
             text += f"  held-out {quality:.3f}"
         if record.lost_ranks:
@@ -76,6 +75,10 @@ class Progress:
         if due or time.monotonic() - self._last > _QUIET_S:
             self._last = time.monotonic()
             print(f"step {done:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)
+
+    def _text(self, loss: float, seconds: float, record: StepRecord) -> str:
+        on_the_wire = f"{record.wire_bytes / 1e6:.3g} MB on the wire"
+        return f"loss {loss:.3f}  {seconds:.3f} s a step  {on_the_wire}  {in_short(record)}"
 
     def _compiling(self) -> None:
         if self._bar is not None:

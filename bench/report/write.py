@@ -56,8 +56,18 @@ class _Way:
         return float(self.elapsed[reached[0]]) if reached.size else math.inf
 
 
-def _race(runs: Sequence[Run]) -> str | None:
-    """Return who comes first to what the reference reached: the dense run, else the one that ends best."""
+@dataclass
+class Race:
+    """Seconds until each run reaches what the reference went nearly all the way to."""
+
+    reference: Run  # the dense run, else the one that ends best
+    level: float
+    seconds: list[tuple[Run, float]]  # the fastest first; infinity where a run does not reach it
+    quality_name: str
+
+
+def race(runs: Sequence[Run]) -> Race | None:
+    """Return who comes first, by quality on held-out data, or by training loss; None without two curves."""
     runs = [run for run in runs if run.recorded]
     by_quality = all(run.outcome and np.isfinite(run.lines.quality).sum() >= _MIN_LOOKS for run in runs)
     sign = -1.0 if by_quality and runs and runs[0].quality[1] == "higher" else 1.0
@@ -75,21 +85,24 @@ def _race(runs: Sequence[Run]) -> str | None:
     reference = next((way for way in sound if way.run.is_dense), min(sound, key=lambda way: way.values[-1]))
     first, last = reference.values[0], float(np.median(reference.values[-max(1, reference.values.size // 10) :]))
     level = first + _WAY_FRACTION * (last - first)
-    what = runs[0].quality[0] if by_quality else "training loss"
-    order = sorted(ways, key=lambda way: way.seconds_to(level))
-    best = order[0].seconds_to(level)
-    if math.isinf(best):
+    taken = sorted(((way.run, way.seconds_to(level)) for way in ways), key=lambda pair: pair[1])
+    return Race(reference.run, sign * level, taken, runs[0].quality[0] if by_quality else "training loss")
+
+
+def _race(runs: Sequence[Run]) -> str | None:
+    found = race(runs)
+    if found is None or math.isinf(found.seconds[0][1]):
         return None
+    first, best = found.seconds[0]
     parts = [
-        f"{order[0].run.name} comes first: it reaches a {what} of {digits(sign * level)} after {seconds(best)}, "
-        f"{100 * _WAY_FRACTION:.0f} % of the way that {reference.run.name} went"
+        f"{first.name} comes first: it reaches a {found.quality_name} of {digits(found.level)} after {seconds(best)}, "
+        f"{100 * _WAY_FRACTION:.0f} % of the way that {found.reference.name} went"
     ]
-    for way in order[1:]:
-        taken = way.seconds_to(level)
+    for run, taken in found.seconds[1:]:
         if math.isfinite(taken):
             longer = f", {times(taken / best)} as long" if taken > 1.05 * best else ""
-            parts.append(f"{way.run.name} needs {seconds(taken)}{longer}")
-    never = [way.run.name for way in order if math.isinf(way.seconds_to(level))]
+            parts.append(f"{run.name} needs {seconds(taken)}{longer}")
+    never = [run.name for run, taken in found.seconds if math.isinf(taken)]
     if never:
         parts.append(f"{listed(never)} {'do' if len(never) > 1 else 'does'} not reach it")
     return "; ".join(parts) + "."

@@ -25,12 +25,13 @@ my_share_of_the_data = [(torch.ones(4, 3), torch.zeros(4, 2))] * 3
 """
 
 
-def test_readme_opens_with_two_commands_for_python_and_pip():
+def test_readme_opens_with_the_demo_then_the_tests():
     first, second = COMMANDS[:2]
     for command in (first, second):
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[mpich,")
         assert command.count("\n") == 1
-    assert "mpicomp train" in first
+    assert first.endswith("&& .venv/bin/mpicomp demo\n")
+    assert README.index("mpicomp demo") < README.index("![") < README.index("tests/run.py")
     assert "tests/run.py" in second
 
 

@@ -1,0 +1,176 @@
+"""The trainings of ``mpicomp demo`` on one rank: dense exchange, what mpicomp chooses, and LocalMuon, with three bars.
+
+A program of the ranks' that `mpicomp.bench.commands.demo` starts on four hosts, real to MPI or simulated.
+"""
+
+import argparse
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpicomp.bench.commands.demo import BANDWIDTH, HOSTS
+
+from mpicomp.cli import run_program
+from mpicomp.cli.options import load_task
+from mpicomp.errors import MpicompError
+
+_LOOKS = 15  # at held-out data
+_SYNC_EVERY = 2  # steps between exchanges of LocalMuon: short runs feel them, and one bit is cheap
+_DENSE, _AUTO, _MUON = "dense exchange", "mpicomp's choice", "LocalMuon"
+_BAR_WIDTH = 40  # letters
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mpicomp demo")
+    parser.add_argument("task")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("report")
+    parser.add_argument("--simulated", action="store_true")
+    parser.set_defaults(seed=0, shards=False)
+    return parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train three times and compare. Collective."""
+    # MPI starts before torch is loaded.
+    from mpicomp.bench.lab.lab_settings import parse_bandwidth
+    from mpicomp.bench.lab.simulated_links import SimulatedLinks
+
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = SimulatedLinks(HOSTS, parse_bandwidth(BANDWIDTH)) if arguments.simulated else MPITransport()
+    from mpicomp.bench.measure.metrics import MetricsWriter
+    from mpicomp.bench.training_run import Stopped, train
+
+    first = transport.group.rank == 0
+    finished: list[_Finished] = []
+    with tempfile.TemporaryDirectory() as folder, _bars(first) as bars:
+        for name, settings in _trainings(arguments.steps):
+            path = str(Path(folder, f"{len(finished)}.jsonl"))
+            with MetricsWriter(path if first else None) as metrics:
+                task = load_task("demo", arguments, None, transport.group)
+                outcome = train(task, settings, transport, _row(first, bars, name), metrics)
+            assert not isinstance(outcome, Stopped)
+            finished.append(_Finished(name, task, settings, outcome, path))
+        if first:
+            bars.stop()
+            _show(finished, arguments.report, arguments.simulated)
+    transport.close()
+    return 0
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A training that has ended, and the file of its lines on rank 0."""
+
+    name: str
+    task: Any
+    settings: Any
+    outcome: Any
+    path: str
+
+
+def _trainings(steps: int) -> Iterator[tuple[str, Any]]:
+    from mpicomp.bench.training_rows import MUON, PRESETS
+    from mpicomp.bench.training_run import Settings
+
+    from mpicomp.compressors import Dense, get_compressor
+    from mpicomp.policies import get_policy
+
+    words: dict[str, Any] = {"steps": steps, "seed": 0, "evaluate_every": max(1, steps // _LOOKS), "probes": False}
+    yield _DENSE, Settings(Dense(), "auto", get_policy("static"), **words)
+    auto: Any = get_policy("auto")
+    yield _AUTO, Settings(None, "auto", auto, bucket_bytes=auto.bucket_bytes, **words)
+    compressor, updates = PRESETS[MUON]
+    updates = updates | {"sync_every": _SYNC_EVERY}
+    yield _MUON, Settings(get_compressor(compressor), "auto", get_policy("static"), updates=updates, **words)
+
+
+def _bars(visible: bool) -> Any:
+    """Return what shows all trainings on a terminal: a line each, kept until the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console()
+    columns = (
+        TextColumn("{task.description:<16}"),
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    return Progress(*columns, disable=not visible or not console.is_terminal, console=console)
+
+
+def _row(visible: bool, bars: Any, name: str) -> Any:
+    """Return the line of one training: steps, loss, seconds and bytes so far."""
+    from mpicomp.bench.measure.progress import Progress
+
+    class Row(Progress):
+        seconds = wire_bytes = 0.0
+
+        def _displayed(self, steps: int) -> Iterator[None]:
+            if bars.console.is_terminal:
+                self._bar, self._task = bars, bars.add_task(name, total=steps, text="")
+            else:
+                print(name, flush=True)
+            yield
+
+        def _text(self, loss: float, seconds: float, record: Any) -> str:
+            self.seconds += seconds
+            self.wire_bytes += record.wire_bytes
+            return f"loss {loss:.2f}  {self.seconds:.1f} s  {self.wire_bytes / 1e6:,.1f} MB"
+
+        def evaluating(self) -> None:
+            """Say nothing: the next training begins."""
+
+    return Row(visible)
+
+
+def _show(finished: list[_Finished], report: str, is_simulated: bool) -> None:
+    """Print bars and a sentence, and write the report."""
+    from mpicomp.bench.outcome import judge, run_object
+    from mpicomp.bench.report.runs import Run, read_lines
+    from mpicomp.bench.report.section_parts import amount, digits, seconds, times
+    from mpicomp.bench.report.write import draw_report, race
+    from rich.bar import Bar
+    from rich.console import Console
+    from rich.table import Table
+
+    dense, what = finished[0].outcome, finished[0].task.quality_name
+    runs = []
+    for training in finished:
+        verdict = judge(training.outcome, None if training.outcome is dense else dense, what)
+        outcome = run_object(training.task, training.settings, training.outcome, verdict)
+        runs.append(Run(training.name, outcome, read_lines(training.path), False))
+    found = race(runs)
+    if found is None:
+        raise MpicompError(f"demo: {what} is not finite in two of the trainings, so that nothing can be compared")
+    needed = {run.name: s for run, s in found.seconds}  # infinite where a run did not get there
+    drawn = {run.name: min(needed[run.name], float(run.elapsed[-1])) for run in runs}
+    table = Table("", "", "seconds", "bytes of a host", "in the end", box=None, pad_edge=False)
+    parts = []
+    for name, outcome in ((training.name, training.outcome) for training in finished):
+        gets_there = math.isfinite(needed[name])
+        bar = Bar(max(drawn.values()), 0, drawn[name], width=_BAR_WIDTH)
+        reached = f"{needed[name]:.1f}" if gets_there else "not reached"
+        table.add_row(name, bar, reached, amount(outcome.wire_bytes), f"{outcome.quality:.3f}")
+        part = f"{name} {f'took {seconds(needed[name])}' if gets_there else 'did not get there'}"
+        if outcome is not dense and gets_there:
+            ratio = needed[_DENSE] / needed[name]
+            part += f" ({times(ratio)} faster)" if ratio >= 1 else f" ({times(1 / ratio)} as long)"
+        if outcome is not dense and outcome.wire_bytes:
+            part += f", sent {times(dense.wire_bytes / outcome.wire_bytes)} fewer bytes"
+        parts.append(f"{part} and ended at {digits(outcome.quality, 4)}")
+    links = f"{BANDWIDTH} a host" + (", simulated links" if is_simulated else "")
+    print(f"\nSeconds to a {what} of {digits(found.level)}, four hosts, {links}:", flush=True)
+    Console().print(table)
+    print(f"\nTo that {what} {'; '.join(parts)}.", flush=True)
+    draw_report(runs, report, None)
+    print(f"Curves, phases and what was chosen: {report}", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(_arguments, run))

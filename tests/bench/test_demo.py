@@ -1,0 +1,79 @@
+"""``mpicomp demo``: three trainings, three bars, a sentence and a report, in a lab and without one."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from lab.labs import AS_A_USER, FORBIDDEN, MAIN, reason_without_lab, reason_without_user_namespaces
+
+NAMES = ["dense exchange", "mpicomp's choice", "LocalMuon"]
+STEPS, PARAMETERS = 10, 38_282
+
+
+def call(*options, prefix=(), **more):
+    command = [*prefix, sys.executable, "-c", MAIN, "demo", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, **more)
+
+
+def check(done, folder):
+    """Check a demo's output: the lines of each training, then a row each, and the sentence."""
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    starts = [lines.index(name) for name in NAMES]
+    assert starts == sorted(starts)
+    for start in starts:
+        steps = [line for line in lines[start + 1 :] if line.startswith("step ")][:STEPS]
+        assert [int(line.split()[1].split("/")[0]) for line in steps] == list(range(1, STEPS + 1))
+        seconds = [float(re.search(r"([\d.]+) s ", line)[1]) for line in steps]
+        assert seconds == sorted(seconds)
+        assert all(re.search(r"loss \d+\.\d\d .* [\d.,]+ MB", line) for line in steps)
+    rows = [next(line for line in lines if line.startswith(f"{name} ")).rstrip() for name in NAMES]
+    assert all(re.search(r" ([\d.]+|not reached) +[\d.,]+ [kM]B +\d\.\d{3}$", row) for row in rows), rows
+    assert re.search(
+        r"^To that held-out accuracy dense exchange took [\d.]+ m?s and ended at 0\.", done.stdout, re.MULTILINE
+    )
+    page = (folder / "demo.html").read_text()
+    assert all(name.replace("'", "&#39;") in page for name in NAMES)
+    assert not [path for path in folder.iterdir() if path.name != "demo.html"]
+    amounts = [re.search(r"([\d.,]+) ([kM])B ", row).groups() for row in rows]
+    sent = [float(number.replace(",", "")) * {"k": 1e3, "M": 1e6}[unit] for number, unit in amounts]
+    # A ring among four hosts: six bytes a parameter and step.
+    assert sent[0] == pytest.approx(STEPS * 6 * PARAMETERS, rel=0.1)
+    assert sent[2] <= sent[0]  # so few parameters may go out dense
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(300)
+def test_demo_runs_on_hosts_of_an_ordinary_user(tmp_path):
+    pytest.importorskip("torch")
+    reason = reason_without_lab() or reason_without_user_namespaces()
+    if reason is not None:
+        pytest.skip(reason)
+    done = call("--task", "digits", "--steps", str(STEPS), prefix=AS_A_USER, cwd=tmp_path)
+    check(done, tmp_path)
+    assert "simulated" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_demo_says_why_links_are_simulated(tmp_path):
+    pytest.importorskip("torch")
+    if (reason := reason_without_user_namespaces()) is not None:
+        pytest.skip(reason)
+    done = call("--task", "digits", "--steps", str(STEPS), prefix=FORBIDDEN, cwd=tmp_path)
+    check(done, tmp_path)
+    assert "simulated links, since this machine has no emulated hosts: mpicomp lab needs user namesp" in done.stdout
+    assert "200mbit a host, simulated links" in done.stdout
+
+
+def test_too_few_steps_are_refused():
+    done = call("--steps", "5")
+    assert done.returncode == 2
+    assert done.stderr == "mpicomp: demo: --steps must be an integer of at least 10, got 5\n"
+
+
+def test_report_in_a_missing_folder_is_refused(tmp_path):
+    done = call("--report", str(tmp_path / "none" / "demo.html"))
+    assert done.returncode == 2
+    assert "demo.html' cannot be written" in done.stderr
