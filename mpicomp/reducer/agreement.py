@@ -112,10 +112,16 @@ def agree(
     raise found
 
 
-def run_collectively(make: Callable[[], Made], transport: Transport, subsystem: str) -> Made:
+def run_collectively(
+    make: Callable[[], Made],
+    transport: Transport,
+    subsystem: str,
+    compared: Callable[[Made], Signature] | None = None,
+) -> Made:
     """Return the result of ``make``, which does not communicate, or raise its error of some rank on all. Collective.
 
-    Ranks of one process take turns, so there each raises its own error.
+    ``compared`` returns what has to be the same in the results of all ranks. Ranks of one process take turns, so there
+    each raises its own error.
     """
     problem: MpicompError | None = None
     try:
@@ -128,7 +134,8 @@ def run_collectively(make: Callable[[], Made], transport: Transport, subsystem: 
         transport.abort_exchange(error)
         raise
     if transport.concurrent and transport.group.size > 1:
-        transport.run(agree(None, problem, transport.group, subsystem))
+        signature = None if problem is not None or compared is None else compared(made)
+        transport.run(agree(signature, problem, transport.group, subsystem))
     if problem is not None:
         raise problem
     return made
@@ -155,7 +162,7 @@ def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
         where = "" if len(wrong) == len(reports) else f" (on {_ranks(wrong)})"
         cls = getattr(errors, first["error"], MpicompError)
         known = isinstance(cls, type) and issubclass(cls, MpicompError)
-        return _build(cls if known else MpicompError, first["message"] + where)
+        return error_of(cls if known else MpicompError, first["message"] + where)
     return DisagreementError(f"{subsystem}: the ranks were passed different arguments")
 
 
@@ -183,7 +190,7 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int
     return None
 
 
-def _build(cls: type[MpicompError], message: str) -> MpicompError:
+def error_of(cls: type[MpicompError], message: str) -> MpicompError:
     """Make an error of a class without its constructor, which may require more than the message."""
     error = cls.__new__(cls, message)
     error.args = (message,)
@@ -217,6 +224,10 @@ class ExtraExchange:
         """Exchange gradients outside buckets; return whether they are finite, the same on all ranks. As rounds."""
         return True
         yield
+
+    def agree_finite(self, finite: bool) -> bool:
+        """Return whether all shards of a model are finite, each of which is a reducer's; here this one is all."""
+        return finite
 
     def restart(self) -> None:
         """Forget what this rank has counted and begun: at a death ranks leave a step at different places."""

@@ -211,6 +211,7 @@ class Step:
         overflows = bool(self._nonfinite)
         if overflows and reducer.nonfinite == "raise" and self._damaged is None and not reducer.survives:
             yield from outside.count(self._find_overflow(), group)
+        finite = self._extra.agree_finite(finite and not overflows)
         # Applied by all that are left, or by none: later errors may occur on some of them alone.
         if reducer.survives and not transport.agree(True):
             raise AgreedRankFailure("a rank has died, as all that are left have agreed")
@@ -226,9 +227,9 @@ class Step:
         record.stop = reducer.stop
         for done in self._done:
             reducer.plans[done.bucket.index] = done.plan
-        means = self._keep_or_undo(unused, finite and not overflows) if self._damaged is None else {}
+        means = self._keep_or_undo(unused, finite) if self._damaged is None else {}
         try:
-            yield from self._report_to_policy(finite and not overflows)
+            yield from self._report_to_policy(finite)
         except RankFailedError:
             if not reducer.survives:
                 raise

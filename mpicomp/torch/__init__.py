@@ -7,10 +7,12 @@ import torch
 
 from mpicomp.reducer.trace import UNDER_NSIGHT, markers
 from mpicomp.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from mpicomp.torch.clipping import clip_grad_norm_
 from mpicomp.torch.ddp import DDPState, ddp_comm_hook
 from mpicomp.torch.local_muon import LocalMuon, Muon
 from mpicomp.torch.onebit_adam import OneBitAdam
 from mpicomp.torch.optimizer import DistributedOptimizer
+from mpicomp.torch.replica_communicator import replicas, shard_mesh
 from mpicomp.torch.update_optimizer import UpdateOptimizer
 
 __all__ = [
@@ -22,7 +24,10 @@ __all__ = [
     "UpdateOptimizer",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "clip_grad_norm_",
     "ddp_comm_hook",
+    "replicas",
+    "shard_mesh",
 ]
 
 

@@ -1,6 +1,7 @@
 """Arguments of scripts: named parameters and groups, checked before anything is exchanged."""
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ConfigurationError
+from mpicomp.torch.shards import is_sharded, refusal_of, spec_of
 from mpicomp.torch.states import name_of
 
 NamedParameters = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -17,6 +19,7 @@ MAX_NORM_ADVICE = (
     "forward of an Embedding with max_norm= writes to its weight, in the rows that the rank's batch looks up; leave "
     "max_norm out and call weight.data.renorm_(2, 0, max_norm) after optimizer.step() on all ranks"
 )
+_FSDP1_ADVICE = "shard the model by torch.distributed.fsdp.fully_shard(), whose shards are exchanged"
 _SERVED_DTYPES = (
     torch.float16,
     torch.bfloat16,
@@ -33,18 +36,13 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def array_specs(tensors: Mapping[str, torch.Tensor]) -> list[ArraySpec]:
-    """Return names, dtypes and shapes, for ranks to compare."""
-    return [ArraySpec(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    """Return names, dtypes and shapes, for ranks to compare; of shards their rows, too."""
+    return [spec_of(name, tensor) for name, tensor in tensors.items()]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """Return the name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without an import of its module."""
-    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
 
 
 def members_of(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -97,14 +95,22 @@ def check_forward(model: torch.nn.Module, subsystem: str) -> None:
             )
 
 
-def check_kind(name: str, parameter: torch.Tensor, subsystem: str) -> None:
+def check_kind(name: str, parameter: torch.Tensor, subsystem: str, takes_shards: bool = False) -> None:
     """Refuse a parameter whose gradients cannot be exchanged."""
+    refused = refusal_of(parameter) if is_sharded(parameter) else None
     if torch.nn.parameter.is_lazy(parameter):
         found = "has no shape yet"
         advice = "run one batch through the model, on all ranks, before the optimizer is made"
-    elif is_sharded(parameter):
+    elif getattr(parameter, "_is_flat_param", False):
+        found, advice = "is a part of FullyShardedDataParallel", _FSDP1_ADVICE
+    elif refused is not None:
+        found, advice = refused
+    elif is_sharded(parameter) and not takes_shards:
         found = "is a DTensor, of which each rank holds a part"
-        advice = "FSDP and tensor parallelism are not served, see docs/pytorch.md; leave out fully_shard()"
+        advice = (
+            "DistributedOptimizer and UpdateOptimizer take shards, see docs/pytorch.md; use one of these, or leave "
+            "out fully_shard()"
+        )
     elif parameter.is_meta:
         found = "is on the device 'meta' and has no values"
         advice = "call model.to_empty(device=...) and load or initialise it before the optimizer is made"
@@ -139,7 +145,7 @@ def parameters_by_name(
     stepped = {key: p for key, p in members.items() if p.requires_grad or p.grad is not None}
     for name, parameter in chosen.items():
         if id(parameter) in stepped:
-            check_kind(name, parameter, subsystem)
+            check_kind(name, parameter, subsystem, takes_shards=True)
     missing = [parameter for key, parameter in stepped.items() if key not in named]
     if missing:
         raise ConfigurationError(
@@ -168,7 +174,7 @@ def named_group(
         if name in found or ids.get(name, id(parameter)) != id(parameter):
             raise ConfigurationError(f"{subsystem}: two parameters are named '{name}'; names must differ")
         if parameter.requires_grad:
-            check_kind(name, parameter, subsystem)
+            check_kind(name, parameter, subsystem, takes_shards=True)
         found[name] = parameter
     return plain, found
 
@@ -196,16 +202,18 @@ def split_group(
 
 
 def check_no_ddp(parameters: Mapping[str, torch.Tensor], ranks: int, subsystem: str) -> None:
-    """Refuse parameters that DistributedDataParallel averages over all ranks."""
+    """Refuse parameters that DistributedDataParallel averages over all ranks, or FullyShardedDataParallel cuts."""
     if ranks == 1 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     ids = {id(parameter) for parameter in parameters.values()}
-    kind = torch.nn.parallel.DistributedDataParallel
-    for model in [value for value in gc.get_objects() if issubclass(type(value), kind)]:
-        everywhere = (
-            torch.distributed.get_world_size(model.process_group) == torch.distributed.get_world_size() == ranks
-        )
-        if everywhere and any(id(parameter) in ids for parameter in model.parameters()):
+    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", type(None))
+    kinds = torch.nn.parallel.DistributedDataParallel, fsdp1
+    for model in [value for value in gc.get_objects() if value is not None and issubclass(type(value), kinds)]:
+        if all(id(parameter) not in ids for parameter in model.parameters()):
+            continue
+        if isinstance(model, fsdp1):
+            raise ConfigurationError(f"{subsystem}: the model is in FullyShardedDataParallel; {_FSDP1_ADVICE}")
+        if torch.distributed.get_world_size(model.process_group) == torch.distributed.get_world_size() == ranks:
             raise ConfigurationError(
                 f"{subsystem}: the model is in DistributedDataParallel, which averages its gradients over all {ranks} "
                 "ranks already, uncompressed; train the module without it, or keep it with a plain optimizer and "

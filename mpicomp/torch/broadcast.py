@@ -12,7 +12,8 @@ from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.torch.arguments import array_specs, dtype_name, is_sharded, to_pairs
+from mpicomp.torch.arguments import array_specs, to_pairs
+from mpicomp.torch.shards import exchanged, is_sharded, refusal_of, spec_of
 from mpicomp.torch.sparse_tensors import dense_parts
 from mpicomp.transport.connect import run_over
 
@@ -87,6 +88,7 @@ def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:
         states = {name: _packed_state(name, module) for name, module in modules.items()} if group.rank == root else {}
         specs = [ArraySpec(name, _kind(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
         specs += [ArraySpec(name, "extra state", ()) for name in modules]
+        tensors = {name: exchanged(tensor) for name, tensor in tensors.items()}
     except MpicompError as error:
         problem = error
     problem = _check_root(root, group, _PARAMETERS) or problem
@@ -249,15 +251,15 @@ def _kind(name: str, tensor: Any) -> str:
     problem = None
     if torch.nn.parameter.is_lazy(tensor):
         problem = "has no shape yet; run one batch through the model, on all ranks, before its parameters are sent"
-    elif is_sharded(tensor):
-        problem = "is a DTensor, of which each rank holds a part; pass tensors that every rank holds as a whole"
+    elif is_sharded(tensor) and refusal_of(tensor) is not None:
+        problem = "; ".join(refusal_of(tensor) or ())
     elif tensor.is_meta:
         problem = "is on the device 'meta' and has no values; call model.to_empty(device=...) first"
     elif tensor.is_quantized:
         problem = "is quantised; pass tensor.int_repr() and set scales on all ranks alike"
     if problem is not None:
         raise ConfigurationError(f"{_PARAMETERS}: '{name}' {problem}")
-    kind = dtype_name(tensor)
+    kind = spec_of(name, tensor).dtype
     if tensor.layout != torch.strided:
         return f"{kind}, {str(tensor.layout).removeprefix('torch.')}"
     expanded = [axis for axis, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[axis] > 1]

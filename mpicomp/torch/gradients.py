@@ -23,6 +23,7 @@ from mpicomp.torch.replica_checks import (
     SettingsCheck,
     check_same,
 )
+from mpicomp.torch.shards import ShardGroup, exchanged
 from mpicomp.torch.sparse_tensors import Rows, as_sparse, mean_of_sparse
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
 from mpicomp.transport.base import Value
@@ -57,7 +58,8 @@ class Gradients(ExtraExchange):
         self.averaged = False
         self.loaded_state = LoadedStateCheck(_WHO, same_batches)
         self._reducer = reducer
-        self._parameters = dict(reversed(list(parameters.items())))
+        self._parameters = {name: exchanged(parameter) for name, parameter in reversed(list(parameters.items()))}
+        self._shards = ShardGroup(self._parameters.values())
         self._known = {id(parameter) for parameter in parameters.values()}
         self._loss_scale = loss_scale
         self._settings = settings
@@ -108,7 +110,8 @@ class Gradients(ExtraExchange):
 
     def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Add parameters, on all ranks."""
-        self._parameters = dict(reversed(list(parameters.items()))) | self._parameters
+        added = {name: exchanged(parameter) for name, parameter in reversed(list(parameters.items()))}
+        self._parameters = added | self._parameters
         self._known |= {id(parameter) for parameter in parameters.values()}
         self._compared = False
         self._add_hooks()
@@ -139,6 +142,7 @@ class Gradients(ExtraExchange):
 
     def average(self, lr: Any, problem: MpicompError | None = None) -> None:
         """Write means into ``.grad``, unless no rank has a gradient; raise ``problem`` on all ranks. Collective."""
+        self._shards.begin()
         with torch.no_grad():
             try:
                 self._find_active()
@@ -152,6 +156,9 @@ class Gradients(ExtraExchange):
                 self.stale = self.stale or not self._compared or list(exchanged) != self._agreed
                 dense, absent = self._dense_gradients(exchanged)
                 means = self._exchange(dense, lr, absent)
+            except MpicompError as error:
+                self._shards.fail(error)
+                raise
             finally:
                 self._active_known = False
                 self._step_watch.end_step()
@@ -233,6 +240,9 @@ class Gradients(ExtraExchange):
                 factor = self._active_factor()
                 self._mean_rows[name] = yield from mean_of_sparse(gradient, parameter, factor, self.group)
         return all(mean is None or bool(np.isfinite(mean[1]).all()) for mean in self._mean_rows.values())
+
+    def agree_finite(self, finite: bool) -> bool:
+        return self._shards.agree_finite(finite)
 
     def restart(self) -> None:
         self._fingerprint.restart()
@@ -316,14 +326,18 @@ class Gradients(ExtraExchange):
         self._step_watch.filled(name, parameter)
         if self.overlaps and not self._overlap.has_begun:
             self._find_active()
-        assert parameter.grad is not None
-        self._overlap.take(name, parameter.grad, self._new_stream)
+        self._overlap.take(name, parameter, self._new_stream)
 
     # Ranks that run out of batches.
 
     def join(self) -> None:
         """Let ranks run out of batches from now on; not collective."""
         global _joined
+        if self._shards.exists:
+            raise ConfigurationError(
+                "join: the model is sharded, and torch would wait for the shards of a rank that has no batches left; "
+                "give all ranks equally many, as torch.utils.data.DistributedSampler does"
+            )
         if _joined is not None:
             raise ConfigurationError(
                 "join: one optimizer's join() at a time: a rank that has no batches left takes part in the steps of one"

@@ -13,6 +13,7 @@ from mpicomp.reducer.agreement import run_collectively
 from mpicomp.torch.arguments import NamedParameters, check_kind, named_pairs
 from mpicomp.torch.collective_optimizer import check_adam_settings
 from mpicomp.torch.combined_optimizer import CombinedOptimizer
+from mpicomp.torch.shards import from_whole, is_sharded
 from mpicomp.torch.states import name_of
 from mpicomp.torch.update_optimizer import UpdateOptimizer
 from mpicomp.transport.connect import connected
@@ -92,10 +93,9 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(gradient)
                 update = gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
-                update = orthogonalize(update.flatten(1))
-                rows, columns = update.shape
+                rows, columns = len(parameter), math.prod(parameter.shape[1:])
                 parameter.mul_(1 - lr * group["weight_decay"])
-                parameter.add_(update.view_as(parameter), alpha=-lr * math.sqrt(max(1, rows / columns)))
+                parameter.add_(_orthogonal(update), alpha=-lr * math.sqrt(max(1, rows / columns)))
         return loss
 
 
@@ -117,6 +117,15 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.T if is_tall else wide
+
+
+def _orthogonal(update: torch.Tensor) -> torch.Tensor:
+    """Return an update made orthogonal as a matrix; one that is sharded is gathered, and each rank keeps its rows."""
+    if not is_sharded(update):
+        return orthogonalize(update.flatten(1)).view_as(update)
+    whole: torch.Tensor = update.full_tensor()  # type: ignore[attr-defined]
+    rows: torch.Tensor = from_whole(update, orthogonalize(whole.flatten(1)).view_as(whole))
+    return rows
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:
@@ -219,7 +228,7 @@ def muon_and_adamw(
     parameters = {names.pop(id(parameter)): parameter for _, parameter in pairs if id(parameter) in names}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
-            check_kind(name, parameter, _WHO)
+            check_kind(name, parameter, _WHO, takes_shards=True)
     chosen = set(_hidden_matrices(parameters, model) if matrices is None else matrices)
     unknown = sorted(chosen - set(parameters))
     if unknown:
@@ -260,7 +269,7 @@ def _hidden_matrices(parameters: Mapping[str, torch.Tensor], model: torch.nn.Mod
         name: parameter
         for name, parameter in parameters.items()
         if parameter.ndim > 1
-        and min(parameter.flatten(1).shape) > 1
+        and min(len(parameter), math.prod(parameter.shape[1:])) > 1
         and parameter.is_floating_point()
         and id(parameter) not in embeddings
         and not _EMBEDDING.search(_module_of(name))

@@ -12,7 +12,6 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.settings import check_settings
 from mpicomp.setting_checks import check_least
@@ -38,6 +37,7 @@ from mpicomp.torch.optimizer_proxy import (
     wrap,
 )
 from mpicomp.torch.replica_checks import COMPARE_EVERY, SettingsCheck
+from mpicomp.torch.shards import check_rows, check_shards, local_of, make_for_replicas, rows_of
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connected
@@ -150,11 +150,12 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             parameters = parameters_by_name(optimizer, pairs, _WHO)
             if scaler is not None:
                 _check_not_complex(parameters)
+            check_shards(parameters, settings, _WHO)
             check_no_ddp(parameters, transport.group.size, _WHO)
             check_not_nested(optimizer, _WHO)
             return pairs, parameters, chosen
 
-        pairs, parameters, chosen = run_collectively(check, transport, _WHO)
+        pairs, parameters, chosen = make_for_replicas(check, lambda made: made[1], transport, _WHO)
         if scaler is not None:
             nonfinite = "skip"
         if bucket_bytes is None and chosen is not None:
@@ -258,11 +259,13 @@ class _Distributed(OptimizerProxy):
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return state | {"mpicomp": to_tensors(self.reducer.state_dict())}
+        rows = rows_of(self._mpicomp_parameters())
+        return state | {"mpicomp": to_tensors(self.reducer.state_dict() | ({"rows": rows} if rows else {}))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         of_reducer = to_arrays(state_dict.get("mpicomp"))
         if of_reducer is not None:
+            check_rows(of_reducer.pop("rows", {}), self._mpicomp_parameters(), _WHO)
             self._mpicomp_check_residuals(of_reducer.get("residuals", {}))
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
         if of_reducer is not None:
@@ -276,10 +279,14 @@ class _Distributed(OptimizerProxy):
         if self._mpicomp_transport is not None:
             self._mpicomp_transport.close()
 
+    def _mpicomp_parameters(self) -> dict[str, torch.Tensor]:
+        names = self._mpicomp_names
+        return {names[id(parameter)]: parameter for parameter in members_of(self) if id(parameter) in names}
+
     def _mpicomp_state(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's state by parameter and key."""
         return {
-            f"{self._mpicomp_names[id(parameter)]}, {key}": torch.as_tensor(value)
+            f"{self._mpicomp_names[id(parameter)]}, {key}": torch.as_tensor(local_of(value))
             for parameter in members_of(self)
             for key, value in self.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor | bool | int | float)
@@ -287,8 +294,8 @@ class _Distributed(OptimizerProxy):
 
     def _mpicomp_check_residuals(self, residuals: Mapping[str, Any]) -> None:
         shapes = {
-            self._mpicomp_names[id(parameter)]: tuple(as_real(parameter.detach()).shape)
-            for parameter in members_of(self)
+            name: tuple(as_real(local_of(parameter).detach()).shape)
+            for name, parameter in self._mpicomp_parameters().items()
         }
         for name, residual in residuals.items():
             if shapes.get(name) != tuple(residual.shape):

@@ -12,7 +12,9 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Group, gather_rows
 from mpicomp.torch.arguments import as_real
-from mpicomp.torch.replica_checks import sum_of_bits
+from mpicomp.torch.replica_checks import WORDS, sum_of_bits
+from mpicomp.torch.shards import LocalShard, whole_of
+from mpicomp.torch.step_watch import sample_of
 from mpicomp.transport.scheduler import ProgressThread
 
 _TRIAL_STEPS = 2  # steps that are exchanged after backward, to see whether the script allows an exchange during it
@@ -49,6 +51,7 @@ class BackwardOverlap:
         self.obstacle = 0
         self._stream: Stream | None = None
         self._taken: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}  # gradients, and their marks when taken
+        self._samples: dict[str, torch.Tensor] = {}  # of shards' gradients, of which torch counts no `_foreach_mul_`
         self._exchanges = 0
         self._generation = reducer.transport.generation
         self._set_finalizer()
@@ -63,8 +66,8 @@ class BackwardOverlap:
         """Whether the exchange has begun in this backward."""
         return bool(self._taken) and self.overlaps
 
-    def take(self, name: str, gradient: torch.Tensor, new_stream: Callable[[ProgressThread], Stream | None]) -> None:
-        """Register a complete gradient; its bucket is exchanged as soon as it is complete, too."""
+    def take(self, name: str, parameter: torch.Tensor, new_stream: Callable[[ProgressThread], Stream | None]) -> None:
+        """Register a parameter's complete gradient; its bucket is exchanged as soon as it is complete, too."""
         if self._thread is None:
             return
         if name in self._taken:
@@ -78,7 +81,11 @@ class BackwardOverlap:
             return
         if not self._taken and self.overlaps:
             self._stream = new_stream(self._thread)
-        self._taken[name] = gradient, self._mark(gradient)
+        gradient = parameter.grad
+        assert gradient is not None
+        self._taken[name] = gradient, self._mark(parameter)
+        if isinstance(parameter, LocalShard):
+            self._samples[name] = _bits_of_sample(gradient)
         if self._stream is not None and not gradient.is_sparse:
             self._stream.put(name, as_real(gradient.detach()))
 
@@ -97,8 +104,9 @@ class BackwardOverlap:
 
     def find_change(self, parameters: Mapping[str, torch.Tensor]) -> MpicompError | None:
         """Return the error of a gradient that was written to during its exchange: the change would be lost."""
+        sampled = self._sampled_change()
         for name, (gradient, mark) in self._taken.items():
-            if parameters[name].grad is not gradient or self._mark(gradient) != mark:
+            if parameters[name].grad is not gradient or self._mark(parameters[name]) != mark or name == sampled:
                 if not self._wanted:
                     self.obstacle = self.obstacle or _CHANGED
                     return None
@@ -150,18 +158,34 @@ class BackwardOverlap:
         self._thread = None
         self._finalizer()
 
-    def _mark(self, gradient: torch.Tensor) -> tuple[int, int]:
+    def _sampled_change(self) -> str | None:
+        """Return the name of a shard whose gradient has changed in some elements; read from a device once."""
+        taken, self._samples = self._samples, {}
+        present = {name: _bits_of_sample(self._taken[name][0]) for name in taken if name in self._taken}
+        if not present or torch.equal(torch.cat([*present.values()]), torch.cat([taken[name] for name in present])):
+            return None
+        return next(name for name, bits in present.items() if not torch.equal(bits, taken[name]))
+
+    def _mark(self, parameter: torch.Tensor) -> tuple[int, int]:
         """Return the version of a gradient; in the first steps, and after 2, 4, 8 and so on, also the sum of its bits.
 
         Torch counts no version of writes through ``.data``.
         """
         sums_bits = self._exchanges & (self._exchanges - 1) == 0
-        return gradient._version, int(sum_of_bits([gradient])) if sums_bits else 0
+        gradient, whole = parameter.grad, whole_of(parameter).grad
+        assert gradient is not None
+        assert whole is not None
+        return whole._version, int(sum_of_bits([gradient])) if sums_bits else 0
 
     def _set_finalizer(self) -> None:
         threads = [] if self._thread is None else [self._thread]
         self._finalizer = weakref.finalize(self, _stop, threads)
         self._finalizer.atexit = False
+
+
+def _bits_of_sample(gradient: torch.Tensor) -> torch.Tensor:
+    sample = sample_of(gradient)
+    return sample.clone().view(WORDS[sample.element_size()]).long()
 
 
 def start_overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[ProgressThread | None, bool]:

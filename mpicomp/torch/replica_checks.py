@@ -28,7 +28,7 @@ _BYTE = np.dtype(np.uint8)
 _DIGEST_BYTES = 16  # of a tensor
 _SETTINGS_DIGEST_BYTES = 8
 _BATCH_STEPS = 2  # steps of which gradients are compared: those of the first step may be the same by design
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WATCHED_STEPS = 64  # steps without a change after which settings cost nothing again: a schedule changes every step
 _RATE_ADVICE = (
     "a schedule has to follow from what all ranks share, such as the mean of their losses; after a state was loaded on "
@@ -293,7 +293,7 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
         values = tensor.detach()
         values = values.coalesce().values() if values.is_sparse else values
         values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-        sums.append(values.reshape(-1).view(_WORDS[values.element_size()]).sum(dtype=torch.int64))
+        sums.append(values.reshape(-1).view(WORDS[values.element_size()]).sum(dtype=torch.int64))
     if not sums:
         return np.int64(0)
     host = torch.stack([part.to(sums[0].device) for part in sums]).cpu().numpy()

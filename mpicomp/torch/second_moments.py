@@ -8,6 +8,7 @@ import torch
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Rounds
 from mpicomp.torch.arguments import as_real, members_of
+from mpicomp.torch.shards import local_of, whole_of
 from mpicomp.torch.states import to_arrays
 
 _BURST = 4  # a rank's moment counts where it is more than so many times the average; of text-gpt
@@ -46,7 +47,7 @@ class SharedMoments:
         for name, state, decay in self._states(parameters):
             if parameters[name].grad is None or name not in self._averages:
                 continue
-            moment, excess = as_real(state[self._key]), self._local_excess.get(name)
+            moment, excess = as_real(local_of(state[self._key])), self._local_excess.get(name)
             # The step has made b v + (1 - b) g^2 of the state's moment, so the difference to it decays by b.
             local = self._local(name, state) if excess is None else torch.add(moment, excess, alpha=decay, out=excess)
             self._set_moment(name, state, decay, local)
@@ -56,7 +57,9 @@ class SharedMoments:
         self._squares, self._means = {}, {}
         if self._steps >= self._next:
             ids = {id(parameter) for parameter in members_of(self._optimizer)}
-            self._squares = {n: torch.zeros_like(_wide(p.detach())) for n, p in parameters.items() if id(p) in ids}
+            self._squares = {
+                n: torch.zeros_like(_wide(p.detach())) for n, p in parameters.items() if id(whole_of(p)) in ids
+            }
             for name, state, decay in () if idle else self._states(parameters):
                 self._squares[name] += self._local(name, state).div_(_reached(state, decay))
 
@@ -108,7 +111,7 @@ class SharedMoments:
 
     def _states(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, Any], float]]:
         """Yield name, optimizer's state and decay of each parameter that was stepped."""
-        names = {id(parameter): name for name, parameter in parameters.items()}
+        names = {id(whole_of(parameter)): name for name, parameter in parameters.items()}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 state = self._optimizer.state.get(parameter)
@@ -117,7 +120,7 @@ class SharedMoments:
 
     def _local(self, name: str, state: Mapping[str, Any]) -> torch.Tensor:
         """Return the moment of this rank's gradients alone, in a new array."""
-        moment = _wide(state[self._key].detach())
+        moment = _wide(local_of(state[self._key]).detach())
         if name not in self._local_excess:
             return moment.clone()
         return (moment + self._local_excess[name]).clamp_(min=0)
@@ -127,7 +130,7 @@ class SharedMoments:
 
         Otherwise a rare gradient would be divided by nearly nothing. With `after_step` five sweeps of memory a step.
         """
-        moment = as_real(state[self._key])
+        moment = as_real(local_of(state[self._key]))
         torch.mul(self._averages[name], _reached(state, decay), out=moment)
         torch.maximum(moment, local / _BURST, out=moment)
         self._local_excess[name] = local.sub_(moment)

@@ -11,9 +11,10 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Rounds
-from mpicomp.torch.arguments import as_real, dtype_name
+from mpicomp.torch.arguments import as_real
 from mpicomp.torch.replica_checks import BROADCAST_ADVICE, Fingerprint, SettingsCheck, check_same
 from mpicomp.torch.second_moments import SharedMoments
+from mpicomp.torch.shards import ShardGroup, check_rows, exchanged, rows_of, spec_of
 from mpicomp.torch.states import to_arrays
 from mpicomp.torch.step_watch import sample_of
 from mpicomp.transport.scheduler import ProgressThread
@@ -49,6 +50,7 @@ class SharedParameters(ExtraExchange):
         self._settings_check = SettingsCheck(optimizer, _WHO)
         self._settings = settings
         self._parameters: dict[str, torch.Tensor] = {}
+        self._shards = ShardGroup(map(exchanged, parameters.values()))
         self._versions: dict[str, int] = {}
         self._compared = self._enabling_join = False
         self._scale = 1.0
@@ -71,7 +73,7 @@ class SharedParameters(ExtraExchange):
 
     def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Add parameters, on all ranks, between exchanges."""
-        self._parameters |= parameters
+        self._parameters |= {name: exchanged(parameter) for name, parameter in parameters.items()}
         self._share_trained()
 
     def shared(self) -> dict[str, torch.Tensor]:
@@ -129,6 +131,7 @@ class SharedParameters(ExtraExchange):
         if self._stream is None:
             self._means = yield from self._averaged(changes, lr)
         else:
+            self._shards.begin()
             for name, change in changes.items():
                 self._stream.put(name, change)
         self._changes = changes
@@ -141,8 +144,9 @@ class SharedParameters(ExtraExchange):
             stream, self._stream = self._stream, None
             try:
                 means = stream.finish(changes, self._lr, list(changes) if self.idle else [])
-            except BaseException:
+            except BaseException as error:
                 self._restore()
+                self._shards.fail(error)
                 raise
         assert means is not None
         with torch.no_grad():
@@ -163,7 +167,7 @@ class SharedParameters(ExtraExchange):
 
     def agree(self, given: GradientInput) -> Rounds[GradientInput | None]:
         specs = [
-            ArraySpec(name, dtype_name(self._parameters[name]), tuple(shared.shape))
+            ArraySpec(name, spec_of(name, self._parameters[name]).dtype, tuple(shared.shape))
             for name, shared in self.values.items()
         ]
         group = self.reducer.transport.group
@@ -189,13 +193,21 @@ class SharedParameters(ExtraExchange):
             return True
         return (yield from self._moments.average(self._scale))
 
+    def agree_finite(self, finite: bool) -> bool:
+        return self._shards.agree_finite(finite)
+
+    def is_finite(self, finite: bool) -> bool:
+        """Return whether something is finite for all shards of this replica."""
+        return self._shards.all(finite)
+
     def restart(self) -> None:
         self._fingerprint.restart()
         self._settings_check.restart()
         self._compared, self.stale = False, True
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        rows = rows_of(self._trained())
+        return ({"rows": rows} if rows else {}) | {
             "reducer": self.reducer.state_dict(),
             "shared": {name: shared.clone() for name, shared in self.values.items()},
             "fresh": self.fresh,
@@ -204,6 +216,7 @@ class SharedParameters(ExtraExchange):
         }
 
     def check_fits(self, state: Mapping[str, Any]) -> None:
+        check_rows(state.get("rows", {}), self._trained(), _WHO)
         shapes = {name: tuple(shared.shape) for name, shared in self.values.items()}
         loaded = {name: tuple(shared.shape) for name, shared in state["shared"].items()}
         for name in [*shapes, *loaded]:
@@ -268,10 +281,12 @@ class SharedParameters(ExtraExchange):
 
     def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Rounds[Any]:
         absent = list(changes) if self.idle else []
+        self._shards.begin()
         try:
             return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, extra=self))
-        except BaseException:
+        except BaseException as error:
             self._restore()
+            self._shards.fail(error)
             raise
 
     def _move(self, means: Mapping[str, torch.Tensor], lr: Any) -> None:

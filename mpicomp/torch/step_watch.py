@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mpicomp.errors import ConfigurationError, warn_user
+from mpicomp.torch.shards import exchanged
 
 _SAMPLED_AT, _REPORTED_AT = 10, 20  # times that backward has filled a gradient since the last step
 _SAMPLE_SIZE = 64  # elements of a parameter that are compared
@@ -76,7 +77,7 @@ def hook_gradients(
         return disable(hook)
 
     return {
-        name: parameter.register_post_accumulate_grad_hook(hook_of(name))  # type: ignore[no-untyped-call]
+        name: exchanged(parameter).register_post_accumulate_grad_hook(hook_of(name))  # type: ignore[no-untyped-call]
         for name, parameter in parameters.items()
         if parameter.requires_grad
     }

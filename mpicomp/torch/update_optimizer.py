@@ -13,7 +13,6 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.settings import check_settings
 from mpicomp.reducer.special_reducers import TrainingReducer
 from mpicomp.setting_checks import check_flag, check_least
@@ -24,6 +23,7 @@ from mpicomp.torch.optimizer_proxy import OptimizerProxy, check_not_nested, wrap
 from mpicomp.torch.overlap import start_overlap_thread
 from mpicomp.torch.replica_checks import COMPARE_EVERY
 from mpicomp.torch.second_moments import DECAYS, SharedMoments
+from mpicomp.torch.shards import check_shards, is_sharded, make_for_replicas
 from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import name_of
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
@@ -193,7 +193,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             sharing = _check_moments(one, second_moments)
             return one, pairs, *found, None if ranks == 1 else sharing
 
-        inner, pairs, parameters, chosen, sharing = run_collectively(check, transport, WHO)
+        inner, pairs, parameters, chosen, sharing = make_for_replicas(check, lambda made: made[2], transport, WHO)
         if outer is not None and outer.get("sign"):
             collective = _never_dense(chosen, collective, policy)
         compared = {
@@ -315,6 +315,12 @@ def _check_arguments(
     parameters = parameters_by_name(optimizer, pairs, WHO)
     if fragments > len(parameters):
         raise ConfigurationError(f"{WHO}: fragments must be at most {len(parameters)}, as many as parameters")
+    check_shards(parameters, settings, WHO)
+    if sync_every == AUTO and any(map(is_sharded, parameters.values())):
+        raise ConfigurationError(
+            f"{WHO}: sync_every='{AUTO}' would choose for each shard alone, and all of a model has to be exchanged at "
+            "the same steps; name a number"
+        )
     check_no_ddp(parameters, ranks, WHO)
     for plain in optimizers_in(optimizer):
         check_not_nested(plain, WHO)

@@ -13,6 +13,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.rounds import Rounds, gather_rows
 from mpicomp.torch.arguments import learning_rate, members_of
 from mpicomp.torch.optimizer_proxy import Arguments, UpdatingProxy, closure_of, with_closure
+from mpicomp.torch.shards import local_of
 from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import to_tensors
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
@@ -131,7 +132,9 @@ class UpdateProxy(UpdatingProxy):
         if overflowed is not None:
             is_spoilt = bool(overflowed)
         else:
-            is_spoilt = self._mpicomp_skips and not all(_is_finite(gradient) for _, gradient in gradients)
+            is_spoilt = self._mpicomp_skips and not self._mpicomp_fragments[0].is_finite(
+                all(_is_finite(local_of(gradient)) for _, gradient in gradients)
+            )
         if is_spoilt or self._mpicomp_idle:
             for parameter, _ in gradients:
                 parameter.grad = None  # optimizers pass over such parameters

@@ -62,6 +62,13 @@ def run_over(comm: Any, rounds: Callable[[Group], Rounds[Value]]) -> Value:
     return value
 
 
+def split(comm: Any, color: int, key: int) -> Any:
+    """Return the communicator of the ranks of ``comm`` with the same color, in the order of their keys. Collective."""
+    from mpi4py import MPI
+
+    return (MPI.COMM_WORLD if comm is None else comm).Split(color, key)
+
+
 def _check_comm(comm: Any) -> None:
     from mpi4py import MPI
 

@@ -97,7 +97,7 @@ def test_unserved_parameter_is_refused_when_made(comm, make, parameter, message)
         make(tensor, comm)
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_sharded_parameters_are_refused_when_made(comm):
     from torch.distributed import fsdp
 
@@ -105,8 +105,10 @@ def test_sharded_parameters_are_refused_when_made(comm):
         model = torch.nn.Linear(4, 4)
         fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (comm.size,)))
         with pytest.raises(ConfigurationError, match=r"is a DTensor.*docs/pytorch\.md"):
+            mpicomp.torch.OneBitAdam(model, comm=comm)
+        with pytest.raises(DisagreementError, match=r"'weight' .*rows 0 to 2 of 4.*comm=mpicomp.torch.replicas"):
             wrap(descent(model), model, comm=comm)
-        with pytest.raises(ConfigurationError, match="is a DTensor"):
+        with pytest.raises(DisagreementError, match="rows 2 to 4 of 4"):
             mpicomp.torch.broadcast_parameters(model, comm=comm)
 
 

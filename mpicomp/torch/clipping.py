@@ -1,0 +1,91 @@
+"""Clipping by the norm of the whole model, the same on all ranks."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpicomp.errors import ConfigurationError
+from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.torch.arguments import as_real, members_of
+from mpicomp.torch.shards import ShardGroup, exchanged, local_of
+
+_WHO = "clip_grad_norm_"
+_LEAST_NORM = 1e-6  # that is added to the norm, as by torch
+
+
+def clip_grad_norm_(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> float:
+    """Average gradients, scale them so that the norm of all is at most ``max_norm``, and return their norm before.
+
+    Collective. The norm is of the mean gradients, of all shards where the model is sharded: their sums are added once
+    inside each replica, and one number crosses between replicas, so that all ranks scale by the same bits. Call it
+    between ``backward()`` and ``step()``, before the step only.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        One of `mpicomp.torch.DistributedOptimizer`. With a GradScaler call ``scaler.unscale_(optimizer)`` first. For an
+        `UpdateOptimizer`, whose ranks step on their gradients, `torch.nn.utils.clip_grad_norm_` does it.
+    max_norm : float
+        The norm that gradients have afterwards where they had more.
+    norm_type : float
+        The order of the norm, at least 1; ``math.inf`` is the largest magnitude.
+
+    Returns
+    -------
+    float
+        The norm, in float64; NaN or infinite where gradients are, which are then left as they are.
+
+    Raises
+    ------
+    ConfigurationError
+        For another optimizer, or a norm that is none.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mpicomp.torch import DistributedOptimizer
+    >>> from mpicomp.transport import LocalWorld
+    >>> model = torch.nn.Linear(3, 1, bias=False)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer = DistributedOptimizer(sgd, model, comm=LocalWorld(1).transports[0])
+    >>> model(torch.tensor([[2.0, 3.0, 6.0]])).sum().backward()
+    >>> clip_grad_norm_(optimizer, 1.0)
+    7.0
+    >>> round(float(model.weight.grad.norm()), 3)
+    1.0
+    """
+    gradients: Any = getattr(optimizer, "_mpicomp_gradients", None)
+    if not hasattr(gradients, "averaged"):
+        raise ConfigurationError(
+            f"{_WHO}: an optimizer of DistributedOptimizer is needed, got {type(optimizer).__name__}; where each rank "
+            "steps on its gradients, use torch.nn.utils.clip_grad_norm_"
+        )
+    if not (max_norm > 0 and norm_type >= 1):
+        raise ConfigurationError(
+            f"{_WHO}: max_norm must be above 0 and norm_type at least 1, got {max_norm!r} and {norm_type!r}"
+        )
+    if not gradients.averaged:
+        optimizer.synchronize()
+    held = [local_of(parameter.grad) for parameter in members_of(optimizer) if parameter.grad is not None]
+    shards = ShardGroup(exchanged(parameter) for parameter in members_of(optimizer))
+    norm: float = gradients.run(_norm(held, norm_type, shards, gradients.group))
+    if math.isfinite(norm):
+        for gradient in held:
+            gradient.mul_(min(1.0, max_norm / (norm + _LEAST_NORM)))
+    return norm
+
+
+def _norm(gradients: list[torch.Tensor], order: float, shards: ShardGroup, group: Group) -> Rounds[float]:
+    """Return the norm of all shards' gradients, as the first replica has computed it."""
+    local = [as_real(gradient.coalesce().values() if gradient.is_sparse else gradient) for gradient in gradients]
+    sizes = [values.abs().double() for values in local if values.numel()]
+    if order == math.inf:
+        norm = float(np.max(shards.gather(float(np.max([0.0, *(float(size.max()) for size in sizes)])))))
+    else:
+        powers = torch.stack([size.pow(order).sum().cpu() for size in sizes]).sum() if sizes else 0.0
+        norm = math.fsum(shards.gather(float(powers))) ** (1 / order)
+    send = np.array([norm])
+    received = yield Round("bcast", (1,), send.dtype, send=send, recv=np.empty_like(send))
+    return float(received[0])

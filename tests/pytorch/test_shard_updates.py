@@ -1,0 +1,173 @@
+"""Optimizers that exchange changes of shards, clipping by the norm of all shards, and states of shards."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from replicas import adam, network, sgd, square
+from sharded_models import Hybrid, TwoReplicas, assert_alike, residuals, shards
+
+import mpicomp
+from mpicomp.checkpoint import load_checkpoint, save_checkpoint
+from mpicomp.errors import ConfigurationError, NonFiniteError
+from mpicomp.torch import LocalMuon, UpdateOptimizer, clip_grad_norm_
+from mpicomp.transport import LocalWorld
+
+pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
+
+
+def muon(_, named, **settings):
+    return LocalMuon(named, lr=0.02, **settings)
+
+
+UPDATES = {
+    "every step": {},
+    "diloco": {"sync_every": 2, "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
+    "fragments": {"sync_every": 2, "fragments": 2},
+    "delayed": {"sync_every": 4, "sync_delay": 2},
+    "moments": {"second_moments": {"compressor": "dense", "sync_every": 2}},
+}
+
+
+@pytest.mark.parametrize("settings", UPDATES.values(), ids=UPDATES)
+def test_changes_of_shards_are_those_of_whole_parameters(comm, settings):
+    with shards(comm) as mesh:
+        reference = partial(TwoReplicas, **settings)
+        hybrid = Hybrid(comm, mesh, make=adam, wrap=UpdateOptimizer, reference=reference, **settings)
+        hybrid.run(range(8))
+        hybrid.optimizer.synchronize()
+        hybrid.reference.world.run([optimizer.synchronizing() for optimizer in hybrid.reference.optimizers])
+        hybrid.check(most=2e-5)
+
+
+def test_muon_of_shards_is_that_of_whole_matrices(comm):
+    with shards(comm) as mesh:
+        settings = {"wrap": muon, "sync_every": 2}
+        hybrid = Hybrid(comm, mesh, reference=partial(TwoReplicas, **settings), **settings)
+        hybrid.run(range(4))
+        hybrid.check(most=1e-3)
+
+
+SCHEMES = {
+    "muon": {"wrap": muon, "compressor": "onebit"},
+    "demo": {"compressor": "dcttopk", "outer": {"lr": 1.0, "sign": True}, "feedback_decay": 0.999},
+    "topk": {"compressor": mpicomp.TopK(ratio=0.1), "warmup": 0},
+}
+
+
+@pytest.mark.parametrize("settings", SCHEMES.values(), ids=SCHEMES)
+def test_compressed_changes_leave_replicas_alike(comm, settings):
+    with shards(comm) as mesh:
+        settings = {"wrap": UpdateOptimizer, "collective": "auto"} | settings
+        hybrid = Hybrid(comm, mesh, **settings)
+        for step in range(4):
+            hybrid.backward(step)
+            hybrid.optimizer.step()
+        hybrid.optimizer.synchronize()
+        assert_alike(hybrid.model, hybrid.replicas)
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_changes_of_all_shards_are_kept_or_none(comm, policy):
+    """A NaN in one shard of one replica: both of its ranks skip their steps, or nobody's changes are kept."""
+    with shards(comm) as mesh:
+        reference = partial(TwoReplicas, nonfinite="skip")
+        hybrid = Hybrid(comm, mesh, wrap=UpdateOptimizer, nonfinite=policy, reference=reference)
+        hybrid.run([0])
+        before = [parameter.full_tensor().tolist() for parameter in hybrid.model.parameters()]
+        hybrid.backward(1)
+        if comm.rank == 1:
+            hybrid.model[0].weight.grad.to_local()[0, 0] = math.nan
+        if policy == "raise":
+            with pytest.raises(NonFiniteError):
+                hybrid.optimizer.step()
+            assert [parameter.full_tensor().tolist() for parameter in hybrid.model.parameters()] == before
+        else:
+            hybrid.optimizer.step()
+            hybrid.reference.step(square, 1, spoilt=0)
+            hybrid.check()
+            hybrid.run([2])
+            hybrid.check()
+        assert_alike(hybrid.model, hybrid.replicas)
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+def test_norm_for_clipping_is_of_the_whole_model(comm, order):
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, network())
+        for step in range(3):
+            hybrid.backward(step)
+            norm = clip_grad_norm_(hybrid.optimizer, 0.1, order)
+            hybrid.optimizer.step()
+            hybrid.reference.gradients(square, step)
+            expected = torch.nn.utils.clip_grad_norm_(hybrid.reference.model.parameters(), 0.1, order)
+            hybrid.reference.optimizer.step()
+            assert norm == pytest.approx(float(expected), rel=1e-5)
+            assert len(set(comm.allgather(norm))) == 1
+        hybrid.check(most=2e-6)
+        with pytest.raises(ConfigurationError, match="max_norm must be above 0"):
+            clip_grad_norm_(hybrid.optimizer, 0)
+        with pytest.raises(ConfigurationError, match="DistributedOptimizer is needed, got SGD"):
+            clip_grad_norm_(sgd(network()), 1.0)
+
+
+def test_clipping_by_torch_is_of_the_whole_model(comm):
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh)
+        hybrid.backward(0)
+        hybrid.optimizer.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_(hybrid.model.parameters(), 0.1)
+        hybrid.optimizer.step()
+        hybrid.reference.gradients(square, 0)
+        expected = torch.nn.utils.clip_grad_norm_(hybrid.reference.model.parameters(), 0.1)
+        hybrid.reference.optimizer.step()
+        assert float(norm.full_tensor()) == pytest.approx(float(expected), rel=1e-5)
+        hybrid.check(most=2e-6)
+
+
+def test_residuals_of_shards_resume_on_fewer_replicas(comm, tmp_path):
+    """Each shard has a folder; on one replica residuals are the mean of both, as for whole parameters."""
+    folder = comm.bcast(str(tmp_path))
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, compressor=mpicomp.TopK(ratio=0.1), collective="allgather", warmup=0)
+        hybrid.run(range(3))
+        part = f"{folder}/shard-{mesh.get_local_rank()}"
+        save_checkpoint(part, hybrid.optimizer.state_dict()["mpicomp"], hybrid.replicas)
+        again = load_checkpoint(part, hybrid.replicas)
+        present = residuals(hybrid.optimizer)
+        assert all(present[name].tolist() == value.tolist() for name, value in again["residuals"].items())
+        alone = load_checkpoint(part, LocalWorld(1).transports[0])
+        for name, value in alone["residuals"].items():
+            mean = hybrid.replicas.allreduce(present[name].numpy()) / 2
+            torch.testing.assert_close(value.double(), torch.from_numpy(mean), rtol=1e-6, atol=1e-9)
+        hybrid.optimizer.load_state_dict(hybrid.optimizer.state_dict() | {"mpicomp": alone})
+
+
+def test_states_are_saved_and_resumed_by_torch(comm, tmp_path):
+    """torch.distributed.checkpoint has the model and the optimizer's state, files of mpicomp each rank's residuals."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    folder = comm.bcast(str(tmp_path))
+    with shards(comm) as mesh:
+
+        def made():
+            settings = {"compressor": mpicomp.TopK(ratio=0.1), "collective": "allgather", "warmup": 0}
+            return Hybrid(comm, mesh, make=adam, overlap=False, **settings)
+
+        first, second = made(), made()
+        first.run(range(3))
+        of_rank = first.optimizer.state_dict()["mpicomp"]
+        states = get_state_dict(first.model, first.optimizer)
+        checkpoint.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+        model, optimizer = get_state_dict(second.model, second.optimizer)
+        checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        set_state_dict(second.model, second.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        second.optimizer.load_state_dict(second.optimizer.state_dict() | {"mpicomp": of_rank})
+        for hybrid in (first, second):
+            for step in range(3, 6):
+                hybrid.backward(step)
+                hybrid.optimizer.step()
+        held = [[p.to_local().tolist() for p in hybrid.model.parameters()] for hybrid in (first, second)]
+        assert held[0] == held[1]

@@ -1,0 +1,285 @@
+"""Shards of `fully_shard` are exchanged between replicas as whole parameters are between ranks."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from replicas import Words, batch, network, sgd, square, words_loss
+from sharded_models import Hybrid, assert_alike, residuals, shards
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import mpicomp
+from mpicomp.errors import DisagreementError, NonFiniteError
+
+pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
+
+
+class Tied(torch.nn.Module):
+    """A tied matrix, a bias of three rows, and a head of one, which leaves the second shard empty."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner, self.again = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.again.weight = self.inner.weight
+        self.narrow, self.head = torch.nn.Linear(6, 3), torch.nn.Linear(3, 1)
+        self.narrow.bias.requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.head(torch.tanh(self.narrow(torch.tanh(self.again(torch.tanh(self.inner(inputs)))))))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_dense_training_equals_one_process(comm, overlap):
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, overlap=overlap, bucket_bytes=64)
+        hybrid.run(range(6))
+        assert hybrid.optimizer.overlaps is overlap
+        hybrid.check()
+
+
+def test_uneven_shards_equal_one_process(comm):
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, Tied(), sharding={"whole": True})
+        hybrid.run(range(6))
+        hybrid.check()
+        assert any(not parameter.to_local().numel() for parameter in hybrid.model.parameters()) == (comm.rank % 2 == 1)
+
+
+@pytest.mark.parametrize("hosts", [[[0, 2], [1, 3]], [[1, 2], [0, 3]]], ids=str)
+def test_replicas_are_found_for_any_order_of_ranks(comm, hosts):
+    with shards(comm, hosts) as mesh:
+        hybrid = Hybrid(comm, mesh)
+        hybrid.run(range(2))
+        hybrid.check()
+        world = comm.Split(0, -comm.rank)  # torch counts ranks the other way round
+        same = mpicomp.torch.replicas(mesh, world)
+        assert sorted(same.allgather(comm.rank)) == sorted(row[mesh.get_local_rank()] for row in hosts)
+
+
+def test_reduction_in_half_precision_leaves_shards_wide(comm):
+    with shards(comm) as mesh:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        hybrid = Hybrid(comm, mesh, sharding={"mp_policy": policy})
+        hybrid.run(range(4))
+        hybrid.check(most=2e-2)
+        assert {parameter.dtype for parameter in hybrid.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("by_fsdp", [True, False])
+def test_accumulated_gradients_are_exchanged_once(comm, by_fsdp):
+    """With one exchange for three batches parameters are those of their sum, for the bytes of one."""
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, overlap=True)
+        hybrid.run([0, 1])
+        before = hybrid.optimizer.reducer.last_step.sent_bytes
+        hybrid.optimizer.zero_grad()
+        for part in range(3):
+            last = part == 2
+            if by_fsdp:
+                hybrid.model.set_requires_gradient_sync(last)
+                square(hybrid.model, part, comm.rank).backward()
+            elif last:
+                square(hybrid.model, part, comm.rank).backward()
+            else:
+                with hybrid.optimizer.accumulate():
+                    square(hybrid.model, part, comm.rank).backward()
+        hybrid.optimizer.step()
+        hybrid.reference.step(lambda model, step, rank: [square(model, part, rank) for part in range(3)], 1)
+        hybrid.check()
+        assert hybrid.optimizer.reducer.last_step.sent_bytes == before
+
+
+@pytest.mark.parametrize(
+    ("compressor", "collective"), [(mpicomp.TopK(ratio=0.1), "allgather"), ("onebit", "two-phase")], ids=str
+)
+def test_overlapped_exchange_of_shards_changes_no_bit(comm, compressor, collective):
+    with shards(comm) as mesh:
+        runs = [
+            Hybrid(comm, mesh, compressor=compressor, collective=collective, warmup=0, overlap=overlap, bucket_bytes=64)
+            for overlap in (False, True)
+        ]
+        for hybrid in runs:
+            hybrid.run(range(5))
+            assert_alike(hybrid.model, hybrid.replicas)
+        first, second = ({name: p.to_local().tolist() for name, p in run.model.named_parameters()} for run in runs)
+        assert first == second
+        first, second = ({name: r.tolist() for name, r in residuals(run.optimizer).items()} for run in runs)
+        assert first == second
+
+
+def test_nothing_of_a_shard_is_lost(comm):
+    """Gradients and residuals before are means and residuals after, summed over replicas."""
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, compressor=mpicomp.TopK(ratio=0.1), collective="allgather", warmup=0, overlap=False)
+        for step in range(4):
+            hybrid.backward(step)
+            gradients = {name: p.grad.to_local().double() for name, p in hybrid.model.named_parameters()}
+            before = residuals(hybrid.optimizer) if step else {}
+            hybrid.optimizer.step()
+            after = residuals(hybrid.optimizer)
+            for name, parameter in hybrid.model.named_parameters():
+                total = hybrid.replicas.allreduce((gradients[name] + before.get(name, 0) - after[name]).numpy())
+                mean = parameter.grad.to_local().double().numpy()
+                np.testing.assert_allclose(total, 2 * mean, rtol=1e-5, atol=1e-7)
+
+
+def test_bytes_between_hosts_are_those_of_the_shard(comm):
+    """A steady step sends its rank's half of the model, and clipping one number."""
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, network(), overlap=False, compare_every=0)
+        hybrid.run(range(2))
+        local = sum(parameter.to_local().numel() for parameter in hybrid.model.parameters())
+        whole = sum(parameter.numel() for parameter in hybrid.model.parameters())
+        assert local == whole / 2
+        for step in (2, 3):
+            hybrid.backward(step)
+            hybrid.optimizer.step()
+            record = hybrid.optimizer.reducer.last_step
+            assert 0 <= record.sent_bytes - 4 * local <= 16  # a header
+            assert record.overhead_bytes == 0
+
+
+def spoil(model, value=torch.nan):
+    """Write to one element of the first shard's gradient."""
+    gradient = model[2].weight.grad.to_local()
+    if model[2].weight.device_mesh.get_local_rank() == 0:
+        gradient[1, 1] = value
+
+
+def state_of(hybrid):
+    parameters = {name: parameter.to_local().tolist() for name, parameter in hybrid.model.named_parameters()}
+    return parameters, {name: residual.tolist() for name, residual in residuals(hybrid.optimizer).items()}
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_all_shards_skip_what_one_of_them_cannot_apply(comm, policy):
+    """A NaN in one shard on one host undoes the step of all four ranks, with their residuals."""
+    with shards(comm) as mesh:
+        hybrid = Hybrid(
+            comm, mesh, compressor=mpicomp.TopK(ratio=0.1), collective="allgather", warmup=0, overlap=False,
+            nonfinite=policy, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        )  # fmt: skip
+        hybrid.run(range(2))
+        before = state_of(hybrid)
+        hybrid.backward(2)
+        if comm.rank < 2:
+            spoil(hybrid.model)
+        if policy == "raise":
+            with pytest.raises(NonFiniteError, match="got NaN or infinity"):
+                hybrid.optimizer.step()
+        else:
+            hybrid.optimizer.step()
+            assert hybrid.optimizer.reducer.last_step.skipped
+        assert state_of(hybrid) == before
+        hybrid.run(range(3, 5))
+        assert_alike(hybrid.model, hybrid.replicas)
+
+
+def test_overflow_of_one_shard_skips_the_step_of_all(comm):
+    with shards(comm) as mesh:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        hybrid = Hybrid(
+            comm, mesh, compressor=mpicomp.TopK(ratio=0.1), collective="allgather", warmup=0, scaler=scaler,
+            overlap=False,
+        )  # fmt: skip
+        for step in range(4):
+            hybrid.optimizer.zero_grad()
+            scaler.scale(square(hybrid.model, step, comm.rank)).backward()
+            before = state_of(hybrid)
+            if step == 2 and comm.rank >= 2:
+                spoil(hybrid.model, torch.inf)
+            scaler.step(hybrid.optimizer)
+            scaler.update()
+            assert (state_of(hybrid) == before) == (step == 2)
+        assert set(comm.allgather(scaler.get_scale())) == {4.0}
+        assert_alike(hybrid.model, hybrid.replicas)
+
+
+def test_error_of_one_shard_is_raised_for_all(comm):
+    """A learning rate that differs on one rank is found among its replicas, and all four ranks raise it."""
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh)
+        hybrid.run([0])
+        if comm.rank == 2:
+            hybrid.optimizer.param_groups[0]["lr"] = 0.2
+        hybrid.backward(1)
+        with pytest.raises(DisagreementError, match="lr") as raised:
+            hybrid.optimizer.step()
+        assert str(raised.value).endswith("of another shard)") == (comm.rank % 2 == 1)
+
+
+def test_changed_gradient_of_a_shard_is_found_during_overlap(comm):
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, overlap=True)
+        hybrid.run(range(3))
+        hybrid.backward(3)
+        torch.nn.utils.clip_grad_norm_(hybrid.model.parameters(), 1e-3)
+        with pytest.raises(mpicomp.errors.ConfigurationError, match=r"was changed between backward\(\) and step"):
+            hybrid.optimizer.step()
+
+
+def test_parameters_of_replicas_become_the_first_ones(comm):
+    with shards(comm) as mesh:
+        torch.manual_seed(comm.rank // 2)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+        expected = {name: value.tolist() for name, value in model.state_dict().items()}
+        hybrid = Hybrid(comm, mesh, model)
+        mpicomp.torch.broadcast_parameters(hybrid.model, comm=hybrid.replicas)
+        expected = comm.bcast(expected)
+        held = {name: parameter.full_tensor().tolist() for name, parameter in hybrid.model.named_parameters()}
+        assert held == expected
+        with pytest.raises(DisagreementError, match=r"rows 0 to 3 of 5"):
+            mpicomp.torch.broadcast_parameters(hybrid.model, comm=comm)
+
+
+def test_unused_layer_of_one_replica_counts_as_zeros(comm):
+    class Optional(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.trunk, self.extra = torch.nn.Linear(6, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, inputs, extra):
+            hidden = self.trunk(inputs)
+            return self.extra(hidden) if extra else hidden
+
+    def loss(model, step, rank):
+        return model(batch(step, rank), bool(step) and rank >= 2).square().mean()
+
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, Optional(), loss=loss)
+        hybrid.run(range(4))
+        hybrid.check()
+
+
+def test_embedding_is_sharded_by_its_rows(comm):
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, Words(sparse=False, words=51), make=sgd, loss=words_loss)
+        hybrid.run(range(4))
+        hybrid.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_late_ranks_block_nobody(comm):
+    """Ranks are late at random, before and in backward and before the step, and none waits in vain."""
+    random = np.random.default_rng(comm.rank)
+
+    def be_late(*_):
+        if random.random() < 0.2:
+            time.sleep(random.random() * 0.005)
+
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, overlap=True, bucket_bytes=64)
+        for layer in hybrid.model:
+            layer.register_full_backward_hook(be_late)
+        for parameter in hybrid.model.parameters():
+            parameter.register_post_accumulate_grad_hook(be_late)
+        for step in range(1000):
+            be_late()
+            hybrid.backward(step)
+            be_late()
+            hybrid.optimizer.step()
+        assert_alike(hybrid.model, hybrid.replicas)
