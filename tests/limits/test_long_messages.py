@@ -57,17 +57,26 @@ def filled(rank, windows=WINDOWS, size=LONG):
     return array
 
 
+@pytest.fixture
+def pair(comm):
+    """The first two of all ranks, more of which there are with --slow."""
+    halves = comm.Split(comm.rank // 2, comm.rank)
+    if comm.rank > 1:
+        pytest.skip("two ranks show all of it")
+    return halves
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("limit", [1 << 26, None], ids=["cut to 64 MiB", "whole"])
 @pytest.mark.parametrize("operation", ["allreduce", "bcast", "sendrecv", "allgatherv", "gatherv", "alltoallv"])
-def test_message_beyond_31_bits_of_elements_arrives(comm, operation, limit):
+def test_message_beyond_31_bits_of_elements_arrives(pair, operation, limit):
     """Rounds of bytes, most of which are in the same few pages, see `folded`: 2 GiB of memory at most."""
     from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
 
-    transport = MPITransport(comm, limit or COUNT_LIMIT)
-    rank, other, byte = comm.rank, 1 - comm.rank, np.dtype(np.uint8)
+    transport = MPITransport(pair, limit or COUNT_LIMIT)
+    rank, other, byte = pair.rank, 1 - pair.rank, np.dtype(np.uint8)
     short = 3  # elements that the second rank adds where all parts are in one array
     match operation:
         case "allgatherv" | "gatherv":
@@ -110,11 +119,11 @@ def repeated(numel, rank):
 @FITS
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("collective", ["allreduce", "ring", "scatter-reduce", "recursive-doubling"])
-def test_message_beyond_31_bits_of_bytes_arrives(comm, collective, monkeypatch, tmp_path):
+def test_message_beyond_31_bits_of_bytes_arrives(pair, collective, monkeypatch, tmp_path):
     """A bucket of 540 million float32: 2.16 GB of sums, and as much for the mean, on each rank."""
     store_long_arrays(monkeypatch, tmp_path)
-    reducer = mpicomp.Reducer("dense", collective, bucket_bytes=1 << 40, comm=comm)
-    mine, _ = repeated(MANY, comm.rank)
+    reducer = mpicomp.Reducer("dense", collective, bucket_bytes=1 << 40, comm=pair)
+    mine, _ = repeated(MANY, pair.rank)
     mean = reducer.reduce({"w": mine})["w"]
     expected = (repeated(MANY, 0)[1] + repeated(MANY, 1)[1]) / np.float32(2)
     for start in range(0, MANY, expected.size):
@@ -129,13 +138,13 @@ def test_message_beyond_31_bits_of_bytes_arrives(comm, collective, monkeypatch, 
 @FITS
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("indices", ["plain", "elias-fano"])
-def test_messages_beyond_31_bits_of_bytes_arrive(comm, indices, monkeypatch, tmp_path):
+def test_messages_beyond_31_bits_of_bytes_arrive(pair, indices, monkeypatch, tmp_path):
     """Half of 280 million elements, of two ranks: 2.24 GB are received, with plain indices."""
     store_long_arrays(monkeypatch, tmp_path)
     numel = 280_000_000
     compressor = mpicomp.TopK(ratio=0.5, indices=indices)
-    reducer = mpicomp.Reducer(compressor, "allgather", feedback=False, bucket_bytes=1 << 40, comm=comm)
-    mine, _ = repeated(numel, comm.rank)
+    reducer = mpicomp.Reducer(compressor, "allgather", feedback=False, bucket_bytes=1 << 40, comm=pair)
+    mine, _ = repeated(numel, pair.rank)
     mean = reducer.reduce({"w": mine})["w"]
     parts = [repeated(numel, rank)[1] for rank in range(2)]
     limits = []
