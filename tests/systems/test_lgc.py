@@ -103,15 +103,6 @@ def test_an_array_of_another_length_is_one_layer():
     assert placed.selected(5000).parts == (Part(0, 5000, 500, "coded"),)
 
 
-def test_configuration():
-    compressor = LGC(ratio=0.05, encoder=[4, 4], decoder=[3, 5], instance="server")
-    config = json.loads(json.dumps(compressor.get_config()))
-    assert mpicomp.get_compressor(config) == compressor
-    assert config["encoder"] == [4, 4]
-    assert repr(compressor) == "LGC(ratio=0.05, instance='server', encoder=(4, 4), decoder=(3, 5))"
-    assert (compressor.feedback, compressor.contractive, compressor.family) == (True, True, "learned")
-
-
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -214,16 +205,6 @@ def test_a_trained_network_does_not_let_residuals_grow():
     assert np.mean(gains[300:]) > 0.25
 
 
-def test_lgc_weights_are_counted_once():
-    members = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=1), "learned")
-    once = []
-    for _ in range(4):
-        members.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
-        once.append(members.reducers[0].last_step.once_wire_bytes)
-    weights = LGC(code="linear").make_code(None).size(1)
-    assert once == [0, 4 * weights / 2, 0, 0]
-
-
 def test_lgc_without_first_phases_has_a_code_at_step_two():
     compressor = LGC(ratio=0.3, code="linear", instance="server").bind([], [], warm_up=False)
     members = Ranks(2, compressor, "learned")
@@ -251,24 +232,6 @@ def test_bytes_on_the_wire():
     quarter = LGC(ratio=0.01, signs=False).wire_bytes_per_element(4)
     assert 0.02 < quarter < 0.022  # a quarter of 4 bytes, and about one for the index, for one of a hundred elements
     assert LGC(ratio=0.01).wire_bytes_per_element(4) == pytest.approx(quarter + 0.01 / 8, rel=0.01)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("instance", ["ring", "server"])
-def test_a_network_over_mpi(comm, instance):
-    pytest.importorskip("torch")
-    compressor = LGC(ratio=0.1, dense_steps=1, training_steps=3, passes=1, instance=instance)
-    reducer = mpicomp.Reducer(compressor, "learned", comm=comm)
-    rng = np.random.default_rng(2)
-    before = 0.0
-    for _ in range(8):
-        given = gradients(rng, comm.size)
-        mean = reducer.reduce(given[comm.rank])["mid.weight"].astype(np.float64)
-        assert len(set(comm.allgather(mean.tobytes()))) == 1
-        put_in = before + np.sum([one["mid.weight"].astype(np.float64) for one in given], axis=0)
-        before = np.sum(comm.allgather(reducer.residual("mid.weight").astype(np.float64)), axis=0)
-        np.testing.assert_allclose(comm.size * mean + before, put_in, atol=2e-4)
-    reducer.close()
 
 
 def test_published_is_the_papers_values_and_its_first_layer():
