@@ -232,10 +232,14 @@ def train(
                 return Stopped(step + 1)
 
     if settings.updates is not None:
+        before = optimizer.reducer.last_step
         optimizer.synchronize()
-        if not ends:  # the only exchange
-            choices.add(optimizer.reducer.last_step)
-            ends.append(made)
+        record = optimizer.reducer.last_step
+        if record is not before:  # of what the last steps have changed; a thread may have been exchanging it
+            choices.add(record)
+            sent, wire = sent + record.sent_bytes, wire + record.wire_bytes
+            if made not in ends[-1:]:
+                ends.append(made)
     different = replica.differing_ranks(transport)
     if different:
         raise MpicompError(
