@@ -8,7 +8,7 @@ import torch
 
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.torch.arguments import as_real, members_of
+from mpicomp.torch.arguments import members_of
 from mpicomp.torch.shards import ShardGroup, exchanged, local_of
 
 _WHO = "clip_grad_norm_"
@@ -79,13 +79,17 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> 
 
 def _norm(gradients: list[torch.Tensor], order: float, shards: ShardGroup, group: Group) -> Rounds[float]:
     """Return the norm of all shards' gradients, as the first replica has computed it."""
-    local = [as_real(gradient.coalesce().values() if gradient.is_sparse else gradient) for gradient in gradients]
-    sizes = [values.abs().double() for values in local if values.numel()]
-    if order == math.inf:
-        norm = float(np.max(shards.gather(float(np.max([0.0, *(float(size.max()) for size in sizes)])))))
-    else:
-        powers = torch.stack([size.pow(order).sum().cpu() for size in sizes]).sum() if sizes else 0.0
-        norm = math.fsum(shards.gather(float(powers))) ** (1 / order)
+    local = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    norms = [_wide_norm(values, order).cpu() for values in local if values.numel()]
+    total = float(_wide_norm(torch.stack(norms), order)) if norms else 0.0
+    norm = float(_wide_norm(torch.tensor(shards.gather(total), dtype=torch.float64), order))
     send = np.array([norm])
     received = yield Round("bcast", (1,), send.dtype, send=send, recv=np.empty_like(send))
     return float(received[0])
+
+
+def _wide_norm(values: torch.Tensor, order: float) -> torch.Tensor:
+    """Return a norm in float64, of a tensor with elements."""
+    dtype = torch.complex128 if values.is_complex() else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
+    return norm

@@ -65,11 +65,11 @@ def test_script_with_epochs_resumes(comm, tmp_path, capsys):
 def test_script_of_a_sharded_model_trains(comm):
     torch = pytest.importorskip("torch")
     try:
-        model, loss = runpy.run_path(str(EXAMPLES / "hsdp.py"))["main"](steps=60, shards=2)
+        model, loss = runpy.run_path(str(EXAMPLES / "hsdp.py"))["main"](steps=20, shards=2)
         replicas = comm.Split(comm.rank % 2, comm.rank)
         mine = torch.cat([parameter.to_local().detach().flatten() for parameter in model.parameters()])
         assert all(torch.equal(mine, other) for other in replicas.allgather(mine))
-        assert sum(comm.allgather(loss)) / 4 < 3.5  # of 4.2
+        assert sum(comm.allgather(loss)) / 4 < 3.2  # of 4.2
     finally:
         torch.distributed.destroy_process_group()
 

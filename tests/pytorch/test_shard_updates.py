@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from replicas import adam, network, sgd, square
+from replicas import adam, descent, network, sgd, square
 from sharded_models import Hybrid, TwoReplicas, assert_alike, residuals, shards
 
 import mpicomp
@@ -171,3 +171,36 @@ def test_states_are_saved_and_resumed_by_torch(comm, tmp_path):
                 hybrid.optimizer.step()
         held = [[p.to_local().tolist() for p in hybrid.model.parameters()] for hybrid in (first, second)]
         assert held[0] == held[1]
+
+
+def test_changes_are_of_replicas_with_batches(comm):
+    """One replica has more batches than the other, as have both of its ranks."""
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, make=descent, wrap=UpdateOptimizer)
+        with hybrid.optimizer.join():
+            for step in range(2 + 2 * (comm.rank // 2)):
+                hybrid.backward(step)
+                hybrid.optimizer.step()
+        for step in range(4):
+            hybrid.reference.step(square, step, ranks=range(4) if step < 2 else (2, 3))
+        hybrid.check()
+
+
+def test_overflow_in_one_shard_skips_steps_of_its_replica(comm):
+    """Both ranks of the replica pass over the step and scale down; the changes of the other one count by half."""
+    with shards(comm) as mesh:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        hybrid = Hybrid(comm, mesh, make=descent, wrap=UpdateOptimizer)
+        before = {name: p.detach().clone() for name, p in hybrid.reference.model.named_parameters()}
+        hybrid.optimizer.zero_grad()
+        scaler.scale(square(hybrid.model, 0, comm.rank)).backward()
+        if comm.rank == 1:
+            hybrid.model[0].weight.grad.to_local()[0, 0] = math.inf
+        scaler.step(hybrid.optimizer)
+        scaler.update()
+        hybrid.reference.step(square, 0, ranks=(2, 3))
+        with torch.no_grad():
+            for name, parameter in hybrid.reference.model.named_parameters():
+                parameter.add_(before[name]).div_(2)
+        hybrid.check()
+        assert comm.allgather(scaler.get_scale()) == [4.0, 4.0, 8.0, 8.0]

@@ -47,6 +47,27 @@ def test_uneven_shards_equal_one_process(comm):
         assert any(not parameter.to_local().numel() for parameter in hybrid.model.parameters()) == (comm.rank % 2 == 1)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rank_may_hold_no_row_at_all(comm, overlap):
+    with shards(comm) as mesh:
+        torch.manual_seed(6)
+        hybrid = Hybrid(comm, mesh, torch.nn.Sequential(torch.nn.Linear(6, 1)), overlap=overlap)
+        hybrid.run(range(4))
+        hybrid.check()
+
+
+def test_convolutions_are_sharded_by_their_outputs(comm):
+    def loss(model, step, rank):
+        return model(batch(step, rank, columns=48).view(4, 3, 4, 4)).square().mean()
+
+    with shards(comm) as mesh:
+        torch.manual_seed(7)
+        layers = [torch.nn.Conv2d(3, 5, 3), torch.nn.GroupNorm(1, 5), torch.nn.Flatten(), torch.nn.Linear(20, 2)]
+        hybrid = Hybrid(comm, mesh, torch.nn.Sequential(*layers), loss=loss)
+        hybrid.run(range(4))
+        hybrid.check()
+
+
 @pytest.mark.parametrize("hosts", [[[0, 2], [1, 3]], [[1, 2], [0, 3]]], ids=str)
 def test_replicas_are_found_for_any_order_of_ranks(comm, hosts):
     with shards(comm, hosts) as mesh:
