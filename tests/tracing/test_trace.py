@@ -312,6 +312,29 @@ def test_drift_of_clocks_is_corrected(tmp_path):
     assert sorted(times) == pytest.approx(np.repeat(np.arange(5), 2) * 1e6, abs=0.002)
 
 
+def test_drift_is_what_clocks_gained_over_the_trace(tmp_path, monkeypatch):
+    """A clock that has gained 3 ms when the trace ends has gained them since it began."""
+    seen, transport = [], alone()
+
+    def compared(end):
+        end.offset = 0.001 + 0.003 * len(seen)
+        seen.append(time.perf_counter())
+        yield from ()
+        return 0.0
+
+    def merged(part, path, group, drift, error, alive):
+        seen.append(drift)
+        yield from merge(part, path, group, drift, error, alive)
+
+    monkeypatch.setattr(tracing, "compare_clocks", compared)
+    monkeypatch.setattr(tracing, "merge", merged)
+    tracer = mpicomp.trace(tmp_path / "trace.json", comm=transport)
+    time.sleep(0.3)
+    tracer.finish()
+    begun, ended, drift = seen
+    assert drift == pytest.approx(0.003 / (ended - begun), rel=0.2)
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_trace_of_overlap_has_rounds_during_backward(comm, tmp_path):
     torch = pytest.importorskip("torch")
