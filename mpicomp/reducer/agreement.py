@@ -212,6 +212,8 @@ class ExtraExchange:
     """Whether ranks must compare arrays and settings in this step, for a reason that arrays do not show."""
     idle = False
     """Whether this rank has no gradients: its arrays are absent, and do not become conditional for that."""
+    has_shards = False
+    """Whether other reducers have other shards of the same model, which `agree_finite` asks."""
     frozen = False
     """Whether some rank is idle, the same on all ranks: policies then keep their plans and learn nothing."""
 
@@ -226,8 +228,8 @@ class ExtraExchange:
         yield
 
     def agree_finite(self, finite: bool) -> bool:
-        """Return whether all shards of a model are finite, each of which is a reducer's; here this one is all."""
-        return finite
+        """Return whether all shards of a model are finite. Collective over their reducers."""
+        raise NotImplementedError
 
     def restart(self) -> None:
         """Forget what this rank has counted and begun: at a death ranks leave a step at different places."""

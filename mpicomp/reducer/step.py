@@ -211,7 +211,9 @@ class Step:
         overflows = bool(self._nonfinite)
         if overflows and reducer.nonfinite == "raise" and self._damaged is None and not reducer.survives:
             yield from outside.count(self._find_overflow(), group)
-        finite = self._extra.agree_finite(finite and not overflows)
+        finite = finite and not overflows
+        if self._extra.has_shards:
+            finite = self._extra.agree_finite(finite)
         # Applied by all that are left, or by none: later errors may occur on some of them alone.
         if reducer.survives and not transport.agree(True):
             raise AgreedRankFailure("a rank has died, as all that are left have agreed")

@@ -60,6 +60,7 @@ class Gradients(ExtraExchange):
         self._reducer = reducer
         self._parameters = {name: exchanged(parameter) for name, parameter in reversed(list(parameters.items()))}
         self._shards = ShardGroup(self._parameters.values())
+        self.has_shards = self._shards.exists
         self._known = {id(parameter) for parameter in parameters.values()}
         self._loss_scale = loss_scale
         self._settings = settings

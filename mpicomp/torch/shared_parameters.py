@@ -51,6 +51,7 @@ class SharedParameters(ExtraExchange):
         self._settings = settings
         self._parameters: dict[str, torch.Tensor] = {}
         self._shards = ShardGroup(map(exchanged, parameters.values()))
+        self.has_shards = self._shards.exists
         self._versions: dict[str, int] = {}
         self._compared = self._enabling_join = False
         self._scale = 1.0
