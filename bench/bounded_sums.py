@@ -1,12 +1,12 @@
 """Sums within an error bound, timed in turn with dense ones, on fields such as programs without gradients add."""
 
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from mpicomp.bench.measure.intervals import is_narrow
 from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.record import Tally
 from mpicomp.reducer.special_reducers import bounded_rounds
-from mpicomp.rounds import dense_ring_bytes
+from mpicomp.rounds import Round, dense_ring_bytes
 from mpicomp.transport import Transport
 
 Field = NDArray[np.float32]
@@ -66,7 +66,7 @@ FIELDS: Mapping[str, Callable[[np.random.Generator, int], Field]] = {
 
 
 def measure(settings: Settings, transport: Transport, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Measure every field with every bound; one row each. Collective over all ranks of MPI.COMM_WORLD."""
+    """Measure every field with every bound; one row each. Collective."""
     rows = []
     for numel in settings.numels:
         for name, make in FIELDS.items():
@@ -78,7 +78,7 @@ def measure(settings: Settings, transport: Transport, say: Callable[[str], None]
 
 
 def _row(field: Field, error: float, limit_s: float, transport: Transport) -> dict[str, Any]:
-    comm, group = MPI.COMM_WORLD, transport.group
+    group = transport.group
     bound = error * float(gather(np.array([np.ptp(field)], np.float64), transport).max())
     result, summed = np.empty_like(field), np.empty_like(field)
     reducer = Reducer("dense", "ring", comm=transport, bucket_bytes=_RING_BUCKET)
@@ -89,7 +89,7 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     calls: dict[str, Callable[[], object]] = {
         "median_s": lambda: transport.run(within_bound()),
         "ring_s": lambda: reducer.reduce({"field": field}),
-        "allreduce_s": lambda: comm.Allreduce(field, summed),
+        "allreduce_s": lambda: _add(field, summed, transport),
     }
     tally = Tally()
     transport.run(tally.count(within_bound(), group))
@@ -98,15 +98,15 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     samples: dict[str, list[float]] = {name: [] for name in calls}
     while not _are_enough(samples, limit_s):
         for name, call in calls.items():
-            comm.Barrier()
-            begin = MPI.Wtime()
+            gather(np.zeros(1), transport)  # all begin at once
+            begin = time.perf_counter()
             call()
-            slowest = gather(np.array([MPI.Wtime() - begin], np.float64), transport).max()
+            slowest = gather(np.array([time.perf_counter() - begin]), transport).max()
             samples[name].append(float(slowest))
     reducer.close()
 
     exact = np.empty(field.size)
-    comm.Allreduce(field.astype(np.float64), exact)
+    _add(field.astype(np.float64), exact, transport)
     largest = float(np.abs(result - exact / group.size).max(initial=0))
     facts = gather(np.array([largest, zlib.crc32(result.view(np.uint8).data), tally.wire_bytes], np.float64), transport)
     largest = float(facts[:, 0].max())
@@ -120,6 +120,11 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
         "over_allreduce": medians["allreduce_s"] / medians["median_s"], "largest": largest / bound,
         "correct": largest <= bound and len(set(facts[:, 1].tolist())) == 1,
     }  # fmt: skip
+
+
+def _add(array: NDArray[Any], out: NDArray[Any], transport: Transport) -> None:
+    """Write the sum of all ranks' arrays by the library's Allreduce."""
+    transport.perform(Round("allreduce", (array.size,), array.dtype, send=array, recv=out))
 
 
 def _are_enough(samples: Mapping[str, Sequence[float]], limit_s: float) -> bool:

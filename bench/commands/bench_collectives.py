@@ -167,7 +167,7 @@ def _errors(arguments: argparse.Namespace) -> list[float]:
     if arguments.error is None:
         return []
     if arguments.compressor or arguments.collective or arguments.known or arguments.calibrate:
-        raise ConfigurationError(f"{_COMMAND}: --error has a code and a collective of its own; leave out the others")
+        raise ConfigurationError(f"{_COMMAND}: --error measures one exchange; leave out --compressor and others")
     if arguments.device == "gpu":
         raise ConfigurationError(f"{_COMMAND}: --error takes arrays of the host; leave out --device gpu")
     try:

@@ -15,7 +15,7 @@ from mpicomp.transport.mpi import MPITransport
 
 
 class SimulatedLinks(MPITransport):
-    """One rank of all, each on a host of its own as far as it can tell. Collective.
+    """A rank that takes itself to be alone on its host. Collective.
 
     Parameters
     ----------

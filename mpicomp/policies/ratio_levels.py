@@ -41,7 +41,7 @@ def suggested_compressors(named: Compressor | None) -> tuple[list[Compressor], l
 
 
 def check_adaptable(policy: str, compressor: Compressor) -> None:
-    """Raise if the gain of a compressor at other ratios is not known, or if its layers have ratios of their own."""
+    """Raise if the gain of a compressor at other ratios is not known, or if its layers have ratios."""
     check_has_ratio(policy, compressor, f"needs the gain at other ratios, which {compressor.id} cannot give")
     check_no_layers(policy, compressor)
 
@@ -56,7 +56,7 @@ def check_has_ratio(policy: str, compressor: Compressor, problem: str) -> None:
 
 
 def check_no_layers(policy: str, compressor: Compressor) -> None:
-    """Raise if layers of a compressor have ratios of their own."""
+    """Raise if layers of a compressor have ratios."""
     if getattr(compressor, "layers", None):
         raise ConfigurationError(
             f"{policy}: chooses ratios by itself, so {compressor.id} cannot have ratios of its own for layers; "

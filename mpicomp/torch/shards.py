@@ -30,8 +30,7 @@ class LocalShard:
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        whole = self.whole
-        self.whole.grad = gradient if gradient is None else _like(whole, gradient)
+        self.whole.grad = None if gradient is None else _like(self.whole, gradient)
 
     @property
     def requires_grad(self) -> bool:
