@@ -22,7 +22,7 @@ from mpicomp.system import abort, launcher
 
 _BENCH = "mpicomp.bench.commands"
 COMMANDS = {
-    "demo": _BENCH,
+    "tour": _BENCH,
     "doctor": __name__,
     "list": __name__,
     "bench": _BENCH,

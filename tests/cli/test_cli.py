@@ -94,7 +94,7 @@ def test_wrong_command_names_the_nearest(capsys):
     assert main(["docter"]) == 2
     assert capsys.readouterr().err == "mpicomp: unknown command 'docter'; did you mean 'doctor'?\n"
     assert main(["zzzz"]) == 2
-    assert "there are demo, doctor" in capsys.readouterr().err
+    assert "there are tour, doctor" in capsys.readouterr().err
 
 
 def test_wrong_option_is_refused(capsys):

@@ -30,8 +30,8 @@ def test_readme_opens_with_the_demo_then_the_tests():
     for command in (first, second):
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[mpich,")
         assert command.count("\n") == 1
-    assert first.endswith("&& .venv/bin/mpicomp demo\n")
-    assert README.index("mpicomp demo") < README.index("![") < README.index("tests/run.py")
+    assert first.endswith("&& .venv/bin/mpicomp tour\n")
+    assert README.index("mpicomp tour") < README.index("![") < README.index("tests/run.py")
     assert "tests/run.py" in second
 
 

@@ -1,4 +1,4 @@
-"""``mpicomp demo``: three trainings on an emulated slow network, and what they took."""
+"""``mpicomp tour``: three trainings on an emulated slow network, and what they took."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--task", default="text-gpt", help="as in mpicomp train (%(default)s)")
     parser.add_argument("--steps", type=int, default=60, metavar="S", help="of each training (%(default)s)")
-    parser.add_argument("--report", default="demo.html", metavar="F.html", help="where the report goes (%(default)s)")
+    parser.add_argument("--report", default="tour.html", metavar="F.html", help="where the report goes (%(default)s)")
     parser.set_defaults(alone=True)
 
 
@@ -33,13 +33,13 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.errors import ConfigurationError
     from mpicomp.setting_checks import check_least
 
-    check_least("demo", "--steps", arguments.steps, _MIN_STEPS)
-    check_drawing("demo")
-    check_writable("demo", arguments.report)
+    check_least("tour", "--steps", arguments.steps, _MIN_STEPS)
+    check_drawing("tour")
+    check_writable("tour", arguments.report)
     if sys.stdout.isatty():  # for rich in a rank, whose output goes through the launcher
         os.environ |= {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     words = [arguments.task, str(arguments.steps), os.path.abspath(arguments.report)]
-    command = [sys.executable, "-m", "mpicomp.bench.commands.demo_ranks", *words]
+    command = [sys.executable, "-m", "mpicomp.bench.commands.tour_ranks", *words]
     print(f"{arguments.task} on {HOSTS} hosts with links of {BANDWIDTH}, three times:", flush=True)
     try:
         return run_lab(make_settings(HOSTS, 1, BANDWIDTH, "0us", command))
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _run_simulated(command)
     except LabError as error:
-        raise ConfigurationError(f"demo: {error}") from error
+        raise ConfigurationError(f"tour: {error}") from error
 
 
 def _run_simulated(command: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""``mpicomp demo``: three trainings, three bars, a sentence and a report, in a lab and without one."""
+"""``mpicomp tour``: three trainings, three bars, a sentence and a report, in a lab and without one."""
 
 import re
 import subprocess
@@ -12,12 +12,12 @@ STEPS, PARAMETERS = 10, 38_282
 
 
 def call(*options, prefix=(), **more):
-    command = [*prefix, sys.executable, "-c", MAIN, "demo", *options]
+    command = [*prefix, sys.executable, "-c", MAIN, "tour", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, **more)
 
 
 def check(done, folder):
-    """Check a demo's output: the lines of each training, then a row each, and the sentence."""
+    """Check a tour's output: the lines of each training, then a row each, and the sentence."""
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     starts = [lines.index(name) for name in NAMES]
@@ -33,9 +33,9 @@ def check(done, folder):
     assert re.search(
         r"^To that held-out accuracy dense exchange took [\d.]+ m?s and ended at 0\.", done.stdout, re.MULTILINE
     )
-    page = (folder / "demo.html").read_text()
+    page = (folder / "tour.html").read_text()
     assert all(name.replace("'", "&#39;") in page for name in NAMES)
-    assert not [path for path in folder.iterdir() if path.name != "demo.html"]
+    assert not [path for path in folder.iterdir() if path.name != "tour.html"]
     amounts = [re.search(r"([\d.,]+) ([kM])B ", row).groups() for row in rows]
     sent = [float(number.replace(",", "")) * {"k": 1e3, "M": 1e6}[unit] for number, unit in amounts]
     # A ring among four hosts: six bytes a parameter and step.
@@ -45,7 +45,7 @@ def check(done, folder):
 
 @pytest.mark.lab
 @pytest.mark.timeout(300)
-def test_demo_runs_on_hosts_of_an_ordinary_user(tmp_path):
+def test_tour_runs_on_hosts_of_an_ordinary_user(tmp_path):
     pytest.importorskip("torch")
     reason = reason_without_lab() or reason_without_user_namespaces()
     if reason is not None:
@@ -57,7 +57,7 @@ def test_demo_runs_on_hosts_of_an_ordinary_user(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_demo_says_why_links_are_simulated(tmp_path):
+def test_tour_says_why_links_are_simulated(tmp_path):
     pytest.importorskip("torch")
     if (reason := reason_without_user_namespaces()) is not None:
         pytest.skip(reason)
@@ -70,10 +70,10 @@ def test_demo_says_why_links_are_simulated(tmp_path):
 def test_too_few_steps_are_refused():
     done = call("--steps", "5")
     assert done.returncode == 2
-    assert done.stderr == "mpicomp: demo: --steps must be an integer of at least 10, got 5\n"
+    assert done.stderr == "mpicomp: tour: --steps must be an integer of at least 10, got 5\n"
 
 
 def test_report_in_a_missing_folder_is_refused(tmp_path):
-    done = call("--report", str(tmp_path / "none" / "demo.html"))
+    done = call("--report", str(tmp_path / "none" / "tour.html"))
     assert done.returncode == 2
-    assert "demo.html' cannot be written" in done.stderr
+    assert "tour.html' cannot be written" in done.stderr

@@ -1,6 +1,6 @@
-"""The trainings of ``mpicomp demo`` on one rank: dense exchange, what mpicomp chooses, and LocalMuon, with three bars.
+"""The trainings of ``mpicomp tour`` on one rank: dense exchange, what mpicomp chooses, and LocalMuon, with three bars.
 
-A program of the ranks' that `mpicomp.bench.commands.demo` starts on four hosts, real to MPI or simulated.
+A program of the ranks' that `mpicomp.bench.commands.tour` starts on four hosts, real to MPI or simulated.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpicomp.bench.commands.demo import BANDWIDTH, HOSTS
+from mpicomp.bench.commands.tour import BANDWIDTH, HOSTS
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import load_task
@@ -24,7 +24,7 @@ _BAR_WIDTH = 40  # letters
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="mpicomp demo")
+    parser = argparse.ArgumentParser(prog="mpicomp tour")
     parser.add_argument("task")
     parser.add_argument("steps", type=int)
     parser.add_argument("report")
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name, settings in _trainings(arguments.steps):
             path = str(Path(folder, f"{len(finished)}.jsonl"))
             with MetricsWriter(path if first else None) as metrics:
-                task = load_task("demo", arguments, None, transport.group)
+                task = load_task("tour", arguments, None, transport.group)
                 outcome = train(task, settings, transport, _row(first, bars, name), metrics)
             assert not isinstance(outcome, Stopped)
             finished.append(_Finished(name, task, settings, outcome, path))
@@ -147,7 +147,7 @@ def _show(finished: list[_Finished], report: str, is_simulated: bool) -> None:
         runs.append(Run(training.name, outcome, read_lines(training.path), False))
     found = race(runs)
     if found is None:
-        raise MpicompError(f"demo: {what} is not finite in two of the trainings, so that nothing can be compared")
+        raise MpicompError(f"tour: {what} is not finite in two of the trainings, so that nothing can be compared")
     needed = {run.name: s for run, s in found.seconds}  # infinite where a run did not get there
     drawn = {run.name: min(needed[run.name], float(run.elapsed[-1])) for run in runs}
     table = Table("", "", "seconds", "bytes of a host", "in the end", box=None, pad_edge=False)
