@@ -74,7 +74,7 @@ def tracked():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_wheel_of_the_source_trains_without_a_checkout(tmp_path):
     if importlib.util.find_spec("build") is None:
         pytest.skip("there is no build: pip install build")
@@ -111,14 +111,14 @@ def test_wheel_of_the_source_trains_without_a_checkout(tmp_path):
     venv.create(home, with_pip=True)
     python, [packages] = home / "bin" / "python", home.glob("lib/python*/site-packages")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
-    subprocess.run([*pip, f"{wheel}[mpich,bench]"], check=True, timeout=300)
+    subprocess.run([*pip, f"{wheel}[mpich,bench,report]"], check=True, timeout=300)
     # PyTorch alone is this Python's, whose links to a checkout are not followed from there.
     theirs = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "theirs.pth").write_text("\n".join(theirs) + "\n")
     mpiexec, here = home / "bin" / "mpiexec", home / "bin" / "mpicomp"
 
-    def printed(*command):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False)
+    def printed(*command, folder=tmp_path):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -128,3 +128,6 @@ def test_wheel_of_the_source_trains_without_a_checkout(tmp_path):
     assert "ranks       2" in printed(mpiexec, "-n", "2", here, "doctor")
     if importlib.util.find_spec("torch"):
         assert "verdict: " in printed(mpiexec, "-n", "2", here, "train", "--task", "digits", "--steps", "4")
+        (tmp_path / "empty").mkdir()
+        assert "LocalMuon took " in printed(here, "tour", "--steps", "10", folder=tmp_path / "empty")
+        assert [path.name for path in (tmp_path / "empty").iterdir()] == ["tour.html"]
