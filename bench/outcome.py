@@ -65,7 +65,7 @@ class Outcome:
     measured: Measured | None = None  # what ``mpicomp simulate`` needs; None where it was not asked for
     # The rank that the others waited for, over the steps that are timed; None where there is one rank
     slowest: Slowest | None = None
-    exchanges_updates: bool = False  # changes of parameters, in place of gradients
+    muon_step_s: float | None = None  # predicted seconds of a step of LocalMuon; None where it cannot pay
 
     @property
     def exchange_s(self) -> float | None:
@@ -118,6 +118,7 @@ def run_object(task: "Task", settings: "Settings", outcome: Outcome, verdict: st
         "dense_exchange_s": None if outcome.dense_probe is None else outcome.dense_probe.seconds,
         "dense_collective": None if outcome.dense_probe is None else outcome.dense_probe.collective,
         "dense_step_s": outcome.dense_step_s,
+        "muon_step_s": outcome.muon_step_s,
         "slowest_rank": None if outcome.slowest is None else outcome.slowest.rank,
         "slowest_costs_s": None if outcome.slowest is None else outcome.slowest.costs_s,
         "gain": outcome.gain,
@@ -138,7 +139,7 @@ def run_object(task: "Task", settings: "Settings", outcome: Outcome, verdict: st
 
 
 _NOISE = 0.03  # differences below this share of a step say nothing
-_SLOW_EXCHANGE = 0.2  # share of a step
+CLEARLY = 1.25  # least ratio of measured to predicted seconds to advise by: predictions are within 25 %
 _MUON_STEPS = PRESETS[MUON][1]["sync_every"]
 _ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as run always; the rest was explored
 
@@ -159,7 +160,7 @@ def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "q
             f"{quality_name} {outcome.quality:.4f}, and {dense.quality:.4f} with dense exchange from the same seed, "
             f"whose steps took {dense.median_step_s:.3f} s"
         )
-    parts += _slow_links(outcome)
+    parts += _muon(outcome)
     slowest = outcome.slowest
     if slowest is not None and slowest.matters(outcome.median_step_s, _NOISE):
         parts.append(
@@ -169,17 +170,14 @@ def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "q
     return "; ".join(parts)
 
 
-def _slow_links(outcome: Outcome) -> list[str]:
-    """Return the advice to exchange updates where gradients, however compressed, take a large share of the step."""
-    exchange_s, dense = outcome.exchange_s, outcome.dense_probe
-    if outcome.exchanges_updates or exchange_s is None or dense is None:
-        return []
-    if dense.seconds < outcome.late_phases_s["compute"] or exchange_s < _SLOW_EXCHANGE * outcome.late_step_s:
+def _muon(outcome: Outcome) -> list[str]:
+    """Return the advice to exchange updates of Muon, where a step of that is predicted to take clearly less."""
+    muon_s, step_s = outcome.muon_step_s, outcome.late_step_s
+    if muon_s is None or CLEARLY * muon_s > step_s:
         return []
     return [
-        f"links are slow: the exchange of gradients takes {exchange_s:.3f} s of a step, and that of "
-        f"mpicomp.torch.LocalMuon (--exchange muon), one bit an element every {_MUON_STEPS} steps, would take about "
-        f"{dense.seconds / (32 * _MUON_STEPS):.4f} s a step"
+        f"links are slow: a step of mpicomp.torch.LocalMuon (--exchange muon), one bit an element every {_MUON_STEPS} "
+        f"steps, is predicted to take {muon_s:.3f} s, in place of {step_s:.3f} s"
     ]
 
 

@@ -19,6 +19,8 @@ from mpicomp.torch import DistributedOptimizer, UpdateOptimizer
 from mpicomp.transport import Transport
 
 CPU = torch.device("cpu")
+_STEPS_ALONE = 5  # timed steps without exchange
+_LIMIT_S = 6.0  # seconds that these take at most, after the first
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,20 @@ class Replica:
         value = float(loss.detach())
         self.finish()
         return StepTimes(value, start, forward, backward, compared, synchronized, time.perf_counter())
+
+    def time_without_exchange(self, transport: Transport) -> float:
+        """Return mean seconds of steps without exchange, on the slowest rank, all ranks at once. Collective."""
+
+        def steps(times: range) -> float:
+            gather(np.zeros(1), transport)  # nobody starts before the others are there
+            start = time.perf_counter()
+            for step in times:
+                self.step(step, lambda: None)
+            return float(gather(np.array([time.perf_counter() - start]), transport).max())
+
+        first_s = steps(range(1))  # allocates
+        repeats = min(_STEPS_ALONE, max(1, int(_LIMIT_S / first_s)))
+        return steps(range(1, 1 + repeats)) / repeats
 
     def differing_ranks(self, transport: Transport) -> list[int]:
         """Return the ranks whose parameters have other bits than rank 0's. Collective."""

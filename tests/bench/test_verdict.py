@@ -48,11 +48,6 @@ def slow_rank(costs_s):
 
 FEW = [ran(DENSE, 0.5), ran(DENSE, 0.2, "allreduce"), ran(TOPK, 0.3, "gtopk")]
 SLOW = phases(compute=0.1, exchange=0.2)  # dense at first: the median of all steps says nothing of the later ones
-SLOW_LINKS = {
-    "exchange_probe": Probe("allgather", 0.06, 0.05, 5),
-    "late_phases_s": phases(compute=0.1, compress=0.005, exchange=0.05, decode=0.005),
-    "late_step_s": 0.16,
-}
 CASES = {
     "paid": outcome(),
     "did not pay": outcome(dense_probe=Probe("ring", 0.001, 0.001, 5)),
@@ -66,9 +61,8 @@ CASES = {
     "no dense exchange": outcome(exchange_probe=None, dense_probe=None),
     "nothing is late": dense(delay=0),
     **{f"delay {delay}": outcome(delay=delay) for delay in (0.0, 0.0004, 0.163, 53.2, 1234.5, None)},
-    "slow links": outcome(**SLOW_LINKS),
-    "slow links, updates": outcome(**SLOW_LINKS, exchanges_updates=True),
-    "slow links, but for dense": outcome(**SLOW_LINKS | {"dense_probe": Probe("ring", 0.09, 0.09, 5)}),
+    "LocalMuon pays": outcome(muon_step_s=0.09),
+    "LocalMuon hardly pays": outcome(muon_step_s=0.1),
     "slow rank": slow_rank(0.05),
     "slow rank, hardly": slow_rank(0.003),
 }
