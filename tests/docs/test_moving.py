@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import runpy
 import sys
 import types
@@ -88,6 +89,59 @@ def test_script_from_ddp_trains_the_same(comm, monkeypatch):
         patches.setattr(torch.distributed, "destroy_process_group", lambda: None)
         before = trained(monkeypatch, "ddp_before")
     assert_same(comm, before, trained(monkeypatch, "ddp_after"), 1e-5)
+
+
+# A script of nanoGPT's shape, in which {part} stands where a part of the diff on the page is.
+NANOGPT = """
+import os
+from contextlib import nullcontext
+import torch
+{imports}
+device, backend, gradient_accumulation_steps = 'cpu', 'gloo', 4
+{ranks}
+    seed_offset = ddp_rank
+    gradient_accumulation_steps //= ddp_world_size
+else:
+    seed_offset = 0
+torch.manual_seed(seed_offset)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+scaler = torch.amp.GradScaler('cpu', enabled=False)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+{optimizer}
+{model}
+{loop}
+random = torch.Generator().manual_seed(1)
+X, Y = torch.randn(40, 6, 4, generator=random), torch.randn(40, 6, 2, generator=random)
+for iter_num in range(10):
+    first = 4 * iter_num + seed_offset * gradient_accumulation_steps
+    for micro_step in range(gradient_accumulation_steps):
+{backward}
+        loss = torch.nn.functional.mse_loss(model(X[first + micro_step]), Y[first + micro_step])
+        loss = loss / gradient_accumulation_steps
+{accumulation}
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+{end}
+trained = torch.cat([parameter.detach().flatten() for parameter in raw_model.parameters()])
+"""
+
+
+def test_diff_of_nanogpt_trains_like_one_process(comm, monkeypatch):
+    monkeypatch.delitem(os.environ, "RANK", raising=False)
+    page = (FOLDER.parents[1] / "pytorch.md").read_text()
+    diff = page.partition("**nanoGPT's train.py.**")[2].partition("```diff\n")[2].partition("```")[0]
+    parts = re.findall(r"^@@ (\w+)\n((?:[ +-].*\n)+)", diff, flags=re.MULTILINE)
+    results = []
+    for signs in (" -", " +"):  # the script as it is, in each process alone, and with mpicomp
+        lines = {name: [line[1:] for line in part.splitlines() if line[0] in signs] for name, part in parts}
+        names = {}
+        exec(NANOGPT.format(**{name: "\n".join(part) for name, part in lines.items()}), names)
+        results.append(names["trained"])
+    assert all(torch.equal(results[1], other) for other in comm.allgather(results[1]))
+    assert torch.allclose(*results, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
