@@ -33,6 +33,7 @@ from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import broadcast_parameters
+from mpicomp.torch.arguments import members_of
 from mpicomp.torch.update_optimizer import AUTO
 from mpicomp.transport import Transport
 
@@ -334,10 +335,11 @@ def train(
 def predict_muon(
     replica: Replica, transport: Transport, cost: CostModel | None, spare_s: float = math.inf
 ) -> float | None:
-    """Return predicted seconds of a step of LocalMuon; None where it cannot pay, or Muon has no matrix. Collective.
+    """Return predicted seconds of a step of LocalMuon; None where it cannot pay, or is not for this model. Collective.
 
     The exchange is predicted by the cost model. Steps without one are timed, with a new replica: what Newton-Schulz
-    takes depends on the cores of each rank. Muon and the exchange have to take less than ``spare_s``.
+    takes depends on the cores of each rank. Muon and the exchange have to take less than ``spare_s``, and Muon has to
+    step most of the parameters.
     """
     compressor, updates = PRESETS[MUON]
     device = common_device([replica.parameters[0].detach()])
@@ -349,7 +351,8 @@ def predict_muon(
         muon = Replica(replica.task, replica.group, 1, replica.device, inner=updates["inner"])
     except ConfigurationError:
         return None
-    return muon.time_without_exchange(transport) + exchange_s
+    of_muon = sum(parameter.numel() for parameter in members_of(muon.optimizer.optimizers[0]))
+    return muon.time_without_exchange(transport) + exchange_s if 2 * of_muon > replica.numel else None
 
 
 def _trial_driver(optimizer: Any, model: torch.nn.Module, settings: Settings) -> Any:

@@ -64,10 +64,16 @@ def test_muon_is_not_timed_where_its_exchange_cannot_pay(links, monkeypatch):
     assert predict_muon(replica, transport, model, two_phase_by_hand(replica.numel) / 11) is None
 
 
-def test_model_without_matrices_has_no_prediction(links, monkeypatch):
+@pytest.mark.parametrize(
+    "layers",
+    [[torch.nn.Linear(3, 2)], [torch.nn.Embedding(50, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)]],
+    ids=["no matrix", "an embedding"],
+)
+def test_model_that_muon_hardly_steps_has_no_prediction(links, monkeypatch, layers):
+    monkeypatch.setattr(Replica, "time_without_exchange", lambda *_: pytest.fail("it was timed"))
     transport, model = links
     task = get_task("digits", 0)
-    monkeypatch.setattr(type(task), "model", lambda _: torch.nn.Linear(3, 2))
+    monkeypatch.setattr(type(task), "model", lambda _: torch.nn.Sequential(*layers))
     assert predict_muon(Replica(task, transport.group, 1), transport, model) is None
 
 
