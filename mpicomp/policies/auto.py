@@ -118,6 +118,8 @@ class Auto(MeasuredPolicy):
         self._surveys: list[ElementSurvey] = []
         self._statistics: list[ElementStatistics] = []
         self._is_known = True  # whether all statistics are known
+        self._last_step = -1
+        self._last_surveys: dict[int, int] = {}  # by bucket whose signal has jumped, the last step surveyed before
         self._restored: dict[str, Mapping[str, Any]] = {}
         self._allowed: list[NDArray[np.int64]] = []  # by bucket, the rows that may run
         self._sends_jointly: list[NDArray[np.bool_]] = []  # by bucket and row, whether all ranks send the same elements
@@ -208,6 +210,7 @@ class Auto(MeasuredPolicy):
         self._next_survey = self._step + self._interval
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        self._last_step = step
         if self._step > self._next_survey and self._is_known:  # the second survey in a row
             self._surveyed_step = step
             self._schedule_next_search(_INTERVAL_GROWTH * self._interval)
@@ -233,9 +236,19 @@ class Auto(MeasuredPolicy):
         self._survey_lr = self._survey_lr or report.lr
         if report.surveys:
             for bucket, surveys in report.surveys.items():
-                self._statistics[bucket].observe(surveys)
+                self._observe_survey(bucket, surveys, report.step)
             was_known, self._is_known = self._is_known, all(statistics.known for statistics in self._statistics)
             self._search_is_due |= self._is_known and (not was_known or report.step == self._surveyed_step)
+
+    def _observe_survey(self, bucket: int, surveys: NDArray[np.float32], step: int) -> None:
+        """Learn from a survey; start over after a jump of the signal, which means would follow in dozens of surveys."""
+        if step <= self._last_surveys.get(bucket, -1):
+            return
+        if self._statistics[bucket].has_jumped(surveys):
+            self._last_surveys[bucket] = self._last_step
+            self._surveys[bucket], self._statistics[bucket] = self._new_survey(self._shapes[bucket])
+        else:
+            self._statistics[bucket].observe(surveys)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -262,13 +275,17 @@ class Auto(MeasuredPolicy):
 
     def _restore(self) -> None:
         """Begin with the statistics of buckets that begin with the same parameter, or with none."""
-        count = len(self._quantisers)
-        self._surveys = [ElementSurvey(shape.numel, self._quantisers) for shape in self._shapes]
-        self._statistics = [ElementStatistics(shape.numel, count, self._normalises) for shape in self._shapes]
+        pairs = [self._new_survey(shape) for shape in self._shapes]
+        self._surveys, self._statistics = [survey for survey, _ in pairs], [statistics for _, statistics in pairs]
+        self._last_surveys.clear()
         for shape, statistics in zip(self._shapes, self._statistics, strict=True):
             if shape.names[0] in self._restored:
                 statistics.load_state_dict(self._restored.pop(shape.names[0]))
         self._is_known = all(statistics.known for statistics in self._statistics)
+
+    def _new_survey(self, shape: Shape) -> tuple[ElementSurvey, ElementStatistics]:
+        statistics = ElementStatistics(shape.numel, len(self._quantisers), self._normalises)
+        return ElementSurvey(shape.numel, self._quantisers), statistics
 
     def _fits(self, compressor: Compressor) -> bool:
         """Return whether the collective that the user named carries a compressor."""

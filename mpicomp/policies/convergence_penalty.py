@@ -6,6 +6,7 @@ residuals is not applied yet. Both depend on the element: large and noisy ones a
 penalty follows from scales and shares of signal that ranks survey now and then, up to two fitted constants.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ _CLASSES = 40  # of elements by scale, two for every power of two, from there do
 _MAX_ENERGY = 1e38  # in float32
 _MIN_WEIGHT = 0.1  # of a survey in running means; the first ones count equally
 _MIN_SURVEYS = 10  # until scales are known: the first ones take one gradient's magnitude for its scale
+_SIGNAL_JUMP_FACTOR = 2.0  # of the signal of one survey over the mean, up or down, from which on it has jumped
+_SIGNAL_JUMP_SD = 4.0  # standard deviations of a survey's noise that a jump exceeds
 _MIN_SIGNAL = 1e-4  # some thousand elements in some dozen surveys resolve no less
 
 
@@ -64,8 +67,8 @@ class ElementSurvey:
         self._last_step = -2
 
     def width(self, sizes: Sequence[int]) -> int:
-        # The followed elements or 0, then each class's sums over the mean square
-        return 1 + (3 + 2 * len(self._quantisers)) * _CLASSES
+        # The followed elements or 0, the signal of this pair, then each class's sums over the mean square
+        return 2 + (3 + 2 * len(self._quantisers)) * _CLASSES
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
@@ -84,8 +87,11 @@ class ElementSurvey:
         self._squares += weight * (gradient * gradient - self._squares)
         is_pair, self._last_step = step == self._last_step + 1, step
         if is_pair:
-            self._products += max(_MIN_WEIGHT, 1 / (self._pairs + 1)) * (gradient * self._last - self._products)
+            products = gradient * self._last
+            self._products += max(_MIN_WEIGHT, 1 / (self._pairs + 1)) * (products - self._products)
             self._pairs += 1
+            pair = math.sqrt(float(np.square(gradient).mean()) * float(np.square(self._last).mean()))
+            out[1] = float(products.mean()) / pair if pair > 0 else 0.0
         self._last = gradient
         sums = [np.ones_like(gradient), self._squares, self._products]
         for quantiser, waiting in zip(self._quantisers, self._residuals, strict=True):
@@ -102,7 +108,7 @@ class ElementSurvey:
             classes = np.floor(np.log2(self._squares[changes] / mean)).astype(np.int64) + _CLASSES - _TOP_LOG2
             classes = np.clip(classes, 0, _CLASSES - 1)
             counts, *energies = [np.bincount(classes, values[changes], _CLASSES) for values in sums]
-            out[1:] = np.concatenate([counts, *(energy / mean for energy in energies)])
+            out[2:] = np.concatenate([counts, *(energy / mean for energy in energies)])
         return out
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
@@ -140,7 +146,19 @@ class ElementStatistics:
         self.surveys += 1
         self._followed = float(rows[:, 0].sum())
         weight = max(_MIN_WEIGHT, 1 / self.surveys)
-        self._sums += weight * (rows[:, 1:].sum(axis=0).reshape(self._sums.shape) - self._sums)
+        self._sums += weight * (rows[:, 2:].sum(axis=0).reshape(self._sums.shape) - self._sums)
+
+    def has_jumped(self, surveys: NDArray[np.float32]) -> bool:
+        """Return whether the signal of one survey is far from the mean, by more than its noise explains."""
+        rows = surveys[surveys[:, 0] > 0].astype(np.float64)
+        if not self.known or self.is_zero or not rows.size:
+            return False
+        counts, energies, products = self._sums[:3, self._sums[1] > 0]
+        total = energies.sum()
+        mean, now = products.sum() / total, (rows[:, 0] * rows[:, 1]).sum() / rows[:, 0].sum()
+        sd = math.sqrt(abs((energies * energies / counts).sum())) / total  # products of noise vary by energies
+        is_other = not mean / _SIGNAL_JUMP_FACTOR < now < _SIGNAL_JUMP_FACTOR * mean
+        return bool(is_other and abs(now - mean) > _SIGNAL_JUMP_SD * sd)
 
     @property
     def signal(self) -> float:

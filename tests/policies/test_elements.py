@@ -152,6 +152,20 @@ def test_gradients_that_become_smaller():
     )
 
 
+@pytest.mark.parametrize(
+    ("numel", "signal", "jumps"),
+    [(NUMEL, 0.3, False), (NUMEL, 0.2, False), (NUMEL, 0.02, True), (NUMEL, 0.8, True), (30, 0.02, False)],
+)
+def test_signal_jumps_by_more_than_noise_and_a_factor(numel, signal, jumps):
+    elements = learned(0.3, np.ones(numel))
+    surveys = [ElementSurvey(numel) for _ in range(RANKS)]
+    of_ranks = [list(gradients(signal, 2, np.ones(numel), rank=10 + rank)) for rank in range(RANKS)]
+    for step in range(2):
+        pairs = zip(surveys, of_ranks, strict=True)
+        measured = np.array([survey.measure(entry[step], None, (numel,), step) for survey, entry in pairs])
+        assert elements.has_jumped(measured) == (jumps and step == 1)
+
+
 @pytest.mark.parametrize("scale", [1e-18, 1.0, 1e16])
 def test_elements_of_any_scale_have_the_same_penalty(scale):
     one = learned(0.1, np.full(NUMEL, scale), 20)
