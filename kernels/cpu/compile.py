@@ -22,6 +22,10 @@ Indices = NDArray[np.uint32]
 Singles = NDArray[np.float32]
 Words = NDArray[np.uint64]
 
+_OPTIONS: dict[str, Any] = {
+    "nogil": True,
+    "no_cfunc_wrapper": True,
+}  # callbacks from C, which none is: 6 % of compiling
 _GRAIN = 1 << 16  # elements; less than that is swept sooner than a thread is woken
 
 
@@ -30,7 +34,7 @@ def kernel(function: Function) -> Function:
 
     NaN and infinity keep their meaning (no ``nnan``, no ``ninf``): the kernels have to find them.
     """
-    compiled: Function = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(function)
+    compiled: Function = numba.njit(**_OPTIONS, fastmath={"reassoc", "contract", "nsz"})(function)
     return cached(compiled)
 
 
@@ -40,7 +44,7 @@ def exact(function: Function) -> Function:
     A product and a sum that some processors can do in one go are done in two, and no sum changes its order.
     """
     # Said, since what is left out would be taken over from the first kernel that calls the function.
-    compiled: Function = numba.njit(nogil=True, fastmath=False)(function)
+    compiled: Function = numba.njit(**_OPTIONS, fastmath=False)(function)
     return cached(compiled)
 
 

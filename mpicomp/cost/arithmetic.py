@@ -22,7 +22,7 @@ _MIN_SHARE = 0.02  # measured over predicted seconds; what is less counts as thi
 
 def compiled(function: Function) -> Function:
     """Compile with Numba, cached on disk, with nothing reordered."""
-    made: Function = numba.njit(nogil=True)(function)
+    made: Function = numba.njit(no_cfunc_wrapper=True, nogil=True)(function)
     return cached(made)
 
 
