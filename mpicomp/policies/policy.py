@@ -19,6 +19,9 @@ from mpicomp.registry import Registry
 from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
+MAX_REPORT_STEPS = 4
+"""Steps after which a report arrives at the latest: policies follow changes within ten."""
+
 _SETTINGS_OF_ALL = ("warmup", "cost")  # of a configuration, whatever the policy
 
 
@@ -104,7 +107,9 @@ class BucketOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """Telemetry of a step from all ranks, the same on all of them; it arrives a step later.
+    """Telemetry of a step from all ranks, the same on all of them; it arrives a step later or more.
+
+    A report that is predicted to travel for longer than a step arrives up to `MAX_REPORT_STEPS` later, in order.
 
     Parameters
     ----------
@@ -226,7 +231,7 @@ class Policy(ABC):
         """Learn from the outcomes of a step, at its end; not called for a step that was undone."""
 
     def on_telemetry(self, report: StepReport) -> None:  # noqa: B027, most learn nothing
-        """Learn from the telemetry of a step with `wants_telemetry` or a survey, one step later."""
+        """Learn from the telemetry of a step with `wants_telemetry` or a survey, some steps later."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, JSON-able; not the cost model."""

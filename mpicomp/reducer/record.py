@@ -249,7 +249,7 @@ class StepRecord:
         Whether some rank was asked to stop, see `mpicomp.stop_on_signals`; the same on all ranks.
     slowest_rank : int or None
         The rank, by its number in the reducer, with most work in the last 16 reported steps: seconds from one exchange
-        to the next without waits. None before the 17th step, and with one rank.
+        to the next without waits. None before the 20th step, and with one rank.
     slowest_costs_s : float or None
         Seconds a step of its work over that of the median rank (the faster of two): the others wait so long for it.
     choosing_s : float

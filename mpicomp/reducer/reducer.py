@@ -197,7 +197,7 @@ class Reducer:
         threads = to_whole("reducer", "threads", self._threads, 1)
         self.layout = Layout(policy.feedback, self.settings["bucket_bytes"], policy.compressor.entry, threads, decay)
         # Where ranks take turns in one process, the seconds of a rank are also those of others.
-        self.telemetry = Telemetry(self.transport.group.size, self.transport.probes)
+        self.telemetry = Telemetry(self.transport.group, self.transport.probes)
         self.count = 0  # steps so far
         self.plans: dict[int, Plan] = {}  # by bucket, the plan of the last step
         self.outside_tally = Tally()  # bytes of rounds since the last step, for the record of the next one

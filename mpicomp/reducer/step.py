@@ -292,14 +292,14 @@ class Step:
         record.slowest_rank, record.slowest_costs_s = telemetry.slowest_rank, telemetry.slowest_costs_s
         if finite and not record.skipped:
             planner.on_step_end(record.step, outcomes)
-        if telemetry.under_way is not None:
+        if telemetry.has_arrived(record.step):
             tally = tally or Tally()
-            yield from tally.count(telemetry.receive(planner), transport.group)
+            yield from tally.count(telemetry.receive(planner, record.step), transport.group)
         if self._done and (surveys or planner.wants_telemetry):
             tally = tally or Tally()
             times = np.array([done.times(transport.offset) for done in self._done])
             report = StepReport(record.step, record.lr, [done.plan for done in self._done], outcomes, times, surveys)
-            yield from tally.count(telemetry.publish(report), transport.group)
+            yield from tally.count(telemetry.publish(report, planner), transport.group)
         record.choosing_s += transport.timer() - begin
         if tally is not None:
             record.choosing_s -= tally.waited_s

@@ -1,39 +1,47 @@
-"""Telemetry: the seconds of a step, which ranks send each other during the next step."""
+"""Telemetry: the seconds of a step, which ranks send each other during the next steps."""
 
 import math
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.cost import sample_views
 from mpicomp.policies import Policy, StepReport
-from mpicomp.rounds import Pending, Round, Rounds
+from mpicomp.policies.policy import MAX_REPORT_STEPS
+from mpicomp.rounds import Group, Pending, Round, Rounds
 
 _PER_BUCKET = 4  # times of a bucket: start, end, seconds outside rounds, ready
 PACE_STEPS = 16  # steps between two messages about the work of ranks, which then cost next to nothing
 
 _SECONDS = np.dtype(np.float64)
+_BYTE = np.dtype(np.uint8)
 
 
 class Telemetry:
     """Sends reports of steps in the background, and finds the rank that the others wait for.
 
-    A round begins at the end of a step and ends with the next one, whose rounds have advanced it. A rank's work is the
-    seconds from the end of one exchange to that of the next, without those in which it waits, so ranks need no common
-    clock. Ranks of one process take turns and do not compare their work (``shares_work``).
+    A round begins at the end of a step and ends with the next one, whose rounds have advanced it; where it is predicted
+    to take longer than these, with a later one, so that no step waits for it. A rank's work is the seconds from the end
+    of one exchange to that of the next, without those in which it waits, so ranks need no common clock. Ranks of one
+    process take turns and do not compare their work (``shares_work``).
     """
 
-    def __init__(self, ranks: int, shares_work: bool = True) -> None:
+    def __init__(self, group: Group, shares_work: bool = True) -> None:
         self.slowest_rank: int | None = None  # with most work; None before ranks have compared
         self.slowest_costs_s: float | None = None  # seconds a step over the median rank (the faster of two)
-        self.under_way: Pending | None = None  # the report of the last step
-        self._report: StepReport | None = None
-        self._ranks = ranks
-        self._shares_work = shares_work and ranks > 1
+        self.under_way: deque[tuple[int, Pending, StepReport]] = deque()  # reports, and the steps that receive them
+        self._arrival = 0.0  # of the last message, in steps
+        self._travel_steps = 0.0  # of the last report whose seconds were predicted
+        self._coefficients: dict[int, NDArray[np.float64]] = {}  # of a report's predicted seconds, by bytes
+        self._group = group
+        self._ranks = group.size
+        self._shares_work = shares_work and group.size > 1
         self._ended: float | None = None
         self._work_s: list[float] = []
-        self._work_under_way: Pending | None = None
+        self._work_under_way: tuple[int, Pending] | None = None
 
     def note_work(self, ended: float, waited_s: float, counts: bool) -> None:
         """Note the end of a step, on any clock, and the seconds in it in which this rank waited for others.
@@ -47,24 +55,25 @@ class Telemetry:
 
     def is_due(self, step: int) -> bool:
         """Return whether `share_work` has a round in this step."""
-        return self._work_under_way is not None or (self._shares_work and step % PACE_STEPS == PACE_STEPS - 1)
+        received = self._work_under_way is not None and step >= self._work_under_way[0]
+        return received or (self._shares_work and step % PACE_STEPS == PACE_STEPS - 1)
 
     def share_work(self, step: int) -> Rounds[None]:
-        """Receive the work of all ranks that was sent a step ago, and send this rank's when it is due. As rounds."""
+        """Receive the work of all ranks that was sent some steps ago, or send this rank's. As rounds."""
         if self._work_under_way is not None:
-            work_s = yield self._work_under_way
+            work_s = yield self._work_under_way[1]
             self._work_under_way = None
             self.slowest_rank, self.slowest_costs_s = slowest_of(work_s)
         if self._shares_work and step % PACE_STEPS == PACE_STEPS - 1:
             send = np.array([sum(self._work_s) / max(len(self._work_s), 1)], _SECONDS)
             self._work_s.clear()
             recv = np.empty(self._ranks, _SECONDS)
-            self._work_under_way = yield Round(
-                "allgatherv", [1] * self._ranks, _SECONDS, send=send, recv=recv, background=True
-            )
+            pending = yield Round("allgatherv", [1] * self._ranks, _SECONDS, send=send, recv=recv, background=True)
+            self._work_under_way = step + MAX_REPORT_STEPS, pending
+            self._arrival = max(self._arrival, step) + self._travel_steps  # reports queue behind it
 
-    def publish(self, report: StepReport) -> Rounds[int]:
-        """Send this rank's report in the background and return its bytes; call `receive` first. As rounds.
+    def publish(self, report: StepReport, policy: Policy) -> Rounds[int]:
+        """Send this rank's report in the background and return its bytes. As rounds.
 
         Surveys have the same lengths on all ranks.
         """
@@ -74,26 +83,42 @@ class Telemetry:
         send = numbers.view(np.uint8)
         if report.surveys:
             send = np.concatenate([send, *(survey.view(np.uint8) for survey in report.surveys.values())])
-        self._report = report
-        task = Round(
-            "allgatherv",
-            [send.size] * self._ranks,
-            send.dtype,
-            send=send,
-            recv=np.empty(send.size * self._ranks, np.uint8),
-            background=True,
-        )
-        self.under_way = yield task
+        recv = np.empty(send.size * self._ranks, np.uint8)
+        pending = yield Round("allgatherv", [send.size] * self._ranks, _BYTE, send=send, recv=recv, background=True)
+        arrival = max(self._arrival, report.step) + self._steps_under_way(send.size, report, policy)
+        self._arrival = min(arrival, report.step + MAX_REPORT_STEPS)
+        self.under_way.append((math.ceil(self._arrival), pending, report))
         return send.nbytes
 
-    def receive(self, policy: Policy) -> Rounds[None]:
-        """Pass the report under way, of all ranks, to the policy. As rounds."""
-        if self.under_way is None:
-            return
-        rows: NDArray[np.uint8] = (yield self.under_way).reshape(self._ranks, -1)
-        self.under_way = None
-        report = self._report
-        assert report is not None
+    def _steps_under_way(self, nbytes: int, report: StepReport, policy: Policy) -> float:
+        """Return a report's predicted seconds over those of a step in rounds, which advance it; 1 if none are known.
+
+        Predictions are the same on all ranks, so that all receive it in the same step.
+        """
+        predictions = [plan.prediction for plan in report.plans]
+        rounds_s = sum(prediction.rounds_s for prediction in predictions if prediction is not None)
+        if policy.cost is None or None in predictions or rounds_s <= 0:
+            return 1.0
+        network = policy.cost.network
+        if nbytes not in self._coefficients:
+            views = sample_views(self._group)
+            task = Round("allgatherv", [nbytes] * self._ranks, _BYTE)
+            self._coefficients[nbytes] = network.coefficients([[task]] * len(views), views)
+        self._travel_steps = network.seconds(self._coefficients[nbytes]) / rounds_s
+        return self._travel_steps
+
+    def has_arrived(self, step: int) -> bool:
+        """Return whether `receive` has a report in this step."""
+        return bool(self.under_way) and self.under_way[0][0] <= step
+
+    def receive(self, policy: Policy, step: int) -> Rounds[None]:
+        """Pass reports of all ranks that have arrived by this step to the policy. As rounds."""
+        while self.has_arrived(step):
+            _, pending, report = self.under_way.popleft()
+            self._pass_on((yield pending).reshape(self._ranks, -1), report, policy)
+
+    def _pass_on(self, rows: NDArray[np.uint8], report: StepReport, policy: Policy) -> None:
+        """Pass the reports of all ranks, a row each, to the policy."""
         end = 8 + 8 * _PER_BUCKET * len(report.plans)
         numbers = rows[:, :end].copy().view(np.float64)
         lr = float(numbers[0, 0])
@@ -105,10 +130,10 @@ class Telemetry:
         policy.on_telemetry(replace(report, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
 
     def drop(self) -> Rounds[None]:
-        """Wait for the report under way and drop it. As rounds."""
-        if self.under_way is not None:
-            yield self.under_way
-            self.under_way = None
+        """Wait for reports under way and drop them. As rounds."""
+        while self.under_way:
+            yield self.under_way.popleft()[1]
+        self._arrival = 0.0
 
 
 def slowest_of(work_s: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[int, float]:

@@ -172,19 +172,21 @@ def _telemetry(name):
                 for step in range(_STEPS):
                     gradients = [random_array(rng, 144, np.float32).reshape(12, 12) for _ in reducers]
                     world.run([reducer.rounds({"w": grad}) for reducer, grad in zip(reducers, gradients, strict=True)])
-                    if step > 2 and first.telemetry.under_way is not None:
+                    if step > 2 and first.telemetry.under_way:
                         break
                 break
-        pending, report = first.telemetry.under_way, first.telemetry._report
-        message = b"" if pending is None else pending.task.recv.tobytes()
+        under_way = list(first.telemetry.under_way)
+        message = under_way[0][1].task.recv.tobytes() if under_way else b""
 
         def decode(message):
-            if pending is None:  # it listens to nobody
+            if not under_way:  # it listens to nobody
                 return
+            step, pending, _ = under_way[0]
             fill(pending.task, message)
-            first.telemetry.under_way, first.telemetry._report = pending, report
+            first.telemetry.under_way.clear()
+            first.telemetry.under_way.append(under_way[0])
             with np.errstate(all="ignore"):
-                drive(first.telemetry.receive(first.planner), lambda asked: asked.task.recv)
+                drive(first.telemetry.receive(first.planner, step), lambda asked: asked.task.recv)
                 plan = first.planner.plan(0)
             assert plan.scheme.rounds(144, np.dtype(np.float32), world.transports[0].group)
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_record_names_the_slow_rank(comm):
-    """And what it costs, from the 17th step on."""
+    """And what it costs, from the 20th step on."""
     reducer = mpicomp.Reducer("topk", "allgather", comm=comm)
     late = comm.size - 1
     for step in range(2 * telemetry.PACE_STEPS):

@@ -205,6 +205,16 @@ def test_no_blocking_round_is_added_in_the_steady_state():
         assert len(ranks.world.transports[0].log) == len(rounds)
 
 
+def test_selector_reports_longer_than_a_step_delay_none():
+    ranks = Ranks(4, LINKS["far"], mpicomp.TopK(ratio=0.01))
+    for _ in range(30):
+        ranks.step()
+    ran = [ranks.step() for _ in range(30)]
+    travel_s = LINKS["far"].latency * 3  # around a ring of four
+    assert {(name, seconds < travel_s) for name, seconds, _ in ran} == {("recursive-doubling", True)}
+    assert max(seconds for _, seconds, _ in ran) <= 1.001 * min(seconds for _, seconds, _ in ran)
+
+
 def test_pinned_plan_stays_and_has_a_prediction():
     model = CostModel(Network(4))
     ranks = Ranks(4, LINKS["slow"], mpicomp.TopK(ratio=0.01), "star-topk:ring", cost=model)

@@ -155,7 +155,7 @@ class Flexible(MeasuredPolicy):
 
     @property
     def wants_telemetry(self) -> bool:
-        # The survey of a step arrives at the end of the next one
+        # The survey of a step arrives in a later one
         return super().wants_telemetry or self._awaited is not None
 
     def survey(self, bucket: int) -> Survey | None:

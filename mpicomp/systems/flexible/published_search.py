@@ -14,7 +14,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Network
 from mpicomp.cost.formulas import Terms, allgather, broadcast, ring, tree
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings
+from mpicomp.policies.policy import MAX_REPORT_STEPS, BucketOutcome, Plan, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.policies.surveys import Survey
 from mpicomp.reducer.agreement import agree
@@ -130,7 +130,7 @@ class FlexibleSearch(Flexible):
             self._energies[:] = 0
             self._seconds = [[] for _ in self._tried]
         elif self._awaited is not None:
-            self._asking = step > self._awaited + 1  # the reports of their seconds were lost
+            self._asking = step > self._awaited + MAX_REPORT_STEPS  # the reports of their seconds were lost
         else:
             self._since += 1
             self._follow_gain(outcomes)

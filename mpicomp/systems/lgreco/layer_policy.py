@@ -203,7 +203,7 @@ class LGreCo(Adaptive):
 
     @property
     def wants_telemetry(self) -> bool:
-        # The survey of a step arrives at the end of the next one
+        # The survey of a step arrives in a later one
         other = self._inner is not None and self._inner.wants_telemetry
         return super().wants_telemetry or other or bool(self._surveyed)
 
