@@ -40,7 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
         os.environ |= {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     words = [arguments.task, str(arguments.steps), os.path.abspath(arguments.report)]
     command = [sys.executable, "-m", "mpicomp.bench.commands.tour_ranks", *words]
-    print(f"{arguments.task} on {HOSTS} hosts with links of {BANDWIDTH}, three times:", flush=True)
+    print(
+        f"{arguments.task} on {HOSTS} hosts with links of {BANDWIDTH}, three times: by dense exchange, by what mpicomp "
+        "chooses (auto), and by LocalMuon",
+        flush=True,
+    )
     try:
         return run_lab(make_settings(HOSTS, 1, BANDWIDTH, "0us", command))
     except LabError as error:

@@ -19,7 +19,7 @@ from mpicomp.errors import MpicompError
 
 _LOOKS = 15  # at held-out data
 _SYNC_EVERY = 2  # steps between exchanges of LocalMuon: short runs feel them, and one bit is cheap
-_DENSE, _AUTO, _MUON = "dense exchange", "mpicomp's choice", "LocalMuon"
+_DENSE, _AUTO, _MUON = "dense", "auto", "LocalMuon"  # pictures have room for eleven letters
 _BAR_WIDTH = 40  # letters
 
 
