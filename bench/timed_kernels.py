@@ -14,7 +14,8 @@ from mpicomp.kernels import cpu
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.allgather import SparseMean
+from mpicomp.collectives.allgather import mean_of_messages
+from mpicomp.collectives.scheme import both
 from mpicomp.compressors import Quantiser
 from mpicomp.compressors.wire_format import parse_header, parse_message
 from mpicomp.device import Device, to_python
@@ -135,10 +136,11 @@ class Decode(Kernel):
         self._workspace = Workspace()
 
     def run(self) -> None:
-        mean = SparseMean.cleared(self._workspace, self.numel, DTYPE)
+        out = self._workspace.array("mean", self.numel, DTYPE)
+        out.fill(0)
         for message in self.messages:
             selection = parse_message(message, self.numel, DTYPE, self._workspace).selection
-            mean.add(selection.indices, selection.values, 1 / len(self.messages))
+            kernels.scatter_add(selection.indices, selection.values, 1 / len(self.messages), out)
 
 
 @dataclass
@@ -158,8 +160,9 @@ class DecodeOnGpu(Kernel):
         self._headers = [parse_header(self._all[start:stop], self.numel, DTYPE, start=start) for start, stop in bounds]
 
     def run(self) -> None:
-        mean = SparseMean.cleared(self._workspace, self.numel, DTYPE)
-        to_python(mean.add_messages(self._all, self._headers, 1 / len(self._headers)))  # whether indices were right
+        factor = 1 / len(self._headers)
+        mean, right = mean_of_messages(self._all, self._headers, factor, self.numel, DTYPE, self._workspace)
+        to_python(both(right, mean.write(self._workspace.array("mean", self.numel, DTYPE))))
 
 
 @dataclass

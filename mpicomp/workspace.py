@@ -31,6 +31,7 @@ class Workspace:
     def __init__(self, device: Device = HOST) -> None:
         self.device = device
         self._arrays: dict[tuple[str, Any, bool], Any] = {}
+        self._used: set[tuple[str, Any, bool]] = set()  # since the last `release_unused`
         self.last_layout: Any = None
         """Layout of the messages of the last exchange, prepared by the collective that is used again."""
         self._part: tuple[Any, Any] = (None, None)  # an array, and the last part of it that was asked for
@@ -45,17 +46,29 @@ class Workspace:
 
     def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """Return ``size`` uninitialised elements on the workspace's device, valid until the next call for the name."""
-        array: NDArray[Any] | None = self._arrays.get((name, dtype, True))
+        key = name, dtype, True
+        array: NDArray[Any] | None = self._arrays.get(key)
         if array is None or array.size < size:
-            array = self._arrays[name, dtype, True] = self.device.empty(size, dtype)
+            array = self._arrays[key] = self.device.empty(size, dtype)
+        self._used.add(key)
         return array if array.size == size else array[:size]
 
     def host_array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """Return such an array in host memory, whatever the device: for counts and other short messages."""
-        array: NDArray[Any] | None = self._arrays.get((name, dtype, False))
+        key = name, dtype, False
+        array: NDArray[Any] | None = self._arrays.get(key)
         if array is None or array.size < size:
-            array = self._arrays[name, dtype, False] = np.empty(size, dtype)
+            array = self._arrays[key] = np.empty(size, dtype)
+        self._used.add(key)
         return array if array.size == size else array[:size]
+
+    def release_unused(self) -> None:
+        """Release arrays that were not asked for since the last call, as those of collectives that were only tried."""
+        self._arrays = {key: array for key, array in self._arrays.items() if key in self._used}
+        self._used.clear()
+        for made in self._objects.values():
+            if isinstance(made, Workspace):
+                made.release_unused()
 
     def part(self, array: NDArray[Any], size: int) -> NDArray[Any]:
         """Return the first elements of an array, the same object as in the last call with the same arguments."""

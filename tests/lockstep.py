@@ -9,6 +9,7 @@ from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResi
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.rounds import Round, observe
 from mpicomp.transport import LocalWorld
+from mpicomp.workspace import Workspace
 
 
 class Outcome(NamedTuple):
@@ -39,12 +40,15 @@ def run(
         buffer = np.full(array.size + TRAILER, np.nan, array.dtype)
         residual = None if residuals is None else residuals[rank]
         accumulated.append(GradientWithResidual(buffer, residual, [Piece(0, array)], stale=rank in stale))
-        accumulated[-1].may_hold_residual = in_place
+        accumulated[-1].may_be_overwritten = in_place
         memory = {} if memories is None else memories[rank]
         context = Context(group=world.transports[rank].group, step=step, memory=memory)
         exchange = scheme.exchange(accumulated[-1], context)
         exchanges.append(exchange if segment is None else in_segments(exchange, segment))
-    return Outcome(world.run(exchanges), world.transports, scheme, [whole.array() for whole in accumulated])
+    results = world.run(exchanges)
+    for result in results:
+        result.mean = result.mean_in(Workspace())
+    return Outcome(results, world.transports, scheme, [whole.array() for whole in accumulated])
 
 
 def in_segments(exchange, segment):

@@ -129,7 +129,7 @@ class Sketched(SketchScheme[CountSketch]):
                 array = np.multiply(array, current_device().to_device(weights), out=weighted)
         # 2. Sum the tables: the sum is the sketch of the summed gradient.
         first = yield from self.sum_of_tables(array, key, accumulated, context)
-        table = first.mean.reshape(self.compressor.table(array.size))
+        table = first.mean_in(context.workspace).reshape(self.compressor.table(array.size))
         # 3. Estimate every element from the sum, and find the largest estimates: the same on all ranks.
         count = self.compressor.count(array.size)
         indices, _ = largest_estimates(table, key, array.size, count, context.workspace)

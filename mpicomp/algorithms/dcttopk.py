@@ -149,7 +149,7 @@ class Transformed(Scheme[DCTTopK]):
         with np.errstate(over="ignore", invalid="ignore"):
             _transform(coefficients, side, True, sent, workspace)
             np.subtract(array, sent, out=sent)
-            _transform(result.mean, side, True, mean, workspace)
+            _transform(result.mean_in(workspace), side, True, mean, workspace)
         return Result(
             mean=mean,
             sent=sent,

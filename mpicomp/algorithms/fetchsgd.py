@@ -8,8 +8,7 @@ import numpy as np
 
 from mpicomp import kernels
 from mpicomp.algorithms.sketch import Sketch, SketchScheme, largest_estimates
-from mpicomp.collectives.allgather import SparseMean
-from mpicomp.collectives.scheme import Exchange, Result, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, SparseMean, undelivered
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -134,13 +133,11 @@ class SketchedMemory(SketchScheme[FetchSGD]):
         velocity_before, error_before = (current_device().to_device(before[kind]) for kind in _KINDS)
         with np.errstate(over="ignore", invalid="ignore"):
             np.multiply(velocity_before, accumulated.dtype.type(self.compressor.momentum), out=velocity)
-            np.add(velocity, first.mean.reshape(shape), out=velocity)
+            np.add(velocity, first.mean_in(workspace).reshape(shape), out=velocity)
         flat = error_before.reshape(-1).astype(velocity.dtype, copy=False)
         moments = kernels.accumulate(velocity.reshape(-1), flat, error.reshape(-1), accumulated.threads)
         # 3. Deliver the k largest estimates of the error.
         indices, values = largest_estimates(error, key, numel, self.compressor.count(numel), workspace)
-        mean = SparseMean.cleared(workspace, numel, accumulated.dtype)
-        mean.add(indices, values, 1.0)
         [finite] = to_python(moments.finite)
         nonfinite = first.nonfinite or not finite  # estimates are medians: few cells do not show in them
         # 4. Clear what was delivered in both tables, and keep them for the next step.
@@ -149,7 +146,7 @@ class SketchedMemory(SketchScheme[FetchSGD]):
                 kernels.sketch_clear(indices, key, table)
             context.memory.update(numel=numel, key=key, turn=turn, velocity=velocity, error=error)
         return Result(
-            mean=mean.array,
+            mean=SparseMean.of(numel, indices, values),
             sent=Selection(indices, values),
             energy=first.energy,
             gain=math.nan,

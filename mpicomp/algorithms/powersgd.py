@@ -203,18 +203,18 @@ class LowRank(Scheme[PowerSGD]):
             sums.rest[packed] = accumulated.array()[part]
         for iteration in range(self.compressor.iterations):
             if iteration > 0:
-                following = self._rights(sums.right_sum.mean)
+                following = self._rights(sums.right_mean)
                 _scale(following, *_largest(following), rights, context)
             bases = yield from self._factor_step(matrices, lefts, rights, sums)
         second, problem = sums.right_sum, sums.problem
         if problem is not None:
             return undelivered(accumulated, problem, sums.stale)
-        following = self._rights(second.mean)
+        following = self._rights(sums.right_mean)
         largest = None if sums.nonfinite else _largest(following)  # the host waits here, before the products below
         # P Q^T with the mean Q is the mean; with this rank's Q it is this rank's share.
         assert not isinstance(second.sent, Selection)
         mean, sent = (workspace.array(name, numel, accumulated.dtype) for name in ("low-rank mean", "low-rank sent"))
-        for whole, factors in ((mean, second.mean), (sent, second.sent)):
+        for whole, factors in ((mean, sums.right_mean), (sent, second.sent)):
             for stack, basis, factor in zip(self._stacks, bases, self._rights(factors), strict=True):
                 multiply(basis, factor.transpose(0, 2, 1), stack.of(whole))
         if largest is not None:
@@ -321,15 +321,21 @@ class _FactorSums:
         finite = self._moments.finite
         first = yield from self._sum(self.left[: size + TRAILER], kernels.energy(self.left[:size]), 0.0, finite)
         assert not isinstance(first.sent, Selection)
+        left_mean = first.mean_in(self._context.workspace)
         if self._with_rest:
             self._with_rest = False
-            self.delivered_rest[0] = first.mean[self._left_size :]
+            self.delivered_rest[0] = left_mean[self._left_size :]
             self.delivered_rest[1] = first.sent[self._left_size :]
             with np.errstate(invalid="ignore"):  # infinity minus infinity
                 rounded = kernels.energy(self.rest - self.delivered_rest[1])
             self._rounding = rounded, kernels.energy(self.rest)
         self._left_is_finite = not first.nonfinite
-        return first.mean
+        return left_mean
+
+    @property
+    def right_mean(self) -> NDArray[np.floating]:
+        """The mean Q."""
+        return self.right_sum.mean_in(self._context.workspace)
 
     def finite(self, stack: NDArray[np.floating]) -> NDArray[np.floating]:
         """Return a stack of the mean P with zeros in place of matrices that are not finite."""

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any, ClassVar
 
@@ -13,7 +14,10 @@ from mpicomp.collectives.scheme import (
     Exchange,
     Result,
     Scheme,
+    SparseMean,
+    both,
     count_round,
+    far_from_largest,
     gain_of,
     gather_counts,
     is_finite,
@@ -39,117 +43,12 @@ from mpicomp.compressors.wire_format import (
     unpack_sharing,
     write_message,
 )
-from mpicomp.device import current_device, to_python
+from mpicomp.device import to_python
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
-
-_MANY = 16  # if more than one element in so many was touched, setting the whole array to zero is faster
-_SHORT = 1 << 14  # elements; an array of fewer is set to zero sooner than elements are noted and cleared
-
-
-class SparseMean:
-    """Sums sparse selections into an array that it clears only where the step before has written.
-
-    Memory of a device is cleared whole, which takes one launch.
-    """
-
-    def __init__(self, numel: int, dtype: np.dtype[Any]) -> None:
-        device = current_device()
-        self.array: NDArray[np.floating] = device.zeros(numel, dtype)
-        self._workspace = Workspace(device)
-        self._on_host = isinstance(self.array, np.ndarray)
-        self._notes = self._on_host and numel > _SHORT  # whether it notes where it was written to
-        self._touched: list[NDArray[np.uint32]] = []
-
-    @classmethod
-    def cleared(cls, workspace: Workspace, numel: int, dtype: np.dtype[Any]) -> "SparseMean":
-        """Return the workspace's mean of this length, all zero."""
-        mean = workspace.made((cls, numel, dtype), lambda: cls(numel, dtype))
-        mean.clear()
-        return mean
-
-    def add(self, indices: NDArray[np.uint32], values: NDArray[np.floating], factor: float) -> bool:
-        """Add ``factor * values`` at ``indices``; return False (0-d on a device) and add none if one is too large."""
-        self._touch(indices)
-        added: bool = kernels.scatter_add(indices, values, factor, self.array)
-        if self._notes and not added:
-            self._touched.pop()
-        return added
-
-    def add_messages(self, messages: NDArray[np.uint8], all_headers: Sequence[MessageHeader], factor: float) -> bool:
-        """Add ``factor`` times the selections of several undamaged messages, in order; return whether all were sound.
-
-        Sound are indices that ascend below the length of the mean, and scales that are finite. If any is not, the mean
-        may hold anything. On a device the answer is a 0-d array.
-        """
-        right = True
-        for (stored, coding), group in groupby(all_headers, key=lambda header: (header.stored, header.coding)):
-            headers = list(group)
-            counts = [header.count for header in headers]
-            indices, indices_at = messages, [header.indices_at for header in headers]
-            if coding != "plain":
-                decoded = self._workspace.array("decoded", sum(counts), np.uint32)
-                sound = kernels.decode_indices_of(messages, indices_at, counts, self.array.size, decoded)
-                right = _both(right, sound)
-                indices, indices_at = decoded, [4 * start for start in accumulate(counts[:-1], initial=0)]
-            values, values_at = messages, [header.values_at for header in headers]
-            if stored in SHARING:
-                unpacked = self._workspace.array("values", sum(counts), self.array.dtype)
-                right = _both(right, unpack_sharing(messages, headers, unpacked))
-                values, stored = unpacked.view(np.uint8), self.array.dtype.name
-                values_at = [self.array.dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
-            right = self.add_parts(values, values_at, indices, indices_at, counts, stored, factor, right)
-        return right
-
-    def add_parts(
-        self,
-        values: NDArray[np.uint8],
-        values_at: Sequence[int],
-        indices: NDArray[Any],
-        indices_at: Sequence[int],
-        counts: Sequence[int],
-        stored: str,
-        factor: float,
-        right: bool = True,
-    ) -> bool:
-        """Add selections, see `mpicomp.kernels.cpu.sparse_add`; if any is wrong, an array on the host becomes zero."""
-        if self._notes and right:
-            for start, count in zip(indices_at, counts, strict=True):
-                self._touch(indices.view(np.uint8)[start : start + 4 * count].view(np.uint32))
-        array = self.array
-        right = kernels.of(array).sparse_add(
-            values, values_at, indices, indices_at, counts, stored, factor, array, right
-        )
-        if self._on_host and not right:
-            self._touched.clear()  # which may be out of range
-            array.fill(0)
-        return right
-
-    def _touch(self, indices: NDArray[np.uint32]) -> None:
-        if self._notes:
-            touched = self._workspace.array(f"touched.{len(self._touched)}", indices.size, np.uint32)
-            touched[:] = indices
-            self._touched.append(touched)
-
-    def clear(self) -> None:
-        """Set all elements to zero."""
-        if not self._notes or sum(touched.size for touched in self._touched) > self.array.size // _MANY:
-            self.array.fill(0)
-        else:
-            for touched in self._touched:
-                kernels.clear_at(touched, self.array)
-        self._touched.clear()
-
-
-def _both(first: bool, second: bool) -> bool:
-    """Return whether two answers are yes, of which each may be known on a device only."""
-    if first is True:
-        return second
-    return first if second is True else first & second
-
 
 _BYTE = np.dtype(np.uint8)
 _PLAIN = Wire()
@@ -177,8 +76,8 @@ class MessageLayout:
         self.message = context.workspace.array("allgather.message", sizes[group.rank], _BYTE)
         self.received = context.workspace.array("allgather.messages", starts[-1], _BYTE)
         self.task = Round("allgatherv", sizes, _BYTE, send=self.message, recv=self.received)
-        self.mean = SparseMean.cleared(context.workspace, self.numel, self.dtype)
-        self.is_plain = like.kernels is cpu and all(wire == _PLAIN for wire in formats)
+        self.on_host = like.kernels is cpu
+        self.is_plain = self.on_host and all(wire == _PLAIN for wire in formats)
         """Whether values and indices of all messages are stored as they are, in memory of the host."""
         if self.is_plain:
             self.stored = self.dtype.name
@@ -233,6 +132,62 @@ class MessageLayout:
             raise MessageError(f"from rank {len(headers)}: {error}") from error
         return flags, energy, lost, headers
 
+    def mean_of(
+        self, received: NDArray[np.uint8], headers: list[MessageHeader] | None, workspace: Workspace
+    ) -> tuple[SparseMean, bool]:
+        """Return what `mean_of_messages` does, for the headers that `read` returned."""
+        factor = 1 / self.group.size
+        if headers is not None:
+            return mean_of_messages(received, headers, factor, self.numel, self.dtype, workspace)
+        part = received, self.values_at, received, self.indices_at, self.counts, self.stored
+        add = partial(cpu.sparse_add, *part, factor)
+        return SparseMean(self.numel, self.dtype, add), _ascend(received, self.indices_at, self.counts, self.numel)
+
+
+def mean_of_messages(
+    received: NDArray[np.uint8],
+    headers: Sequence[MessageHeader],
+    factor: float,
+    numel: int,
+    dtype: np.dtype[Any],
+    workspace: Workspace,
+) -> tuple[SparseMean, bool]:
+    """Return ``factor`` times the sum of all undamaged messages in ``received``, and whether they are sound.
+
+    Sound are indices that ascend below ``numel``, and scales that are finite. On a device the answer is a 0-d array or
+    True, and indices that are stored as they are get checked when the mean is written.
+    """
+    right: Any = True
+    additions: list[Any] = []
+    on_host = isinstance(received, np.ndarray)
+    readable = [header for header in headers if not header.flags & DAMAGED]
+    for (stored, coding), members in groupby(readable, key=lambda header: (header.stored, header.coding)):
+        group, place = list(members), len(additions)
+        counts = [header.count for header in group]
+        indices: Any = received
+        indices_at = [header.indices_at for header in group]
+        if coding != "plain":
+            indices = workspace.array(f"indices.{place}", sum(counts), np.uint32)
+            right = both(right, kernels.decode_indices_of(received, indices_at, counts, numel, indices))
+            indices_at = [4 * start for start in accumulate(counts[:-1], initial=0)]
+        elif on_host:
+            right = right and _ascend(received, indices_at, counts, numel)
+        values, values_at = received, [header.values_at for header in group]
+        if stored in SHARING:
+            unpacked = workspace.array(f"values.{place}", sum(counts), dtype)
+            right = both(right, unpack_sharing(received, group, unpacked))
+            values, stored = unpacked.view(np.uint8), dtype.name
+            values_at = [dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
+        add = kernels.of(received).sparse_add
+        additions.append(partial(add, values, values_at, indices, indices_at, counts, stored, factor))
+    return SparseMean(numel, dtype, *additions), right
+
+
+def _ascend(received: NDArray[np.uint8], starts: Sequence[int], counts: Sequence[int], numel: int) -> bool:
+    """Return whether the indices of each message of a host ascend below ``numel``."""
+    parts = (received[start : start + 4 * count] for start, count in zip(starts, counts, strict=True))
+    return all(cpu.ascending_below(part.view(np.uint32), numel) for part in parts)
+
 
 @register
 class Allgather(Scheme[Sparsifier]):
@@ -275,29 +230,25 @@ class Allgather(Scheme[Sparsifier]):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
         layout.write(selection, STALE * accumulated.stale, moments)
         received = yield layout.task
-        mean = layout.mean
-        mean.clear()
         try:
             flags, energy, lost, headers = layout.read(received)
-            if headers is None:
-                right = mean.add_parts(
-                    received, layout.values_at, received, layout.indices_at, layout.counts, layout.stored,
-                    1 / group.size,
-                )  # fmt: skip
-            else:
-                readable = [header for header in headers if not header.flags & DAMAGED]
-                [right] = to_python(mean.add_messages(received, readable, 1 / group.size))
-            if not right:
+            mean, right = layout.mean_of(received, headers, workspace)
+            written = None
+            if not (layout.on_host and far_from_largest(energy * group.size, accumulated.dtype)):
+                # On a device one launch checks indices and adds.
+                written = workspace.array("mean", numel, accumulated.dtype)
+                right = both(right, mean.write(written))
+            if not all(to_python(right)):
                 return undelivered(accumulated, self._wrong(received, layout, workspace), False)
         except MessageError as error:
             return undelivered(accumulated, MessageError(f"allgather: {error}"), False)
         return Result(
-            mean=mean.array,
+            mean=mean if written is None else written,
             sent=selection,
             energy=energy,
             gain=gain_of(lost, energy),
             kept=sum(layout.counts) / group.size,
-            nonfinite=bool(flags & NONFINITE) or not is_finite(mean.array, energy, group.size),
+            nonfinite=bool(flags & NONFINITE) or not (written is None or is_finite(written, energy, group.size)),
             stale=bool(flags & STALE),
         )
 

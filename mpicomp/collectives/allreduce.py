@@ -114,8 +114,10 @@ class Allreduce(Scheme[Dense]):
         if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
         workspace, dtype = context.workspace, accumulated.dtype
-        whole = workspace.array("mean", numel + TRAILER, dtype)
-        task = Round("allreduce", (numel + TRAILER,), dtype, send=accumulated.with_trailer(), recv=whole)
+        whole = send = accumulated.with_trailer()
+        if not accumulated.may_be_overwritten:
+            whole = workspace.array("mean", numel + TRAILER, dtype)
+        task = Round("allreduce", (numel + TRAILER,), dtype, send=send, recv=whole)
         whole = yield task
         mean = workspace.part(whole, numel)
         nonfinite, stale, energy, lost = received_on_host(whole[numel:]).tolist()
@@ -129,6 +131,7 @@ class Allreduce(Scheme[Dense]):
             kept=float(numel),
             nonfinite=nonfinite > 0 or not finite,
             stale=stale > 0,
+            leaves="mean" if accumulated.may_be_overwritten else "sum",
         )
 
     def _summable(self, group: Group) -> bool:

@@ -1,16 +1,17 @@
 """gTop-k: selections are added pair by pair up a tree, and only the largest elements go on."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.allgather import SparseMean
 from mpicomp.collectives.scheme import (
     Exchange,
     Result,
     Scheme,
+    SparseMean,
     check_undamaged,
     count_round,
     far_from_largest,
@@ -102,12 +103,12 @@ class Gtopk(Scheme[Sparsifier]):
             return undelivered(accumulated, error, stale=False)
         check_undamaged("gtopk", total.flags, node.problem)
 
-        mean = SparseMean.cleared(workspace, numel, dtype)
-        mean.add(total.selection.indices, total.selection.values, 1 / group.size)
+        add = partial(kernels.scatter_add, total.selection.indices, total.selection.values, 1 / group.size)
         # Sums can be infinite where no rank's value is. They are the largest, so that they come to the root.
         [infinite] = to_python(kernels.count_reaching(total.selection.values, kernels.magnitude_bits(np.inf, dtype)))
         kept = float(total.selection.indices.size)
-        return Result.from_headers(mean.array, node.sent, kept, total.flags, total.energy, total.lost, infinite > 0)
+        mean = SparseMean(numel, dtype, add)
+        return Result.from_headers(mean, node.sent, kept, total.flags, total.energy, total.lost, infinite > 0)
 
     def _room(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:
         """Return the bytes of a message in any hop: unions have at least as many elements as one of their parts."""

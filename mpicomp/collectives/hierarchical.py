@@ -113,8 +113,9 @@ class Hierarchical(Scheme[Compressor]):
         if host.size == 1:
             assert across is not None
             result, damaged = yield from self._between_hosts(accumulated, context, across)
-            alone = _put_together(self._report(result, damaged, True), result.mean, result.sent, result.problem)
-            return replace(alone, leaves_residual=result.leaves_residual)
+            mean = result.mean_in(context.workspace)
+            alone = _put_together(self._report(result, damaged, True), mean, result.sent, result.problem)
+            return replace(alone, leaves=result.leaves)
         return (yield from self._exchange(accumulated, context, host, across))
 
     def _exchange(
@@ -145,7 +146,7 @@ class Hierarchical(Scheme[Compressor]):
             assert across is not None
             part = self._part(accumulated, incoming, owned_slice, group.hosts, workspace)
             result, damaged = yield from self._between_hosts(part, context, across)
-            report, mean, problem = self._report(result, damaged, last), result.mean, result.problem
+            report, mean, problem = self._report(result, damaged, last), result.mean_in(workspace), result.problem
             if self._sparse and isinstance(result.sent, Selection):
                 indices = workspace.array("indices", result.sent.indices.size, np.uint32)
                 np.add(result.sent.indices, np.uint32(owned_slice.start), out=indices)
@@ -234,6 +235,7 @@ class Hierarchical(Scheme[Compressor]):
             result.problem = cause_of(error)
             return result, True
         if context.group.size > context.group.hosts:
+            result.mean = result.mean_in(inner.workspace)
             kernels.scale(result.mean, context.group.hosts / context.group.size)
         return result, False
 

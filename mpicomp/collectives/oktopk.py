@@ -9,9 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.allgather import SparseMean
 from mpicomp.collectives.regions import even_bounds, mean_bounds, overlaps, quantiles
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_counts, check_undamaged, flags_of, undelivered
+from mpicomp.collectives.scheme import (
+    Exchange,
+    Result,
+    Scheme,
+    SparseMean,
+    check_counts,
+    check_undamaged,
+    flags_of,
+    undelivered,
+)
 from mpicomp.collectives.selection import added, common, less, parted, room
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -140,8 +148,6 @@ class _Step:
         before = self.problem
         delivered, owners_lost = yield from self._gather(held, counts, spans, energy, kept)
         check_undamaged("oktopk", self.flags, before)
-        mean = SparseMean.cleared(self.workspace, self.numel, self.dtype)
-        mean.add(delivered.indices, delivered.values, 1.0)
 
         sent = common(selection, delivered.indices, self.workspace, "sent")
         lost = sum(message.lost for message in arrived) + owners_lost
@@ -160,7 +166,8 @@ class _Step:
         [infinite] = to_python(kernels.count_reaching(delivered.values, kernels.magnitude_bits(np.inf, self.dtype)))
         total = sum(message.energy for message in arrived)
         kept = float(delivered.indices.size)
-        return Result.from_headers(mean.array, sent, kept, self.flags, total, lost, infinite > 0)
+        mean = SparseMean.of(self.numel, delivered.indices, delivered.values)
+        return Result.from_headers(mean, sent, kept, self.flags, total, lost, infinite > 0)
 
     def _scatter(self, selection: Selection, regions: Sequence[_Span]) -> Rounds[tuple[int, list[Sparse]]]:
         """Send every region's elements to its owner; return k and the messages received, one a rank."""

@@ -40,7 +40,7 @@ class PackedAllgather(Scheme[Quantiser]):
         [packer] = packers(self.compressor, [numel])
         [gather] = self.rounds(numel, dtype, group)
         size = gather.counts[group.rank]
-        in_place = accumulated.may_hold_residual and packer.packs_in_place
+        in_place = accumulated.may_be_overwritten and packer.packs_in_place
         message = workspace.array("message", size, _BYTE)
         packed, key = message[HEADER_BYTES:], context.key(False)
         if in_place:
@@ -62,4 +62,5 @@ class PackedAllgather(Scheme[Quantiser]):
         mean[:] = 0
         packer.unpack_add_all(messages, HEADER_BYTES, 1 / group.size, mean)
         bad = not is_finite(mean, energy, group.size)
-        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad, in_place)
+        leaves = "residual" if in_place else "sum"
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad, leaves)

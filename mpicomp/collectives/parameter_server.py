@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.allgather import SparseMean
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import (
     Exchange,
     Result,
     Scheme,
+    SparseMean,
     check_counts,
     count_round,
     gather_counts,
@@ -167,21 +167,20 @@ class ParameterServer(Scheme[Compressor]):
         reply.send = answer
         reply.recv = workspace.array("reply", reply.counts[0], _BYTE)
         received = yield reply
+        mean: NDArray[np.floating] | SparseMean
         if _as_dense(count_sent, numel, dtype):
-            mean = workspace.array("mean", numel, dtype)
+            mean = whole = workspace.array("mean", numel, dtype)
             flags, energy, lost, problem = read_answers(self.id, received, reply.counts, [numel], None)
             if problem is not None:
                 return undelivered(accumulated, problem, stale=False)
-            unpack(received, None, mean)
+            unpack(received, None, whole)
         else:
             try:
                 union = parse_message(received, numel, dtype, workspace, count_sent)
             except MessageError as error:
                 problem = MessageError(f"parameter-server: from rank {_SERVER}: {error}")
                 return undelivered(accumulated, problem, stale=False)
-            sparse_mean = SparseMean.cleared(workspace, numel, dtype)
-            sparse_mean.add(union.selection.indices, union.selection.values, 1.0)
-            mean = sparse_mean.array
+            mean = SparseMean.of(numel, union.selection.indices, union.selection.values)
             flags, energy, lost = union.flags, union.energy, union.lost
         return Result.from_headers(mean, selection, sum(counts) / group.size, flags, energy, lost)
 
@@ -195,7 +194,8 @@ def _average(
     workspace: Workspace,
 ) -> tuple[int, NDArray[np.uint8]]:
     """Return the number of elements in the union of sparse messages, and the reply that holds their mean."""
-    mean = SparseMean.cleared(workspace, numel, dtype)
+    mean = workspace.array("mean", numel, dtype)
+    mean.fill(0)
     flags, energy, lost = 0, 0.0, 0.0
     start, room = 0, 0
     for rank, (size, expected) in enumerate(zip(sizes, counts, strict=True)):
@@ -205,17 +205,17 @@ def _average(
             raise MessageError(f"parameter-server: from rank {rank}: {error}") from error
         start += size
         room += sparse.selection.indices.size
-        mean.add(sparse.selection.indices, sparse.selection.values, 1 / len(sizes))
+        kernels.scatter_add(sparse.selection.indices, sparse.selection.values, 1 / len(sizes), mean)
         flags |= sparse.flags
         energy += sparse.energy
         lost += sparse.lost
-    flags |= NONFINITE * (not is_finite(mean.array, energy, len(sizes)))
+    flags |= NONFINITE * (not is_finite(mean, energy, len(sizes)))
     room = min(room, numel)
     union = Selection(workspace.array("union", room, np.uint32), workspace.array("union", room, dtype))
-    [count] = to_python(kernels.select_above(mean.array, 0.0, 0, union.indices, union.values, 0))
+    [count] = to_python(kernels.select_above(mean, 0.0, 0, union.indices, union.values, 0))
     answer = workspace.array("answer", _reply(count, numel, dtype).counts[0], _BYTE)
     if _as_dense(count, numel, dtype):
-        pack(mean.array, None, answer, mean.array)
+        pack(mean, None, answer, mean)
         write_header(answer, numel, flags, energy, lost)
     else:
         union = Selection(union.indices[:count], union.values[:count])

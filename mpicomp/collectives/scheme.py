@@ -3,13 +3,14 @@
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -18,11 +19,43 @@ from mpicomp.device import current_device
 from mpicomp.errors import MessageError
 from mpicomp.registry import Registry
 from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.workspace import Workspace
 
 Exchange = Rounds["Result"]
 """Yields rounds, is sent what they received, and returns a `Result`."""
 
 _COUNT = np.dtype(np.int64)
+
+
+class SparseMean:
+    """A mean that is zero outside of selections, which are summed in order when it is written to an array.
+
+    Messages hold it until then, so that it can be written to memory that is free only at the end of a step.
+    """
+
+    def __init__(self, numel: int, dtype: np.dtype[Any], *additions: Callable[[Any], Any]) -> None:
+        self.numel, self.dtype = numel, dtype
+        self._additions = additions  # functions that add to an array, and return whether that was possible
+
+    @classmethod
+    def of(cls, numel: int, indices: NDArray[np.uint32], values: NDArray[np.floating]) -> "SparseMean":
+        """Return the mean with these values at these indices."""
+        return cls(numel, values.dtype, functools.partial(kernels.scatter_add, indices, values, 1.0))
+
+    def write(self, out: NDArray[np.floating]) -> bool:
+        """Write it to an array, shape (numel,); return whether every selection was right, on a device 0-d."""
+        out.fill(0)
+        right: Any = True
+        for add in self._additions:
+            right = both(right, add(out))
+        answer: bool = right
+        return answer
+
+    def in_workspace(self, workspace: Workspace) -> NDArray[np.floating]:
+        """Return it in an array of a workspace's."""
+        out: NDArray[np.floating] = workspace.array("written mean", self.numel, self.dtype)
+        self.write(out)
+        return out
 
 
 @dataclass
@@ -31,11 +64,11 @@ class Result:
 
     Parameters
     ----------
-    mean : array, shape (numel,)
-        The same bits on every rank. It belongs to the workspace.
+    mean : array or SparseMean, shape (numel,)
+        The same bits on every rank. It belongs to the workspace, which holds also what a `SparseMean` sums.
     sent : array or Selection
         This rank's share of what was delivered: the sum over ranks is ``ranks x mean``. A `Selection` is zero outside
-        its indices. It may be the accumulated array itself: then nothing was lost, or see ``leaves_residual``.
+        its indices. It may be the accumulated array itself: then nothing was lost, or see ``leaves``.
     energy : float
         ``norm2(accumulated)``, the squared norm, summed over ranks. The same on every rank.
     gain : float
@@ -51,9 +84,10 @@ class Result:
     code_error : float or None
         Of a learned code: squared error of what was decoded, as a share of the energy of what was to be decoded; 1 is
         that of zeros. As this rank can tell, so it may differ between ranks; None where it cannot.
-    leaves_residual : bool
-        Whether the exchange has left ``accumulated - sent`` in the accumulated array, which then stands for ``sent``
-        too. It may do so only if `GradientWithResidual.may_hold_residual`.
+    leaves : {"sum", "residual", "mean"}
+        What the exchange has left in the accumulated array, which then stands for ``sent`` too: ``"residual"`` is
+        ``accumulated - sent``; with ``"mean"`` all was sent. Other than the sum only if
+        `GradientWithResidual.may_be_overwritten`.
     note : str
         Text that the record appends to the reason of the plan; empty where there is nothing to say.
     problem : MessageError or None
@@ -62,7 +96,7 @@ class Result:
         last message.
     """
 
-    mean: NDArray[np.floating]
+    mean: NDArray[np.floating] | SparseMean
     sent: NDArray[np.floating] | Selection
     energy: float
     gain: float
@@ -71,26 +105,30 @@ class Result:
     stale: bool
     thinned: Sequence[tuple[int, int, int]] = ()
     code_error: float | None = None
-    leaves_residual: bool = False
+    leaves: str = "sum"
     note: str = ""
     problem: MessageError | None = None
 
     @classmethod
     def from_headers(
         cls,
-        mean: NDArray[np.floating],
+        mean: NDArray[np.floating] | SparseMean,
         sent: NDArray[np.floating] | Selection,
         kept: float,
         flags: int,
         energy: float,
         lost: float,
         nonfinite: bool = False,
-        leaves_residual: bool = False,
+        leaves: str = "sum",
     ) -> "Result":
         """Return the result of an exchange whose messages have headers, from all their flags and their sums."""
         bad, stale = nonfinite or bool(flags & NONFINITE), bool(flags & STALE)
         gain = gain_of(lost, energy)
-        return cls(mean, sent, energy, gain, kept, bad, stale, leaves_residual=leaves_residual)
+        return cls(mean, sent, energy, gain, kept, bad, stale, leaves=leaves)
+
+    def mean_in(self, workspace: Workspace) -> NDArray[np.floating]:
+        """Return the mean as an array, in a workspace if it has to be written first."""
+        return self.mean.in_workspace(workspace) if isinstance(self.mean, SparseMean) else self.mean
 
 
 CompressorType = TypeVar("CompressorType", bound=Compressor)
@@ -182,6 +220,13 @@ def undelivered(accumulated: GradientWithResidual, problem: MessageError, stale:
     )
 
 
+def both(first: bool, second: bool) -> bool:
+    """Return whether two answers are yes, of which each may be known on a device only."""
+    if first is True:
+        return second
+    return first if second is True else first & second
+
+
 def check_undamaged(collective: str, flags: int, problem: MessageError | None) -> None:
     """Raise on all ranks, at the end of an exchange, where some rank could not read a message."""
     if flags & DAMAGED:
@@ -224,8 +269,7 @@ def cause_of(error: MessageError) -> MessageError | None:
 
 def is_finite(mean: NDArray[np.floating], energy: float, ranks: int) -> bool:
     """Return whether all of a mean is finite; it is looked at only where so much energy allows for anything else."""
-    total = energy * ranks
-    return (total >= 0 and 16 * math.sqrt(total) < _largest(mean.dtype)) or bool(np.isfinite(mean).all())
+    return far_from_largest(energy * ranks, mean.dtype) or bool(np.isfinite(mean).all())
 
 
 def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:

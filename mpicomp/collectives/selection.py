@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.allgather import SparseMean
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, SparseMean, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import Selection
@@ -107,10 +106,8 @@ def exchange_at(
     if problem is not None:
         return undelivered(accumulated, problem, result.stale)
     assert not isinstance(result.sent, Selection)
-    mean = SparseMean.cleared(context.workspace, accumulated.numel, dtype)
-    mean.add(indices, result.mean, 1.0)
     return Result(
-        mean=mean.array,
+        mean=SparseMean.of(accumulated.numel, indices, result.mean_in(context.workspace)),
         sent=Selection(indices, result.sent),
         energy=result.energy,
         gain=result.gain,

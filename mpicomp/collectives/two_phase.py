@@ -52,7 +52,7 @@ class TwoPhase(Scheme[Quantiser]):
         mine = slice(bounds[group.rank], bounds[group.rank + 1])
         scatter, gather = self.rounds(numel, dtype, group)
         places = np.concatenate(([0], np.cumsum(scatter.counts)))
-        in_place = accumulated.may_hold_residual and all(packer.packs_in_place for packer in packed)
+        in_place = accumulated.may_be_overwritten and all(packer.packs_in_place for packer in packed)
         sent = workspace.array("sent", parts[group.rank] if in_place else numel, dtype)
 
         outgoing = workspace.array("outgoing", places[-1], _BYTE)
@@ -113,4 +113,5 @@ class TwoPhase(Scheme[Quantiser]):
             packed[rank].unpack(message[HEADER_BYTES:], mean[bounds[rank] : bounds[rank + 1]])
         if in_place:
             sent = accumulated.array()
-        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, leaves_residual=in_place)
+        leaves = "residual" if in_place else "sum"
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, leaves=leaves)

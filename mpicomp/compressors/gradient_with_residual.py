@@ -107,8 +107,8 @@ class GradientWithResidual:
         self._made = 0  # elements of the sum that were computed by `part`
         self._made_moments: cpu.Moments | None = None
         self.stale = stale
-        self.may_hold_residual = False
-        """Whether an exchange may leave the residual of the step in place of the sum; see `Result.leaves_residual`."""
+        self.may_be_overwritten = False
+        """Whether an exchange may leave the residual of the step, or the mean, in place of the sum; see `Result`."""
         self.threads = threads
         self.lost = 0.0  # energy of what `ready` left out of the sum
 

@@ -103,7 +103,7 @@ def _step_seconds(
         device.wait()  # a step begins after the end of the one before
         start = clock()
         accumulated = GradientWithResidual(buffer, residual if feedback else None, [Piece(0, gradient)])
-        accumulated.may_hold_residual = True  # as in most steps
+        accumulated.may_be_overwritten = True
         transport.run(run_on_device(device, scheme.exchange(accumulated, context)))
         device.wait()
         seconds.append(clock() - start)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.arrays import ArraySpec
+from mpicomp.collectives.scheme import SparseMean
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Velocity
@@ -21,6 +22,7 @@ from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace
 
 _INDEX_LIMIT = 2**32  # indices travel in 32 bits
+_RELEASE_STEPS = 16  # steps in which an array of the workspace has to be used to stay
 _WHOLE_GAIN = 0.999  # gain from which on the gains of single parameters are not computed: each is nearly 1
 
 
@@ -47,7 +49,7 @@ class LayerBounds:
         """The same on the bucket's device, in the dtype of indices, so that these are not converted."""
         return self.device.to_device(self.bounds.astype(np.uint32))
 
-    def places_in(self, sent: NDArray[np.floating] | Selection) -> Any:
+    def places_in(self, sent: NDArray[np.floating] | Selection | None) -> Any:
         """Return the positions of `bounds` among the indices of a selection, at the device; None for an array."""
         if not isinstance(sent, Selection):
             return None
@@ -59,11 +61,14 @@ class LayerBounds:
     def gains(
         self,
         accumulated: NDArray[np.floating],
-        sent: NDArray[np.floating] | Selection,
+        sent: NDArray[np.floating] | Selection | None,
         energies: NDArray[np.float64] | None,
         gain: float,
     ) -> NDArray[np.float64] | None:
-        """Return the gain of each parameter, or None without energies; the bucket's if almost nothing was lost."""
+        """Return the gain of each parameter, or None without energies; the bucket's if almost nothing was lost.
+
+        With None for ``sent``, ``accumulated`` holds what was not sent.
+        """
         if energies is None:
             return None
         if gain > _WHOLE_GAIN:
@@ -137,7 +142,7 @@ def layers_of(
 
 def _lost(
     accumulated: NDArray[np.floating],
-    sent: NDArray[np.floating] | Selection,
+    sent: NDArray[np.floating] | Selection | None,
     energy: float,
     start: int,
     stop: int,
@@ -146,12 +151,13 @@ def _lost(
 ) -> Any:
     """Return the energy not sent from ``start`` to ``stop``, where elements ``low`` to ``high`` of the selection lie.
 
-    Rounding of a selection to 16 bits is left out: it takes less than a hundred-thousandth.
+    With None for ``sent``, ``accumulated`` holds what was not. Rounding of a selection to 16 bits is left out: it takes
+    less than a hundred-thousandth.
     """
     if isinstance(sent, Selection):
         values = sent.values[low:high]
         return energy - np.dot(values, values)
-    left = accumulated[start:stop] - sent[start:stop]
+    left = accumulated[start:stop] if sent is None else accumulated[start:stop] - sent[start:stop]
     return np.dot(left, left)
 
 
@@ -159,8 +165,9 @@ def _lost(
 class Bucket:
     """Arrays of one work dtype, one after the other in a flat array.
 
-    Error feedback swaps two flat arrays: one holds the residual, the other receives the accumulated gradient. An undone
-    step leaves the residual as it was, bit for bit. ``decay`` multiplies the residual when it is added.
+    Two flat arrays trade places under error feedback: one holds the residual, the other receives the accumulated
+    gradient, which becomes the next residual, while the former residual's memory receives a sparse mean. An undone step
+    leaves the residual as it was, bit for bit. ``decay`` multiplies the residual when it is added.
     """
 
     index: int
@@ -176,8 +183,8 @@ class Bucket:
         self.workspace = Workspace(self.device)
         self._tables: dict[str, Any] = {}  # see `GradientWithResidual`
         self._context: Context | None = None
-        self.returned: tuple[Any, Any, dict[str, Any]] | None = None
-        """The last mean, the specs of its step, and the arrays that were returned."""
+        self.returned: dict[int, tuple[Any, Any, dict[str, Any]]] = {}
+        """By address, the last means, the specs of their steps, and the arrays that were returned."""
         self.names = tuple(member.name for member in self.members)
         self.sizes = sizes = tuple(member.numel for member in self.members)
         self.bounds = LayerBounds(self.names, sizes, self.device)
@@ -208,6 +215,8 @@ class Bucket:
             context = Context(group, step, self.index, seed, self.memory, self.workspace)
             self._context = context
         context.step, context.memory = step, self.memory
+        if step % _RELEASE_STEPS == 0:
+            self.workspace.release_unused()
         return context
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> GradientWithResidual:
@@ -232,12 +241,24 @@ class Bucket:
         with self.device.active():
             return GradientWithResidual(self._accumulated, None, pieces, threads=self.threads).energy
 
-    def commit(self, sent: NDArray[np.floating] | Selection, finite: bool, leaves_residual: bool = False) -> None:
-        """Make ``accumulated - sent`` the residual, without elements that are not finite; it may stand there."""
+    def commit(self, sent: NDArray[np.floating] | Selection, finite: bool, leaves: str = "sum") -> None:
+        """Make ``accumulated - sent`` the residual, without elements that are not finite.
+
+        For ``leaves`` see `mpicomp.collectives.Result`.
+        """
         if not self.feedback:
             return
+        if self.entry.momentum:
+            if self.entry.masking and isinstance(sent, Selection):
+                kernels.clear_at(sent.indices, self._next_velocity)
+            if not finite:
+                self._next_velocity[~np.isfinite(self._next_velocity)] = 0
+            self._velocity, self._next_velocity = self._next_velocity, self._velocity
+        if leaves == "mean":
+            self._residual[: self.numel] = 0
+            return
         left = self._accumulated[: self.numel]
-        if leaves_residual:
+        if leaves == "residual":
             pass
         elif isinstance(sent, Selection):
             kernels.of(left).subtract_at(sent.indices, sent.values, left)
@@ -248,13 +269,16 @@ class Bucket:
                 np.subtract(left, sent, out=left)
         if not finite:
             left[~np.isfinite(left)] = 0
-        if self.entry.momentum:
-            if self.entry.masking and isinstance(sent, Selection):
-                kernels.clear_at(sent.indices, self._next_velocity)
-            if not finite:
-                self._next_velocity[~np.isfinite(self._next_velocity)] = 0
-            self._velocity, self._next_velocity = self._next_velocity, self._velocity
         self._accumulated, self._residual = self._residual, self._accumulated
+
+    def write_mean(self, mean: NDArray[np.floating] | SparseMean, skipped: bool = False) -> NDArray[np.floating]:
+        """Return the mean as an array, a sparse one in memory that is free after `commit`; zeros if ``skipped``."""
+        out: NDArray[np.floating] = self._accumulated[: self.numel] if isinstance(mean, SparseMean) else mean
+        if skipped:
+            out[:] = 0
+        elif isinstance(mean, SparseMean):
+            mean.write(out)
+        return out
 
     def memory_on_host(self) -> dict[str, Any]:
         """Return the memory with every array in it copied to the host."""

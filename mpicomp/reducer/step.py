@@ -142,7 +142,14 @@ class Step:
                 gradients = self._layout.inputs_of(bucket, gradients)
             survey = None if frozen else planner.survey(bucket.index)
             accumulated = bucket.accumulate(gradients, self._scale)
-            accumulated.may_hold_residual = survey is None
+            accumulated.may_be_overwritten = True
+            if survey is not None and gradients is not None:
+                begin = timer()
+                with bucket.device.active():
+                    done.survey = survey.measure(accumulated.array(), accumulated.residual, bucket.sizes, reducer.count)
+                    energies = survey.energies(done.survey, bucket.sizes)
+                last = timer()
+                record.choosing_s += last - begin
             context = bucket.context_of(transport.group, reducer.count, reducer.seed)
             exchange = plan.scheme.exchange(accumulated, context)
             if bucket.device is not HOST:
@@ -178,13 +185,12 @@ class Step:
         done.decode_s = done.end - last
         self._damaged = self._damaged or result.problem
         self._agrees = self._agrees or result.stale
-        if survey is not None and not result.stale:
+        if result.stale:
+            done.survey = None
+        if survey is not None and done.survey is not None:
             with bucket.device.active():
-                array = accumulated.array()
-                done.survey = survey.measure(array, accumulated.residual, bucket.sizes, reducer.count)
-                energies = survey.energies(done.survey, bucket.sizes)
-                record.choosing_s += timer() - done.end
-                done.gains = bucket.bounds.gains(array, result.sent, energies, result.gain)
+                sent = None if result.leaves == "residual" else result.sent
+                done.gains = bucket.bounds.gains(accumulated.array(), sent, energies, result.gain)
         done.places = bucket.bounds.places_in(result.sent)
         self._done.append(done)
         if result.nonfinite:
@@ -256,15 +262,12 @@ class Step:
         record.skipped = not finite and reducer.nonfinite == "skip"
         means: dict[str, Any] = {}
         for bucket, done in zip(layout.buckets, self._done, strict=True):
-            begin, mean = timer(), done.result.mean
-            if record.skipped:
-                with bucket.device.active():
-                    mean[:] = 0
-            elif bucket.device is HOST:
-                bucket.commit(done.result.sent, finite, done.result.leaves_residual)
+            begin = timer()
+            if bucket.device is HOST:
+                mean = self._commit(done, finite)
             else:
                 with bucket.device.active():
-                    bucket.commit(done.result.sent, finite, done.result.leaves_residual)
+                    mean = self._commit(done, finite)
             means |= layout.unflatten(bucket, mean, self._gradients, unused)
             done.commit_s = timer() - begin
         if layout.empty:
@@ -272,6 +275,12 @@ class Step:
         if len(self._done) == 1 and self._members is layout.members and not layout.empty:
             return means  # in the order of the gradients
         return {name: means[name] for name in self._gradients if name in means}
+
+    def _commit(self, done: BucketExchange, finite: bool) -> NDArray[np.floating]:
+        bucket, result, skipped = done.bucket, done.result, self._record.skipped
+        if not skipped:
+            bucket.commit(result.sent, finite, result.leaves)
+        return bucket.write_mean(result.mean, skipped)
 
     def _report_to_policy(self, finite: bool) -> Rounds[None]:
         """Let the policy learn from the step's results, and start the ranks' telemetry. As rounds."""

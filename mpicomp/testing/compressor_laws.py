@@ -229,7 +229,7 @@ def check_unbiased(compressor: Compressor) -> None:
     total, squares = np.zeros((2, 2, exact.size // _BLOCK))
     for context.step in range(_DRAWS):
         [result] = world.run([scheme.exchange(accumulated(array), context)])
-        sums = (weights * (result.mean - exact)).reshape(2, -1, _BLOCK).sum(axis=2)
+        sums = (weights * (result.mean_in(Workspace()) - exact)).reshape(2, -1, _BLOCK).sum(axis=2)
         total += sums
         squares += sums**2
     bias = np.abs(total / _DRAWS)

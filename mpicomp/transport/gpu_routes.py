@@ -130,6 +130,8 @@ class DirectRound(_RoutedRound):
     def __init__(self, device: Any, requested: Round) -> None:
         arrays = (requested.send, requested.recv)
         buffers: list[Any] = [DeviceBuffer(device, array) if _is_on_device(array) else array for array in arrays]
+        if requested.send is requested.recv:
+            buffers[1] = buffers[0]  # summed in place
         arrived = requested.arrived
         if arrived is not None:
             arrived = _when_active(device, arrived)

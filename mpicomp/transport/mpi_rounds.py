@@ -188,7 +188,7 @@ class Channel:
             assert send is not None
             assert recv is not None
             if send.size == recv.size == counts[0] > 0:
-                return [("Allreduce", (send, recv))]
+                return [("Allreduce", (MPI.IN_PLACE if send is recv else send, recv))]
         equal = min(counts) == max(counts)
         if fits and equal and task.operation == "allgatherv":
             return [("Allgather", (send, recv))]
@@ -197,7 +197,8 @@ class Channel:
             case "allreduce":
                 assert send is not None
                 assert recv is not None
-                return [("Allreduce", (send[part], recv[part])) for part in self._cuts(task, 0, counts[0])]
+                parts = self._cuts(task, 0, counts[0])
+                return [("Allreduce", (MPI.IN_PLACE if send is recv else send[part], recv[part])) for part in parts]
             case "bcast":
                 assert recv is not None
                 if rank == root:

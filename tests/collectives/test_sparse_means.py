@@ -6,37 +6,32 @@ from lockstep import gradients, run
 from schemes import Above
 
 import mpicomp
-from mpicomp.collectives.allgather import SparseMean
+from mpicomp.collectives.scheme import SparseMean
 from mpicomp.collectives.selection import mean_of_rows
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("most", [3, 900])  # few are cleared one by one, many all at once
-def test_sparse_mean_starts_each_step_from_zero(dtype, most):
+def test_sparse_mean_overwrites_an_array(dtype):
     rng = np.random.default_rng(0)
-    workspace, arrays = Workspace(), []
-    for _ in range(6):
-        mean = SparseMean.cleared(workspace, 1000, np.dtype(dtype))
-        arrays.append(mean.array)
-        assert not mean.array.any()
-        expected = np.zeros(1000)
-        for _ in range(3):
-            indices = np.sort(rng.choice(1000, rng.integers(0, most), replace=False)).astype(np.uint32)
-            values = rng.normal(size=indices.size).astype(dtype)
-            assert mean.add(indices, values, 0.5)
-            expected[indices] += 0.5 * values.astype(np.float64)
-            indices[:] = 0  # the caller's array is the caller's again
-        np.testing.assert_allclose(mean.array, expected, rtol=1e-5, atol=1e-6)
-    assert all(array is arrays[0] for array in arrays)
-    assert SparseMean.cleared(workspace, 1001, np.dtype(dtype)).array.size == 1001
+    indices = np.sort(rng.choice(1000, 30, replace=False)).astype(np.uint32)
+    values = rng.normal(size=indices.size).astype(dtype)
+    expected = np.zeros(1000, dtype)
+    expected[indices] = values
+    mean, workspace = SparseMean.of(1000, indices, values), Workspace()
+    for _ in range(2):
+        out = np.full(1000, np.nan, dtype)
+        assert mean.write(out)
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(mean.in_workspace(workspace), expected)
 
 
-def test_sparse_mean_with_an_index_out_of_range_is_unchanged():
-    mean = SparseMean.cleared(Workspace(), 10, np.dtype(np.float32))
-    assert not mean.add(np.array([1, 10], np.uint32), np.ones(2, np.float32), 1.0)
-    assert not mean.array.any()
+@pytest.mark.parametrize("place", [10, 2**31])
+def test_sparse_mean_with_an_index_out_of_range_says_so(place):
+    out = np.zeros(10, np.float32)
+    assert not SparseMean.of(10, np.array([1, place], np.uint32), np.ones(2, np.float32)).write(out)
+    assert not out.any()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])

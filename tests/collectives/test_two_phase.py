@@ -68,8 +68,8 @@ def test_residual_in_place_is_that_of_what_was_sent(collective, compressor, rank
         outcome.results, in_place.results, outcome.accumulated, in_place.accumulated, strict=True
     ):
         assert result.mean.tobytes() == expected.mean.tobytes()
-        assert result.leaves_residual == compressor.packs_in_place
-        if result.leaves_residual:
+        assert (result.leaves == "residual") == compressor.packs_in_place
+        if result.leaves == "residual":
             assert left.tobytes() == (whole - expected.sent).tobytes()
         assert (result.energy, result.nonfinite) == (expected.energy, False)
         assert result.gain == pytest.approx(expected.gain, abs=1e-6)

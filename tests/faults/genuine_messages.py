@@ -12,10 +12,9 @@ import numpy as np
 import mpicomp
 from mpicomp import kernels
 from mpicomp.collectives import dense_message
-from mpicomp.collectives.allgather import SparseMean
+from mpicomp.collectives.allgather import mean_of_messages
 from mpicomp.compressors import Selection
 from mpicomp.compressors.wire_format import (
-    DAMAGED,
     message_bytes,
     parse_header,
     parse_message,
@@ -90,11 +89,9 @@ def sparse(wire):
                 assert chosen.indices.size == chosen.values.size <= numel
                 assert chosen.values.dtype == dtype
                 check_ascending(chosen.indices, numel)
-                mean = SparseMean.cleared(workspace, numel, dtype)
-                if not header.flags & DAMAGED:
-                    assert mean.add_messages(message, [header], 0.5), (
-                        "one way to read it finds an error and one does not"
-                    )
+                mean, right = mean_of_messages(message, [header], 0.5, numel, dtype, workspace)
+                assert right, "one way to read it finds an error and one does not"
+                assert mean.write(fence.zeros(numel, dtype))
                 parse_padded_message(message, numel, dtype, workspace)
 
         return Case(message.tobytes(), decode)

@@ -6,8 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.allgather import SparseMean
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, far_from_largest, gain_of
+from mpicomp.collectives.scheme import (
+    Exchange,
+    Result,
+    Scheme,
+    SparseMean,
+    check_undamaged,
+    far_from_largest,
+    gain_of,
+)
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
@@ -69,10 +76,11 @@ class CodeRing:
         part = GradientWithResidual.ready(travels, moments.energy, 0.0, moments.finite, accumulated.stale)
         summed = yield from self._sum.exchange(part, context)
         assert not isinstance(summed.sent, Selection)
+        summed_mean = summed.mean_in(workspace)
 
         # 3. Decode the mean of codes, and this rank's share of it.
         decoded = workspace.array("decoded", count, dtype)
-        code.decode_near(summed.sent[:length], summed.mean[:length], shares, decoded)
+        code.decode_near(summed.sent[:length], summed_mean[:length], shares, decoded)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             np.multiply(shares, received.frame, out=shares)
             np.multiply(decoded, received.frame, out=decoded)
@@ -104,15 +112,13 @@ class CodeRing:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             np.multiply(decoded, dtype.type(factor), out=mean[coded])
             np.multiply(shares, dtype.type(factor), out=sent[coded])
-        mean[: coded.start] = summed.mean[length : length + coded.start]
-        mean[coded.stop :] = summed.mean[length + coded.start :]
+        mean[: coded.start] = summed_mean[length : length + coded.start]
+        mean[coded.stop :] = summed_mean[length + coded.start :]
         sent[: coded.start] = summed.sent[length : length + coded.start]
         sent[coded.stop :] = summed.sent[length + coded.start :]
-        whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
-        whole.add(received.indices, mean, 1.0)
         [mean_finite] = to_python(np.isfinite(mean).all())
         return Result(
-            mean=whole.array,
+            mean=SparseMean.of(accumulated.numel, received.indices, mean),
             sent=Selection(received.indices, received.values if self._compressor.error == "selected" else sent),
             energy=summed.energy,
             gain=gain_of(lost, float(everyones["energy"].sum())),

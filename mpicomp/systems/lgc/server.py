@@ -6,8 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.allgather import SparseMean
-from mpicomp.collectives.scheme import Exchange, Result, check_undamaged, far_from_largest, gain_of, undelivered
+from mpicomp.collectives.scheme import (
+    Exchange,
+    Result,
+    SparseMean,
+    check_undamaged,
+    far_from_largest,
+    gain_of,
+    undelivered,
+)
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -104,11 +111,9 @@ class CodeServer:
             return undelivered(accumulated, unread, stale=False)
         with np.errstate(under="ignore", invalid="ignore"):
             np.multiply(mean, dtype.type(1 / group.size), out=mean)
-        whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
-        whole.add(received.indices, mean, 1.0)
         [mean_finite] = to_python(np.isfinite(mean).all())
         return Result(
-            mean=whole.array,
+            mean=SparseMean.of(accumulated.numel, received.indices, mean),
             sent=Selection(received.indices, received.values if self._compressor.error == "selected" else sent),
             energy=energy,
             gain=gain_of(lost, energy),
