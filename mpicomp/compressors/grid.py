@@ -10,15 +10,18 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.compressors.base_compressor import BucketParameters, match_layer_setting
-from mpicomp.compressors.kinds import Bytes, Floats, Quantiser
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
+from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser
 from mpicomp.compressors.wire_format import SIGNS
 from mpicomp.errors import ConfigurationError
+from mpicomp.kernels import cpu
 from mpicomp.setting_checks import check_choice, check_layers, check_multiple, is_integer
 
 Words = NDArray[np.uint64]
 Grids = tuple[NDArray[np.float32] | None, NDArray[np.float32]]
 """The least point of each bucket's grid, None for grids around zero, and its step."""
 
+_LAUNCHED = 1 << 22  # elements that a device packs at a time
 MOST_BITS = 8
 """Largest number of bits of an element."""
 
@@ -107,6 +110,27 @@ class Grid(Quantiser):
         message[-8:] = 0  # padding
         words, grids = self._parts(message, array.size)
         return self._pack(array, grids, words, sent, key if self.rounding == "stochastic" else None)
+
+    @property
+    def packs_in_place(self) -> bool:
+        return self.rounding == "nearest"
+
+    def pack_in_place(self, accumulated: GradientWithResidual, place: slice, message: Bytes, key: int) -> float:
+        message[-8:] = 0  # padding
+        numel = place.stop - place.start
+        words, (bases, steps) = self._parts(message, numel)
+        chunk = max(1, (CACHED if accumulated.kernels is cpu else _LAUNCHED) // self.bucket) * self.bucket
+        sent, lost = None, 0.0
+        for start in range(0, numel, chunk):
+            array = accumulated.part(place.start + start, min(place.start + start + chunk, place.stop))
+            sent = np.empty_like(array) if sent is None else sent[: array.size]
+            buckets = slice(start // self.bucket, -(-(start + array.size) // self.bucket))
+            grids = None if bases is None else bases[buckets], steps[buckets]
+            part = slice(start // SIGNS * self.bits, -(-(start + array.size) // SIGNS) * self.bits)
+            lost += self._pack(array, grids, words[part], sent, None)
+            with np.errstate(invalid="ignore", over="ignore"):
+                np.subtract(array, sent, out=array)
+        return lost
 
     @abstractmethod
     def _pack(self, array: Floats, grids: Grids, words: Words, sent: Floats, key: int | None) -> float:

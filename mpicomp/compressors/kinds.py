@@ -19,6 +19,8 @@ from mpicomp.setting_checks import check_choice, check_ratio
 Floats = NDArray[np.floating]
 Bytes = NDArray[np.uint8]
 
+CACHED = 1 << 16
+"""Elements that, with their gradient and residual, stay in the second-level cache."""
 _LARGEST_KEY = (1 << 64) - 1
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.compressors.base_compressor import BucketParameters
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Bytes, Floats, Quantiser
+from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser
 from mpicomp.compressors.wire_format import SIGNS
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
@@ -17,7 +17,6 @@ from mpicomp.registry import register
 from mpicomp.setting_checks import check_multiple, is_integer
 
 _MOST_BITS = 4
-_CACHED = 1 << 16  # elements that, with their gradient and residual, stay in the second-level cache
 
 
 @register
@@ -110,7 +109,7 @@ class OneBit(Quantiser):
         [(words, scales)] = self._planes_to_fill(message, numel)
         block = self._block_of(numel)
         # On the host summed and packed in turns, so that a sum is packed while it is in the second-level cache.
-        step = max(1, _CACHED // block) * block if accumulated.kernels is cpu else max(1, numel)
+        step = max(1, CACHED // block) * block if accumulated.kernels is cpu else max(1, numel)
         lost = 0.0
         for start in range(0, numel, step):
             array = accumulated.part(place.start + start, min(place.start + start + step, place.stop))

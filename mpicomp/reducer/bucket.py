@@ -22,7 +22,7 @@ from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace
 
 _INDEX_LIMIT = 2**32  # indices travel in 32 bits
-_RELEASE_STEPS = 16  # steps in which an array of the workspace has to be used to stay
+_RELEASE_STEPS = 8  # steps in which an array of the workspace has to be used to stay
 _WHOLE_GAIN = 0.999  # gain from which on the gains of single parameters are not computed: each is nearly 1
 
 

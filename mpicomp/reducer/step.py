@@ -144,12 +144,14 @@ class Step:
             accumulated = bucket.accumulate(gradients, self._scale)
             accumulated.may_be_overwritten = True
             if survey is not None and gradients is not None:
-                begin = timer()
+                # Before the exchange, which may overwrite the sum.
                 with bucket.device.active():
-                    done.survey = survey.measure(accumulated.array(), accumulated.residual, bucket.sizes, reducer.count)
+                    array, begin = accumulated.array(), timer()
+                    done.survey = survey.measure(array, accumulated.residual, bucket.sizes, reducer.count)
                     energies = survey.energies(done.survey, bucket.sizes)
-                last = timer()
-                record.choosing_s += last - begin
+                survey_s = timer() - begin
+                record.choosing_s += survey_s
+                last = done.start = done.start + survey_s  # as if the survey came first: it is no part of `compress_s`
             context = bucket.context_of(transport.group, reducer.count, reducer.seed)
             exchange = plan.scheme.exchange(accumulated, context)
             if bucket.device is not HOST:

@@ -57,7 +57,15 @@ def test_squares_that_overflow_leave_finite_residuals(dtype, largest):
 
 @pytest.mark.parametrize("collective", ["two-phase", "packed-allgather"])
 @pytest.mark.parametrize(
-    "compressor", [mpicomp.OneBit(block=64), mpicomp.OneBit(block=None), mpicomp.OneBit(bits=2)], ids=str
+    "compressor",
+    [
+        mpicomp.OneBit(block=64),
+        mpicomp.OneBit(block=None),
+        mpicomp.OneBit(bits=2),
+        mpicomp.QSGD(rounding="nearest", bucket=64),
+        mpicomp.Uniform(bits=4),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(("ranks", "numel"), [(1, 7), (2, 65), (3, 1), (4, 1000), (2, 140_001)])
 def test_residual_in_place_is_that_of_what_was_sent(collective, compressor, ranks, numel):
