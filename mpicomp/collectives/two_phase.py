@@ -11,9 +11,10 @@ from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Quantiser, packers
+from mpicomp.compressors.kinds import CACHED, Quantiser, packers
 from mpicomp.compressors.wire_format import NONFINITE, STALE
 from mpicomp.device import to_python
+from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 
@@ -53,7 +54,7 @@ class TwoPhase(Scheme[Quantiser]):
         scatter, gather = self.rounds(numel, dtype, group)
         places = np.concatenate(([0], np.cumsum(scatter.counts)))
         in_place = accumulated.may_be_overwritten and all(packer.packs_in_place for packer in packed)
-        sent = workspace.array("sent", parts[group.rank] if in_place else numel, dtype)
+        sent = None if in_place else workspace.array("sent", numel, dtype)
 
         outgoing = workspace.array("outgoing", places[-1], _BYTE)
         losses: list[float] = []
@@ -62,7 +63,7 @@ class TwoPhase(Scheme[Quantiser]):
             message = outgoing[places[rank] + HEADER_BYTES : places[rank + 1]]
             if rank == group.rank:  # behind the header to itself stands nothing that is read
                 lost, own_part = 0.0, accumulated.part(part.start, part.stop)
-            elif in_place:
+            elif sent is None:
                 lost = packed[rank].pack_in_place(accumulated, part.start, message, context.key(False, rank))
             else:
                 array = accumulated.part(part.start, part.stop)
@@ -80,7 +81,8 @@ class TwoPhase(Scheme[Quantiser]):
 
         flags, energy, others_lost, problem = read_sent(self.id, incoming, parts[group.rank])
         share = 1 / group.size
-        total = workspace.array("total", parts[group.rank], dtype)
+        mean = workspace.array("mean", numel, dtype)
+        total = mean[mine]  # in its place until all means arrive
         np.multiply(own_part, dtype.type(share), out=total)
         for others in (incoming[: group.rank], incoming[group.rank + 1 :]):
             packed[group.rank].unpack_add_all(others, HEADER_BYTES, share, total)
@@ -89,15 +91,21 @@ class TwoPhase(Scheme[Quantiser]):
         delivered = workspace.array("delivered", total.size, dtype)
         packed[group.rank].pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
         # This packing was of the mean: it took its error from every rank's share of it.
-        sent_part = sent if in_place else sent[mine]
-        sent_part[:] = own_part
-        [lost] = to_python(kernels.share_rounding(total, delivered, group.size, own_part, sent_part))
-        with np.errstate(over="ignore", invalid="ignore"):
-            if in_place:
-                own_part -= sent_part
-            finite = math.isfinite(lost)
-            if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
-                finite = bool(np.isfinite(own_part if in_place else own_part - sent_part).all())
+        chunk = CACHED if accumulated.kernels is cpu else max(1, total.size)
+        losses = []
+        for start in range(0, total.size, chunk):
+            part = slice(start, start + chunk)
+            own, sent_part = own_part[part], own_part[part].copy() if sent is None else sent[mine][part]
+            sent_part[:] = own
+            losses.append(kernels.share_rounding(total[part], delivered[part], group.size, own, sent_part))
+            if sent is None:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    np.subtract(own, sent_part, out=own)
+        lost = sum(to_python(*losses))
+        finite = math.isfinite(lost)
+        if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
+            with np.errstate(over="ignore", invalid="ignore"):
+                finite = bool(np.isfinite(own_part if sent is None else own_part - sent[mine]).all())
         flags |= NONFINITE * (not finite)
         write_header(reply, parts[group.rank], flags, energy, lost + others_lost)
         gather.send = reply
@@ -107,11 +115,10 @@ class TwoPhase(Scheme[Quantiser]):
         flags, energy, lost, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
         if problem is not None:
             return undelivered(accumulated, problem, stale=False)
-        mean = workspace.array("mean", numel, dtype)
         for rank in range(group.size):
             message = replies[places[rank] : places[rank + 1]]
             packed[rank].unpack(message[HEADER_BYTES:], mean[bounds[rank] : bounds[rank + 1]])
-        if in_place:
+        leaves = "sum" if sent is not None else "residual"
+        if sent is None:
             sent = accumulated.array()
-        leaves = "residual" if in_place else "sum"
         return Result.from_headers(mean, sent, float(numel), flags, energy, lost, leaves=leaves)
