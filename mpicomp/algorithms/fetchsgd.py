@@ -8,7 +8,7 @@ import numpy as np
 
 from mpicomp import kernels
 from mpicomp.algorithms.sketch import Sketch, SketchScheme, largest_estimates
-from mpicomp.collectives.scheme import Exchange, Result, SparseMean, undelivered
+from mpicomp.collectives.scheme import Exchange, LazyMean, Result, undelivered
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
@@ -146,7 +146,7 @@ class SketchedMemory(SketchScheme[FetchSGD]):
                 kernels.sketch_clear(indices, key, table)
             context.memory.update(numel=numel, key=key, turn=turn, velocity=velocity, error=error)
         return Result(
-            mean=SparseMean.of(numel, indices, values),
+            mean=LazyMean.of(numel, indices, values),
             sent=Selection(indices, values),
             energy=first.energy,
             gain=math.nan,

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import (
     Exchange,
+    LazyMean,
     Result,
     Scheme,
-    SparseMean,
     both,
     count_round,
     far_from_largest,
@@ -134,14 +134,14 @@ class MessageLayout:
 
     def mean_of(
         self, received: NDArray[np.uint8], headers: list[MessageHeader] | None, workspace: Workspace
-    ) -> tuple[SparseMean, bool]:
+    ) -> tuple[LazyMean, bool]:
         """Return what `mean_of_messages` does, for the headers that `read` returned."""
         factor = 1 / self.group.size
         if headers is not None:
             return mean_of_messages(received, headers, factor, self.numel, self.dtype, workspace)
         part = received, self.values_at, received, self.indices_at, self.counts, self.stored
         add = partial(cpu.sparse_add, *part, factor)
-        return SparseMean(self.numel, self.dtype, add), _ascend(received, self.indices_at, self.counts, self.numel)
+        return LazyMean.sum_of(self.numel, self.dtype, add), _ascend(received, self.indices_at, self.counts, self.numel)
 
 
 def mean_of_messages(
@@ -151,7 +151,7 @@ def mean_of_messages(
     numel: int,
     dtype: np.dtype[Any],
     workspace: Workspace,
-) -> tuple[SparseMean, bool]:
+) -> tuple[LazyMean, bool]:
     """Return ``factor`` times the sum of all undamaged messages in ``received``, and whether they are sound.
 
     Sound are indices that ascend below ``numel``, and scales that are finite. On a device the answer is a 0-d array or
@@ -180,7 +180,7 @@ def mean_of_messages(
             values_at = [dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
         add = kernels.of(received).sparse_add
         additions.append(partial(add, values, values_at, indices, indices_at, counts, stored, factor))
-    return SparseMean(numel, dtype, *additions), right
+    return LazyMean.sum_of(numel, dtype, *additions), right
 
 
 def _ascend(received: NDArray[np.uint8], starts: Sequence[int], counts: Sequence[int], numel: int) -> bool:

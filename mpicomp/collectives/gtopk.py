@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import (
     Exchange,
+    LazyMean,
     Result,
     Scheme,
-    SparseMean,
     check_undamaged,
     count_round,
     far_from_largest,
@@ -107,7 +107,7 @@ class Gtopk(Scheme[Sparsifier]):
         # Sums can be infinite where no rank's value is. They are the largest, so that they come to the root.
         [infinite] = to_python(kernels.count_reaching(total.selection.values, kernels.magnitude_bits(np.inf, dtype)))
         kept = float(total.selection.indices.size)
-        mean = SparseMean(numel, dtype, add)
+        mean = LazyMean.sum_of(numel, dtype, add)
         return Result.from_headers(mean, node.sent, kept, total.flags, total.energy, total.lost, infinite > 0)
 
     def _room(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:

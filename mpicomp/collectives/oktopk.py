@@ -12,9 +12,9 @@ from mpicomp import kernels
 from mpicomp.collectives.regions import even_bounds, mean_bounds, overlaps, quantiles
 from mpicomp.collectives.scheme import (
     Exchange,
+    LazyMean,
     Result,
     Scheme,
-    SparseMean,
     check_counts,
     check_undamaged,
     flags_of,
@@ -166,7 +166,7 @@ class _Step:
         [infinite] = to_python(kernels.count_reaching(delivered.values, kernels.magnitude_bits(np.inf, self.dtype)))
         total = sum(message.energy for message in arrived)
         kept = float(delivered.indices.size)
-        mean = SparseMean.of(self.numel, delivered.indices, delivered.values)
+        mean = LazyMean.of(self.numel, delivered.indices, delivered.values)
         return Result.from_headers(mean, sent, kept, self.flags, total, lost, infinite > 0)
 
     def _scatter(self, selection: Selection, regions: Sequence[_Span]) -> Rounds[tuple[int, list[Sparse]]]:

@@ -11,9 +11,9 @@ from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, wr
 from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import (
     Exchange,
+    LazyMean,
     Result,
     Scheme,
-    SparseMean,
     check_counts,
     count_round,
     gather_counts,
@@ -167,7 +167,7 @@ class ParameterServer(Scheme[Compressor]):
         reply.send = answer
         reply.recv = workspace.array("reply", reply.counts[0], _BYTE)
         received = yield reply
-        mean: NDArray[np.floating] | SparseMean
+        mean: NDArray[np.floating] | LazyMean
         if _as_dense(count_sent, numel, dtype):
             mean = whole = workspace.array("mean", numel, dtype)
             flags, energy, lost, problem = read_answers(self.id, received, reply.counts, [numel], None)
@@ -180,7 +180,7 @@ class ParameterServer(Scheme[Compressor]):
             except MessageError as error:
                 problem = MessageError(f"parameter-server: from rank {_SERVER}: {error}")
                 return undelivered(accumulated, problem, stale=False)
-            mean = SparseMean.of(numel, union.selection.indices, union.selection.values)
+            mean = LazyMean.of(numel, union.selection.indices, union.selection.values)
             flags, energy, lost = union.flags, union.energy, union.lost
         return Result.from_headers(mean, selection, sum(counts) / group.size, flags, energy, lost)
 

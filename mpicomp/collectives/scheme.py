@@ -27,29 +27,32 @@ Exchange = Rounds["Result"]
 _COUNT = np.dtype(np.int64)
 
 
-class SparseMean:
-    """A mean that is zero outside of selections, which are summed in order when it is written to an array.
+class LazyMean:
+    """A mean that messages hold until it is written, so that a step can write it to memory that is free by then.
 
-    Messages hold it until then, so that it can be written to memory that is free only at the end of a step.
+    ``write`` fills an array, shape (numel,), and returns whether all messages were right, on a device 0-d.
     """
 
-    def __init__(self, numel: int, dtype: np.dtype[Any], *additions: Callable[[Any], Any]) -> None:
-        self.numel, self.dtype = numel, dtype
-        self._additions = additions  # functions that add to an array, and return whether that was possible
+    def __init__(self, numel: int, dtype: np.dtype[Any], write: Callable[[NDArray[np.floating]], bool]) -> None:
+        self.numel, self.dtype, self.write = numel, dtype, write
 
     @classmethod
-    def of(cls, numel: int, indices: NDArray[np.uint32], values: NDArray[np.floating]) -> "SparseMean":
-        """Return the mean with these values at these indices."""
-        return cls(numel, values.dtype, functools.partial(kernels.scatter_add, indices, values, 1.0))
+    def sum_of(cls, numel: int, dtype: np.dtype[Any], *additions: Callable[[NDArray[np.floating]], bool]) -> "LazyMean":
+        """Return the sum of selections, which functions add to an array in order, and tell whether they were right."""
 
-    def write(self, out: NDArray[np.floating]) -> bool:
-        """Write it to an array, shape (numel,); return whether every selection was right, on a device 0-d."""
-        out.fill(0)
-        right: Any = True
-        for add in self._additions:
-            right = both(right, add(out))
-        answer: bool = right
-        return answer
+        def write(out: NDArray[np.floating]) -> bool:
+            out.fill(0)
+            right = True
+            for add in additions:
+                right = both(right, add(out))
+            return right
+
+        return cls(numel, dtype, write)
+
+    @classmethod
+    def of(cls, numel: int, indices: NDArray[np.uint32], values: NDArray[np.floating]) -> "LazyMean":
+        """Return the mean with these values at these indices, and zeros elsewhere."""
+        return cls.sum_of(numel, values.dtype, functools.partial(kernels.scatter_add, indices, values, 1.0))
 
     def in_workspace(self, workspace: Workspace) -> NDArray[np.floating]:
         """Return it in an array of a workspace's."""
@@ -64,8 +67,8 @@ class Result:
 
     Parameters
     ----------
-    mean : array or SparseMean, shape (numel,)
-        The same bits on every rank. It belongs to the workspace, which holds also what a `SparseMean` sums.
+    mean : array or LazyMean, shape (numel,)
+        The same bits on every rank. It belongs to the workspace, which holds also what a `LazyMean` sums.
     sent : array or Selection
         This rank's share of what was delivered: the sum over ranks is ``ranks x mean``. A `Selection` is zero outside
         its indices. It may be the accumulated array itself: then nothing was lost, or see ``leaves``.
@@ -96,7 +99,7 @@ class Result:
         last message.
     """
 
-    mean: NDArray[np.floating] | SparseMean
+    mean: NDArray[np.floating] | LazyMean
     sent: NDArray[np.floating] | Selection
     energy: float
     gain: float
@@ -112,7 +115,7 @@ class Result:
     @classmethod
     def from_headers(
         cls,
-        mean: NDArray[np.floating] | SparseMean,
+        mean: NDArray[np.floating] | LazyMean,
         sent: NDArray[np.floating] | Selection,
         kept: float,
         flags: int,
@@ -128,7 +131,7 @@ class Result:
 
     def mean_in(self, workspace: Workspace) -> NDArray[np.floating]:
         """Return the mean as an array, in a workspace if it has to be written first."""
-        return self.mean.in_workspace(workspace) if isinstance(self.mean, SparseMean) else self.mean
+        return self.mean.in_workspace(workspace) if isinstance(self.mean, LazyMean) else self.mean
 
 
 CompressorType = TypeVar("CompressorType", bound=Compressor)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, SparseMean, undelivered
+from mpicomp.collectives.scheme import Exchange, LazyMean, Result, Scheme, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import Selection
@@ -107,7 +107,7 @@ def exchange_at(
         return undelivered(accumulated, problem, result.stale)
     assert not isinstance(result.sent, Selection)
     return Result(
-        mean=SparseMean.of(accumulated.numel, indices, result.mean_in(context.workspace)),
+        mean=LazyMean.of(accumulated.numel, indices, result.mean_in(context.workspace)),
         sent=Selection(indices, result.sent),
         energy=result.energy,
         gain=result.gain,

@@ -4,11 +4,12 @@ import math
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, plus, undelivered
+from mpicomp.collectives.scheme import Exchange, LazyMean, Result, Scheme, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import CACHED, Quantiser, packers
@@ -81,8 +82,7 @@ class TwoPhase(Scheme[Quantiser]):
 
         flags, energy, others_lost, problem = read_sent(self.id, incoming, parts[group.rank])
         share = 1 / group.size
-        mean = workspace.array("mean", numel, dtype)
-        total = mean[mine]  # in its place until all means arrive
+        total = workspace.array("total", parts[group.rank], dtype)
         np.multiply(own_part, dtype.type(share), out=total)
         for others in (incoming[: group.rank], incoming[group.rank + 1 :]):
             packed[group.rank].unpack_add_all(others, HEADER_BYTES, share, total)
@@ -91,12 +91,14 @@ class TwoPhase(Scheme[Quantiser]):
         delivered = workspace.array("delivered", total.size, dtype)
         packed[group.rank].pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
         # This packing was of the mean: it took its error from every rank's share of it.
+        if sent is not None:
+            sent[mine] = own_part
         chunk = CACHED if accumulated.kernels is cpu else max(1, total.size)
         losses = []
         for start in range(0, total.size, chunk):
             part = slice(start, start + chunk)
-            own, sent_part = own_part[part], own_part[part].copy() if sent is None else sent[mine][part]
-            sent_part[:] = own
+            own = own_part[part]
+            sent_part = own.copy() if sent is None else sent[mine][part]
             losses.append(kernels.share_rounding(total[part], delivered[part], group.size, own, sent_part))
             if sent is None:
                 with np.errstate(over="ignore", invalid="ignore"):
@@ -115,10 +117,14 @@ class TwoPhase(Scheme[Quantiser]):
         flags, energy, lost, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
         if problem is not None:
             return undelivered(accumulated, problem, stale=False)
-        for rank in range(group.size):
-            message = replies[places[rank] : places[rank + 1]]
-            packed[rank].unpack(message[HEADER_BYTES:], mean[bounds[rank] : bounds[rank + 1]])
-        leaves = "sum" if sent is not None else "residual"
+
+        def write(out: NDArray[np.floating]) -> bool:
+            for rank in range(group.size):
+                message = replies[places[rank] : places[rank + 1]]
+                packed[rank].unpack(message[HEADER_BYTES:], out[bounds[rank] : bounds[rank + 1]])
+            return True
+
+        mean, leaves = LazyMean(numel, dtype, write), "sum" if sent is not None else "residual"
         if sent is None:
             sent = accumulated.array()
         return Result.from_headers(mean, sent, float(numel), flags, energy, lost, leaves=leaves)

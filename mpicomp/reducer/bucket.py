@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.arrays import ArraySpec
-from mpicomp.collectives.scheme import SparseMean
+from mpicomp.collectives.scheme import LazyMean
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Velocity
@@ -166,7 +166,7 @@ class Bucket:
     """Arrays of one work dtype, one after the other in a flat array.
 
     Two flat arrays trade places under error feedback: one holds the residual, the other receives the accumulated
-    gradient, which becomes the next residual, while the former residual's memory receives a sparse mean. An undone step
+    gradient, which becomes the next residual, while the former residual's memory receives a lazy mean. An undone step
     leaves the residual as it was, bit for bit. ``decay`` multiplies the residual when it is added.
     """
 
@@ -271,12 +271,12 @@ class Bucket:
             left[~np.isfinite(left)] = 0
         self._accumulated, self._residual = self._residual, self._accumulated
 
-    def write_mean(self, mean: NDArray[np.floating] | SparseMean, skipped: bool = False) -> NDArray[np.floating]:
-        """Return the mean as an array, a sparse one in memory that is free after `commit`; zeros if ``skipped``."""
-        out: NDArray[np.floating] = self._accumulated[: self.numel] if isinstance(mean, SparseMean) else mean
+    def write_mean(self, mean: NDArray[np.floating] | LazyMean, skipped: bool = False) -> NDArray[np.floating]:
+        """Return the mean as an array, a lazy one in memory that is free after `commit`; zeros if ``skipped``."""
+        out: NDArray[np.floating] = self._accumulated[: self.numel] if isinstance(mean, LazyMean) else mean
         if skipped:
             out[:] = 0
-        elif isinstance(mean, SparseMean):
+        elif isinstance(mean, LazyMean):
             mean.write(out)
         return out
 

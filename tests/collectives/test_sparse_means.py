@@ -6,7 +6,7 @@ from lockstep import gradients, run
 from schemes import Above
 
 import mpicomp
-from mpicomp.collectives.scheme import SparseMean
+from mpicomp.collectives.scheme import LazyMean
 from mpicomp.collectives.selection import mean_of_rows
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
@@ -19,7 +19,7 @@ def test_sparse_mean_overwrites_an_array(dtype):
     values = rng.normal(size=indices.size).astype(dtype)
     expected = np.zeros(1000, dtype)
     expected[indices] = values
-    mean, workspace = SparseMean.of(1000, indices, values), Workspace()
+    mean, workspace = LazyMean.of(1000, indices, values), Workspace()
     for _ in range(2):
         out = np.full(1000, np.nan, dtype)
         assert mean.write(out)
@@ -30,7 +30,7 @@ def test_sparse_mean_overwrites_an_array(dtype):
 @pytest.mark.parametrize("place", [10, 2**31])
 def test_sparse_mean_with_an_index_out_of_range_says_so(place):
     out = np.zeros(10, np.float32)
-    assert not SparseMean.of(10, np.array([1, place], np.uint32), np.ones(2, np.float32)).write(out)
+    assert not LazyMean.of(10, np.array([1, place], np.uint32), np.ones(2, np.float32)).write(out)
     assert not out.any()
 
 

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import (
     Exchange,
+    LazyMean,
     Result,
     Scheme,
-    SparseMean,
     check_undamaged,
     far_from_largest,
     gain_of,
@@ -118,7 +118,7 @@ class CodeRing:
         sent[coded.stop :] = summed.sent[length + coded.start :]
         [mean_finite] = to_python(np.isfinite(mean).all())
         return Result(
-            mean=SparseMean.of(accumulated.numel, received.indices, mean),
+            mean=LazyMean.of(accumulated.numel, received.indices, mean),
             sent=Selection(received.indices, received.values if self._compressor.error == "selected" else sent),
             energy=summed.energy,
             gain=gain_of(lost, float(everyones["energy"].sum())),

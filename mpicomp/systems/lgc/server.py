@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import (
     Exchange,
+    LazyMean,
     Result,
-    SparseMean,
     check_undamaged,
     far_from_largest,
     gain_of,
@@ -113,7 +113,7 @@ class CodeServer:
             np.multiply(mean, dtype.type(1 / group.size), out=mean)
         [mean_finite] = to_python(np.isfinite(mean).all())
         return Result(
-            mean=SparseMean.of(accumulated.numel, received.indices, mean),
+            mean=LazyMean.of(accumulated.numel, received.indices, mean),
             sent=Selection(received.indices, received.values if self._compressor.error == "selected" else sent),
             energy=energy,
             gain=gain_of(lost, energy),
