@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import Context, Scheme, bind
+from mpicomp.collectives.scheme import LazyMean
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.device import HOST, Device
 from mpicomp.rounds import Group
@@ -104,7 +105,10 @@ def _step_seconds(
         start = clock()
         accumulated = GradientWithResidual(buffer, residual if feedback else None, [Piece(0, gradient)])
         accumulated.may_be_overwritten = True
-        transport.run(run_on_device(device, scheme.exchange(accumulated, context)))
+        result = transport.run(run_on_device(device, scheme.exchange(accumulated, context)))
+        if isinstance(result.mean, LazyMean):
+            with device.active():
+                result.mean.write(buffer[:numel])
         device.wait()
         seconds.append(clock() - start)
     return seconds
