@@ -97,12 +97,12 @@ class TwoPhase(Scheme[Quantiser]):
         losses = []
         for start in range(0, total.size, chunk):
             part = slice(start, start + chunk)
-            own = own_part[part]
-            sent_part = own.copy() if sent is None else sent[mine][part]
-            losses.append(kernels.share_rounding(total[part], delivered[part], group.size, own, sent_part))
+            owned = own_part[part]
+            sent_part = owned.copy() if sent is None else sent[mine][part]
+            losses.append(kernels.share_rounding(total[part], delivered[part], group.size, owned, sent_part))
             if sent is None:
                 with np.errstate(over="ignore", invalid="ignore"):
-                    np.subtract(own, sent_part, out=own)
+                    np.subtract(owned, sent_part, out=owned)
         lost = sum(to_python(*losses))
         finite = math.isfinite(lost)
         if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
