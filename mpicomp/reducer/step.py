@@ -264,14 +264,14 @@ class Step:
         record.skipped = not finite and reducer.nonfinite == "skip"
         means: dict[str, Any] = {}
         for bucket, done in zip(layout.buckets, self._done, strict=True):
-            begin, decode_s = timer(), done.decode_s
+            begin = timer()
             if bucket.device is HOST:
                 mean = self._commit(done, finite)
             else:
                 with bucket.device.active():
                     mean = self._commit(done, finite)
             means |= layout.unflatten(bucket, mean, self._gradients, unused)
-            done.commit_s = timer() - begin - (done.decode_s - decode_s)
+            done.commit_s = timer() - begin
         if layout.empty:
             means |= layout.unflatten_empty(self._gradients, unused)
         if len(self._done) == 1 and self._members is layout.members and not layout.empty:
@@ -282,12 +282,7 @@ class Step:
         bucket, result, skipped = done.bucket, done.result, self._record.skipped
         if not skipped:
             bucket.commit(result.sent, finite, result.leaves)
-        begin = self._transport.timer()
-        mean = bucket.write_mean(result.mean, skipped)
-        written_s = self._transport.timer() - begin
-        done.decode_s += written_s
-        done.end += written_s  # as if it was written at once
-        return mean
+        return bucket.write_mean(result.mean, skipped)
 
     def _report_to_policy(self, finite: bool) -> Rounds[None]:
         """Let the policy learn from the step's results, and start the ranks' telemetry. As rounds."""
