@@ -80,9 +80,13 @@ class MessageLayout:
         self.is_plain = self.on_host and all(wire == _PLAIN for wire in formats)
         """Whether values and indices of all messages are stored as they are, in memory of the host."""
         if self.is_plain:
-            self.stored = self.dtype.name
-            self.values_at = [start + HEADER_BYTES for start, _ in self.bounds]
-            self.indices_at = [start + middle for start, (middle, _) in zip(starts, parts, strict=False)]
+            self._values_at = [start + HEADER_BYTES for start, _ in self.bounds]
+            self._indices_at = [start + middle for start, (middle, _) in zip(starts, parts, strict=False)]
+            self._all_indices = [
+                self.received[start : start + 4 * count].view(np.uint32)
+                for start, count in zip(self._indices_at, counts, strict=True)
+            ]
+            self.mean = LazyMean(self.numel, self.dtype, self._write)
             self.leads = [lead_of(count, self.dtype, wire) for count, wire in zip(counts, formats, strict=True)]
             self._headers = struct.Struct("<" + "".join(f"Qdd{size - HEADER_BYTES}x" for size in sizes))
             self.message.fill(0)
@@ -109,7 +113,7 @@ class MessageLayout:
         Raises
         ------
         MessageError
-            If a header is damaged.
+            If a header is damaged, or indices of messages that have the parts of this layout do not ascend.
         """
         flags, energy, lost = 0, 0.0, 0.0
         if self.is_plain:
@@ -120,6 +124,9 @@ class MessageLayout:
                     break
                 flags |= different
             else:
+                for rank, indices in enumerate(self._all_indices):
+                    if not cpu.ascending_below(indices, self.numel):
+                        raise MessageError(f"from rank {rank}: message: indices do not ascend below {self.numel}")
                 return flags >> 8, sum(fields[1::3]), sum(fields[2::3]), None
         headers: list[MessageHeader] = []
         flags = 0
@@ -132,16 +139,11 @@ class MessageLayout:
             raise MessageError(f"from rank {len(headers)}: {error}") from error
         return flags, energy, lost, headers
 
-    def mean_of(
-        self, received: NDArray[np.uint8], headers: list[MessageHeader] | None, workspace: Workspace
-    ) -> tuple[LazyMean, bool]:
-        """Return what `mean_of_messages` does, for the headers that `read` returned."""
-        factor = 1 / self.group.size
-        if headers is not None:
-            return mean_of_messages(received, headers, factor, self.numel, self.dtype, workspace)
-        part = received, self.values_at, received, self.indices_at, self.counts, self.stored
-        add = partial(cpu.sparse_add, *part, factor)
-        return LazyMean.sum_of(self.numel, self.dtype, add), _ascend(received, self.indices_at, self.counts, self.numel)
+    def _write(self, out: NDArray[np.floating]) -> bool:
+        """Write the mean of messages that have the parts of this layout."""
+        out.fill(0)
+        where, factor, stored = self.received, 1 / self.group.size, self.dtype.name
+        return cpu.sparse_add(where, self._values_at, where, self._indices_at, self.counts, stored, factor, out)
 
 
 def mean_of_messages(
@@ -171,7 +173,9 @@ def mean_of_messages(
             right = both(right, kernels.decode_indices_of(received, indices_at, counts, numel, indices))
             indices_at = [4 * start for start in accumulate(counts[:-1], initial=0)]
         elif on_host:
-            right = right and _ascend(received, indices_at, counts, numel)
+            for start, count in zip(indices_at, counts, strict=True):
+                part = received[start : start + 4 * count].view(np.uint32)
+                right = right and cpu.ascending_below(part, numel)
         values, values_at = received, [header.values_at for header in group]
         if stored in SHARING:
             unpacked = workspace.array(f"values.{place}", sum(counts), dtype)
@@ -181,12 +185,6 @@ def mean_of_messages(
         add = kernels.of(received).sparse_add
         additions.append(partial(add, values, values_at, indices, indices_at, counts, stored, factor))
     return LazyMean.sum_of(numel, dtype, *additions), right
-
-
-def _ascend(received: NDArray[np.uint8], starts: Sequence[int], counts: Sequence[int], numel: int) -> bool:
-    """Return whether the indices of each message of a host ascend below ``numel``."""
-    parts = (received[start : start + 4 * count] for start, count in zip(starts, counts, strict=True))
-    return all(cpu.ascending_below(part.view(np.uint32), numel) for part in parts)
 
 
 @register
@@ -232,13 +230,16 @@ class Allgather(Scheme[Sparsifier]):
         received = yield layout.task
         try:
             flags, energy, lost, headers = layout.read(received)
-            mean, right = layout.mean_of(received, headers, workspace)
-            written = None
+            right, written = True, None
+            if headers is None:
+                mean = layout.mean
+            else:
+                mean, right = mean_of_messages(received, headers, 1 / group.size, numel, layout.dtype, workspace)
             if not (layout.on_host and far_from_largest(energy * group.size, accumulated.dtype)):
                 # On a device one launch checks indices and adds.
                 written = workspace.array("mean", numel, accumulated.dtype)
                 right = both(right, mean.write(written))
-            if not all(to_python(right)):
+            if right is not True and not all(to_python(right)):
                 return undelivered(accumulated, self._wrong(received, layout, workspace), False)
         except MessageError as error:
             return undelivered(accumulated, MessageError(f"allgather: {error}"), False)

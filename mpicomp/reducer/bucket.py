@@ -183,8 +183,8 @@ class Bucket:
         self.workspace = Workspace(self.device)
         self._tables: dict[str, Any] = {}  # see `GradientWithResidual`
         self._context: Context | None = None
-        self.returned: dict[int, tuple[Any, Any, dict[str, Any]]] = {}
-        """By address, the last means, the specs of their steps, and the arrays that were returned."""
+        self.returned: list[tuple[Any, Any, dict[str, Any]]] = []
+        """The last means, the specs of their steps, and the arrays that were returned."""
         self.names = tuple(member.name for member in self.members)
         self.sizes = sizes = tuple(member.numel for member in self.members)
         self.bounds = LayerBounds(self.names, sizes, self.device)
@@ -199,6 +199,7 @@ class Bucket:
             )
         self._accumulated = self.device.zeros(self.numel + TRAILER, self.dtype)
         self._residual = self.device.zeros(self.numel + TRAILER if self.feedback else 0, self.dtype)
+        self._parts = {id(flat): flat[: self.numel] for flat in (self._accumulated, self._residual)}
         self._decayed = self.device.zeros(self._residual.size if self.decay != 1 else 0, self.dtype)
         self._velocity = self.device.zeros(self.numel if self.entry.momentum else 0, self.dtype)
         self._next_velocity = self.device.zeros(self._velocity.size, self.dtype)
@@ -241,44 +242,51 @@ class Bucket:
         with self.device.active():
             return GradientWithResidual(self._accumulated, None, pieces, threads=self.threads).energy
 
-    def commit(self, sent: NDArray[np.floating] | Selection, finite: bool, leaves: str = "sum") -> None:
-        """Make ``accumulated - sent`` the residual, without elements that are not finite.
+    def commit(
+        self,
+        sent: NDArray[np.floating] | Selection,
+        finite: bool,
+        leaves: str = "sum",
+        mean: NDArray[np.floating] | LazyMean | None = None,
+    ) -> Any:
+        """Make ``accumulated - sent`` the residual, without elements that are not finite, and return the mean's array.
 
-        For ``leaves`` see `mpicomp.collectives.Result`.
+        A lazy mean is written to memory that is free after that. For ``leaves`` see `mpicomp.collectives.Result`.
         """
-        if not self.feedback:
-            return
-        if self.entry.momentum:
-            if self.entry.masking and isinstance(sent, Selection):
-                kernels.clear_at(sent.indices, self._next_velocity)
-            if not finite:
-                self._next_velocity[~np.isfinite(self._next_velocity)] = 0
-            self._velocity, self._next_velocity = self._next_velocity, self._velocity
-        if leaves == "mean":
+        if self.feedback and self.entry.momentum:
+            self._keep_velocity(sent, finite)
+        if self.feedback and leaves == "mean":
             self._residual[: self.numel] = 0
-            return
-        left = self._accumulated[: self.numel]
-        if leaves == "residual":
-            pass
-        elif isinstance(sent, Selection):
-            kernels.of(left).subtract_at(sent.indices, sent.values, left)
-        elif sent.base is left.base:
-            left[:] = 0
-        else:
-            with np.errstate(invalid="ignore", over="ignore"):
-                np.subtract(left, sent, out=left)
-        if not finite:
-            left[~np.isfinite(left)] = 0
-        self._accumulated, self._residual = self._residual, self._accumulated
-
-    def write_mean(self, mean: NDArray[np.floating] | LazyMean, skipped: bool = False) -> NDArray[np.floating]:
-        """Return the mean as an array, a lazy one in memory that is free after `commit`; zeros if ``skipped``."""
-        out: NDArray[np.floating] = self._accumulated[: self.numel] if isinstance(mean, LazyMean) else mean
-        if skipped:
-            out[:] = 0
-        elif isinstance(mean, LazyMean):
+        elif self.feedback:
+            left = self._parts[id(self._accumulated)]
+            if isinstance(sent, Selection):
+                kernels.of(left).subtract_at(sent.indices, sent.values, left)
+            elif leaves == "sum" and sent.base is left.base:
+                left[:] = 0
+            elif leaves == "sum":
+                with np.errstate(invalid="ignore", over="ignore"):
+                    np.subtract(left, sent, out=left)
+            if not finite:
+                left[~np.isfinite(left)] = 0
+            self._accumulated, self._residual = self._residual, self._accumulated
+        if isinstance(mean, LazyMean):
+            out = self._parts[id(self._accumulated)]
             mean.write(out)
+            return out
+        return mean
+
+    def skip(self, mean: NDArray[np.floating] | LazyMean) -> Any:
+        """Return zeros in place of the mean of a step that is undone."""
+        out = self._parts[id(self._accumulated)] if isinstance(mean, LazyMean) else mean
+        out[:] = 0
         return out
+
+    def _keep_velocity(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
+        if self.entry.masking and isinstance(sent, Selection):
+            kernels.clear_at(sent.indices, self._next_velocity)
+        if not finite:
+            self._next_velocity[~np.isfinite(self._next_velocity)] = 0
+        self._velocity, self._next_velocity = self._next_velocity, self._velocity
 
     def memory_on_host(self) -> dict[str, Any]:
         """Return the memory with every array in it copied to the host."""

@@ -264,12 +264,13 @@ class Step:
         record.skipped = not finite and reducer.nonfinite == "skip"
         means: dict[str, Any] = {}
         for bucket, done in zip(layout.buckets, self._done, strict=True):
-            begin = timer()
+            begin, result = timer(), done.result
+            of_step = result.sent, finite, result.leaves, result.mean
             if bucket.device is HOST:
-                mean = self._commit(done, finite)
+                mean = bucket.skip(result.mean) if record.skipped else bucket.commit(*of_step)
             else:
                 with bucket.device.active():
-                    mean = self._commit(done, finite)
+                    mean = bucket.skip(result.mean) if record.skipped else bucket.commit(*of_step)
             means |= layout.unflatten(bucket, mean, self._gradients, unused)
             done.commit_s = timer() - begin
         if layout.empty:
@@ -277,12 +278,6 @@ class Step:
         if len(self._done) == 1 and self._members is layout.members and not layout.empty:
             return means  # in the order of the gradients
         return {name: means[name] for name in self._gradients if name in means}
-
-    def _commit(self, done: BucketExchange, finite: bool) -> NDArray[np.floating]:
-        bucket, result, skipped = done.bucket, done.result, self._record.skipped
-        if not skipped:
-            bucket.commit(result.sent, finite, result.leaves)
-        return bucket.write_mean(result.mean, skipped)
 
     def _report_to_policy(self, finite: bool) -> Rounds[None]:
         """Let the policy learn from the step's results, and start the ranks' telemetry. As rounds."""
