@@ -14,6 +14,7 @@ from mpicomp.errors import (
     UnknownNameError,
 )
 from mpicomp.policies import Static, list_policies, policy_class
+from mpicomp.policies.policy import MAX_REPORT_STEPS
 from mpicomp.policies.warmup import with_warmup
 
 POLICIES = ["static", "auto", "accordion", "flexible", "gravac", "lgreco", "schedule"]
@@ -170,11 +171,10 @@ def test_learning_rate_of_any_type_is_a_float(comm, policy):
     rates = [0.25, np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25), 1, True]
     compressor = {"id": "topk", "ratio": 0.1} if policy != "auto" else None
     reducer = mpicomp.Reducer(compressor, policy=policy, comm=comm)
-    for _ in range(2):
-        for lr in rates:
-            reducer.reduce({"w": np.full(3000, comm.rank + 1.0, np.float32)}, lr=lr)
-            assert type(reducer.last_step.lr) is float
-            assert reducer.last_step.lr == float(lr)
+    for lr in [*rates, *rates, *[1] * MAX_REPORT_STEPS]:  # until all of them are reported
+        reducer.reduce({"w": np.full(3000, comm.rank + 1.0, np.float32)}, lr=lr)
+        assert type(reducer.last_step.lr) is float
+        assert reducer.last_step.lr == float(lr)
     if policy == "accordion":
         assert reducer.state_dict()["policy"]["highest_lr"] == 1.0
     reducer.close()
