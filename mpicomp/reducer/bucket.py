@@ -233,6 +233,9 @@ class Bucket:
             velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
         if self.device is not HOST:
             gradients = [self.device.to_device(array) for array in gradients]
+        else:  # means of the last step lie where this sum is made
+            shares = np.may_share_memory
+            gradients = [array.copy() if shares(array, self._accumulated) else array for array in gradients]
         pieces, tables = list(zip(self.offsets, gradients, strict=True)), self._tables
         return GradientWithResidual(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
 

@@ -283,6 +283,20 @@ def test_bucket_keeps_two_arrays_and_messages(compressor, collective, most):
     assert most <= held / (ranks * numel * 4) < most + messages
 
 
+@pytest.mark.parametrize("compressor", [mpicomp.Dense(), mpicomp.TopK(ratio=0.2), mpicomp.OneBit()], ids=str)
+def test_means_may_be_the_next_gradients(compressor):
+    """Their memory is where the next sum is made, and other names have other places in it."""
+    rng = np.random.default_rng(0)
+    first, second = (Ranks(2, compressor) for _ in range(2))
+    means = [{name: rng.normal(size=300).astype(np.float32) for name in "ab"} for _ in range(2)]
+    copies = means
+    for _ in range(4):
+        means = first.reduce([{"a": mean["b"], "b": mean["a"]} for mean in means])
+        copies = second.reduce([{"a": mean["b"].copy(), "b": mean["a"].copy()} for mean in copies])
+        for mean, copied in zip(means, copies, strict=True):
+            assert all(mean[name].tobytes() == copied[name].tobytes() for name in "ab")
+
+
 def test_state_dict_resumes_bit_for_bit():
     rng = np.random.default_rng(0)
     pool = [
