@@ -47,7 +47,7 @@ def check_requirements() -> None:
 
 
 def _check_user_namespaces() -> None:
-    """Raise LabError where the kernel refuses this user namespaces to make networks in."""
+    """Raise LabError where the kernel refuses this user namespaces to make networks in, or their /proc."""
 
     def attempt() -> int:
         try:
@@ -55,10 +55,16 @@ def _check_user_namespaces() -> None:
             namespaces.unshare(namespaces.ALL)
         except OSError as error:
             return error.errno or 1
+        return _wait(namespaces.fork(mount_proc))
+
+    def mount_proc() -> int:
+        try:
+            namespaces.mount("proc", "/proc", "proc")
+        except OSError as error:  # where parts of /proc are masked, as in containers
+            return error.errno or 1
         return 0
 
-    _, status = os.waitpid(_fork(attempt), 0)
-    code = os.waitstatus_to_exitcode(status)
+    code = _wait(_fork(attempt))
     if not code:
         return
     needs = "needs user namespaces, or root, to make networks, and "
@@ -161,9 +167,7 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, A
             return 2
         first = namespaces.fork(begin)
         os.close(report_writer)
-        _, status = os.waitpid(first, 0)
-        code = os.waitstatus_to_exitcode(status)
-        return code if code >= 0 else 128 - code
+        return _wait(first)
 
     def begin() -> int:
         # Should the supervisor have died before this line, the end of `life` says so.
@@ -177,7 +181,7 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, A
         text = b""
         while piece := os.read(report_reader, 65536):
             text += piece
-        _, status = os.waitpid(supervisor, 0)
+        status = _wait(supervisor)
     os.close(report_reader)
     os.close(life_writer)
     report = json.loads(text) if text else {}
@@ -188,8 +192,13 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, A
         )
     if received:
         return 128 + received[0], report
-    code = os.waitstatus_to_exitcode(status)
-    return (code if code >= 0 else 128 - code), report
+    return status, report
+
+
+def _wait(pid: int) -> int:
+    """Wait for a process and return its exit status, as a shell gives it."""
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if code >= 0 else 128 - code
 
 
 def _fork(child: Callable[[], int]) -> int:

@@ -22,6 +22,9 @@ USER = 54321  # no real one, for folders in /tmp are named after it
 AS_A_USER = ["unshare", "--user", f"--map-user={USER}", f"--map-group={USER}"]
 AS_ROOT_WITHOUT_TUN = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs none /dev/net && exec "$@"', "sh"]
 _FORBID = "echo 0 >/proc/sys/user/max_user_namespaces"
+# A folder of /proc that cannot be read, as in a container, and no capabilities: no other /proc can be mounted there.
+_MASK = f'mount -t tmpfs none /proc/irq && exec {" ".join(AS_A_USER)} "$@"'
+MASKED = ["unshare", "-Urm", "sh", "-c", _MASK, "sh"]
 FORBIDDEN = ["unshare", "-Ur", "sh", "-c", f'{_FORBID}; exec setpriv --bounding-set=-all --inh-caps=-all "$@"', "sh"]
 
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import pytest
-from lab.labs import FORBIDDEN, MAIN, lab_command
+from lab.labs import FORBIDDEN, MAIN, MASKED, lab_command
 
 
 def call(*options, prelude=None, environment=None, prefix=()):
@@ -60,6 +60,16 @@ def test_forbidden_user_namespaces_are_refused_by_name(user_namespaces):
     assert done.stderr == (
         "lab: needs user namespaces, or root, to make networks, and the kernel refuses them by "
         "user.max_user_namespaces=0; type: sudo sysctl user.max_user_namespaces=15000, or run it with sudo\n"
+    )
+
+
+def test_in_a_container_without_privileges_one_line_says_how_to_start_it(user_namespaces):
+    done = call("--hosts", "2", "--", "true", prefix=MASKED)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "lab: needs user namespaces, or root, to make networks, and this user may not make them (Operation not "
+        "permitted); run it with sudo; in a container, start that with --privileged, or with --security-opt for each "
+        "of seccomp=unconfined, apparmor=unconfined and systempaths=unconfined\n"
     )
 
 
