@@ -21,10 +21,10 @@ def save(folder, states, keep=1):
     )
 
 
-def load(folder, ranks=1):
-    """Return one state a rank."""
+def load(folder, ranks=1, rows=None):
+    """Return one state a rank; of ranks with the same ``rows`` of a model."""
     world = LocalWorld(ranks)
-    return world.run([load_rounds(folder, end.group) for end in world.transports])
+    return world.run([load_rounds(folder, end.group, rows) for end in world.transports])
 
 
 def caught(asked):
@@ -41,9 +41,9 @@ def save_errors(folder, states, keep=1):
     return world.run([caught(save_rounds(folder, state, keep, end.group)) for state, end in ends])
 
 
-def load_errors(folder, ranks):
+def load_errors(folder, ranks, rows=None):
     world = LocalWorld(ranks)
-    return world.run([caught(load_rounds(folder, end.group)) for end in world.transports])
+    return world.run([caught(load_rounds(folder, end.group, rows)) for end in world.transports])
 
 
 def the_one(errors, kind=CheckpointError):

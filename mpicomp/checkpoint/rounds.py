@@ -3,17 +3,16 @@
 import os
 import secrets
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpicomp.arrays import ArraySpec, to_host
+from mpicomp.arrays import ArraySpec
 from mpicomp.checkpoint.file import Header, Leaf, RankFile, encode, file_name, write_file
 from mpicomp.checkpoint.folder import begin, complete_folder, drop_older, finish, newest, part_folder
+from mpicomp.checkpoint.redistribution import STATES, Redistribution, Rows, reducer_states, rows_in
 from mpicomp.errors import CheckpointError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Group, Round, Rounds
@@ -21,7 +20,6 @@ from mpicomp.transport.base import Value
 from mpicomp.transport.connect import run_over
 
 Folder = str | os.PathLike[str]
-_STATES = ("residuals", "velocities")  # keys of a reducer's state whose arrays belong to one rank
 
 
 def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1) -> None:
@@ -63,7 +61,7 @@ def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1)
     run_over(comm, lambda group: save_rounds(folder, state, keep, group))
 
 
-def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
+def load_checkpoint(folder: Folder, comm: Any = None, rows: Rows | None = None) -> Any:
     """Read the newest checkpoint below a folder, on any number of ranks; nothing is modified. Collective over ``comm``.
 
     With as many ranks as wrote it, each gets its state. Otherwise rank ``r`` of N gets that of rank ``r * M // N`` of
@@ -75,6 +73,10 @@ def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
         As in `save_checkpoint`.
     comm : mpi4py.MPI.Comm, Transport or None
         None stands for MPI.COMM_WORLD.
+    rows : mapping of str to (int, int, int), optional
+        First row, end and number of rows of each parameter of a sharded model that this rank holds, as in
+        ``optimizer.state_dict()["mpicomp"]["rows"]``. ``comm`` then is `mpicomp.torch.replicas`, ranks with the same
+        rows, and all ranks of the job may have written: with any number of shards and replicas.
 
     Returns
     -------
@@ -84,10 +86,12 @@ def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
     Raises
     ------
     CheckpointError
-        Where the checkpoint is incomplete, torn, changed since it was written, or made of files of several ones: the
-        same on all ranks.
+        Where the checkpoint is incomplete, torn, changed since it was written, or made of files of several ones, or
+        has nothing that fits other rows: the same on all ranks.
+    DisagreementError
+        Where ranks differ in ``folder`` or ``rows``.
     """
-    return run_over(comm, lambda group: load_rounds(folder, group))
+    return run_over(comm, lambda group: load_rounds(folder, group, rows))
 
 
 def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds[Any]:
@@ -98,11 +102,13 @@ def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds[A
         if type(keep) is not int or keep < 1:
             raise ConfigurationError(f"save_checkpoint: keep must be at least 1, got {keep!r}")
         tree, arrays = encode(state)
+        sharded = rows_in(state)
         specs = [
             ArraySpec(f"{place}[{kind!r}][{name!r}]", str(array.dtype).removeprefix("torch."), tuple(array.shape))
-            for place, reducer_state in _reducer_states(state)
-            for kind in _STATES
+            for place, reducer_state in reducer_states(state)
+            for kind in STATES
             for name, array in reducer_state[kind].items()
+            if name not in sharded
         ]
         return path, tree, arrays, Signature({"folder": str(path), "keep": keep}, specs)
 
@@ -137,10 +143,12 @@ def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds[A
         drop_older(path, keep)
 
 
-def load_rounds(folder: Folder, group: Group) -> Rounds[Any]:
+def load_rounds(folder: Folder, group: Group, rows: Rows | None = None) -> Rounds[Any]:
     """Do what `load_checkpoint` does as a generator of rounds, for ranks that live in one process."""
     path, problem = _attempt(lambda: _path(folder, "load_checkpoint"), "load_checkpoint: folder cannot be used")
-    signature = None if path is None else Signature({"folder": str(path)}, [])
+    held = (rows or {}).items()
+    specs = [ArraySpec(name, f"rows {first} to {end}", (length,)) for name, (first, end, length) in held]
+    signature = None if path is None else Signature({"folder": str(path)}, specs)
     yield from agree(signature, problem, group, "load_checkpoint")
     assert path is not None
     found = problem = None
@@ -151,7 +159,7 @@ def load_rounds(folder: Folder, group: Group) -> Rounds[Any]:
         return None
     header = Header(number, token, ranks, 0)
     what = f"load_checkpoint: '{path}' cannot be read"
-    state, problem = _attempt(lambda: _read(complete_folder(path, name), header, group), what)
+    state, problem = _attempt(lambda: _read(complete_folder(path, name), header, rows, group), what)
     yield from agree(None, problem, group)
     return state
 
@@ -188,76 +196,10 @@ def _not_saved(text: str) -> CheckpointError:
     )
 
 
-def _read(folder: Path, header: Header, group: Group) -> Any:
+def _read(folder: Path, header: Header, rows: Rows | None, group: Group) -> Any:
     """Read this rank's state, however many ranks have written it."""
 
-    def file_of(rank: int) -> RankFile:
+    def open_file(rank: int) -> RankFile:
         return RankFile(folder / file_name(rank)).check(header.of(rank))
 
-    nearest = file_of(group.rank * header.ranks // group.size)
-    state = nearest.tree(nearest.read)
-    sources = weights(group.rank, group.size, header.ranks)
-    if len(sources) == 1:
-        return state
-    return _redistribute(state, ((weight, file_of(rank)) for rank, weight in sources.items()))
-
-
-def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
-    """Return the share of each of the ``written`` ranks' residuals in that of a new rank.
-
-    Old and new ranks share the line from 0 to 1 evenly, and weigh as much as their parts overlap. Shares of a rank sum
-    to 1, so that the mean over ranks, which error feedback has still to deliver, stays the same.
-
-    Examples
-    --------
-    >>> weights(0, 2, 4), weights(3, 4, 2), weights(1, 2, 3)
-    ({0: 0.5, 1: 0.5}, {1: 1.0}, {1: 0.3333333333333333, 2: 0.6666666666666666})
-    """
-    start, stop = rank * written, (rank + 1) * written  # in parts of which each old rank has `ranks`
-    return {
-        source: (min(stop, (source + 1) * ranks) - max(start, source * ranks)) / written
-        for source in range(start // ranks, -(-stop // ranks))
-    }
-
-
-def _reducer_states(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every result of ``Reducer.state_dict()`` in a tree, with its place."""
-    if isinstance(tree, dict):
-        if "schema" in tree and all(_holds_arrays(tree.get(kind)) for kind in _STATES):
-            yield path, tree
-            return
-        for key, inner in tree.items():
-            yield from _reducer_states(inner, f"{path}[{key!r}]")
-    elif isinstance(tree, list | tuple):
-        for place, inner in enumerate(tree):
-            yield from _reducer_states(inner, f"{path}[{place}]")
-
-
-def _redistribute(state: Any, parts: Iterable[tuple[float, RankFile]]) -> Any:
-    """Return a state in which reducers' arrays are replaced by weighted sums over files, made in float64."""
-    sums: dict[tuple[str, str, str], Any] = {}
-    for weight, file in parts:
-        for path, reducer_state in _reducer_states(file.tree()):
-            for kind in _STATES:
-                for name, leaf in reducer_state[kind].items():
-                    share = weight * to_host(file.read(leaf)).astype(np.float64)
-                    sums[path, kind, name] = sums.get((path, kind, name), 0.0) + share
-    for path, reducer_state in _reducer_states(state):
-        for kind in _STATES:
-            reducer_state[kind] = {
-                name: _like(old, sums[path, kind, name]) for name, old in reducer_state[kind].items()
-            }
-    return state
-
-
-def _holds_arrays(value: Any) -> bool:
-    """Return whether it is a dict of NumPy arrays, tensors, or descriptions of either."""
-    return isinstance(value, dict) and all(
-        hasattr(array, "dtype") and hasattr(array, "shape") for array in value.values()
-    )
-
-
-def _like(old: Any, values: NDArray[np.float64]) -> Any:
-    """Return values in the dtype and the library of what they replace."""
-    array = np.asarray(values, to_host(old).dtype)
-    return array if isinstance(old, np.ndarray) else sys.modules["torch"].from_numpy(array)
+    return Redistribution(open_file, header.ranks, rows, group).read()

@@ -224,8 +224,8 @@ def check_rows(rows: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], 
             saved = "the whole" if not found else f"rows {found[0]} to {found[1]} of {found[2]}"
             raise ConfigurationError(
                 f"{subsystem}: the state holds {saved} of '{name}', and this rank rows {held[0]} to {held[1]} of "
-                f"{held[2]}; load the state of a rank with the same shard, saved with as many shards, or delete "
-                "state['mpicomp'] to start residuals at zero: torch.distributed.checkpoint loads the rest on any number"
+                f"{held[2]}; read it by load_checkpoint(folder, replicas, "
+                "rows=optimizer.state_dict()['mpicomp']['rows']), or delete state['mpicomp'] to start residuals at zero"
             )
 
 

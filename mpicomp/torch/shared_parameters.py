@@ -14,7 +14,7 @@ from mpicomp.rounds import Rounds
 from mpicomp.torch.arguments import as_real
 from mpicomp.torch.replica_checks import BROADCAST_ADVICE, Fingerprint, SettingsCheck, check_same
 from mpicomp.torch.second_moments import SharedMoments
-from mpicomp.torch.shards import ShardGroup, check_rows, exchanged, rows_of, spec_of
+from mpicomp.torch.shards import ShardGroup, exchanged, spec_of
 from mpicomp.torch.states import to_arrays
 from mpicomp.torch.step_watch import sample_of
 from mpicomp.transport.scheduler import ProgressThread
@@ -64,7 +64,7 @@ class SharedParameters(ExtraExchange):
         self._takes_sign = bool(outer and outer.pop("sign", False))
         self._outer_settings = outer
         self._outer: torch.optim.SGD | None = None
-        self._outer_state: Mapping[str, Any] | None = None
+        self._momenta: dict[str, torch.Tensor] = {}  # loaded, of the outer optimizer, until it is made
         self.add(parameters)
 
     @property
@@ -102,7 +102,7 @@ class SharedParameters(ExtraExchange):
     def after_step(self) -> None:
         """Update moments after a step of this rank's optimizer."""
         if self._moments is not None:
-            self._moments.after_step(self._trained())
+            self._moments.after_step(self.trained())
 
     def enable_join(self) -> Rounds[None]:
         """Check that all ranks may run out of batches from now on."""
@@ -206,18 +206,27 @@ class SharedParameters(ExtraExchange):
         self._settings_check.restart()
         self._compared, self.stale = False, True
 
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Return what is exchanged of the parameters that are shared."""
+        return {name: self._parameters[name] for name in self.values}
+
     def state_dict(self) -> dict[str, Any]:
-        rows = rows_of(self._trained())
-        return ({"rows": rows} if rows else {}) | {
+        return {
             "reducer": self.reducer.state_dict(),
             "shared": {name: shared.clone() for name, shared in self.values.items()},
             "fresh": self.fresh,
-            "outer": self._outer.state_dict() if self._outer is not None else self._outer_state,
+            "outer": self._outer_momenta(),
             "second_moments": None if self._moments is None else self._moments.state_dict(),
         }
 
+    def _outer_momenta(self) -> dict[str, torch.Tensor]:
+        if self._outer is None:
+            return self._momenta
+        states = {name: self._outer.state.get(shared, {}) for name, shared in self.values.items()}
+        found = {name: state.get("momentum_buffer") for name, state in states.items()}
+        return {name: momentum.clone() for name, momentum in found.items() if momentum is not None}
+
     def check_fits(self, state: Mapping[str, Any]) -> None:
-        check_rows(state.get("rows", {}), self._trained(), _WHO)
         shapes = {name: tuple(shared.shape) for name, shared in self.values.items()}
         loaded = {name: tuple(shared.shape) for name, shared in state["shared"].items()}
         for name in [*shapes, *loaded]:
@@ -236,7 +245,7 @@ class SharedParameters(ExtraExchange):
             self._versions[name] = self._parameters[name]._version
         self.fresh = bool(state["fresh"])
         self._compared = False
-        self._outer, self._outer_state = None, state["outer"]
+        self._outer, self._momenta = None, dict(state["outer"])
         self.load_moments(state["second_moments"])
 
     def load_moments(self, state: Mapping[str, Any] | None) -> None:
@@ -249,9 +258,6 @@ class SharedParameters(ExtraExchange):
         self.reducer.close()
         if self._moments is not None:
             self._moments.close()
-
-    def _trained(self) -> dict[str, torch.Tensor]:
-        return {name: self._parameters[name] for name in self.values}
 
     def _share_trained(self) -> None:
         """Share parameters that require a gradient by now."""
@@ -271,7 +277,7 @@ class SharedParameters(ExtraExchange):
         if not self.frozen and (yield from self._settings_check.begin(self.reducer.transport.group)):
             self.stale = True
         if self._moments is not None:
-            self._moments.prepare(self._trained(), self.idle)
+            self._moments.prepare(self.trained(), self.idle)
 
     def _change(self, name: str, in_place: bool = False) -> torch.Tensor:
         """Return the change of a parameter in the dtype of its shared values; in place where dtypes are equal."""
@@ -296,7 +302,7 @@ class SharedParameters(ExtraExchange):
         if record is not None and record.skipped:
             return
         if self._moments is not None:
-            self._moments.apply(self._trained())
+            self._moments.apply(self.trained())
         if self._outer_settings is None:
             for name, mean in means.items():
                 self.values[name].add_(mean)
@@ -306,9 +312,9 @@ class SharedParameters(ExtraExchange):
             self._outer = torch.optim.SGD(
                 [{"params": [shared]} for shared in self.values.values()], **self._outer_settings, maximize=True
             )
-            if self._outer_state is not None:
-                self._outer.load_state_dict(dict(self._outer_state))
-                self._outer_state = None
+            for name, momentum in self._momenta.items():
+                self._outer.state[self.values[name]]["momentum_buffer"] = momentum.to(self.values[name], copy=True)
+            self._momenta = {}
         for name, mean in means.items():
             self.values[name].grad = mean.sign().mul_(lr) if self._takes_sign else mean
         self._outer.step()

@@ -13,7 +13,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.rounds import Rounds, gather_rows
 from mpicomp.torch.arguments import learning_rate, members_of
 from mpicomp.torch.optimizer_proxy import Arguments, UpdatingProxy, closure_of, with_closure
-from mpicomp.torch.shards import local_of
+from mpicomp.torch.shards import check_rows, local_of, rows_of
 from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import to_tensors
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
@@ -191,7 +191,8 @@ class UpdateProxy(UpdatingProxy):
         self._mpicomp_check_idle("state_dict()")
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         fragments = [fragment.state_dict() for fragment in self._mpicomp_fragments]
-        return state | {"mpicomp": to_tensors(self._mpicomp_counters() | {"fragments": fragments})}
+        counters, rows = self._mpicomp_counters(), rows_of(self._mpicomp_trained())
+        return state | {"mpicomp": to_tensors(counters | ({"rows": rows} if rows else {}) | {"fragments": fragments})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         state = to_tensors(state_dict.get("mpicomp"))
@@ -202,6 +203,7 @@ class UpdateProxy(UpdatingProxy):
                     f"{WHO}: the state has {found} fragments and the optimizer {len(self._mpicomp_fragments)}; make it "
                     f"with fragments={found}"
                 )
+            check_rows(state.get("rows", {}), self._mpicomp_trained(), WHO)
             for fragment, of_fragment in zip(self._mpicomp_fragments, state["fragments"], strict=True):
                 fragment.check_fits(of_fragment)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
@@ -214,6 +216,9 @@ class UpdateProxy(UpdatingProxy):
         self._mpicomp_steps = int(state["steps"])
         if self._mpicomp_chooses:
             self._mpicomp_every = int(state["sync_every"])
+
+    def _mpicomp_trained(self) -> dict[str, torch.Tensor]:
+        return {name: p for fragment in self._mpicomp_fragments for name, p in fragment.trained().items()}
 
     def _mpicomp_counters(self) -> dict[str, Any]:
         return {"steps": self._mpicomp_steps, "sync_every": self._mpicomp_every}

@@ -173,7 +173,7 @@ def test_a_state_that_raises_on_one_rank(tmp_path, bad):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError("odd"), RecursionError("odd"), OSError("odd")])
-@pytest.mark.parametrize("name", ["begin", "write_file", "finish", "newest", "RankFile", "weights"])
+@pytest.mark.parametrize("name", ["begin", "write_file", "finish", "newest", "RankFile", "Redistribution"])
 def test_whatever_a_step_raises_is_raised_on_all(tmp_path, monkeypatch, name, error):
     save(tmp_path, [{"epoch": 1}] * 2)
     before = content(tmp_path)
@@ -182,7 +182,7 @@ def test_whatever_a_step_raises_is_raised_on_all(tmp_path, monkeypatch, name, er
         raise error
 
     monkeypatch.setattr(rounds, name, broken)
-    loads = name in ("newest", "RankFile", "weights")
+    loads = name in ("newest", "RankFile", "Redistribution")
     errors = load_errors(tmp_path, 2) if loads else save_errors(tmp_path, [{}] * 2)
     assert "odd" in the_one(errors)
     assert content(tmp_path) == before

@@ -107,7 +107,7 @@ def test_only_the_files_that_are_needed_are_read(tmp_path, monkeypatch):
     opened.clear()
     load(tmp_path, 2)
     assert set(opened[1:]) == {0, 1, 2, 3}
-    assert len(opened) == 7
+    assert len(opened) == 5
 
 
 def test_reducers_that_differ_between_ranks_are_refused(tmp_path):

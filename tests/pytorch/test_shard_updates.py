@@ -1,4 +1,4 @@
-"""Optimizers that exchange changes of shards, clipping by the norm of all shards, and states of shards."""
+"""Optimizers that exchange changes of shards, and clipping by the norm of all shards."""
 
 import math
 from functools import partial
@@ -6,13 +6,11 @@ from functools import partial
 import pytest
 import torch
 from replicas import adam, descent, network, sgd, square
-from sharded_models import Hybrid, TwoReplicas, assert_alike, residuals, shards
+from sharded_models import Hybrid, TwoReplicas, assert_alike, shards
 
 import mpicomp
-from mpicomp.checkpoint import load_checkpoint, save_checkpoint
 from mpicomp.errors import ConfigurationError, NonFiniteError
 from mpicomp.torch import LocalMuon, UpdateOptimizer, clip_grad_norm_
-from mpicomp.transport import LocalWorld
 
 pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
 
@@ -124,53 +122,6 @@ def test_clipping_by_torch_is_of_the_whole_model(comm):
         hybrid.reference.optimizer.step()
         assert float(norm.full_tensor()) == pytest.approx(float(expected), rel=1e-5)
         hybrid.check(most=2e-6)
-
-
-def test_residuals_of_shards_resume_on_fewer_replicas(comm, tmp_path):
-    """Each shard has a folder; on one replica residuals are the mean of both, as for whole parameters."""
-    folder = comm.bcast(str(tmp_path))
-    with shards(comm) as mesh:
-        hybrid = Hybrid(comm, mesh, compressor=mpicomp.TopK(ratio=0.1), collective="allgather", warmup=0)
-        hybrid.run(range(3))
-        part = f"{folder}/shard-{mesh.get_local_rank()}"
-        save_checkpoint(part, hybrid.optimizer.state_dict()["mpicomp"], hybrid.replicas)
-        again = load_checkpoint(part, hybrid.replicas)
-        present = residuals(hybrid.optimizer)
-        assert all(present[name].tolist() == value.tolist() for name, value in again["residuals"].items())
-        alone = load_checkpoint(part, LocalWorld(1).transports[0])
-        for name, value in alone["residuals"].items():
-            mean = hybrid.replicas.allreduce(present[name].numpy()) / 2
-            torch.testing.assert_close(value.double(), torch.from_numpy(mean), rtol=1e-6, atol=1e-9)
-        hybrid.optimizer.load_state_dict(hybrid.optimizer.state_dict() | {"mpicomp": alone})
-
-
-def test_states_are_saved_and_resumed_by_torch(comm, tmp_path):
-    """torch.distributed.checkpoint has the model and the optimizer's state, files of mpicomp each rank's residuals."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    folder = comm.bcast(str(tmp_path))
-    with shards(comm) as mesh:
-
-        def made():
-            settings = {"compressor": mpicomp.TopK(ratio=0.1), "collective": "allgather", "warmup": 0}
-            return Hybrid(comm, mesh, make=adam, overlap=False, **settings)
-
-        first, second = made(), made()
-        first.run(range(3))
-        of_rank = first.optimizer.state_dict()["mpicomp"]
-        states = get_state_dict(first.model, first.optimizer)
-        checkpoint.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
-        model, optimizer = get_state_dict(second.model, second.optimizer)
-        checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-        set_state_dict(second.model, second.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-        second.optimizer.load_state_dict(second.optimizer.state_dict() | {"mpicomp": of_rank})
-        for hybrid in (first, second):
-            for step in range(3, 6):
-                hybrid.backward(step)
-                hybrid.optimizer.step()
-        held = [[p.to_local().tolist() for p in hybrid.model.parameters()] for hybrid in (first, second)]
-        assert held[0] == held[1]
 
 
 def test_changes_are_of_replicas_with_batches(comm):
