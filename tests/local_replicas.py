@@ -209,3 +209,28 @@ class ByHand:
 
     def move_by_mean(self):
         self.set_all(self.shared + np.mean(self.changes(), axis=0))
+
+
+def exchanges_of(make, model, link, compute_s, steps, size=4):
+    """Train copies of a model on simulated links; return the steps before each exchange, and its record.
+
+    Its optimizers choose the former by themselves. A step outside of exchanges takes a rank ``compute_s`` seconds.
+    """
+    world = LocalWorld(size, True, size, link)
+    models = [copy.deepcopy(model) for _ in range(size)]
+    optimizers = [make(*pair) for pair in zip(models, world.transports, strict=True)]
+    found, since = [], 0
+    for step in range(steps):
+        for rank, (replica, optimizer, end) in enumerate(zip(models, optimizers, world.transports, strict=True)):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+            (replica(inputs) - inputs[:, :8].sum(dim=1, keepdim=True)).square().mean().backward()
+            end.seconds += compute_s
+        [every] = {optimizer.sync_every for optimizer in optimizers}
+        world.run([optimizer.rounds() for optimizer in optimizers])
+        since += 1
+        if since == every:
+            assert len({bits(replica) for replica in models}) == 1
+            found.append((since, optimizers[0].reducer.last_step.buckets[0]))
+            since = 0
+    return found

@@ -143,8 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.measured is not None and (updates is not None or arguments.device == "gpu"):
         what = "--exchange updates" if updates is not None else "--device gpu, whose backward ends after it was called"
         raise ConfigurationError(f"train: --measured records exchanges of gradients on the CPU; leave {what} out")
-    every = 1 if updates is None or updates["sync_every"] == "auto" else updates["sync_every"]
-    policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
+    chooses_steps = updates is not None and updates["sync_every"] == "auto"
+    every = 1 if updates is None or chooses_steps else updates["sync_every"]
+    policy = _policy(arguments, compressor, chooses_steps) if arguments.replay is None else _replay(arguments)
     outer = None if updates is None else updates.get("outer")
     has_signs = isinstance(outer, dict) and outer.get("sign")  # those of a dense mean are another method
     if arguments.warmup is None and (has_signs or (updates or {}).get("inner") == "muon"):
@@ -393,13 +394,14 @@ def _every(steps: int | str) -> str:
     return f" every {steps} steps" if steps != 1 else ""
 
 
-def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "Policy":
+def _policy(arguments: argparse.Namespace, compressor: "Compressor | None", chooses_steps: bool) -> "Policy":
     """Return the named or implied policy; refuse settings that it cannot use."""
     from mpicomp.cli.options import read_named
     from mpicomp.policies import UserSettings, get_policy
     from mpicomp.policies.warmup import WarmUp, read_warmup
 
-    config = read_named("train", "--policy", arguments.policy or ("auto" if compressor is None else "static"))
+    default = "auto" if compressor is None else "interval" if chooses_steps else "static"
+    config = read_named("train", "--policy", arguments.policy or default)
     policy = get_policy(config)
     if arguments.warmup is not None and read_warmup(arguments.warmup)[0]:
         policy = WarmUp(policy, arguments.warmup)

@@ -1,8 +1,10 @@
 """Base classes of policies that predict seconds, and of those that choose settings of one compressor."""
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,40 @@ from mpicomp.policies.policy import Plan, Policy, Shape, StepReport, UserSetting
 from mpicomp.policies.ratio_levels import default_compressor
 from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
+
+_COMPUTE_STEPS = 15  # whose median is the time outside of exchanges
+
+
+class ComputeTimes:
+    """Seconds of a step outside of exchanges, by the telemetry of exchanges with some steps between them."""
+
+    def __init__(self) -> None:
+        self._steps_after: dict[int, int] = {}  # by exchange since the last report, the steps before the next one
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all times, for new buckets."""
+        self._seconds: deque[float] = deque(maxlen=_COMPUTE_STEPS)
+        self._last: tuple[int, float] | None = None  # exchange, and when its last bucket was ready
+
+    def on_step_end(self, step: int, local_steps: int) -> None:
+        """Note how many steps are made before the next exchange, if more than one may be."""
+        self._steps_after[step] = local_steps
+
+    def observe(self, report: StepReport) -> None:
+        ready, end = float(report.latest[-1, 3]), float(report.latest[-1, 1])
+        if self._last is not None and report.step > self._last[0]:
+            last_step, last_ready = self._last
+            steps = [self._steps_after.get(step, 1) for step in range(last_step, report.step)]
+            compute_s = (ready - last_ready) - len(steps) * (end - ready)
+            self._seconds.append(compute_s / sum(steps))
+        self._steps_after = {step: steps for step, steps in self._steps_after.items() if step >= report.step}
+        self._last = report.step, ready
+
+    @property
+    def seconds(self) -> float:
+        """The median, or 0 before any are known."""
+        return max(0.0, median(self._seconds or [0.0]))
 
 
 @dataclass(eq=False)

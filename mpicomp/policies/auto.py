@@ -2,10 +2,8 @@
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +14,7 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.policies.adaptive import MeasuredPolicy
+from mpicomp.policies.adaptive import ComputeTimes, MeasuredPolicy
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey, local_steps_penalty
 from mpicomp.policies.plan_selector import SWITCH_MARGIN, PlanSelector, collectives_for
 from mpicomp.policies.plan_tradeoff import PlanTradeoff
@@ -44,7 +42,6 @@ _LR_CHANGE_FACTOR = 2.0  # of the learning rate since the last survey, up or dow
 _READY_SMOOTHING = 0.1  # weight of a step in the moving average of when buckets are ready
 _DENSE_BYTES_RATIO = 8  # bytes of dense exchange over those of all elements in four bits
 _WAKEUP_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
-_COMPUTE_STEPS = 15  # whose median is the time outside of exchanges
 _MIN_GAIN = 0.1  # fraction by which compressed plans have to be faster than dense ones: penalties are not exact
 
 
@@ -76,6 +73,7 @@ class Auto(MeasuredPolicy):
         "collectives"
     )
     resumes: ClassVar[bool] = False
+    local_choices: ClassVar[Sequence[int]] = (1, 2, 4, 8, 16)  # the harm of more is not known well enough
 
     fidelity: float = 0.7
 
@@ -105,10 +103,9 @@ class Auto(MeasuredPolicy):
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, settings.feedback)
         self._normalises = settings.normalises
-        self._local_choices = list(settings.local_steps)
+        self._local_choices = self.local_choices if settings.local_steps else (1,)
         self._local_steps = self._local_choices[0]
         self._executed = 1  # steps that ranks have made since the last exchange
-        self._local_after: dict[int, int] = {}  # by exchange since the last report, the local steps after it
         self._compresses = not is_dense
         self._chooses = False  # whether there are plans that are not dense: not on one rank
         self._ladder = self._ratios = np.array([])  # of one wire; of all levels that have a ratio
@@ -127,9 +124,8 @@ class Auto(MeasuredPolicy):
         self._age = self._trained = 0  # exchanges, and the steps that ranks have made
         self._reset_surveys()
         self._search_is_due = False
-        self._compute_times: deque[float] = deque(maxlen=_COMPUTE_STEPS)
+        self._compute = ComputeTimes()
         self._ready: NDArray[np.float64] | None = None  # of buckets, relative to the last one
-        self._last_report: tuple[int, float] | None = None  # step, and when its last bucket was ready
 
     def _reset_surveys(self) -> None:
         self._step, self._next_survey = 0, 0.0  # since the buckets were laid out
@@ -167,8 +163,8 @@ class Auto(MeasuredPolicy):
         self._shapes = list(shapes)
         self._restore()
         self._reset_surveys()
-        self._ready = self._last_report = None
-        self._compute_times.clear()
+        self._ready = None
+        self._compute.clear()
         self._ranks = transport.group.size
         self._chooses = self._compresses and self._ranks > 1
         if self._chooses:
@@ -218,7 +214,7 @@ class Auto(MeasuredPolicy):
         self._trained += self._executed
         self._executed = self._local_steps
         if len(self._local_choices) > 1 and self._selector.measured:
-            self._local_after[step] = self._local_steps
+            self._compute.on_step_end(step, self._local_steps)
         self._step += 1
 
     def on_telemetry(self, report: StepReport) -> None:
@@ -229,7 +225,7 @@ class Auto(MeasuredPolicy):
             predicted_s = sum(map(float, seconds))
             if math.isnan(self._searched_s):
                 self._searched_s = predicted_s
-            margin_s = _MIN_GAIN * (self._searched_s + self._compute_s)
+            margin_s = _MIN_GAIN * (self._searched_s + self._compute.seconds)
             self._search_is_due |= abs(predicted_s - self._searched_s) > margin_s
         if report.lr and not 1 / _LR_CHANGE_FACTOR < report.lr / (self._survey_lr or report.lr) < _LR_CHANGE_FACTOR:
             self._interval, self._next_survey, self._survey_lr = 0.0, self._step, None
@@ -323,22 +319,9 @@ class Auto(MeasuredPolicy):
 
     def _observe_times(self, report: StepReport) -> None:
         """Learn when buckets are ready, and the seconds of a step outside of exchanges."""
-        ready, ends = report.latest[:, 3], report.latest[:, 1]
-        last = float(ready[-1])
-        relative = ready - last
+        relative = report.latest[:, 3] - report.latest[-1, 3]
         self._ready = relative if self._ready is None else self._ready + _READY_SMOOTHING * (relative - self._ready)
-        if self._last_report is not None and report.step > self._last_report[0]:
-            last_step, last_ready = self._last_report
-            steps = [self._local_after.get(step, 1) for step in range(last_step, report.step)]
-            compute_s = (last - last_ready) - len(steps) * (float(ends[-1]) - last)
-            self._compute_times.append(compute_s / sum(steps))
-        self._local_after = {step: steps for step, steps in self._local_after.items() if step >= report.step}
-        self._last_report = report.step, last
-
-    @property
-    def _compute_s(self) -> float:
-        """Median seconds of a step outside of exchanges."""
-        return max(0.0, median(self._compute_times or [0.0]))
+        self._compute.observe(report)
 
     def _search_plans(self) -> None:
         """Search for better plans with the current state, and for the number of local steps."""
@@ -350,7 +333,7 @@ class Auto(MeasuredPolicy):
         rows = self._best_rows(tradeoff)
         least = (1 - SWITCH_MARGIN) * tradeoff.time_per_dense_step(rows)
         # Fewer exchanges save nothing that is known before the time outside of them is.
-        for steps in self._local_choices if self._selector.measured and self._compute_times else ():
+        for steps in self._local_choices if self._selector.measured and self._compute.seconds else ():
             other = None if steps == self._local_steps else self._tradeoff(steps)
             if other is not None:
                 other_rows = self._best_rows(other)
@@ -382,7 +365,7 @@ class Auto(MeasuredPolicy):
             seconds=[self._selector.seconds(bucket) for bucket in buckets],
             weights=[shape.numel / numel for shape in self._shapes],
             ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
-            compute_s=self._compute_s,
+            compute_s=self._compute.seconds,
             limit=1 - self.fidelity,
             local_steps=local_steps,
             local_penalty=local_steps_penalty(local_steps, self._trained),

@@ -85,8 +85,8 @@ class UserSettings:
         See `mpicomp.Reducer`.
     normalises : bool
         See `mpicomp.Reducer`.
-    local_steps : sequence of int
-        Numbers of local steps between two exchanges that the policy may choose, ascending.
+    local_steps : bool
+        Whether the policy chooses the number of local steps between two exchanges.
     """
 
     compressor: Compressor | None = None
@@ -94,7 +94,7 @@ class UserSettings:
     feedback: bool | None = None
     cost: CostModel | str | None = None
     normalises: bool = True
-    local_steps: Sequence[int] = (1,)
+    local_steps: bool = False
 
 
 class BucketOutcome(NamedTuple):
@@ -155,6 +155,8 @@ class Policy(ABC):
     """The paper that the policy comes from, and the deviations from it."""
     resumes: ClassVar[bool] = True
     """Whether plans are the same after a checkpoint as without one; not if gradients are surveyed again first."""
+    local_choices: ClassVar[Sequence[int]] = (1,)
+    """Numbers of local steps between two exchanges of updates that it can choose from, ascending."""
 
     def __post_init__(self) -> None:
         self.compressor: Compressor

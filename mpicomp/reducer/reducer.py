@@ -1,7 +1,7 @@
 """The reducer: gradients in, their mean over ranks out, and nothing lost in between."""
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -111,7 +111,7 @@ class Reducer:
     """
 
     _normalises = True  # see `mpicomp.reducer.special_reducers.TrainingReducer`
-    _local_steps: Sequence[int] = (1,)
+    _local_steps = False
 
     @with_known_settings
     def __init__(
@@ -190,7 +190,7 @@ class Reducer:
             "bucket_bytes": planner.bucket_bytes or cut_bytes,
             "seed": self.seed,
             "normalises": bool(self._normalises),
-            "local_steps": list(self._local_steps),
+            "local_steps": bool(self._local_steps),
             "feedback_decay": decay,
         }
         """Settings that have to be the same on all ranks."""

@@ -55,17 +55,17 @@ def make_planner(
     named: Policy | str | Mapping[str, Any] | None, settings: UserSettings
 ) -> tuple[Policy, Policy, int | str]:
     """Return the configured policy, the policy that plans first (the warm-up, if any), and the warm-up's setting."""
-    default = "auto" if settings.compressor is None else "static"
+    default = "auto" if settings.compressor is None else "interval" if settings.local_steps else "static"
     policy = get_policy({"id": default} | dict(named) if isinstance(named, Mapping) else named or default)
     if policy.serves:
         raise ConfigurationError(
             f"reducer: this policy ({policy.id}) serves another reducer; make a second object, or pass its name or "
             "configuration"
         )
-    if len(settings.local_steps) > 1 and policy.id != "auto":
+    if settings.local_steps and len(policy.local_choices) == 1:
         raise ConfigurationError(
-            "reducer: the number of steps that ranks make between exchanges is chosen by policy='auto', got policy="
-            f"'{policy.id}'; name one number of steps"
+            "reducer: the number of steps that ranks make between exchanges is chosen by policy='auto' or 'interval', "
+            f"got policy='{policy.id}'; name one number of steps"
         )
     chosen = None if isinstance(named, Mapping) and "id" not in named else named
     warmup = choose_warmup(policy.warmup, settings.compressor, settings.collective, chosen, settings.feedback)

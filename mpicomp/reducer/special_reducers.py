@@ -1,7 +1,7 @@
 """A reducer that knows its optimizer, and the mean or sum of a single array without state."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,12 @@ class TrainingReducer(Reducer):
     normalises : bool
         Whether the optimizer divides the mean by the root of its mean square, as Adam does. Late gradients then arrive
         in bursts that make its steps smaller, which ``auto`` and the warning of a slow compressor consider.
-    local_steps : sequence of int
-        Numbers of local steps from one call of `reduce` to the next, ascending, if ranks exchange the updates of local
-        steps. Of several, ``policy="auto"`` chooses one; see `Reducer.local_steps`.
+    local_steps : bool
+        Whether the policy chooses how many local steps there are from one call of `reduce` to the next, if ranks
+        exchange updates: ``"interval"`` does if a compressor is named; see `Reducer.local_steps`.
     """
 
-    def __init__(self, *args: Any, normalises: bool = True, local_steps: Sequence[int] = (1,), **settings: Any) -> None:
+    def __init__(self, *args: Any, normalises: bool = True, local_steps: bool = False, **settings: Any) -> None:
         self._normalises, self._local_steps = normalises, local_steps
         super().__init__(*args, **settings)
 

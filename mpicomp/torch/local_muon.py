@@ -171,7 +171,7 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
         outputs.
     sync_every, compressor, warmup, comm, **settings
         See `mpicomp.torch.UpdateOptimizer`, which takes all of its other settings here, too. ``sync_every="auto"``
-        needs ``compressor=None``, and predicts by what was measured with Adam.
+        chooses steps and bits together, by measured links.
 
     Returns
     -------

@@ -32,7 +32,6 @@ from mpicomp.transport import Transport
 from mpicomp.transport.connect import connected
 
 AUTO = "auto"
-_LOCAL_STEPS = (1, 2, 4, 8, 16)  # that "auto" chooses from: the harm of more is not known well enough
 LOCAL, SHARED = "local", "shared"
 _OUTER = ("lr", "momentum", "nesterov", "dampening", "weight_decay", "sign")
 _SYNC_EVERY = 100  # steps from one average of second moments to the next, late in training; of text-gpt
@@ -93,7 +92,10 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         that is frozen later has a change of zero. Complex ones are exchanged as pairs of reals.
     sync_every : int or "auto"
         Steps from one exchange to the next. ``"auto"`` begins with one and increases it, up to 16, where measured
-        seconds predict that training gets further in the same time.
+        seconds predict that training gets further in the same time. With a compressor it is the least of 1, 2, 5, 10,
+        20 and 40 with which the exchange is predicted to take at most a quarter of the steps before it, and a
+        compressor with a number of bits gets as many as fit in that quarter: its own, 2, 4, or dense. Both are chosen
+        again whenever seconds are measured; the record has the reason.
     compressor, collective, policy, feedback, feedback_decay, comm, warmup
         See `mpicomp.Reducer`; its steps are exchanges.
     outer : mapping, optional
@@ -210,7 +212,6 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         config = policy.get_config() if isinstance(policy, Policy) else policy
         policies = [policy] if fragments == 1 else [config] * fragments
         settings |= {"feedback_decay": feedback_decay}
-        local_steps = _LOCAL_STEPS if sync_every == AUTO else (1,)
         parts = [
             SharedParameters(
                 TrainingReducer(
@@ -221,7 +222,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
                     nonfinite,
                     transport,
                     normalises=False,
-                    local_steps=local_steps,
+                    local_steps=sync_every == AUTO,
                     **settings,
                 ),
                 part,

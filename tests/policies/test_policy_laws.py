@@ -42,6 +42,10 @@ SETTINGS = {
         ({"gains": "both"}, "gains must be 'spectrum' or 'multilevel', got 'both'"),
         ({"published": "yes"}, "published must be True or False, got 'yes'"),
     ],
+    "interval": [
+        ({"share": 0}, r"share must be in \(0, 1\], got 0"),
+        ({"share": True}, r"share must be in \(0, 1\], got True"),
+    ],
     "lgreco": [
         ({"alpha": 0}, "alpha must be above 0"),
         ({"alpha": -1}, "alpha must be a number from 0"),

@@ -1,11 +1,14 @@
 """LocalMuon: which parameters Muon steps, and its steps and exchanges against the same written in NumPy."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from local_replicas import Replicas, bits, loss_of, network
+from local_replicas import Replicas, bits, exchanges_of, loss_of, network
+from marks import slow
+from networks import Link
 from torch import nn
 
 from mpicomp.errors import ConfigurationError, DisagreementError
@@ -320,6 +323,47 @@ def test_unused_parameters_stay_as_they_are():
     assert (after["table.weight"] - before["table.weight"]).abs().max() < 0.05
 
 
+def chosen(rate, compute_s, size=4, **settings):
+    """Return the steps before each exchange of LocalMuon, and its bits, on links of so many bits a second."""
+    make = partial(LocalMuon, sync_every="auto", **settings)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    exchanges = exchanges_of(lambda model, end: make(model, comm=end), model, Link(50e-6, rate), compute_s, 100, size)
+    return [(steps, record.compressor.get("bits", 32)) for steps, record in exchanges], exchanges[-1][1].reason
+
+
+@pytest.mark.parametrize("size", [slow(2), slow(3), 4])
+def test_slow_links_have_more_steps_and_fewer_bits(size):
+    """An exchange of 8,385 parameters in one bit takes about 1.1 kB, in dense 34 kB."""
+    by_rate = {rate: chosen(rate, 0.01, size)[0] for rate in (2e5, 2e6, 1e8, 1e11)}
+    assert {choices[0] for choices in by_rate.values()} == {(1, 1)}  # until a step was timed
+    steps, bits = zip(*(choices[-1] for choices in by_rate.values()), strict=True)
+    assert list(steps) == sorted(steps, reverse=True)
+    assert steps[0] >= 20 > steps[1] > 1 == steps[2]
+    assert list(bits) == sorted(bits)
+    assert bits[0] == 1 < bits[2]
+    assert bits[3] == 32
+
+
+@pytest.mark.parametrize("share", [0.05, 0.8])
+def test_exchange_takes_the_share_that_was_named(share):
+    choices, reason = chosen(2e6, 0.01, policy={"id": "interval", "share": share})
+    exchange_s = 2 * 2 * 3 * (50e-6 + 275 * 8 / 2e6) / 2  # three messages of a quarter to owners, as many from them
+    least = min(steps for steps in (1, 2, 5, 10, 20, 40) if exchange_s < share * steps * 0.01)
+    assert choices[-1][0] == least
+    assert f"at most {share:.0%}" in reason
+
+
+def test_named_bits_are_the_fewest():
+    choices, _ = chosen(1e8, 0.01, compressor={"id": "onebit", "bits": 3})
+    assert {bits for _, bits in choices} <= {3, 4, 32}
+
+
+def test_one_rank_chooses_nothing():
+    choices, _ = chosen(1e6, 0.01, 1)
+    assert {steps for steps, _ in choices} == {1}
+
+
 BAD = [
     (lambda: nn.Linear(9, 7), {}, "none of 2 parameters is a hidden matrix, which Muon is for"),
     (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), {}, "none of 3 parameters is a hidden matrix"),
@@ -331,7 +375,7 @@ BAD = [
     (hidden, {"lr": -1.0}, "LocalMuon: lr must be at least 0, got -1.0"),
     (hidden, {"adamw_lr": 0}, "adamw_lr must be above 0, since that of Muon is kept as a ratio"),
     (hidden, {"adamw_lr": float("nan")}, "LocalMuon: adamw_lr must be at least 0, got nan"),
-    (hidden, {"sync_every": "auto"}, "chosen by policy='auto', got policy='static'"),
+    (hidden, {"sync_every": "auto", "policy": "static"}, "by policy='auto' or 'interval', got policy='static'"),
     (hidden, {"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
     (lambda: [nn.Parameter(torch.ones(3, 3))], {}, "got a parameter without a name"),
 ]
@@ -379,6 +423,21 @@ def test_bits_equal_those_of_ranks_in_one_process(comm, settings):
     ranks.world.run([optimizer.synchronizing() for optimizer in ranks.optimizers])
     assert set(comm.allgather(bits(model))) == {bits(ranks.models[0])}
     optimizer.close()
+
+
+@pytest.mark.mpi
+def test_ranks_choose_the_same_steps_and_bits(comm):
+    model = hidden(torch.float32)
+    with LocalMuon(model, comm=comm, sync_every="auto") as optimizer:
+        for step in range(30):
+            optimizer.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        record = optimizer.reducer.last_step.buckets[0]
+        assert len(set(comm.allgather((optimizer.sync_every, str(record.compressor), record.reason)))) == 1
+        assert len(set(comm.allgather(bits(model)))) == 1
+        assert (" local steps of " in record.reason) == (comm.size > 1)
 
 
 @pytest.mark.mpi(min_size=2)

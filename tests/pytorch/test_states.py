@@ -149,10 +149,11 @@ def test_state_of_updates_resumes(settings):
     assert_resumes(lambda: Updates(2, make=lambda: wide(torch.float32), **settings), halfway=7, stop=13)
 
 
-def test_chosen_number_of_steps_is_resumed():
+@pytest.mark.parametrize("compressor", [None, "onebit"])
+def test_chosen_number_of_steps_is_resumed(compressor):
     def make():
         world = LocalWorld(2, True, 2, Link(50e-6, 2e6))
-        return Updates(2, world=world, warmup=None, sync_every="auto")
+        return Updates(2, world=world, warmup=compressor and 0, sync_every="auto", compressor=compressor)
 
     ranks, again = make(), make()
     states = ranks.states()

@@ -1,21 +1,19 @@
 """UpdateOptimizer: local steps, whose changes are averaged, against the same made by hand."""
 
 import contextlib
-import copy
 
 import numpy as np
 import oracle
 import pytest
 import scipy.fft
 import torch
-from local_replicas import ByHand, Updates, adam, bits, loss_of, network, sgd
+from local_replicas import ByHand, Updates, adam, bits, exchanges_of, loss_of, network, sgd
 from marks import slow
 from networks import Link
 
 import mpicomp
 from mpicomp.compressors import compressor_class
 from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.transport import LocalWorld
 
 
 @pytest.mark.parametrize("base", [adam, sgd])
@@ -102,32 +100,14 @@ def test_delayed_outcome_keeps_what_a_rank_has_done_since(every, delay):
     np.testing.assert_allclose(ranks.values()[0], expected, rtol=1e-9, atol=1e-12)
 
 
-def chosen_steps(rate, compute_s, steps=240):
-    """Return the steps between exchanges, on links of a rate, where a step takes a rank ``compute_s`` seconds."""
-    world = LocalWorld(4, True, 4, Link(50e-6, rate))
-    torch.manual_seed(0)
-    start, truth = torch.nn.Linear(64, 64, bias=False), torch.randn(64, 64)
-    models = [copy.deepcopy(start) for _ in range(4)]
-    optimizers = [
-        mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), sync_every="auto", comm=end)
-        for model, end in zip(models, world.transports, strict=True)
-    ]
-    seen, since = [], 0
-    for number in range(steps):
-        for rank, (model, optimizer, end) in enumerate(zip(models, optimizers, world.transports, strict=True)):
-            optimizer.zero_grad()
-            inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * number + rank))
-            (model(inputs) - inputs @ truth).square().mean().backward()
-            end.seconds += compute_s
-        every = {optimizer.sync_every for optimizer in optimizers}
-        assert len(every) == 1  # all ranks choose the same
-        world.run([optimizer.rounds() for optimizer in optimizers])
-        since += 1
-        if since == every.pop():
-            assert len({bits(model) for model in models}) == 1
-            seen.append(since)
-            since = 0
-    return seen
+def chosen_steps(rate, compute_s):
+    """Return the steps before each exchange of Adam's updates, on links of a rate."""
+
+    def make(model, end):
+        return mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), sync_every="auto", comm=end)
+
+    exchanges = exchanges_of(make, torch.nn.Linear(64, 64, bias=False), Link(50e-6, rate), compute_s, 240)
+    return [steps for steps, _ in exchanges]
 
 
 def test_steps_to_an_exchange_are_chosen_where_they_pay():

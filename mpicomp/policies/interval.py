@@ -1,0 +1,137 @@
+"""Steps from one exchange to the next, and bits of an element, by what an exchange takes of the steps between."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from mpicomp.collectives import bind, fitting
+from mpicomp.compressors import Compressor, Dense
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies.adaptive import ComputeTimes, MeasuredPolicy
+from mpicomp.policies.plan_selector import PlanSelector, collectives_for
+from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of, model_of
+from mpicomp.registry import register
+from mpicomp.rounds import Rounds
+from mpicomp.setting_checks import is_number
+from mpicomp.transport.base import Transport
+
+_BITS = 1, 2, 4
+_STAY_RATIO = 1.2  # of the share that the last choice may take, so that noise in seconds changes nothing
+
+
+@register
+@dataclass(eq=False)
+class Interval(MeasuredPolicy):
+    """Choose the fewest steps between two exchanges of updates that leave an exchange a small share of them.
+
+    The harm of steps between exchanges differs from task to task, and is known after training only. So their number is
+    the least of which the compressor's exchange takes at most ``share``, and the exchange gets as many bits as fit in
+    that: the compressor's, 2, 4, or dense.
+
+    Parameters
+    ----------
+    share : float
+        In (0, 1]: seconds of an exchange over those of the steps before it. docs/updates.md says why a quarter.
+    """
+
+    id: ClassVar[str] = "interval"
+    paper: ClassVar[str] = "none"
+    resumes: ClassVar[bool] = False
+    local_choices: ClassVar[Sequence[int]] = (1, 2, 5, 10, 20, 40)  # docs/updates.md has what they cost
+
+    share: float = 0.25
+
+    def check(self) -> None:
+        if not is_number(self.share) or not 0 < self.share <= 1:
+            raise ConfigurationError(f"interval: share must be in (0, 1], got {self.share!r}")
+
+    def configure(self, settings: UserSettings) -> None:
+        self.compressor = Dense() if settings.compressor is None else settings.compressor
+        self.feedback = feedback_of(self.compressor, settings.feedback)
+        self._pinned = None if settings.collective == "auto" else settings.collective
+        bind(self.compressor, self._pinned or fitting(self.compressor)[0])
+        self._selector = PlanSelector(self.id, self.feedback, settings.cost)
+        self._choices = self.local_choices if settings.local_steps else (1,)
+        self._chosen = self._choices[0], 0  # local steps, and the level of what is exchanged after them
+        self._reason = "no step was timed yet"
+        self._compute = ComputeTimes()
+        self._is_due = False
+
+    @property
+    def local_steps(self) -> int:
+        return self._chosen[0]
+
+    def levels(self) -> list[Compressor]:
+        """Return the compressor, and the same with more bits where it has bits."""
+        bits = getattr(self.compressor, "bits", None)
+        if bits is None or getattr(self.compressor, "layers", None):
+            return [self.compressor]
+        return [self.compressor] + [replace(self.compressor, bits=more) for more in _BITS if more > bits]  # type: ignore[call-arg]
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
+        self._compute.clear()
+        model, ladders = model_of(shapes), []
+        for shape in shapes:
+            ladder: list[tuple[Compressor, list[str]]] = []
+            for level in self.levels():
+                bound = level.bind(shape.names, shape.sizes, shape.shapes, model=model)
+                names = [self._pinned] if self._pinned else collectives_for(bound, transport.group, complete=True)
+                ladder.append((bound, names))
+            if self._pinned is None and self.compressor != Dense() and self.compressor.can_fall_back_to_dense:
+                ladder.append((Dense(), collectives_for(Dense(), transport.group)))
+            ladders.append(ladder)
+        yield from self._selector.start(ladders, shapes, transport)
+
+    def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
+        if self._is_due:
+            self._choose()
+        return super().refresh(transport)
+
+    def plan(self, bucket: int) -> Plan:
+        table = self._selector.tables[bucket]
+        return self._selector.plan(bucket, table.of(self._chosen[1]), self._reason)
+
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
+        if self._selector.measured:
+            self._compute.on_step_end(step, self.local_steps)
+
+    def on_telemetry(self, report: StepReport) -> None:
+        if self._selector.on_telemetry(report):
+            self._compute.observe(report)
+            self._is_due = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"local_steps": self.local_steps, "level": self._chosen[1]}
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        if state.get("local_steps") in self._choices and state.get("level") in range(len(self.levels()) + 1):
+            self._chosen = int(state["local_steps"]), int(state["level"])
+        super().load_state_dict(state, cost)
+
+    def _choose(self) -> None:
+        """Choose steps and level from seconds that all ranks share."""
+        self._is_due = False
+        step_s = self._compute.seconds
+        if not step_s:
+            return
+        tables = [(table, self._selector.seconds(bucket)) for bucket, table in enumerate(self._selector.tables)]
+        levels = range(tables[0][0].kept.size)
+        exchange_s = [sum(float(seconds[table.of(level)].min()) for table, seconds in tables) for level in levels]
+        fits = [
+            (steps, level)
+            for steps in self._choices
+            for level in levels
+            if exchange_s[level] <= self.share * steps * step_s * (_STAY_RATIO if (steps, level) == self._chosen else 1)
+        ]
+        if fits:
+            steps = fits[0][0]
+            self._chosen = max(choice for choice in fits if choice[0] == steps)
+        else:
+            self._chosen = self._choices[-1], min(levels, key=exchange_s.__getitem__)
+        steps, level = self._chosen
+        share = exchange_s[level] / (steps * step_s)
+        self._reason = (
+            f"{steps} local steps of {step_s:.2g} s, of which an exchange takes {share:.0%}, "
+            f"{'at most' if fits else 'and should take'} {self.share:.0%}"
+        )
