@@ -103,6 +103,7 @@ class Allreduce(Scheme[Dense]):
     precedence: ClassVar[int] = 1
     paper: ClassVar[str] = "none: MPI_Allreduce"
     messages: ClassVar[str] = "dense"
+    overwrites: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         if not self._summable(group):

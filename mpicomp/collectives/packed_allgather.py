@@ -3,9 +3,10 @@
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_header
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, is_finite, plus, undelivered
+from mpicomp.collectives.scheme import Exchange, LazyMean, Result, Scheme, far_from_largest, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser, packers
@@ -29,6 +30,7 @@ class PackedAllgather(Scheme[Quantiser]):
     precedence: ClassVar[int] = 11
     paper: ClassVar[str] = "the exchange of QSGD, Alistarh et al. 2017, arXiv 1610.02132"
     messages: ClassVar[str] = "packed"
+    overwrites: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         [packer] = packers(self.compressor, [numel])
@@ -58,9 +60,12 @@ class PackedAllgather(Scheme[Quantiser]):
             flags, energy, lost = read_headers(messages, numel)
         except MessageError as error:
             return undelivered(accumulated, MessageError(f"packed-allgather: {error}"), False)
-        mean = workspace.array("mean", numel, dtype)
-        mean[:] = 0
-        packer.unpack_add_all(messages, HEADER_BYTES, 1 / group.size, mean)
-        bad = not is_finite(mean, energy, group.size)
+
+        def add(out: NDArray[np.floating]) -> bool:
+            packer.unpack_add_all(messages, HEADER_BYTES, 1 / group.size, out)
+            return True
+
+        mean = LazyMean.sum_of(numel, dtype, add)
+        bad = not (far_from_largest(energy * group.size, dtype) or np.isfinite(mean.in_workspace(workspace)).all())
         leaves = "residual" if in_place else "sum"
         return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad, leaves)

@@ -163,6 +163,8 @@ class Scheme(ABC, Generic[CompressorType]):
 
     may_drop_selected: bool = False
     """Whether it delivers less than all that every rank's compressor has selected."""
+    overwrites: ClassVar[bool] = False
+    """Whether it may leave something else in the accumulated array, see `Result`."""
     by_value: bool = False
     """Whether values decide how much travels, even of a compressor that selects a fixed number of elements."""
 

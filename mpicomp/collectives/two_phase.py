@@ -38,6 +38,7 @@ class TwoPhase(Scheme[Quantiser]):
         "not pack their own share, and their error, times the ranks, is part of the residual"
     )
     messages: ClassVar[str] = "packed"
+    overwrites: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         counts = [

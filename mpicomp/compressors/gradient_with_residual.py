@@ -55,7 +55,8 @@ class GradientWithResidual:
     """The input of a compressor under error feedback: gradients, the residual, and room for their sum.
 
     The sum is computed once, by `array`, `part`, `sweep` or `fused`, whichever is called first: a compressor can search
-    for elements in the same sweep. Gradients and residual are left as they are, so that a step can be undone.
+    for elements in the same sweep. The residual is left as it is, so that a step can be undone. So are
+    gradients, but for those that lie in the buffer, each at its place.
 
     Parameters
     ----------
@@ -232,10 +233,13 @@ class GradientWithResidual:
 
     @property
     def _divisible(self) -> bool:
-        """Whether a part of the sum can be computed without the others."""
-        gathers = getattr(self.kernels, "GATHERS", False)
-        contiguous = all(gradient.flags.c_contiguous for _, gradient in self._pieces)
-        return not gathers and bool(self._pieces) and contiguous
+        """Whether a part of the sum can be computed without the others, which may stay as they are."""
+        if getattr(self.kernels, "GATHERS", False) or not self._pieces:
+            return False
+        return all(
+            gradient.flags.c_contiguous and not np.may_share_memory(gradient, self._buffer)
+            for _, gradient in self._pieces
+        )
 
     def _sum(self, start: int, stop: int, regions: Sequence[Region] = ()) -> cpu.Moments:
         """Compute a part of the sum and return its moments."""

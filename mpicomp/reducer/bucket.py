@@ -168,6 +168,9 @@ class Bucket:
     Two flat arrays trade places under error feedback: one holds the residual, the other receives the accumulated
     gradient, which becomes the next residual, while the former residual's memory receives a lazy mean. An undone step
     leaves the residual as it was, bit for bit. ``decay`` multiplies the residual when it is added.
+
+    With ``holds_gradients``, gradients may lie where the sum is made (`gradient`), and the two arrays keep their
+    places: the next residual is copied, and a lazy mean is written over the gradients.
     """
 
     index: int
@@ -178,6 +181,7 @@ class Bucket:
     device: Device = HOST
     memory: dict[str, Any] = field(default_factory=dict)
     decay: float = 1.0
+    holds_gradients: bool = False
 
     def __post_init__(self) -> None:
         self.workspace = Workspace(self.device)
@@ -223,7 +227,10 @@ class Bucket:
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> GradientWithResidual:
         """Return gradient plus residual; None for the gradients makes it stale, and ``scale`` multiplies them first."""
         if gradients is None:
-            return GradientWithResidual(self._accumulated, None, [], stale=True)
+            zeros = self._accumulated
+            if self.holds_gradients:
+                zeros = self.workspace.array("zeros of a stale rank", zeros.size, self.dtype)
+            return GradientWithResidual(zeros, None, [], stale=True)
         residual = self._residual[: self.numel] if self.feedback else None
         if residual is not None and self.decay != 1:
             with self.device.active():
@@ -234,10 +241,38 @@ class Bucket:
         if self.device is not HOST:
             gradients = [self.device.to_device(array) for array in gradients]
         else:  # means of the last step lie where this sum is made
-            shares = np.may_share_memory
-            gradients = [array.copy() if shares(array, self._accumulated) else array for array in gradients]
+            shares, places = np.may_share_memory, zip(gradients, self.offsets, strict=True)
+            gradients = [
+                array.copy() if shares(array, self._accumulated) and not self._is_in_place(array, offset) else array
+                for array, offset in places
+            ]
         pieces, tables = list(zip(self.offsets, gradients, strict=True)), self._tables
         return GradientWithResidual(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
+
+    def _is_in_place(self, array: NDArray[Any], offset: int) -> bool:
+        address = self._accumulated.__array_interface__["data"][0] + offset * self.dtype.itemsize
+        is_there = self.holds_gradients and array.__array_interface__["data"][0] == address
+        return is_there and array.dtype == self.dtype and array.flags.c_contiguous
+
+    def gradient(self, name: str) -> NDArray[np.floating]:
+        """Return the memory in which a member's gradient may lie, flat, writable."""
+        memory: NDArray[np.floating] = self._accumulated[self._spans[name]]
+        return memory
+
+    def restore_gradients(self, accumulated: GradientWithResidual, scale: float) -> None:
+        """Subtract the residual from the sum, so that gradients that lie there can be exchanged again.
+
+        They may differ by the rounding of one addition. Does nothing where no sum was made, or it was overwritten.
+        """
+        if accumulated.is_computed and not accumulated.may_be_overwritten:
+            gradient = accumulated.array()
+            if accumulated.residual is not None:
+                gradient -= accumulated.residual
+            gradient /= self.dtype.type(scale)
+
+    def replace_gradients(self, mean: NDArray[np.floating], scale: float) -> None:
+        """Let the mean of a step that is repeated stand for the gradients that lay in the bucket."""
+        np.divide(mean, self.dtype.type(scale), out=self._parts[id(self._accumulated)])
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
         """Return the squared L2 norm of gradients; overwrites the sum of `accumulate`."""
@@ -271,7 +306,10 @@ class Bucket:
                     np.subtract(left, sent, out=left)
             if not finite:
                 left[~np.isfinite(left)] = 0
-            self._accumulated, self._residual = self._residual, self._accumulated
+            if self.holds_gradients:
+                self._residual[: self.numel] = left
+            else:
+                self._accumulated, self._residual = self._residual, self._accumulated
         if isinstance(mean, LazyMean):
             out = self._parts[id(self._accumulated)]
             mean.write(out)

@@ -28,6 +28,7 @@ class Layout:
         self.members: list[ArraySpec] | None = None  # in the order in which they were first passed
         self.buckets: list[Bucket] = []  # in the order of exchange
         self.delivered: dict[str, NDArray[np.uint16]] = {}  # receive the means of 16-bit arrays
+        self.holds_gradients = False  # whether gradients may lie in the buckets' memory, see `gradient`
         self.conditional: list[str] = []  # arrays for which some rank had no gradient in some step
         self._known: dict[str, ArraySpec] = {}
         self._bucket_of: dict[str, Bucket] = {}
@@ -64,7 +65,10 @@ class Layout:
             return common_device([arrays[member.name] for member in group])
 
         limit = LARGE_BUCKET if self.bucket_bytes is None else self.bucket_bytes
-        return make_buckets(members, self._feedback, limit, self.entry, self._threads, device_of, self._decay)
+        buckets = make_buckets(members, self._feedback, limit, self.entry, self._threads, device_of, self._decay)
+        for bucket in buckets:
+            bucket.holds_gradients = self.holds_gradients and not self.entry.momentum  # that could not be undone
+        return buckets
 
     def adopt(self, members: list[ArraySpec], buckets: list[Bucket]) -> None:
         """Replace arrays and buckets; residuals follow their names."""
@@ -90,6 +94,13 @@ class Layout:
     def device_of(self, name: str) -> Device:
         """Return the device of an array's bucket; the host if it is in none."""
         return self._bucket_of[name].device if name in self._bucket_of else HOST
+
+    def gradient(self, name: str) -> NDArray[np.floating] | None:
+        """Return the memory in which an array's gradient may lie, shaped; None if it may not, or has another dtype."""
+        member, bucket = self._known.get(name), self._bucket_of.get(name)
+        if member is None or bucket is None or not bucket.holds_gradients or member.dtype != bucket.dtype.name:
+            return None
+        return bucket.gradient(name).reshape(member.shape)
 
     def begin_step(self) -> None:
         """Note that copies of arrays are out of date."""

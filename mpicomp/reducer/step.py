@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mpicomp.arrays import ArraySpec, is_finite
 from mpicomp.collectives import Result
 from mpicomp.collectives.scheme import cause_of
+from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.device import HOST
 from mpicomp.errors import AgreedRankFailure, MessageError, MpicompError, RankFailedError
 from mpicomp.policies import BucketOutcome, StepReport
@@ -59,6 +60,7 @@ class Step:
         self._overflowed = False  # whether finite gradients have become infinite in the exchange
         self._damaged: MessageError | None = None  # error of this rank in reading a message
         self._memories: list[tuple[Bucket, dict[str, Any]]] = []
+        self._sums: list[tuple[Bucket, GradientWithResidual]] = []  # made over gradients that lie in a bucket
         self._transport.log.clear()
         if self._layout.stages:
             self._layout.begin_step()
@@ -133,6 +135,10 @@ class Step:
         transport.set_activity(_ACTIVITY, reducer.count, bucket.index, bucket.names[0], plan.scheme.id)
         last = timer()
         record.choosing_s += last - begin
+        may_be_overwritten = True
+        if bucket.holds_gradients:
+            may_be_overwritten = plan.scheme.overwrites and (yield from self._is_nobody_stale(gradients))
+            last = timer()
         done = BucketExchange(bucket, plan, ready, last, frozen, transport.group)
         show = trace.Phases().show if trace.markers else None
         try:
@@ -142,7 +148,9 @@ class Step:
                 gradients = self._layout.inputs_of(bucket, gradients)
             survey = None if frozen else planner.survey(bucket.index)
             accumulated = bucket.accumulate(gradients, self._scale)
-            accumulated.may_be_overwritten = True
+            accumulated.may_be_overwritten = may_be_overwritten
+            if bucket.holds_gradients and gradients is not None:
+                self._sums.append((bucket, accumulated))
             if survey is not None and gradients is not None:
                 # Before the exchange, which may overwrite the sum.
                 with bucket.device.active():
@@ -183,6 +191,7 @@ class Step:
         finally:
             if show is not None:
                 show(None)
+        accumulated.may_be_overwritten = result.leaves != "sum"  # where it is not, the sum is still there
         done.result, done.end = result, timer()
         done.decode_s = done.end - last
         self._damaged = self._damaged or result.problem
@@ -197,6 +206,14 @@ class Step:
         self._done.append(done)
         if result.nonfinite:
             self._nonfinite.append(done)
+
+    def _is_nobody_stale(self, gradients: Sequence[Any] | None) -> Rounds[bool]:
+        """Ask before an exchange overwrites gradients, with which the step would have to be repeated. As rounds."""
+        tally = Tally()
+        stale = yield from tally.count(self._share([gradients is None]), self._transport.group)
+        self._record.overhead_bytes += tally.sent_bytes
+        self._record.overhead_wire_bytes += tally.wire_bytes
+        return not stale.any()
 
     def commit(self, finite: bool) -> Rounds[dict[str, Any]]:
         """Keep the step or undo it, the same on all ranks, and return the means; none if it was ended. As rounds."""
@@ -313,10 +330,24 @@ class Step:
             record.overhead_wire_bytes += tally.wire_bytes
 
     def undo(self) -> None:
-        """Restore the memories of compressors and collectives to those before the step."""
+        """Restore the memories of compressors and collectives, and gradients, to those before the step."""
         for bucket, memory in reversed(self._memories):
             bucket.memory = memory
         self._memories.clear()
+        for bucket, accumulated in self._sums:
+            bucket.restore_gradients(accumulated, self._scale)
+        self._sums.clear()
+
+    def _keep_overwritten(self) -> None:
+        """Keep what was exchanged of buckets whose gradients are gone: all ranks took part, so means stand for them."""
+        kept = {id(done.bucket) for done in self._done if done.result.leaves != "sum" and done.bucket.holds_gradients}
+        for done in self._done:
+            if id(done.bucket) in kept:
+                bucket, result = done.bucket, done.result
+                mean = bucket.commit(result.sent, not result.nonfinite, result.leaves, result.mean)
+                bucket.replace_gradients(mean, self._scale)
+        self._memories = [(bucket, memory) for bucket, memory in self._memories if id(bucket) not in kept]
+        self._sums = [(bucket, accumulated) for bucket, accumulated in self._sums if id(bucket) not in kept]
 
     def finish(self, begin: float, waited_s: float | None = None) -> None:
         """Record the seconds of the step since its beginning; it may have failed.
@@ -344,6 +375,7 @@ class Step:
         cut_short = Tally()
         for done in self._done:
             cut_short.merge(done.tally())
+        self._keep_overwritten()
         self.undo()
         yield from self._reducer.telemetry.drop()
         gradients = yield from self._extra.agree((self._gradients, self._absent))

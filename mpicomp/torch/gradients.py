@@ -54,6 +54,7 @@ class Gradients(ExtraExchange):
         loss_scale: Callable[[], float] | None = None,
         compare_every: int = 0,
         same_batches: bool = False,
+        as_views: bool = False,
     ) -> None:
         self.averaged = False
         self.loaded_state = LoadedStateCheck(_WHO, same_batches)
@@ -82,6 +83,10 @@ class Gradients(ExtraExchange):
         self._active = np.ones(self.group.size, bool)
         self._has_empty_steps = False  # whether some rank has made a step without a batch
         self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # means, and their versions
+        # Gradients that lie in the reducer's buckets.
+        reducer.layout.holds_gradients = as_views
+        self._views: dict[str, torch.Tensor] = {}
+        self._viewed: object = None  # the buckets that they lie in
         self._hooks: dict[str, Any] = {}
         self._add_hooks()
         self._finalizer = weakref.finalize(self, _remove, self._hooks)
@@ -164,6 +169,7 @@ class Gradients(ExtraExchange):
                 self._active_known = False
                 self._step_watch.end_step()
             self._write(means)
+            self._move_into_buckets()
         self._add_hooks()
         self.averaged = True
         self.snapshot()
@@ -197,7 +203,12 @@ class Gradients(ExtraExchange):
     def agree(self, given: GradientInput) -> Rounds[GradientInput | None]:
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         frozen = {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
-        settings = {"compare_every": self._fingerprint.every, "join()": self.joined}
+        as_views = self._reducer.layout.holds_gradients
+        settings = {
+            "compare_every": self._fingerprint.every,
+            "join()": self.joined,
+            "gradient_as_bucket_view": as_views,
+        }
         if self._enabling_join:
             settings |= self._settings_at_join or {}
         yield from agree(Signature(settings, array_specs(trained)), self._problem, self.group, _WHO)
@@ -295,7 +306,8 @@ class Gradients(ExtraExchange):
             parameter = self._parameters[name]
             if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.is_conj():
                 parameter.grad = torch.empty_like(parameter)
-            as_real(parameter.grad).copy_(mean)
+            if parameter.grad.data_ptr() != mean.data_ptr():
+                as_real(parameter.grad).copy_(mean)
             if overflowed:
                 parameter.grad.fill_(torch.inf)  # what a GradScaler looks for
             elif factor != 1:
@@ -320,8 +332,27 @@ class Gradients(ExtraExchange):
         new = {name: parameter for name, parameter in self._parameters.items() if name not in self._hooks}
         self._hooks |= hook_gradients(new, self._filled)
 
+    def _move_into_buckets(self) -> None:
+        """Let gradients be views of the reducer's buckets, with ``as_views``, once these exist."""
+        layout = self._reducer.layout
+        if not layout.holds_gradients or self._viewed is layout.buckets or self._fingerprint.needs_gradients:
+            return
+        self._viewed, self._views = layout.buckets, {}
+        for name, parameter in self._parameters.items():
+            memory = layout.gradient(name)
+            if memory is not None and parameter.layout is torch.strided and not parameter.is_complex():
+                self._views[name] = torch.from_numpy(memory)
+                self._move(name, parameter)
+
+    def _move(self, name: str, parameter: torch.Tensor) -> None:
+        view, gradient = self._views.get(name), parameter.grad
+        if view is None or gradient is None or gradient.is_sparse or gradient.data_ptr() == view.data_ptr():
+            return
+        parameter.grad = view.copy_(gradient.detach())
+
     def _filled(self, name: str, parameter: torch.Tensor) -> None:
         self.averaged = False
+        self._move(name, parameter)
         if self._accumulating:
             return
         self._step_watch.filled(name, parameter)

@@ -37,7 +37,7 @@ from mpicomp.torch.optimizer_proxy import (
     wrap,
 )
 from mpicomp.torch.replica_checks import COMPARE_EVERY, SettingsCheck
-from mpicomp.torch.shards import check_rows, check_shards, local_of, make_for_replicas, rows_of
+from mpicomp.torch.shards import check_rows, check_shards, is_sharded, local_of, make_for_replicas, rows_of
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connected
@@ -62,6 +62,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     warmup: int | str | None = None,
     compare_every: int = COMPARE_EVERY,
     same_batches: bool = False,
+    gradient_as_bucket_view: bool = False,
     **settings: Any,
 ) -> Any:
     """Make an optimizer average its gradients over the ranks, compressed, before every step.
@@ -100,6 +101,11 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     same_batches : bool
         Whether ranks are meant to draw the same batches: else there is a warning where the gradients of the first steps
         were the same on all of them.
+    gradient_as_bucket_view : bool
+        Whether ``.grad`` lies in the memory in which gradients and residuals are added, as with DDP's argument of that
+        name: one array of a gradient's size less, for one sweep more. A gradient that was kept from an earlier step is
+        overwritten, and one that does not have the dtype of its residual stays where it is. On the host only; not with
+        a compressor that applies momentum or with ``on_failure="shrink"``; and ``overlap=None`` means False.
     **settings
         Further settings of `mpicomp.Reducer`.
 
@@ -153,6 +159,8 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             check_shards(parameters, settings, _WHO)
             check_no_ddp(parameters, transport.group.size, _WHO)
             check_not_nested(optimizer, _WHO)
+            if gradient_as_bucket_view:
+                _check_views(parameters, chosen, settings)
             return pairs, parameters, chosen
 
         pairs, parameters, chosen = make_for_replicas(check, lambda made: made[1], transport, _WHO)
@@ -164,7 +172,11 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         reducer = Reducer(chosen, collective, with_warmup(policy, warmup), feedback, nonfinite, transport, **settings)
     loss_scale = None if scaler is None else scaler.get_scale
     settings_check = SettingsCheck(optimizer, _WHO)
-    gradients = Gradients(reducer, parameters, settings_check, overlap, loss_scale, compare_every, same_batches)
+    if gradient_as_bucket_view:
+        overlap = bool(overlap)
+    gradients = Gradients(
+        reducer, parameters, settings_check, overlap, loss_scale, compare_every, same_batches, gradient_as_bucket_view
+    )
     wrapped = wrap(optimizer, _Distributed, "Distributed")
     wrapped.reducer = reducer
     wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in pairs}
@@ -388,6 +400,23 @@ def _chosen_compressor(
             f"{momenta[0]}, once more; set momentum=0 in one of them"
         )
     return chosen
+
+
+def _check_views(
+    parameters: Mapping[str, torch.Tensor], compressor: Compressor | None, settings: Mapping[str, Any]
+) -> None:
+    problem = None
+    for name, parameter in parameters.items():
+        if is_sharded(parameter):
+            problem = f"'{name}' is sharded, and FSDP makes its gradient"
+        elif parameter.device.type != "cpu":
+            problem = f"'{name}' is on {parameter.device}, and only gradients on the host can be views"
+    if compressor is not None and compressor.entry.momentum:
+        problem = f"{compressor!r} applies momentum, which could not be undone"
+    elif settings.get("on_failure", "abort") != "abort":
+        problem = "with on_failure a step in which a rank has died is repeated, with gradients that would be gone"
+    if problem is not None:
+        raise ConfigurationError(f"{_WHO}: gradient_as_bucket_view: {problem}; leave it out")
 
 
 def _check_not_complex(parameters: Mapping[str, torch.Tensor]) -> None:

@@ -171,7 +171,8 @@ class BackwardOverlap:
 
         Torch counts no version of writes through ``.data``.
         """
-        sums_bits = self._exchanges & (self._exchanges - 1) == 0
+        inside = self._reducer.layout.holds_gradients  # where the exchange itself changes them
+        sums_bits = self._exchanges & (self._exchanges - 1) == 0 and not inside
         gradient, whole = parameter.grad, whole_of(parameter).grad
         assert gradient is not None
         assert whole is not None

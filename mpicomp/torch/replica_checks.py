@@ -64,6 +64,11 @@ class Fingerprint:
         self._subsystem = subsystem
         self.restart()
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether gradients of the next step may be compared."""
+        return self.every > 0 and not self.same_batches and self._steps < _BATCH_STEPS
+
     def restart(self) -> None:
         """Count steps from here."""
         self._steps = -1

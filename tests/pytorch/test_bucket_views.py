@@ -1,0 +1,197 @@
+"""Gradients that lie where they are added to residuals: the same bits, one array less, and steps that are undone."""
+
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from replicas import Pair, assert_equal, assert_replicas, batch, descent, distribute, network, square, train
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
+from mpicomp.system import stopping
+from mpicomp.torch.optimizer import _check_views
+
+# The sum stays; the mean is left in its place; the residual is; messages are decoded by all.
+KINDS = [
+    (mpicomp.TopK(ratio=0.1), "allgather"),
+    ("dense", "allreduce"),
+    ("onebit", "two-phase"),
+    (mpicomp.QSGD(bits=4, rounding="nearest"), "packed-allgather"),
+]
+STALE_AT = 3
+
+
+def viewed(model, comm, *args, **settings):
+    return distribute(model, comm, descent(model), *args, gradient_as_bucket_view=True, **settings)
+
+
+def are_views(model, optimizer):
+    """Return for each gradient whether it lies in a bucket."""
+    layout = optimizer.reducer.layout
+    return [
+        np.shares_memory(parameter.grad.numpy(), layout.gradient(name)) for name, parameter in model.named_parameters()
+    ]
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize("overlap", [True, None])
+@pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
+def test_views_change_no_bit(comm, compressor, collective, overlap):
+    models, residuals = (network(), network()), []
+    for model, views in zip(models, (False, True), strict=True):
+        settings = {"overlap": overlap, "gradient_as_bucket_view": views}
+        optimizer = distribute(model, comm, descent(model), compressor, collective, **settings)
+        train(model, optimizer, range(6), comm.rank)
+        residuals.append(optimizer.state_dict()["mpicomp"]["residuals"])
+    assert all(are_views(model, optimizer))
+    assert_equal(*models)
+    assert all(torch.equal(residuals[0][name], residuals[1][name]) for name in residuals[0])
+
+
+@pytest.mark.mpi(max_size=3)
+def test_gradients_that_are_kept_accumulated_and_clipped(comm):
+    """zero_grad(set_to_none=False), several backward passes, and changes of means: as without views."""
+
+    def clip(model):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    pair = Pair(comm, overlap=None, gradient_as_bucket_view=True)
+    for step in range(6):
+        pair.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with pair.optimizer.accumulate():
+            square(pair.model, step, comm.rank).backward()
+        square(pair.model, step, comm.rank).backward()
+        pair.optimizer.synchronize()
+        clip(pair.model)
+        pair.optimizer.step()
+        pair.reference.step(lambda model, step, rank: 2 * square(model, step, rank), step, clip)
+    assert all(are_views(pair.model, pair.optimizer))
+    pair.check()
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
+def test_stale_step_loses_nothing(comm, monkeypatch, compressor, collective, overlap):
+    """Buckets that were exchanged before one rank asks all of them to agree: gradients plus residuals are conserved."""
+    model = network()
+    optimizer = viewed(model, comm, compressor, collective, overlap=overlap)
+    for step in range(STALE_AT + 2):
+        if comm.rank == comm.size - 1 and step == STALE_AT:
+            monkeypatch.setattr(stopping, "asked", lambda: True)
+        twin = network()
+        twin.load_state_dict(model.state_dict())
+        square(twin, step, comm.rank).backward()
+        before = held(optimizer) if step else {}
+        train(model, optimizer, [step], comm.rank)
+        assert optimizer.reducer.last_step.agreed == (step in (0, STALE_AT))
+        after = held(optimizer)
+        for name, parameter in model.named_parameters():
+            gradient = dict(twin.named_parameters())[name].grad.double().numpy()
+            brought = comm.allreduce(gradient + before.get(name, 0.0))
+            kept = comm.allreduce(after[name])
+            delivered = comm.size * parameter.grad.double().numpy()
+            np.testing.assert_allclose(delivered + kept, brought, rtol=1e-5, atol=1e-6)
+    assert_replicas(model, comm)
+
+
+def held(optimizer):
+    """Return what this rank owes of each parameter: its residual; quantisers without feedback have none."""
+    layout = optimizer.reducer.layout
+    return {member.name: layout.residual(member.name).astype(np.float64) for member in layout.members}
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize(("compressor", "collective"), KINDS[:3], ids=str)
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_undone_step_keeps_the_residual(comm, compressor, collective, nonfinite):
+    model = network()
+    optimizer = viewed(model, comm, compressor, collective, overlap=False, nonfinite=nonfinite)
+    train(model, optimizer, range(3), comm.rank)
+    before = optimizer.state_dict()["mpicomp"]["residuals"]
+    optimizer.zero_grad()
+    (square(model, 3, comm.rank) * (torch.inf if comm.rank == 0 else 1)).backward()
+    if nonfinite == "raise":
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+    else:
+        optimizer.step()
+        assert all(not parameter.grad.any() for parameter in model.parameters())
+    after = optimizer.state_dict()["mpicomp"]["residuals"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    train(model, optimizer, [4], comm.rank)
+    assert_replicas(model, comm)
+
+
+@pytest.mark.mpi(max_size=2)
+def test_gradients_of_another_dtype_stay_where_they_are(comm):
+    """Half of a model in bfloat16, whose sums are made in float32."""
+    model = network()
+    model[2].to(torch.bfloat16)
+
+    def loss(step):
+        hidden = model[1](model[0](batch(step, comm.rank)))
+        return model[4](model[3](model[2](hidden.bfloat16()).float())).square().mean()
+
+    optimizer = viewed(model, comm, overlap=False)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+    layout = optimizer.reducer.layout
+    inside = {name for name, _ in model.named_parameters() if layout.gradient(name) is not None}
+    assert inside == {"0.weight", "0.bias", "4.weight", "4.bias"}
+    assert_replicas(model, comm)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("views", [True, False])
+def test_no_array_but_the_residual(comm, views):
+    """The reducer holds the residual beyond gradients, and the sum too where these are torch's."""
+    numel = 400_000
+    parameter = torch.nn.Parameter(torch.ones(numel))
+    optimizer = mpicomp.torch.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=0.1), [("w", parameter)], mpicomp.TopK(ratio=0.01), "allgather", comm=comm,
+        overlap=False, gradient_as_bucket_view=views, same_batches=True,
+    )  # fmt: skip
+    tracemalloc.start()
+    try:
+        for _ in range(20):
+            optimizer.zero_grad()
+            (parameter * torch.linspace(0, 1, numel)).sum().backward()
+            optimizer.step()
+        beyond = tracemalloc.get_traced_memory()[0] / (4 * numel) - views  # gradients that lie there are no more
+    finally:
+        tracemalloc.stop()
+        optimizer.close()
+    assert 1 <= beyond < 1.5 if views else 2 <= beyond < 2.5
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"compressor": mpicomp.DGC(0.1, momentum=0.9), "collective": "allgather"}, "applies momentum"),
+        ({"on_failure": "shrink"}, "with on_failure a step"),
+    ],
+    ids=str,
+)
+def test_what_could_not_be_undone_is_refused(comm, settings, problem):
+    with pytest.raises(ConfigurationError, match=f"gradient_as_bucket_view: .*{problem}.*; leave it out"):
+        viewed(network(), comm, **settings)
+
+
+def test_parameter_elsewhere_is_refused():
+    there = {"w": SimpleNamespace(device=torch.device("cuda:0"))}
+    with pytest.raises(ConfigurationError, match="'w' is on cuda:0, and only gradients on the host can be views"):
+        _check_views(there, None, {})
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_one_rank_without_views_is_refused_by_all(comm):
+    model = network()
+    optimizer = distribute(model, comm, overlap=False, gradient_as_bucket_view=comm.rank == 0)
+    with pytest.raises(DisagreementError, match="gradient_as_bucket_view"):
+        train(model, optimizer, [0], comm.rank)
