@@ -94,6 +94,7 @@ def run_object(task: "Task", settings: "Settings", outcome: Outcome, verdict: st
         "schema": 1,
         "task": task.name,
         "shards": task.shards,
+        "shard": settings.shard,
         "compressor": outcome.compressor.id,
         "compressor_config": outcome.compressor.get_config(),
         "ratio": getattr(outcome.compressor, "ratio", 1.0),
@@ -131,7 +132,7 @@ def run_object(task: "Task", settings: "Settings", outcome: Outcome, verdict: st
         "sent_bytes": outcome.sent_bytes,
         "wire_bytes": outcome.wire_bytes,
         "dense_wire_bytes": outcome.dense_wire_bytes,
-        "dense_bytes": 4 * outcome.parameters * (settings.steps - outcome.resumed_at),
+        "dense_bytes": 4 * outcome.parameters // settings.shard * (settings.steps - outcome.resumed_at),
         "once_bytes": outcome.once_bytes,
         "verdict": verdict,
     }

@@ -16,6 +16,7 @@ from mpicomp.bench.tasks.updating import Updater, inner_optimizer
 
 from mpicomp.rounds import Group
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer
+from mpicomp.torch.shards import local_of
 from mpicomp.transport import Transport
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ class StepTimes:
 
 
 class Replica:
-    """Model, optimizer and data of one rank."""
+    """Model, optimizer and data of one rank; of the ranks of a ``mesh`` each holds a shard of the model."""
 
     def __init__(
         self,
@@ -48,11 +49,15 @@ class Replica:
         *,
         inner: str = "task",
         lr_scale: float = 1.0,
+        mesh: Any = None,
     ) -> None:
         self.task = task
         self.group = group
         self.device = device
         self.model = task.model().to(device)
+        self._shard = 0 if mesh is None else mesh.get_local_rank()
+        if mesh is not None:
+            _shard(self.model, mesh)
         self.parameters = list(self.model.parameters())
         self.network = self.model
         self.optimizer: Any = inner_optimizer(task, self.model, inner)
@@ -73,7 +78,8 @@ class Replica:
 
     @property
     def numel(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters)
+        """Number of elements that this rank holds, and exchanges."""
+        return sum(local_of(parameter).numel() for parameter in self.parameters)
 
     def step(
         self,
@@ -119,17 +125,29 @@ class Replica:
         return steps(range(1, 1 + repeats)) / repeats
 
     def differing_ranks(self, transport: Transport) -> list[int]:
-        """Return the ranks whose parameters have other bits than rank 0's. Collective."""
+        """Return the ranks whose parameters have other bits than those of the first rank of their shard. Collective."""
         digest = hashlib.blake2b(digest_size=8)
         for parameter in self.parameters:
-            digest.update(parameter.detach().cpu().contiguous().numpy().data)
-        digests = gather(np.frombuffer(digest.digest(), np.uint8).astype(np.float64), transport)
-        return [rank for rank, other in enumerate(digests) if (other != digests[0]).any()]
+            digest.update(local_of(parameter).detach().cpu().contiguous().numpy().data)
+        first: dict[float, Any] = {}
+        rows = gather(np.array([self._shard, *digest.digest()], np.float64), transport).tolist()
+        return [rank for rank, (shard, *found) in enumerate(rows) if first.setdefault(shard, found) != found]
 
     def finish(self) -> None:
         """Wait for the work of a GPU, so that seconds are those of the work in them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _shard(model: torch.nn.Module, mesh: Any) -> None:
+    """Shard each layer of a model's sequences as a group of its own, and then what is left."""
+    from torch.distributed.fsdp import fully_shard  # long to import
+
+    sequences = (torch.nn.Sequential, torch.nn.ModuleList)
+    inside_out = [module for module in reversed(list(model.modules())) if isinstance(module, sequences)]
+    layers = [layer for sequence in inside_out for layer in sequence if any(True for _ in layer.parameters())]
+    for layer in dict.fromkeys((*layers, model)):
+        fully_shard(layer, mesh=mesh)
 
 
 def threads_of_rank(cores: float) -> int:

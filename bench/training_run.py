@@ -32,10 +32,11 @@ from mpicomp.policies.warmup import read_warmup
 from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
 from mpicomp.rounds import dense_ring_bytes
-from mpicomp.torch import broadcast_parameters
+from mpicomp.torch import broadcast_parameters, replicas, shard_mesh
 from mpicomp.torch.arguments import members_of
 from mpicomp.torch.update_optimizer import AUTO
 from mpicomp.transport import Transport
+from mpicomp.transport.connect import connect
 
 
 class Checkpoints:
@@ -116,6 +117,7 @@ class Settings:
     # gradients and a model on the CPU
     records: bool = False
     trace: str | None = None  # the file that `mpicomp.trace` writes of the steps
+    shard: int = 1  # ranks to a replica, over which the model is sharded
 
     @property
     def every(self) -> int:
@@ -156,15 +158,17 @@ def train(
     hosts = transport.hosts()
     torch.set_num_threads(threads_of_rank(transport.cores))
     inner = "task" if settings.updates is None else settings.updates.get("inner", "task")
-    replica = Replica(task, group, settings.steps, device, inner=inner, lr_scale=settings.lr_scale)
+    mesh = None if settings.shard == 1 else shard_mesh(settings.shard, device.type, transport)
+    replica = Replica(task, group, settings.steps, device, inner=inner, lr_scale=settings.lr_scale, mesh=mesh)
     model = replica.model
-    transport.log.clear()
-    broadcast_parameters(model, comm=transport)
-    once_bytes = round(sum(entry.wire_bytes for entry in transport.log))
+    between = transport if mesh is None else connect(replicas(model))  # the ranks that exchange with this one
+    between.log.clear()
+    broadcast_parameters(model, comm=between)
+    once_bytes = round(sum(entry.wire_bytes for entry in between.log))
     # Phases are to add up to the step, so nothing overlaps.
     of_gradients = {"overlap": False, "bucket_bytes": settings.bucket_bytes} if settings.updates is None else {}
     replica.exchange_by(
-        transport,
+        between,
         settings.updates,
         compressor=settings.compressor,
         collective=settings.collective,
@@ -212,7 +216,9 @@ def train(
             timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
             wire += record.wire_bytes
-            dense_wire += record.dense_wire_bytes if settings.updates is None else dense_ring_bytes(numel, group.size)
+            dense_wire += (
+                record.dense_wire_bytes if settings.updates is None else dense_ring_bytes(numel, between.group.size)
+            )
             once_bytes += round(record.once_wire_bytes)
             gains += [bucket.gain for bucket in record.buckets if bucket.gain is not None]
             if step >= warmup_steps:
@@ -222,7 +228,7 @@ def train(
                 ends.append(step + 1 - first)
             quality = None
             if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
-                quality = _quality(task, model, transport, task.glance)
+                quality = _quality(task, model, transport, task.glance, everywhere=mesh is not None)
             if metrics.wanted:
                 fields = {"step": step, "seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality}
                 metrics.write(partial(_line, record, fields))
@@ -281,24 +287,27 @@ def train(
             "bring": (lambda array: torch.from_numpy(array).to(device)) if device.type == "cuda" else np.asarray,
             "wait": replica.finish,
         }
-        exchange_probe = probe(steady, named, numel, transport, cost=cost, **there)
-        dense_probe = probe_dense(numel, transport, **there)
+        exchange_probe = probe(steady, named, numel, between, cost=cost, **there)
+        dense_probe = probe_dense(numel, between, **there)
     late_step_s, late_phases_s = float(np.median(slowest_rows[late:, 0])), medians(slowest_rows[late:])
     muon_step_s = None
-    if settings.probes and settings.updates is None and hosts > 1:
+    if settings.probes and settings.updates is None and hosts > 1 and mesh is None:
         muon_step_s = predict_muon(replica, transport, reducer.cost, late_step_s / CLEARLY - late_phases_s["compute"])
     totals = gather(np.array([sent, wire, dense_wire], np.float64), transport).mean(axis=0)
-    layers = choices.layers(gather(choices.sums(), transport))
+    layers = choices.layers(gather(choices.sums(), between))
     correlations = None if comparison is None else transport.run(comparison.outcome())
     measured = None
     if backward is not None:
         backward.close()
         measured = record_training(task.name, backward, skipped, reducer, transport)
     progress.evaluating()
-    quality = _quality(task, model, transport)
+    quality = _quality(task, model, transport, everywhere=mesh is not None)
+    if between is not transport:
+        optimizer.close()
+        between.close()
     return Outcome(
         quality=quality,
-        parameters=numel,
+        parameters=sum(parameter.numel() for parameter in replica.parameters),
         ranks=transport.group.size,
         hosts=hosts,
         adapts=settings.adapts,
@@ -379,9 +388,14 @@ def _line(record: StepRecord, fields: dict[str, Any]) -> dict[str, Any]:
     return record.to_json() | fields
 
 
-def _quality(task: Task, model: torch.nn.Module, transport: Transport, share: float = 1.0) -> float:
-    """Return the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective."""
-    quality = task.evaluate(model, share) if transport.group.rank == 0 else float("nan")
+def _quality(
+    task: Task, model: torch.nn.Module, transport: Transport, share: float = 1.0, *, everywhere: bool
+) -> float:
+    """Return the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective.
+
+    A sharded model is gathered by all ranks of a replica, so all ranks compute it.
+    """
+    quality = task.evaluate(model, share) if everywhere or transport.group.rank == 0 else float("nan")
     gather(np.zeros(1), transport)
     return quality
 

@@ -42,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "optimizer, or by Muon and AdamW; muon, and demo: short for what docs/updates.md says of them",
     )
     parser.add_argument(
+        "--shard",
+        type=int,
+        default=1,
+        metavar="N",
+        help="shard the model over N ranks by PyTorch's fully_shard (FSDP2), those of a host first, and exchange "
+        "between the replicas of N ranks (1)",
+    )
+    parser.add_argument(
         "--on-failure",
         choices=("abort", "shrink"),
         default="abort",
@@ -122,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
-    from mpicomp.cli.options import check_drawing, check_folder, check_writable
+    from mpicomp.cli.options import check_drawing, check_folder, check_writable, count
     from mpicomp.errors import ConfigurationError, FileWriteError
     from mpicomp.policies.warmup import choose_warmup, read_warmup
     from mpicomp.setting_checks import check_least
@@ -135,6 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
     check_least("train", "--correlation", arguments.correlation, 0)
     check_least("train", "--checkpoint-every", arguments.checkpoint_every)
+    check_least("train", "--shard", arguments.shard)
+    if arguments.shard > 1:
+        _check_sharded(arguments)
     if not 0 < arguments.lr_scale < math.inf:
         raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
     _expand(arguments)
@@ -173,6 +184,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             "train: --correlation compares the gradients of two ranks, and there is one; start it with mpiexec -n 4"
         )
+    if group.size % arguments.shard or group.size == arguments.shard > 1:
+        raise ConfigurationError(
+            f"train: --shard {arguments.shard} needs at least two replicas of {arguments.shard} ranks, and this job "
+            f"has {count(group.size, 'rank')}; start it with mpiexec -n {2 * arguments.shard}"
+        )
     recorded = None if arguments.replay is None else getattr(policy, "steps", None)
     steps = arguments.steps or recorded or task.steps
     if arguments.warmup is None:
@@ -210,12 +226,14 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoints,
         arguments.measured is not None,
         arguments.trace,
+        arguments.shard,
     )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
         what += f", warmup {warmup}" if warmup else ""
         what += "" if updates is None else ", updates" + _every(updates["sync_every"])
-        print(f"{task.name}: {steps} steps on {group.size} ranks, policy {policy.id}, compressor {what}", flush=True)
+        ranks = f"{group.size} ranks" + (f" in replicas of {arguments.shard}" if arguments.shard > 1 else "")
+        print(f"{task.name}: {steps} steps on {ranks}, policy {policy.id}, compressor {what}", flush=True)
     with contextlib.ExitStack() as stack:
         lines, dense_lines = arguments.metrics, None
         if first and arguments.report is not None:
@@ -266,6 +284,24 @@ def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor 
     for what, there in others:
         if there:
             raise ConfigurationError(f"train: --against-dense trains twice, which {what} does not go with; drop one")
+
+
+def _check_sharded(arguments: argparse.Namespace) -> None:
+    """Refuse settings that need the whole model on each rank."""
+    from mpicomp.errors import ConfigurationError
+
+    advice = {
+        "checkpoints": "; docs/pytorch.md says how a script of yours saves shards",
+        "correlation": "",
+        "measured": "",
+        "replay": "",
+    }
+    for option, more in advice.items():
+        if getattr(arguments, option):
+            raise ConfigurationError(
+                f"train: --{option} needs the whole model on each rank, and --shard {arguments.shard} cuts it; leave "
+                f"one of them out{more}"
+            )
 
 
 class _Dense(NamedTuple):

@@ -98,6 +98,7 @@ class RunObject(TypedDict):
     schema: Annotated[int, "version of this table, 1"]
     task: Annotated[str, "name of the task"]
     shards: Annotated[bool, "whether every rank had samples of its own throughout: `--shards`"]
+    shard: Annotated[int, "ranks to a replica of the model, `--shard`: bytes are those that one of them exchanges"]
     compressor: Annotated[
         str,
         "name; with a policy that changes plans this and the next three are of the plan that leads in the second half",

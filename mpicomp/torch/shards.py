@@ -179,7 +179,7 @@ def check_shards(parameters: Mapping[str, torch.Tensor], settings: Mapping[str, 
                 f"{subsystem}: parameters '{first}' and '{name}' are on different meshes; make an optimizer for each, "
                 "with comm=mpicomp.torch.replicas(mesh)"
             )
-    if settings.get("on_failure", "raise") != "raise":
+    if settings.get("on_failure", "abort") != "abort":
         raise ConfigurationError(
             f"{subsystem}: on_failure={settings['on_failure']!r} needs ranks that hold the whole model, and "
             f"'{first}' is sharded: a lost rank takes its shard along; resume from a checkpoint"

@@ -334,6 +334,9 @@ def test_updates_are_exchanged_at_their_interval(mpiexec, tmp_path, arguments, u
         (["--replay", "nowhere"], "replay: 'nowhere' cannot be read"),
         (["--replay", "m.jsonl", "--policy", "auto"], "--policy says nothing; leave one out"),
         (["--replay", "m.jsonl", "--warmup", "1"], "--warmup says nothing; leave one out"),
+        (["--shard", "0"], "--shard must be an integer of at least 1, got 0"),
+        (["--shard", "2", "--correlation", "3"], "--correlation needs the whole model on each rank, and --shard 2"),
+        (["--shard", "2", "--checkpoints", "c"], "--checkpoints needs the whole model on each rank"),
         (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
         (["--compressor", "topk", "--warmup", "-3"], "warmup: must be a number of dense steps"),
         (["--compressor", "onebit", "--warmup", "ramp:1"], "which onebit does not have"),
@@ -364,6 +367,7 @@ def test_bad_options_are_refused_before_mpi_starts(arguments, text, capsys):
     ("arguments", "text"),
     [
         (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
+        (["--shard", "2"], "two replicas of 2 ranks, and this job has 1 rank; start it with mpiexec -n 4"),
         slow(["--compressor", "topk", "--warmup", "2"], "leaves none of 2 steps to what comes"),
         slow(["--exchange", '{"id": "updates", "sync_delay": 2}'], "sync_delay must be at most"),
         slow(["--seed", "-1"], "seed"),
