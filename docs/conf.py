@@ -23,6 +23,7 @@ html_static_path = ["static"]
 html_css_files = ["page.css"]
 html_show_sourcelink = False
 html_copy_source = False
+smartquotes_action = "qe"  # no dashes: headings name options such as --json
 
 myst_heading_anchors = 5
 
