@@ -87,10 +87,7 @@ class Choices:
                 self._sums[name] += (1, ratio, looked_at, gain if looked_at else 0.0)
 
     def delay(self, first: int = 0) -> float | None:
-        """Return the steps by which gradients were late from a step on; None where nothing was sent.
-
-        That is the energy that waits in residuals over the energy that a step sends, in the mean of these steps.
-        """
+        """Return the energy that waits in residuals over the energy that is sent, from a step on; None without any."""
         waits, sent = np.sum(self._energies[first:], axis=0) if self._energies[first:] else (0.0, 0.0)
         return float(waits / sent) if sent > 0 else None
 

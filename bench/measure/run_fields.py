@@ -142,8 +142,8 @@ class RunObject(TypedDict):
     gain: Annotated[float | None, "mean of the buckets' gains"]
     delay: Annotated[
         float | None,
-        "steps by which gradients were late in the second half: `sum((1 - gain) * energy) / sum(gain * energy)`; "
-        "null without error feedback",
+        "energy that waits over energy that a step sends, in the second half: "
+        "`sum((1 - gain) * energy) / sum(gain * energy)`; null without error feedback",
     ]
     by_rank: Annotated[list[dict[str, Any]], "what each rank took, below"]
     ratios: Annotated[dict[str, Any], "kept fraction of the whole model in a step, below"]

@@ -91,7 +91,7 @@ def _map(run: Run, what: str, rows: Rows, values: Array) -> Picture:
         warnings.simplefilter("ignore", RuntimeWarning)  # of rows where all are NaN
         low, middle, high = np.nanmin(values, axis=0), np.nanmedian(values, axis=0), np.nanmax(values, axis=0)
     lowest, highest = int(np.nanargmin(middle)), int(np.nanargmax(middle))
-    clipped = "" if least is None else f" What is below {digits(least)} has the colour of {digits(least)}."
+    clipped = "" if least is None else f" What is below {digits(least)} has the color of {digits(least)}."
     gaps = " Gaps: nothing was recorded there." if np.isnan(cells).any() else ""
     return Picture(
         f"{what}-{run.name}",
