@@ -1,6 +1,7 @@
 """A reducer that knows its optimizer, and the mean or sum of a single array without state."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,13 +15,14 @@ from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree, no_memory
 from mpicomp.reducer.reducer import Reducer
-from mpicomp.rounds import Group, Rounds
+from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.setting_checks import check_choice, check_range
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect, run_over
 
 _REALS = {"float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}
 _LEAST = {"float32": 1e-37, "float64": 1e-280}  # below, roundings of subnormal numbers would count
+_LEAST_SHARE = 1e-16  # of a range; float64 has no closer numbers at its ends
 _MOST = 1e290  # so that steps and their multiples are finite
 
 
@@ -50,6 +52,7 @@ def allreduce(
     comm: Any = None,
     *,
     error: float | None = None,
+    relative: bool = False,
     op: str = "mean",
     out: NDArray[Any] | None = None,
 ) -> Any:
@@ -75,6 +78,9 @@ def allreduce(
     error : float, optional
         Absolute bound, the same on all ranks; for complex numbers that of each part. At least 1e-37 for float32 and
         1e-280 for float64.
+    relative : bool
+        Whether ``error`` is a share of the arrays' range, at most 1: of their largest less their smallest finite
+        number, averaged over the ranks, or added with ``op="sum"``. The range of the result is at most so large.
     op : {"mean", "sum"}
         ``"sum"`` needs ``error``.
     out : numpy.ndarray, optional
@@ -103,11 +109,11 @@ def allreduce(
     >>> bool(abs(means[0] - [3.5, 4.25]).max() <= 0.1), means[0].tolist() == means[1].tolist()
     (True, True)
     """
-    if error is None and op == "mean" and out is None:
+    if error is None and op == "mean" and out is None and not relative:
         return _compressed_mean(array, compressor, comm)
     return run_over(
         _world() if comm is None else comm,
-        lambda group: bounded_rounds(array, compressor, error, op, out, group),
+        lambda group: bounded_rounds(array, compressor, error, op, out, group, relative),
     )
 
 
@@ -122,16 +128,24 @@ def _compressed_mean(array: Any, compressor: Compressor | str | Mapping[str, Any
 
 
 def bounded_rounds(
-    array: Any, compressor: Any, error: float | None, op: str, out: NDArray[Any] | None, group: Group
+    array: Any,
+    compressor: Any,
+    error: float | None,
+    op: str,
+    out: NDArray[Any] | None,
+    group: Group,
+    relative: bool = False,
 ) -> Rounds[NDArray[Any]]:
     """Do what `allreduce` with a bound does as a generator of rounds."""
     signature: Signature | None = None
     problem: MpicompError | None = None
     try:
-        bound = _check_bound(array, compressor, error, op)
+        bound = _check_bound(array, compressor, error, op, relative)
         dtype = array.dtype.newbyteorder("=")
         result = np.empty(array.shape, dtype) if out is None else _check_out(out, array.shape, dtype)
-        signature = Signature({"error": bound, "op": op}, [ArraySpec("array", dtype.name, array.shape)])
+        signature = Signature(
+            {"error": bound, "relative": relative, "op": op}, [ArraySpec("array", dtype.name, array.shape)]
+        )
         flat = np.ascontiguousarray(array, dtype).reshape(-1)
         direct = result.reshape(-1) if result.flags.c_contiguous else np.empty(flat.size, dtype)
     except MpicompError as found:
@@ -141,17 +155,41 @@ def bounded_rounds(
     yield from agree(signature, problem, group, "allreduce")
     real = _REALS[dtype.name]
     flat, numbers = flat.view(real), direct.view(real)
+    if relative:
+        ranges = (yield from gather_rows(np.float64(_range_of(flat)), group)).ravel()
+        bound = _absolute(bound, float(ranges.sum() / (1 if op == "sum" else group.size)), _LEAST[real])
     yield from bounded_sum(flat, numbers, grid_of(bound, op, flat.dtype, group.size), group)
     if not result.flags.c_contiguous:
         result[...] = direct.reshape(result.shape)
     return result
 
 
-def _check_bound(array: Any, compressor: Any, error: Any, op: str) -> float:
+def _range_of(array: NDArray[np.floating]) -> float:
+    """Return the largest less the smallest finite number; 0 if there is none."""
+    if not array.size:
+        return 0.0
+    low, high = float(array.min()), float(array.max())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return _range_of(array[np.isfinite(array)])
+    return high - low
+
+
+def _absolute(share: float, whole: float, least: float) -> float:
+    """Return a share of a range as a bound; where all is constant, the least one."""
+    bound = share * whole
+    if 0 < bound < least or (whole > 0 and bound == 0):
+        raise ConfigurationError(
+            f"allreduce: error times the range of the arrays must be at least {least:g}, got {share:g} x {whole:g}; "
+            "multiply the array by a power of two first"
+        )
+    return min(max(bound, least), _MOST)
+
+
+def _check_bound(array: Any, compressor: Any, error: Any, op: str, relative: bool) -> float:
     """Return the bound, or raise for any wrong argument but ``out``."""
     check_choice("allreduce", "op", op, ("mean", "sum"))
     if error is None:
-        raise ConfigurationError("allreduce: op='sum' and out need error=, the bound of the result, got None")
+        raise ConfigurationError("allreduce: op='sum', out and relative need error=, the bound of the result, got None")
     if compressor is not None:
         raise ConfigurationError(
             f"allreduce: error= chooses its own code, got compressor {compressor!r}; pass one only"
@@ -160,7 +198,8 @@ def _check_bound(array: Any, compressor: Any, error: Any, op: str) -> float:
         raise ArrayTypeError(f"allreduce: error= needs a NumPy array, got {type(array).__name__}; use numpy.asarray")
     if array.dtype.name not in _REALS:
         raise ArrayTypeError(f"allreduce: error= needs one of {', '.join(_REALS)}, got {array.dtype}; cast it first")
-    return check_range("allreduce", "error", error, _LEAST[_REALS[array.dtype.name]], _MOST)
+    least, most = (_LEAST_SHARE, 1.0) if relative else (_LEAST[_REALS[array.dtype.name]], _MOST)
+    return check_range("allreduce", "error", error, least, most)
 
 
 def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -17,26 +17,35 @@ from mpicomp.reducer.special_reducers import bounded_rounds
 from mpicomp.rounds import observe
 from mpicomp.transport import LocalWorld
 
+ONES = np.ones(5, np.float32)
 SURE = {4: 2**23, 8: 2**50}
 """Numbers up to so many times the bound have numbers of their dtype close enough."""
 
 
-def reduce(arrays, error, op="mean", outs=None):
+def reduce(arrays, error, op="mean", outs=None, relative=False):
     """Return the result, which has the same bits on all ranks."""
     world = LocalWorld(len(arrays))
     outs = outs or [None] * len(arrays)
     ends = zip(arrays, outs, world.transports, strict=True)
-    results = world.run([bounded_rounds(array, None, error, op, out, end.group) for array, out, end in ends])
+    results = world.run([bounded_rounds(array, None, error, op, out, end.group, relative) for array, out, end in ends])
     assert {(result.tobytes(), result.dtype, result.shape) for result in results} == {
         (results[0].tobytes(), arrays[0].dtype, np.shape(arrays[0]))
     }
     return results[0]
 
 
-def check(arrays, error, op="mean"):
+def range_of(array):
+    """Return the range of the finite numbers of an array, read one by one."""
+    numbers = [float(number) for number in array.ravel() if np.isfinite(number)]
+    return max(numbers) - min(numbers) if numbers else 0.0
+
+
+def check(arrays, error, op="mean", relative=False):
     """Compare each element with the exact one: see `mpicomp.allreduce`."""
     with np.errstate(all="ignore"):
-        result = reduce(arrays, error, op)
+        result = reduce(arrays, error, op, relative=relative)
+        if relative:
+            error *= sum(map(range_of, arrays)) / (len(arrays) if op == "mean" else 1)
         ieee = np.sum(np.array(arrays, np.float64), axis=0)
     largest = Fraction(float(np.finfo(result.dtype).max))
     sure = SURE[result.itemsize] * Fraction(error) / (len(arrays) if op == "sum" else 1)
@@ -109,6 +118,41 @@ def test_sum_of_hostile_arrays_is_within_its_bound(name, dtype):
         for error in (0.01, 1e-6, 1e-12, 1e-37, 1e37):
             for op in ("mean", "sum"):
                 check(arrays, error, op)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in ("subnormal", "largest", "constant")])
+def test_relative_bound_is_a_share_of_the_mean_range(name, op):
+    for ranks in (1, 2, 3, 4):
+        arrays = [hostile(name, np.float32, rank) for rank in range(ranks)]
+        for error in (1, 1e-3, 1e-6):
+            check(arrays, error, op, relative=True)
+
+
+def test_relative_bound_of_constant_arrays_leaves_their_exact_mean():
+    arrays = [np.full(130, value, np.float32) for value in (0.7, 1e-3, -5)]
+    assert (reduce(arrays, 0.5, relative=True) == np.float32(sum(map(float, np.float32([0.7, 1e-3, -5]))) / 3)).all()
+
+
+def test_relative_bound_of_complex_numbers_is_that_of_their_parts():
+    arrays = [np.array([3 + 4j, 1 - 2j]) * rank for rank in (1, 2)]
+    mean = reduce(arrays, 0.01, relative=True)
+    allowed = 0.01 * (6 + 12) / 2
+    errors = mean - (arrays[0] + arrays[1]) / 2
+    assert max(np.abs(errors.real).max(), np.abs(errors.imag).max()) <= allowed
+
+
+@pytest.mark.parametrize(
+    ("array", "error", "text"),
+    [
+        (ONES, 2, "error must be a number from 1e-16 to 1.0, got 2"),
+        (np.array([0, 1e-36], np.float32), 0.01, "error times the range of the arrays must be at least 1e-37"),
+    ],
+)
+def test_relative_bound_that_cannot_be_held_is_refused(array, error, text):
+    with pytest.raises(ConfigurationError, match=text) as raised:
+        reduce([array] * 3, error, relative=True)
+    assert "3 of 3 ranks raised" in raised.value.__notes__
 
 
 @given(st.data())
@@ -255,9 +299,6 @@ def test_single_rank_returns_its_numbers_exactly():
     assert mean is not array
 
 
-ONES = np.ones(5, np.float32)
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
@@ -267,7 +308,7 @@ ONES = np.ones(5, np.float32)
         ({"error": -1.0}, ConfigurationError, "got -1.0"),
         ({"error": "1e-3"}, ConfigurationError, "got '1e-3'"),
         ({"error": 1e-38}, ConfigurationError, "got 1e-38"),
-        ({"error": None, "op": "sum"}, ConfigurationError, "op='sum' and out need error="),
+        ({"error": None, "op": "sum"}, ConfigurationError, "op='sum', out and relative need error="),
         ({"op": "max"}, ConfigurationError, "op must be 'mean' or 'sum', got 'max'"),
         ({"compressor": "topk"}, ConfigurationError, "got compressor 'topk'; pass one"),
         ({"array": [1.0, 2.0]}, ArrayTypeError, "needs a NumPy array, got list"),
@@ -294,6 +335,7 @@ def test_wrong_argument_of_one_rank_is_an_error_of_all(settings, error, text):
     ("other", "text"),
     [
         ({"error": 0.2}, "error must be the same on all ranks, got 0.1 on rank 0 and 0.2 on rank 2"),
+        ({"relative": True}, "relative must be the same on all ranks, got False on rank 0 and True on rank 2"),
         ({"op": "sum"}, "op must be the same on all ranks, got mean on rank 0 and sum on rank 2"),
         ({"array": ONES.astype(float)}, "same dtype on all ranks, got float32 on rank 0 and float64 on rank 2"),
         ({"array": ONES[:4]}, "same shape on all ranks"),
