@@ -47,6 +47,7 @@ from mpicomp.kernels.gpu.products import (
     conv_room,
     decode_blocks,
     encode_blocks,
+    multiply_tiles,
     sketch_add,
     sketch_clear,
     sketch_estimate,

@@ -1,25 +1,28 @@
 """DeMo's compressor: the largest coefficients of a cosine transform of each chunk."""
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, is_finite
+from mpicomp.collectives.scheme import Exchange, LazyMean, Result, Scheme, far_from_largest
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.chunktopk import ChunkTopK
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.device import current_device, to_python
+from mpicomp.device import current_device
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.setting_checks import check_least
-from mpicomp.workspace import Workspace
+
+_POWERS = 24  # of an angle up to pi / 2 in the series of its cosine: the next term is below its rounding
 
 
 @register
@@ -59,8 +62,7 @@ class DCTTopK(Compressor):
     Chunks of 16**2 trained a transformer better than the published ones of 64**2, and take a third of their seconds;
     see docs/updates.md. Tiles of matrices trained it no better than chunks of the same size; see docs/compressors.md.
 
-    Every rank transforms back with NumPy's library: the mean is the same bits on every rank if they all have the same
-    library on the same kind of processor.
+    Transforms add in a fixed order, without a library: the mean has the same bits on every processor.
 
     Examples
     --------
@@ -71,7 +73,6 @@ class DCTTopK(Compressor):
     id: ClassVar[str] = "dcttopk"
     family: ClassVar[str] = "transform"
     message: ClassVar[str] = "coefficients"
-    needs_identical_blas: ClassVar[bool] = True
     paper: ClassVar[str] = "DeMo, Peng et al. 2024, arXiv 2411.19870; chunks of flat buckets, sums in rank order"
 
     ratio: float = 32 / 4096
@@ -128,13 +129,12 @@ class Transformed(Scheme[DCTTopK]):
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         numel, dtype, workspace, side = accumulated.numel, accumulated.dtype, context.workspace, self.compressor.side
-        array = accumulated.array()
-        buffer = workspace.array("coefficients", numel + TRAILER, dtype)
-        coefficients = buffer[:numel]
-        with np.errstate(over="ignore", invalid="ignore"):
-            _transform(array, side, False, coefficients, workspace)
-        [energy] = to_python(kernels.energy(coefficients))
+        array, energy = accumulated.array(), accumulated.energy
         finite = accumulated.finite and (far_from_largest(energy, dtype) or _comes_back_finite(array, side))
+        in_place = accumulated.may_be_overwritten
+        buffer = accumulated.with_trailer() if in_place else workspace.array("coefficients", numel + TRAILER, dtype)
+        coefficients = buffer[:numel]
+        _transform(array, side, False, coefficients)
         part = GradientWithResidual.ready(buffer, energy, 0.0, finite, accumulated.stale)
         result: Result = yield from self._inner.exchange(part, context)
         if result.problem is not None:
@@ -145,58 +145,86 @@ class Transformed(Scheme[DCTTopK]):
             kernels.subtract_at(result.sent.indices, result.sent.values, coefficients)
         else:
             np.subtract(coefficients, result.sent, out=coefficients)
-        mean, sent = coefficients, workspace.array("transformed sent", numel, dtype)
-        with np.errstate(over="ignore", invalid="ignore"):
-            _transform(coefficients, side, True, sent, workspace)
-            np.subtract(array, sent, out=sent)
-            _transform(result.mean_in(workspace), side, True, mean, workspace)
+        _transform(coefficients, side, True, coefficients)
+        if not in_place:
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.subtract(array, coefficients, out=coefficients)
+        mean = LazyMean(numel, dtype, partial(_write_mean, result.mean, side))
+        nonfinite = result.nonfinite
+        if not far_from_largest(result.energy * context.group.size, dtype):
+            written = mean.in_workspace(workspace)
+            nonfinite = nonfinite or not bool(np.isfinite(written).all())
         return Result(
             mean=mean,
-            sent=sent,
+            sent=coefficients,
             energy=result.energy,
             gain=result.gain,
             kept=result.kept,
-            nonfinite=result.nonfinite or not is_finite(mean, result.energy, context.group.size),
+            nonfinite=nonfinite,
             stale=result.stale,
             thinned=[(0, numel, round(result.kept))],
+            leaves="residual" if in_place else "sum",
         )
 
 
-def _squares(array: NDArray[Any], side: int) -> Iterator[NDArray[Any]]:
-    """Yield an array's chunks, shape (chunks, side, side), then the rectangle and the row at its end."""
+def _write_mean(mean: NDArray[np.floating] | LazyMean, side: int, out: NDArray[np.floating]) -> bool:
+    """Write the mean of coefficients, transformed back."""
+    right = True
+    if isinstance(mean, LazyMean):
+        right = mean.write(out)
+    else:
+        out[:] = mean
+    _transform(out, side, True, out)
+    return right
+
+
+def _squares(array: NDArray[Any], side: int) -> Iterator[tuple[NDArray[Any], int, int]]:
+    """Yield an array's chunks with their sides, then the rectangle and the row at its end; none of them empty."""
     start = 0
     for rows, columns in ((side, side), (array.size % side**2 // side, side), (1, array.size % side)):
         if rows * columns:
-            count = (array.size - start) // (rows * columns)
-            stop = start + count * rows * columns
-            if count:
-                yield array[start:stop].reshape(count, rows, columns)
+            stop = start + (array.size - start) // (rows * columns) * rows * columns
+            if stop > start:
+                yield array[start:stop], rows, columns
             start = stop
 
 
-def _transform(
-    source: NDArray[np.floating], side: int, back: bool, out: NDArray[np.floating], workspace: Workspace
-) -> None:
+def _transform(source: NDArray[np.floating], side: int, back: bool, out: NDArray[np.floating]) -> None:
     """Write the orthonormal cosine transform of each chunk, along both of its sides, or the inverse of that."""
-    scratch = workspace.array("transformed rows", source.size, source.dtype)
-    for chunks, rows, found in zip(*(_squares(array, side) for array in (source, scratch, out)), strict=True):
-        height, width = chunks.shape[1:]
-        left, right = (current_device().to_device(_cosines(length, chunks.dtype, back)) for length in (height, width))
-        np.matmul(chunks.reshape(-1, width), right.T, out=rows.reshape(-1, width))
-        np.matmul(left, rows, out=found)
+    for (chunks, rows, columns), (found, *_) in zip(_squares(source, side), _squares(out, side), strict=True):
+        tables = _cosines(rows, source.dtype, back), _cosines(columns, source.dtype, not back)
+        left, right = map(current_device().to_device, tables)
+        kernels.multiply_tiles(chunks, left, right, found)
 
 
 @functools.lru_cache(maxsize=32)
-def _cosines(length: int, dtype: np.dtype[Any], back: bool) -> NDArray[np.floating]:
+def _cosines(length: int, dtype: np.dtype[Any], transposed: bool) -> NDArray[np.floating]:
     """Return the matrix of the orthonormal DCT-II, or its inverse."""
-    frequencies, places = np.arange(length)[:, None], np.arange(length)
-    matrix = np.sqrt(2 / length) * np.cos(np.pi * (places + 0.5) * frequencies / length)
+    matrix = np.array([[_cosine((2 * place + 1) * row, length) for place in range(length)] for row in range(length)])
+    matrix *= np.sqrt(2 / length)
     matrix[0] = np.sqrt(1 / length)
-    return np.ascontiguousarray(matrix.T if back else matrix, dtype)
+    return np.ascontiguousarray(matrix.T if transposed else matrix, dtype)
+
+
+def _cosine(part: int, whole: int) -> float:
+    """Return the cosine of ``pi * part / (2 * whole)``, by operations that every processor rounds alike.
+
+    >>> abs(_cosine(5, 3) - math.cos(math.pi * 5 / 6)) < 1e-15
+    True
+    """
+    part %= 4 * whole
+    part = min(part, 4 * whole - part)
+    if part > whole:
+        return -_cosine(2 * whole - part, whole)
+    angle, total = math.pi * part / (2 * whole), 1.0
+    for power in range(_POWERS, 0, -2):
+        total = 1 - total * (angle * angle) / (power * (power - 1))
+    return total
 
 
 def _comes_back_finite(array: NDArray[np.floating], side: int) -> bool:
     """Return whether the transforms of every chunk are finite: no number exceeds the chunk's norm."""
     most = float(np.finfo(array.dtype).max) / 4
     host = current_device().to_host(array).astype(np.float64)
-    return all(float(np.sqrt(np.square(chunks).sum(axis=(1, 2)).max())) < most for chunks in _squares(host, side))
+    squares = (np.square(chunks).reshape(-1, rows * columns) for chunks, rows, columns in _squares(host, side))
+    return all(float(np.sqrt(of_chunks.sum(axis=1).max())) < most for of_chunks in squares)

@@ -307,6 +307,11 @@ class SharedParameters(ExtraExchange):
             for name, mean in means.items():
                 self.values[name].add_(mean)
             return
+        if self._takes_sign:  # without momentum, so one parameter at a time: a copy of no more than one lives
+            rate, decay = self._outer_settings.get("lr", 1e-3), self._outer_settings.get("weight_decay", 0)
+            for name, mean in means.items():
+                self.values[name].add_(mean.sign().mul_(lr).sub_(self.values[name], alpha=decay), alpha=rate)
+            return
         if self._outer is None:
             # The mean change is added, as in ascent.
             self._outer = torch.optim.SGD(
@@ -316,7 +321,7 @@ class SharedParameters(ExtraExchange):
                 self._outer.state[self.values[name]]["momentum_buffer"] = momentum.to(self.values[name], copy=True)
             self._momenta = {}
         for name, mean in means.items():
-            self.values[name].grad = mean.sign().mul_(lr) if self._takes_sign else mean
+            self.values[name].grad = mean
         self._outer.step()
         for shared in self.values.values():
             shared.grad = None
