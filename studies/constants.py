@@ -215,7 +215,8 @@ def run(arguments: argparse.Namespace) -> int:
     by_training: dict[Any, list[Row]] = {}
     for name in read_list(arguments.rows):
         for row in map(json.loads, Path(name).read_text().splitlines()):
-            by_training.setdefault((row["task"], row["seed"], row["steps"]), []).append(row)
+            if row["optimizer"] == "task":  # constants are fitted to optimizers that normalise
+                by_training.setdefault((row["task"], row["seed"], row["steps"]), []).append(row)
     trained = list(map(Trained, by_training.values()))
     networks = [network_of(words) for words in read_list(arguments.networks)]
     results.show(

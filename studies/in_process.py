@@ -30,15 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser, task: str) -> None:
 
 
 class SharedModel:
-    """The model of a task, with its optimizer, that all ranks compute their gradients with."""
+    """The model of a task, with its optimizer or SGD with momentum, that all ranks compute their gradients with."""
 
-    def __init__(self, task: Task, steps: int) -> None:
-        from mpicomp.bench.tasks.updating import Updater  # loads torch
+    def __init__(self, task: Task, steps: int, sgd: bool = False) -> None:
+        from mpicomp.bench.tasks.updating import Updater, momentum_sgd  # loads torch
 
         self.task = task
         self.model = task.model()
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = task.optimizer(self.model)
+        self.optimizer = momentum_sgd(self.model) if sgd else task.optimizer(self.model)
         self.updater = Updater(task, self.optimizer, steps)
 
     def backward(self, step: int, rank: int, ranks: int) -> float:

@@ -7,6 +7,7 @@ differs between the runs of a task.
 import argparse
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -33,10 +34,10 @@ _TINY = 1e-12  # least loss whose logarithm is taken
 _EVERY = 5  # steps from one prediction to the next
 _QUANTISERS = ("qsgd", "onebit")  # among the exchanges of these names: four bits, rounded to the nearest, and signs
 _EXCHANGES = "topk:0.1,topk:0.03,topk:0.01,topk:0.003,qsgd,onebit"
-_KEY = ("task", "seed", "exchange", "steps")
+_KEY = ("task", "optimizer", "seed", "exchange", "steps")
 _COLUMNS = {
-    "task": "", "seed": "d", "exchange": "", "quality": ".4f", "behind": ".2f", "predicted": ".2f", "by_dense": ".2f",
-    "delay": ".2f", "signal": ".3f",
+    "task": "", "optimizer": "", "seed": "d", "exchange": "", "quality": ".4f", "behind": ".2f", "predicted": ".2f",
+    "by_dense": ".2f", "delay": ".2f", "signal": ".3f",
 }  # fmt: skip
 
 
@@ -78,20 +79,22 @@ def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:
     return compressor, collective or "auto"
 
 
-def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Sequence[str]) -> dict[str, Any]:
+def train(
+    task_name: str, optimizer: str, seed: int, exchange: str, steps: int, exchanges: Sequence[str]
+) -> dict[str, Any]:
     """Train a task with simulated ranks, and predict meanwhile what some exchanges would cost.
 
     The row has losses of all steps, the quality in the end, how far each exchange was predicted to be behind, and of
     the dense training the elements that predictions were made from.
     """
-    shared = SharedModel(get_task(task_name, seed), steps)
+    shared = SharedModel(get_task(task_name, seed), steps, sgd=optimizer == "sgd")
     compressor, collective = exchange_of(exchange)
     world = LocalWorld(_RANKS)
     reducers = [mpicomp.Reducer(compressor, collective, policy={"warmup": 0}, comm=end) for end in world.transports]
     numel = sum(parameter.numel() for parameter in shared.parameters.values())
     quantisers = [cast(Quantiser, exchange_of(name)[0]) for name in _QUANTISERS]
     surveys = [ElementSurvey(numel, quantisers) for _ in range(_RANKS)]
-    elements = ElementStatistics(numel, len(quantisers))
+    elements = ElementStatistics(numel, len(quantisers), normalises=optimizer != "sgd")
     first, last = (int(share * steps) for share in _SPAN)
     losses, sent, lost, signals = [], 0.0, 0.0, []
     predicted: dict[str, list[float]] = {name: [] for name in exchanges}
@@ -123,8 +126,8 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
     for reducer in reducers:
         reducer.close()
     return {
-        "task": task_name, "seed": seed, "exchange": exchange, "steps": steps, "quality": shared.quality(),
-        "delay": lost / sent, "signal": float(np.mean(signals)),
+        "task": task_name, "optimizer": optimizer, "seed": seed, "exchange": exchange, "steps": steps,
+        "quality": shared.quality(), "delay": lost / sent, "signal": float(np.mean(signals)),
         "predicted": {name: float(np.mean(values)) for name, values in predicted.items() if values},
         "losses": losses, "elements": states,
     }  # fmt: skip
@@ -132,10 +135,11 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
 
 def table(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows with how far each is behind the dense one of its task, seed and steps."""
-    dense = {(row["task"], row["seed"], row["steps"]): row for row in trainings if row["exchange"] == "dense"}
+    run = operator.itemgetter("task", "optimizer", "seed", "steps")
+    dense = {run(row): row for row in trainings if row["exchange"] == "dense"}
     made = []
     for row in trainings:
-        base = dense.get((row["task"], row["seed"], row["steps"]))
+        base = dense.get(run(row))
         if base is not None:
             penalty = 0.0 if base is row else steps_behind(np.array(base["losses"]), np.array(row["losses"]))
             of_row, of_dense = (each["predicted"].get(row["exchange"]) for each in (row, base))
@@ -155,6 +159,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="X[,..]",
         help="NAME, NAME:RATIO or NAME:RATIO:COLLECTIVE (%(default)s)",
     )
+    parser.add_argument(
+        "--optimizer",
+        choices=("task", "sgd"),
+        default="task",
+        help="the task's, or SGD with momentum at the rate that suits digits (%(default)s)",
+    )
     in_process.add_arguments(parser, "digits")
     return parser
 
@@ -167,7 +177,8 @@ def run(arguments: argparse.Namespace) -> int:
     tasks, seeds, there = in_process.read(_STUDY, arguments, _KEY, 20)
     for task, seed, exchange in itertools.product(tasks, seeds, exchanges):
         steps = arguments.steps or get_task(task).steps
-        row = there.train(functools.partial(train, exchanges=exchanges), task, seed, exchange, steps)
+        of_run = task, arguments.optimizer, seed, exchange, steps
+        row = there.train(functools.partial(train, exchanges=exchanges), *of_run)
         if row is not None:
             print(f"{task}, seed {seed}, {exchange}: {row['quality']:.4f}", flush=True)
     results.show(table(there.made), _COLUMNS)

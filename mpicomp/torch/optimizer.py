@@ -14,6 +14,7 @@ from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.settings import check_settings
+from mpicomp.reducer.special_reducers import TrainingReducer
 from mpicomp.setting_checks import check_least
 from mpicomp.torch.arguments import (
     NamedParameters,
@@ -43,6 +44,7 @@ from mpicomp.transport import Transport
 from mpicomp.transport.connect import connected
 
 _WHO = "DistributedOptimizer"
+_PLAIN = torch.optim.SGD, torch.optim.ASGD  # whose steps are as large as gradients, so that bursts cost nothing
 _SMALL_BUCKET = 8 << 20  # bytes of a bucket whose elements all travel
 
 
@@ -169,7 +171,10 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         if bucket_bytes is None and chosen is not None:
             bucket_bytes = LARGE_BUCKET if chosen.message in ("sparse", "shared") else _SMALL_BUCKET
         settings |= {"bucket_bytes": bucket_bytes}
-        reducer = Reducer(chosen, collective, with_warmup(policy, warmup), feedback, nonfinite, transport, **settings)
+        settings |= {"normalises": not isinstance(optimizer, _PLAIN)}
+        reducer = TrainingReducer(
+            chosen, collective, with_warmup(policy, warmup), feedback, nonfinite, transport, **settings
+        )
     loss_scale = None if scaler is None else scaler.get_scale
     settings_check = SettingsCheck(optimizer, _WHO)
     if gradient_as_bucket_view:

@@ -349,6 +349,22 @@ def test_power_gossip_exchanges_once_a_step():
         optimizer.close()
 
 
+@pytest.mark.parametrize(
+    ("make", "normalises"),
+    [
+        (lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9), False),
+        (lambda given: torch.optim.ASGD(given), False),
+        (lambda given: torch.optim.AdamW(given), True),
+        (lambda given: torch.optim.Rprop(given), True),
+        (lambda given: type("MySGD", (torch.optim.SGD,), {})(given, lr=0.1), False),
+    ],
+)
+def test_steps_of_sgd_do_not_normalise(make, normalises):
+    model = network()
+    optimizer = alone(model, make(model.parameters()))
+    assert optimizer.reducer.settings["normalises"] == normalises
+
+
 def test_dropped_optimizer_is_collected():
     model = network()
     torch.optim.lr_scheduler.StepLR(sgd(model), 10)

@@ -32,7 +32,7 @@ def observed(signal=0.3):
 
 def rows(task, signal=0.3):
     """Rows of trainings that are slower by known shares."""
-    steps, same = np.arange(200), {"task": task, "seed": 0, "steps": 200}
+    steps, same = np.arange(200), {"task": task, "seed": 0, "steps": 200, "optimizer": "task"}
     elements = [{"step": 100, **observed(signal).state_dict()}]
     yield same | {"exchange": "dense", "losses": np.exp(2 - 0.02 * steps), "elements": elements}
     for name, share in SLOWER.items():
@@ -58,13 +58,21 @@ def test_behind_predicts_more_for_smaller_ratios():
     assert 0 <= qsgd < more
 
 
+def test_sgd_is_predicted_without_bursts():
+    sgd = ElementStatistics(4000, 2, normalises=False)
+    sgd.load_state_dict(observed().state_dict())
+    assert penalties.predict(sgd, "topk:0.05", 100) < penalties.predict(observed(), "topk:0.05", 100)
+
+
 @pytest.mark.slow
 def test_behind_makes_each_row_once(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     for _ in range(2):
-        words = ["--steps", "24", "--exchange", "topk:0.05", "--rows", str(path)]
-        assert penalties.run(penalties.parser().parse_args(words)) == 0
-    dense, topk = (json.loads(line) for line in path.read_text().splitlines())
+        for optimizer in ("task", "sgd"):
+            words = ["--steps", "24", "--exchange", "topk:0.05", "--rows", str(path), "--optimizer", optimizer]
+            assert penalties.run(penalties.parser().parse_args(words)) == 0
+    dense, topk, *of_sgd = (json.loads(line) for line in path.read_text().splitlines())
+    assert [row["optimizer"] for row in (dense, topk, *of_sgd)] == ["task", "task", "sgd", "sgd"]
     assert (dense["exchange"], dense["delay"], topk["exchange"]) == ("dense", 0.0, "topk:0.05")
     assert 0 < dense["predicted"]["topk:0.05"] < 1
 
