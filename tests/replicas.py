@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import socket
+import sys
 import weakref
 
 import numpy as np
@@ -213,6 +214,12 @@ def gloo(comm):
         yield
     finally:
         torch.distributed.destroy_process_group()
+        if (
+            "torch.distributed.tensor" in sys.modules
+        ):  # whose cache returns meshes of this group for equal ones of the next
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
 
 
 # Ranks with different numbers of batches.

@@ -13,7 +13,7 @@ from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.torch.arguments import array_specs, to_pairs
-from mpicomp.torch.shards import exchanged, is_sharded, refusal_of, spec_of
+from mpicomp.torch.shards import exchanged, is_sharded, local_of, refusal_of, shard_like, spec_of
 from mpicomp.torch.sparse_tensors import dense_parts
 from mpicomp.transport.connect import run_over
 
@@ -63,7 +63,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
     ----------
     optimizer : torch.optim.Optimizer
         A plain one, or one of mpicomp's, which also receives the number of steps. Residuals and the state of reducers
-        stay as they are: load a plain state on the root (``del state["mpicomp"]``), or each rank's file.
+        stay as they are: load a plain state on the root (``del state["mpicomp"]``), or each rank's file. Of a sharded
+        model each root has its shard's state, with ``comm=mpicomp.torch.replicas(model)``.
     root : int
         The rank whose state is sent.
     comm : mpi4py.MPI.Comm, Transport or None
@@ -72,7 +73,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
     Raises
     ------
     DisagreementError
-        Where the class of the optimizer, the number of groups, or parameters differ between ranks.
+        Where the class of the optimizer, the number of groups, or parameters or their rows differ between ranks.
     ConfigurationError
         On all ranks: for an object that is no optimizer, or has a state that cannot be sent.
     """
@@ -116,24 +117,21 @@ def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
         signature = Signature(settings, array_specs(dict(_members(optimizer))))
         state = _state_of(optimizer)
         if group.rank == root:
-            tensors = list(_leaves(state))
-            for tensor in tensors:
-                if tensor.layout != torch.strided or is_sharded(tensor):
-                    raise ConfigurationError(f"{_STATE}: state tensors must be dense and whole, got {tensor.layout}")
-            on_host = [tensor.device.type == "cpu" for tensor in tensors]
+            _check_state(state, optimizer)
+            kinds = [(local_of(tensor).device.type == "cpu", is_sharded(tensor)) for tensor in _leaves(state)]
             what = f"the state of {type(optimizer).__name__}"
-            content = _packed([on_host, _skeleton(state)], _STATE, what, "load the checkpoint on every rank")
+            content = _packed([kinds, _skeleton(state)], _STATE, what, "load the checkpoint on every rank")
     except MpicompError as error:
         problem = error
     yield from agree(signature, _check_root(root, group, _STATE) or problem, group, _STATE)
-    on_host, like = _unpacked((yield from _bytes_from_root(content, root, group)))
-    host_flags = iter(on_host)
+    kinds, like = _unpacked((yield from _bytes_from_root(content, root, group)))
+    left = iter(kinds)
     groups = []
     for root_settings, settings in zip(like["groups"], state["groups"], strict=True):
-        groups.append((yield from _filled(root_settings, settings, torch.device("cpu"), host_flags, root, group)))
+        groups.append((yield from _filled(root_settings, settings, torch.empty(0), left, root, group)))
     states = []
     for (_, parameter), root_state, present in zip(_members(optimizer), like["states"], state["states"], strict=True):
-        states.append((yield from _filled(root_state, present, parameter.device, host_flags, root, group)))
+        states.append((yield from _filled(root_state, present, parameter, left, root, group)))
     if group.rank == root:
         return
     for member, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -309,6 +307,25 @@ def _state_of(optimizer: Any) -> dict[str, Any]:
     }
 
 
+def _check_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse sparse tensors, and shards that are not of the same rows as the parameter."""
+    parameters: list[Any] = [*[None] * len(state["groups"]), *(parameter for _, parameter in _members(optimizer))]
+    for parameter, held in zip(parameters, [*state["groups"], *state["states"]], strict=True):
+        for tensor in _leaves(held):
+            problem = f"of layout {tensor.layout}" if tensor.layout != torch.strided else None
+            if is_sharded(tensor) and not (is_sharded(parameter) and _cut_of(tensor) == _cut_of(parameter)):
+                problem = f"a DTensor {_cut_of(tensor)}"
+            if problem is not None:
+                raise ConfigurationError(
+                    f"{_STATE}: state tensors must be dense, and sharded as their parameter or not at all, got one "
+                    f"that is {problem}"
+                )
+
+
+def _cut_of(tensor: Any) -> str:
+    return f"of shape {tuple(tensor.shape)} with placements {tuple(tensor.placements)} on {tensor.device_mesh}"
+
+
 def _leaves(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
@@ -321,7 +338,7 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
 def _skeleton(value: Any) -> Any:
     """Return a copy whose tensors have no values."""
     if isinstance(value, torch.Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return torch.empty(local_of(value).shape, dtype=value.dtype, device="meta")
     if isinstance(value, dict):
         return {key: _skeleton(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -330,27 +347,36 @@ def _skeleton(value: Any) -> Any:
 
 
 def _filled(
-    like: Any, present: Any, device: torch.device, on_host: Iterator[bool], root: int, group: Group
+    like: Any,
+    present: Any,
+    parameter: torch.Tensor,
+    kinds: Iterator[tuple[bool, bool]],
+    root: int,
+    group: Group,
 ) -> Rounds[Any]:
-    """Return the root's value, in this rank's tensors where they fit."""
+    """Return the root's value, in this rank's tensors where they fit.
+
+    ``kinds`` say of each tensor whether it is on the host, and whether it is a shard like the parameter.
+    """
     if isinstance(like, torch.Tensor):
-        is_on_host = next(on_host)
+        is_on_host, is_shard = next(kinds)
+        present = local_of(present)
         fits = isinstance(present, torch.Tensor) and (present.dtype, present.shape) == (like.dtype, like.shape)
         fits = fits and present.layout == torch.strided and 0 not in present.stride()
         if not fits and group.rank != root:
-            present = torch.empty_like(like, device="cpu" if is_on_host else device)
+            present = torch.empty_like(like, device="cpu" if is_on_host else local_of(parameter).device)
         yield from from_root(present, root, group)
-        return present
+        return shard_like(parameter, present) if is_shard else present
     if isinstance(like, dict):
         known = present if isinstance(present, dict) else {}
         members: dict[Any, Any] = {}
         for key, inner in like.items():
-            members[key] = yield from _filled(inner, known.get(key), device, on_host, root, group)
+            members[key] = yield from _filled(inner, known.get(key), parameter, kinds, root, group)
         return members
     if isinstance(like, list | tuple):
         matches = isinstance(present, list | tuple) and len(present) == len(like)
         items = []
         for inner, item in zip(like, present if matches else [None] * len(like), strict=True):
-            items.append((yield from _filled(inner, item, device, on_host, root, group)))
+            items.append((yield from _filled(inner, item, parameter, kinds, root, group)))
         return items if isinstance(like, list) else tuple(items)
     return like

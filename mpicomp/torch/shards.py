@@ -30,7 +30,7 @@ class LocalShard:
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        self.whole.grad = None if gradient is None else _like(self.whole, gradient)
+        self.whole.grad = None if gradient is None else shard_like(self.whole, gradient)
 
     @property
     def requires_grad(self) -> bool:
@@ -48,7 +48,14 @@ class LocalShard:
         return first, first + int(local_of(self.whole).shape[0])
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        return self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
+        kind = self.whole.device_mesh.device_type
+
+        def call(_: Any) -> None:
+            if self.device.type != kind:  # offloaded: the copy to the host may be under way
+                torch.get_device_module(kind).current_stream().synchronize()
+            hook(self)
+
+        return self.whole.register_post_accumulate_grad_hook(call)
 
     def __len__(self) -> int:
         return len(local_of(self.whole))
@@ -232,10 +239,10 @@ def check_rows(rows: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], 
 def from_whole(like: Any, whole: torch.Tensor) -> Any:
     """Return this rank's rows of a whole tensor as a DTensor like another one."""
     first, end = LocalShard(like).rows
-    return _like(like, whole[first:end].contiguous())
+    return shard_like(like, whole[first:end].contiguous())
 
 
-def _like(whole: Any, local: torch.Tensor) -> Any:
+def shard_like(whole: Any, local: torch.Tensor) -> Any:
     """Return a DTensor like ``whole`` with other values, in the memory of ``local``."""
     from torch.distributed.tensor import DTensor  # long to import, and loaded where there is one
 

@@ -1,18 +1,24 @@
 """Shards of `fully_shard` are exchanged between replicas as whole parameters are between ranks."""
 
+import faulthandler
 import time
 
 import numpy as np
 import pytest
 import torch
-from replicas import Words, batch, network, sgd, square, words_loss
-from sharded_models import Hybrid, assert_alike, residuals, shards
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from replicas import Words, adam, batch, network, sgd, square, words_loss
+from sharded_models import Hybrid, assert_alike, residuals, shard, shards
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import mpicomp
-from mpicomp.errors import DisagreementError, NonFiniteError
+from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
+from mpicomp.torch.shards import local_of
+from mpicomp.transport.mpi_rounds import Channel
 
 pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
+
+_STALL_S = 30  # a step that takes longer waits in vain
 
 
 class Tied(torch.nn.Module):
@@ -86,6 +92,13 @@ def test_reduction_in_half_precision_leaves_shards_wide(comm):
         hybrid.run(range(4))
         hybrid.check(most=2e-2)
         assert {parameter.dtype for parameter in hybrid.model.parameters()} == {torch.float32}
+
+
+def test_offloaded_shards_equal_one_process(comm):
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, sharding={"offload_policy": CPUOffloadPolicy(pin_memory=False)}, overlap=True)
+        hybrid.run(range(4))
+        hybrid.check()
 
 
 @pytest.mark.parametrize("by_fsdp", [True, False])
@@ -237,7 +250,7 @@ def test_changed_gradient_of_a_shard_is_found_during_overlap(comm):
         hybrid.run(range(3))
         hybrid.backward(3)
         torch.nn.utils.clip_grad_norm_(hybrid.model.parameters(), 1e-3)
-        with pytest.raises(mpicomp.errors.ConfigurationError, match=r"was changed between backward\(\) and step"):
+        with pytest.raises(ConfigurationError, match=r"was changed between backward\(\) and step"):
             hybrid.optimizer.step()
 
 
@@ -253,6 +266,42 @@ def test_parameters_of_replicas_become_the_first_ones(comm):
         assert held == expected
         with pytest.raises(DisagreementError, match=r"rows 0 to 3 of 5"):
             mpicomp.torch.broadcast_parameters(hybrid.model, comm=comm)
+
+
+def held_states(model, optimizer):
+    """Return the local values of all states, by name, and which of them are sharded as their parameter."""
+    return {
+        (name, key): (local_of(value).tolist(), type(value) is type(parameter.data))
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def test_states_of_replicas_become_the_first_ones(comm):
+    with shards(comm) as mesh:
+        model = shard(Tied(), mesh, whole=True)
+        optimizer, replicas = adam(model), mpicomp.torch.replicas(model)
+        if comm.rank < 2:  # the first replica has resumed, the other one is new
+            for step in range(3):
+                square(model, step, comm.rank).backward()
+                optimizer.step()
+        expected = replicas.bcast(held_states(model, optimizer))
+        assert {is_sharded for (_, key), (_, is_sharded) in expected.items() if key == "exp_avg"} == {True}
+        mpicomp.torch.broadcast_optimizer_state(optimizer, comm=replicas)
+        mpicomp.torch.broadcast_parameters(model, comm=replicas)
+        assert held_states(model, optimizer) == expected
+        optimizer.zero_grad()
+        square(model, 3, comm.rank % 2).backward()
+        optimizer.step()
+        assert_alike(model, replicas)
+        with pytest.raises(DisagreementError, match="rows 0 to 3 of 6"):
+            mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+        state = optimizer.state[model.head.weight]
+        state["exp_avg"] = distribute_tensor(torch.ones(1, 3), mesh, [Replicate()])
+        with pytest.raises(
+            ConfigurationError, match=r"sharded as their parameter or not at all, got one that is a DTensor"
+        ):
+            mpicomp.torch.broadcast_optimizer_state(optimizer, comm=replicas)
 
 
 def test_unused_layer_of_one_replica_counts_as_zeros(comm):
@@ -282,25 +331,37 @@ def test_embedding_is_sharded_by_its_rows(comm):
         hybrid.check()
 
 
+SIDES = {
+    "inside": (torch.distributed, ["reduce_scatter_single", "all_gather_single"]),  # of FSDP, over gloo
+    "between": (Channel, ["start", "perform"]),  # of mpicomp, over MPI
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_late_ranks_block_nobody(comm):
-    """Ranks are late at random, before and in backward and before the step, and none waits in vain."""
-    random = np.random.default_rng(comm.rank)
+@pytest.mark.parametrize(("where", "names"), SIDES.values(), ids=SIDES)
+def test_late_ranks_block_nobody(comm, monkeypatch, where, names):
+    """Ranks are late at random on their way to the collectives inside replicas or between them; none waits in vain."""
+    random, late = np.random.default_rng(comm.rank), []
 
-    def be_late(*_):
-        if random.random() < 0.2:
-            time.sleep(random.random() * 0.005)
+    def lately(function):
+        def call(*arguments, **settings):
+            if random.random() < 0.2:
+                late.append(random.random() * 0.005)
+                time.sleep(late[-1])
+            return function(*arguments, **settings)
 
+        return call
+
+    for name in names:
+        monkeypatch.setattr(where, name, lately(getattr(where, name)))
     with shards(comm) as mesh:
         hybrid = Hybrid(comm, mesh, overlap=True, bucket_bytes=64)
-        for layer in hybrid.model:
-            layer.register_full_backward_hook(be_late)
-        for parameter in hybrid.model.parameters():
-            parameter.register_post_accumulate_grad_hook(be_late)
         for step in range(1000):
-            be_late()
+            faulthandler.dump_traceback_later(_STALL_S, exit=True)
             hybrid.backward(step)
-            be_late()
             hybrid.optimizer.step()
+        faulthandler.cancel_dump_traceback_later()
+        assert hybrid.optimizer.overlaps
+        assert len(late) > 200
         assert_alike(hybrid.model, hybrid.replicas)
