@@ -57,7 +57,7 @@ class Replica:
         self.model = task.model().to(device)
         self._shard = 0 if mesh is None else mesh.get_local_rank()
         if mesh is not None:
-            _shard(self.model, mesh)
+            shard(self.model, mesh)
         self.parameters = list(self.model.parameters())
         self.network = self.model
         self.optimizer: Any = inner_optimizer(task, self.model, inner)
@@ -139,7 +139,7 @@ class Replica:
             torch.cuda.synchronize(self.device)
 
 
-def _shard(model: torch.nn.Module, mesh: Any) -> None:
+def shard(model: torch.nn.Module, mesh: Any, **settings: Any) -> None:
     """Shard each layer of a model's sequences as a group of its own, and then what is left."""
     from torch.distributed.fsdp import fully_shard  # long to import
 
@@ -147,7 +147,7 @@ def _shard(model: torch.nn.Module, mesh: Any) -> None:
     inside_out = [module for module in reversed(list(model.modules())) if isinstance(module, sequences)]
     layers = [layer for sequence in inside_out for layer in sequence if any(True for _ in layer.parameters())]
     for layer in dict.fromkeys((*layers, model)):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **settings)
 
 
 def threads_of_rank(cores: float) -> int:

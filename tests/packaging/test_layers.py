@@ -51,6 +51,7 @@ HOMES = {
         "bench/tasks/",
         "studies/checks.py",
         "studies/papers/resnet.py",
+        "studies/shards.py",
         "studies/tune.py",
         "studies/update_exchanges.py",
     ),

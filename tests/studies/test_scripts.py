@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gpu_first_hour
 import pytest
+from lab.labs import lab_command, reason_without_lab
 from lab_jobs import execute, last_words
 from marks import slow
 from study_jobs import call
@@ -59,6 +60,28 @@ def test_checks_write_what_checks_cost(mpiexec, tmp_path):
     assert written["interval"][0] <= written["ratio"] <= written["interval"][1]
     assert 0 < written["replicas"] < written["inside"] < 0.5
     assert written["inside_interval"][0] <= written["inside"] <= written["inside_interval"][1]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.skipif(reason_without_lab() is not None, reason=str(reason_without_lab()))
+def test_sharded_models_are_trained_by_all_exchanges():
+    """PyTorch's sums and mpicomp's come to the same loss with as many bytes; those of bfloat16 are half."""
+    pytest.importorskip("torch")
+    options = ["--hosts", "2", "--ppn", "2", "--bandwidth", "1gbit", "--latency", "0us"]
+    study = [sys.executable, str(STUDIES / "shards.py"), "--rows", "1", "--warm-up", "1", "--steps", "20"]
+    command = [*lab_command(*options), "--", *study]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    _, *lines = done.stdout.splitlines()
+    rows = {words[0]: [float(word) for word in words[1:]] for words in map(str.split, lines)}
+    assert list(rows) == ["none", "native", "native-bf16", "dense", "auto", "muon", "diloco"]
+    kilobytes, losses = ({name: row[place] for name, row in rows.items()} for place in (2, 3))
+    assert losses["dense"] == pytest.approx(losses["native"], rel=1e-3)
+    assert kilobytes["dense"] == pytest.approx(kilobytes["native"], rel=0.02)
+    assert kilobytes["native-bf16"] == pytest.approx(kilobytes["native"] / 2, rel=0.02)
+    assert 0 < kilobytes["muon"] < kilobytes["dense"] / 100
+    assert kilobytes["none"] < 50
 
 
 def test_crashes_and_hangs_end_with_their_process():
