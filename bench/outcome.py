@@ -13,6 +13,7 @@ from mpicomp.bench.simulate.measured import Measured
 from mpicomp.bench.training_rows import MUON, PRESETS
 
 from mpicomp.compressors import Compressor, Dense
+from mpicomp.cost import ADVICE_RATIO
 
 if TYPE_CHECKING:  # they load torch
     from mpicomp.bench.tasks import Task
@@ -140,7 +141,6 @@ def run_object(task: "Task", settings: "Settings", outcome: Outcome, verdict: st
 
 
 _NOISE = 0.03  # differences below this share of a step say nothing
-CLEARLY = 1.25  # least ratio of measured to predicted seconds to advise by: predictions are within 25 %
 _MUON_STEPS = PRESETS[MUON][1]["sync_every"]
 _ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as run always; the rest was explored
 
@@ -174,7 +174,7 @@ def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "q
 def _muon(outcome: Outcome) -> list[str]:
     """Return the advice to exchange updates of Muon, where a step of that is predicted to take clearly less."""
     muon_s, step_s = outcome.muon_step_s, outcome.late_step_s
-    if muon_s is None or CLEARLY * muon_s > step_s:
+    if muon_s is None or ADVICE_RATIO * muon_s > step_s:
         return []
     return [
         f"links are slow: a step of mpicomp.torch.LocalMuon (--exchange muon), one bit an element every {_MUON_STEPS} "

@@ -14,7 +14,7 @@ from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import predict_exchange, probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.measure.timings import PHASES, Slowest, Timings, by_rank, gather, medians, of_slowest
-from mpicomp.bench.outcome import CLEARLY, Outcome
+from mpicomp.bench.outcome import Outcome
 from mpicomp.bench.replica import CPU, Replica, threads_of_rank
 from mpicomp.bench.simulate.measured import Backward, record_training
 from mpicomp.bench.tasks import Task
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mpicomp.checkpoint import load_checkpoint, save_checkpoint
 from mpicomp.compressors import Compressor, get_compressor
-from mpicomp.cost import CostModel
+from mpicomp.cost import ADVICE_RATIO, CostModel
 from mpicomp.device import common_device
 from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.policies import Policy
@@ -33,7 +33,7 @@ from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import broadcast_parameters, replicas, shard_mesh
-from mpicomp.torch.arguments import members_of
+from mpicomp.torch.muon_advice import steps_most
 from mpicomp.torch.update_optimizer import AUTO
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
@@ -292,7 +292,8 @@ def train(
     late_step_s, late_phases_s = float(np.median(slowest_rows[late:, 0])), medians(slowest_rows[late:])
     muon_step_s = None
     if settings.probes and settings.updates is None and hosts > 1 and mesh is None:
-        muon_step_s = predict_muon(replica, transport, reducer.cost, late_step_s / CLEARLY - late_phases_s["compute"])
+        spare_s = late_step_s / ADVICE_RATIO - late_phases_s["compute"]
+        muon_step_s = predict_muon(replica, transport, reducer.cost, spare_s)
     totals = gather(np.array([sent, wire, dense_wire], np.float64), transport).mean(axis=0)
     layers = choices.layers(gather(choices.sums(), between))
     correlations = None if comparison is None else transport.run(comparison.outcome())
@@ -360,8 +361,7 @@ def predict_muon(
         muon = Replica(replica.task, replica.group, 1, replica.device, inner=updates["inner"])
     except ConfigurationError:
         return None
-    of_muon = sum(parameter.numel() for parameter in members_of(muon.optimizer.optimizers[0]))
-    return muon.time_without_exchange(transport) + exchange_s if 2 * of_muon > replica.numel else None
+    return muon.time_without_exchange(transport) + exchange_s if steps_most(muon.optimizer) else None
 
 
 def _trial_driver(optimizer: Any, model: torch.nn.Module, settings: Settings) -> Any:

@@ -21,8 +21,8 @@ from mpicomp.transport.base import Transport
 _COMPUTE_STEPS = 15  # whose median is the time outside of exchanges
 
 
-class ComputeTimes:
-    """Seconds of a step outside of exchanges, by the telemetry of exchanges with some steps between them."""
+class StepTimes:
+    """Seconds of a step outside of exchanges, and of what an exchange adds to it, by telemetry of the slowest rank."""
 
     def __init__(self) -> None:
         self._steps_after: dict[int, int] = {}  # by exchange since the last report, the steps before the next one
@@ -30,7 +30,8 @@ class ComputeTimes:
 
     def clear(self) -> None:
         """Forget all times, for new buckets."""
-        self._seconds: deque[float] = deque(maxlen=_COMPUTE_STEPS)
+        self._compute_s: deque[float] = deque(maxlen=_COMPUTE_STEPS)
+        self._exchange_s: deque[float] = deque(maxlen=_COMPUTE_STEPS)
         self._last: tuple[int, float] | None = None  # exchange, and when its last bucket was ready
 
     def on_step_end(self, step: int, local_steps: int) -> None:
@@ -43,14 +44,25 @@ class ComputeTimes:
             last_step, last_ready = self._last
             steps = [self._steps_after.get(step, 1) for step in range(last_step, report.step)]
             compute_s = (ready - last_ready) - len(steps) * (end - ready)
-            self._seconds.append(compute_s / sum(steps))
+            self._compute_s.append(compute_s / sum(steps))
+            self._exchange_s.append(end - ready)
         self._steps_after = {step: steps for step, steps in self._steps_after.items() if step >= report.step}
         self._last = report.step, ready
 
     @property
-    def seconds(self) -> float:
-        """The median, or 0 before any are known."""
-        return max(0.0, median(self._seconds or [0.0]))
+    def are_many(self) -> bool:
+        """Whether the medians are of as many steps as they will be of."""
+        return len(self._compute_s) == _COMPUTE_STEPS
+
+    @property
+    def compute_s(self) -> float:
+        """The median outside of exchanges, or 0 before any are known."""
+        return max(0.0, median(self._compute_s or [0.0]))
+
+    @property
+    def exchange_s(self) -> float:
+        """The median from when the last gradients were ready to the end of the exchange, or 0."""
+        return median(self._exchange_s or [0.0])
 
 
 @dataclass(eq=False)
@@ -59,6 +71,7 @@ class MeasuredPolicy(Policy):
 
     def __post_init__(self) -> None:
         self._selector: PlanSelector
+        self.step_times = StepTimes()
         super().__post_init__()
 
     @property
@@ -73,7 +86,14 @@ class MeasuredPolicy(Policy):
         return self._selector.refresh(transport)  # type: ignore[return-value]  # the step ignores the value
 
     def on_telemetry(self, report: StepReport) -> None:
-        self._selector.on_telemetry(report)
+        self._learn(report)
+
+    def _learn(self, report: StepReport) -> bool:
+        """Learn seconds from a step; return whether it was learned from, and not only compared."""
+        learned = self._selector.on_telemetry(report)
+        if learned:
+            self.step_times.observe(report)
+        return learned
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         self._selector.load_cost(cost)

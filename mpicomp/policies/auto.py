@@ -14,7 +14,7 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.policies.adaptive import ComputeTimes, MeasuredPolicy
+from mpicomp.policies.adaptive import MeasuredPolicy
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey, local_steps_penalty
 from mpicomp.policies.plan_selector import SWITCH_MARGIN, PlanSelector, collectives_for
 from mpicomp.policies.plan_tradeoff import PlanTradeoff
@@ -124,7 +124,6 @@ class Auto(MeasuredPolicy):
         self._age = self._trained = 0  # exchanges, and the steps that ranks have made
         self._reset_surveys()
         self._search_is_due = False
-        self._compute = ComputeTimes()
         self._ready: NDArray[np.float64] | None = None  # of buckets, relative to the last one
 
     def _reset_surveys(self) -> None:
@@ -164,7 +163,7 @@ class Auto(MeasuredPolicy):
         self._restore()
         self._reset_surveys()
         self._ready = None
-        self._compute.clear()
+        self.step_times.clear()
         self._ranks = transport.group.size
         self._chooses = self._compresses and self._ranks > 1
         if self._chooses:
@@ -214,18 +213,20 @@ class Auto(MeasuredPolicy):
         self._trained += self._executed
         self._executed = self._local_steps
         if len(self._local_choices) > 1 and self._selector.measured:
-            self._compute.on_step_end(step, self._local_steps)
+            self.step_times.on_step_end(step, self._local_steps)
         self._step += 1
 
     def on_telemetry(self, report: StepReport) -> None:
         """Learn seconds, the learning rate and statistics; a step that was undone reports, too."""
-        if self._selector.on_telemetry(report):
-            self._observe_times(report)
+        if self._learn(report):
+            relative = report.latest[:, 3] - report.latest[-1, 3]
+            before = relative if self._ready is None else self._ready
+            self._ready = before + _READY_SMOOTHING * (relative - before)
             seconds = [self._selector.seconds(bucket)[rows].min() for bucket, rows in enumerate(self._allowed)]
             predicted_s = sum(map(float, seconds))
             if math.isnan(self._searched_s):
                 self._searched_s = predicted_s
-            margin_s = _MIN_GAIN * (self._searched_s + self._compute.seconds)
+            margin_s = _MIN_GAIN * (self._searched_s + self.step_times.compute_s)
             self._search_is_due |= abs(predicted_s - self._searched_s) > margin_s
         if report.lr and not 1 / _LR_CHANGE_FACTOR < report.lr / (self._survey_lr or report.lr) < _LR_CHANGE_FACTOR:
             self._interval, self._next_survey, self._survey_lr = 0.0, self._step, None
@@ -317,12 +318,6 @@ class Auto(MeasuredPolicy):
         rows = self._dense_rows(bucket)
         return int(rows[self._selector.seconds(bucket)[rows].argmin()])
 
-    def _observe_times(self, report: StepReport) -> None:
-        """Learn when buckets are ready, and the seconds of a step outside of exchanges."""
-        relative = report.latest[:, 3] - report.latest[-1, 3]
-        self._ready = relative if self._ready is None else self._ready + _READY_SMOOTHING * (relative - self._ready)
-        self._compute.observe(report)
-
     def _search_plans(self) -> None:
         """Search for better plans with the current state, and for the number of local steps."""
         self._searched_s = math.nan
@@ -333,7 +328,7 @@ class Auto(MeasuredPolicy):
         rows = self._best_rows(tradeoff)
         least = (1 - SWITCH_MARGIN) * tradeoff.time_per_dense_step(rows)
         # Fewer exchanges save nothing that is known before the time outside of them is.
-        for steps in self._local_choices if self._selector.measured and self._compute.seconds else ():
+        for steps in self._local_choices if self._selector.measured and self.step_times.compute_s else ():
             other = None if steps == self._local_steps else self._tradeoff(steps)
             if other is not None:
                 other_rows = self._best_rows(other)
@@ -365,7 +360,7 @@ class Auto(MeasuredPolicy):
             seconds=[self._selector.seconds(bucket) for bucket in buckets],
             weights=[shape.numel / numel for shape in self._shapes],
             ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
-            compute_s=self._compute.seconds,
+            compute_s=self.step_times.compute_s,
             limit=1 - self.fidelity,
             local_steps=local_steps,
             local_penalty=local_steps_penalty(local_steps, self._trained),

@@ -8,7 +8,7 @@ from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies.adaptive import ComputeTimes, MeasuredPolicy
+from mpicomp.policies.adaptive import MeasuredPolicy
 from mpicomp.policies.plan_selector import PlanSelector, collectives_for
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of, model_of
 from mpicomp.registry import register
@@ -55,7 +55,6 @@ class Interval(MeasuredPolicy):
         self._choices = self.local_choices if settings.local_steps else (1,)
         self._chosen = self._choices[0], 0  # local steps, and the level of what is exchanged after them
         self._reason = "no step was timed yet"
-        self._compute = ComputeTimes()
         self._is_due = False
 
     @property
@@ -70,7 +69,7 @@ class Interval(MeasuredPolicy):
         return [self.compressor] + [replace(self.compressor, bits=more) for more in _BITS if more > bits]  # type: ignore[call-arg]
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        self._compute.clear()
+        self.step_times.clear()
         model, ladders = model_of(shapes), []
         for shape in shapes:
             ladder: list[tuple[Compressor, list[str]]] = []
@@ -94,12 +93,10 @@ class Interval(MeasuredPolicy):
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         if self._selector.measured:
-            self._compute.on_step_end(step, self.local_steps)
+            self.step_times.on_step_end(step, self.local_steps)
 
     def on_telemetry(self, report: StepReport) -> None:
-        if self._selector.on_telemetry(report):
-            self._compute.observe(report)
-            self._is_due = True
+        self._is_due |= self._learn(report)
 
     def state_dict(self) -> dict[str, Any]:
         return {"local_steps": self.local_steps, "level": self._chosen[1]}
@@ -112,7 +109,7 @@ class Interval(MeasuredPolicy):
     def _choose(self) -> None:
         """Choose steps and level from seconds that all ranks share."""
         self._is_due = False
-        step_s = self._compute.seconds
+        step_s = self.step_times.compute_s
         if not step_s:
             return
         tables = [(table, self._selector.seconds(bucket)) for bucket, table in enumerate(self._selector.tables)]

@@ -18,7 +18,7 @@ from mpicomp.torch.states import name_of
 from mpicomp.torch.update_optimizer import UpdateOptimizer
 from mpicomp.transport.connect import connected
 
-LR, ADAMW_LR, WEIGHT_DECAY, SYNC_EVERY = 0.02, 3e-3, 0.1, 10
+LR, ADAMW_LR, WEIGHT_DECAY, SYNC_EVERY, COMPRESSOR = 0.02, 3e-3, 0.1, 10, "onebit"
 _WHO = "LocalMuon"
 _BETAS = 0.9, 0.95  # of AdamW
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Jordan's Newton-Schulz iteration, and its number of steps
@@ -142,7 +142,7 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
     weight_decay: float = WEIGHT_DECAY,
     matrices: Collection[str] | None = None,
     sync_every: int | str = SYNC_EVERY,
-    compressor: Compressor | str | Mapping[str, Any] | None = "onebit",
+    compressor: Compressor | str | Mapping[str, Any] | None = COMPRESSOR,
     warmup: int | str | None = 0,
     comm: Any = None,
     **settings: Any,

@@ -1,0 +1,91 @@
+"""The advice that names LocalMuon in a user's script, on simulated links."""
+
+import numpy as np
+import pytest
+import torch
+from networks import Link
+
+import mpicomp
+from mpicomp.torch import muon_advice
+from mpicomp.transport import LocalWorld
+
+RANKS, STEPS, SIDE = 4, 104, 128
+COMPUTE_S = 0.01
+
+
+def matrices():
+    return torch.nn.Sequential(torch.nn.Linear(SIDE, SIDE, bias=False), torch.nn.Linear(SIDE, SIDE, bias=False))
+
+
+def embedding():
+    return torch.nn.ModuleDict({"emb": torch.nn.Linear(SIDE, 3 * SIDE), "hidden": torch.nn.Linear(SIDE, SIDE)})
+
+
+@pytest.fixture
+def advice(caplog, monkeypatch):
+    """Return what is logged in steps with dense gradients, on links of so many bits a second."""
+
+    def logged(rate, make=matrices, products_s=0.0, hosts=RANKS):
+        monkeypatch.setattr(muon_advice, "_products_s", lambda _: products_s)
+        world = LocalWorld(RANKS, True, hosts, Link(50e-6, rate))
+        parameters = dict(make().named_parameters())
+        gradients = {name: np.ones(parameter.shape, np.float32) for name, parameter in parameters.items()}
+        reducers = [mpicomp.Reducer("dense", comm=end) for end in world.transports]
+        advices = [muon_advice.MuonAdvice(reducer, parameters) for reducer in reducers]
+        for _ in range(STEPS):
+            for end in world.transports:
+                end.seconds += COMPUTE_S
+            world.run([reducer.rounds(gradients) for reducer in reducers])
+            for each in advices:
+                each.consider()
+        return [record.getMessage() for record in caplog.records if "LocalMuon" in record.getMessage()]
+
+    return logged
+
+
+def test_slow_links_are_named_once_with_seconds(advice):
+    """A ring sends 1.5 times 131 kB, 0.157 s at 10 Mbit/s; a tenth of one bit's 1.5 times 4.2 kB takes 0.5 ms."""
+    [message] = advice(1e7)
+    assert "a step takes 0.16" in message
+    assert "the exchange adds 0.15" in message
+    assert "predicted to take 0.010" in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rate": 1e10}, {"rate": 1e7, "products_s": 0.13}, {"rate": 1e7, "make": embedding}, {"rate": 1e7, "hosts": 1}],
+    ids=["fast links", "slow products", "mostly an embedding", "one host"],
+)
+def test_nothing_is_named_where_it_would_not_pay(advice, settings):
+    assert advice(**settings) == []
+
+
+def test_products_of_all_matrices_follow_from_one(monkeypatch):
+    """Those of a quarter of the sides take a 64th; columns beyond a square add less."""
+    shapes = []
+
+    def orthogonalize(update):
+        shapes.append(tuple(update.shape))
+        return update
+
+    monkeypatch.setattr(muon_advice, "orthogonalize", orthogonalize)
+    monkeypatch.setattr(muon_advice.time, "perf_counter", iter([0, 9, 20, 23]).__next__)
+    seconds = muon_advice._products_s([torch.ones(8, 8), torch.ones(32, 32), torch.ones(16, 2, 4)])
+    work = [8 * 8 * 12, 32 * 32 * 48, 8 * 8 * 20]
+    assert shapes == [(8, 8)] * 2
+    assert seconds == pytest.approx(3 * sum(work) / work[0])
+
+
+@pytest.mark.mpi
+def test_optimizer_considers_advice_after_each_step(comm, monkeypatch):
+    counts = []
+    monkeypatch.setattr(muon_advice.MuonAdvice, "consider", lambda self: counts.append(self._reducer.count))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mpicomp.torch.DistributedOptimizer(plain, model, comm=comm, same_batches=True) as optimizer:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    assert counts == [1, 2, 3]
