@@ -70,3 +70,35 @@ def test_example_with_a_framework_trains(mpiexec, tmp_path, example):
     numel = 8 * 32 + 32 + 32 + 1
     assert scalars[f"{prefix}mpicomp/bytes/dense_ring"] == [4.0 * numel] * len(losses)
     assert tags & {"_hparams_/session_start_info", "args/text_summary"}
+
+
+SHARDED = """
+import runpy, sys
+import accelerate, torch
+from accelerate.utils import DistributedType
+from mpi4py import MPI
+
+class OnProcessors(accelerate.Accelerator):
+    # Accelerate shards on GPUs alone; on processors it would take DistributedDataParallel.
+    def __init__(self, fsdp_plugin):
+        super().__init__(cpu=True)
+        self.state.distributed_type, self.state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+accelerate.Accelerator = OnProcessors
+model, loss = runpy.run_path(sys.argv[1])["main"](shards=2, steps=60)
+sharded = [parameter.to_local().numel() < parameter.numel() for parameter in model.parameters()]
+held = torch.cat([parameter.to_local().detach().flatten() for parameter in model.parameters()]).tolist()
+everyones = MPI.COMM_WORLD.allgather(held)
+if MPI.COMM_WORLD.rank == 0:
+    print(all(sharded), everyones[:2] == everyones[2:], everyones[0] != everyones[1], loss < 0.15)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_accelerate_shards_inside_hosts(mpiexec):
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip(f"there is no accelerate: {INSTALL}")
+    done = mpiexec(4, "-c", SHARDED, EXAMPLES / "with_accelerate_fsdp.py", timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 4

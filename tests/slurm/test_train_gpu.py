@@ -9,7 +9,20 @@ from slurm.jobs import BIN, SLURM, submit
 
 pytestmark = pytest.mark.timeout(300)
 
+EXAMPLE = SLURM.parent / "docs" / "examples" / "hsdp.py"
 NODES = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+SHARDED = """\
+import runpy
+
+import torch
+from mpi4py import MPI
+
+model, loss = runpy.run_path({example!r})["main"](shards=2)  # all nodes of the cluster are one host
+held = torch.cat([parameter.to_local().detach().flatten() for parameter in model.parameters()]).tolist()
+shards = MPI.COMM_WORLD.allgather(held)
+if MPI.COMM_WORLD.rank == 0:
+    print("replicas alike:", shards[:2] == shards[2:], "shards alike:", shards[0] == shards[1])
+"""
 SHOW = """\
 import os
 
@@ -26,6 +39,15 @@ def test_template_trains_and_reports_no_gpu(slurm, mpich, tmp_path):
     assert "4 ranks on cpu, cpu, cpu, cpu\nno GPU: gpu: " in job.printed
     [accuracy] = re.findall(r"20 steps on 4 ranks: held-out accuracy (\S+)", job.printed)
     assert float(accuracy) > 0.3  # a guess is right one time in ten
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["mpiexec", "pmi2"])
+def test_model_is_sharded_inside_nodes(slurm, mpich, tmp_path, launch):
+    (tmp_path / "sharded.py").write_text(SHARDED.format(example=str(EXAMPLE)))
+    job = submit(slurm, tmp_path, "train_gpu.sbatch", *NODES, SCRIPT="sharded.py", LAUNCH=launch)
+    assert job.states == ["COMPLETED"], job.printed
+    assert "replicas alike: True shards alike: False" in job.printed
 
 
 @pytest.mark.slow
