@@ -36,6 +36,12 @@ _COLUMNS = {
 }  # fmt: skip
 
 
+def none(model: Any, task: Any, mesh: DeviceMesh) -> Any:
+    """Shard, and exchange nothing between replicas."""
+    shard(model, mesh["shard"])
+    return task.optimizer(model)
+
+
 def native(model: Any, task: Any, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> Any:
     """Shard and replicate by PyTorch, which sums gradients in a dtype."""
     shard(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
@@ -60,9 +66,9 @@ def diloco(model: Any, task: Any, mesh: DeviceMesh) -> Any:
 
 
 EXCHANGES: dict[str, Callable[..., Any]] = {
-    "none": lambda model, task, mesh: (shard(model, mesh["shard"]), task.optimizer(model))[1],
+    "none": none,
     "native": native,
-    "native-bf16": lambda *given: native(*given, torch.bfloat16),
+    "native-bf16": lambda model, task, mesh: native(model, task, mesh, torch.bfloat16),
     "dense": lambda *given: distributed(*given, compressor="dense"),
     "auto": distributed,
     "muon": local_muon,
@@ -77,7 +83,10 @@ class Run:
         self.name, self._task, self._rows = name, task, rows
         self.model = task.model()
         self.optimizer = EXCHANGES[name](self.model, task, mesh)
-        self.steps, self.seconds, self.sent, self.losses = 0, [], [], []
+        self.steps = 0
+        self.seconds: list[float] = []
+        self.sent: list[float] = []
+        self.losses: list[float] = []
 
     def train(self, steps: int, transport: Any) -> None:
         group = transport.group
