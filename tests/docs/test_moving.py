@@ -80,15 +80,31 @@ def test_script_from_horovod_trains_the_same(comm, monkeypatch):
     assert_same(comm, before, after, 1e-5)
 
 
+def trained_by_ddp(comm, monkeypatch, name):
+    with gloo(comm), monkeypatch.context() as patches:
+        patches.setattr(torch.distributed, "init_process_group", lambda backend: None)  # it is there
+        patches.setattr(torch.distributed, "destroy_process_group", lambda: None)
+        return trained(patches, name)
+
+
 def test_script_from_ddp_trains_the_same(comm, monkeypatch):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    with gloo(comm), monkeypatch.context() as patches:
+    with monkeypatch.context() as patches:
         patches.setattr(default_hooks, "fp16_compress_hook", default_hooks.allreduce_hook)  # without its rounding
-        patches.setattr(torch.distributed, "init_process_group", lambda backend: None)  # it is there
-        patches.setattr(torch.distributed, "destroy_process_group", lambda: None)
-        before = trained(monkeypatch, "ddp_before")
+        before = trained_by_ddp(comm, monkeypatch, "ddp_before")
     assert_same(comm, before, trained(monkeypatch, "ddp_after"), 1e-5)
+
+
+def test_convolutions_train_as_well_by_muon_in_one_bit(comm, monkeypatch):
+    pytest.importorskip("sklearn")
+    _, error_before = trained_by_ddp(comm, monkeypatch, "digits_before")
+    one_bit = partial(mpicomp.torch.LocalMuon, collective="two-phase")  # inside one machine dense may be faster
+    monkeypatch.setattr(mpicomp.torch, "LocalMuon", one_bit)
+    parameters, error = trained(monkeypatch, "digits_after")
+    assert all(torch.equal(parameters, other) for other in comm.allgather(parameters))
+    assert error_before < 0.06
+    assert error < 0.06
 
 
 # A script of nanoGPT's shape, in which {part} stands where a part of the diff on the page is.
