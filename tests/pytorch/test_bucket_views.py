@@ -72,6 +72,39 @@ def test_gradients_that_are_kept_accumulated_and_clipped(comm):
 
 
 @pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize(("compressor", "collective"), KINDS[:3], ids=str)
+def test_views_change_no_bit_for_ranks_without_batches(comm, compressor, collective):
+    models = network(), network()
+    for model, views in zip(models, (False, True), strict=True):
+        settings = {"overlap": None, "gradient_as_bucket_view": views}
+        optimizer = distribute(model, comm, descent(model), compressor, collective, **settings)
+        with optimizer.join():
+            train(model, optimizer, range(5 + 2 * comm.rank), comm.rank)
+    assert_equal(*models)
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize(("compressor", "collective"), KINDS[:3], ids=str)
+def test_views_change_no_bit_of_scaled_gradients(comm, compressor, collective):
+    """Steps of a GradScaler, with clipping, and one in which a rank overflows."""
+    models = network(), network()
+    for model, views in zip(models, (False, True), strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        settings = {"overlap": None, "gradient_as_bucket_view": views, "scaler": scaler}
+        optimizer = distribute(model, comm, descent(model), compressor, collective, **settings)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = square(model, step, comm.rank) * (torch.inf if step == 5 and comm.rank == 0 else 1)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() < 2.0**12  # it has seen the overflow
+    assert_equal(*models)
+
+
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
 def test_stale_step_loses_nothing(comm, monkeypatch, compressor, collective, overlap):
