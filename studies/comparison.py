@@ -18,6 +18,7 @@ import numpy as np
 from lab_jobs import CUT, DONE, FAILED, MPICOMP, Finished, Network, lab_words, read_json, read_lines
 from mpicomp.bench.measure import results
 from policy_runs import (
+    AS_NAMED,
     DENSE,
     GOALS,
     Goal,
@@ -121,7 +122,10 @@ class Comparison(ABC):
         try:
             if isinstance(run, Timing):
                 rows = {Path(row["exchange"]).name: row for row in outcome["rows"]}  # of a path the file
-                names = {source.arm: DENSE if source.arm == DENSE else f"{source.name}.jsonl" for source in run.sources}
+                names = {
+                    source.arm: source.arm if source.arm in AS_NAMED else f"{source.name}.jsonl"
+                    for source in run.sources
+                }
                 timed = {policy: rows[name] for policy, name in names.items() if name in rows}
                 return {"timed": timed} if timed else None
             lines = read_lines(self.folder.path(run.name, "jsonl"))

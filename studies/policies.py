@@ -9,11 +9,13 @@ from typing import Any
 
 import comparison
 import lab_jobs
+import numpy as np
 from comparison import Column, Comparison, Fields, Row, finite, mean
 from lab_jobs import DONE, Finished
 from policy_runs import ARMS, DENSE, GOALS, NETWORK_AWARE, NETWORKS, QUICK_NETWORKS, Timing, Training, runs_of
 
 from mpicomp.cli import run_program
+from mpicomp.cli.options import check_writable
 from mpicomp.errors import ConfigurationError
 from mpicomp.setting_checks import check_least
 
@@ -192,7 +194,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--policies",
         metavar="P[,..]",
-        help="dense, which is run in any case, static, schedule, gravac, accordion, lgreco, flexible, auto (all)",
+        help="dense, which is run in any case, static, schedule, gravac, accordion, lgreco, flexible, auto, muon (all)",
+    )
+    parser.add_argument(
+        "--picture", metavar="F.svg", help="draw times over those of dense in F-TASK.svg, for each task"
     )
     lab_jobs.add_lab(parser, None, ",".join(NETWORKS))
     comparison.add_arguments(parser, _MINUTES)
@@ -209,6 +214,8 @@ def run(arguments: argparse.Namespace) -> int:
     hosts = check_least(_STUDY, "--hosts", arguments.hosts, 2)
     if arguments.keep is not None and "," in str(Path(arguments.keep).resolve()):
         raise ConfigurationError(f"{_STUDY}: --keep must be a folder without commas, got '{arguments.keep}'")
+    if arguments.picture is not None:
+        check_writable(_STUDY, arguments.picture)
     comparison.check(_STUDY, arguments)
     lab_jobs.check_lab(_STUDY)
     comparison.check_tasks(_STUDY)
@@ -218,7 +225,37 @@ def run(arguments: argparse.Namespace) -> int:
     with comparison.folder_of(arguments) as folder:
         study = Policies(folder, hosts, links, arguments.steps)
         first_line = f"{_STUDY}: {len(runs)} runs, {hosts} hosts"
-        return comparison.run_all(study, first_line, iter([runs]), minutes, arguments.json)
+        status = comparison.run_all(study, first_line, iter([runs]), minutes, arguments.json)
+        if arguments.picture is not None:
+            _draw(Path(arguments.picture), study.rows(), policies)
+        return status
+
+
+def _draw(path: Path, rows: Sequence[Row], policies: Sequence[str]) -> None:
+    """Draw the time to quality of each policy over that of dense, by network: a picture for each task."""
+    from mpicomp.bench.report import draw
+    from mpicomp.bench.report.section_parts import Curve
+
+    for task in dict.fromkeys(row["task"] for row in rows):
+        there = {
+            (f"{row['bandwidth']}/s, {row['latency']}", row["policy"]): row["of_dense"]
+            for row in rows
+            if row["task"] == task and row["of_dense"] is not None
+        }
+        links = list(dict.fromkeys(link for link, _ in there))
+        figure, axes = draw.panel("links", f"{task}: time to the quality of dense, over its", right=draw.RUN_LABELS)
+        labels = []
+        for number, policy in enumerate(policies):
+            token = f"run{number % 8}"  # as many colours as there are
+            points = [(place, there[link, policy]) for place, link in enumerate(links) if (link, policy) in there]
+            if points:
+                places, ratios = np.array(points).T
+                draw.plot(axes, Curve(places, ratios, ratios, ratios), token)
+                labels.append((float(ratios[-1]), policy, token))
+        axes.set_xticks(range(len(links)), [link.replace(", ", "\n") for link in links])
+        draw.log_axis(axes, "y")
+        draw.label_ends(axes, labels)
+        path.with_stem(f"{path.stem}-{task}").write_text(draw.on_white(draw.svg(figure)))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import numpy as np
 from lab_jobs import Network
 from mpicomp.bench.lab.lab_settings import parse_bandwidth
 
-DENSE = "dense"
-"""The arm that all others are compared with."""
+DENSE, MUON = "dense", "muon"
+"""The arm that all others are compared with, and `mpicomp.torch.LocalMuon`."""
 
 NETWORKS = ("50mbit/1ms", "200mbit/1ms", "1gbit/0us", "2.5gbit/0us")
 QUICK_NETWORKS = ("200mbit/1ms", "2.5gbit/0us")
@@ -46,8 +46,12 @@ ARMS: dict[str, tuple[str, ...]] = {
     "lgreco": ("--policy", "lgreco", *_TWICE),
     "flexible": ("--policy", json.dumps(_FLEXIBLE)),
     "auto": (),
+    MUON: ("--exchange", "muon", "--collective", "two-phase"),
 }
 """Words for `mpicomp train` by policy."""
+AS_NAMED = (DENSE, MUON)
+"""Arms that `mpicomp bench training` times by their name, without recorded plans."""
+_MUON_STEPS = 10  # from one of its exchanges to the next: blocks have as many
 
 
 def _fixed(collective: str, **config: Any) -> tuple[str, ...]:
@@ -213,8 +217,11 @@ def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[
     round_s = len(step_bytes) * _COMPUTING_S + 8 * sum(step_bytes.values()) / parse_bandwidth(run.network.bandwidth)
     block = min(LONGEST_BLOCK, max(SHORTEST_BLOCK, int(_TIMING_S / round_s / (BLOCKS + 1))))
     # Collectives of dense differ in nothing but time, and which is fastest depends on the network: it chooses there.
-    exchanges = ",".join(DENSE if name == DENSE else f"replay:{trace}" for name, trace in traces.items())
+    exchanges = ",".join(name if name in AS_NAMED else f"replay:{trace}" for name, trace in traces.items())
     words = ["bench", "training", *_words_of_task(run.task), "--seed", str(run.seed), "--exchange", exchanges]
+    if MUON in traces:
+        block = _MUON_STEPS
+        words += ["--every", str(block)]
     return [*words, "--steps", str(BLOCKS * block), "--blocks", str(BLOCKS), "--warm-up", str(block)]
 
 

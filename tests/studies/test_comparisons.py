@@ -86,6 +86,23 @@ def test_policy_row_is_over_its_seeds_and_network(study, jobs):
     assert "shared: dense, static do not look at the network" in shown
 
 
+def test_steps_of_muon_are_timed_with_their_share_of_an_exchange(study, jobs, tmp_path):
+    pytest.importorskip("matplotlib")
+    jobs.rates["text-lstm-host-muon-0"] = 2.0
+    more = ["--tasks", "text-lstm", "--policies", "auto,muon", "--seeds", "0", "--picture", str(tmp_path / "f.svg")]
+    _, written, _ = study("policies", *more)
+    [training] = [command for command in jobs.commands if "muon" in command]
+    assert training[training.index("--exchange") + 1] == "muon"
+    timing = next(command for command in jobs.commands if "bench" in command)
+    words = dict(itertools.pairwise(timing))
+    assert [name.partition(":")[0] for name in words["--exchange"].split(",")] == ["dense", "replay", "muon"]
+    assert (words["--every"], words["--steps"], words["--warm-up"]) == ("10", "50", "10")
+    muon = next(row for row in written["rows"] if row["policy"] == "muon")
+    assert muon["of_dense"] == pytest.approx(0.5)
+    picture = (tmp_path / "f-text-lstm.svg").read_text()
+    assert all(f">{word}<" in picture for word in ("muon", "auto", "dense", "1gbit/s", "0us"))
+
+
 def test_policies_name_failures_and_go_on(study, jobs):
     jobs.failing = {
         "text-lstm-host-static-0": "mpicomp: topk: too hot\n= BAD TERMINATION OF ONE OF YOUR PROCESSES\n",
