@@ -88,6 +88,7 @@ def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **f
         "schema": 1,
         "task": "digits",
         "shards": False,
+        "shard": 1,
         "compressor": "topk",
         "compressor_config": config,
         "ratio": 0.01,

@@ -181,9 +181,10 @@ def test_verdict_has_the_seconds_to_the_reference(tmp_path):
 
 def test_verdict_names_other_differences_of_runs(tmp_path):
     for name, ranks in (("one", 2), ("two", 4)):
-        write_outcome(tmp_path / f"{name}.json", 20, ranks=ranks)
+        write_outcome(tmp_path / f"{name}.json", 20, ranks=ranks, shard=ranks // 2)
     sentences = verdict(read_runs([str(tmp_path / "one.json"), str(tmp_path / "two.json")]))
-    assert sentences[-1].startswith("The runs differ in ranks (one 2, two 4) and hosts (one 2, two 4), too.")
+    found = "The runs differ in ranks (one 2, two 4), shard (one 1, two 2) and hosts (one 2, two 4), too."
+    assert sentences[-1].startswith(found)
 
 
 class Page(HTMLParser):
