@@ -253,6 +253,7 @@ def _draw(path: Path, rows: Sequence[Row], policies: Sequence[str]) -> None:
                 draw.plot(axes, Curve(places, ratios, ratios, ratios), token)
                 labels.append((float(ratios[-1]), policy, token))
         axes.set_xticks(range(len(links)), [link.replace(", ", "\n") for link in links])
+        axes.set_xlabel("")  # names of links take its place
         draw.log_axis(axes, "y")
         draw.label_ends(axes, labels)
         path.with_stem(f"{path.stem}-{task}").write_text(draw.on_white(draw.svg(figure)))

@@ -82,6 +82,12 @@ ARMS = {
         f"muon-every-{every}": Arm("onebit", settings={"sync_every": every}, inner="muon")
         for every in (1, 5, 10, 20, 40)
     },
+    **{  # as many bytes as one bit every 5 steps
+        f"muon-{bits}-bits-every-{5 * bits}": Arm(
+            {"id": "onebit", "bits": bits}, settings={"sync_every": 5 * bits}, inner="muon"
+        )
+        for bits in (2, 4)
+    },
     "demo": Arm({"id": "dcttopk"}, settings=DEMO_SETTINGS, inner="sgd"),
     **{
         f"demo-side-{side}": Arm(DEMO_COMPRESSOR | {"side": side}, settings=DEMO_SETTINGS, inner="sgd")
