@@ -62,6 +62,25 @@ def test_exchanges_cross_the_links(lab, tmp_path):
 
 
 @pytest.mark.slow
+def test_shards_stay_inside_hosts(lab, tmp_path):
+    """Between hosts travel the messages of each rank's shard: what FSDP gathers and scatters would be several times."""
+    pytest.importorskip("torch")
+    out, counters = tmp_path / "out.json", tmp_path / "counters.json"
+    words = ["--task", "text-gpt", "--steps", "8", "--shard", "2", "--compressor", "dense", "--collective", "ring"]
+    done = lab(
+        *("--hosts", "2", "--ppn", "2", "--bandwidth", "1gbit", "--latency", "0us", "--counters", str(counters)),
+        command=["mpicomp", "train", *words, "--no-verdict", "--json", str(out)],
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert (result["shard"], result["hosts"]) == (2, 2)
+    assert 1 <= result["wire_bytes"] / result["dense_bytes"] < 1.2  # ranks compare parameters at the first step
+    for host in json.loads(counters.read_text())["hosts"]:
+        assert 1 < host["tx_bytes"] / (2 * result["wire_bytes"]) < 1.2  # headers, and parameters at the beginning
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("bandwidth", ["50mbit", "200mbit"])
 def test_muon_is_named_by_a_prediction_that_holds(program, bandwidth):
