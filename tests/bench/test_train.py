@@ -367,7 +367,7 @@ def test_bad_options_are_refused_before_mpi_starts(arguments, text, capsys):
     ("arguments", "text"),
     [
         (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
-        (["--shard", "2"], "two replicas of 2 ranks, and this job has 1 rank; start it with mpiexec -n 4"),
+        (["--shard", "2"], "two replicas of 2 ranks, and this job has 2 ranks; start it with mpiexec -n 4"),
         slow(["--compressor", "topk", "--warmup", "2"], "leaves none of 2 steps to what comes"),
         slow(["--exchange", '{"id": "updates", "sync_delay": 2}'], "sync_delay must be at most"),
         slow(["--seed", "-1"], "seed"),

@@ -17,7 +17,7 @@ from mpicomp.policies import Static, list_policies, policy_class
 from mpicomp.policies.policy import MAX_REPORT_STEPS
 from mpicomp.policies.warmup import with_warmup
 
-POLICIES = ["static", "auto", "accordion", "flexible", "gravac", "lgreco", "schedule"]
+POLICIES = ["static", "auto", "interval", "accordion", "flexible", "gravac", "lgreco", "schedule"]
 
 
 def the_same_on_all(comm, kind, act):
