@@ -112,6 +112,7 @@ class Transformed(Scheme[DCTTopK]):
     id: ClassVar[str] = "transformed"
     paper: ClassVar[str] = "the exchange of DeMo, Peng et al. 2024, arXiv 2411.19870, by any sparse collective"
     messages: ClassVar[str] = "coefficients"
+    overwrites: ClassVar[bool] = True
     needs_whole_message: ClassVar[bool] = True
 
     def __init__(self, compressor: DCTTopK, inner: Scheme[ChunkTopK]) -> None:

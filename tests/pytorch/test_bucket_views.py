@@ -13,12 +13,13 @@ from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
 from mpicomp.system import stopping
 from mpicomp.torch.optimizer import _check_views
 
-# The sum stays; the mean is left in its place; the residual is; messages are decoded by all.
+# The sum stays; the mean is left in its place; the residual is; messages are decoded by all; coefficients lie there.
 KINDS = [
     (mpicomp.TopK(ratio=0.1), "allgather"),
     ("dense", "allreduce"),
     ("onebit", "two-phase"),
     (mpicomp.QSGD(bits=4, rounding="nearest"), "packed-allgather"),
+    ({"id": "dcttopk", "side": 4}, "transformed"),
 ]
 STALE_AT = 3
 

@@ -76,6 +76,13 @@ def test_products_of_all_matrices_follow_from_one(monkeypatch):
     assert seconds == pytest.approx(3 * sum(work) / work[0])
 
 
+def test_timing_products_draws_no_random_numbers():
+    """What a script draws must not depend on how slow its links are."""
+    before = torch.get_rng_state()
+    assert muon_advice._products_s([torch.ones(8, 8)]) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.mpi
 def test_optimizer_considers_advice_after_each_step(comm, monkeypatch):
     counts = []
