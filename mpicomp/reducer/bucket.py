@@ -249,6 +249,10 @@ class Bucket:
         pieces, tables = list(zip(self.offsets, gradients, strict=True)), self._tables
         return GradientWithResidual(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
 
+    def holds(self, gradients: Sequence[NDArray[Any]]) -> bool:
+        """Return whether all gradients of the bucket lie where the sum is made."""
+        return all(map(self._is_in_place, gradients, self.offsets))
+
     def _is_in_place(self, array: NDArray[Any], offset: int) -> bool:
         address = self._accumulated.__array_interface__["data"][0] + offset * self.dtype.itemsize
         is_there = self.holds_gradients and array.__array_interface__["data"][0] == address

@@ -135,10 +135,6 @@ class Step:
         transport.set_activity(_ACTIVITY, reducer.count, bucket.index, bucket.names[0], plan.scheme.id)
         last = timer()
         record.choosing_s += last - begin
-        may_be_overwritten = True
-        if bucket.holds_gradients:
-            may_be_overwritten = plan.scheme.overwrites and (yield from self._is_nobody_stale(gradients))
-            last = timer()
         done = BucketExchange(bucket, plan, ready, last, frozen, transport.group)
         show = trace.Phases().show if trace.markers else None
         try:
@@ -146,6 +142,10 @@ class Step:
                 show("compress")
             if gradients is not None and not self._layout.describer.on_host:
                 gradients = self._layout.inputs_of(bucket, gradients)
+            may_be_overwritten = True
+            if bucket.holds_gradients:
+                may_be_overwritten = plan.scheme.overwrites and (yield from self._do_all_hold(bucket, gradients))
+                last = done.start = timer()
             survey = None if frozen else planner.survey(bucket.index)
             accumulated = bucket.accumulate(gradients, self._scale)
             accumulated.may_be_overwritten = may_be_overwritten
@@ -207,13 +207,16 @@ class Step:
         if result.nonfinite:
             self._nonfinite.append(done)
 
-    def _is_nobody_stale(self, gradients: Sequence[Any] | None) -> Rounds[bool]:
-        """Ask before an exchange overwrites gradients, with which the step would have to be repeated. As rounds."""
-        tally = Tally()
-        stale = yield from tally.count(self._share([gradients is None]), self._transport.group)
+    def _do_all_hold(self, bucket: Bucket, gradients: Sequence[Any] | None) -> Rounds[bool]:
+        """Ask before gradients are overwritten whether a repeated step could take the mean for them. As rounds.
+
+        It could where no rank is stale, and the gradients of all ranks lie in the bucket.
+        """
+        tally, holds = Tally(), gradients is not None and bucket.holds(gradients)
+        answers = yield from tally.count(self._share([holds]), self._transport.group)
         self._record.overhead_bytes += tally.sent_bytes
         self._record.overhead_wire_bytes += tally.wire_bytes
-        return not stale.any()
+        return bool(answers.all())
 
     def commit(self, finite: bool) -> Rounds[dict[str, Any]]:
         """Keep the step or undo it, the same on all ranks, and return the means; none if it was ended. As rounds."""
