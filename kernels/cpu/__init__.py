@@ -7,7 +7,7 @@ the largest magnitude and shows whether everything was finite.
 
 import typing
 
-from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is_finite
+from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.chunks import select_in_chunks

@@ -12,20 +12,22 @@ from numpy.typing import NDArray
 _BLOCK = 1024  # elements that are swept again while they are in the first-level cache
 
 
-def accumulate(gradient: Floats, residual: Floats | None, out: Floats, threads: int = 1) -> Moments:
-    """Write ``gradient + residual`` to ``out`` in one sweep, and return the moments of ``out``.
+def accumulate(
+    gradient: Floats, residual: Floats | None, out: Floats, threads: int = 1, factor: float = 1.0
+) -> Moments:
+    """Write ``factor * (gradient + residual)`` to ``out`` in one sweep, and return the moments of the sum.
 
-    The gradient may be ``out`` itself. Without a residual the gradient is copied.
+    The gradient may be ``out`` itself. Without a residual it is added to nothing. The factor is not 0.
     """
-    mask = MASKS[out.dtype]
+    mask, number = MASKS[out.dtype], out.dtype.type(factor)
     bits = out.view(mask.dtype)
     nothing = bits[:0]
+    second = out[:0] if residual is None else residual
     if threads == 1:
-        return _moments(_accumulate(gradient, residual, out, bits, mask, None, 0, nothing, nothing), out)
+        return _moments(_accumulate(gradient, second, number, out, bits, mask, None, 0, nothing, nothing), out)
 
     def sweep(part: slice) -> Moments:
-        second = None if residual is None else residual[part]
-        sums = _accumulate(gradient[part], second, out[part], bits[part], mask, None, 0, nothing, nothing)
+        sums = _accumulate(gradient[part], second[part], number, out[part], bits[part], mask, None, 0, nothing, nothing)
         return _moments(sums, out[part])
 
     first, *others = spread(sweep, cut(out.size, threads))
@@ -50,19 +52,20 @@ def accumulate_candidates(
     ``out``.
     """
     mask = MASKS[out.dtype]
-    limit, words = mask.dtype.type(bound), out.view(mask.dtype)
+    limit, words, one = mask.dtype.type(bound), out.view(mask.dtype), out.dtype.type(1)
+    second = out[:0] if residual is None else residual
     if threads == 1:
-        sums = _accumulate(gradient, residual, out, words, mask, limit, base, index[count:], bits[count:])
+        sums = _accumulate(gradient, second, one, out, words, mask, limit, base, index[count:], bits[count:])
         return count + sums[0], _moments(sums, out)
     parts = cut(out.size, threads)
     room = max(0, index.size - count)
     slots = [slice(count + room * p // len(parts), count + room * (p + 1) // len(parts)) for p in range(len(parts))]
 
     def sweep(part: slice) -> tuple[int, Moments]:
-        second = None if residual is None else residual[part]
         slot = slots[parts.index(part)]
         target, place = out[part], base + part.start
-        sums = _accumulate(gradient[part], second, target, words[part], mask, limit, place, index[slot], bits[slot])
+        inputs = gradient[part], second[part], one, target, words[part]
+        sums = _accumulate(*inputs, mask, limit, place, index[slot], bits[slot])
         return int(sums[0]), _moments(sums, target)
 
     outcomes = spread(sweep, parts)
@@ -78,28 +81,23 @@ def accumulate_candidates(
     return count, moments
 
 
-def is_finite(top: int, dtype: np.dtype) -> bool:
-    """Return whether every element was finite, from a sweep's largest magnitude bits."""
-    return int(top) < infinity_of(dtype)
-
-
 def _moments(sums: tuple[int, int, float, float], out: Floats) -> Moments:
     _, nonzero, total, energy = sums
     finite = math.isfinite(energy)
     if not finite and out.dtype == np.float64:  # squares of finite numbers overflow too
-        finite = is_finite(_top(as_bits(out), mask_of(out.dtype)), out.dtype)
+        finite = int(_top(as_bits(out), mask_of(out.dtype))) < infinity_of(out.dtype)
     return Moments(nonzero, total, energy, finite)
 
 
 @kernel
-def _add(gradient, residual, block, out):  # type: ignore[no-untyped-def]
+def _add(gradient, residual, factor, block, out):  # type: ignore[no-untyped-def]
     nonzero = 0
     total, energy = out.dtype.type(0), out.dtype.type(0)
-    first = gradient[block]
-    second = first if residual is None else residual[block]
+    first, has_residual = gradient[block], residual.size > 0
+    second = residual[block] if has_residual else first
     for i in range(out.size):
-        value = first[i] if residual is None else first[i] + second[i]
-        out[i] = value
+        value = first[i] + second[i] if has_residual else first[i]
+        out[i] = value * factor
         nonzero += value != 0
         total += abs(value)
         energy += value * value
@@ -120,16 +118,17 @@ def _top(bits, mask):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _accumulate(gradient, residual, out, bits, mask, bound, base, index, found):  # type: ignore[no-untyped-def]
+def _accumulate(gradient, residual, factor, out, bits, mask, bound, base, index, found):  # type: ignore[no-untyped-def]
     count, nonzero = np.int64(0), 0  # of one type from the start: what is called with a literal is compiled once more
     total, energy = 0.0, 0.0
     for start in range(0, out.size, _BLOCK):
         block = slice(start, min(start + _BLOCK, out.size))
         part = out[block]
-        sums_of_block = _add(gradient, residual, block, part)
+        sums_of_block = _add(gradient, residual, factor, block, part)
         sums = (sums_of_block[1], sums_of_block[2])
         if sums_of_block[0] > 0 and not (LEAST < sums_of_block[2] < MOST):
-            sums = _sums(part)
+            total_of_block, energy_of_block = _sums(part)
+            sums = (total_of_block / factor, energy_of_block / factor / factor)
         nonzero += sums_of_block[0]
         total += sums[0]
         energy += sums[1]

@@ -1,13 +1,12 @@
 """Whole-array sweeps that belong to no family."""
 
 import numpy as np
-from mpicomp.kernels.cpu.bits import as_bits, mask_of
 from mpicomp.kernels.cpu.compile import Floats, exact, kernel
 
 
-def scale(array: Floats, factor: float) -> int:
-    """Multiply in place and return the largest magnitude of the result as bits; see `is_finite`."""
-    return int(_scale(array, as_bits(array), mask_of(array.dtype), array.dtype.type(factor)))
+def scale(array: Floats, factor: float) -> bool:
+    """Multiply in place and return whether every element of the result is finite; on a device, 0-d."""
+    return bool(_scale(array, array.dtype.type(factor), np.finfo(array.dtype).max))
 
 
 def energy(array: Floats) -> float:
@@ -56,12 +55,13 @@ def _share_rounding(exact, rounded, ranks, array, sent):  # type: ignore[no-unty
 
 
 @kernel
-def _scale(array, bits, mask, factor):  # type: ignore[no-untyped-def]
-    top = mask ^ mask
+def _scale(array, factor, largest):  # type: ignore[no-untyped-def]
+    nonfinite = 0
     for i in range(array.size):
-        array[i] *= factor
-        top = max(top, bits[i] & mask)
-    return top
+        value = array[i] * factor
+        array[i] = value
+        nonfinite += not abs(value) <= largest
+    return nonfinite == 0
 
 
 @exact

@@ -69,7 +69,6 @@ from mpicomp.kernels.gpu.sweeps import (
     accumulate_candidates,
     counts_above,
     energy,
-    is_finite,
     logarithms,
     momentum,
     scale,

@@ -56,8 +56,9 @@ DEVICE void list_candidates(
 // Columns of sums: nonzero elements, sum of magnitudes, energy. A bound of 0 lists nothing: elements past the end of
 // the array read as 0 and must not be candidates.
 KERNEL accumulate(
-    const Word* gradient, const Word* residual, Word* out, i64 size, const u64* least, i64 least_value, u32* index,
-    Word* bits, i64 room, u64* starts, u32* counts, State* state, Partials* partials) {
+    const Word* gradient, const Word* residual, double factor, Word* out, i64 size, const u64* least, i64 least_value,
+    u32* index, Word* bits, i64 room, u64* starts, u32* counts, State* state, Partials* partials) {
+  const Real by = (Real)factor;
   const Word bound = (Word)scalar_arg(least, least_value);
   double sum[3] = {};
   u64 nonzero = 0;
@@ -70,7 +71,12 @@ KERNEL accumulate(
 #pragma unroll
       for (int n = 0; n < ITEMS; ++n) items.item[n] = as_word(as_real(items.item[n]) + as_real(other.item[n]));
     }
-    store(items, out, tile);
+    Items scaled = items;
+    if (by != 1) {
+#pragma unroll
+      for (int n = 0; n < ITEMS; ++n) scaled.item[n] = as_word(as_real(items.item[n]) * by);
+    }
+    store(scaled, out, tile);
 #pragma unroll
     for (int n = 0; n < ITEMS; ++n) {
       const Word magnitude = items.item[n] & MASK;

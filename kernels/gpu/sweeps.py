@@ -14,9 +14,9 @@ _AT_ONCE = 8  # thresholds of a launch
 
 
 @twin_of(cpu.accumulate)
-def accumulate(gradient, residual, out, threads=1):
+def accumulate(gradient, residual, out, threads=1, factor=1.0):
     partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
-    accumulate_sweep(gradient, residual, out, (0, 0), 0, 0, 0, 0, 0, 0, partials)
+    accumulate_sweep(gradient, residual, out, (0, 0), 0, 0, 0, 0, 0, 0, partials, factor)
     return _moments(partials)
 
 
@@ -42,12 +42,12 @@ def accumulate_candidates(gradient, residual, out, bound, base, index, bits, cou
 
 def accumulate_sweep(
     gradient: Any, residual: Any, out: Any, bound: tuple[Any, int], index: Any, bits: Any, room: int,
-    starts: Any, counts: Any, state: Any, partials: Partials,
+    starts: Any, counts: Any, state: Any, partials: Partials, factor: float = 1.0,
 ) -> None:  # fmt: skip
     """Launch the kernel that computes the sum; a bound of 0 lists no candidates."""
     launch(
         "accumulate", "accumulate", out.dtype, sweeps(out.size, out.dtype),
-        gradient, 0 if residual is None else residual, out, out.size, *bound,
+        gradient, 0 if residual is None else residual, factor, out, out.size, *bound,
         index, bits, room, starts, counts, state, partials.memory,
     )  # fmt: skip
 
@@ -56,17 +56,12 @@ def _moments(partials: Partials) -> Any:
     return cpu.Moments(partials.count(), partials.total(1), partials.total(2), partials.finite())
 
 
-@twin_of(cpu.is_finite)
-def is_finite(top, dtype):
-    return top < infinity_of(np.dtype(dtype))
-
-
 @twin_of(cpu.scale)
 def scale(array, factor):
     blocks = sweeps(array.size, array.dtype)
     partials = Partials(blocks, 0, top=True)
     launch("sweep", "scale", array.dtype, blocks, array, array.size, *scalar_arg(factor, np.float64), partials.memory)
-    return partials.top()
+    return partials.top() < infinity_of(array.dtype)
 
 
 @twin_of(cpu.energy)

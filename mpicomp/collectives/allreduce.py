@@ -7,7 +7,7 @@ import numpy as np
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, plus, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
@@ -69,7 +69,7 @@ class ScatterReduce(Scheme[Dense]):
         total[:] = 0
         for message in incoming:
             add(message, wire, total)
-        finite = kernels.is_finite(kernels.scale(total, 1 / group.size), dtype)
+        finite = kernels.scale(total, 1 / group.size)
 
         reply = workspace.array("reply", size, np.uint8)
         delivered = total if wire is None else workspace.array("delivered", total.size, dtype)
@@ -115,6 +115,7 @@ class Allreduce(Scheme[Dense]):
         if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
         workspace, dtype = context.workspace, accumulated.dtype
+        is_divided = accumulated.divide(group.size)
         whole = send = accumulated.with_trailer()
         if not accumulated.may_be_overwritten:
             whole = workspace.array("mean", numel + TRAILER, dtype)
@@ -122,8 +123,10 @@ class Allreduce(Scheme[Dense]):
         whole = yield task
         mean = workspace.part(whole, numel)
         nonfinite, stale, energy, lost = received_on_host(whole[numel:]).tolist()
-        place = accumulated.kernels
-        [finite] = to_python(place.is_finite(place.scale(mean, 1 / group.size), dtype))
+        if is_divided:
+            finite = is_finite(mean, energy, group.size)
+        else:
+            [finite] = to_python(accumulated.kernels.scale(mean, 1 / group.size))
         return Result(
             mean=mean,
             sent=accumulated.array(),

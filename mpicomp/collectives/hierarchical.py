@@ -112,6 +112,8 @@ class Hierarchical(Scheme[Compressor]):
         host, across = _groups(group)
         if host.size == 1:
             assert across is not None
+            if not self._sparse:
+                accumulated.array()  # owners on other hosts have made their sums, and all have to divide alike
             result, damaged = yield from self._between_hosts(accumulated, context, across)
             mean = result.mean_in(context.workspace)
             alone = _put_together(self._report(result, damaged, True), mean, result.sent, result.problem)

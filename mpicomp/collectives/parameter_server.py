@@ -115,7 +115,7 @@ class ParameterServer(Scheme[Compressor]):
             for message in messages.reshape(group.size, size):
                 add(message, wire, mean)
             flags, energy, lost, problem = read_sent(self.id, messages.reshape(group.size, size), numel)
-            finite = kernels.is_finite(kernels.scale(mean, 1 / group.size), dtype)
+            finite = kernels.scale(mean, 1 / group.size)
             delivered = mean if wire is None else workspace.array("delivered", numel, dtype)
             pack(mean, wire, reply.send, delivered)
             if wire is not None:

@@ -135,7 +135,7 @@ class SegmentedMean:
     def divide(self, array: NDArray[np.floating], start: int, stop: int) -> None:
         """Make sums means in place, the tail left as it is."""
         values = self._values(array, start, stop)
-        self._finite = self._finite & kernels.is_finite(kernels.scale(values, 1 / self._ranks), values.dtype)
+        self._finite = self._finite & kernels.scale(values, 1 / self._ranks)
 
     def result(self, array: NDArray[np.floating]) -> Result:
         """Return the result, once all segments of ``array`` were divided or seen."""

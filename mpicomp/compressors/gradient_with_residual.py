@@ -63,7 +63,7 @@ class GradientWithResidual:
     buffer : array, shape (numel + TRAILER,)
         float32 or float64; receives the sum.
     residual : array, shape (numel,), or None
-        Of the dtype of ``buffer``; None without error feedback.
+        Of the dtype of ``buffer``; None without error feedback, or where it is zero.
     pieces : sequence of Piece, or of pairs like it
         The gradients, which fill the bucket; an empty sequence stands for zeros without a residual.
     stale : bool
@@ -99,6 +99,7 @@ class GradientWithResidual:
         self._residual = residual
         self._pieces = pieces
         self._scale = scale
+        self._factor = 1.0  # of the sum, see `divide`
         self._velocity = velocity
         self._tables = {} if tables is None else tables
         self._device_moments: cpu.Moments | None = None  # as kernels return them: on a device, 0-d arrays
@@ -128,7 +129,7 @@ class GradientWithResidual:
 
     @property
     def residual(self) -> NDArray[np.floating] | None:
-        """The residual before the step, read-only."""
+        """The residual before the step, read-only; None where there is none, or zeros."""
         return self._residual
 
     @property
@@ -216,6 +217,16 @@ class GradientWithResidual:
         self._moments = cpu.Moments(nonzero, total, energy, finite)
         return values
 
+    def divide(self, ranks: int) -> bool:
+        """Let the sum be made divided, so that the ranks' add up to the mean; return whether: it may be made by now.
+
+        Only by a power of two, as that rounds nothing (but subnormal numbers), and the mean has the same bits either
+        way; and only if it `may_be_overwritten`, since nothing is left of it. Moments stay those of the sum.
+        """
+        divides = self.may_be_overwritten and not self.is_computed and self._made == 0 and ranks.bit_count() == 1
+        self._factor = 1 / ranks if divides else 1.0
+        return divides
+
     def with_trailer(self, *trailer: float) -> NDArray[np.floating]:
         """Return the sum and ``trailer``, a contiguous array of shape (numel + TRAILER,).
 
@@ -266,7 +277,7 @@ class GradientWithResidual:
                 source = flat[first - low : last - low]
                 kept_back = None if residual is None else residual[first:last]
                 if region is None:
-                    added = kernels.accumulate(source, kept_back, target, self.threads)
+                    added = kernels.accumulate(source, kept_back, target, self.threads, self._factor)
                 else:
                     region.found, added = kernels.accumulate_candidates(
                         source, kept_back, target, region.bound, first, region.index, region.bits, region.found,

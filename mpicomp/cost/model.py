@@ -70,6 +70,7 @@ class CostModel:
         compressors = [_config(scheme, ladder) + _DEVICE_SUFFIX * on_device for scheme in schemes]
         plan_keys = [plan_key(scheme, ladder) for scheme in schemes]
         views = sample_views(group)
+        rounds_sd = plans.ROUNDS_SD if group.hosts > 1 else plans.HOST_ROUNDS_SD
         rounds = [[scheme.rounds(numel, dtype, view, _LATE_STEP) for view in views] for scheme in schemes]
         return Candidates(
             self.network,
@@ -80,7 +81,7 @@ class CostModel:
             ],
             [_correction(self.speed_corrections, key, numel, plans.SPEED_SD) for key in compressors],
             [_correction(self.kernel_corrections, key, numel, plans.KERNELS_SD) for key in keys],
-            [_correction(self.round_corrections, key, numel, plans.ROUNDS_SD) for key in plan_keys],
+            [_correction(self.round_corrections, key, numel, rounds_sd) for key in plan_keys],
         )
 
     def kernel_seconds(self, scheme: Scheme[Any], numel: int, on_device: bool = False) -> float:

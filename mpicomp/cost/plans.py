@@ -19,6 +19,7 @@ _SPEED_DRIFT_VARIANCE = 0.02**2  # that a step adds to the logarithm of a speed
 _SPEED_MAX_VARIANCE = 0.1**2  # of a speed, by drift
 KERNELS_SD = 0.25  # standard deviation of the logarithm of a scheme's kernel seconds, corrected by its speed
 ROUNDS_SD = 0.2  # standard deviation of the logarithm of a plan's seconds in rounds over the network's prediction
+HOST_ROUNDS_SD = 0.6  # the same inside one host, where caches decide, which no link's bandwidth shows
 _AGEING_VARIANCE = 0.3**2 / 5000  # that a step without the plan adds: a deviation of 0.3 after 5000 steps
 _MAX_SD = 0.7  # largest standard deviation by ageing
 _NOISE_VARIANCE = 0.1**2  # of the logarithm of a measurement

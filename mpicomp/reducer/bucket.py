@@ -203,6 +203,7 @@ class Bucket:
             )
         self._accumulated = self.device.zeros(self.numel + TRAILER, self.dtype)
         self._residual = self.device.zeros(self.numel + TRAILER if self.feedback else 0, self.dtype)
+        self._residual_is_zero = False  # known to be, so that it need not be added
         self._parts = {id(flat): flat[: self.numel] for flat in (self._accumulated, self._residual)}
         self._decayed = self.device.zeros(self._residual.size if self.decay != 1 else 0, self.dtype)
         self._velocity = self.device.zeros(self.numel if self.entry.momentum else 0, self.dtype)
@@ -231,7 +232,7 @@ class Bucket:
             if self.holds_gradients:
                 zeros = self.workspace.array("zeros of a stale rank", zeros.size, self.dtype)
             return GradientWithResidual(zeros, None, [], stale=True)
-        residual = self._residual[: self.numel] if self.feedback else None
+        residual = self._residual[: self.numel] if self.feedback and not self._residual_is_zero else None
         if residual is not None and self.decay != 1:
             with self.device.active():
                 residual = np.multiply(residual, self.dtype.type(self.decay), out=self._decayed[: self.numel])
@@ -297,14 +298,14 @@ class Bucket:
         """
         if self.feedback and self.entry.momentum:
             self._keep_velocity(sent, finite)
-        if self.feedback and leaves == "mean":
-            self._residual[: self.numel] = 0
+        left = self._parts[id(self._accumulated)]
+        if self.feedback and (leaves == "mean" or (leaves == "sum" and _is_all_of(left, sent))):
+            if not self._residual_is_zero:
+                self._residual[: self.numel] = 0
+            self._residual_is_zero = True
         elif self.feedback:
-            left = self._parts[id(self._accumulated)]
             if isinstance(sent, Selection):
                 kernels.of(left).subtract_at(sent.indices, sent.values, left)
-            elif leaves == "sum" and sent.base is left.base:
-                left[:] = 0
             elif leaves == "sum":
                 with np.errstate(invalid="ignore", over="ignore"):
                     np.subtract(left, sent, out=left)
@@ -314,6 +315,7 @@ class Bucket:
                 self._residual[: self.numel] = left
             else:
                 self._accumulated, self._residual = self._residual, self._accumulated
+            self._residual_is_zero = False
         if isinstance(mean, LazyMean):
             out = self._parts[id(self._accumulated)]
             mean.write(out)
@@ -340,11 +342,13 @@ class Bucket:
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return the flat part of the residual of a member, writable."""
+        self._residual_is_zero = False
         residual: NDArray[np.floating] = self._residual[self._spans[name]]
         return residual
 
     def residuals(self) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
         """Return every member with its flat part of the residual, writable."""
+        self._residual_is_zero = False
         return self.parts(self._residual)
 
     def velocities(self) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
@@ -355,6 +359,11 @@ class Bucket:
         """Cut a flat array of the bucket into its members'."""
         for member, offset in zip(self.members, self.offsets, strict=True):
             yield member, flat[offset : offset + member.numel]
+
+
+def _is_all_of(accumulated: NDArray[np.floating], sent: NDArray[np.floating] | Selection) -> bool:
+    """Return whether the accumulated array itself was sent."""
+    return not isinstance(sent, Selection) and sent.base is accumulated.base
 
 
 def cut(members: Sequence[ArraySpec], limit_bytes: int) -> list[list[ArraySpec]]:

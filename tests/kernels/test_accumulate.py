@@ -38,6 +38,21 @@ def test_accumulate_adds_and_sums_moments(kernels, dtype, shift):
             check(kernels, moments, out)
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_accumulate_multiplies_the_sum(kernels, dtype, shift):
+    kernels.shift = shift
+    for size in SIZES:
+        gradient, residual = pair(size, dtype)
+        for memory in (residual, None):
+            out = np.full(size, np.nan, dtype)
+            for scale in (1.0, 1e-30, 1e17):
+                inputs = dtype(scale) * gradient, None if memory is None else dtype(scale) * memory
+                moments = kernels.accumulate(*inputs, out, 1, 1 / 3)
+                added = inputs[0] if memory is None else inputs[0] + inputs[1]
+                np.testing.assert_array_equal(out, dtype(1 / 3) * added)
+                check(kernels, moments, added)
+
+
 @pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-20, 1e-12, 1.0, 1e12, 1e18, 1e37])
 def test_moments_at_every_scale(kernels, dtype, scale):
     rng = np.random.default_rng(2)

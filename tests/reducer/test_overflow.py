@@ -23,10 +23,17 @@ def messages(ranks, gradients):
     ("compressor", "collective"), [("dense", "allreduce"), ("dcttopk", "auto"), ("powersgd", "auto")]
 )
 def test_overflow_of_a_sum_names_the_compressor(compressor, collective):
-    ranks = Ranks(2, compressor, collective)
+    ranks = Ranks(3, compressor, collective)
     large = {"w": np.full((64, 64), 3e38, np.float32)}
-    said = messages(ranks, [large, large])
+    said = messages(ranks, [large, large, large])
     assert re.search(rf"gradients are finite, and {compressor} overflowed at step 0.*'w'", said)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sum_that_is_divided_first_does_not_overflow(size):
+    large = {"w": np.full(64, 3e38, np.float32)}
+    for mean in Ranks(size, "dense", "allreduce").reduce([large] * size):
+        np.testing.assert_array_equal(mean["w"], large["w"])
 
 
 def test_nonfinite_gradient_is_named():
