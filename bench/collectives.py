@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.measure.exchanges import Plan, Residuals, Runner, in_turn
+from mpicomp.bench.measure.exchanges import LIBRARY, LibraryRunner, Plan, Residuals, Runner, in_turn
 from mpicomp.bench.measure.feedback import Gradients
 from mpicomp.bench.measure.interleaved import without_garbage
 from mpicomp.bench.measure.intervals import LEAST, is_narrow, ratio_interval
@@ -119,12 +119,15 @@ class _Bench:
             others.append(self._expect(plans, numel, words))
         everything = [*dense, *(timing for timings in others for timing in timings)]
         self._time_all(dense, everything, [], gradients)
-        rows = rows_of(dense, dense)
+        library = [self._timed(Plan(Dense(), LIBRARY), numel, "")] if self.device is HOST else []
+        self._time_all(library, everything, dense, gradients)
+        rows = rows_of([*dense, *library], dense)
         done(rows)
         for compressor, words, timings in zip(settings.compressors, differences, others, strict=True):
             self._time_all(timings, [*dense, *timings], dense, gradients)
             if settings.auto:
-                timings.append(self._auto(Plan(compressor, AUTO), words, [*dense, *timings], dense, gradients))
+                fixed = [*dense, *timings]
+                timings.append(self._auto(Plan(compressor, AUTO), words, fixed, dense, library, gradients))
             rows += rows_of(timings, dense)
             done(rows)
         return rows
@@ -207,9 +210,15 @@ class _Bench:
         return stopped
 
     def _auto(
-        self, plan: Plan, settings: str, fixed: Sequence[TimedPlan], dense: Sequence[TimedPlan], gradients: Gradients
+        self,
+        plan: Plan,
+        settings: str,
+        fixed: Sequence[TimedPlan],
+        dense: Sequence[TimedPlan],
+        library: Sequence[TimedPlan],
+        gradients: Gradients,
     ) -> TimedPlan:
-        """Time ``auto`` in its steady state, in turn with the best plan that it may choose and the best dense one.
+        """Time ``auto`` in its steady state, in turn with the best plan that it may choose, the best dense one and MPI.
 
         Those are run without a cost model, so that what measuring and choosing cost counts against ``auto``.
         """
@@ -219,8 +228,9 @@ class _Bench:
         timing = self._timed(plan, numel, settings)
         timing.runner = auto = self._runner(plan, gradients, self._copy())
         plans = [best.plan]
-        if best_dense.plan != best.plan and best_dense.median_s <= _TOO_SLOW * best.median_s:
-            plans.append(best_dense.plan)
+        for other in (best_dense, *library):
+            if other.plan not in plans and other.median_s <= _TOO_SLOW * best.median_s:
+                plans.append(other.plan)
         rivals = [self._runner(plan, gradients, None) for plan in plans]
         runners = [auto, *rivals]
         with without_garbage():
@@ -240,6 +250,7 @@ class _Bench:
         best_s = float(np.median(times[1]))
         retimed = best_dense.plan in plans
         dense_s = float(np.median(times[1 + plans.index(best_dense.plan)])) if retimed else best_dense.median_s
+        beside_library = [times[1 + plans.index(other.plan)] for other in library if other.plan in plans]
         ran = auto.ran[timing.first : len(auto.steps)]
         interval = ratio_interval(times[0], times[1])
         timing.facts = {
@@ -252,6 +263,7 @@ class _Bench:
             "best_dense": best_dense.plan.name,
             "best_dense_s": dense_s,
             "behind_dense": timing.median_s / dense_s - 1,
+            "library_s": float(np.median(beside_library[0])) if beside_library else None,
         }
         for runner in runners:
             runner.close()
@@ -272,6 +284,8 @@ class _Bench:
         return TimedPlan(plan, numel, self.ranks, self.hosts, settings, device)
 
     def _runner(self, plan: Plan, gradients: Gradients, model: CostModel | None) -> Runner:
+        if plan.collective == LIBRARY:
+            return LibraryRunner(gradients, self.transport)
         return Runner(plan, gradients, self.transport, self.residuals, model)
 
     def _copy(self) -> CostModel | None:

@@ -62,6 +62,7 @@ _AUTO_COLUMNS = {
     "best_dense": "",
     "best_dense_s": ".4g",
     "behind_dense": "+.1%",
+    "library_s": ".4g",
 }
 
 

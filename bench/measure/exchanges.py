@@ -12,13 +12,16 @@ from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
 from mpicomp.arrays import to_host
-from mpicomp.compressors import Compressor, SharedSparsifier, Sparsifier
+from mpicomp.compressors import Compressor, Dense, SharedSparsifier, Sparsifier
 from mpicomp.cost import CostModel
 from mpicomp.device import HOST, Device
 from mpicomp.reducer import Reducer, StepRecord
+from mpicomp.rounds import Round
 from mpicomp.transport import Transport
 
 NAME = "gradient"
+LIBRARY = "MPI_Allreduce"
+"""Stands for a collective in the plan that is the library's alone."""
 SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)
 """Places of the numbers that a rank reports of a step; start and end are on the clock that ranks share."""
 
@@ -163,6 +166,34 @@ class Runner:
         if reducer.last_step is None:
             return np.zeros(self._gradients.numel, DTYPE)
         return reducer.residual(NAME)
+
+
+class LibraryRunner(Runner):
+    """The library's own Allreduce of the same gradients: no mean, and nothing of mpicomp's before or after it."""
+
+    def __init__(self, gradients: Gradients, transport: Transport) -> None:
+        self.plan = Plan(Dense(), LIBRARY)
+        self.steps, self.checks, self.ran = [], [], []
+        self.predicted, self.gains, self.route = [], [], None
+        self._gradients, self._transport = gradients, transport
+        self._sum = np.empty(gradients.numel, DTYPE)
+        self._last = None
+
+    def step(self, check: bool = False) -> None:
+        task = Round("allreduce", (self._sum.size,), DTYPE, send=self._gradients.fresh(), recv=self._sum)
+        self.catch_up()
+        start = self._transport.clock()
+        self._transport.perform(task)
+        end = self._transport.clock()
+        group = self._transport.group
+        nbytes = task.sent_bytes(group), task.wire_bytes(group)
+        self._last = np.array([end - start, 0.0, end - start, 0.0, 0.0, *nbytes, start, end])
+        self.ran.append(self.plan.name)
+        if check:
+            self.catch_up()
+
+    def close(self) -> None:
+        pass
 
 
 def _route_of(device: Device, nbytes: int, summed: bool) -> str | None:

@@ -5,14 +5,25 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict
 
 import numpy as np
-from mpicomp.bench.measure.exchanges import CHOOSING, COMPRESS, DECODE, EXCHANGE, SECONDS, SENT, WIRE, Plan, Runner
+from mpicomp.bench.measure.exchanges import (
+    CHOOSING,
+    COMPRESS,
+    DECODE,
+    EXCHANGE,
+    LIBRARY,
+    SECONDS,
+    SENT,
+    WIRE,
+    Plan,
+    Runner,
+)
 from mpicomp.bench.measure.intervals import median_interval
 
 
 class _Which(TypedDict):
-    compressor: Annotated[str, "name"]
+    compressor: Annotated[str, "name; `none` for the library's own sum"]
     ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
-    collective: Annotated[str, "name, with what it is built on after a colon; `auto`"]
+    collective: Annotated[str, "name, with what it is built on after a colon; `auto`; `MPI_Allreduce`"]
     numel: Annotated[int, "length of the array"]
     ranks: Annotated[int, "that took part"]
     hosts: Annotated[int, "that they are on"]
@@ -59,6 +70,7 @@ class _OfAuto(TypedDict):
     best_dense: Annotated[str | None, "the best dense plan"]
     best_dense_s: Annotated[float | None, "its median, timed in turn where it is not three times slower than the best"]
     behind_dense: Annotated[float | None, "`median_s / best_dense_s - 1`"]
+    library_s: Annotated[float | None, "median of `MPI_Allreduce`, timed in turn unless three times slower or on a GPU"]
 
 
 class PlanRow(_Which, _Measured, _OfAuto):
@@ -100,7 +112,8 @@ class TimedPlan:
         ratio = getattr(self.plan.compressor, "ratio", None)
         at = "" if ratio is None else f" at {ratio:g}"
         which = f" ({self.settings})" if self.settings else ""
-        return f"{self.numel:,} elements, {self.plan.compressor.id}{at}{which}, {self.plan.collective}"
+        exchange = "" if self.plan.collective == LIBRARY else f"{self.plan.compressor.id}{at}{which}, "
+        return f"{self.numel:,} elements, {exchange}{self.plan.collective}"
 
     @property
     def outcome(self) -> str:
@@ -119,7 +132,7 @@ def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
     """Return a plan's row; ``base`` is the median of the best dense one."""
     plan, runner = timing.plan, timing.runner
     row: dict[str, Any] = {
-        "compressor": plan.compressor.id,
+        "compressor": "none" if plan.collective == LIBRARY else plan.compressor.id,
         "ratio": getattr(plan.compressor, "ratio", None),
         "collective": plan.collective,
         "numel": timing.numel,
@@ -156,8 +169,8 @@ def _measured(timing: TimedPlan, runner: Runner, base: float) -> dict[str, Any]:
         "wire_bytes": wire,
         "predicted_s": float(np.median(predictions)) if predictions else None,
         "speedup": base / median,
-        "error": max(check.error for check in runner.checks),
-        "correct": all(check.correct for check in runner.checks),
+        "error": max((check.error for check in runner.checks), default=None),
+        "correct": all(check.correct for check in runner.checks) if runner.checks else None,
         "low_s": low,
         "high_s": high,
         "p99_s": p99,
@@ -231,7 +244,8 @@ def osu_blocks(rows: Sequence[Mapping[str, Any]], where: str) -> str:
     for (compressor, ratio, settings, collective), of_plan in plans.items():
         at = "" if ratio is None else f" at ratio {ratio:g}"
         which = "" if settings is None else f" ({settings})"
-        lines += [f"# mpicomp {compressor}{at}{which}, {collective}: float32, {where}"]
+        exchange = collective if collective == LIBRARY else f"mpicomp {compressor}{at}{which}, {collective}"
+        lines += [f"# {exchange}: float32, {where}"]
         lines += [OSU_HEADER + "".join(name.rjust(14) for name in (*_TIME_COLUMNS, *_LAST_COLUMNS))]
         lines += [_osu_line(row) for row in sorted(of_plan, key=lambda row: int(row["numel"]))]
         lines += [""]

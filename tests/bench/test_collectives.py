@@ -62,12 +62,16 @@ class Scripted:
 def scripted(monkeypatch):
     """Return a function that measures plans of scripted seconds and returns the rows by collective."""
 
-    def start(dense, topk=None, auto=None, expected=None, limit_s=10.0):
+    def start(dense, topk=None, auto=None, expected=None, limit_s=10.0, library=9.0):
         seconds = {f"dense {name}": times for name, times in dense.items()}
         seconds |= {f"topk {name}": times for name, times in (topk or {}).items()}
         seconds["topk auto"] = auto
         Scripted.seconds, Scripted.ran_in_order = seconds, []
+        seconds["dense MPI_Allreduce"] = [library]
         monkeypatch.setattr(collectives, "Runner", Scripted)
+        plan = Plan(Dense(), "MPI_Allreduce")
+        make = lambda gradients, transport: Scripted(plan, gradients, transport, None, None)  # noqa: E731
+        monkeypatch.setattr(collectives, "LibraryRunner", make)
         monkeypatch.setattr(
             collectives,
             "plans_of",
@@ -101,7 +105,7 @@ def scripted(monkeypatch):
 )
 def test_plan_is_timed_as_its_seconds_allow(scripted, seconds, stopped, samples, median_s, steps):
     row = scripted({"ring": seconds})["ring"]
-    found = row["stopped"], row["samples"], row["median_s"], len(Scripted.ran_in_order)
+    found = row["stopped"], row["samples"], row["median_s"], Scripted.ran_in_order.count("dense ring")
     assert found == (stopped, samples, median_s, steps)
     assert (row["low_s"], row["high_s"]) == ((median_s, median_s) if stopped == "interval" else (None, None))
     assert row["correct"] is True
@@ -135,7 +139,7 @@ def test_hopeless_plan_is_not_run(scripted):
     assert rows["parameter-server"]["median_s"] is None
     assert rows["parameter-server"]["predicted_s"] == 21
     assert rows["parameter-server"]["samples"] == 0
-    assert list(rows) == ["allreduce", "ring", "parameter-server", "allgather"]
+    assert list(rows) == ["allreduce", "ring", "parameter-server", "MPI_Allreduce", "allgather"]
     assert "dense parameter-server" not in Scripted.ran_in_order
 
 
@@ -167,6 +171,15 @@ def test_auto_takes_turns_with_the_best_plans(scripted):
     assert Scripted.ran_in_order[-1] == "topk auto"
 
 
+def test_auto_takes_turns_with_the_library(scripted):
+    rows = scripted({"ring": [0.02]}, topk={"allgather": [0.01]}, auto=[0.011], library=0.03)
+    assert rows["auto"]["library_s"] == rows["MPI_Allreduce"]["median_s"] == 0.03
+    assert rows["MPI_Allreduce"]["speedup"] == pytest.approx(2 / 3)
+    assert rows["MPI_Allreduce"]["compressor"] == "none"
+    turns = {"topk auto", "topk allgather", "dense ring", "dense MPI_Allreduce"}
+    assert set(Scripted.ran_in_order[-120:]) == turns
+
+
 @pytest.mark.slow
 def test_auto_is_compared_with_what_it_may_choose(scripted):
     topk = {"allgather": [0.1, 0.01], "star-topk:ring": [0.1, 0.005]}
@@ -178,6 +191,7 @@ def test_auto_is_compared_with_what_it_may_choose(scripted):
 def test_dense_plan_far_behind_takes_no_turns(scripted):
     rows = scripted({"ring": [0.1, 0.04]}, topk={"allgather": [0.1, 0.01]}, auto=[0.01])
     assert rows["auto"]["best_dense_s"] == 0.04
+    assert rows["auto"]["library_s"] is None
     assert set(Scripted.ran_in_order[-60:]) == {"topk auto", "topk allgather"}
 
 
@@ -217,7 +231,7 @@ def test_speed_ups_are_over_the_best_dense_plan():
         base = min(row["median_s"] for row in of_length if row["compressor"] == "dense")
         for row in of_length:
             assert row["speedup"] == pytest.approx(base / row["median_s"])
-            assert row["correct"] is True
+            assert row["correct"] is (None if row["compressor"] == "none" else True)
             assert row["ranks"] == row["hosts"] == 1
             assert row["median_s"] <= row["p95_s"] <= row["p99_s"]
             assert row["rank_min_s"] <= row["rank_mean_s"] <= row["rank_max_s"]
@@ -272,7 +286,7 @@ def test_text_that_reads_like_osu(rows):
     plans = {(row["compressor"], row["ratio"], row["collective"]) for row in rows}
     assert len(headers) == len(plans)
     for at in headers:
-        assert lines[at - 1].startswith("# mpicomp ")
+        assert lines[at - 1].startswith(("# mpicomp ", "# MPI_Allreduce: "))
         cells = [line.split() for line in lines[at + 1 : at + 3]]
         assert [cell[0] for cell in cells] == ["200", "12000"]
         assert all(len(cell) == 15 for cell in cells)
@@ -286,7 +300,7 @@ def test_text_that_reads_like_osu(rows):
 def test_configurations_of_one_compressor_differ():
     compressors = [TopK(ratio=0.1), TopK(ratio=0.2), TopK(ratio=0.1, wire="bf16"), SIDCo(ratio=0.1)]
     found = run(Settings([50], compressors, ["allgather"], False, 0.01))
-    rows = [row for row in found if row["compressor"] != "dense"]
+    rows = [row for row in found if row["compressor"] not in ("dense", "none")]
     assert [row["settings"] for row in rows] == ["wire=None", "wire=None", "wire=bf16", None]
     headings = [line for line in osu_blocks(rows, "1 rank on 1 host").splitlines() if line.startswith("# mpicomp ")]
     assert headings == [
@@ -308,8 +322,7 @@ def test_ranks_agree_on_everything_and_means_are_right(comm, caplog):
     transport.close()
     assert not caplog.records, "there is no training that could fall behind"
     assert comm.allgather(found) == [found] * comm.size
-    assert all(row["correct"] for row in found)
-    assert all(row["predicted_s"] > 0 for row in found)
+    assert all(row["correct"] and row["predicted_s"] > 0 for row in found if row["compressor"] != "none")
     assert all(row["sent_bytes"] > 0 for row in found)
     names = [f"{row['compressor']} {row['collective']}" for row in found]
     assert found[-1]["best"] in names
