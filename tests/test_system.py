@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from marks import slow
 
 from mpicomp.system.launcher import Launch, detect, protocol, singletons
 
@@ -114,7 +115,7 @@ reducer.close()
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one processor cannot be narrowed")
-@pytest.mark.parametrize("imports", ["import torch, mpicomp", "import mpicomp, torch"])
+@pytest.mark.parametrize("imports", ["import torch, mpicomp", slow("import mpicomp, torch")])
 def test_threads_have_the_mask_of_the_process(mpiexec, imports):
     pytest.importorskip("torch")
     env = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}

@@ -18,15 +18,23 @@ from mpicomp.testing import check_compressor, checks, example
 
 COMPRESSORS_AT_DEFAULTS = [example(cls) for cls in COMPRESSORS.classes() if COMPRESSORS.plugin(cls.id) is None]
 VARIANTS = [compressor for compressor in OWN + UNBIASED + USERS if compressor not in COMPRESSORS_AT_DEFAULTS]
-KINDS = {"ring", "allgather", "two-phase", "hierarchical"}  # one of each kind; the rest of theirs is in test_laws
 OURS = [cls for cls in COLLECTIVES.classes() if COLLECTIVES.plugin(cls.id) is None]
 POLICIES_AT_DEFAULTS = [cls() for cls in POLICIES.classes() if POLICIES.plugin(cls.id) is None]
+# One of each kind; test_all_compressors, test_laws and test_policy_laws have the rest.
+KINDS = {
+    *("topk", "sidco", "randomk", "qsgd", "onebit", "dense", "powersgd"),
+    *("ring", "allgather", "two-phase", "hierarchical"),
+    *("static", "auto"),
+}
 
 
 def laws(subjects, name=str, slow=False):
-    marks = [pytest.mark.slow] * slow
     return [
-        pytest.param(law, id=f"{name(subject)}-{law.__name__}", marks=marks)
+        pytest.param(
+            law,
+            id=f"{name(subject)}-{law.__name__}",
+            marks=[pytest.mark.slow] * (slow or subject.id not in KINDS),
+        )
         for subject in subjects
         for law in checks(subject)
     ]
@@ -37,13 +45,7 @@ def test_every_compressor(check):
     check()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        *laws([cls for cls in OURS if cls.id in KINDS], lambda cls: cls.id),
-        *laws([cls for cls in OURS if cls.id not in KINDS], lambda cls: cls.id, slow=True),
-    ],
-)
+@pytest.mark.parametrize("check", laws(OURS, lambda cls: cls.id))
 def test_every_collective(check):
     check()
 

@@ -237,7 +237,7 @@ def local_muon(model):
     return LocalMuon(model, 0.01, adamw_lr=1.5e-3, comm=LocalWorld(1).transports[0])
 
 
-@pytest.mark.parametrize(("inner", "lr_scale", "make"), [("sgd", 20.0, plain_descent), ("muon", 0.5, local_muon)])
+@pytest.mark.parametrize(("inner", "lr_scale", "make"), [slow("sgd", 20.0, plain_descent), ("muon", 0.5, local_muon)])
 def test_inner_optimizer_steps_at_the_scaled_rate(one_thread, inner, lr_scale, make):
     task = get_task("digits", 0)
     updates = {"sync_every": 1, "inner": inner}
@@ -265,6 +265,7 @@ def test_muon_is_local_muon(mpiexec, tmp_path):
     assert 320 > result["dense_wire_bytes"] / result["wire_bytes"] > 250  # magnitudes and headers count
 
 
+@pytest.mark.slow
 def test_demo_sets_compressor_and_updates(mpiexec, tmp_path):
     done, result, lines = train(
         mpiexec, tmp_path, 1, "--task", "digits", "--steps", "4", "--exchange", "demo", "--no-verdict"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from marks import slow
 from replicas import Pair, assert_equal, assert_replicas, batch, descent, distribute, network, square, train
 
 import mpicomp
@@ -37,8 +38,11 @@ def are_views(model, optimizer):
 
 
 @pytest.mark.mpi(max_size=3)
-@pytest.mark.parametrize("overlap", [True, None])
-@pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("compressor", "collective", "overlap"),
+    [*((*kind, True) for kind in KINDS), (*KINDS[0], None), *(slow(*kind, None) for kind in KINDS[1:])],
+    ids=str,
+)
 def test_views_change_no_bit(comm, compressor, collective, overlap):
     models, residuals = (network(), network()), []
     for model, views in zip(models, (False, True), strict=True):
@@ -106,9 +110,15 @@ def test_views_change_no_bit_of_scaled_gradients(comm, compressor, collective):
 
 
 @pytest.mark.mpi(max_size=3)
-@pytest.mark.parametrize("stale_at", [1, 3], ids=["before gradients are views", "views"])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("compressor", "collective"), [*KINDS, DEMO], ids=str)
+@pytest.mark.parametrize(
+    ("compressor", "collective", "overlap", "stale_at"),
+    [  # views are there after the first step
+        *((*kind, True, 3) for kind in [*KINDS, DEMO]),
+        *((*KINDS[1], *when) for when in ((True, 1), (False, 1), (False, 3))),
+        *(slow(*kind, *when) for kind in [KINDS[0], *KINDS[2:], DEMO] for when in ((True, 1), (False, 1), (False, 3))),
+    ],
+    ids=str,
+)
 def test_stale_step_loses_nothing(comm, monkeypatch, compressor, collective, overlap, stale_at):
     """Buckets that were exchanged before one rank asks all of them to agree: gradients plus residuals are conserved."""
     model = network()

@@ -103,7 +103,7 @@ def test_join_with_trials_is_refused(comm):
 
 @pytest.mark.parametrize(
     ("ranks", "words", "status", "text"),
-    [(2, [], 0, ""), (1, ["--exchange", "updates"], 2, "train: trials of policy 'flexible' undo steps")],
+    [(2, [], 0, ""), slow(1, ["--exchange", "updates"], 2, "train: trials of policy 'flexible' undo steps")],
 )
 def test_train_with_the_published_search_makes_its_trials(mpiexec, tmp_path, ranks, words, status, text):
     pytest.importorskip("sklearn")
