@@ -150,9 +150,14 @@ class Network:
         if abs(log_ratio) > max(MIN_CHANGE_LOG, _OUTLIER_SD * sd):
             self._suspected = 1 if log_ratio > 0 else -1
 
-    def resolve_suspicion(self, changed: bool) -> None:
-        """Record whether a suspected change of links was one; after a false alarm the next one takes more outliers."""
+    def resolve_suspicion(self, changed: bool) -> bool:
+        """Record whether a suspected change of links was one; after a false alarm the next one takes more outliers.
+
+        Return whether it was not the first false alarm since a change: seconds of the plans themselves are off then.
+        """
+        is_repeated = not changed and self._patience > _PATIENCE_STEPS[0]
         self._patience = _PATIENCE_STEPS[0] if changed else min(2 * self._patience, _PATIENCE_STEPS[1])
+        return is_repeated
 
     def set_link(self, group: str, latency: float, seconds_per_byte: float, sd: float) -> None:
         """Set a link's measured latency and bandwidth, with the standard deviation of their logarithms."""

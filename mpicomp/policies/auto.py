@@ -176,7 +176,7 @@ class Auto(MeasuredPolicy):
         self._sends_jointly = [
             np.array([scheme.may_drop_selected for scheme in table.schemes]) for table in self._selector.tables
         ]
-        self._allowed = [self._dense_rows(bucket) for bucket in range(len(shapes))]
+        self._allow_dense()
 
     def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
         """Search for better plans after surveys, and at once after a change of the network."""
@@ -266,6 +266,7 @@ class Auto(MeasuredPolicy):
         if state.get("local_steps") in self._local_choices:
             self._local_steps = int(state["local_steps"])
         self._search_is_due = True
+        self._allow_dense()
         self._restored = {str(name): statistics for name, statistics in state.get("elements", {}).items()}
         self._restore()
         self._selector.load_cost(cost)
@@ -314,6 +315,9 @@ class Auto(MeasuredPolicy):
         levels = self._selector.tables[bucket].levels
         return np.flatnonzero(levels > levels[-1] - len(self._dense))
 
+    def _allow_dense(self) -> None:
+        self._allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
+
     def _fastest_dense(self, bucket: int) -> int:
         rows = self._dense_rows(bucket)
         return int(rows[self._selector.seconds(bucket)[rows].argmin()])
@@ -323,7 +327,8 @@ class Auto(MeasuredPolicy):
         self._searched_s = math.nan
         tradeoff = self._tradeoff(self._local_steps)
         if tradeoff is None:
-            self._allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
+            if self._is_known:  # else plans stay until the signal is known again after a jump
+                self._allow_dense()
             return
         rows = self._best_rows(tradeoff)
         least = (1 - SWITCH_MARGIN) * tradeoff.time_per_dense_step(rows)

@@ -210,10 +210,13 @@ class PlanSelector:
         network = self.cost.network
         yield from probe_link(network, transport)
         changed = bool(np.abs(network.log_link - self._link_before).max() > MIN_CHANGE_LOG)
-        network.resolve_suspicion(changed)
+        self._link_before = network.log_link
+        are_plans_wrong = network.resolve_suspicion(changed)
         inflated: set[int] = set()
-        for table in self.tables:
+        for table, state in zip(self.tables, self._states, strict=True):
             if table.candidates is not None:
+                if are_plans_wrong:
+                    table.candidates.doubt(state.row)
                 table.candidates.inflate_variance(inflated)
         for state in self._states:
             state.known = state.must_choose = True

@@ -114,6 +114,27 @@ def test_a_change_of_the_network_is_followed_within_ten_steps():
     assert sent_bytes(training.run(15))[10:].mean() < 0.5 * before
 
 
+def test_plans_stay_while_the_signal_is_measured_anew():
+    """After a jump of the signal a change of the network has auto search before it knows the new one."""
+    link = Link(1e-5, 2e6)
+    training = Training(4, link)
+    training.run(60)
+
+    def surveys():
+        [statistics] = training.ranks.reducers[0].policy.state_dict()["elements"].values()
+        return statistics["surveys"]
+
+    training.signal, before = 0.9, surveys()
+    for _ in range(60):
+        training.run(1)
+        if surveys() < before:
+            break
+    link.bits = 1e6
+    steps = training.run(8)
+    assert surveys() < 10  # so many are needed
+    assert "dense" not in {bucket.compressor["id"] for buckets in steps for bucket in buckets}
+
+
 def test_surveys_become_rare_until_the_learning_rate_jumps():
     """Where exchanges take next to no time dense is best, and no look changes that."""
     training = Training(2, NO_TIME)

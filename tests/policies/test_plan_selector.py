@@ -153,6 +153,18 @@ def test_a_change_of_the_network_is_followed_within_ten_steps():
         assert np.median(ran) <= 1.03 * min(best[link.bits].values())
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_factor_measured_wrongly_is_corrected_within_a_dozen_steps(size):
+    """As where other traffic delayed the short messages of the probe: sums are believed to take a tenth."""
+    link, network = Link(1e-4, 200e6), Network(size)
+    network.set_link("world", link.latency, 8 / link.bits, 0.1)
+    network.set_factors("world", "allreduce", 1.0, 0.1, 0.2)
+    ranks = Ranks(size, link, mpicomp.Dense(), numel=500_000, cost=CostModel(network))
+    taken = [ranks.step() for _ in range(20)]
+    assert taken[0][2].predicted_s < 0.15 * taken[0][1]
+    assert all(bucket.predicted_s == pytest.approx(seconds, rel=0.15) for _, seconds, bucket in taken[12:])
+
+
 def test_selector_short_steps_learns_few_times_a_second():
     ranks = Ranks(4, Link(1e-4, 1e9), mpicomp.TopK(ratio=0.01))
 

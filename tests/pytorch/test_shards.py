@@ -2,11 +2,12 @@
 
 import faulthandler
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from replicas import Words, adam, batch, network, sgd, square, words_loss
+from replicas import Words, adam, batch, distribute, network, sgd, square, words_loss
 from sharded_models import Hybrid, assert_alike, residuals, shard, shards
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -101,16 +102,20 @@ def test_offloaded_shards_equal_one_process(comm):
         hybrid.check()
 
 
+def bytes_of(record):
+    return record.sent_bytes, record.overhead_bytes
+
+
 @pytest.mark.parametrize("by_fsdp", [True, False])
 def test_accumulated_gradients_are_exchanged_once(comm, by_fsdp):
-    """With one exchange for three batches parameters are those of their sum, for the bytes of one."""
+    """With one exchange for four batches parameters are those of their sum, for the bytes of one."""
     with shards(comm) as mesh:
-        hybrid = Hybrid(comm, mesh, overlap=True)
+        hybrid = Hybrid(comm, mesh, overlap=True, compare_every=0)
         hybrid.run([0, 1])
-        before = hybrid.optimizer.reducer.last_step.sent_bytes
+        before = bytes_of(hybrid.optimizer.reducer.last_step)
         hybrid.optimizer.zero_grad()
-        for part in range(3):
-            last = part == 2
+        for part in range(4):
+            last = part == 3
             if by_fsdp:
                 hybrid.model.set_requires_gradient_sync(last)
                 square(hybrid.model, part, comm.rank).backward()
@@ -120,9 +125,9 @@ def test_accumulated_gradients_are_exchanged_once(comm, by_fsdp):
                 with hybrid.optimizer.accumulate():
                     square(hybrid.model, part, comm.rank).backward()
         hybrid.optimizer.step()
-        hybrid.reference.step(lambda model, step, rank: [square(model, part, rank) for part in range(3)], 1)
+        hybrid.reference.step(lambda model, step, rank: [square(model, part, rank) for part in range(4)], 1)
         hybrid.check()
-        assert hybrid.optimizer.reducer.last_step.sent_bytes == before
+        assert bytes_of(hybrid.optimizer.reducer.last_step) == before
 
 
 @pytest.mark.parametrize(
@@ -173,6 +178,52 @@ def test_bytes_between_hosts_are_those_of_the_shard(comm):
             record = hybrid.optimizer.reducer.last_step
             assert 0 <= record.sent_bytes - 4 * local <= 16  # a header
             assert record.overhead_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("compressor", "collective"), [("dense", "allreduce"), (mpicomp.TopK(ratio=0.01), "allgather")]
+)
+def test_memory_for_a_shard_is_that_for_a_model_of_its_size(comm, compressor, collective):
+    """Of 200,000 elements, whether they are half of each rank's model or the whole of it."""
+    settings = {"compressor": compressor, "collective": collective, "warmup": 0, "overlap": False}
+
+    def loss(model, step, rank):
+        return model(batch(step, rank, columns=500)).square().mean()
+
+    def held(model, optimizer):
+        tracemalloc.start()
+        for step in range(4):
+            optimizer.zero_grad()
+            loss(model, step, comm.rank).backward()
+            optimizer.step()
+        arrays = tracemalloc.take_snapshot().filter_traces([tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)])
+        tracemalloc.stop()
+        return sum(trace.size for trace in arrays.traces) / (4 * 200_000)
+
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, torch.nn.Sequential(torch.nn.Linear(500, 800, bias=False)), **settings)
+        of_shard = held(hybrid.model, hybrid.optimizer)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(500, 400, bias=False)
+        of_model = held(model, distribute(model, hybrid.replicas, bucket_bytes=None, **settings))
+    assert of_shard == pytest.approx(of_model, abs=0.1)
+    assert 1 <= of_shard < (1.2 if compressor == "dense" else 3)
+
+
+def test_groups_of_replicas_may_run_different_plans(comm):
+    """One sends its largest elements and the other all; both clip by one norm, and replicas stay alike."""
+    with shards(comm) as mesh:
+        sparse = mesh.get_local_rank() == 0
+        settings = {"compressor": mpicomp.TopK(ratio=0.1), "collective": "allgather", "warmup": 0} if sparse else {}
+        hybrid = Hybrid(comm, mesh, overlap=True, **settings)
+        for step in range(4):
+            hybrid.backward(step)
+            norm = mpicomp.torch.clip_grad_norm_(hybrid.optimizer, 0.5)
+            assert len(set(comm.allgather(norm))) == 1
+            hybrid.optimizer.step()
+        record = hybrid.optimizer.reducer.last_step
+        assert {bucket.compressor["id"] for bucket in record.buckets} == {"topk" if sparse else "dense"}
+        assert_alike(hybrid.model, hybrid.replicas)
 
 
 def spoil(model, value=torch.nan):
