@@ -11,6 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.systems.optimizers.power_gossip import PowerGossip
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
 from mpicomp.torch import DistributedOptimizer, OneBitAdam, UpdateOptimizer
 
 pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
@@ -114,8 +116,13 @@ def test_settings_that_shards_rule_out_are_refused(comm):
         ):
             pass
         optimizer.close()
-        with pytest.raises(ConfigurationError, match=r"is a DTensor.*DistributedOptimizer and UpdateOptimizer take"):
-            OneBitAdam(model, comm=same)
+        for make in (OneBitAdam, SketchedAMSGrad, lambda model, comm: PowerGossip(sgd(model), comm=comm)):
+            with pytest.raises(ConfigurationError, match=r"is a DTensor.*UpdateOptimizer take shards"):
+                make(model, comm=same)
+        with pytest.raises(ConfigurationError, match=r"gradient_as_bucket_view: '\d.\w+' is sharded"):
+            DistributedOptimizer(sgd(model), named, comm=same, gradient_as_bucket_view=True)
+        with pytest.raises(ConfigurationError, match="a model in DistributedDataParallel is needed, got FSDP"):
+            mpicomp.torch.DDPState(model, "topk", comm=same)
 
 
 def test_meshes_and_models_of_no_shards_are_refused_by_replicas(comm):
