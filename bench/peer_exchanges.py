@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from mpicomp.bench.measure.timings import gather
 from mpicomp.bench.training_rows import TORCHFT_DILOCO
+from numpy.typing import NDArray
 from torch import Tensor, distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
 
@@ -199,6 +200,12 @@ def over_gloo(array: Tensor) -> list[Tensor]:
     everyones = [torch.empty_like(array) for _ in range(distributed.get_world_size())]
     distributed.all_gather(everyones, array)
     return everyones
+
+
+def add_over_gloo(array: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """Sum by torch.distributed's default group."""
+    np.copyto(out, array)  # it sums in place
+    distributed.all_reduce(torch.from_numpy(out))
 
 
 def over_mpi(transport: Transport) -> Gather:

@@ -1,7 +1,7 @@
 """Timed steps of one plan, which all ranks begin at once, with the seconds of each on every rank."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,14 @@ from mpicomp.compressors import Compressor, Dense, SharedSparsifier, Sparsifier
 from mpicomp.cost import CostModel
 from mpicomp.device import HOST, Device
 from mpicomp.reducer import Reducer, StepRecord
-from mpicomp.rounds import Round
+from mpicomp.rounds import Round, dense_ring_bytes
 from mpicomp.transport import Transport
 
 NAME = "gradient"
-LIBRARY = "MPI_Allreduce"
-"""Stands for a collective in the plan that is the library's alone."""
+MPI, GLOO = LIBRARIES = "MPI_Allreduce", "gloo"
+"""Stand for a collective in plans that are another library's alone."""
+Adding = Callable[[NDArray[np.float32], NDArray[np.float32]], None]
+"""Writes the sum of all ranks' arrays, the first one, to the second one."""
 SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)
 """Places of the numbers that a rank reports of a step; start and end are on the clock that ranks share."""
 
@@ -169,31 +171,40 @@ class Runner:
 
 
 class LibraryRunner(Runner):
-    """The library's own Allreduce of the same gradients: no mean, and nothing of mpicomp's before or after it."""
+    """Another library's sum of the same gradients: no mean, and nothing of mpicomp's before or after it."""
 
-    def __init__(self, gradients: Gradients, transport: Transport) -> None:
-        self.plan = Plan(Dense(), LIBRARY)
+    def __init__(self, name: str, add: Adding, gradients: Gradients, transport: Transport) -> None:
+        self.plan = Plan(Dense(), name)
         self.steps, self.checks, self.ran = [], [], []
         self.predicted, self.gains, self.route = [], [], None
         self._gradients, self._transport = gradients, transport
         self._sum = np.empty(gradients.numel, DTYPE)
+        self._add = add
         self._last = None
 
     def step(self, check: bool = False) -> None:
-        task = Round("allreduce", (self._sum.size,), DTYPE, send=self._gradients.fresh(), recv=self._sum)
+        gradient = self._gradients.fresh()
         self.catch_up()
         start = self._transport.clock()
-        self._transport.perform(task)
+        self._add(gradient, self._sum)
         end = self._transport.clock()
-        group = self._transport.group
-        nbytes = task.sent_bytes(group), task.wire_bytes(group)
-        self._last = np.array([end - start, 0.0, end - start, 0.0, 0.0, *nbytes, start, end])
+        sent, wire = 4 * gradient.size, dense_ring_bytes(gradient.size, self._transport.group.size)
+        self._last = np.array([end - start, 0.0, end - start, 0.0, 0.0, sent, wire, start, end])
         self.ran.append(self.plan.name)
         if check:
             self.catch_up()
 
     def close(self) -> None:
         pass
+
+
+def add_over_mpi(transport: Transport) -> Adding:
+    """Return the sum by MPI's Allreduce."""
+
+    def add(array: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+        transport.perform(Round("allreduce", (array.size,), DTYPE, send=array, recv=out))
+
+    return add
 
 
 def _route_of(device: Device, nbytes: int, summed: bool) -> str | None:

@@ -78,6 +78,7 @@ def test_compressors_are_named_or_configured(tmp_path):
         ([*COLLECTIVES, "--collective", "allgathr"], "unknown name 'allgathr'; did you mean 'allgather'?"),
         ([*COLLECTIVES, "--collective", "star-topk:rin"], "unknown name 'rin'"),
         ([*COLLECTIVES, "--collective", "star-topk:allgather"], "dense: does not fit collective 'allgather'"),
+        ([*COLLECTIVES, "--collective", "gloo", "--device", "gpu"], "bench collectives: gloo sums arrays of the host"),
         ([*COLLECTIVES, "--limit", "0"], "bench collectives: --limit must be a number of seconds above 0, got 0.0"),
         ([*COLLECTIVES, "--calibrate", "a", "--from", "b"], "--calibrate measures what --from reads; give one of them"),
         ([*COLLECTIVES, "--csv", "/nonexistent/a.csv"], "bench collectives: '/nonexistent/a.csv' cannot be written"),
@@ -158,13 +159,14 @@ def test_wrong_ratio_is_printed_by_one_rank(mpiexec):
 @pytest.mark.parametrize("ranks", [slow(1), slow(2), 3])
 def test_collectives_are_timed_and_printed_once(mpiexec, tmp_path, ranks):
     json_path, csv_path = tmp_path / "out.json", tmp_path / "out.csv"
-    words = [*COLLECTIVES, "--collective", "allgather,allreduce,auto", "--json", json_path, "--csv", csv_path]
+    words = [*COLLECTIVES, "--collective", "allgather,allreduce,auto,gloo", "--json", json_path, "--csv", csv_path]
     done = mpiexec(ranks, "-m", "mpicomp", *words, timeout=100)
     assert done.returncode == 0, done.stderr
     written = json.loads(json_path.read_text())["rows"]
     assert [row["collective"] for row in written if row["compressor"] == "topk"] == ["allgather", "auto"]
+    assert [row["collective"] for row in written if row["compressor"] == "none"] == ["MPI_Allreduce", "gloo"]
     assert {row["ranks"] for row in written} == {ranks}
-    assert all(row["correct"] for row in written)
+    assert all(row["correct"] for row in written if row["compressor"] != "none")
     assert done.stdout.count("left out: topk: does not fit collective 'allreduce'") == 1
     assert done.stdout.count("# mpicomp topk at ratio 0.1, allgather: float32") == 1
     header = next(line.split() for line in done.stdout.splitlines() if line.startswith("compressor"))
