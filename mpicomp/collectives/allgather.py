@@ -86,6 +86,7 @@ class MessageLayout:
                 self.received[start : start + 4 * count].view(np.uint32)
                 for start, count in zip(self._indices_at, counts, strict=True)
             ]
+            self._stored = self.dtype.name  # not made at every step
             self.mean = LazyMean(self.numel, self.dtype, self._write)
             self.leads = [lead_of(count, self.dtype, wire) for count, wire in zip(counts, formats, strict=True)]
             self._headers = struct.Struct("<" + "".join(f"Qdd{size - HEADER_BYTES}x" for size in sizes))
@@ -142,8 +143,8 @@ class MessageLayout:
     def _write(self, out: NDArray[np.floating]) -> bool:
         """Write the mean of messages that have the parts of this layout."""
         out.fill(0)
-        where, factor, stored = self.received, 1 / self.group.size, self.dtype.name
-        return cpu.sparse_add(where, self._values_at, where, self._indices_at, self.counts, stored, factor, out)
+        where, factor = self.received, 1 / self.group.size
+        return cpu.sparse_add(where, self._values_at, where, self._indices_at, self.counts, self._stored, factor, out)
 
 
 def mean_of_messages(
