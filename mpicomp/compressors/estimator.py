@@ -19,7 +19,7 @@ from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device
 from mpicomp.kernels import cpu
 
-_ROOM = 8  # candidates that can be stored, as a multiple of k
+_ROOM = 4  # candidates that can be stored, as a multiple of k
 _MANY = 3  # candidates, as a multiple of those sent, from which on the gap between bound and threshold is halved
 _GAP = 0.1  # first gap; it adapts, since elements crowd below the threshold under error feedback
 _WIDEST = 0.5  # largest gap, as a share of the threshold
