@@ -23,6 +23,7 @@ from mpicomp.workspace import Workspace
 
 _INDEX_LIMIT = 2**32  # indices travel in 32 bits
 _RELEASE_STEPS = 8  # steps in which an array of the workspace has to be used to stay
+_FIRST_RELEASES = 2, 4  # steps that begin such a time, too: the first steps use arrays that no later one does
 _WHOLE_GAIN = 0.999  # gain from which on the gains of single parameters are not computed: each is nearly 1
 
 
@@ -221,7 +222,7 @@ class Bucket:
             context = Context(group, step, self.index, seed, self.memory, self.workspace)
             self._context = context
         context.step, context.memory = step, self.memory
-        if step % _RELEASE_STEPS == 0:
+        if step % _RELEASE_STEPS == 0 or step in _FIRST_RELEASES:
             self.workspace.release_unused()
         return context
 
