@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X[,..]",
         help="names from `mpicomp list`, with those that they are built on as in star-topk:ring; "
         "all for all that fit; auto for the one that mpicomp chooses at every step; gloo for sums of PyTorch's gloo "
-        "beside them (all,auto)",
+        "next to them (all,auto)",
     )
     parser.add_argument(
         "--limit",
