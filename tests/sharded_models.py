@@ -22,9 +22,9 @@ def shards(comm, hosts=HOSTS):
         yield DeviceMesh("cpu", hosts, mesh_dim_names=("replicate", "shard"))["shard"]
 
 
-def shard(model, mesh, whole=False, **settings):
-    """Shard each layer that has parameters as a group of its own, then the model; or the ``whole`` as one."""
-    for layer in () if whole else model.children():
+def shard(model, mesh, whole=False, inside="", **settings):
+    """Shard each layer ``inside`` with parameters as a group of its own, then the model; or the ``whole`` as one."""
+    for layer in () if whole else model.get_submodule(inside).children():
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mesh=mesh, **settings)
     return fully_shard(model, mesh=mesh, **settings)

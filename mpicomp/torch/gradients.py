@@ -13,6 +13,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Group, Rounds, gather_rows
+from mpicomp.rounds.reports import from_one
 from mpicomp.torch.arguments import array_specs, as_real
 from mpicomp.torch.overlap import BackwardOverlap
 from mpicomp.torch.replica_checks import (
@@ -60,6 +61,7 @@ class Gradients(ExtraExchange):
         self.loaded_state = LoadedStateCheck(_WHO, same_batches)
         self._reducer = reducer
         self._parameters = {name: exchanged(parameter) for name, parameter in reversed(list(parameters.items()))}
+        self._arrived: dict[str, None] = {}  # names in the order of backward, until ranks have agreed
         self._shards = ShardGroup(self._parameters.values())
         self.has_shards = self._shards.exists
         self._known = {id(parameter) for parameter in parameters.values()}
@@ -228,11 +230,18 @@ class Gradients(ExtraExchange):
         if loaded.any():
             yield from self.loaded_state.compare(loaded, self.group)
         self._overlap.handle_obstacles(obstacles, self.group)
+        if self.has_shards and self._agreed is None:
+            yield from self._order_by_arrival()
         exchanged = self._exchanged()
         self._compared, self._agreed = True, list(exchanged)
         sparse_now = {name for name in exchanged if found[name] == _SPARSE}
         self._sparse = sparse_now | (self._sparse & exchanged.keys())  # also one that is not used in this step
         return self._dense_gradients(exchanged)
+
+    def _order_by_arrival(self) -> Rounds[None]:
+        """Order parameters as backward of the first rank has come to them: FSDP reduces its root's at last."""
+        order = yield from from_one({"names": [*self._arrived, *self._parameters]}, self.group, _WHO)
+        self._parameters = {name: self._parameters[name] for name in order["names"]}
 
     def _compare(self, advice: str) -> Rounds[None]:
         yield from check_same(dict(reversed(list(self._exchanged().items()))), self.group, _WHO, advice)
@@ -356,6 +365,8 @@ class Gradients(ExtraExchange):
         if self._accumulating:
             return
         self._step_watch.filled(name, parameter)
+        if self._agreed is None:
+            self._arrived[name] = None
         if self.overlaps and not self._overlap.has_begun:
             self._find_active()
         self._overlap.take(name, parameter, self._new_stream)

@@ -46,6 +46,32 @@ def test_dense_training_equals_one_process(comm, overlap):
         hybrid.check()
 
 
+class Rooted(torch.nn.Module):
+    """Layers with groups of their own between a first and a last one, which FSDP reduces with the root."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = torch.nn.Linear(6, 6)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
+        self.last = torch.nn.Linear(6, 2)
+
+    def forward(self, inputs):
+        return self.last(torch.tanh(self.layers(self.first(inputs))))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_layers_are_exchanged_before_the_root(comm, overlap):
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, Rooted(), sharding={"inside": "layers"}, overlap=overlap, bucket_bytes=64)
+        hybrid.run(range(4))
+        hybrid.check()
+        buckets = hybrid.optimizer.reducer.last_step.buckets
+        order = [name.split(".")[0] for bucket in buckets for name in bucket.layers.names]
+        assert order == 4 * ["layers"] + order[4:]
+        assert sorted(order[4:]) == 2 * ["first"] + 2 * ["last"]
+
+
 def test_uneven_shards_equal_one_process(comm):
     with shards(comm) as mesh:
         hybrid = Hybrid(comm, mesh, Tied(), sharding={"whole": True})
