@@ -32,8 +32,7 @@ from mpicomp.torch import UpdateOptimizer
 from mpicomp.transport import LocalWorld
 
 _STUDY = "update_exchanges"
-_RANKS = 4
-_KEY = ("task", "arm", "rate", "seed", "steps", "precision", "device")
+_KEY = ("task", "arm", "rate", "seed", "steps", "precision", "device", "ranks")
 _PRECISIONS = ("float32", "bfloat16")
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
@@ -80,7 +79,7 @@ ARMS = {
     "gradients-muon": Arm("dense", updates=False, inner="muon"),
     **{
         f"muon-every-{every}": Arm("onebit", settings={"sync_every": every}, inner="muon")
-        for every in (1, 5, 10, 20, 40)
+        for every in (1, 5, 10, 20, 40, 160)
     },
     **{  # as many bytes as one bit every 5 steps
         f"muon-{bits}-bits-every-{5 * bits}": Arm(
@@ -88,6 +87,10 @@ ARMS = {
         )
         for bits in (2, 4)
     },
+    # The majority of signs moves the parameters by a rate, as in signSGD, and nothing is kept for later.
+    "muon-majority-every-10": Arm(
+        "signsgd", settings={"sync_every": 10, "outer": {"sign": True, "lr": 3.0}}, inner="muon"
+    ),
     "demo": Arm({"id": "dcttopk"}, settings=DEMO_SETTINGS, inner="sgd"),
     **{
         f"demo-side-{side}": Arm(DEMO_COMPRESSOR | {"side": side}, settings=DEMO_SETTINGS, inner="sgd")
@@ -118,11 +121,11 @@ def computing(precision: str, device: str) -> Iterator[None]:
 
 
 def train(
-    task_name: str, arm_name: str, rate: float, seed: int, steps: int, precision: str, device: str
+    task_name: str, arm_name: str, rate: float, seed: int, steps: int, precision: str, device: str, ranks: int
 ) -> dict[str, Any]:
     """Train a task with simulated ranks, all of them on torch's device; return the row."""
-    arm, task, world = ARMS[arm_name], get_task(task_name, seed), LocalWorld(_RANKS)
-    models = [task.model().to(device) for _ in range(_RANKS if arm.updates else 1)]
+    arm, task, world = ARMS[arm_name], get_task(task_name, seed), LocalWorld(ranks)
+    models = [task.model().to(device) for _ in range(ranks if arm.updates else 1)]
     inner = [inner_of(task, model, arm, rate) for model in models]
     schedules = [task.schedule(optimizer, steps) for optimizer in inner]
     settings: dict[str, Any] = {"warmup": 0, "seed": seed} | dict(arm.settings)
@@ -141,11 +144,11 @@ def train(
     losses, counted = [], [-1] * len(reducers)
     for step in range(steps):
         gradients, of_step = [], []
-        for rank in range(_RANKS):
+        for rank in range(ranks):
             model = models[rank % len(models)]
             model.zero_grad()
             with computing(precision, device):
-                loss = task.loss(model, task.batch(step, rank, _RANKS))
+                loss = task.loss(model, task.batch(step, rank, ranks))
                 loss.backward()  # type: ignore[no-untyped-call]
             of_step.append(float(loss.detach()))
             if not arm.updates:
@@ -177,8 +180,8 @@ def train(
         quality = task.evaluate(models[0])
     return {
         "task": task_name, "arm": arm_name, "rate": rate, "seed": seed, "steps": steps, "precision": precision,
-        "device": device, "quality": quality, "sent_less": 4 * numel * steps / sent,
-        "wire_less": dense_ring_bytes(numel, _RANKS) * steps / wire, "losses": losses,
+        "device": device, "ranks": ranks, "quality": quality, "sent_less": 4 * numel * steps / sent,
+        "wire_less": dense_ring_bytes(numel, ranks) * steps / wire, "losses": losses,
     }  # fmt: skip
 
 
@@ -238,6 +241,7 @@ def parser() -> argparse.ArgumentParser:
         help="of the operands of matrix products: bfloat16 takes half of the time on processors that have it, and is "
         "to rank attempts with (%(default)s)",
     )  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="simulated ones (%(default)s)")
     add_device(parser, "where all ranks train; a row of the other kind has other bits")
     in_process.add_arguments(parser, "text-gpt")
     return parser
@@ -251,15 +255,17 @@ def run(arguments: argparse.Namespace) -> int:
             raise UnknownNameError(f"{_STUDY}: --arms", arm, list(ARMS))
     rates = [float(word) for word in read_list(arguments.rates)]
     tasks, seeds, there = in_process.read(_STUDY, arguments, _KEY, 1)
-    precision, device = arguments.precision, "cpu"
+    precision, device, ranks = arguments.precision, "cpu", arguments.ranks
     if arguments.device == "gpu":
         device = devices.torch_device(_STUDY, devices.find()).type
     torch.set_num_threads(1)  # rows of different machines are to have the same bits
     for task, seed, arm, rate in itertools.product(tasks, seeds, arms, rates):
-        row = there.train(train, task, arm, rate, seed, arguments.steps or get_task(task).steps, precision, device)
+        row = there.train(
+            train, task, arm, rate, seed, arguments.steps or get_task(task).steps, precision, device, ranks
+        )
         if row is not None:
             print(f"{task}, seed {seed}, {arm} at {rate:g} times the rate: {row['quality']:.4f}", flush=True)
-    made = [row for row in there.made if (row["precision"], row["device"]) == (precision, device)]
+    made = [row for row in there.made if (row["precision"], row["device"], row["ranks"]) == (precision, device, ranks)]
     results.show(table(made), _COLUMNS)
     return 0
 

@@ -21,14 +21,16 @@ from mpicomp.torch.shards import is_sharded
 
 _STEPS = 100  # after which plans have settled, most often
 _LEAST_SHARE = 0.01  # of all work in a matrix that is timed for all of them
+# Of all ranks at once: where these share cores, a product shorter than a turn on a core measured 0.4 of what it takes.
+_TIMED_S = 0.1
 _log = logging.getLogger("mpicomp.watch")
 
 
 class MuonAdvice:
     """Names LocalMuon in the log of rank 0, once, where a step of it is predicted to take clearly less.
 
-    That is a step as telemetry of the slowest rank has it, without the seconds that its plans take on links, but with a
-    share of those of one bit, and with Newton-Schulz, which all ranks time at once.
+    That is a step without exchange, as telemetry of the slowest rank has it, with Newton-Schulz, which all ranks time
+    at once, and a share of an exchange: of one bit on links, and of what exchanges take now beyond those.
     """
 
     def __init__(self, reducer: Reducer, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -54,9 +56,9 @@ class MuonAdvice:
         buckets = [(bucket, reducer.plans[bucket.index].scheme) for bucket in reducer.layout.buckets]
         now_s = sum(link_s(scheme, bucket.numel, bucket.dtype) for bucket, scheme in buckets)
         numel = sum(bucket.numel for bucket, _ in buckets)
-        bit_s = link_s(bind(get_compressor(COMPRESSOR), "two-phase"), numel, np.dtype(np.float32)) / SYNC_EVERY
+        bit_s = link_s(bind(get_compressor(COMPRESSOR), "two-phase"), numel, np.dtype(np.float32))
         step_s = times.compute_s + times.exchange_s
-        muon_s = step_s - min(now_s, times.exchange_s) + bit_s
+        muon_s = times.compute_s + (max(0.0, times.exchange_s - now_s) + bit_s) / SYNC_EVERY
         if ADVICE_RATIO * muon_s < step_s:
             muon_s += _products_s(matrices)
         if ADVICE_RATIO * muon_s < step_s and reducer.transport.group.rank == 0:
@@ -95,9 +97,9 @@ def _products_s(matrices: list[torch.Tensor]) -> float:
     timed = min((matrix for matrix in matrices if work(matrix) >= _LEAST_SHARE * total), key=work, default=matrices[0])
     # Any values do; random ones would change what the script draws next.
     update = torch.ones(len(timed), math.prod(timed.shape[1:]), device=timed.device)
-    seconds = []
-    for _ in range(2):  # the first one allocates
-        begin = time.perf_counter()
-        float(orthogonalize(update)[0, 0])  # waits for a device
-        seconds.append(time.perf_counter() - begin)
-    return seconds[-1] * total / work(timed)
+    float(orthogonalize(update)[0, 0])  # the first one allocates; a read waits for a device
+    begin, count, seconds = time.perf_counter(), 0, 0.0
+    while seconds < _TIMED_S:
+        float(orthogonalize(update)[0, 0])
+        count, seconds = count + 1, time.perf_counter() - begin
+    return seconds / count * total / work(timed)

@@ -1,10 +1,13 @@
 """Packed arrays in two phases, and what their residuals come to."""
 
+import itertools
+
 import numpy as np
 import oracle
 import pytest
 from lockstep import gradients, run
 from marks import once
+from networks import Link
 from schemes import OWN
 from worlds import Ranks
 
@@ -12,6 +15,7 @@ import mpicomp
 from mpicomp import Dense, Sparsifier
 from mpicomp.collectives import bind, fitting
 from mpicomp.rounds import Group
+from mpicomp.transport import LocalWorld
 
 HEADER = 24  # bytes
 
@@ -45,6 +49,49 @@ def test_two_phase_sends_two_bits_an_element(numel, ranks):
         assert [task.sent_bytes(group) for task in tasks] == [sum(counts) - counts[rank], counts[rank]]
         if numel > 10_000:
             assert sum(task.wire_bytes(group) for task in tasks) / numel < 1.05 * 2 / 8
+
+
+def received_bytes(tasks, group):
+    scatter, gather = (np.array(task.counts) for task in tasks)
+    return int((group.size - 1) * scatter[group.rank] + gather.sum() - gather[group.rank])
+
+
+def test_bytes_of_a_rank_hardly_grow_with_ranks():
+    """A rank's part of each of the others, and the others' parts: at most twice the message; all messages otherwise."""
+    of_ranks = {}
+    for collective, ranks in itertools.product(("two-phase", "packed-allgather"), (2, 64)):
+        scheme, groups = bind(mpicomp.OneBit(), collective), [Group(rank, ranks) for rank in range(ranks)]
+        tasks = [scheme.rounds(3_000_000, np.dtype(np.float32), group) for group in groups]
+        if collective == "two-phase":
+            of_ranks[ranks] = max(map(received_bytes, tasks, groups))
+            assert max(sum(t.sent_bytes(g) for t in ts) for ts, g in zip(tasks, groups, strict=True)) < 400_000
+        else:
+            of_ranks[-ranks] = (ranks - 1) * tasks[0][0].counts[0]
+    assert of_ranks[64] < 2.2 * of_ranks[2]
+    assert of_ranks[-64] == 63 * of_ranks[-2]
+
+
+def test_many_ranks_lose_nothing_over_steps():
+    """Of both packings' errors nothing is lost: what ranks had is what they got and what they keep."""
+    ranks, numel = 64, 6400
+    had, got, residuals = np.zeros(numel), np.zeros(numel), None
+    for step in range(3):
+        arrays = gradients(ranks, numel, np.float64, seed=step)
+        outcome = run(mpicomp.OneBit(block=64), "two-phase", arrays, residuals=residuals)
+        had += np.sum(arrays, axis=0)
+        got += ranks * outcome.results[0].mean
+        assert len({result.mean.tobytes() for result in outcome.results}) == 1
+        residuals = [whole - result.sent for whole, result in zip(outcome.accumulated, outcome.results, strict=True)]
+        np.testing.assert_allclose(got + np.sum(residuals, axis=0), had, atol=1e-9)
+    assert np.abs(residuals).max() > 0.1
+
+
+def test_auto_takes_the_fewest_bytes_at_64_ranks():
+    world, array = LocalWorld(64, True, 64, Link(50e-6, 1e9)), np.ones(100_000, np.float32)
+    reducers = [mpicomp.Reducer("onebit", policy={"warmup": 0}, comm=end) for end in world.transports]
+    for _ in range(3):
+        world.run([reducer.rounds({"w": array}) for reducer in reducers])
+    assert [plan.scheme.id for plan in reducers[0].plans.values()] == ["two-phase"]
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(np.float32, 1e30), (np.float64, 1e300)])

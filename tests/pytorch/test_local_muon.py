@@ -1,6 +1,7 @@
 """LocalMuon: which parameters Muon steps, and its steps and exchanges against the same written in NumPy."""
 
 import copy
+import tracemalloc
 from functools import partial
 
 import numpy as np
@@ -142,6 +143,37 @@ def test_local_muon_by_hand(size, every):
                 of_rank.flat = shared
             assert ranks.same()
         np.testing.assert_allclose(ranks.values(), [of_rank.flat for of_rank in plain], rtol=1e-4, atol=1e-6)
+
+
+SIDE = 400
+
+
+def square():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(SIDE, SIDE, bias=False))
+
+
+def loss_of_rows(model, rank, step):
+    return model(torch.full((2, SIDE), 1.0 + rank + step)).square().mean()
+
+
+@slow
+def test_no_arrays_but_shared_values_bucket_and_residual():
+    """Two parts of a bucket are an owner's, and four packed ones a 32nd each: of signs, and of means, of all ranks."""
+    size, side = 4, SIDE
+    tracemalloc.start()
+    try:
+        ranks = ranks_of(size, square, loss_of_rows, sync_every=1, collective="two-phase")
+        for step in range(2):
+            for rank, model in enumerate(ranks.models):
+                loss_of_rows(model, rank, step).backward()
+            ranks.exchange()
+        arrays = [trace for trace in tracemalloc.take_snapshot().traces if trace.domain == np.lib.tracemalloc_domain]
+    finally:
+        tracemalloc.stop()
+    copies = sum(trace.size for trace in arrays) / (4 * side * side * size)
+    assert sum(shared.numel() for shared in ranks.optimizers[0].shared().values()) == side * side
+    assert 2 < copies < 2 + 2 / size + 4 / 32 + 0.1
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there since PyTorch 2.9")
