@@ -68,7 +68,7 @@ class RecursiveDoubling(Scheme[Dense]):
             if beyond:
                 task.arrived = segments.sees(received, 0)
             else:
-                task.arrived = segments.adds(received, 0, partial(_cut, total), complete=place == last)
+                task.arrived = segments.adds(received, received, 0, partial(_cut, total), complete=place == last)
             yield task
             if task.peers[1] is not None:
                 total = received

@@ -104,17 +104,18 @@ class SegmentedMean:
 
     def adds(
         self,
+        received: NDArray[np.floating],
         array: NDArray[np.floating],
         offset: int,
         other: Callable[[int, int], NDArray[np.floating]],
         complete: bool,
     ) -> Callable[[int, int], None]:
-        """Return a function that adds to segments of ``array`` and, where sums are complete, divides them."""
+        """Return a function that writes segments received, plus others, to ``array``, and divides complete sums."""
 
         def arrived(start: int, stop: int) -> None:
-            segment = array[offset + start : offset + stop]
+            out = array[offset + start : offset + stop]
             with np.errstate(over="ignore", invalid="ignore"):
-                np.add(segment, other(offset + start, offset + stop), out=segment)
+                np.add(received[start:stop], other(offset + start, offset + stop), out=out)
             if complete:
                 self.divide(array, offset + start, offset + stop)
 
@@ -150,6 +151,7 @@ class SegmentedMean:
             kept=float(numel),
             nonfinite=nonfinite > 0 or not finite,
             stale=stale > 0,
+            leaves="mean" if array is self._accumulated.memory else "sum",
         )
 
     def _values(self, array: NDArray[np.floating], start: int, stop: int) -> NDArray[np.floating]:

@@ -33,6 +33,8 @@ class Ring(Scheme[Dense]):
     when the first half is accumulated, and the rest is accumulated when it is added; so the numbers behind the array,
     which are not known before that, do not travel with it but are gathered while the means go round.
 
+    Where the array may be overwritten, the mean is made in it, and only a part that arrives needs memory.
+
     16-bit wires are refused: they would round at every step.
     """
 
@@ -40,6 +42,7 @@ class Ring(Scheme[Dense]):
     precedence: ClassVar[int] = 8
     paper: ClassVar[str] = "Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002; segments summed as they arrive"
     messages: ClassVar[str] = "dense"
+    overwrites: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
@@ -71,7 +74,7 @@ class Ring(Scheme[Dense]):
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         size, workspace = group.size, context.workspace
         segments = SegmentedMean(accumulated, size)
-        mean = workspace.array("mean", numel + TRAILER, dtype)
+        mean = accumulated.memory if accumulated.may_be_overwritten else workspace.array("mean", numel + TRAILER, dtype)
         halved = _halved(numel, dtype, size)
         tails = workspace.array("tails", size * TRAILER if halved else 0, dtype)
         if not halved:
@@ -79,7 +82,9 @@ class Ring(Scheme[Dense]):
         if size == 1:
             mean[:] = accumulated.with_trailer()
             segments.divide(mean, 0, numel)
-        turns = 1 + halved  # exchanges of a step
+        turns = 1 + halved  # exchanges of a step, and of those under way
+        longest = max(map(max, _lengths(numel, halved, size)))
+        incoming = workspace.array("incoming", turns * longest if size > 1 else 0, dtype).reshape(turns, -1)
         spans = iter(_spans(numel, halved, group))
         under_way: deque[Pending] = deque()
         begun = 0
@@ -92,13 +97,13 @@ class Ring(Scheme[Dense]):
                 pending_tails = yield task
                 continue
             out, into = next(spans)
-            place, begun = begun // turns, begun + 1
+            place, turn, begun = begun // turns, begun % turns, begun + 1
             task.send = accumulated.part(out.start, out.stop) if place == 0 else mean[out]
-            task.recv = mean[into]
             if place < size - 1:
-                task.arrived = segments.adds(mean, into.start, accumulated.part, complete=place == size - 2)
+                task.recv = received = incoming[turn, : into.stop - into.start]
+                task.arrived = segments.adds(received, mean, into.start, accumulated.part, complete=place == size - 2)
             else:
-                task.arrived = segments.sees(mean, into.start)
+                task.recv, task.arrived = mean[into], segments.sees(mean, into.start)
             reply = yield task
             if halved:
                 under_way.append(reply)

@@ -133,6 +133,11 @@ class GradientWithResidual:
         return self._residual
 
     @property
+    def memory(self) -> NDArray[np.floating]:
+        """The memory of the sum and its trailer, shape (numel + TRAILER,), which may not be made yet."""
+        return self._buffer
+
+    @property
     def device_moments(self) -> cpu.Moments:
         """Moments of the sum; on a device as 0-d arrays, which kernels take without a wait of the host."""
         if self._device_moments is None:

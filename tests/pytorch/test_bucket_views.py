@@ -20,6 +20,7 @@ KINDS = [
     ("dense", "allreduce"),
     ("onebit", "two-phase"),
     (mpicomp.QSGD(bits=4, rounding="nearest"), "packed-allgather"),
+    ("dense", "ring"),
 ]
 # In place another order of operations makes its residual.
 DEMO = {"id": "dcttopk", "side": 4}, "transformed"
