@@ -294,12 +294,13 @@ def sums_are_identical(comm: MPI.Comm, naps: bool) -> bool:
     numbers = np.random.default_rng(comm.rank).standard_normal(_PROBE).astype(np.float32)
     digests = []
     for size in (7, _PROBE):  # libraries take different paths for short and long messages
-        sums = np.empty((2, size), np.float32)
-        wait(comm.Iallreduce(numbers[:size], sums[0]).Test)
-        if naps:
-            sums[1] = sums[0]
-        else:
-            comm.Allreduce(numbers[:size], sums[1])
+        sums = np.zeros((4, size), np.float32)
+        for place, send in ((0, numbers[:size]), (1, MPI.IN_PLACE)):
+            sums[place] = numbers[:size]
+            wait(comm.Iallreduce(send, sums[place]).Test)
+            if not naps:
+                sums[place + 2] = numbers[:size]
+                comm.Allreduce(send, sums[place + 2])
         digests.append(hashlib.blake2b(sums.tobytes(), digest_size=8).digest())
     mine = np.frombuffer(b"".join(digests), np.uint8)
     everyones = np.empty((comm.size, mine.size), np.uint8)
