@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from mpicomp.bench.measure.exchanges import add_over_mpi
 from mpicomp.bench.measure.intervals import is_narrow
 from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.record import Tally
 from mpicomp.reducer.special_reducers import bounded_rounds
-from mpicomp.rounds import Round, dense_ring_bytes
+from mpicomp.rounds import dense_ring_bytes
 from mpicomp.transport import Transport
 
 Field = NDArray[np.float32]
@@ -81,6 +82,7 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     group = transport.group
     bound = error * float(gather(np.array([np.ptp(field)], np.float64), transport).max())
     result, summed = np.empty_like(field), np.empty_like(field)
+    add = add_over_mpi(transport)
     reducer = Reducer("dense", "ring", comm=transport, bucket_bytes=_RING_BUCKET)
 
     def within_bound() -> Any:
@@ -89,7 +91,7 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     calls: dict[str, Callable[[], object]] = {
         "median_s": lambda: transport.run(within_bound()),
         "ring_s": lambda: reducer.reduce({"field": field}),
-        "allreduce_s": lambda: _add(field, summed, transport),
+        "allreduce_s": lambda: add(field, summed),
     }
     tally = Tally()
     transport.run(tally.count(within_bound(), group))
@@ -106,7 +108,7 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     reducer.close()
 
     exact = np.empty(field.size)
-    _add(field.astype(np.float64), exact, transport)
+    add(field.astype(np.float64), exact)
     largest = float(np.abs(result - exact / group.size).max(initial=0))
     facts = gather(np.array([largest, zlib.crc32(result.view(np.uint8).data), tally.wire_bytes], np.float64), transport)
     largest = float(facts[:, 0].max())
@@ -120,11 +122,6 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
         "over_allreduce": medians["allreduce_s"] / medians["median_s"], "largest": largest / bound,
         "correct": largest <= bound and len(set(facts[:, 1].tolist())) == 1,
     }  # fmt: skip
-
-
-def _add(array: NDArray[Any], out: NDArray[Any], transport: Transport) -> None:
-    """Write the sum of all ranks' arrays by the library's Allreduce."""
-    transport.perform(Round("allreduce", (array.size,), array.dtype, send=array, recv=out))
 
 
 def _are_enough(samples: Mapping[str, Sequence[float]], limit_s: float) -> bool:

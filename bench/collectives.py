@@ -231,9 +231,7 @@ class _Bench:
         others_sums: Sequence[TimedPlan],
         gradients: Gradients,
     ) -> TimedPlan:
-        """Time ``auto`` in its steady state, in turn with the best plans.
-
-        These are the best one that it may choose, the best dense one, and others' sums.
+        """Time ``auto`` in its steady state, in turn with the best plans and other libraries' sums.
 
         Those are run without a cost model, so that what measuring and choosing cost counts against ``auto``.
         """

@@ -35,7 +35,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 def process_group(transport: Transport) -> Iterator[None]:
     """Make the transport's ranks torch.distributed's default group. Collective; in the end nothing is left of it."""
     if not distributed.is_available() or not distributed.is_gloo_available():
-        raise ConfigurationError("ddp: this PyTorch was built without gloo; leave ddp out of --exchange")
+        raise ConfigurationError("gloo: this PyTorch was built without it; leave out what sums by it")
     group = transport.group
     one_host = transport.hosts() == 1
     with _interface("lo" if one_host else None):
@@ -43,7 +43,7 @@ def process_group(transport: Transport) -> Iterator[None]:
         is_unknown = host is None or (host.startswith("127.") and not one_host)
         if gather(np.array([float(is_unknown)]), transport).any():
             raise ConfigurationError(
-                f"ddp: some rank does not know its address on the network; set {INTERFACE} to the interface that "
+                f"gloo: some rank does not know its address on the network; set {INTERFACE} to the interface that "
                 "joins the hosts, for example eth0"
             )
         assert host is not None

@@ -212,15 +212,21 @@ def _measure_bounds(
 
 @contextlib.contextmanager
 def _gloo(transport: "Transport") -> Iterator["Adding"]:
-    """Return gloo's sum, in a context in which there is a process group."""
-    try:
-        from mpicomp.bench.peer_exchanges import add_over_gloo, process_group
-    except ImportError as error:
-        from mpicomp.errors import ConfigurationError
+    """Return gloo's sum, in a context in which there is a process group. Collective."""
+    from mpicomp.reducer.agreement import run_collectively
 
-        raise ConfigurationError(f"{_COMMAND}: gloo is PyTorch's; pip install 'mpicomp[torch]'") from error
-    with process_group(transport):
-        yield add_over_gloo
+    def load() -> Any:
+        try:
+            from mpicomp.bench import peer_exchanges
+        except ImportError as error:
+            from mpicomp.errors import ConfigurationError
+
+            raise ConfigurationError(f"{_COMMAND}: gloo is PyTorch's; pip install 'mpicomp[torch]'") from error
+        return peer_exchanges
+
+    peers = run_collectively(load, transport, _COMMAND)
+    with peers.process_group(transport):
+        yield peers.add_over_gloo
 
 
 def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool, bool]:

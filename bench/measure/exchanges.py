@@ -22,7 +22,7 @@ from mpicomp.transport import Transport
 NAME = "gradient"
 MPI, GLOO = LIBRARIES = "MPI_Allreduce", "gloo"
 """Stand for a collective in plans that are another library's alone."""
-Adding = Callable[[NDArray[np.float32], NDArray[np.float32]], None]
+Adding = Callable[[NDArray[Any], NDArray[Any]], None]
 """Writes the sum of all ranks' arrays, the first one, to the second one."""
 SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)
 """Places of the numbers that a rank reports of a step; start and end are on the clock that ranks share."""
@@ -201,8 +201,8 @@ class LibraryRunner(Runner):
 def add_over_mpi(transport: Transport) -> Adding:
     """Return the sum by MPI's Allreduce."""
 
-    def add(array: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-        transport.perform(Round("allreduce", (array.size,), DTYPE, send=array, recv=out))
+    def add(array: NDArray[Any], out: NDArray[Any]) -> None:
+        transport.perform(Round("allreduce", (array.size,), array.dtype, send=array, recv=out))
 
     return add
 

@@ -17,7 +17,7 @@ def accumulate(
 ) -> Moments:
     """Write ``factor * (gradient + residual)`` to ``out`` in one sweep, and return the moments of the sum.
 
-    The gradient may be ``out`` itself. Without a residual it is added to nothing. The factor is not 0.
+    The gradient may be ``out`` itself. Without a residual nothing is added to it. The factor is not 0.
     """
     mask, number = MASKS[out.dtype], out.dtype.type(factor)
     bits = out.view(mask.dtype)

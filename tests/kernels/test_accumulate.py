@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -26,31 +27,17 @@ def check(kernels, moments, array):
     assert math.isclose(moments.energy, math.fsum(value * value for value in magnitudes), rel_tol=precision)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1 / 3])
 @pytest.mark.parametrize("shift", [0, 1])
-def test_accumulate_adds_and_sums_moments(kernels, dtype, shift):
+def test_accumulate_adds_multiplies_and_sums_moments(kernels, dtype, shift, factor):
     kernels.shift = shift
-    for size in SIZES:
-        gradient, residual = pair(size, dtype)
-        for memory in (residual, None):
+    for size, scale in itertools.product(SIZES, (1.0, 1e-30, 1e17)):
+        gradient, residual = (dtype(scale) * array for array in pair(size, dtype))
+        for memory, added in ((residual, gradient + residual), (None, gradient)):
             out = np.full(size, np.nan, dtype)
-            moments = kernels.accumulate(gradient, memory, out)
-            np.testing.assert_array_equal(out, gradient if memory is None else gradient + residual)
-            check(kernels, moments, out)
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-def test_accumulate_multiplies_the_sum(kernels, dtype, shift):
-    kernels.shift = shift
-    for size in SIZES:
-        gradient, residual = pair(size, dtype)
-        for memory in (residual, None):
-            out = np.full(size, np.nan, dtype)
-            for scale in (1.0, 1e-30, 1e17):
-                inputs = dtype(scale) * gradient, None if memory is None else dtype(scale) * memory
-                moments = kernels.accumulate(*inputs, out, 1, 1 / 3)
-                added = inputs[0] if memory is None else inputs[0] + inputs[1]
-                np.testing.assert_array_equal(out, dtype(1 / 3) * added)
-                check(kernels, moments, added)
+            moments = kernels.accumulate(gradient, memory, out, 1, factor)
+            np.testing.assert_array_equal(out, dtype(factor) * added)
+            check(kernels, moments, added)
 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-20, 1e-12, 1.0, 1e12, 1e18, 1e37])
