@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
         slow({"id": "dense"}, "allreduce", 10),
         slow({"id": "dense"}, "scatter-reduce", 10),
         slow({"id": "dense", "wire": "bf16"}, "scatter-reduce", 20),
-        ({"id": "topk", "ratio": 0.01}, "allgather", 30),
+        ({"id": "topk", "ratio": 0.01}, "allgather", 90),  # so that the probes at the start are a few per cent
         slow({"id": "topk", "ratio": 0.1}, "star-topk", 20),
     ],
     ids=["allreduce", "scatter-reduce", "bf16", "allgather", "star-topk"],
