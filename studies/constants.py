@@ -36,9 +36,7 @@ _NETWORKS = "50mbit/1ms,200mbit/1ms,1gbit/0us,2.5gbit/0us"
 _COMPUTE_S = {"digits": 0.005, "text-lstm": 0.13, "text-gpt": 0.28}  # of a step without exchange, on such a machine
 _FIDELITY = 0.7
 _FITTED = {
-    "exponent": (convergence_penalty, "_IMPORTANCE_EXPONENT", (1.0, 1.25, 1.5, 1.75, 2.0)),
-    "factor": (convergence_penalty, "_LOSS_FACTOR", (1.0, 2.0, 4.0)),
-    "factor of selections": (convergence_penalty, "_SELECTION_LOSS_FACTOR", (1.0, 2.0, 4.0, 8.0)),
+    "factor": (convergence_penalty, "_LOSS_FACTOR", (1.0, 1.25, 1.5, 2.0, 3.0)),
 }
 """Of each constant that is fitted: where it is, and the values among which it is chosen with a task left out."""
 _SET = {
@@ -66,7 +64,7 @@ class Trained:
         }
         self._observed: list[tuple[int, ElementStatistics]] = []
         for state in dense["elements"]:
-            elements = ElementStatistics(1, (len(state["sums"]) - 3) // 2)
+            elements = ElementStatistics(1, (len(state["sums"]) - 4) // 2)
             elements.load_state_dict(state)
             self._observed.append((state["step"], elements))
         self.predicted()

@@ -91,10 +91,10 @@ def train(
     compressor, collective = exchange_of(exchange)
     world = LocalWorld(_RANKS)
     reducers = [mpicomp.Reducer(compressor, collective, policy={"warmup": 0}, comm=end) for end in world.transports]
-    numel = sum(parameter.numel() for parameter in shared.parameters.values())
+    sizes = [parameter.numel() for parameter in shared.parameters.values()]
     quantisers = [cast(Quantiser, exchange_of(name)[0]) for name in _QUANTISERS]
-    surveys = [ElementSurvey(numel, quantisers) for _ in range(_RANKS)]
-    elements = ElementStatistics(numel, len(quantisers), normalises=optimizer != "sgd")
+    surveys = [ElementSurvey(sizes, quantisers) for _ in range(_RANKS)]
+    elements = ElementStatistics(sum(sizes), len(quantisers), normalises=optimizer != "sgd")
     first, last = (int(share * steps) for share in _SPAN)
     losses, sent, lost, signals = [], 0.0, 0.0, []
     predicted: dict[str, list[float]] = {name: [] for name in exchanges}
@@ -106,7 +106,7 @@ def train(
             gradients.append(shared.gradients())
         whole = [np.concatenate([grad.reshape(-1) for grad in arrays.values()]) for arrays in gradients]
         pairs = zip(surveys, whole, strict=True)
-        elements.observe(np.array([survey.measure(array, None, (numel,), step) for survey, array in pairs]))
+        elements.observe(np.array([survey.measure(array, None, sizes, step) for survey, array in pairs]))
         means = world.run([reducer.rounds(arrays) for reducer, arrays in zip(reducers, gradients, strict=True)])
         losses.append(float(np.mean(loss_of_ranks)))
         if first <= step <= last:

@@ -283,7 +283,7 @@ class Auto(MeasuredPolicy):
 
     def _new_survey(self, shape: Shape) -> tuple[ElementSurvey, ElementStatistics]:
         statistics = ElementStatistics(shape.numel, len(self._quantisers), self._normalises)
-        return ElementSurvey(shape.numel, self._quantisers), statistics
+        return ElementSurvey(shape.sizes, self._quantisers), statistics
 
     def _fits(self, compressor: Compressor) -> bool:
         """Return whether the collective that the user named carries a compressor."""
@@ -358,12 +358,11 @@ class Auto(MeasuredPolicy):
         if not self._chooses or not self._is_known or all(statistics.is_zero for statistics in self._statistics):
             return None
         buckets = range(len(self._shapes))
-        # An optimizer that divides by the root of a mean square moves all elements by the same, whatever their scale.
-        numel = sum(shape.numel for shape in self._shapes)
+        total = sum(statistics.importance for statistics in self._statistics)
         return PlanTradeoff(
             penalties=[self._penalties(bucket, self._trained / local_steps) for bucket in buckets],
             seconds=[self._selector.seconds(bucket) for bucket in buckets],
-            weights=[shape.numel / numel for shape in self._shapes],
+            weights=[statistics.importance / total for statistics in self._statistics],
             ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
             compute_s=self.step_times.compute_s,
             limit=1 - self.fidelity,

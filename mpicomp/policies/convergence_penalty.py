@@ -3,7 +3,7 @@
 An optimizer such as Adam divides by the root of a gradient's mean square. The accumulated gradient of an element that
 is sent seldom comes in bursts, whose mean square is larger, so its steps are smaller for good; and what waits in
 residuals is not applied yet. Both depend on the element: large and noisy ones are sent at once, small ones late. The
-penalty follows from scales and shares of signal that ranks survey now and then, up to two fitted constants.
+penalty follows from scales, shares of signal and activity that ranks survey now and then, up to one fitted constant.
 """
 
 import math
@@ -25,10 +25,7 @@ Array = NDArray[np.float64]
 _OVERSHOOT = 0.5826
 # Exponent of an element's scale in its importance: 1 is the first-order gain of a step of Adam, 2 of a plain one.
 _IMPORTANCE_EXPONENT = 1.5
-# A loss counts more than that of the elements alone, which the others depend on; for selections twice as much, since
-# measurements differ most there: docs/policies.md has both.
-_LOSS_FACTOR = 2.0
-_SELECTION_LOSS_FACTOR = 4.0
+_LOSS_FACTOR = 1.5  # a loss counts more than that of the elements alone, which others depend on: docs/policies.md
 _STEPS_PER_LOCAL_STEP = 5.0  # by which training falls behind for each local step beyond the first: docs/policies.md
 _THRESHOLDS = 48  # that are tried; penalties between them are interpolated
 _THRESHOLD_RANGE = 0.1, 1e4  # times the smallest and the largest scale: none, and one that hardly anything exceeds
@@ -41,6 +38,8 @@ _MIN_WEIGHT = 0.1  # of a survey in running means; the first ones count equally
 _MIN_SURVEYS = 10  # until scales are known: the first ones take one gradient's magnitude for its scale
 _SIGNAL_JUMP_FACTOR = 2.0  # of the signal of one survey over the mean, up or down, from which on it has jumped
 _SIGNAL_JUMP_SD = 4.0  # standard deviations of a survey's noise that a jump exceeds
+_ROWS = 4  # of a survey, by class: elements, their importance, energies, and products of successive gradients
+_GAUSSIAN_ACTIVITY = math.pi / 2  # E[g**2] / E[|g|]**2 of Gaussian gradients: they are active in all steps
 _MIN_SIGNAL = 1e-4  # some thousand elements in some dozen surveys resolve no less
 
 
@@ -51,24 +50,31 @@ class ElementSurvey:
     different kinds. Two surveys in a row are needed for a product. Elements are classed by their scale, the root of
     their mean square, relative to that of all: gradients become smaller as training proceeds. What quantizers send of
     them, and what waits, is measured by packing them, each with a separate residual.
+
+    The importance of an element is relative to its parameter: one whose gradients are small, as those of queries and
+    keys are, is needed as much as others. A parameter counts with the elements that are active in a step, of which an
+    embedding has few.
     """
 
-    def __init__(self, numel: int, quantisers: Sequence[Quantiser] = ()) -> None:
+    def __init__(self, sizes: Sequence[int], quantisers: Sequence[Quantiser] = ()) -> None:
+        numel = sum(sizes)
         self._indices = np.arange(numel)
         if numel > _MAX_SAMPLE:
             self._indices = np.unique(np.random.default_rng(numel).integers(0, numel, _MAX_SAMPLE))
+        self._parameters = np.searchsorted(np.cumsum(sizes), self._indices, "right")  # of each element that is followed
         self._quantisers = tuple(quantisers)
         self._workspace = Workspace()
         self._residuals = [np.zeros(self._indices.size, np.float32) for _ in quantisers]
         self._last = np.zeros(self._indices.size, np.float32)
         self._squares = np.zeros(self._indices.size, np.float32)
+        self._magnitudes = np.zeros(self._indices.size, np.float32)
         self._products = np.zeros(self._indices.size, np.float32)
         self._surveys = self._pairs = 0
         self._last_step = -2
 
     def width(self, sizes: Sequence[int]) -> int:
         # The followed elements or 0, the signal of this pair, then each class's sums over the mean square
-        return 2 + (3 + 2 * len(self._quantisers)) * _CLASSES
+        return 2 + (_ROWS + 2 * len(self._quantisers)) * _CLASSES
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
@@ -85,6 +91,7 @@ class ElementSurvey:
         self._surveys += 1
         weight = max(_MIN_WEIGHT, 1 / self._surveys)
         self._squares += weight * (gradient * gradient - self._squares)
+        self._magnitudes += weight * (np.abs(gradient) - self._magnitudes)
         is_pair, self._last_step = step == self._last_step + 1, step
         if is_pair:
             products = gradient * self._last
@@ -93,7 +100,7 @@ class ElementSurvey:
             pair = math.sqrt(float(np.square(gradient).mean()) * float(np.square(self._last).mean()))
             out[1] = float(products.mean()) / pair if pair > 0 else 0.0
         self._last = gradient
-        sums = [np.ones_like(gradient), self._squares, self._products]
+        sums = [self._squares, self._products]
         for quantiser, waiting in zip(self._quantisers, self._residuals, strict=True):
             sent = self._workspace.array("sent", gradient.size, gradient.dtype)
             message = self._workspace.array("message", quantiser.packed_bytes(gradient.size), np.uint8)
@@ -107,12 +114,35 @@ class ElementSurvey:
         if is_pair and mean > 0:
             classes = np.floor(np.log2(self._squares[changes] / mean)).astype(np.int64) + _CLASSES - _TOP_LOG2
             classes = np.clip(classes, 0, _CLASSES - 1)
-            counts, *energies = [np.bincount(classes, values[changes], _CLASSES) for values in sums]
-            out[2:] = np.concatenate([counts, *(energy / mean for energy in energies)])
+            energies = [np.bincount(classes, values[changes] / mean, _CLASSES) for values in sums]
+            importance = np.bincount(classes, self._importance()[changes], _CLASSES)
+            out[2:] = np.concatenate([np.bincount(classes, minlength=_CLASSES), importance, *energies])
         return out
+
+    def _importance(self) -> Array:
+        """Return the importance of each element; the sum over a parameter is the number of its active elements."""
+        squares = self._squares.astype(float)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            activity = np.nan_to_num(
+                np.minimum(1.0, _GAUSSIAN_ACTIVITY * self._magnitudes.astype(float) ** 2 / squares)
+            )
+            gains = activity * squares ** (_IMPORTANCE_EXPONENT / 2)
+            of_parameters = (np.bincount(self._parameters, values) for values in (activity, gains))
+            importance: Array = gains * np.nan_to_num(np.divide(*of_parameters))[self._parameters]
+        return importance
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
         return
+
+
+@dataclass(frozen=True)
+class ElementClasses:
+    """Elements of a bucket, by scale; shape (classes,) each."""
+
+    shares: Array  # of all elements; those that are zero have no class
+    scales: Array  # root mean squares of gradients, relative to that of all
+    signals: Array  # shares of signal in the energy
+    weights: Array  # in the progress of a dense step
 
 
 @dataclass
@@ -126,7 +156,7 @@ class ElementStatistics:
 
     def __post_init__(self) -> None:
         self._followed = 1.0
-        self._sums = np.zeros((3 + 2 * self.quantisers, _CLASSES))
+        self._sums = np.zeros((_ROWS + 2 * self.quantisers, _CLASSES))
 
     @property
     def known(self) -> bool:
@@ -136,7 +166,7 @@ class ElementStatistics:
     @property
     def is_zero(self) -> bool:
         """Whether all gradients were zero."""
-        return not self._sums[1].any()
+        return not self._sums[2].any()
 
     def observe(self, surveys: NDArray[np.float32]) -> None:
         """Learn from the surveys of all ranks, shape (ranks, width)."""
@@ -153,7 +183,7 @@ class ElementStatistics:
         rows = surveys[surveys[:, 0] > 0].astype(np.float64)
         if not self.known or self.is_zero or not rows.size:
             return False
-        counts, energies, products = self._sums[:3, self._sums[1] > 0]
+        counts, _, energies, products = self._sums[:_ROWS, self._sums[2] > 0]
         total = energies.sum()
         mean, now = products.sum() / total, (rows[:, 0] * rows[:, 1]).sum() / rows[:, 0].sum()
         sd = math.sqrt(abs((energies * energies / counts).sum())) / total  # products of noise vary by energies
@@ -165,19 +195,26 @@ class ElementStatistics:
         """Share of signal in the energy of a rank's gradient."""
         if self.is_zero:
             return _MIN_SIGNAL
-        shares, scales, signals = self.classes()
-        energies = shares * scales * scales
-        return float((energies * signals).sum() / energies.sum())
+        classes = self.classes()
+        energies = classes.shares * classes.scales**2
+        return float((energies * classes.signals).sum() / energies.sum())
 
-    def classes(self) -> tuple[Array, Array, Array]:
-        """Return the share of all elements, the relative scale and the share of signal of each class that has any."""
-        counts, energies, products, *_ = self._sums[:, self._sums[1] > 0]
-        return counts / self._followed, np.sqrt(energies / counts), np.clip(products / energies, _MIN_SIGNAL, 1)
+    @property
+    def importance(self) -> float:
+        """What all elements of the bucket together contribute to the progress of a dense step, up to a constant."""
+        return 0.0 if self.is_zero else self.numel * float(self.classes().weights.sum())
+
+    def classes(self) -> ElementClasses:
+        """Return the classes that have elements."""
+        counts, importance, energies, products, *_ = self._sums[:, self._sums[2] > 0]
+        signals = np.clip(products / energies, _MIN_SIGNAL, 1)
+        weights = importance / self._followed * signals
+        return ElementClasses(counts / self._followed, np.sqrt(energies / counts), signals, weights)
 
     def quantiser_energies(self, quantiser: int) -> tuple[Array, Array]:
         """Return the energies of each class that a quantizer sends in a step, and that wait, over a gradient's."""
-        is_used = self._sums[1] > 0
-        sent, waiting = self._sums[3 + 2 * quantiser : 5 + 2 * quantiser, is_used] / self._sums[1, is_used]
+        is_used, first = self._sums[2] > 0, _ROWS + 2 * quantiser
+        sent, waiting = self._sums[first : first + 2, is_used] / self._sums[2, is_used]
         return sent, waiting
 
     def selection_penalties(
@@ -187,15 +224,15 @@ class ElementStatistics:
         if self.is_zero:
             return np.zeros(ratios.size), np.zeros(ratios.size)
         if by_magnitude:
-            return selection_penalties(*self.classes(), ratios, ranks, age, self.normalises)
-        drawn = random_penalties(*self.classes(), ratios, ranks, age, self.normalises)
+            return selection_penalties(self.classes(), ratios, ranks, age, self.normalises)
+        drawn = random_penalties(self.classes(), ratios, ranks, age, self.normalises)
         return drawn, drawn
 
     def quantiser_penalty(self, quantiser: int, ranks: int, age: float) -> float:
         if self.is_zero:
             return 0.0
         energies = self.quantiser_energies(quantiser)
-        return quantiser_penalty(*self.classes(), *energies, ranks, age, self.normalises)
+        return quantiser_penalty(self.classes(), *energies, ranks, age, self.normalises)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, JSON-able."""
@@ -224,48 +261,36 @@ def mean_waits(scales: Array, signals: Array, thresholds: Array) -> Array:
 
 
 def selection_penalties(
-    shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float, normalises: bool = True
+    classes: ElementClasses, ratios: Array, ranks: int, age: float, normalises: bool = True
 ) -> tuple[Array, Array]:
     """Return the penalties of sending elements once they exceed a threshold, at some ratios.
 
-    Classes of elements have ``shares`` of all, which need not add up to 1, ``scales`` and ``signals``. Gradients that
-    wait are a share of the ``age`` steps of training so far. Unless the optimizer ``normalises`` bursts cost nothing.
-    The results, in [0, 1], are for ranks that select separately, and for ranks that all send the same elements.
+    Gradients that wait are a share of the ``age`` steps of training so far. Unless the optimizer ``normalises`` bursts
+    cost nothing. The results, in [0, 1], are for ranks that select separately, and for ranks that all send the same
+    elements.
     """
-    low, high = _THRESHOLD_RANGE
+    (low, high), scales, signals = _THRESHOLD_RANGE, classes.scales, classes.signals
     thresholds = np.geomspace(low * scales.min(), high * scales.max(), _THRESHOLDS)[:, None]
     steps = mean_waits(scales, signals, thresholds)
-    log_kept = np.log((shares / steps).sum(axis=1))[::-1]
+    log_kept = np.log((classes.shares / steps).sum(axis=1))[::-1]
     reach = thresholds / scales + _OVERSHOOT * np.sqrt(1 - signals)
-    bursts = (reach * reach / steps + (ranks - 1) * signals) / ranks, _joint_bursts(steps, signals, ranks)
-    weights = _weights(shares, scales, signals)
-    separate, joint = (
-        _penalty(weights, steps, burst if normalises else None, signals, ranks, age, _SELECTION_LOSS_FACTOR)
-        for burst in bursts
-    )
+    energies = reach * reach / steps
+    delays = np.maximum(0.0, (energies - 1) / (2 * signals))  # what arrives is larger by what had waited
+    bursts = (energies + (ranks - 1) * signals) / ranks, _joint_bursts(steps, signals, ranks)
+    separate, joint = (_penalty(classes, delays, burst if normalises else None, ranks, age) for burst in bursts)
     return np.interp(np.log(ratios), log_kept, separate[::-1]), np.interp(np.log(ratios), log_kept, joint[::-1])
 
 
-def random_penalties(
-    shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float, normalises: bool = True
-) -> Array:
+def random_penalties(classes: ElementClasses, ratios: Array, ranks: int, age: float, normalises: bool = True) -> Array:
     """Return the penalties of ranks that send the same random elements; see `selection_penalties`."""
     # Times between draws vary: their mean square is that of equal ones that are nearly twice as long.
-    steps = np.broadcast_to(2 / ratios[:, None] - 1, (ratios.size, scales.size))
-    bursts = _joint_bursts(steps, signals, ranks) if normalises else None
-    weights = _weights(shares, scales, signals)
-    return _penalty(weights, steps, bursts, signals, ranks, age, _SELECTION_LOSS_FACTOR)
+    steps = np.broadcast_to(2 / ratios[:, None] - 1, (ratios.size, classes.scales.size))
+    bursts = _joint_bursts(steps, classes.signals, ranks) if normalises else None
+    return _penalty(classes, (steps - 1) / 2, bursts, ranks, age)
 
 
 def quantiser_penalty(
-    shares: Array,
-    scales: Array,
-    signals: Array,
-    sent: Array,
-    waiting: Array,
-    ranks: int,
-    age: float,
-    normalises: bool = True,
+    classes: ElementClasses, sent: Array, waiting: Array, ranks: int, age: float, normalises: bool = True
 ) -> float:
     """Return the penalty of sending all elements in few bits; see `selection_penalties`.
 
@@ -273,11 +298,10 @@ def quantiser_penalty(
     waits. ``sent`` and ``waiting`` are the energies of each class in a step and in residuals, over that of a gradient.
     The energy that has waited for t steps is ``t`` times the noise and ``t**2`` times the signal, which gives t.
     """
-    noise = 1 - signals
+    signals, noise = classes.signals, 1 - classes.signals
     delay = (np.sqrt(noise * noise + 4 * signals * waiting) - noise) / (2 * signals)
     bursts = (sent + (ranks - 1) * signals) / ranks if normalises else None
-    weights = _weights(shares, scales, signals)
-    [penalty] = _penalty(weights, 1 + 2 * delay[None], bursts, signals, ranks, age, _LOSS_FACTOR)
+    [penalty] = _penalty(classes, delay[None], bursts, ranks, age)
     return float(penalty)
 
 
@@ -295,24 +319,17 @@ def local_steps_penalty(steps: int, trained: float) -> float:
     return float(min(_STEPS_PER_LOCAL_STEP * (steps - 1) / max(trained, 1.0), 1.0))
 
 
-def _weights(shares: Array, scales: Array, signals: Array) -> Array:
-    """Return the importance of each class."""
-    weights: Array = shares * scales**_IMPORTANCE_EXPONENT * signals
-    return weights
-
-
 def _joint_bursts(steps: Array, signals: Array, ranks: int) -> Array:
     """Return the mean square, per step, of ranks' mean of what has waited for some steps, over a gradient's."""
     bursts: Array = steps * signals + (1 - signals) / ranks
     return bursts
 
 
-def _penalty(
-    weights: Array, steps: Array, bursts: Array | None, signals: Array, ranks: int, age: float, factor: float
-) -> Array:
-    """Return penalties, shape (thresholds,), from waits and bursts, shape (thresholds, classes)."""
-    dense = signals + (1 - signals) / ranks
+def _penalty(classes: ElementClasses, delays: Array, bursts: Array | None, ranks: int, age: float) -> Array:
+    """Return penalties, shape (thresholds,), from mean delays of signal and bursts, shape (thresholds, classes)."""
+    dense, weights = classes.signals + (1 - classes.signals) / ranks, classes.weights
     efficiency = 1.0 if bursts is None else 1 / np.sqrt(np.maximum(bursts / dense, 1.0))
-    applied = 1 - np.minimum(1.0, (steps - 1) / 2 / max(age, 1.0))
-    penalty: Array = np.minimum(factor * (1 - (weights * efficiency * applied).sum(axis=1) / weights.sum()), 1.0)
+    applied = 1 - np.minimum(1.0, delays / max(age, 1.0))
+    lost = 1 - (weights * efficiency * applied).sum(axis=1) / weights.sum()
+    penalty: Array = np.minimum(_LOSS_FACTOR * lost, 1.0)
     return penalty

@@ -37,7 +37,7 @@ class PenaltyWarning:
         """Begin with new buckets; rank 0 logs for all."""
         self._ranks, self._logs = ranks, rank == 0
         count = len(self._quantisers)
-        self._surveys = [ElementSurvey(shape.numel, self._quantisers) for shape in shapes]
+        self._surveys = [ElementSurvey(shape.sizes, self._quantisers) for shape in shapes]
         self._statistics = [ElementStatistics(shape.numel, count, self._normalises) for shape in shapes]
 
     def survey(self, bucket: int) -> ElementSurvey | None:
@@ -90,6 +90,6 @@ class PenaltyWarning:
         return delay_penalty(delay, statistics.signal, self._ranks, _SHORT_STEPS, self._normalises)
 
     def _mean(self, of_buckets: Sequence[float]) -> float:
-        """Return the mean over elements."""
-        numels = [statistics.numel for statistics in self._statistics]
-        return float(np.average(of_buckets, weights=numels)) if sum(numels) > 0 else 0.0
+        """Return the mean over elements, by importance."""
+        weights = [statistics.importance for statistics in self._statistics]
+        return float(np.average(of_buckets, weights=weights)) if sum(weights) > 0 else 0.0

@@ -82,7 +82,7 @@ def test_training_falls_behind_by_as_much_as_was_said(fidelity):
             gained, whole = gained + common @ moved, whole + common @ moved_dense
             assert bucket.compressor["id"] == "topk"  # it made use of what it may lose
             said.append(float(re.search(r"convergence penalty ([\d.e-]+) of at most", bucket.reason)[1]))
-    assert 4 * (1 - gained / whole) == pytest.approx(np.mean(said), abs=0.06)  # what is lost counts four times
+    assert 1.5 * (1 - gained / whole) == pytest.approx(np.mean(said), abs=0.03)  # what is lost counts 1.5 times
     assert max(said) <= 1 - fidelity
 
 
