@@ -10,7 +10,6 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +39,7 @@ _FITTED = {
 }
 """Of each constant that is fitted: where it is, and the values among which it is chosen with a task left out."""
 _SET = {
+    "caution": (plan_tradeoff, "_CAUTION", (1.0, 1.5, 2.0, 3.0)),
     "pays": (auto, "_MIN_GAIN", (0.0, 0.05, 0.1, 0.2)),
     "more": (plan_tradeoff, "_BUCKET_PENALTY_RATIO", (1.0, 2.0, 4.0)),
 }
@@ -95,11 +95,10 @@ class Trained:
         truth = np.array([0.0, *(max(0.0, self.steps_behind[name]) for name in predictions)])
         tradeoff = PlanTradeoff([guess], [seconds], [1.0], [0.0], _COMPUTE_S[self.task], 1 - fidelity)
         [row] = tradeoff.best()
-        if tradeoff.time_per_dense_step([row]) > (1 - auto._MIN_GAIN) * tradeoff.time_per_dense_step([0]):
+        if tradeoff.cost([row]) > (1 - auto._MIN_GAIN) * tradeoff.cost([0]):
             row = 0
-        real = replace(tradeoff, penalties=[truth])
-        least = min(real.time_per_dense_step([other]) for other in range(len(names)))
-        return real.time_per_dense_step([row]) / least - 1, float(truth[row])
+        seconds_to_quality = [tradeoff.seconds_of_step([other]) / (1 - truth[other]) for other in range(len(names))]
+        return seconds_to_quality[row] / min(seconds_to_quality) - 1, float(truth[row])
 
 
 def seconds_of(exchange: str, numel: int, network: Network) -> float:
@@ -182,7 +181,7 @@ def parts() -> list[dict[str, Any]]:
 
     def worths(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         with setting(plan_tradeoff, "_PENALTY_BINS", count):
-            return np.array([problem.time_per_dense_step(problem.best()) for problem in problems])
+            return np.array([problem.cost(problem.best()) for problem in problems])
 
     least = worths(20_000)
     found = {count: worths(count) / least - 1 for count in _PARTS}

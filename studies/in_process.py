@@ -30,15 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser, task: str) -> None:
 
 
 class SharedModel:
-    """The model of a task, with its optimizer or SGD with momentum, that all ranks compute their gradients with."""
+    """The model that all ranks compute their gradients with, and an optimizer: ``"task"``, ``"sgd"`` or ``"muon"``."""
 
-    def __init__(self, task: Task, steps: int, sgd: bool = False) -> None:
-        from mpicomp.bench.tasks.updating import Updater, momentum_sgd  # loads torch
+    def __init__(self, task: Task, steps: int, optimizer: str = "task") -> None:
+        from mpicomp.bench.tasks.updating import Updater, inner_optimizer, momentum_sgd  # loads torch
 
         self.task = task
         self.model = task.model()
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = momentum_sgd(self.model) if sgd else task.optimizer(self.model)
+        is_sgd = optimizer == "sgd"
+        self.optimizer = momentum_sgd(self.model) if is_sgd else inner_optimizer(task, self.model, optimizer)
         self.updater = Updater(task, self.optimizer, steps)
 
     def backward(self, step: int, rank: int, ranks: int) -> float:

@@ -87,14 +87,14 @@ def train(
     The row has losses of all steps, the quality in the end, how far each exchange was predicted to be behind, and of
     the dense training the elements that predictions were made from.
     """
-    shared = SharedModel(get_task(task_name, seed), steps, sgd=optimizer == "sgd")
+    shared = SharedModel(get_task(task_name, seed), steps, optimizer)
     compressor, collective = exchange_of(exchange)
     world = LocalWorld(_RANKS)
     reducers = [mpicomp.Reducer(compressor, collective, policy={"warmup": 0}, comm=end) for end in world.transports]
     sizes = [parameter.numel() for parameter in shared.parameters.values()]
     quantisers = [cast(Quantiser, exchange_of(name)[0]) for name in _QUANTISERS]
     surveys = [ElementSurvey(sizes, quantisers) for _ in range(_RANKS)]
-    elements = ElementStatistics(sum(sizes), len(quantisers), normalises=optimizer != "sgd")
+    elements = ElementStatistics(sum(sizes), len(quantisers), normalises=optimizer == "task")
     first, last = (int(share * steps) for share in _SPAN)
     losses, sent, lost, signals = [], 0.0, 0.0, []
     predicted: dict[str, list[float]] = {name: [] for name in exchanges}
@@ -161,9 +161,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--optimizer",
-        choices=("task", "sgd"),
+        choices=("task", "sgd", "muon"),
         default="task",
-        help="the task's, or SGD with momentum at the rate that suits digits (%(default)s)",
+        help="the task's, SGD with momentum at the rate that suits digits, or Muon with AdamW (%(default)s)",
     )
     in_process.add_arguments(parser, "digits")
     return parser

@@ -51,7 +51,7 @@ class Auto(MeasuredPolicy):
     """Choose compressor, ratio, collective and wire of every bucket together, so that the model learns fastest.
 
     Residuals arrive later and in bursts, so training falls behind dense by a share of its steps, the convergence
-    penalty (`mpicomp.policies.convergence_penalty`). The plans minimize ``seconds of a step / (1 - penalty)`` with a
+    penalty (`mpicomp.policies.convergence_penalty`). The plans minimize ``seconds of a step / (1 - penalty)**2`` with a
     penalty of at most ``1 - fidelity``. It is predicted for every plan, whether it runs or not, from the scales of
     elements and the share of signal in their gradients, which ranks survey now and then.
 
@@ -331,15 +331,15 @@ class Auto(MeasuredPolicy):
                 self._allow_dense()
             return
         rows = self._best_rows(tradeoff)
-        least = (1 - SWITCH_MARGIN) * tradeoff.time_per_dense_step(rows)
+        least = (1 - SWITCH_MARGIN) * tradeoff.cost(rows)
         # Fewer exchanges save nothing that is known before the time outside of them is.
         for steps in self._local_choices if self._selector.measured and self.step_times.compute_s else ():
             other = None if steps == self._local_steps else self._tradeoff(steps)
             if other is not None:
                 other_rows = self._best_rows(other)
-                if other.time_per_dense_step(other_rows) < least:
+                if other.cost(other_rows) < least:
                     self._local_steps, tradeoff, rows = steps, other, other_rows
-                    least = other.time_per_dense_step(other_rows)
+                    least = other.cost(other_rows)
         self._allowed = [
             np.flatnonzero(penalties <= penalties[row] * (1 + 1e-9))
             for penalties, row in zip(tradeoff.penalties, rows, strict=True)
@@ -375,12 +375,12 @@ class Auto(MeasuredPolicy):
         buckets = range(len(self._shapes))
         dense = [self._fastest_dense(bucket) for bucket in buckets]
         best, last = tradeoff.best(), [self._selector.row(bucket) for bucket in buckets]
-        limit_s = (1 - _MIN_GAIN) * tradeoff.time_per_dense_step(dense)
-        if tradeoff.time_per_dense_step(best) > limit_s:
+        limit_s = (1 - _MIN_GAIN) * tradeoff.cost(dense)
+        if tradeoff.cost(best) > limit_s:
             best = dense
         if tradeoff.allows(last):
-            limit_s = min(limit_s, (1 + SWITCH_MARGIN) * tradeoff.time_per_dense_step(best))
-            if tradeoff.time_per_dense_step(last) <= limit_s:
+            limit_s = min(limit_s, (1 + SWITCH_MARGIN) * tradeoff.cost(best))
+            if tradeoff.cost(last) <= limit_s:
                 best = last
         return best
 

@@ -13,6 +13,9 @@ Array = NDArray[np.float64]
 _PENALTY_BINS = 400  # from 0 to the largest penalty
 _MIN_PROGRESS = 1e-3  # fraction of a step that counts as left at least, so that seconds are finite
 _BUCKET_PENALTY_RATIO = 2.0  # of one bucket's penalty over the largest of all: layers need each other
+# Exponent of the progress of a step. With 1 the seconds to a quality would be least; but most trainings have a fixed
+# number of steps, and end behind dense by what is lost.
+_CAUTION = 2.0
 _PENALTY_SLACK = 1.1  # factor by which plans that run may exceed the largest penalty
 
 
@@ -20,8 +23,7 @@ _PENALTY_SLACK = 1.1  # factor by which plans that run may exceed the largest pe
 class PlanTradeoff:
     """Seconds and convergence penalty of every row of every bucket, and the state of training.
 
-    Training that falls behind by a share of its steps takes ``seconds of a step / (1 - share)`` for a step of dense
-    training.
+    Training that falls behind by a share of its steps makes a progress of ``1 - share`` of a step of dense training.
     """
 
     penalties: Sequence[Array]  # by bucket and row, the share of steps that is lost; each bucket has a row of none
@@ -38,13 +40,16 @@ class PlanTradeoff:
         parts = zip(self.penalties, rows, self.weights, strict=True)
         return self.local_penalty + float(sum(penalty[row] * weight for penalty, row, weight in parts))
 
-    def time_per_dense_step(self, rows: Sequence[int]) -> float:
-        """Return the seconds in which training proceeds by a step of dense training."""
+    def seconds_of_step(self, rows: Sequence[int]) -> float:
+        """Return the seconds of a step with a row for every bucket."""
         end = -math.inf
         for seconds, row, ready in zip(self.seconds, rows, self.ready, strict=True):
             end = max(end, ready) + seconds[row]
-        step_s = (self.local_steps * self.compute_s + end) / self.local_steps
-        return float(step_s / max(1 - self.penalty(rows), _MIN_PROGRESS))
+        return float((self.local_steps * self.compute_s + end) / self.local_steps)
+
+    def cost(self, rows: Sequence[int]) -> float:
+        """Return what the best rows have least of: seconds of a step over its progress, which counts twice."""
+        return float(self.seconds_of_step(rows) / max(1 - self.penalty(rows), _MIN_PROGRESS) ** _CAUTION)
 
     def allows(self, rows: Sequence[int]) -> bool:
         """Return whether the penalty of rows is within the limit, with some slack."""
@@ -53,7 +58,7 @@ class PlanTradeoff:
         return within and worst <= _PENALTY_SLACK * _BUCKET_PENALTY_RATIO * self.limit
 
     def best(self) -> list[int]:
-        """Return the rows of least `time_per_dense_step` within the limit."""
+        """Return the rows of least `cost` within the limit."""
         pairs = zip(self.penalties, self.seconds, strict=True)
         rows = [_undominated(penalty, seconds, _BUCKET_PENALTY_RATIO * self.limit) for penalty, seconds in pairs]
         parts = zip(self.penalties, rows, self.weights, strict=True)
@@ -62,8 +67,8 @@ class PlanTradeoff:
         limit = max(0.0, self.limit - self.local_penalty)
         ends, choice_at = least_makespan(penalties, seconds, self.ready, limit, _PENALTY_BINS)
         totals = self.local_penalty + np.minimum(np.arange(ends.size) / _PENALTY_BINS, 1.0) * limit
-        times = (self.local_steps * self.compute_s + ends) / np.maximum(1 - totals, _MIN_PROGRESS)
-        choice = choice_at(int(times.argmin()))
+        costs = (self.local_steps * self.compute_s + ends) / np.maximum(1 - totals, _MIN_PROGRESS) ** _CAUTION
+        choice = choice_at(int(costs.argmin()))
         return [int(kept[setting]) for kept, setting in zip(rows, choice, strict=True)]
 
 
