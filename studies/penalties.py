@@ -10,6 +10,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import in_process
@@ -32,7 +33,7 @@ _RANKS = 4
 _SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses and gradients are compared
 _TINY = 1e-12  # least loss whose logarithm is taken
 _EVERY = 5  # steps from one prediction to the next
-_QUANTISERS = ("qsgd", "onebit")  # among the exchanges of these names: four bits, rounded to the nearest, and signs
+_QUANTISERS = ("qsgd", "onebit", "onebit:2")  # that are surveyed: four bits, rounded to the nearest, one bit and two
 _EXCHANGES = "topk:0.1,topk:0.03,topk:0.01,topk:0.003,qsgd,onebit"
 _KEY = ("task", "optimizer", "seed", "exchange", "steps")
 _COLUMNS = {
@@ -72,11 +73,15 @@ def predict(elements: ElementStatistics, exchange: str, age: int) -> float | Non
 
 
 def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:
-    """Return the compressor and the collective that ``NAME``, ``NAME:RATIO`` or ``NAME:RATIO:COLLECTIVE`` stand for."""
-    name, ratio, collective = [*words.split(":"), "", ""][:3]
-    config = {"id": name} | ({"ratio": float(ratio)} if ratio else {})
-    compressor = mpicomp.get_compressor(config | ({"rounding": "nearest"} if name == "qsgd" else {}))
-    return compressor, collective or "auto"
+    """Return the compressor and the collective that ``NAME``, ``NAME:NUMBER`` or ``NAME:NUMBER:COLLECTIVE`` stand for.
+
+    The number is a ratio, or the bits of ``qsgd`` and ``onebit``.
+    """
+    name, number, collective = [*words.split(":"), "", ""][:3]
+    config: dict[str, Any] = {"id": name} | ({"rounding": "nearest"} if name == "qsgd" else {})
+    if number:
+        config |= {"bits": int(number)} if name in ("qsgd", "onebit") else {"ratio": float(number)}
+    return mpicomp.get_compressor(config), collective or "auto"
 
 
 def train(
@@ -148,6 +153,30 @@ def table(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
+def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the loss over dense against the bytes of an element, for each optimizer and family: a picture a task."""
+    from mpicomp.bench.report import draw
+    from mpicomp.bench.report.section_parts import Curve
+
+    dense = {(row["task"], row["optimizer"], row["seed"]): row["quality"] for row in rows if row["exchange"] == "dense"}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        figure, axes = draw.panel("bytes a parameter", f"{task}: loss over dense, %", right=draw.RUN_LABELS)
+        labels, families = [], {}
+        for row in rows:
+            if row["task"] == task and row["exchange"] != "dense":
+                compressor, _ = exchange_of(row["exchange"])
+                over = 100 * (row["quality"] / dense[task, row["optimizer"], row["seed"]] - 1)
+                family = f"{compressor.id}, {'AdamW' if row['optimizer'] == 'task' else row['optimizer']}"
+                families.setdefault(family, []).append((compressor.wire_bytes_per_element(4), over))
+        for number, (family, points) in enumerate(families.items()):
+            nbytes, over = np.array(sorted(points)).T
+            draw.plot(axes, Curve(nbytes, over, over, over), f"run{number % 8}")
+            labels.append((float(over[-1]), family, f"run{number % 8}"))
+        draw.log_axis(axes, "x")
+        draw.label_ends(axes, labels)
+        path.with_stem(f"{path.stem}-{task}").write_text(draw.on_white(draw.svg(figure)))
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"studies/{_STUDY}.py",
@@ -157,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
         "--exchange",
         default=_EXCHANGES,
         metavar="X[,..]",
-        help="NAME, NAME:RATIO or NAME:RATIO:COLLECTIVE (%(default)s)",
+        help="NAME, NAME:RATIO, NAME:BITS or NAME:RATIO:COLLECTIVE (%(default)s)",
     )
     parser.add_argument(
         "--optimizer",
@@ -166,6 +195,7 @@ def parser() -> argparse.ArgumentParser:
         help="the task's, SGD with momentum at the rate that suits digits, or Muon with AdamW (%(default)s)",
     )
     in_process.add_arguments(parser, "digits")
+    parser.add_argument("--picture", metavar="F.svg", help="draw losses against bytes in F-TASK.svg, for each task")
     return parser
 
 
@@ -182,6 +212,8 @@ def run(arguments: argparse.Namespace) -> int:
         if row is not None:
             print(f"{task}, seed {seed}, {exchange}: {row['quality']:.4f}", flush=True)
     results.show(table(there.made), _COLUMNS)
+    if arguments.picture is not None:
+        draw_losses(Path(arguments.picture), there.made)
     return 0
 
 

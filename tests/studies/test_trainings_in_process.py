@@ -20,10 +20,9 @@ SLOWER = {"topk:0.1": 0.1, "topk:0.01": 0.4, "qsgd": 0.0}
 
 
 def observed(signal=0.3):
-    elements, random = ElementStatistics(4000, 2), np.random.default_rng(0)
-    surveys = [
-        ElementSurvey((4000,), [penalties.exchange_of(name)[0] for name in ("qsgd", "onebit")]) for _ in range(RANKS)
-    ]
+    elements, random = ElementStatistics(4000, 3), np.random.default_rng(0)
+    quantisers = [penalties.exchange_of(name)[0] for name in ("qsgd", "onebit", "onebit:2")]
+    surveys = [ElementSurvey((4000,), quantisers) for _ in range(RANKS)]
     for step in range(30):
         grads = random.standard_normal((RANKS, 4000)).astype(np.float32) + np.float32(signal)
         elements.observe(np.array([s.measure(g, None, (4000,), step) for s, g in zip(surveys, grads, strict=True)]))
@@ -49,17 +48,18 @@ def test_steps_behind_are_the_share_by_which_training_is_slower(share):
 
 def test_behind_predicts_more_for_smaller_ratios():
     elements = observed()
-    assert penalties.predict(ElementStatistics(4000, 2), "topk:0.1", 100) is None
-    exchanges = ("topk:0.3", "topk:0.1", "qsgd", "powersgd", "topk:0.1:star-topk")
-    few, more, qsgd, powersgd, star = (penalties.predict(elements, name, 100) for name in exchanges)
+    assert penalties.predict(ElementStatistics(4000, 3), "topk:0.1", 100) is None
+    exchanges = ("topk:0.3", "topk:0.1", "qsgd", "powersgd", "topk:0.1:star-topk", "onebit:2", "onebit")
+    few, more, qsgd, powersgd, star, two, one = (penalties.predict(elements, name, 100) for name in exchanges)
     assert powersgd is None
     assert 0 <= few < more < 1
     assert more < star
     assert 0 <= qsgd < more
+    assert 0 <= two < one < 1
 
 
 def test_sgd_is_predicted_without_bursts():
-    sgd = ElementStatistics(4000, 2, normalises=False)
+    sgd = ElementStatistics(4000, 3, normalises=False)
     sgd.load_state_dict(observed().state_dict())
     assert penalties.predict(sgd, "topk:0.05", 100) < penalties.predict(observed(), "topk:0.05", 100)
 
@@ -70,17 +70,21 @@ def test_behind_makes_each_row_once(tmp_path, capsys):
     for _ in range(2):
         for optimizer in ("task", "sgd"):
             words = ["--steps", "24", "--exchange", "topk:0.05", "--rows", str(path), "--optimizer", optimizer]
+            words += ["--picture", str(tmp_path / "losses.svg")]
             assert penalties.run(penalties.parser().parse_args(words)) == 0
     dense, topk, *of_sgd = (json.loads(line) for line in path.read_text().splitlines())
     assert [row["optimizer"] for row in (dense, topk, *of_sgd)] == ["task", "task", "sgd", "sgd"]
     assert (dense["exchange"], dense["delay"], topk["exchange"]) == ("dense", 0.0, "topk:0.05")
     assert 0 < dense["predicted"]["topk:0.05"] < 1
+    picture = (tmp_path / "losses-digits.svg").read_text()
+    assert "topk, AdamW" in picture
+    assert "topk, sgd" in picture
 
 
 def test_constants_predict_again_from_rows():
     trained = constants.Trained(made := list(rows("digits")))
     assert trained.steps_behind == pytest.approx(SLOWER, abs=0.03)
-    elements = ElementStatistics(4000, 2)
+    elements = ElementStatistics(4000, 3)
     elements.load_state_dict(made[0]["elements"][0])
     expected = {name: penalties.predict(elements, name, 100) for name in SLOWER}
     assert trained.predicted() == pytest.approx(expected)
