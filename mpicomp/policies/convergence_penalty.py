@@ -201,13 +201,14 @@ class ElementStatistics:
 
     @property
     def importance(self) -> float:
-        """What all elements of the bucket together contribute to the progress of a dense step, up to a constant."""
-        return 0.0 if self.is_zero else self.numel * float(self.classes().weights.sum())
+        """Number of elements of the bucket that are active in a step."""
+        return float(self._sums[1].sum()) / self._followed * self.numel
 
     def classes(self) -> ElementClasses:
         """Return the classes that have elements."""
         counts, importance, energies, products, *_ = self._sums[:, self._sums[2] > 0]
-        signals = np.clip(products / energies, _MIN_SIGNAL, 1)
+        # Where steps are so long that successive gradients point against each other, these must not come late either.
+        signals = np.clip(np.abs(products) / energies, _MIN_SIGNAL, 1)
         weights = importance / self._followed * signals
         return ElementClasses(counts / self._followed, np.sqrt(energies / counts), signals, weights)
 

@@ -68,6 +68,14 @@ def test_what_ranks_have_of_their_own_is_signal():
     assert elements.signal > 0.9
 
 
+def test_gradients_that_alternate_are_signal():
+    """As at the edge of stability: successive gradients point against each other."""
+    elements, survey = ElementStatistics(NUMEL), ElementSurvey((NUMEL,))
+    for step, gradient in enumerate(gradients(0.3, 40, np.ones(NUMEL))):
+        elements.observe(survey.measure(gradient * np.float32((-1) ** step), None, (NUMEL,), step)[None])
+    assert elements.signal == pytest.approx(0.3, rel=0.1)
+
+
 def test_residuals_are_no_signal():
     scales = np.ones(NUMEL)
     assert learned(0.05, scales, feedback=True).signal == pytest.approx(learned(0.05, scales).signal, rel=0.05)
