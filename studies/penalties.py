@@ -99,7 +99,7 @@ def train(
     sizes = [parameter.numel() for parameter in shared.parameters.values()]
     quantisers = [cast(Quantiser, exchange_of(name)[0]) for name in _QUANTISERS]
     surveys = [ElementSurvey(sizes, quantisers) for _ in range(_RANKS)]
-    elements = ElementStatistics(sum(sizes), len(quantisers), normalises=optimizer == "task")
+    elements = ElementStatistics(sum(sizes), len(quantisers), normalises=optimizer != "sgd")
     first, last = (int(share * steps) for share in _SPAN)
     losses, sent, lost, signals = [], 0.0, 0.0, []
     predicted: dict[str, list[float]] = {name: [] for name in exchanges}

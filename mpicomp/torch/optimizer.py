@@ -45,7 +45,7 @@ from mpicomp.transport import Transport
 from mpicomp.transport.connect import connected
 
 _WHO = "DistributedOptimizer"
-_PLAIN = torch.optim.SGD, torch.optim.ASGD  # whose steps are as large as gradients
+_PLAIN = torch.optim.SGD, torch.optim.ASGD  # whose steps are as large as gradients, so that bursts cost nothing
 _SMALL_BUCKET = 8 << 20  # bytes of a bucket whose elements all travel
 
 
@@ -172,7 +172,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         if bucket_bytes is None and chosen is not None:
             bucket_bytes = LARGE_BUCKET if chosen.message in ("sparse", "shared") else _SMALL_BUCKET
         settings |= {"bucket_bytes": bucket_bytes}
-        settings |= {"normalises": _normalises(optimizer)}
+        settings |= {"normalises": not isinstance(optimizer, _PLAIN)}
         reducer = TrainingReducer(
             chosen, collective, with_warmup(policy, warmup), feedback, nonfinite, transport, **settings
         )
@@ -379,15 +379,6 @@ def _attach_scaler(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
     if not isinstance(scaler, _ScalerProxy):
         changed.__class__ = type(f"Distributed{kind.__name__}", (_ScalerProxy, kind), {})
     changed._mpicomp_optimizer = weakref.ref(optimizer)
-
-
-def _normalises(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether steps are divided by the root of a mean square, which bursts make larger.
-
-    Muon, torch's or one of that name, orthogonalises a mean of many gradients in place of that.
-    """
-    is_muon = any("muon" in each.__name__.lower() for each in type(optimizer).__mro__)
-    return not is_muon and not isinstance(optimizer, _PLAIN)
 
 
 def _check_optimizer(optimizer: Any) -> None:

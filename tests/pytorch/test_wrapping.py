@@ -357,10 +357,9 @@ def test_power_gossip_exchanges_once_a_step():
         (lambda given: torch.optim.AdamW(given), True),
         (lambda given: torch.optim.Rprop(given), True),
         (lambda given: type("MySGD", (torch.optim.SGD,), {})(given, lr=0.1), False),
-        (lambda given: type("MuonWithAuxAdam", (torch.optim.AdamW,), {})(given), False),
     ],
 )
-def test_steps_of_sgd_and_muon_do_not_normalise(make, normalises):
+def test_steps_of_sgd_do_not_normalise(make, normalises):
     model = network()
     optimizer = alone(model, make(model.parameters()))
     assert optimizer.reducer.settings["normalises"] == normalises
