@@ -51,7 +51,7 @@ class Auto(MeasuredPolicy):
     """Choose compressor, ratio, collective and wire of every bucket together, so that the model learns fastest.
 
     Residuals arrive later and in bursts, so training falls behind dense by a share of its steps, the convergence
-    penalty (`mpicomp.policies.convergence_penalty`). The plans minimize ``seconds of a step / (1 - penalty)**2`` with a
+    penalty (`mpicomp.policies.convergence_penalty`). The plans minimize ``seconds of a step / (1 - penalty)**3`` with a
     penalty of at most ``1 - fidelity``. It is predicted for every plan, whether it runs or not, from the scales of
     elements and the share of signal in their gradients, which ranks survey now and then.
 
