@@ -31,6 +31,7 @@ from mpicomp.transport import LocalWorld
 _STUDY = "penalties"
 _RANKS = 4
 _SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses and gradients are compared
+_OPTIMIZERS = {"task": "Adam", "sgd": "SGD", "muon": "Muon"}  # in pictures, which have room for eleven letters
 _TINY = 1e-12  # least loss whose logarithm is taken
 _EVERY = 5  # steps from one prediction to the next
 _QUANTISERS = ("qsgd", "onebit", "onebit:2")  # that are surveyed: four bits, rounded to the nearest, one bit and two
@@ -166,7 +167,7 @@ def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             if row["task"] == task and row["exchange"] != "dense":
                 compressor, _ = exchange_of(row["exchange"])
                 over = 100 * (row["quality"] / dense[task, row["optimizer"], row["seed"]] - 1)
-                family = f"{compressor.id}, {'AdamW' if row['optimizer'] == 'task' else row['optimizer']}"
+                family = f"{compressor.id} {_OPTIMIZERS[row['optimizer']]}"
                 families.setdefault(family, []).append((compressor.wire_bytes_per_element(4), over))
         for number, (family, points) in enumerate(families.items()):
             nbytes, over = np.array(sorted(points)).T
@@ -190,7 +191,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--optimizer",
-        choices=("task", "sgd", "muon"),
+        choices=tuple(_OPTIMIZERS),
         default="task",
         help="the task's, SGD with momentum at the rate that suits digits, or Muon with AdamW (%(default)s)",
     )

@@ -77,8 +77,8 @@ def test_behind_makes_each_row_once(tmp_path, capsys):
     assert (dense["exchange"], dense["delay"], topk["exchange"]) == ("dense", 0.0, "topk:0.05")
     assert 0 < dense["predicted"]["topk:0.05"] < 1
     picture = (tmp_path / "losses-digits.svg").read_text()
-    assert "topk, AdamW" in picture
-    assert "topk, sgd" in picture
+    assert "topk Adam" in picture
+    assert "topk SGD" in picture
 
 
 def test_constants_predict_again_from_rows():
