@@ -33,12 +33,15 @@ def unpack_signs(scales: Singles, words: Words, block: int, out: Floats) -> None
     _unpack_signs(scales, words, block, out)
 
 
-def unpack_signs_add(scales: Singles, words: Words, block: int, factor: float, out: Floats) -> None:
+def unpack_signs_add(
+    scales: Singles, words: Words, block: int, factor: float, out: Floats, afresh: bool = False
+) -> None:
     """Add ``factor`` times what `pack_signs` has packed into each row of scales and words, in the order of rows.
 
-    It multiplies scales in float64, before they are rounded. ``out`` is swept over once, whatever the number of rows.
+    It multiplies scales in float64, before they are rounded. ``out`` is swept over once, whatever the number of rows;
+    with ``afresh`` they are added to zeros.
     """
-    _unpack_signs_add(scales, words, block, factor, out)
+    _unpack_signs_add(scales, words, block, factor, out, afresh)
 
 
 @kernel
@@ -122,10 +125,12 @@ def _unpack_signs(scales, words, block, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _unpack_signs_add(scales, words, block, factor, out):  # type: ignore[no-untyped-def]
+def _unpack_signs_add(scales, words, block, factor, out, afresh):  # type: ignore[no-untyped-def]
     for number in range(scales.shape[1]):
         end = min(out.size, (number + 1) * block)
         for start in range(number * block, end, _PART):
+            if afresh:
+                out[start : min(start + _PART, end)] = 0
             for row in range(scales.shape[0]):
                 value = out.dtype.type(factor * scales[row, number])
                 _write(words[row], start, min(start + _PART, end), value, out, True)

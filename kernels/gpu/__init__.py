@@ -13,6 +13,7 @@ import typing
 
 from mpicomp.kernels.cpu import BINS, GROUP, Moments, Tail, edges, mask_of
 from mpicomp.kernels.gpu.codes import (
+    accumulate_signs,
     majority,
     narrow,
     pack_exponents,
@@ -52,7 +53,16 @@ from mpicomp.kernels.gpu.products import (
     sketch_clear,
     sketch_estimate,
 )  # fmt: skip
-from mpicomp.kernels.gpu.scatter import Pieces, clear_at, collect, concatenate, gather, scatter_add, subtract_at
+from mpicomp.kernels.gpu.scatter import (
+    Pieces,
+    clear_at,
+    collect,
+    concatenate,
+    gather,
+    scatter_add,
+    subtract_at,
+    table_of,
+)  # fmt: skip
 from mpicomp.kernels.gpu.select import (
     kth_magnitude,
     magnitude_bits,

@@ -1,11 +1,14 @@
 """Codes of a few bits an element: 16-bit floats, signs, exponents, levels, grids, fields and votes."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.bits import halves
 from mpicomp.kernels.cpu.squares import check_places, split_of
 from mpicomp.kernels.gpu.compile import THREADS, launch, library, strides, sweeps, twin_of
 from mpicomp.kernels.gpu.message import step_of, verdict
+from mpicomp.kernels.gpu.scatter import Pieces
 from mpicomp.kernels.gpu.workspace import Partials
 from mpicomp.kernels.sizes import SQUARES_BLOCK, fields_of, width_of
 
@@ -28,24 +31,50 @@ def widen_add(source, wire, out):
     launch("cast", f"widen_add_{wire}", out.dtype, sweeps(out.size, out.dtype), source, out.size, out)
 
 
+class SignStats(NamedTuple):
+    """Numbers of a sum that `accumulate_signs` has packed, as 0-d device arrays."""
+
+    nonzero: Any
+    total: Any
+    energy: Any
+    finite: Any
+    lost: Any
+    """Squared L2 norm of what the message lacks."""
+
+
 @twin_of(cpu.pack_signs)
 def pack_signs(array, block, scales, words, sent=None):
-    return _pack_signs(array, block, scales, words, sent, None)
+    return _pack_signs(array, 1.0, None, block, scales, words, sent, None).lost
 
 
 @twin_of(cpu.pack_signs_in_place)
 def pack_signs_in_place(array, block, scales, words):
-    return _pack_signs(array, block, scales, words, None, array)
+    return _pack_signs(array, 1.0, None, block, scales, words, None, array).lost
 
 
-def _pack_signs(array, block, scales, words, sent, left):
+def accumulate_signs(
+    gradient: Any, factor: float, residual: Any, out: Any, block: int, scales: Any, words: Any
+) -> SignStats:
+    """Pack ``factor * gradient + residual``, and leave in ``out`` what the message lacks of it, in one launch.
+
+    The gradient is an array, or a table of `Pieces` that fill one. Message and rest have the bits of
+    `pack_signs_in_place`.
+    """
+    stats: SignStats = _pack_signs(gradient, factor, residual, block, scales, words, None, out)
+    return stats
+
+
+def _pack_signs(gradient, factor, residual, block, scales, words, sent, left):
+    array, pieces, number = (0, gradient.rows, gradient.number) if isinstance(gradient, Pieces) else (gradient, 0, 0)
+    out = gradient if left is None else left
     blocks = strides(scales.size * THREADS)  # of threads, each of which handles some blocks of elements
-    partials = Partials(blocks, 1)
+    partials = Partials(blocks, 4, top=True)
     launch(
-        "signs", "pack_signs", array.dtype, blocks,
-        array, array.size, block, scales, scales.size, words, _or_null(sent), _or_null(left), partials.memory,
+        "signs", "pack_signs", out.dtype, blocks,
+        array, pieces, number, float(factor), _or_null(residual), out.size, block, scales, scales.size, words,
+        _or_null(sent), _or_null(left), partials.memory,
     )  # fmt: skip
-    return partials.total(0)
+    return SignStats(partials.count(), partials.total(1), partials.total(2), partials.finite(), partials.total(3))
 
 
 @twin_of(cpu.unpack_signs)
@@ -54,11 +83,11 @@ def unpack_signs(scales, words, block, out):
 
 
 @twin_of(cpu.unpack_signs_add)
-def unpack_signs_add(scales, words, block, factor, out):
+def unpack_signs_add(scales, words, block, factor, out, afresh=False):
     launch(
         "signs", "unpack_signs_add", out.dtype, strides(out.size),
         scales, scales.strides[0] // scales.itemsize, words, words.strides[0] // words.itemsize, words.shape[0],
-        block, float(factor), out, out.size,
+        block, float(factor), int(afresh), out, out.size,
     )  # fmt: skip
 
 

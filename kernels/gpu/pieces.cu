@@ -1,32 +1,5 @@
 // Concatenation of scattered pieces of an array, and of scattered numbers.
 
-// The host fills the fields in, by their place.
-struct Piece {
-  u64 address;
-  i64 start;  // its place in the output; the piece ends where the next one starts
-  i64 kind;   // Stored
-};
-
-// The piece that has an element: the last one that does not start after it, since empty pieces start where the next
-// does.
-DEVICE i64 piece_of(const Piece* pieces, i64 number, i64 i) {
-  i64 low = 0, high = number - 1;
-  while (low < high) {
-    const i64 middle = (low + high + 1) / 2;
-    if (pieces[middle].start <= i)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
-}
-
-DEVICE Word widened(i64 kind, u16 half) {
-  return as_word((Real)(kind == FP16 ? float_of<FP16>(half) : float_of<BF16>(half)));
-}
-
-DEVICE Word scaled(Word word, Real by) { return by == 1 ? word : as_word(product(by, as_real(word))); }
-
 // A warp writes its part of a tile by 16 bytes a lane where it lies in one aligned piece, otherwise by an element a
 // lane.
 KERNEL concatenate(const Piece* pieces, i64 number, const double* scale, double scale_value, Word* out, i64 size) {
@@ -40,13 +13,7 @@ KERNEL concatenate(const Piece* pieces, i64 number, const double* scale, double 
     const bool whole = start + WARP_TILE <= pieces[p + 1].start && aligned(out);
     if (!whole || !(piece.kind == AS_OUT ? aligned(words) : aligned_halves(halves))) {
       for (i64 i = start + lane_of_thread(); i < smaller(start + WARP_TILE, size); i += 32) {
-        while (i >= pieces[p + 1].start) ++p;
-        const u64 address = pieces[p].address;
-        const i64 kind = pieces[p].kind, j = i - pieces[p].start;
-        out[i] = scaled(
-            kind == AS_OUT ? reinterpret_cast<const Word*>(address)[j]
-                           : widened(kind, reinterpret_cast<const u16*>(address)[j]),
-            by);
+        out[i] = scaled(word_in(pieces, p, i), by);
       }
       continue;
     }

@@ -58,6 +58,7 @@ class Pieces:
 
     def __init__(self, pieces: Sequence[Any]) -> None:
         self._described = [_description(piece) for piece in pieces]
+        self.number = len(pieces)
         rows = np.zeros((len(pieces) + 1, 3), np.int64)  # the last one says where the output ends
         for row, (address, _, dtype) in zip(rows, self._described, strict=False):
             row[0], row[2] = address, KINDS.get(WIRES.get(dtype, ""), 0)
@@ -73,15 +74,19 @@ def _description(piece: Any) -> tuple[int, int, Any]:
     return int(piece.data.ptr), int(piece.size), piece.dtype
 
 
+def table_of(pieces: Sequence[Any], out: Any, table: Pieces | None) -> Pieces:
+    """Return the table of pieces that fill ``out``: the one that is passed, where it fits."""
+    check_pieces(pieces, out)
+    return table if table is not None and table.fits(pieces) else Pieces(pieces)
+
+
 # One launch for any number of pieces. Their table goes to the device first, where the one that is passed does not fit.
 @twin_of(cpu.concatenate)
 def concatenate(pieces, out, scale=1.0, table=None):
-    check_pieces(pieces, out)
-    if table is None or not table.fits(pieces):
-        table = Pieces(pieces)
+    table = table_of(pieces, out, table)
     launch(
         "pieces", "concatenate", out.dtype, sweeps(out.size, out.dtype),
-        table.rows, len(pieces), *scalar_arg(scale, np.float64), out, out.size,
+        table.rows, table.number, *scalar_arg(scale, np.float64), out, out.size,
     )  # fmt: skip
     return table
 

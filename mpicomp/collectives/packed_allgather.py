@@ -61,11 +61,11 @@ class PackedAllgather(Scheme[Quantiser]):
         except MessageError as error:
             return undelivered(accumulated, MessageError(f"packed-allgather: {error}"), False)
 
-        def add(out: NDArray[np.floating]) -> bool:
-            packer.unpack_add_all(messages, HEADER_BYTES, 1 / group.size, out)
+        def write(out: NDArray[np.floating]) -> bool:
+            packer.unpack_sum(messages, HEADER_BYTES, 1 / group.size, out)
             return True
 
-        mean = LazyMean.sum_of(numel, dtype, add)
+        mean = LazyMean(numel, dtype, write)
         bad = not (far_from_largest(energy * group.size, dtype) or np.isfinite(mean.in_workspace(workspace)).all())
         leaves = "residual" if in_place else "sum"
         return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad, leaves)

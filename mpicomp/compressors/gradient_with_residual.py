@@ -207,6 +207,25 @@ class GradientWithResidual:
         else:
             out.fill(0)
             made = kernel(out, None, out)
+        return self._fused_result(made)
+
+    def fused_pieces(self, kernel: Callable[[Any, float, Any, Any], Any]) -> Any:
+        """Do what `fused` does by a kernel that gathers pieces, too.
+
+        The kernel is called with the gradient or the table of its pieces, their factor, the residual or None, and the
+        array that receives what the kernel leaves of the sum.
+        """
+        if self._velocity is not None or not self._pieces:
+            return self.fused(lambda gradient, residual, out: kernel(gradient, 1.0, residual, out))
+        assert not self.is_computed, "the sum was made before"
+        out = self._buffer[: self.numel]
+        flats = self._flat_pieces(out)
+        gradient: Any = flats[0]
+        if len(flats) > 1 or gradient.dtype != self.dtype:
+            gradient = self._tables["pieces"] = self.kernels.table_of(flats, out, self._tables.get("pieces"))
+        return self._fused_result(kernel(gradient, self._scale, self._residual, out))
+
+    def _fused_result(self, made: Any) -> Any:
         self._device_moments = cpu.Moments(made.nonzero, made.total, made.energy, made.finite)
         self.is_computed = True
         return made
@@ -293,13 +312,7 @@ class GradientWithResidual:
 
     def _gathered(self, out: NDArray[np.floating]) -> NDArray[np.floating]:
         """Return the input to the sum as one flat array, in ``out`` if there are several pieces."""
-        flats: list[NDArray[Any]] = []
-        for offset, gradient in self._pieces:
-            flat, known = gradient, (self.dtype, np.float16, np.uint16)
-            if not (gradient.dtype in known and gradient.dtype.isnative and gradient.flags.c_contiguous):
-                flat = out[offset : offset + gradient.size]
-                _copy(gradient, flat)
-            flats.append(flat.reshape(-1))
+        flats = self._flat_pieces(out)
         velocity = self._velocity
         scale = 1.0 if velocity is not None else self._scale
         flat = flats[0]
@@ -311,6 +324,17 @@ class GradientWithResidual:
             kernels.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out)
             flat = out
         return flat
+
+    def _flat_pieces(self, out: NDArray[np.floating]) -> list[NDArray[Any]]:
+        """Return the pieces as flat arrays; those of strides or dtypes that no kernel reads, copied to ``out``."""
+        flats: list[NDArray[Any]] = []
+        for offset, gradient in self._pieces:
+            flat, known = gradient, (self.dtype, np.float16, np.uint16)
+            if not (gradient.dtype in known and gradient.dtype.isnative and gradient.flags.c_contiguous):
+                flat = out[offset : offset + gradient.size]
+                _copy(gradient, flat)
+            flats.append(flat.reshape(-1))
+        return flats
 
     def _input(self, gradient: NDArray[Any], offset: int, start: int, stop: int) -> NDArray[Any]:
         """Return a part of a piece as flat input to the sum, with momentum and scale applied; it may stand in there."""

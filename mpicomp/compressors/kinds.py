@@ -228,6 +228,11 @@ class Quantiser(Compressor):
         for message in messages:
             self.unpack_add(message[place], factor, out)
 
+    def unpack_sum(self, messages: Bytes, place: slice, factor: float, out: Floats) -> None:
+        """Do what `unpack_add_all` does with an array of zeros, which ``out`` need not be."""
+        out.fill(0)
+        self.unpack_add_all(messages, place, factor, out)
+
 
 class Packer:
     """Packs one piece of a bucket, whose parts (elements, quantiser) follow each other, as a `Quantiser` does."""
@@ -269,6 +274,11 @@ class Packer:
         """Add ``factor`` times the packed values of each row of ``messages``, which begin at the byte ``start``."""
         for quantiser, part, packed in self._parts:
             quantiser.unpack_add_all(messages, slice(start + packed.start, start + packed.stop), factor, out[part])
+
+    def unpack_sum(self, messages: Bytes, start: int, factor: float, out: Floats) -> None:
+        """Write the sum of ``factor`` times the packed values of each row of ``messages``."""
+        for quantiser, part, packed in self._parts:
+            quantiser.unpack_sum(messages, slice(start + packed.start, start + packed.stop), factor, out[part])
 
 
 def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:

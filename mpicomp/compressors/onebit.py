@@ -108,6 +108,10 @@ class OneBit(Quantiser):
         numel = place.stop - place.start
         [(words, scales)] = self._planes_to_fill(message, numel)
         block = self._block_of(numel)
+        fused = getattr(accumulated.kernels, "accumulate_signs", None)
+        if fused is not None and numel == accumulated.numel and not accumulated.is_computed:
+            lost: float = accumulated.fused_pieces(lambda *arrays: fused(*arrays, block, scales, words)).lost
+            return lost
         # On the host summed and packed in turns, so that a sum is packed while it is in the second-level cache.
         step = max(1, CACHED // block) * block if accumulated.kernels is cpu else max(1, numel)
         lost = 0.0
@@ -131,6 +135,10 @@ class OneBit(Quantiser):
     def unpack_add_all(self, messages: Bytes, place: slice, factor: float, out: Floats) -> None:
         for words, scales in self._planes(messages, place.start, out.size):
             kernels.unpack_signs_add(scales, words, self._block_of(out.size), factor, out)
+
+    def unpack_sum(self, messages: Bytes, place: slice, factor: float, out: Floats) -> None:
+        for plane, (words, scales) in enumerate(self._planes(messages, place.start, out.size)):
+            kernels.unpack_signs_add(scales, words, self._block_of(out.size), factor, out, plane == 0)
 
     def _block_of(self, numel: int) -> int:
         return self.block or max(1, -(-numel // SIGNS)) * SIGNS

@@ -88,6 +88,7 @@ SAME_BITS = [
     slow(mpicomp.TopK(ratio=0.1), "oktopk"),
     slow(mpicomp.RandomK(ratio=0.1), "allreduce"),
     slow(mpicomp.QSGD(rounding="nearest"), "packed-allgather"),
+    (mpicomp.OneBit(block=64), "packed-allgather"),
     slow(mpicomp.Natural(), "packed-allgather"),
     (mpicomp.MaxNorm(bits=[4, 8], rounding="nearest"), "integer-sum"),
     slow(mpicomp.SignSGD(), "majority-vote"),
@@ -177,6 +178,17 @@ def test_topk_on_the_direct_route_copies_nothing(size, counted_cupy, mpi_reads_t
     assert up <= 64 + 24 * size
     assert down == 0
     assert reads <= 1
+
+
+@pytest.mark.parametrize("parameters", [1, 5])
+def test_one_bit_takes_three_launches_and_no_read(parameters, counted_cupy, monkeypatch):
+    """Sum, signs and residual; a header; and the mean, which is written over whatever its memory held."""
+    fill, filled = fake_cuda.ndarray.fill, []
+    monkeypatch.setattr(fake_cuda.ndarray, "fill", lambda array, value: (filled.append(array.size), fill(array, value)))
+    up, down, reads, _, sent = counted(counted_cupy, mpicomp.OneBit(), "packed-allgather", 2, parameters)
+    assert sorted(counted_cupy.launches) == sorted(2 * ["pack_signs", "write_header", "unpack_signs_add"])
+    assert (up, down, reads) == (sent, 2 * sent, 0)
+    assert filled.count(NUMEL) <= 2  # the residual of each rank, before the first step
 
 
 @pytest.mark.parametrize("size", [slow(2), 3])

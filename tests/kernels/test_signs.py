@@ -1,5 +1,9 @@
+import itertools
+
 import numpy as np
 import pytest
+from device import emulator
+from mpicomp.kernels import gpu
 
 SIZES = [0, 1, 63, 64, 65, 127, 128, 191, 256, 1000, 5000]
 
@@ -81,6 +85,10 @@ def test_signs_of_rows_are_added_in_their_order(kernels, dtype, rows, block):
             expected += (0.25 * sent.astype(np.float64)).astype(dtype)
         kernels.unpack_signs_add(scales, signs, block, 0.25, total)
         assert total.tobytes() == expected.tobytes()
+        fresh, zeros = np.full(size, np.nan, dtype), np.zeros(size, dtype)
+        kernels.unpack_signs_add(scales, signs, block, 0.25, fresh, True)
+        kernels.unpack_signs_add(scales, signs, block, 0.25, zeros)
+        assert fresh.tobytes() == zeros.tobytes()
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -93,6 +101,47 @@ def test_signs_packed_in_place_leave_the_rest(kernels, dtype, shift):
         assert kernels.pack_signs_in_place(left, 192, scales_in_place, words_in_place) == lost
         assert (scales_in_place.tobytes(), words_in_place.tobytes()) == (scales.tobytes(), words.tobytes())
         assert left.tobytes() == (array - sent).tobytes()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 / 3])
+@pytest.mark.parametrize("kinds", ["f", "fff", "hfb"])
+def test_signs_of_a_sum_are_packed_in_one_launch(place, kinds, factor):
+    """Pieces, some of them empty or of 16 bits, times a factor, plus a residual: as by definition."""
+    for size, block in itertools.product(SIZES, (64, 192, 5056)):
+        rng, residual = np.random.default_rng(size), laplace(size, np.float32)
+        bounds = [0, *sorted(rng.integers(0, size + 1, len(kinds) - 1)), size]
+        pieces, parts = [], []
+        for kind, (start, stop) in zip(kinds, itertools.pairwise(bounds), strict=True):
+            part = laplace(size, np.float32)[start:stop]
+            if kind == "b":
+                part = (part.view(np.uint32) & 0xFFFF0000).view(np.float32)
+            pieces.append(part.astype(np.float16) if kind == "h" else part)
+            parts.append(pieces[-1].astype(np.float32))
+            if kind == "b":
+                pieces[-1] = (part.view(np.uint32) >> 16).astype(np.uint16)
+        for memory in (None, residual):
+            total = np.concatenate(parts) * np.float32(factor)
+            total = total if memory is None else total + memory
+            expected_scales, bits, _ = slowly(total, block)
+            there, out = [place.put(piece) for piece in pieces], place.empty(size, np.float32)
+            scales, words = place.empty(-(-size // block), np.float32), place.empty(-(-size // 64), np.uint64)
+            gradient = there[0] if kinds == "f" else gpu.table_of(there, out, None)
+            held = None if memory is None else place.put(memory)
+            emulator.launches.clear()
+            with place.quiet():
+                made = gpu.accumulate_signs(gradient, factor, held, out, block, scales, words)
+            assert not place.emulated or emulator.launches == ["pack_signs"]
+            np.testing.assert_allclose(scales.get(), expected_scales, rtol=1.2e-7)
+            np.testing.assert_array_equal(bits_of(words.get(), size), bits)
+            sent = np.where(bits, -1, 1).astype(np.float32) * np.repeat(scales.get(), block)[:size]
+            np.testing.assert_array_equal(out.get(), total - sent)
+            wide = total.astype(np.float64)
+            lost = np.square(wide - sent).sum()
+            np.testing.assert_allclose(made.lost.item(), lost, rtol=1e-6)
+            moments = [np.count_nonzero(total), np.abs(wide).sum(), np.square(wide).sum()]
+            found = [made.nonzero.item(), made.total.item(), made.energy.item()]
+            np.testing.assert_allclose(found, moments, rtol=1e-12)
+            assert made.finite.item()
 
 
 def test_signs_of_zeros_are_zeros(kernels, dtype):
