@@ -162,7 +162,8 @@ def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     dense = {(row["task"], row["optimizer"], row["seed"]): row["quality"] for row in rows if row["exchange"] == "dense"}
     for task in dict.fromkeys(row["task"] for row in rows):
         figure, axes = draw.panel("bytes a parameter", f"{task}: loss over dense, %", right=draw.RUN_LABELS)
-        labels, families = [], {}
+        labels = []
+        families: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             if row["task"] == task and row["exchange"] != "dense":
                 compressor, _ = exchange_of(row["exchange"])
