@@ -6,12 +6,19 @@ import json
 import numpy as np
 import pytest
 from marks import slow
+from mpicomp.bench.measure.metrics import MetricsWriter
+from mpicomp.bench.measure.progress import Progress
+from mpicomp.bench.tasks import get_task
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
+from mpicomp.policies import get_policy
+from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
 
+from mpicomp.bench.training_run import Settings  # noqa: E402
+from mpicomp.bench.training_run import train as train_task  # noqa: E402
 from replicas import assert_replicas, distribute, network, square  # noqa: E402
 
 from mpicomp.systems.flexible import drive_trials  # noqa: E402
@@ -101,17 +108,20 @@ def test_join_with_trials_is_refused(comm):
     optimizer.close()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words", "status", "text"),
-    [(2, [], 0, ""), slow(1, ["--exchange", "updates"], 2, "train: trials of policy 'flexible' undo steps")],
-)
-def test_train_with_the_published_search_makes_its_trials(mpiexec, tmp_path, ranks, words, status, text):
+def train_digits(path, **settings):
+    """Train as ``mpicomp train`` does with the published search, on one rank, and return the reasons of its steps."""
     pytest.importorskip("sklearn")
-    metrics, policy = tmp_path / "metrics.jsonl", json.dumps(SEARCH | {"least": 0.05})
-    command = ["train", "--task", "digits", "--steps", "24", "--no-verdict", "--policy", policy, "--metrics", metrics]
-    done = mpiexec(ranks, "-m", "mpicomp", *command, *words, timeout=100)
-    assert done.returncode == status, done.stderr
-    assert text in done.stderr
-    if status == 0:
-        reasons = [json.loads(line)["buckets"][0]["reason"] for line in metrics.read_text().splitlines()]
-        assert ["trial" in reason for reason in reasons] == [False] + [True] * 20 + [False] * 3
+    settings = Settings(None, "auto", get_policy(SEARCH | {"least": 0.05}), 24, 0, probes=False, **settings)
+    with MetricsWriter(str(path)) as metrics:
+        train_task(get_task("digits", 0), settings, LocalWorld(1).transports[0], Progress(False), metrics)
+    return [json.loads(line)["buckets"][0]["reason"] for line in path.read_text().splitlines()]
+
+
+def test_train_with_the_published_search_makes_its_trials(one_thread, tmp_path):
+    reasons = train_digits(tmp_path / "metrics.jsonl")
+    assert ["trial" in reason for reason in reasons] == [False] + [True] * 20 + [False] * 3
+
+
+def test_train_with_the_published_search_and_updates_is_refused(one_thread, tmp_path):
+    with pytest.raises(ConfigurationError, match="train: trials of policy 'flexible' undo steps"):
+        train_digits(tmp_path / "metrics.jsonl", updates={"sync_every": 1})
