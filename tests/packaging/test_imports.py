@@ -20,21 +20,14 @@ def python(code, executable=sys.executable, cwd="/"):
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "names"),
     [
-        *("mpicomp", "mpicomp.kernels", "mpicomp.cli"),
-        *("mpicomp.bench", "mpicomp.bench.lab", "mpicomp.bench.measure", "mpicomp.bench.report", "mpicomp.bench.tasks"),
+        *((module, HEAVY + SLOW) for module in ("mpicomp", "mpicomp.cli", "mpicomp.kernels", "mpicomp.bench.lab")),
+        *((f"mpicomp.bench{module}", HEAVY) for module in ("", ".measure", ".report", ".tasks")),
     ],
 )
-def test_import_loads_nothing_heavy(module):
-    code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
-    assert python(code) == "[]"
-
-
-@pytest.mark.parametrize("module", ["mpicomp", "mpicomp.cli", "mpicomp.kernels", "mpicomp.bench.lab"])
-def test_import_loads_nothing_slow(module):
-    code = f"import sys, {module}; print([name for name in {SLOW} if name in sys.modules])"
-    assert python(code) == "[]"
+def test_import_loads_nothing_heavy_or_slow(module, names):
+    assert python(f"import sys, {module}; print([name for name in {names} if name in sys.modules])") == "[]"
 
 
 def test_reducer_loads_nothing_slow():

@@ -1,5 +1,6 @@
 """Words that the project does not use: its names and sentences are those of the field, in plain American English."""
 
+import io
 import re
 import tokenize
 from pathlib import Path
@@ -23,13 +24,17 @@ WORDS = {
     r"\b(?:over)?hear[sd]?\b": "receive",
     r"\bfor own in\b|\bown(?:\.\w|\[| = )": "the name of what it is",
 }
+ANY_WORD = re.compile("|".join(WORDS))
 NAMES = {"own", "apart", "together"}
 """No names in code: as words of a sentence they are fine."""
+ANY_NAME = re.compile(rf"\b(?:{'|'.join(NAMES)})\b")
 EXCEPTIONS = ("tests/packaging/test_words.py",)
 
 
 def banned_words(text):
     """Return the lines of a text with a banned word, each with what is written instead."""
+    if not ANY_WORD.search(text):
+        return []
     return [
         f"{number}: {match[0]!r}: {better}"
         for number, line in enumerate(text.splitlines(), 1)
@@ -41,7 +46,11 @@ def banned_words(text):
 def banned_names(path):
     """Return the lines of a Python file with a banned name."""
     with tokenize.open(path) as file:
-        tokens = [token for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME]
+        text = file.read()
+    if not ANY_NAME.search(text):  # most files: reading their tokens takes seconds
+        return []
+    lines = io.StringIO(text).readline
+    tokens = [token for token in tokenize.generate_tokens(lines) if token.type == tokenize.NAME]
     return [f"{token.start[0]}: the name {token.string!r}" for token in tokens if token.string in NAMES]
 
 

@@ -98,9 +98,9 @@ def test_plugin_with_a_name_in_use_is_refused(plugin, python):
     ("name", "text"),
     [
         ("missing.py", "there is no file 'missing.py'"),
-        ("missing/file.py", "there is no file 'missing/file.py'"),
+        slow("missing/file.py", "there is no file 'missing/file.py'"),
         ("missing_module", "there is no module 'missing_module'"),
-        ("missing_package.module", "cannot be loaded: ModuleNotFoundError"),
+        slow("missing_package.module", "cannot be loaded: ModuleNotFoundError"),
         ("present", "there is no module 'present'; a file is named with its ending, as in present.py"),
         slow("./present.txt", "a file's name has to end in .py, got './present.txt'"),
         ("raises.py", "'raises.py' cannot be loaded: ZeroDivisionError: division by zero"),

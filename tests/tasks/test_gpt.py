@@ -144,22 +144,22 @@ def threads():
 
 @pytest.mark.usefixtures("threads")
 def test_rate_of_the_command_follows_its_steps(tiny, tmp_path):
-    settings = training_run.Settings(mpicomp.Dense(), "auto", get_policy("static"), 10, 0, probes=False)
+    settings = training_run.Settings(mpicomp.Dense(), "auto", get_policy("static"), 5, 0, probes=False)
     with MetricsWriter(str(tmp_path / "m.jsonl")) as metrics:
         training_run.train(tiny, settings, LocalWorld(1).transports[0], Progress(False), metrics)
     rates = [json.loads(line)["lr"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    expected = [tiny.rate * (0.55 + 0.45 * math.cos(math.pi * step / 9)) for step in range(10)]
+    expected = [tiny.rate * (0.55 + 0.45 * math.cos(math.pi * step / 4)) for step in range(5)]
     assert rates == pytest.approx(expected)
 
 
 @pytest.mark.usefixtures("threads")
 def test_exchanges_have_the_same_rates(tiny):
     exchanges = [Exchange("none"), Exchange("dense", mpicomp.Dense())]
-    job = Job(tiny, Settings(steps=2, blocks=3, warm_up=4), 0, LocalWorld(1).transports[0])
+    job = Job(tiny, Settings(steps=2, blocks=2, warm_up=2), 0, LocalWorld(1).transports[0])
     trained, _, _ = train_all(exchanges, job, lambda _: None)
     model = tiny.model()
     optimizer = tiny.optimizer(model)
-    train(tiny, model, optimizer, Updater(tiny, optimizer, 10).update, range(10))
+    train(tiny, model, optimizer, Updater(tiny, optimizer, 6).update, range(6))
     assert [training.quality for training in trained] == [tiny.evaluate(model)] * 2
 
 
