@@ -31,7 +31,7 @@ def test_cut_messages_deliver_the_same(comm, compressor, collective):
     transports = [MPITransport(comm, limit) for limit in (100, COUNT_LIMIT)]
     reducers = [mpicomp.Reducer(compressor, collective, feedback=True, comm=end) for end in transports]
     before = 0.0
-    for step in range(3):
+    for step in range(2):
         value = np.random.default_rng([comm.rank, step]).normal(size=(20, 25)).astype(np.float32)
         cut, whole = (reducer.reduce({"w": value})["w"].copy() for reducer in reducers)
         if comm.size == 2:  # sums of more have another order where they are cut

@@ -1,8 +1,11 @@
 """Complex parameters, which are exchanged as pairs of reals."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
+from marks import slow
 from replicas import Reference, UnevenPair, adam, assert_replicas, assert_same, descent, distribute, gloo, square, train
 
 import mpicomp
@@ -61,11 +64,12 @@ MAKES = {
     "onebit": (adam, lambda model, comm: mpicomp.torch.OneBitAdam(model, lr=0.01, warmup_steps=9, comm=comm)),
     "updates": (sgd, lambda model, comm: updating(model, comm, sgd(model), 1, "dense")),
 }
+CASES = [(make, torch.complex128 if make == "later" else torch.complex64) for make in MAKES]
+EACH = product(MAKES, (torch.complex64, torch.complex128))
 
 
-@pytest.mark.mpi(max_size=3)
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.mpi(max_size=2)
+@pytest.mark.parametrize(("make", "dtype"), [*CASES, *(slow(*case) for case in EACH if case not in CASES)])
 def test_complex_gradients_and_updates_are_averaged(comm, make, dtype):
     plain, wrapped = MAKES[make]
     model = Spectral(dtype)
@@ -157,7 +161,7 @@ def test_join_averages_complex_gradients_of_active_ranks(comm):
     pair.check(**CLOSE)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_sparse_complex_gradients_are_averaged_by_rows(comm):
     weight = torch.nn.Parameter(torch.zeros(5, 2, dtype=torch.complex64))
     optimizer = mpicomp.torch.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), {"weight": weight}, comm=comm)

@@ -16,13 +16,19 @@ def naps(request, monkeypatch):
     monkeypatch.setenv("MPICOMP_NAPS", request.param)
 
 
-@pytest.fixture(params=[None, 9], ids=["whole", "cut to 9 bytes"])
-def transports(comm, naps, request):
+WAYS = {"blocking, whole": ("0", None), "naps, cut to 9 bytes": ("1", 9)}
+OTHER_WAYS = {"blocking, cut to 9 bytes": ("0", 9), "naps, whole": ("1", None)}
+
+
+@pytest.fixture(params=[*WAYS.values(), *map(slow, OTHER_WAYS.values())], ids=[*WAYS, *OTHER_WAYS])
+def transports(comm, monkeypatch, request):
     """Give a transport of each layout, with the layout."""
     from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
 
+    naps, limit = request.param
+    monkeypatch.setenv("MPICOMP_NAPS", naps)
     layouts = LAYOUTS.get(comm.size, [[0] * comm.size])
-    made = [(layout, MPITransport(comm, request.param or COUNT_LIMIT, layout)) for layout in layouts]
+    made = [(layout, MPITransport(comm, limit or COUNT_LIMIT, layout)) for layout in layouts]
     yield made
     for _, transport in made:
         transport.close()
