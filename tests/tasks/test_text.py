@@ -54,13 +54,6 @@ def test_short_text_is_refused(tmp_path):
         get_task("text-lstm", data=tmp_path)
 
 
-def test_text_too_short_for_the_ranks_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("a few lines\n" * 4000)
-    task = get_task("text-lstm", data=tmp_path)
-    with pytest.raises(ValueError, match=r"are too few for 1000 ranks with batches of 8: at most .* ranks"):
-        task.batch(0, 0, 1000)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_shards_are_different_stretches(tmp_path, ranks):
     (tmp_path / "a.txt").write_text("".join(f"line {number} of the text\n" for number in range(4000)))
