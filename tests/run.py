@@ -183,12 +183,7 @@ def census(arguments: list[str], folder: Path) -> dict[str, tuple[int, int]]:
     file = folder / "census.json"
     command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "--with-mpi", f"--mpi-census={file}"]
     collected = subprocess.run(
-        [*command, *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=LIMIT_S["check"],
-        check=False,
+        [*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S["check"], check=False
     )
     if not file.exists():
         print(collected.stdout)

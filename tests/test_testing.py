@@ -29,9 +29,7 @@ KINDS = {
 def laws(subjects, name=str, slow=False):
     return [
         pytest.param(
-            law,
-            id=f"{name(subject)}-{law.__name__}",
-            marks=[pytest.mark.slow] * (slow or subject.id not in KINDS),
+            law, id=f"{name(subject)}-{law.__name__}", marks=[pytest.mark.slow] * (slow or subject.id not in KINDS)
         )
         for subject in subjects
         for law in checks(subject)

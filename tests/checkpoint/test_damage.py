@@ -8,16 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from checkpoints import (
-    check_same,
-    content,
-    file_of,
-    load,
-    load_errors,
-    save,
-    save_errors,
-    the_one,
-)
+from checkpoints import check_same, content, file_of, load, load_errors, save, save_errors, the_one
 from marks import slow
 from safetensors.numpy import save_file
 

@@ -228,10 +228,7 @@ WIDE, CONV = Matrix(0, 6, 40, 1), Matrix(247, 12, 27, 1)
         ({"rank": 1}, (WIDE, CONV)),
         ({"rank": 3}, (Matrix(247, 12, 27, 3),)),
         ({"rank": 7, "layers": {"*": 3}}, (Matrix(247, 12, 27, 3),)),
-        (
-            {"rank": 3, "min_compression_rate": 0.5},
-            (Matrix(0, 6, 40, 3), Matrix(247, 12, 27, 3), Matrix(571, 3, 2, 2)),
-        ),
+        ({"rank": 3, "min_compression_rate": 0.5}, (Matrix(0, 6, 40, 3), Matrix(247, 12, 27, 3), Matrix(571, 3, 2, 2))),
         ({"rank": 1, "iterations": 2}, (WIDE, CONV)),
         ({"rank": 1, "iterations": 3}, (CONV,)),
         # The first pattern that matches counts.

@@ -249,10 +249,7 @@ MUON = {
         lambda: mlp(classifier=nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3))),
         ["classifier.0.weight", "classifier.1.weight"],
     ),
-    "recurrent": (
-        lambda: mlp(lstm=nn.LSTM(4, 6), out=nn.Linear(6, 5)),
-        ["lstm.weight_ih_l0", "lstm.weight_hh_l0"],
-    ),
+    "recurrent": (lambda: mlp(lstm=nn.LSTM(4, 6), out=nn.Linear(6, 5)), ["lstm.weight_ih_l0", "lstm.weight_hh_l0"]),
     "complex": (lambda: mlp(a=nn.Bilinear(4, 6, 3, dtype=torch.cfloat), b=nn.Linear(4, 4)), ["b.weight"]),
 }
 

@@ -6,18 +6,7 @@ import numpy as np
 import pytest
 import torch
 from marks import slow
-from replicas import (
-    Branches,
-    Pair,
-    assert_equal,
-    assert_replicas,
-    batch,
-    descent,
-    distribute,
-    network,
-    square,
-    train,
-)
+from replicas import Branches, Pair, assert_equal, assert_replicas, batch, descent, distribute, network, square, train
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, LaunchError

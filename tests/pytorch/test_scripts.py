@@ -198,8 +198,7 @@ SETTINGS = {
 
 @pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize(
-    ("name", "compressor"),
-    [(name, "topk") for name in SCRIPTS] + [slow(name, "dense") for name in SCRIPTS],
+    ("name", "compressor"), [(name, "topk") for name in SCRIPTS] + [slow(name, "dense") for name in SCRIPTS]
 )
 def test_resumed_script_equals_whole_run(comm, tmp_path, name, compressor):
     settings = {"overlap": name not in CLIPPING} | SETTINGS[compressor]

@@ -110,10 +110,7 @@ def test_settings_that_shards_rule_out_are_refused(comm):
         with pytest.raises(ConfigurationError, match=r"sync_every='auto' would choose for each shard alone.*a number"):
             UpdateOptimizer(sgd(model), named, sync_every="auto", comm=same)
         optimizer = DistributedOptimizer(sgd(model), named, comm=same, on_failure="abort")
-        with (
-            pytest.raises(ConfigurationError, match=r"join: the model is sharded.*equally many"),
-            optimizer.join(),
-        ):
+        with pytest.raises(ConfigurationError, match=r"join: the model is sharded.*equally many"), optimizer.join():
             pass
         optimizer.close()
         for make in (OneBitAdam, SketchedAMSGrad, lambda model, comm: PowerGossip(sgd(model), comm=comm)):

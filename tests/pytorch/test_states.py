@@ -193,10 +193,7 @@ def assert_resumes(make, halfway, stop):
     assert second.bits() == whole.bits()
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [(mpicomp.torch.OneBitAdam, {"warmup_steps": 2}), (SketchedAMSGrad, {})],
-)
+@pytest.mark.parametrize(("kind", "settings"), [(mpicomp.torch.OneBitAdam, {"warmup_steps": 2}), (SketchedAMSGrad, {})])
 def test_state_of_other_optimizers_resumes(kind, settings):
     assert_resumes(lambda: Replicas(kind, wide, 2, **settings), halfway=4, stop=8)
 

@@ -126,9 +126,7 @@ def test_step_with_something_around_it_exchanges_once(way, when, closure):
         lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
         lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
         lambda o: torch.optim.lr_scheduler.SequentialLR(
-            o,
-            [torch.optim.lr_scheduler.ConstantLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
-            [2],
+            o, [torch.optim.lr_scheduler.ConstantLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
         ),
     ],
     ids=["step", "lambda", "onecycle", "cosine", "sequential"],

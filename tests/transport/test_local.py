@@ -28,9 +28,7 @@ FEW = [[0], [0, 1], [0, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1,
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [layout if layout in FEW else slow(layout) for layouts in LAYOUTS.values() for layout in layouts],
-    ids=str,
+    "layout", [layout if layout in FEW else slow(layout) for layouts in LAYOUTS.values() for layout in layouts], ids=str
 )
 @pytest.mark.parametrize("program", [at_once, in_the_background])
 def test_every_operation_in_every_group(layout, program):
