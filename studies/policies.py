@@ -243,7 +243,7 @@ def _draw(path: Path, rows: Sequence[Row], policies: Sequence[str]) -> None:
             if row["task"] == task and row["of_dense"] is not None
         }
         links = list(dict.fromkeys(link for link, _ in there))
-        figure, axes = draw.panel("links", f"{task}: time to the quality of dense, over its", right=draw.RUN_LABELS)
+        figure, axes = draw.panel(" ", f"{task}: time to the quality of dense, over its", right=draw.RUN_LABELS)
         labels = []
         for number, policy in enumerate(policies):
             token = f"run{number % 8}"  # as many colours as there are
@@ -253,7 +253,6 @@ def _draw(path: Path, rows: Sequence[Row], policies: Sequence[str]) -> None:
                 draw.plot(axes, Curve(places, ratios, ratios, ratios), token)
                 labels.append((float(ratios[-1]), policy, token))
         axes.set_xticks(range(len(links)), [link.replace(", ", "\n") for link in links])
-        axes.set_xlabel("")  # names of links take its place
         draw.log_axis(axes, "y")
         draw.label_ends(axes, labels)
         path.with_stem(f"{path.stem}-{task}").write_text(draw.on_white(draw.svg(figure)))
