@@ -5,11 +5,14 @@ GPU, so selections by them may differ, and with them means: for these the law is
 same bits.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from device import fake_cuda
 from device.steps_on_a_device import fetched, gradients_of, host, ranks_of, reduced
 from marks import slow
+from mpicomp.kernels import gpu
 from schemes import OTHER_PAIRS, REPRESENTED
 from worlds import Ranks
 
@@ -189,6 +192,19 @@ def test_one_bit_takes_three_launches_and_no_read(parameters, counted_cupy, monk
     assert sorted(counted_cupy.launches) == sorted(2 * ["pack_signs", "write_header", "unpack_signs_add"])
     assert (up, down, reads) == (sent, 2 * sent, 0)
     assert filled.count(NUMEL) <= 2  # the residual of each rank, before the first step
+
+
+def test_only_sources_that_run_are_compiled_and_once(counted_cupy, monkeypatch):
+    """Two ranks of a process and three steps: a source for every kind of kernel, for float32 alone."""
+    texts, compiled = {path.stem: path.read_text() for path in Path(gpu.__file__).parent.glob("*.cu")}, []
+
+    def compile_source(code, options, make=counted_cupy.RawModule):
+        compiled.append([name for name, text in texts.items() if code.endswith(text)] + [options[-1]])
+        return make(code, options)
+
+    monkeypatch.setattr(counted_cupy, "RawModule", compile_source)
+    counted(counted_cupy, mpicomp.OneBit(), "packed-allgather", 2)
+    assert sorted(compiled) == [["message", "-DREAL=float"], ["signs", "-DREAL=float"]]
 
 
 @pytest.mark.parametrize("size", [slow(2), 3])

@@ -111,6 +111,46 @@ def test_views_change_no_bit_of_scaled_gradients(comm, compressor, collective):
 
 
 @pytest.mark.mpi(max_size=2)
+@pytest.mark.parametrize("overlap", [None, slow(False)])
+@pytest.mark.parametrize("form", ["parameters", "autocast", "scaled", "compiled"])
+def test_views_change_no_bit_in_16_bits(comm, form, overlap):
+    """bfloat16 parameters, autocast, with a scaler and an overflow, and compiled: two passes a step, means clipped."""
+    models, found = (network(), network()), []
+    for model, views in zip(models, (False, True), strict=True):
+        dtype = torch.bfloat16 if form == "parameters" else torch.float32
+        model.to(dtype)
+        called = torch.compile(model, backend="aot_eager") if form == "compiled" else model
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=form in ("scaled", "compiled"))
+        settings = {"overlap": overlap, "gradient_as_bucket_view": views}
+        settings |= {"scaler": scaler} if scaler.is_enabled() else {}
+        optimizer = distribute(model, comm, descent(model), *KINDS[0], **settings)
+
+        def back(step, number, called=called, dtype=dtype, scaler=scaler):
+            with torch.autocast("cpu", torch.bfloat16, enabled=form != "parameters"):
+                loss = called(batch(2 * step + number, comm.rank).to(dtype)).float().square().mean()
+            overflows = scaler.is_enabled() and (step, comm.rank) == (3, 0)
+            scaler.scale(loss * (torch.inf if overflows else 1)).backward()
+
+        for step in range(6):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                back(step, 0)
+            back(step, 1)
+            if scaler.is_enabled():
+                scaler.unscale_(optimizer)
+            else:
+                optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == (2.0**7 if scaler.is_enabled() else 1.0)
+        found.append([optimizer.reducer.layout.gradient(name) is not None for name, _ in model.named_parameters()])
+    assert found == [6 * [False], 6 * [form != "parameters"]]  # those of 16 bits stay torch's
+    assert_equal(*models)
+    assert not torch.equal(models[0][0].weight, network()[0].weight.to(models[0][0].weight.dtype))
+
+
+@pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize(
     ("compressor", "collective", "overlap", "stale_at"),
     [  # views are there after the first step
