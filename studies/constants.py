@@ -40,6 +40,7 @@ _FITTED = {
 """Of each constant that is fitted: where it is, and the values among which it is chosen with a task left out."""
 _SET = {
     "caution": (plan_tradeoff, "_CAUTION", (1.0, 1.5, 2.0, 3.0)),
+    "margin": (auto, "_SELECTION_MARGIN", (0.0, 0.05, 0.1)),
     "pays": (auto, "_MIN_GAIN", (0.0, 0.05, 0.1, 0.2)),
     "more": (plan_tradeoff, "_BUCKET_PENALTY_RATIO", (1.0, 2.0, 4.0)),
 }
@@ -91,7 +92,8 @@ class Trained:
         predictions = self.predicted()
         names = ["dense", *predictions]
         seconds = np.array([seconds_of(name, self.numel, network) for name in names])
-        guess = np.array([0.0, *predictions.values()])
+        margins = [auto._SELECTION_MARGIN * exchange_of(name)[0].selects_by_ratio for name in predictions]
+        guess = np.array([0.0, *(value + more for value, more in zip(predictions.values(), margins, strict=True))])
         truth = np.array([0.0, *(max(0.0, self.steps_behind[name]) for name in predictions)])
         tradeoff = PlanTradeoff([guess], [seconds], [1.0], [0.0], _COMPUTE_S[self.task], 1 - fidelity)
         [row] = tradeoff.best()

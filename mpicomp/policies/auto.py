@@ -42,6 +42,7 @@ _LR_CHANGE_FACTOR = 2.0  # of the learning rate since the last survey, up or dow
 _READY_SMOOTHING = 0.1  # weight of a step in the moving average of when buckets are ready
 _DENSE_BYTES_RATIO = 8  # bytes of dense exchange over those of all elements in four bits
 _WAKEUP_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
+_SELECTION_MARGIN = 0.05  # added to the penalty of selections, which is predicted worst: docs/policies.md
 _MIN_GAIN = 0.1  # fraction by which compressed plans have to be faster than dense ones: penalties are not exact
 
 
@@ -51,7 +52,7 @@ class Auto(MeasuredPolicy):
     """Choose compressor, ratio, collective and wire of every bucket together, so that the model learns fastest.
 
     Residuals arrive later and in bursts, so training falls behind dense by a share of its steps, the convergence
-    penalty (`mpicomp.policies.convergence_penalty`). The plans minimize ``seconds of a step / (1 - penalty)**3`` with a
+    penalty (`mpicomp.policies.convergence_penalty`). The plans minimize ``seconds of a step / (1 - penalty)**2`` with a
     penalty of at most ``1 - fidelity``. It is predicted for every plan, whether it runs or not, from the scales of
     elements and the share of signal in their gradients, which ranks survey now and then.
 
@@ -391,7 +392,7 @@ class Auto(MeasuredPolicy):
         count = self._ratios.size
         if count:
             both = statistics.selection_penalties(self._ladder, ranks, age, self.compressor.by_magnitude)
-            of_levels[:, :count] = np.tile(both, len(self._wires))
+            of_levels[:, :count] = np.tile(both, len(self._wires)) + _SELECTION_MARGIN
         for index in range(len(self._quantisers)):
             of_levels[:, count + index] = statistics.quantiser_penalty(index, ranks, age)
         separate, joint = of_levels[:, table.levels]

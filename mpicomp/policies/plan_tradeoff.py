@@ -15,7 +15,7 @@ _MIN_PROGRESS = 1e-3  # fraction of a step that counts as left at least, so that
 _BUCKET_PENALTY_RATIO = 2.0  # of one bucket's penalty over the largest of all: layers need each other
 # Exponent of the progress of a step. With 1 the seconds to a quality would be least; but most trainings have a fixed
 # number of steps, and end behind dense by what is lost.
-_CAUTION = 3.0
+_CAUTION = 2.0
 _PENALTY_SLACK = 1.1  # factor by which plans that run may exceed the largest penalty
 
 
@@ -48,7 +48,7 @@ class PlanTradeoff:
         return float((self.local_steps * self.compute_s + end) / self.local_steps)
 
     def cost(self, rows: Sequence[int]) -> float:
-        """Return what the best rows have least of: seconds of a step over the cube of its progress."""
+        """Return what the best rows have least of: seconds of a step over the square of its progress."""
         return float(self.seconds_of_step(rows) / max(1 - self.penalty(rows), _MIN_PROGRESS) ** _CAUTION)
 
     def allows(self, rows: Sequence[int]) -> bool:
