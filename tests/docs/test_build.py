@@ -20,7 +20,6 @@ PAGES = {"compressor": "compressors.html", "collective": "collectives.html", "po
 check = runpy.run_path(str(ROOT / "docs" / "links.py"))["check"]
 
 
-@pytest.mark.slow  # the workflow builds it, too
 @pytest.mark.skipif(bool(MISSING), reason=f"needs the extras docs and torch: there is no {', '.join(MISSING)}")
 @pytest.mark.timeout(300)
 def test_the_documentation_builds(tmp_path):
