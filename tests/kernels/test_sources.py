@@ -155,8 +155,10 @@ def test_names_are_those_of_the_cpu():
         "Estimate",
         "Stats",
         "Workspace",
+        "accumulate_signs",
         "collect",
         "sidco",
+        "table_of",
         "topk",
         "write_pairs",
     }
