@@ -23,8 +23,6 @@ Array = NDArray[np.float64]
 # By how much a walk of Gaussian steps overshoots a threshold, in standard deviations of a step:
 # -zeta(1/2) / sqrt(2 pi); Siegmund 1979, doi:10.2307/1426855.
 _OVERSHOOT = 0.5826
-# Exponent of an element's scale in its importance: 1 is the first-order gain of a step of Adam, 2 of a plain one.
-_IMPORTANCE_EXPONENT = 1.5
 _LOSS_FACTOR = 1.5  # a loss counts more than that of the elements alone, which others depend on: docs/policies.md
 _STEPS_PER_LOCAL_STEP = 5.0  # by which training falls behind for each local step beyond the first: docs/policies.md
 _THRESHOLDS = 48  # that are tried; penalties between them are interpolated
@@ -121,14 +119,13 @@ class ElementSurvey:
 
     def _importance(self) -> Array:
         """Return the importance of each element; the sum over a parameter is the number of its active elements."""
-        squares = self._squares.astype(float)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            activity = np.nan_to_num(
-                np.minimum(1.0, _GAUSSIAN_ACTIVITY * self._magnitudes.astype(float) ** 2 / squares)
-            )
-            gains = activity * squares ** (_IMPORTANCE_EXPONENT / 2)
-            of_parameters = (np.bincount(self._parameters, values) for values in (activity, gains))
-            importance: Array = gains * np.nan_to_num(np.divide(*of_parameters))[self._parameters]
+        scales, none = np.sqrt(self._squares), np.zeros_like(self._squares)
+        ratios = np.divide(self._magnitudes, scales, out=none, where=scales > 0)
+        activity = np.minimum(1.0, _GAUSSIAN_ACTIVITY * ratios * ratios)
+        gains = activity * scales * np.sqrt(scales)  # between first-order gains of Adam, the scale, and plain steps
+        active, total = (np.bincount(self._parameters, values) for values in (activity, gains))
+        factors = np.divide(active, total, out=np.zeros_like(total), where=total > 0)
+        importance: Array = gains * factors[self._parameters]
         return importance
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
