@@ -37,6 +37,7 @@ _MAX_RATIO = 0.25  # above it four bits of all elements are fewer
 _RATIO_STEP = 2 ** (1 / 2)  # from one ratio to the next: the best one of them is within 5 % of the best of all
 _MIN_SEARCH_INTERVAL = 10  # steps between two surveys and the searches that follow, at first
 _SEARCH_INTERVAL_FRACTION = 0.1  # of the steps so far, later: statistics change as slowly as training does
+_SURVEYS_AFTER_FALL = 30  # of the signal, in as many steps, until plans follow it
 _INTERVAL_GROWTH = 2  # factor of the interval after a search that has changed nothing, up to all steps so far
 _LR_CHANGE_FACTOR = 2.0  # of the learning rate since the last survey, up or down, from which on another one is due
 _READY_SMOOTHING = 0.1  # weight of a step in the moving average of when buckets are ready
@@ -242,9 +243,12 @@ class Auto(MeasuredPolicy):
         """Learn from a survey; start over after a jump of the signal, which means would follow in dozens of surveys."""
         if step <= self._last_surveys.get(bucket, -1):
             return
-        if self._statistics[bucket].has_jumped(surveys):
+        jump = self._statistics[bucket].jump(surveys)
+        if jump:
             self._last_surveys[bucket] = self._last_step
             self._surveys[bucket], self._statistics[bucket] = self._new_survey(self._shapes[bucket])
+            if jump < 0:  # it often rises again, and plans that would suit little signal cost more than they save
+                self._statistics[bucket].needed = _SURVEYS_AFTER_FALL
         else:
             self._statistics[bucket].observe(surveys)
 

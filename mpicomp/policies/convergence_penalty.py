@@ -149,6 +149,7 @@ class ElementStatistics:
     numel: int  # of the bucket
     quantisers: int = 0  # number of quantizers that surveys measure
     normalises: bool = True  # whether the optimizer divides by the root of a mean square, as Adam does
+    needed: int = _MIN_SURVEYS  # surveys until enough is known
     surveys: int = 0  # so far
 
     def __post_init__(self) -> None:
@@ -158,7 +159,7 @@ class ElementStatistics:
     @property
     def known(self) -> bool:
         """Whether there were enough surveys; none is needed without elements."""
-        return self.surveys >= _MIN_SURVEYS or self.numel == 0
+        return self.surveys >= self.needed or self.numel == 0
 
     @property
     def is_zero(self) -> bool:
@@ -175,17 +176,17 @@ class ElementStatistics:
         weight = max(_MIN_WEIGHT, 1 / self.surveys)
         self._sums += weight * (rows[:, 2:].sum(axis=0).reshape(self._sums.shape) - self._sums)
 
-    def has_jumped(self, surveys: NDArray[np.float32]) -> bool:
-        """Return whether the signal of one survey is far from the mean, by more than its noise explains."""
+    def jump(self, surveys: NDArray[np.float32]) -> int:
+        """Return 1 or -1 if the signal of one survey is far above or below the mean, by more than noise; else 0."""
         rows = surveys[surveys[:, 0] > 0].astype(np.float64)
         if not self.known or self.is_zero or not rows.size:
-            return False
+            return 0
         counts, _, energies, products = self._sums[:_ROWS, self._sums[2] > 0]
         total = energies.sum()
         mean, now = products.sum() / total, (rows[:, 0] * rows[:, 1]).sum() / rows[:, 0].sum()
         sd = math.sqrt(abs((energies * energies / counts).sum())) / total  # products of noise vary by energies
         is_other = not mean / _SIGNAL_JUMP_FACTOR < now < _SIGNAL_JUMP_FACTOR * mean
-        return bool(is_other and abs(now - mean) > _SIGNAL_JUMP_SD * sd)
+        return int(np.sign(now - mean)) if is_other and abs(now - mean) > _SIGNAL_JUMP_SD * sd else 0
 
     @property
     def signal(self) -> float:
