@@ -65,7 +65,7 @@ class Trained:
         }
         self._observed: list[tuple[int, ElementStatistics]] = []
         for state in dense["elements"]:
-            elements = ElementStatistics(1, (len(state["sums"]) - 4) // 2)
+            elements = ElementStatistics(1, (len(state["sums"]) - convergence_penalty.ROWS) // 2)
             elements.load_state_dict(state)
             self._observed.append((state["step"], elements))
         self.predicted()

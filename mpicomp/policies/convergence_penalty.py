@@ -3,7 +3,7 @@
 An optimizer such as Adam divides by the root of a gradient's mean square. The accumulated gradient of an element that
 is sent seldom comes in bursts, whose mean square is larger, so its steps are smaller for good; and what waits in
 residuals is not applied yet. Both depend on the element: large and noisy ones are sent at once, small ones late. The
-penalty follows from scales, shares of signal and activity that ranks survey now and then, up to one fitted constant.
+penalty follows from scales, shares of signal and activity that ranks survey now and then, up to two fitted numbers.
 """
 
 import math
@@ -36,7 +36,9 @@ _MIN_WEIGHT = 0.1  # of a survey in running means; the first ones count equally
 _MIN_SURVEYS = 10  # until scales are known: the first ones take one gradient's magnitude for its scale
 _SIGNAL_JUMP_FACTOR = 2.0  # of the signal of one survey over the mean, up or down, from which on it has jumped
 _SIGNAL_JUMP_SD = 4.0  # standard deviations of a survey's noise that a jump exceeds
-_ROWS = 4  # of a survey, by class: elements, their importance, energies, and products of successive gradients
+ROWS = 4
+"""Rows of a survey, by class: elements, their importance, energies, and products of successive gradients."""
+
 _GAUSSIAN_ACTIVITY = math.pi / 2  # E[g**2] / E[|g|]**2 of Gaussian gradients: they are active in all steps
 _MIN_SIGNAL = 1e-4  # some thousand elements in some dozen surveys resolve no less
 
@@ -72,7 +74,7 @@ class ElementSurvey:
 
     def width(self, sizes: Sequence[int]) -> int:
         # The followed elements or 0, the signal of this pair, then each class's sums over the mean square
-        return 2 + (_ROWS + 2 * len(self._quantisers)) * _CLASSES
+        return 2 + (ROWS + 2 * len(self._quantisers)) * _CLASSES
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
@@ -122,7 +124,7 @@ class ElementSurvey:
         scales, none = np.sqrt(self._squares), np.zeros_like(self._squares)
         ratios = np.divide(self._magnitudes, scales, out=none, where=scales > 0)
         activity = np.minimum(1.0, _GAUSSIAN_ACTIVITY * ratios * ratios)
-        gains = activity * scales * np.sqrt(scales)  # between first-order gains of Adam, the scale, and plain steps
+        gains = activity * scales * np.sqrt(scales)  # the exponent 1.5 is fitted, as the factor of what is lost is
         active, total = (np.bincount(self._parameters, values) for values in (activity, gains))
         factors = np.divide(active, total, out=np.zeros_like(total), where=total > 0)
         importance: Array = gains * factors[self._parameters]
@@ -154,7 +156,7 @@ class ElementStatistics:
 
     def __post_init__(self) -> None:
         self._followed = 1.0
-        self._sums = np.zeros((_ROWS + 2 * self.quantisers, _CLASSES))
+        self._sums = np.zeros((ROWS + 2 * self.quantisers, _CLASSES))
 
     @property
     def known(self) -> bool:
@@ -181,7 +183,7 @@ class ElementStatistics:
         rows = surveys[surveys[:, 0] > 0].astype(np.float64)
         if not self.known or self.is_zero or not rows.size:
             return 0
-        counts, _, energies, products = self._sums[:_ROWS, self._sums[2] > 0]
+        counts, _, energies, products = self._sums[:ROWS, self._sums[2] > 0]
         total = energies.sum()
         mean, now = products.sum() / total, (rows[:, 0] * rows[:, 1]).sum() / rows[:, 0].sum()
         sd = math.sqrt(abs((energies * energies / counts).sum())) / total  # products of noise vary by energies
@@ -212,7 +214,7 @@ class ElementStatistics:
 
     def quantiser_energies(self, quantiser: int) -> tuple[Array, Array]:
         """Return the energies of each class that a quantizer sends in a step, and that wait, over a gradient's."""
-        is_used, first = self._sums[2] > 0, _ROWS + 2 * quantiser
+        is_used, first = self._sums[2] > 0, ROWS + 2 * quantiser
         sent, waiting = self._sums[first : first + 2, is_used] / self._sums[2, is_used]
         return sent, waiting
 

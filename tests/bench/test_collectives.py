@@ -311,7 +311,7 @@ def test_configurations_of_one_compressor_differ():
     ]
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_ranks_agree_on_everything_and_means_are_right(comm, caplog):
     from mpicomp.cost import calibrate
     from mpicomp.transport.mpi import MPITransport

@@ -226,7 +226,7 @@ def test_muon_is_exchanged_at_the_interval_of_the_job():
     assert exchange.updates
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
 def test_torchft_diloco_ends_where_update_optimizer_does(comm):
@@ -291,7 +291,7 @@ def test_ranks_train_with_each_exchange(comm):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_replay_runs_recorded_plans_in_the_steps_that_count(comm, tmp_path):
     transport = MPITransport(comm)
@@ -312,7 +312,7 @@ def test_replay_runs_recorded_plans_in_the_steps_that_count(comm, tmp_path):
     assert len(set(recorded)) == (1 if comm.size == 1 else 6)
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_ddp_averages_as_mpicomp_does(comm):
     torch.set_num_threads(1)
@@ -357,7 +357,7 @@ def test_plain_topk_averages_the_largest_and_keeps_the_rest(comm, over):
     transport.close()
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
 def test_torchft_ddp_ends_where_ddp_does(comm):

@@ -139,7 +139,7 @@ def shared(comm, tmp_path):
     return Path(comm.bcast(str(tmp_path)))
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_each_rank_gets_its_own(comm, tmp_path):
     folder = shared(comm, tmp_path) / "checkpoints"
     assert mpicomp.load_checkpoint(folder, comm) is None
@@ -151,7 +151,7 @@ def test_each_rank_gets_its_own(comm, tmp_path):
     assert len(names(folder / "00000003")) == comm.size
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_errors_of_the_last_rank_reach_all(comm, tmp_path, monkeypatch):
     folder, last = shared(comm, tmp_path), comm.size - 1
     mpicomp.save_checkpoint(folder, {"epoch": 1}, comm)
@@ -177,7 +177,7 @@ def test_errors_of_the_last_rank_reach_all(comm, tmp_path, monkeypatch):
         mpicomp.load_checkpoint(folder, comm)
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(comm, tmp_path):
     folder = shared(comm, tmp_path)
 
@@ -198,7 +198,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(comm, tmp_path):
     resumed.close()
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi
 @pytest.mark.parametrize("damage", ["flipped", "token", "deep header", "deep tree", "ranks"])
 def test_damaged_file_is_one_error_over_mpi(comm, tmp_path, damage):
     folder, last = shared(comm, tmp_path), comm.size - 1

@@ -311,7 +311,7 @@ def torn(*arguments):
     raise MessageError("torn")
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("collective", "bucket", "overlap"),
     [("gtopk", 0, True), ("gtopk", 1, False), ("oktopk", 0, False), ("oktopk", 1, True)],
@@ -347,7 +347,7 @@ def test_damage_over_mpi_is_one_error_on_all_ranks(comm, monkeypatch, collective
     reducer.close()
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_damaged_last_message_is_reported_in_the_next_step(comm, monkeypatch):
     """Nothing follows that could tell the others."""
     reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.05, wire="fp16"), "allgather", comm=comm)

@@ -144,7 +144,7 @@ def test_collective_over_mpi_has_the_bits_of_one_process(comm, compressor, colle
     reducer.close()
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_auto_over_mpi_gives_the_same_bits_on_all_ranks(comm):
     reducer = mpicomp.Reducer(mpicomp.OneBit(), comm=comm, policy={"warmup": 0})
     for step in range(20):

@@ -286,7 +286,7 @@ def test_quantiser_of_zeros_sends_zeros(compressor):
     assert not all_ranks.reducers[0].feedback or not all_ranks.residual_sum("w").any()
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("compressor", "collective"),
     [

@@ -132,7 +132,7 @@ def test_cost_model_is_read_from_a_path_or_a_name(tmp_path):
         assert min(Local([name(tmp_path / "cost.json"), None]).step()) > 0.2
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("policy", "collective"), [("static", "allgather"), ("schedule", "auto")])
 def test_cost_model_of_rank_0_counts_over_mpi(comm, collective, policy):
     from mpicomp.transport.mpi import MPITransport

@@ -312,7 +312,7 @@ def test_what_the_driver_says_reaches_all_ranks(cupy):
     assert "2 of 2 ranks raised" in raised.value.__notes__[0]
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("compressor", "collective"), [("dense", "allreduce"), ({"id": "topk", "ratio": 0.25}, "allgather")]
 )

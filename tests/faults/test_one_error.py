@@ -223,7 +223,7 @@ def gradients(rank, step, bad=None):
     return arrays
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(
     ("policy", "mode"), [(policy, ("raise", "skip")[number % 2]) for number, policy in enumerate(POLICIES)]
 )

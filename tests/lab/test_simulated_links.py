@@ -7,7 +7,7 @@ import pytest
 
 from mpicomp.rounds import Round
 
-pytestmark = pytest.mark.mpi(min_size=2, max_size=3)
+pytestmark = pytest.mark.mpi(min_size=2)
 
 BANDWIDTH = 80_000_000  # bits, so ten million bytes a second
 

@@ -246,7 +246,7 @@ def test_a_collective_that_carries_neither():
         Ranks(2, "dense", "star-topk", "auto")
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_over_mpi(comm):
     reducer = mpicomp.Reducer(comm=comm)
     random = np.random.default_rng(comm.rank)

@@ -103,7 +103,7 @@ def test_every_compressor_has_something_that_carries_it(compressor, hosts):
     assert {scheme.may_drop_selected for scheme in carriers} == {compressor == "lgc"}
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2)
 def test_named_compressor_over_mpi_is_carried_whole(comm):
     """The cost model that is given knows a network on which everything else is far faster."""
     from mpicomp.transport.mpi import MPITransport

@@ -26,7 +26,7 @@ class Scaled(torch.nn.Linear):
         self.scale = state
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_broadcast_of_extra_state_and_sparse_buffers(comm):
     for root in range(comm.size):
@@ -53,7 +53,7 @@ def test_broadcast_of_extra_state_and_sparse_buffers(comm):
         assert_replicas(model, comm)
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_broadcast_of_all_kinds_of_tensors(comm):
     for root in range(comm.size):
         scale = 1.0 if comm.rank == root else -7.0

@@ -77,7 +77,7 @@ def test_gradients_that_are_kept_accumulated_and_clipped(comm):
     pair.check()
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(("compressor", "collective"), KINDS[:3], ids=str)
 def test_views_change_no_bit_for_ranks_without_batches(comm, compressor, collective):
     models = network(), network()
@@ -89,7 +89,7 @@ def test_views_change_no_bit_for_ranks_without_batches(comm, compressor, collect
     assert_equal(*models)
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(("compressor", "collective"), KINDS[:3], ids=str)
 def test_views_change_no_bit_of_scaled_gradients(comm, compressor, collective):
     """Steps of a GradScaler, with clipping, and one in which a rank overflows."""
@@ -110,7 +110,7 @@ def test_views_change_no_bit_of_scaled_gradients(comm, compressor, collective):
     assert_equal(*models)
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [None, slow(False)])
 @pytest.mark.parametrize("form", ["parameters", "autocast", "scaled", "compiled"])
 def test_views_change_no_bit_in_16_bits(comm, form, overlap):
@@ -189,7 +189,7 @@ def held(optimizer):
     return {member.name: layout.residual(member.name).astype(np.float64) for member in layout.members}
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(("compressor", "collective"), KINDS[:3], ids=str)
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 def test_undone_step_keeps_the_residual(comm, compressor, collective, nonfinite):
@@ -255,7 +255,7 @@ def test_no_array_but_the_residual(comm, views):
     assert 1 <= beyond < 1.5 if views else 2 <= beyond < 2.5
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

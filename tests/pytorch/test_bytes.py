@@ -66,7 +66,7 @@ def test_the_record_has_all_bytes(comm, monkeypatch, policy, overlap):
         assert record.overhead_bytes > 8 * len(model.words.weight[0])
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2)
 def test_rows_of_a_step_that_raises_are_counted(comm, monkeypatch):
     model = Mixed()
     count = Count(monkeypatch)

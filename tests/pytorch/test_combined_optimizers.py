@@ -217,7 +217,7 @@ def test_ranks_with_other_optimizers_are_refused(match):
         world.run([optimizer.rounds() for optimizer in optimizers])
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_combined_bits_equal_those_in_one_process(comm):
     settings = {"compressor": "topk", "collective": "allgather", "sync_every": 2}
     model = network()
@@ -235,7 +235,7 @@ def test_combined_bits_equal_those_in_one_process(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2)
 def test_bad_list_of_one_rank_is_an_error_on_all(comm):
     model = network()
     optimizers = [adam(model)] if comm.rank else []

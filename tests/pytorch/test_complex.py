@@ -68,7 +68,7 @@ CASES = [(make, torch.complex128 if make == "later" else torch.complex64) for ma
 EACH = product(MAKES, (torch.complex64, torch.complex128))
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(("make", "dtype"), [*CASES, *(slow(*case) for case in EACH if case not in CASES)])
 def test_complex_gradients_and_updates_are_averaged(comm, make, dtype):
     plain, wrapped = MAKES[make]
@@ -161,7 +161,7 @@ def test_join_averages_complex_gradients_of_active_ranks(comm):
     pair.check(**CLOSE)
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_sparse_complex_gradients_are_averaged_by_rows(comm):
     weight = torch.nn.Parameter(torch.zeros(5, 2, dtype=torch.complex64))
     optimizer = mpicomp.torch.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), {"weight": weight}, comm=comm)

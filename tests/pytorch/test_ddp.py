@@ -25,7 +25,7 @@ def hooked(comm, *settings, **more):
     return plain, model, state
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.parametrize("overlap", [True, False])
 def test_script_on_ddp_follows_the_reference(comm, overlap):
     with gloo(comm):
@@ -60,7 +60,7 @@ def test_residuals_follow_their_parameters_into_new_buckets(comm):
         state.close()
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2)
 def test_model_without_ddp_on_one_rank_is_refused_on_all(comm):
     with gloo(comm):
         model = torch.nn.parallel.DistributedDataParallel(network())

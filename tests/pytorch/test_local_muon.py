@@ -436,7 +436,7 @@ def test_rank_with_other_matrices_is_refused():
         world.run([optimizer.rounds() for optimizer in optimizers])
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.parametrize("settings", [{"sync_every": 2}, {"sync_every": 4, "sync_delay": 2, "fragments": 2}], ids=str)
 def test_bits_equal_those_of_ranks_in_one_process(comm, settings):
     settings = settings | {"collective": "two-phase"}
@@ -454,7 +454,7 @@ def test_bits_equal_those_of_ranks_in_one_process(comm, settings):
     optimizer.close()
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_ranks_choose_the_same_steps_and_bits(comm):
     model = hidden(torch.float32)
     with LocalMuon(model, comm=comm, sync_every="auto") as optimizer:
@@ -469,7 +469,7 @@ def test_ranks_choose_the_same_steps_and_bits(comm):
         assert (" local steps of " in record.reason) == (comm.size > 1)
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2)
 def test_ranks_run_out_of_batches(comm):
     model = hidden()
     with LocalMuon(model, comm=comm, sync_every=2) as optimizer:
@@ -481,7 +481,7 @@ def test_ranks_run_out_of_batches(comm):
         assert len(set(comm.allgather(bits(model)))) == 1
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2)
 def test_bad_input_of_one_rank_is_an_error_on_all(comm):
     model = network()
     with pytest.raises(ConfigurationError, match=r"matrices has '1\.weight'"):

@@ -95,7 +95,7 @@ def test_timing_products_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_optimizer_considers_advice_after_each_step(comm, monkeypatch):
     counts = []
     monkeypatch.setattr(muon_advice.MuonAdvice, "consider", lambda self: counts.append(self._reducer.count))

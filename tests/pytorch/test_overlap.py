@@ -130,7 +130,7 @@ def test_gradients_changed_during_the_exchange_are_refused(comm, change, steps, 
         assert_replicas(model, comm)
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize(
     ("layout", "cores", "wanted", "expected"),
     [
@@ -206,7 +206,7 @@ def backward(model, optimizer, rank):
     square(model, rank, rank).backward()
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize(
     ("script", "seen", "first"),
     [

@@ -65,7 +65,7 @@ def test_residuals_of_unused_parameters_are_delivered(comm):
     assert_replicas(model, comm)
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_shared_parameters_are_averaged_once(comm):
     model = network()
     model[2].weight = torch.nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(1)))
@@ -102,7 +102,7 @@ def test_frozen_and_added_parameters_follow_the_reference(comm):
     assert len(pair.optimizer.param_groups) == 2
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_parameters_of_sixteen_bits(comm):
     def loss(model, step, rank):
         return model(batch(step, rank).to(torch.bfloat16)).float().square().mean()
@@ -113,7 +113,7 @@ def test_parameters_of_sixteen_bits(comm):
     pair.check(rtol=0.05, atol=0.01)
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_sparse_gradients_are_averaged_row_by_row(comm):
     def loss(model, step, rank):
         if step == 3 and rank == 0:

@@ -49,7 +49,7 @@ def warned(caught, text):
     return [str(warning.message) for warning in caught if text in str(warning.message)]
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @each_wrapper
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -126,7 +126,7 @@ def test_settings_that_stay_cost_no_round(comm):
     assert extra[78] == quiet
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("make", [mpicomp.torch.OneBitAdam, SketchedAMSGrad])
 def test_collective_optimizers_compare_rates_and_parameters(comm, make):
     model = network()
@@ -175,7 +175,7 @@ def test_lost_momenta_show_in_parameters_soon(comm):
         step(model, optimizer, 16, comm.rank)
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @each_wrapper
 @pytest.mark.parametrize(("same", "flag"), [(True, False), (True, True), (False, False)])
 def test_ranks_that_draw_the_same_batches_are_warned(comm, wrap, same, flag):
@@ -216,7 +216,7 @@ class Frozen(torch.nn.Module):
         self.first, self.last = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @each_wrapper
 @pytest.mark.parametrize("alike", [True, False])
 def test_parameter_frozen_with_a_gradient_stays_a_replica(comm, wrap, alike):
@@ -318,7 +318,7 @@ def test_inner_optimizer_that_exchanges_is_refused():
         distribute(model, LocalWorld(1).transports[0], outer)
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @each_wrapper
 @pytest.mark.parametrize("as_torch_has_them", [False, slow(True)])
 def test_new_head_in_the_middle_of_training_is_exchanged(comm, wrap, as_torch_has_them):

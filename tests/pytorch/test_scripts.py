@@ -196,7 +196,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(
     ("name", "compressor"), [(name, "topk") for name in SCRIPTS] + [slow(name, "dense") for name in SCRIPTS]
 )

@@ -109,7 +109,7 @@ def test_state_of_every_policy_is_read_back(policy):
     assert again.reducer.last_step.step == 30
 
 
-@pytest.mark.mpi(max_size=2)
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(
     ("compressor", "overlap"),
     [slow("sidco", False), ("sidco", True), ("powersgd", False), slow("fetchsgd", False), ("dgc", False)],
@@ -123,7 +123,7 @@ def test_ranks_resume_from_a_file(comm, compressor, overlap):
     assert whole == second
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_gossip_resumes_from_a_file(comm):
     def make():
         model = network()

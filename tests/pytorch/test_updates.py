@@ -246,7 +246,7 @@ def step_all(model, optimizer, comm, step):
     assert len(set(comm.allgather(bits(model)))) == 1
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.parametrize(
     "settings",
     [
@@ -336,7 +336,7 @@ def test_averaged_moments_are_of_ranks_with_batches(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2)
 def test_rank_without_join_is_refused(comm):
     model = network()
     optimizer = wrap(model, comm, compressor="dense")

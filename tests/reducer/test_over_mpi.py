@@ -63,7 +63,6 @@ def test_steps_over_mpi_keep_the_law_and_the_bits(comm, compressor, collective, 
     reducer.close()
 
 
-@pytest.mark.mpi(max_size=3)
 def test_allreduce_averages_one_array(comm):
     array = np.arange(12, dtype=np.float32).reshape(3, 4) * (comm.rank + 1)
     mean = mpicomp.allreduce(array, comm=comm)
@@ -77,7 +76,7 @@ def test_allreduce_averages_one_array(comm):
     np.testing.assert_array_equal(world, mean)
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("steps_before", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN + UNBIASED_REPRESENTATIVES)), ids=str)
 def test_error_on_one_rank_is_raised_on_all(comm, compressor, collective, steps_before):
@@ -101,7 +100,6 @@ def test_error_on_one_rank_is_raised_on_all(comm, compressor, collective, steps_
     reducer.close()
 
 
-@pytest.mark.mpi(max_size=3)
 def test_two_reducers_have_separate_messages(comm):
     first = mpicomp.Reducer(mpicomp.TopK(ratio=0.5), comm=comm, policy={"warmup": 0})
     second = mpicomp.Reducer(comm=comm)
@@ -114,7 +112,6 @@ def test_two_reducers_have_separate_messages(comm):
     first.close()
 
 
-@pytest.mark.mpi(max_size=3)
 def test_seconds_and_bytes_are_recorded(comm):
     reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.01), "allgather", comm=comm)
     for _ in range(2):

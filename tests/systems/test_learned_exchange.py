@@ -407,7 +407,7 @@ def test_lgc_other_collective_is_refused():
         mpicomp.Reducer(lgc(), "allgather", comm=LocalWorld(1).transports[0])
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_over_mpi(comm, settings):
     compressor = lgc(**settings)

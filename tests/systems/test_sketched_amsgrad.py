@@ -164,7 +164,7 @@ def test_sketched_amsgrad_impossible_settings_are_refused():
             alone(linear().parameters(), **settings)
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_over_mpi_it_is_what_the_reference_says(comm):
     model = linear()
     optimizer = SketchedAMSGrad(model.named_parameters(), lr=0.01, compressor=SKETCH, comm=comm)

@@ -68,7 +68,7 @@ def reduce_some(comm, pair, path, layout=None):
         return json.load(file), everyones
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.parametrize(("compressor", "collective", "hosts"), CASES)
 def test_trace_has_the_steps_of_all_ranks(comm, tmp_path, compressor, collective, hosts):
     layout = None if hosts == 1 else [rank * 2 // comm.size for rank in range(comm.size)]

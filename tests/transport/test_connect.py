@@ -40,7 +40,7 @@ def test_other_objects_are_refused_wherever_comm_is_taken(tmp_path):
             door("world")
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 def test_communicators_that_cannot_serve_are_refused(comm):
     from mpi4py import MPI
 
@@ -56,7 +56,7 @@ def test_communicators_that_cannot_serve_are_refused(comm):
             mpicomp.Reducer("dense", comm=bad)
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.mpi(min_size=2)
 def test_intercommunicator_is_refused(comm):
     local = comm.Split(comm.rank % 2, comm.rank)
     between = local.Create_intercomm(0, comm, 1 - comm.rank % 2)

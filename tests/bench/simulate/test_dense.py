@@ -95,7 +95,7 @@ def test_time_dense_of_one_rank_is_empty():
     assert time_dense(N, alone) == []
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.parametrize("per_host", [1, 2, 8])
 def test_time_dense_has_every_exchange_at_two_lengths(comm, per_host):
     from mpicomp.transport.mpi import MPITransport
@@ -116,7 +116,7 @@ def test_correction_is_of_ranks_that_are_alike(ranks, expected):
     assert steps.corrections(ranks).own_s(bind(DENSE, "ring"), N) == pytest.approx(0.01 * expected)
 
 
-@pytest.mark.mpi(max_size=3)
+@pytest.mark.mpi
 @pytest.mark.parametrize("separate_hosts", [False, True])
 def test_time_dense_of_hosts_has_fewer_ranks_too(comm, separate_hosts):
     from mpicomp.transport.mpi import MPITransport
