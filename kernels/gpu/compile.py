@@ -14,7 +14,7 @@ LIMIT = 2112  # blocks of a sweep: 16 for each of an H200's multiprocessors, and
 
 Parameters = ParamSpec("Parameters")
 
-_READING_PIECES = {"pieces", "signs"}  # sources
+_HEADERS = {"pieces": "pieces", "signs": "pieces", "indices": "indices", "message": "indices"}  # by source
 _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
@@ -33,8 +33,8 @@ def twin_of(host: Callable[Parameters, Any]) -> Callable[[Callable[..., Any]], C
 
 def code_of(source: str) -> str:
     """Return the text of the headers and of a source: NVRTC includes no files."""
-    pieces = ["pieces.cuh"] if source in _READING_PIECES else []
-    names = ["common.cuh", "sums.cuh", *pieces, f"{source}.cu"]
+    header = [f"{_HEADERS[source]}.cuh"] if source in _HEADERS else []
+    names = ["common.cuh", "sums.cuh", *header, f"{source}.cu"]
     return "".join(Path(__file__).with_name(name).read_text() for name in names)
 
 

@@ -1,5 +1,4 @@
-// Elias-Fano code of ascending indices: see the CPU's indices.py. One thread computes a word of a code from the indices
-// that have a part of it.
+// Elias-Fano code of ascending indices: see the CPU's indices.py.
 
 DEVICE i64 ones(u64 word) { return __popc((u32)word) + __popc((u32)(word >> 32)); }
 DEVICE i64 first_one(u64 word) { return ones(~word & (word - 1)); }
@@ -13,59 +12,16 @@ DEVICE bool gather_faults(bool& wrong, State* state) {
   return true;
 }
 
-// Whether one of this thread's indices is not above the one before it, or not below `numel`.
-DEVICE bool out_of_order(const u32* indices, i64 count, i64 numel) {
-  bool wrong = false;
-  for (const i64 j : grid_stride(count)) {
-    const u32 index = indices[j];
-    wrong |= (i64)index >= numel || (j > 0 && indices[j - 1] >= index);
-  }
-  return wrong;
-}
-
 KERNEL ascending(const u32* indices, i64 count, i64 numel, State* state, u8* good) {
   bool wrong = out_of_order(indices, count, numel);
   if (gather_faults(wrong, state) && threadIdx.x == 0) *good = !wrong;
-}
-
-// The word of the low parts that begins at bit `start`.
-DEVICE u64 word_of_low_parts(const u32* indices, i64 count, i64 bits, i64 start) {
-  const u64 mask = ((u64)1 << bits) - 1;
-  u64 word = 0;
-  for (i64 j = start / bits; j < count && j * bits < start + 64; ++j) {
-    const u64 part = indices[j] & mask;
-    const i64 place = j * bits - start;
-    word |= place < 0 ? part >> -place : part << place;
-  }
-  return word;
-}
-
-// The word of the bitmap that begins at bit `start`; meaningless where indices do not ascend.
-DEVICE u64 word_of_bitmap(const u32* indices, i64 count, i64 bits, i64 start) {
-  i64 least = 0, most = count;  // the first index whose bit is not before this word
-  while (least < most) {
-    const i64 middle = (least + most) / 2;
-    if (((i64)indices[middle] >> bits) + middle < start)
-      least = middle + 1;
-    else
-      most = middle;
-  }
-  u64 word = 0;
-  for (i64 j = least; j < smaller(count, least + 64); ++j) {
-    const i64 place = ((i64)indices[j] >> bits) + j - start;
-    if (place < 0 || place >= 64) break;
-    word |= (u64)1 << place;
-  }
-  return word;
 }
 
 // The code is written before the indices are known to be right. Where they are wrong, the block that ends last clears
 // it.
 KERNEL encode(
     const u32* indices, i64 count, i64 numel, i64 bits, i64 low, i64 upper, u64* code, State* state, u8* good) {
-  for (const i64 w : grid_stride(low + upper))
-    code[w] = w < low ? word_of_low_parts(indices, count, bits, 64 * w)
-                      : word_of_bitmap(indices, count, bits, 64 * (w - low));
+  for (const i64 w : grid_stride(low + upper)) code[w] = word_of_code(indices, count, {bits, low, upper}, w);
   bool wrong = out_of_order(indices, count, numel);
   if (!gather_faults(wrong, state)) return;
   if (threadIdx.x == 0) *good = !wrong;

@@ -28,26 +28,40 @@ KERNEL write_header(
       scalar_arg(rounding, rounding_value));
 }
 
-// A message of plain values and indices: a copy of both, zero padding, and the header, for which the block that ends
-// last has the squared norm of the values.
+// A message of plain values, and of indices or their code: at least `least` indices are coded, if that takes at most
+// `most` bytes each. The block that ends last has the squared norm of the values, for the header, and clears the code
+// where indices do not ascend below `numel`.
 KERNEL write_pairs(
     u64* words, i64 lead, const u8* finite, i64 finite_value, const double* energy, double energy_value,
-    const Word* values, const u32* indices, i64 count, i64 middle, Partials* partials) {
-  u8* message = reinterpret_cast<u8*>(words);
-  Word* out_values = reinterpret_cast<Word*>(message + 24);
-  u32* out_indices = reinterpret_cast<u32*>(message + middle);
+    const Word* values, const u32* indices, const i64* number, i64 number_value, i64 numel, i64 least, i64 most,
+    Partials* partials) {
+  const i64 count = scalar_arg(number, number_value);
+  const CodeShape shape = code_shape(count, numel);
+  const i64 code_words = shape.low + shape.upper;
+  const bool coded = count >= least && 8 * code_words <= most * count;
+  Word* out_values = reinterpret_cast<Word*>(words + 3);
+  u64* code = words + 3 + (count * (i64)sizeof(Word) + 7) / 8;
+  u32* out_indices = reinterpret_cast<u32*>(code);
   for (const i64 i : grid_stride(count)) {
     out_values[i] = values[i];
-    out_indices[i] = indices[i];
+    if (!coded) out_indices[i] = indices[i];
+  }
+  bool wrong = false;
+  if (coded) {
+    for (const i64 w : grid_stride(code_words)) code[w] = word_of_code(indices, count, shape, w);
+    wrong = out_of_order(indices, count, numel);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0 && count % 2) {
     if (sizeof(Word) == 4) out_values[count] = 0;
-    out_indices[count] = 0;
+    if (!coded) out_indices[count] = 0;
   }
-  double kept[1] = {sum_squares(values, count)};
-  if (!finish_sums(kept, partials) || threadIdx.x != 0) return;
+  double sums[2] = {sum_squares(values, count), (double)wrong};
+  if (!finish_sums(sums, partials)) return;
+  for (i64 w = threadIdx.x; sums[1] && w < code_words; w += THREADS) code[w] = 0;
+  if (threadIdx.x != 0) return;
   const double all = scalar_arg(energy, energy_value);
-  set_header(words, lead, scalar_arg(finite, finite_value), all, all - kept[0], 0);
+  set_header(
+      words, lead + ((i64)coded << 24) + (i64)((u64)count << 32), scalar_arg(finite, finite_value), all, all - sums[0], 0);
 }
 
 KERNEL write_tail(

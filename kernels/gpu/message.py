@@ -29,17 +29,22 @@ def write_header(message, lead, finite, energy, kept, rounding):
     )  # fmt: skip
 
 
-def write_pairs(message: Any, lead: int, finite: Any, energy: Any, values: Any, indices: Any, middle: int) -> None:
-    """Write a message of plain values and indices in one launch: header, both, and zero padding.
+def write_pairs(
+    message: Any, lead: int, finite: Any, energy: Any, values: Any, indices: Any, count: Any, numel: int,
+    least: int, most: int,
+) -> None:  # fmt: skip
+    """Write a message of plain values, and of indices or their code, in one launch: all of it, with zero padding.
 
-    The header is that of `write_header` with ``values`` as ``kept``; indices begin at byte ``middle``.
+    The header is that of `write_header` with ``values`` as ``kept``; ``lead`` is that of plain indices and no elements.
+    ``count`` may be a 0-d device array: then ``values`` and ``indices`` have room for more. At least ``least`` indices
+    are coded, if that takes at most ``most`` bytes each.
     """
     # More blocks than a sum needs, so that a thread copies few elements.
     blocks, dtype = strides(values.size), values.dtype
     launch(
         "message", "write_pairs", dtype, blocks,
         message, _signed(lead), *scalar_arg(finite, np.bool_), *scalar_arg(energy, np.float64),
-        values, indices, values.size, middle, kept_partials().memory,
+        values, indices, *scalar_arg(count, np.int64), numel, least, most, kept_partials().memory,
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ class Partials:
 
 
 def kept_partials() -> Partials:
-    """Return a `Partials` of one column for launches of the current stream whose totals nobody reads later.
+    """Return a `Partials` of up to two columns for launches of the current stream whose totals nobody reads later.
 
     To make one takes longer than such a launch.
     """
@@ -60,7 +60,7 @@ def kept_partials() -> Partials:
 
 @functools.cache
 def _of_stream(cupy: Any, device: int, stream: int) -> Partials:
-    return Partials(LIMIT, 1)
+    return Partials(LIMIT, 2)
 
 
 class Fit(IntEnum):

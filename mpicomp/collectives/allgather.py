@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any, ClassVar
@@ -34,7 +35,10 @@ from mpicomp.compressors.wire_format import (
     STALE,
     MessageHeader,
     Selection,
+    UncountedSelection,
     Wire,
+    capacity_bytes,
+    count_in,
     lead_of,
     message_bytes,
     message_parts,
@@ -42,8 +46,9 @@ from mpicomp.compressors.wire_format import (
     parse_message,
     unpack_sharing,
     write_message,
+    write_pairs,
 )
-from mpicomp.device import to_python
+from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
@@ -210,8 +215,12 @@ class Allgather(Scheme[Sparsifier]):
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, workspace, numel = context.group, context.workspace, accumulated.numel
-        selection = self.compressor.select(accumulated, context)
-        moments = accumulated.device_moments
+        message: NDArray[np.uint8] | None = None  # on the host, where it is there before the round
+        uncounted = self.compressor.select_uncounted(accumulated, context)
+        if uncounted is None:
+            selection = self.compressor.select(accumulated, context)
+        else:
+            selection, message = self._pack_and_count(uncounted, accumulated, context)
         layout = workspace.last_layout
         if (
             layout is not None and (layout.compressor is not self.compressor or layout.group is not group
@@ -227,8 +236,12 @@ class Allgather(Scheme[Sparsifier]):
                 layout.is_fixed, workspace.last_layout = is_fixed, layout
         if layout.wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
-        layout.write(selection, STALE * accumulated.stale, moments)
-        received = yield layout.task
+        task = layout.task
+        if message is None:
+            layout.write(selection, STALE * accumulated.stale, accumulated.device_moments)
+        else:
+            task = replace(task, send=message)
+        received = yield task
         try:
             flags, energy, lost, headers = layout.read(received)
             right, written = True, None
@@ -253,6 +266,30 @@ class Allgather(Scheme[Sparsifier]):
             nonfinite=bool(flags & NONFINITE) or not (written is None or is_finite(written, energy, group.size)),
             stale=bool(flags & STALE),
         )
+
+    def _pack_and_count(
+        self, found: UncountedSelection, accumulated: GradientWithResidual, context: Context
+    ) -> tuple[Selection, NDArray[np.uint8]]:
+        """Pack a selection on the device; return it and its message on the host, with one wait for both."""
+        compressor, numel, dtype = self.compressor, accumulated.numel, accumulated.dtype
+
+        def size_of(count: int) -> int:
+            return message_bytes(count, numel, dtype, compressor.wire_for(count, numel))
+
+        longest = Wire(indices="plain" if compressor.indices == "auto" else compressor.indices)
+        room = capacity_bytes(found.indices.size, numel, dtype, longest)
+        message, moments = context.workspace.array("allgather.message", room, _BYTE), accumulated.device_moments
+        flags = STALE * accumulated.stale
+        write_pairs(message, found, found.count, numel, compressor.indices, flags, moments.energy, moments.finite)
+        likely = min(room, size_of(min(numel, compressor.expected(numel) * 5 // 4)))
+        device = current_device()
+        head, [reached] = device.fetch_head(message, likely, found.reached)
+        count = count_in(head)
+        found.counted(reached)
+        size = size_of(count)
+        if size > likely:
+            head, _ = device.fetch_head(message, size)
+        return Selection(found.indices[:count], found.values[:count]), head[:size]
 
     def _wrong(self, received: Any, layout: MessageLayout, workspace: Workspace) -> MessageError:
         """Return the error of the first message whose indices are wrong."""

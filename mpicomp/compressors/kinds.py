@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors.base_compressor import Compressor, bound, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.wire_format import INDICES, VALUES, Selection, Wire, compact, value_bytes
+from mpicomp.compressors.wire_format import INDICES, VALUES, Selection, UncountedSelection, Wire, compact, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
 from mpicomp.setting_checks import check_choice, check_ratio
@@ -95,6 +95,10 @@ class Sparsifier(Compressor):
         Selection
             Valid until the next call for the same bucket.
         """
+
+    def select_uncounted(self, accumulated: GradientWithResidual, context: Context) -> UncountedSelection | None:
+        """Do what `select` does, but leave the number of elements on the device; None where it cannot."""
+        return None
 
 
 @dataclass(frozen=True, repr=False)

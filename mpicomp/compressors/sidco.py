@@ -12,7 +12,7 @@ from mpicomp.compressors.estimator import Estimator, Search, most_of
 from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolated, whole_threshold
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.topk import bounds_for, scratch_for
-from mpicomp.compressors.wire_format import Selection
+from mpicomp.compressors.wire_format import Selection, UncountedSelection
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice, check_flag
@@ -104,12 +104,20 @@ class SIDCo(Estimator):
         return self.corrections or not self.published
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        if self.corrections and not accumulated.is_computed and hasattr(accumulated.kernels, "sidco"):
-            return self._fused(accumulated, context)
-        return super().select(accumulated, context)
+        found = self._fused(accumulated, context)
+        if found is None:
+            return super().select(accumulated, context)
+        count, reached = accumulated.to_host(found.count, found.reached)
+        found.counted(reached)
+        return Selection(found.indices[:count], found.values[:count])
 
-    def _fused(self, accumulated: GradientWithResidual, context: Context) -> Selection:
-        """Sum, estimate and select in one kernel, and read its results at once."""
+    def select_uncounted(self, accumulated: GradientWithResidual, context: Context) -> UncountedSelection | None:
+        return self._fused(accumulated, context) if self.wire is None else None
+
+    def _fused(self, accumulated: GradientWithResidual, context: Context) -> UncountedSelection | None:
+        """Sum, estimate and select in one kernel, where there is one."""
+        if not self.corrections or accumulated.is_computed or not hasattr(accumulated.kernels, "sidco"):
+            return None
         memory, workspace = context.memory, context.workspace
         k = num_kept(self.ratio, accumulated.numel)
         stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
@@ -123,10 +131,12 @@ class SIDCo(Estimator):
                 *arrays, k, self.distribution, stages, bound, indices, values, count, scratch, following
             )
         )
-        selected, reached = accumulated.to_host(count[0], made.reached)
-        if self.stages is None and not math.isnan(reached):
-            _adapt(memory, reached, self.ratio)
-        return Selection(indices[:selected], values[:selected])
+
+        def counted(reached: float) -> None:
+            if self.stages is None and not math.isnan(reached):
+                _adapt(memory, reached, self.ratio)
+
+        return UncountedSelection(indices, values, count[0], made.reached, counted)
 
     def threshold(self, search: Search) -> float:
         moments, memory = search.accumulated.moments, search.memory

@@ -23,7 +23,7 @@ Numbers are little-endian, and padding is zero. Every field is aligned where the
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,6 +53,9 @@ SIGNS = 64
 """Signs in a word."""
 
 _MIN_CODED = 64  # indices; see `compact`
+_CODE_BYTES = 3  # an index, at most; see `compact`
+_CODED = {"plain": (1 << 62, 0), "elias-fano": (0, 1 << 20), "auto": (_MIN_CODED, _CODE_BYTES)}
+"""Least number of indices that are coded, and most bytes of a coded one, by format of indices."""
 _KNOWN_FLAGS = NONFINITE | STALE | DAMAGED
 _FULL = {np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"}
 _VALUE_CODES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4, "signs": 5, "q8": 6, "q4": 7, "q2": 8}
@@ -93,7 +96,7 @@ def compact(count: int, numel: int) -> str:
     >>> compact(63, 100_000), compact(64, 100_000), compact(64, 2**32 - 1)
     ('plain', 'elias-fano', 'plain')
     """
-    return "elias-fano" if count >= _MIN_CODED and sizes.index_bytes(count, numel) <= 3 * count else "plain"
+    return "elias-fano" if count >= _MIN_CODED and sizes.index_bytes(count, numel) <= _CODE_BYTES * count else "plain"
 
 
 def value_bytes(count: int, dtype: np.dtype[Any], stored: str | None) -> int:
@@ -117,6 +120,18 @@ class Selection:
 
     indices: NDArray[np.uint32]
     values: NDArray[np.floating]
+
+
+@dataclass
+class UncountedSelection(Selection):
+    """A selection on a device whose elements the host has not counted: its arrays have room for more.
+
+    The host reads ``count`` and ``reached`` at once, and calls ``counted`` with the latter.
+    """
+
+    count: Any
+    reached: Any
+    counted: Callable[[float], None]
 
 
 @dataclass
@@ -203,11 +218,10 @@ def write_message(
     middle, end = _parts(indices.size, numel, value_bytes(values.size, values.dtype, wire.values), wire.indices)
     if out.size != end:
         raise ValueError(f"write_message: the message has {end} bytes, out has {out.size}")
-    header = lead_of(indices.size, values.dtype, wire, flags)
-    write_pairs = getattr(kernels.of(out), "write_pairs", None)
-    if write_pairs is not None and kept is values and wire.values is None and wire.indices == "plain":
-        write_pairs(out, header, finite, energy, values, indices, middle)
+    if kept is values and wire.values is None and hasattr(kernels.of(out), "write_pairs"):
+        write_pairs(out, selection, indices.size, numel, wire.indices, flags, energy, finite)
         return 0.0
+    header = lead_of(indices.size, values.dtype, wire, flags)
     filled = HEADER_BYTES + value_bytes(values.size, values.dtype, wire.values)
     if filled < middle:
         out[filled:middle] = 0
@@ -232,6 +246,25 @@ def write_message(
         kernels.encode_indices(indices, numel, out[middle:])
     kernels.write_header(out, header, finite, energy, kept, rounding)
     return rounding
+
+
+def write_pairs(
+    out: NDArray[np.uint8],
+    selection: Selection,
+    count: Any,
+    numel: int,
+    indices: str,
+    flags: int,
+    energy: Any,
+    finite: Any,
+) -> None:
+    """Fill a message of the first ``count`` elements of a selection as `write_message` does, on a device.
+
+    The device chooses the format where ``indices`` is ``"auto"``, as `compact` does.
+    """
+    lead = lead_of(0, selection.values.dtype, Wire(), flags)
+    pairs = selection.values, selection.indices, count
+    kernels.of(out).write_pairs(out, lead, finite, energy, *pairs, numel, *_CODED[indices])
 
 
 def write_damaged(out: NDArray[np.uint8]) -> None:
@@ -331,6 +364,11 @@ def parse_padded_message(room: NDArray[np.uint8], numel: int, dtype: np.dtype[An
     if room[HEADER_BYTES + filled : middle].any() or room[padding:end].any():
         raise MessageError(f"message: it has more than {count} values")
     return sparse
+
+
+def count_in(message: NDArray[np.uint8]) -> int:
+    """Return the number of elements of a message in host memory."""
+    return _Header(*_HEADER.unpack_from(message.data)).elements
 
 
 def _header_of(message: NDArray[np.uint8]) -> _Header:

@@ -91,6 +91,7 @@ class CudaDevice(Device):
         self._other_mark = driver.event(number)  # of another stream, for this one
         self._reading_streams: set[int] = set()  # streams that may still read the last means
         self._pinned: list[_Pinned] = []
+        self._head: _Pinned | None = None
         self._landed: list[tuple[int, NDArray[np.uint8], _Pinned]] = []
 
     @contextlib.contextmanager
@@ -149,6 +150,20 @@ class CudaDevice(Device):
             copy = self._cupy.empty(host.shape, host.dtype)
         self.assign(copy, host)
         return copy
+
+    def fetch_head(self, array: Any, nbytes: int, *numbers: Any) -> tuple[NDArray[np.uint8], list[Any]]:
+        if self._head is not None:
+            self._head.busy = False
+        self._head = head = self.begin_fetch(array[:nbytes])
+        fetched = [self.begin_fetch(number) for number in numbers]
+        self.wait()
+        for pinned in fetched:
+            pinned.busy = False
+        found = [
+            pinned.memory[: number.nbytes].view(number.dtype)[0].item()
+            for pinned, number in zip(fetched, numbers, strict=True)
+        ]
+        return head.memory[:nbytes], found
 
     def assign(self, out: Any, values: NDArray[Any]) -> None:
         if not out.size:

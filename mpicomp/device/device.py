@@ -78,6 +78,10 @@ class Device:
     def wait(self) -> None:
         """Wait until all work of this device's stream is done."""
 
+    def fetch_head(self, array: Any, nbytes: int, *numbers: Any) -> tuple[NDArray[np.uint8], list[Any]]:
+        """Return the first bytes of a device's array, valid until the next call, and numbers, with one wait."""
+        raise NotImplementedError("what is on the host needs no copy")
+
     def unflatten(self, mean: Any, parts: Sequence[MeanPart]) -> list[Any]:
         """Return parts of a flat mean of this device as the kinds of arrays that came in."""
         raise NotImplementedError("means on the host are unflattened by mpicomp.transport.staging")

@@ -9,7 +9,7 @@ from device import emulator
 from mpicomp.kernels import gpu
 
 from mpicomp.compressors import Selection
-from mpicomp.compressors.wire_format import Wire, message_bytes, write_message
+from mpicomp.compressors.wire_format import Wire, compact, message_bytes, message_parts, write_message, write_pairs
 
 COUNTS = [(), (0,), (1,), (31, 31), (33, 33, 33), (1000, 0, 7), (5000, 5000), (9, 8, 7, 3000, 1), (600,) * 5]
 NUMEL = 6000
@@ -90,24 +90,47 @@ def test_a_header_of_numbers_of_other_types(gpu_kernels):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [0, 1, 2, 255, 5001])
-@pytest.mark.parametrize("finite", [True, False])
-def test_a_message_in_one_launch_is_that_of_the_host(place, dtype, size, finite):
-    rng = np.random.default_rng(size)
-    values, numel = rng.normal(size=size).astype(dtype), 3 * size + 1
+@pytest.mark.parametrize(("indices", "finite"), [("plain", True), ("elias-fano", False), ("elias-fano", True)])
+def test_a_message_in_one_launch_is_that_of_the_host(place, dtype, size, indices, finite):
+    """Counted by the host, or by the device, which then chooses the format of indices itself."""
+    rng, wire = np.random.default_rng(size), Wire(indices=indices)
+    values, numel = rng.normal(size=size).astype(dtype), (3 if indices == "plain" else 100) * size + 1
     indices = np.sort(rng.choice(numel, size, replace=False)).astype(np.uint32)
     energy = 2 * float(np.square(values, dtype=np.float64).sum()) + 1
-    expected = np.full(message_bytes(size, numel, values.dtype, Wire()), 7, np.uint8)
-    write_message(expected, Selection(indices, values), numel, Wire(), 2, energy, values, finite)
+    expected = np.full(message_bytes(size, numel, values.dtype, wire), 7, np.uint8)
+    write_message(expected, Selection(indices, values), numel, wire, 2, energy, values, finite)
     message = place.put(np.full(expected.size, 7, np.uint8))
     there, energy_there = Selection(place.put(indices), place.put(values)), place.scalar(energy, np.float64)
     emulator.launches.clear()
     with place.quiet():
-        write_message(message, there, numel, Wire(), 2, energy_there, there.values, place.scalar(finite, np.bool_))
+        write_message(message, there, numel, wire, 2, energy_there, there.values, place.scalar(finite, np.bool_))
     assert launched(place, "write_pairs")
-    found = message.get()
-    np.testing.assert_array_equal(found[:16], expected[:16])
-    np.testing.assert_allclose(found[16:24].view(np.float64), expected[16:24].view(np.float64), rtol=1e-12)
-    np.testing.assert_array_equal(found[24:], expected[24:])
+    messages = [message.get()]
+    if compact(size, numel) == wire.indices:
+        room = place.put(np.full(expected.size + 8, 7, np.uint8))
+        there = Selection(*(place.put(np.append(array, array[:1])) for array in (indices, values)))
+        count, finite = place.scalar(size, np.int64), place.scalar(finite, np.bool_)
+        with place.quiet():
+            write_pairs(room, there, count, numel, "auto", 2, energy_there, finite)
+        messages.append(room.get()[: expected.size])
+        assert (room.get()[expected.size :] == 7).all()
+    for found in messages:
+        np.testing.assert_array_equal(found[:16], expected[:16])
+        np.testing.assert_allclose(found[16:24].view(np.float64), expected[16:24].view(np.float64), rtol=1e-12)
+        np.testing.assert_array_equal(found[24:], expected[24:])
+
+
+@pytest.mark.parametrize("place_of_fault", [0, 700])
+def test_no_code_is_sent_of_indices_that_do_not_ascend(place, place_of_fault):
+    numel, wire = 100_000, Wire(indices="elias-fano")
+    indices = np.arange(3, numel, 100, dtype=np.uint32)
+    indices[[place_of_fault, place_of_fault + 1]] = indices[[place_of_fault + 1, place_of_fault]]
+    values = np.ones(indices.size, np.float32)
+    message = place.put(np.full(message_bytes(indices.size, numel, values.dtype, wire), 7, np.uint8))
+    there = Selection(place.put(indices), place.put(values))
+    write_message(message, there, numel, wire, 0, 1e6, there.values)
+    start, _ = message_parts(indices.size, numel, values.dtype, wire)
+    assert not message.get()[start:].any()
 
 
 @pytest.mark.parametrize("on_device", [False, True])
