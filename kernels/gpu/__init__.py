@@ -38,7 +38,7 @@ from mpicomp.kernels.gpu.codes import (
     widen,
     widen_add,
 )  # fmt: skip
-from mpicomp.kernels.gpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices
+from mpicomp.kernels.gpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices, places_among
 from mpicomp.kernels.gpu.merge import count_reaching, intersect, merge_add, merge_subtract, norm_change, split_largest
 from mpicomp.kernels.gpu.message import sparse_add, write_header, write_pairs, write_tail
 from mpicomp.kernels.gpu.products import (
@@ -87,7 +87,7 @@ from mpicomp.kernels.gpu.sweeps import (
     tail,
 )  # fmt: skip
 from mpicomp.kernels.gpu.topk import Stats, topk
-from mpicomp.kernels.gpu.workspace import Workspace
+from mpicomp.kernels.gpu.workspace import Workspace, spare_number
 from mpicomp.kernels.sizes import fields_of, index_bytes, squares_bytes, words_of
 from mpicomp.kernels.sizes import public_names as _public_names
 

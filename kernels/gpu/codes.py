@@ -6,17 +6,17 @@ import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.bits import halves
 from mpicomp.kernels.cpu.squares import check_places, split_of
-from mpicomp.kernels.gpu.compile import THREADS, launch, library, strides, sweeps, twin_of
-from mpicomp.kernels.gpu.message import step_of, verdict
+from mpicomp.kernels.gpu.compile import THREADS, launch, strides, sweeps, twin_of
+from mpicomp.kernels.gpu.message import step_of
 from mpicomp.kernels.gpu.scatter import Pieces
-from mpicomp.kernels.gpu.workspace import Partials
+from mpicomp.kernels.gpu.workspace import Partials, Verdict, reuse, table_of_rows
 from mpicomp.kernels.sizes import SQUARES_BLOCK, fields_of, width_of
 
 
 @twin_of(cpu.narrow)
 def narrow(array, wire, out, sent=None):
     blocks = sweeps(array.size, array.dtype)
-    partials = Partials(blocks, 1)
+    partials = reuse(Partials, blocks, 1)
     launch("cast", f"narrow_{wire}", array.dtype, blocks, array, array.size, out, _or_null(sent), partials.memory)
     return partials.total(0)
 
@@ -68,7 +68,7 @@ def _pack_signs(gradient, factor, residual, block, scales, words, sent, left):
     array, pieces, number = (0, gradient.rows, gradient.number) if isinstance(gradient, Pieces) else (gradient, 0, 0)
     out = gradient if left is None else left
     blocks = strides(scales.size * THREADS)  # of threads, each of which handles some blocks of elements
-    partials = Partials(blocks, 4, top=True)
+    partials = reuse(Partials, blocks, 4, True)
     launch(
         "signs", "pack_signs", out.dtype, blocks,
         array, pieces, number, float(factor), _or_null(residual), out.size, block, scales, scales.size, words,
@@ -94,7 +94,7 @@ def unpack_signs_add(scales, words, block, factor, out, afresh=False):
 @twin_of(cpu.pack_exponents)
 def pack_exponents(array, words, exponents, sent, key):
     blocks = strides(64 * words.size)
-    partials = Partials(blocks, 1)
+    partials = reuse(Partials, blocks, 1)
     launch(
         "exponents", "pack_exponents", array.dtype, blocks,
         array, array.size, *map(int, halves(key)), words, 2 * words.size, exponents, sent, partials.memory,
@@ -119,7 +119,7 @@ def unpack_exponents_add(words, exponents, factor, out):
 def pack_squares(array, bits, out, sent):
     split = split_of(out.size, array.size, bits)
     blocks = strides(array.size)  # of threads, as many as a block of elements has
-    partials = Partials(blocks, 1)
+    partials = reuse(Partials, blocks, 1)
     launch(
         "squares", "pack_squares", array.dtype, blocks,
         array, array.size, bits, out, split // 4, out[split:], -(-array.size // SQUARES_BLOCK), sent, partials.memory,
@@ -134,14 +134,14 @@ def unpack_squares(messages, starts, counts, bits, out):
     places, lengths = step_of(starts), step_of(counts)
     table = 0
     if places is None or lengths is None or lengths[1] != 0:
-        table = library().asarray(np.array([starts, counts], np.int64).T.copy())
+        table = table_of_rows(np.array([starts, counts]).T)
         places = lengths = 0, 0
-    memory, good = verdict()
+    verdict = reuse(Verdict)
     launch(
         "squares", "unpack_squares", out.dtype, strides(out.size),
-        messages, *places, lengths[0], table, bits, out, out.size, memory,
+        messages, *places, lengths[0], table, bits, out, out.size, verdict.memory,
     )  # fmt: skip
-    return good
+    return verdict.good()
 
 
 # A warp measures a bucket: a bucket as long as the array takes long. An L2 norm is summed in another order than on the
@@ -179,7 +179,7 @@ def unpack_grid_add(bases, steps, words, bucket, bits, factor, out):
 @twin_of(cpu.pack_fields)
 def pack_fields(array, inverses, steps, limit, largest, key, words, sent, levels=None):
     blocks = strides(words.size)
-    partials = Partials(blocks, 1)
+    partials = reuse(Partials, blocks, 1)
     launch(
         "fields", "pack_fields", array.dtype, blocks,
         array, array.size, _or_null(levels), inverses, steps, limit, fields_of(largest), width_of(largest),
@@ -230,7 +230,7 @@ def unpack_votes(words, value, out):
 def _pack_codes(array, bucket, bits, points, offset, bases, steps, words, sent, key):
     groups = 2 * (words.size // bits)  # of 32 elements
     blocks = strides(32 * groups)
-    partials = Partials(blocks, 1)
+    partials = reuse(Partials, blocks, 1)
     launch(
         "grid", "pack_codes", array.dtype, blocks,
         array, array.size, bucket, bits, points, offset, bases, steps, *_random(key), words, groups, sent,

@@ -3,28 +3,33 @@
 DEVICE i64 ones(u64 word) { return __popc((u32)word) + __popc((u32)(word >> 32)); }
 DEVICE i64 first_one(u64 word) { return ones(~word & (word - 1)); }
 
-// True on all threads of the block that ends last, where `wrong` then says whether any thread of any block found a
-// fault. The state was zero before.
-DEVICE bool gather_faults(bool& wrong, State* state) {
-  if (wrong) atomicAdd(&state->known, (u64)1);
-  if (!ends_last(state, gridDim.x)) return false;
-  wrong = state->known != 0;
-  return true;
+KERNEL ascending(const u32* indices, i64 count, i64 numel, Verdict* verdict) {
+  bool wrong = out_of_order(indices, count, numel);
+  gather_faults(wrong, verdict);
 }
 
-KERNEL ascending(const u32* indices, i64 count, i64 numel, State* state, u8* good) {
-  bool wrong = out_of_order(indices, count, numel);
-  if (gather_faults(wrong, state) && threadIdx.x == 0) *good = !wrong;
+// The number of indices below each bound.
+KERNEL places_among(const u32* indices, i64 count, const u32* bounds, i64 number, i64* places) {
+  for (const i64 b : grid_stride(number)) {
+    i64 low = 0, high = count;
+    while (low < high) {
+      const i64 middle = (low + high) / 2;
+      if (indices[middle] < bounds[b])
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    places[b] = low;
+  }
 }
 
 // The code is written before the indices are known to be right. Where they are wrong, the block that ends last clears
 // it.
 KERNEL encode(
-    const u32* indices, i64 count, i64 numel, i64 bits, i64 low, i64 upper, u64* code, State* state, u8* good) {
+    const u32* indices, i64 count, i64 numel, i64 bits, i64 low, i64 upper, u64* code, Verdict* verdict) {
   for (const i64 w : grid_stride(low + upper)) code[w] = word_of_code(indices, count, {bits, low, upper}, w);
   bool wrong = out_of_order(indices, count, numel);
-  if (!gather_faults(wrong, state)) return;
-  if (threadIdx.x == 0) *good = !wrong;
+  if (!gather_faults(wrong, verdict)) return;
   for (i64 w = threadIdx.x; wrong && w < low + upper; w += THREADS) code[w] = 0;
 }
 
@@ -49,7 +54,7 @@ DEVICE u64 low_part(const u64* words, i64 bits, i64 j) {
 // A block has a code. Without a table all codes have the same shape and are `step` words apart.
 KERNEL decode(
     const u64* messages, i64 codes, const Code* table, i64 start, i64 step, i64 count, i64 bits, i64 low, i64 upper,
-    i64 numel, u32* out, State* state, u8* good) {
+    i64 numel, u32* out, Verdict* verdict) {
   bool wrong = false;
   if (blockIdx.x < codes) {
     const i64 c = blockIdx.x;
@@ -75,5 +80,5 @@ KERNEL decode(
     }
     wrong |= before != code.count;
   }
-  if (gather_faults(wrong, state) && threadIdx.x == 0) *good = !wrong;
+  gather_faults(wrong, verdict);
 }

@@ -5,15 +5,15 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.gpu.compile import launch, library, strides, twin_of
-from mpicomp.kernels.gpu.select import Field
+from mpicomp.kernels.gpu.workspace import Table, Verdict, reuse, table_of_rows
 from mpicomp.kernels.sizes import layout_of
 
 
 @twin_of(cpu.ascending_below)
 def ascending_below(indices, numel):
-    state, good = _results()
-    launch("indices", "ascending", np.float32, strides(indices.size), indices, indices.size, numel, state, good)
-    return good[0]
+    verdict = reuse(Verdict)
+    launch("indices", "ascending", np.float32, strides(indices.size), indices, indices.size, numel, verdict.memory)
+    return verdict.good()
 
 
 # The device decides whether the indices ascend below ``numel``; ``out`` is all zeros where they do not.
@@ -23,12 +23,12 @@ def encode_indices(indices, numel, out):
     code = out.view(np.uint64)
     if code.size != low + upper:
         raise ValueError(f"encode_indices: the code has {8 * (low + upper)} bytes, out has {8 * code.size}")
-    state, good = _results()
+    verdict = reuse(Verdict)
     launch(
         "indices", "encode", np.float32, strides(max(code.size, indices.size)),
-        indices, indices.size, numel, bits, low, upper, code, state, good,
+        indices, indices.size, numel, bits, low, upper, code, verdict.memory,
     )  # fmt: skip
-    return good[0]
+    return verdict.good()
 
 
 # Damaged bytes never touch anything outside the arrays.
@@ -60,19 +60,23 @@ def decode_indices_of(messages, starts, counts, numel, out):
     start, *same, _ = rows[0] if rows else (0,) * 6
     step = rows[1][0] - start if len(rows) > 1 else 0
     even = all(row == (start + place * step, *same, place * same[0]) for place, row in enumerate(rows))
-    table = 0 if even else library().asarray(np.array(rows, np.int64).reshape(-1))
-    state, good = _results()
+    table = 0 if even else table_of_rows(rows)
+    verdict = reuse(Verdict)
     launch(
         "indices", "decode", np.float32, len(rows),
-        messages, len(rows), table, start, step, *same, numel, out, state, good,
+        messages, len(rows), table, start, step, *same, numel, out, verdict.memory,
     )  # fmt: skip
-    return good[0]
+    return verdict.good()
 
 
-def _results() -> tuple[Any, Any]:
-    """Allocate the state that blocks share, and the verdict."""
-    memory = library().zeros(len(Field) + 1, np.uint64)
-    return memory[: len(Field)], memory[len(Field) :].view(np.bool_)
+@twin_of(cpu.places_among)
+def places_among(indices, bounds):
+    places = reuse(Table, bounds.size).all(np.int64)
+    launch(
+        "indices", "places_among", np.float32, strides(bounds.size),
+        indices, indices.size, bounds, bounds.size, places,
+    )  # fmt: skip
+    return places
 
 
 def _refused() -> Any:

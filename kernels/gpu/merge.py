@@ -7,7 +7,7 @@ import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.gpu.compile import WARPS, launch, library, scalar_arg, strides, tiles, twin_of
 from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles
-from mpicomp.kernels.gpu.workspace import Partials
+from mpicomp.kernels.gpu.workspace import Partials, reuse
 
 PART = 256  # places of two merged lists that a warp handles
 
@@ -61,7 +61,7 @@ def split_largest(indices, values, threshold, kept_indices, kept_values, left_in
 @twin_of(cpu.norm_change)
 def norm_change(array, indices, sent):
     blocks = strides(indices.size)
-    partials = Partials(blocks, 1)
+    partials = reuse(Partials, blocks, 1)
     launch(
         "merge", "norm_change", array.dtype, blocks,
         array, array.size, indices, indices.size, sent, partials.memory,

@@ -115,6 +115,7 @@ template <Stored STORED>
 DEVICE void add(
     const Selections& lists, i64 number, i64 total, Real by, Real* out, i64 size, const u8* right, i64 right_value,
     Verdict* verdict) {
+  bool wrong = !scalar_arg(right, right_value);
   i64 r = 0, before = 0;  // elements of the selections before the r-th
   for (const i64 i : grid_stride(total)) {
     while (i - before >= lists.count_of(r)) before += lists.count_of(r++);
@@ -122,7 +123,7 @@ DEVICE void add(
     const u32* indices = lists.indices_of(r);
     const u32 index = indices[j];
     if ((i64)index >= size || (j > 0 && indices[j - 1] >= index)) {
-      atomicAdd(&verdict->wrong, (u64)1);
+      wrong = true;
       continue;
     }
     bool first = true;
@@ -135,8 +136,7 @@ DEVICE void add(
     }
     out[index] = sum;
   }
-  if (ends_last(&verdict->ticket, gridDim.x) && threadIdx.x == 0)
-    verdict->good = scalar_arg(right, right_value) && verdict->wrong == 0;
+  gather_faults(wrong, verdict);
 }
 
 #define SPARSE_ADD(NAME, STORED)                                                                                       \

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.message import HALVES, check_stored
-from mpicomp.kernels.gpu.compile import launch, library, scalar_arg, strides, sweeps, twin_of
-from mpicomp.kernels.gpu.workspace import kept_partials
+from mpicomp.kernels.gpu.compile import launch, scalar_arg, strides, sweeps, twin_of
+from mpicomp.kernels.gpu.workspace import Partials, Verdict, reuse, table_of_rows
 
 
 # All but ``lead`` may be 0-d device arrays of bool or float64; others are converted, by a launch each. The squared norm
@@ -21,7 +21,7 @@ def write_header(message, lead, finite, energy, kept, rounding):
     values = 0, 0, 0
     if len(getattr(kept, "shape", ())) > 0:
         blocks, dtype, number = sweeps(kept.size, kept.dtype), kept.dtype, 0.0
-        values = kept, kept.size, kept_partials().memory
+        values = kept, kept.size, reuse(Partials, blocks, 1).memory
     launch(
         "message", "write_header", dtype, blocks,
         message, _signed(lead), *scalar_arg(finite, np.bool_), *scalar_arg(energy, np.float64),
@@ -44,7 +44,7 @@ def write_pairs(
     launch(
         "message", "write_pairs", dtype, blocks,
         message, _signed(lead), *scalar_arg(finite, np.bool_), *scalar_arg(energy, np.float64),
-        values, indices, *scalar_arg(count, np.int64), numel, least, most, kept_partials().memory,
+        values, indices, *scalar_arg(count, np.int64), numel, least, most, reuse(Partials, blocks, 2).memory,
     )  # fmt: skip
 
 
@@ -68,22 +68,16 @@ def sparse_add(messages, values_at, indices, indices_at, counts, stored, factor,
     values, places, lengths = step_of(values_at), step_of(indices_at), step_of(counts)
     table = 0
     if values is None or places is None or lengths is None or lengths[1] != 0:
-        table = library().asarray(np.array([values_at, indices_at, counts], np.int64).T.copy())
+        table = table_of_rows(np.array([values_at, indices_at, counts]).T)
         values = places = lengths = 0, 0
     total = int(sum(counts))
-    memory, good = verdict()
+    verdict = reuse(Verdict)
     launch(
         "message", f"sparse_add_{stored}" if stored in HALVES else "sparse_add", out.dtype, strides(total),
         messages, indices, len(counts), *values, *places, lengths[0], table, total, *scalar_arg(factor, np.float64),
-        out, out.size, *scalar_arg(right, np.bool_), memory,
+        out, out.size, *scalar_arg(right, np.bool_), verdict.memory,
     )  # fmt: skip
-    return good
-
-
-def verdict() -> tuple[Any, Any]:
-    """Allocate the ``Verdict`` of a launch; return it and its answer, a 0-d array of bool."""
-    memory = library().zeros(3, np.uint64)
-    return memory, memory[2:].view(np.bool_)[0]
+    return verdict.good()
 
 
 def _signed(word: int) -> int:

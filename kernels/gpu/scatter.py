@@ -7,6 +7,7 @@ import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.scatter import WIRES, check_pieces
 from mpicomp.kernels.gpu.compile import launch, library, scalar_arg, strides, sweeps, twin_of
+from mpicomp.kernels.gpu.workspace import Table, reuse
 
 KINDS = {"fp16": 1, "bf16": 2}  # 0 is the dtype of the output
 NUMBERS = 8  # that one launch of `collect` takes
@@ -102,7 +103,7 @@ def collect(values: Sequence[Any]) -> Any:
     for value, width in zip(values, widths, strict=True):
         if width not in (1, 4, 8) or value.size != 1:
             raise ValueError(f"collect: {value.size} of {value.dtype} are no number of 1, 4 or 8 bytes")
-    out = library().empty(len(values), np.uint64)
+    out = reuse(Table, len(values)).all(np.uint64)
     unused = [0] * (NUMBERS - len(values))
     packed = sum(width << 8 * place for place, width in enumerate(widths))  # a byte for each
     launch("pieces", "collect", np.float32, 1, *values, *unused, packed, len(values), out)

@@ -70,6 +70,7 @@ KERNEL unpack_squares(
     const u8* messages, i64 first, i64 distance, i64 count, const i64* table, i64 bits, Word* out, i64 size,
     Verdict* verdict) {
   const int last = (1 << (bits - 1)) - 1;
+  bool wrong = false;
   i64 r = 0, before = 0;  // elements before the r-th part
   for (const i64 i : grid_stride(size)) {
     i64 length = table ? table[2 * r + 1] : count;
@@ -82,10 +83,10 @@ KERNEL unpack_squares(
     const u8* packed = messages + (table ? table[2 * r] : first + r * distance);
     const Scales block = reinterpret_cast<const Scales*>(packed + (length * bits + 63) / 64 * 8)[j / BLOCK];
     const bool right = block.base >= 0 && block.step >= 0 && block.level(last) <= (double)LARGEST_FLOAT;
-    if (!right && j % BLOCK == 0) atomicAdd(&verdict->wrong, (u64)1);
+    wrong |= !right;
     const int code = packed[j * bits / 8] >> (j * bits % 8) & (2 * last + 1);
     const Real magnitude = (Real)block.level(code & last);
     out[i] = as_word(code > last ? -magnitude : magnitude);
   }
-  if (ends_last(&verdict->ticket, gridDim.x) && threadIdx.x == 0) verdict->good = verdict->wrong == 0;
+  gather_faults(wrong, verdict);
 }

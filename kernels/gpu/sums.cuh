@@ -28,12 +28,27 @@ DEVICE u64 collect_top(const u64* tops, i64 blocks) {
   return block_max(top);
 }
 
-// Result of a launch that checks its input; the host clears it before and reads the last word.
+// Result of a launch that checks its input, of which the host reads the last word.
 struct Verdict {
-  u64 ticket;  // blocks that have ended
-  u64 wrong;   // faults found
+  u64 ticket;  // blocks that have ended: zero before and after a launch
+  u64 wrong;   // faults found: the same
   u64 good;    // whether there are none
 };
+
+// True on all threads of the block that ends last, which then know whether any block has found a fault.
+DEVICE bool gather_faults(bool& wrong, Verdict* verdict) {
+  __shared__ bool any;
+  if (wrong) atomicAdd(&verdict->wrong, (u64)1);
+  if (!ends_last(&verdict->ticket, gridDim.x)) return false;
+  if (threadIdx.x == 0) {
+    any = verdict->wrong != 0;
+    verdict->good = !any;
+    verdict->wrong = 0;
+  }
+  __syncthreads();
+  wrong = any;
+  return true;
+}
 
 // Partial sums of the blocks of a sweep, and the totals that the one that ends last computes. These words are followed
 // by the totals of all columns, the sums of the blocks column by column, and the largest magnitudes of the blocks. The

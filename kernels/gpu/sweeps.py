@@ -7,7 +7,7 @@ from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.bits import infinity_of
 from mpicomp.kernels.gpu.compile import THREADS, launch, library, remaining, scalar_arg, sweeps, tiles, twin_of, word_of
 from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles, write_tiles
-from mpicomp.kernels.gpu.workspace import COLUMNS, Partials
+from mpicomp.kernels.gpu.workspace import COLUMNS, Partials, reuse
 
 _PER_BLOCK = 64 * 1024  # elements that a block of `spectrum` counts
 _AT_ONCE = 8  # thresholds of a launch
@@ -15,7 +15,7 @@ _AT_ONCE = 8  # thresholds of a launch
 
 @twin_of(cpu.accumulate)
 def accumulate(gradient, residual, out, threads=1, factor=1.0):
-    partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
+    partials = reuse(Partials, sweeps(out.size, out.dtype), COLUMNS, True)
     accumulate_sweep(gradient, residual, out, (0, 0), 0, 0, 0, 0, 0, 0, partials, factor)
     return _moments(partials)
 
@@ -29,7 +29,7 @@ def accumulate_candidates(gradient, residual, out, bound, base, index, bits, cou
     starts, counts = cupy.empty(number, np.uint64), cupy.empty(number, np.uint32)
     of_tiles, before = counters_of_tiles(number)
     state = cupy.zeros(len(Field), np.uint64)
-    partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
+    partials = reuse(Partials, sweeps(out.size, out.dtype), COLUMNS, True)
     least = scalar_arg(bound, np.uint64)
     accumulate_sweep(gradient, residual, out, least, *listed, room, starts, counts, state, partials)
     count_tiles(
@@ -59,7 +59,7 @@ def _moments(partials: Partials) -> Any:
 @twin_of(cpu.scale)
 def scale(array, factor):
     blocks = sweeps(array.size, array.dtype)
-    partials = Partials(blocks, 0, top=True)
+    partials = reuse(Partials, blocks, 0, True)
     launch("sweep", "scale", array.dtype, blocks, array, array.size, *scalar_arg(factor, np.float64), partials.memory)
     return partials.top() < infinity_of(array.dtype)
 
@@ -67,7 +67,7 @@ def scale(array, factor):
 @twin_of(cpu.energy)
 def energy(array):
     blocks = sweeps(array.size, array.dtype)
-    partials = Partials(blocks, 1)
+    partials = reuse(Partials, blocks, 1)
     launch("sweep", "energy", array.dtype, blocks, array, array.size, partials.memory)
     return partials.total(0)
 
@@ -83,7 +83,7 @@ def momentum(gradient, factor, velocity, decay, nesterov, after, out):
 @twin_of(cpu.share_rounding)
 def share_rounding(exact, rounded, ranks, array, sent):
     blocks = sweeps(exact.size, exact.dtype)
-    partials = Partials(blocks, 1)
+    partials = reuse(Partials, blocks, 1)
     launch(
         "sweep", "share_rounding", exact.dtype, blocks,
         exact, rounded, float(ranks), array, sent, exact.size, partials.memory,
@@ -95,7 +95,7 @@ def share_rounding(exact, rounded, ranks, array, sent):
 def logarithms(array, stride=1, threads=1):
     sampled = remaining(array.size, stride)
     blocks = sweeps(sampled, array.dtype)
-    partials = Partials(blocks, 3)
+    partials = reuse(Partials, blocks, 3)
     launch("sweep", "logarithms", array.dtype, blocks, array, array.size, sampled, stride, partials.memory)
     return partials.count(), partials.total(1), partials.total(2)
 
@@ -104,7 +104,7 @@ def logarithms(array, stride=1, threads=1):
 def tail(array, threshold, stride=1, threads=1):
     sampled = remaining(array.size, stride)
     blocks = sweeps(sampled, array.dtype)
-    partials = Partials(blocks, 3)
+    partials = reuse(Partials, blocks, 3)
     launch(
         "sweep", "tail", array.dtype, blocks,
         array, array.size, sampled, stride, *scalar_arg(threshold, np.float64), partials.memory,
@@ -119,7 +119,7 @@ def counts_above(array, thresholds, threads=1):
     for first in range(0, len(thresholds), _AT_ONCE):
         limits = [float(threshold) for threshold in thresholds[first : first + _AT_ONCE]]
         filled = limits + [limits[0]] * (_AT_ONCE - len(limits))
-        partials = Partials(blocks, _AT_ONCE)
+        partials = reuse(Partials, blocks, _AT_ONCE)
         launch("sweep", "counts_above", array.dtype, blocks, array, array.size, *filled, partials.memory)
         counts += [partials.total(column) for column in range(len(limits))]
     return counts

@@ -4,11 +4,13 @@ The last block of a sweep adds up the sums of all blocks, in an order that does 
 """
 
 import functools
+import sys
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from mpicomp.kernels.gpu.compile import LIMIT, library, sweeps, tiles, word_of
+from mpicomp.kernels.gpu.compile import library, sweeps, tiles, word_of
 from mpicomp.kernels.gpu.select import BINS, Field, counters_of_tiles
 
 COLUMNS = 3  # sums of the sweep of error feedback, the first of them an integer
@@ -21,7 +23,51 @@ class Word(IntEnum):
     TICKET, TOP, FINITE, TOTALS = range(4)
 
 
-class Partials:
+_HELD = 3  # references to an array that nobody else holds: of its owner, of a loop, and of what counts them
+
+
+class Reused:
+    """Device memory that launches of a stream use in turn, cleared once: they leave it as they have found it.
+
+    To make such arrays, and to cut numbers out of them, takes the host longer than a launch.
+    """
+
+    memory: Any
+
+    def __init__(self) -> None:
+        self.results: dict[Any, Any] = {}
+
+    def result(self, cut: Callable[..., Any], *place: Any) -> Any:
+        """Return a 0-d array that a function cuts out, the same at every call; it is valid as long as it is held."""
+        if (cut, *place) not in self.results:
+            self.results[cut, *place] = cut(self.memory, *place)
+        return self.results[cut, *place]
+
+    def is_free(self) -> bool:
+        """Return whether nobody holds one of the results, so that a launch may overwrite them."""
+        return all(sys.getrefcount(result) == _HELD for result in self.results.values())
+
+
+ReusedType = TypeVar("ReusedType", bound=Reused)
+
+
+def reuse(make: Callable[..., ReusedType], *shape: Any) -> ReusedType:
+    """Return ``make(*shape)`` for a launch of the current stream: one whose results nobody holds, if there is one."""
+    cupy = library()
+    pool = _pool(cupy, cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr, make, *shape)
+    for found in pool:
+        if found.is_free():
+            return found  # type: ignore[no-any-return]
+    pool.append(make(*shape))
+    return pool[-1]  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _pool(cupy: Any, device: int, stream: int, *key: Any) -> list[Any]:
+    return []
+
+
+class Partials(Reused):
     """Memory of a sweep: sums of its blocks, columns of them, and the totals that the last block computes.
 
     With ``top`` blocks leave their largest magnitude bits, too. One launch may use it at a time; the next one, once
@@ -29,38 +75,69 @@ class Partials:
     """
 
     def __init__(self, blocks: int, columns: int, top: bool = False) -> None:
-        # The ticket has to be zero, as a launch leaves it; to clear all costs the host less than to cut that out.
+        super().__init__()
         self.memory = library().zeros(Word.TOTALS + columns + (columns + top) * blocks, np.float64)
 
     def total(self, column: int) -> Any:
         """Return a sum as a 0-d array."""
-        return self.memory[Word.TOTALS + column]
+        return self.result(_number, Word.TOTALS + column, np.float64)
 
     def count(self) -> Any:
         """Return the sum of the first column, where the sweep makes an integer of it."""
-        return self.memory.view(np.int64)[Word.TOTALS]
+        return self.result(_number, Word.TOTALS, np.int64)
 
     def top(self) -> Any:
         """Return the largest magnitude bits, as uint64."""
-        return self.memory.view(np.uint64)[Word.TOP]
+        return self.result(_number, Word.TOP, np.uint64)
 
     def finite(self) -> Any:
         """Return whether all elements are finite numbers, as a 0-d array."""
-        return self.memory[Word.FINITE : Word.FINITE + 1].view(np.bool_)[0]
+        return self.result(_number, Word.FINITE, np.bool_)
 
 
-def kept_partials() -> Partials:
-    """Return a `Partials` of up to two columns for launches of the current stream whose totals nobody reads later.
+class Verdict(Reused):
+    """Result of a launch that checks its input."""
 
-    To make one takes longer than such a launch.
-    """
-    cupy = library()
-    return _of_stream(cupy, cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = library().zeros(3, np.uint64)
+
+    def good(self) -> Any:
+        """Return whether no fault was found, as a 0-d array."""
+        return self.result(_number, 2, np.bool_)
 
 
-@functools.cache
-def _of_stream(cupy: Any, device: int, stream: int) -> Partials:
-    return Partials(LIMIT, 2)
+class Table(Reused):
+    """A few numbers of 64 bits."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.memory = library().empty(size, np.uint64)
+
+    def all(self, dtype: Any) -> Any:
+        """Return all numbers as a flat array."""
+        return self.result(_all, dtype)
+
+
+def spare_number() -> Any:
+    """Return an array of one uint64, not cleared, whose memory is used again once nobody holds it."""
+    return reuse(Table, 1).all(np.uint64)
+
+
+def table_of_rows(rows: Any) -> Any:
+    """Return rows of integers on the device, flat, until the next launch of this stream that takes as many."""
+    flat = np.array(rows, np.int64).reshape(-1)
+    memory = reuse(Table, flat.size).memory
+    memory.set(flat.view(np.uint64))
+    return memory
+
+
+def _all(memory: Any, dtype: Any) -> Any:
+    return memory[:].view(dtype)
+
+
+def _number(memory: Any, place: int, dtype: Any) -> Any:
+    return memory[place : place + 1].view(dtype)[0]
 
 
 class Fit(IntEnum):

@@ -162,8 +162,8 @@ def mean_of_messages(
 ) -> tuple[LazyMean, bool]:
     """Return ``factor`` times the sum of all undamaged messages in ``received``, and whether they are sound.
 
-    Sound are indices that ascend below ``numel``, and scales that are finite. On a device the answer is a 0-d array or
-    True, and indices that are stored as they are get checked when the mean is written.
+    Sound are indices that ascend below ``numel``, and scales that are finite; on a device they are checked when the
+    mean is written.
     """
     right: Any = True
     additions: list[Any] = []
@@ -188,8 +188,10 @@ def mean_of_messages(
             right = both(right, unpack_sharing(received, group, unpacked))
             values, stored = unpacked.view(np.uint8), dtype.name
             values_at = [dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
-        add = kernels.of(received).sparse_add
-        additions.append(partial(add, values, values_at, indices, indices_at, counts, stored, factor))
+        add = partial(kernels.of(received).sparse_add, values, values_at, indices, indices_at, counts, stored, factor)
+        if not on_host:  # the launch that adds passes the answer on
+            add, right = partial(add, right=right), True
+        additions.append(add)
     return LazyMean.sum_of(numel, dtype, *additions), right
 
 

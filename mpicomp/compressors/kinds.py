@@ -251,10 +251,10 @@ class Packer:
 
     def pack(self, array: Floats, message: Bytes, sent: Floats, key: int) -> float:
         """Pack the piece as `Quantiser.pack` does."""
-        lost = 0.0
+        lost: list[float] = []
         for number, (quantiser, part, packed) in enumerate(self._parts):
-            lost += quantiser.pack(array[part], message[packed], sent[part], key + number & _LARGEST_KEY)
-        return lost
+            lost.append(quantiser.pack(array[part], message[packed], sent[part], key + number & _LARGEST_KEY))
+        return _sum(lost)
 
     @property
     def packs_in_place(self) -> bool:
@@ -263,11 +263,11 @@ class Packer:
 
     def pack_in_place(self, accumulated: GradientWithResidual, start: int, message: Bytes, key: int) -> float:
         """Pack the piece of a sum that begins at ``start`` as `Quantiser.pack_in_place` does."""
-        lost = 0.0
+        lost: list[float] = []
         for number, (quantiser, part, packed) in enumerate(self._parts):
             place = slice(start + part.start, start + part.stop)
-            lost += quantiser.pack_in_place(accumulated, place, message[packed], key + number & _LARGEST_KEY)
-        return lost
+            lost.append(quantiser.pack_in_place(accumulated, place, message[packed], key + number & _LARGEST_KEY))
+        return _sum(lost)
 
     def unpack(self, message: Bytes, out: Floats) -> None:
         """Write the packed values."""
@@ -283,6 +283,11 @@ class Packer:
         """Write the sum of ``factor`` times the packed values of each row of ``messages``."""
         for quantiser, part, packed in self._parts:
             quantiser.unpack_sum(messages, slice(start + packed.start, start + packed.stop), factor, out[part])
+
+
+def _sum(numbers: list[float]) -> float:
+    """Return the sum of numbers; on a device that of one is no launch."""
+    return sum(numbers[1:], numbers[0]) if numbers else 0.0
 
 
 def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:

@@ -170,21 +170,21 @@ def scratch_for(accumulated: GradientWithResidual, context: Context, k: int) -> 
     return context.workspace.made(("fused", numel, room, dtype), lambda: make(numel, room, dtype))
 
 
-def bounds_for(context: Context, name: str) -> tuple[Any, Any]:
+def bounds_for(accumulated: GradientWithResidual, context: Context, name: str) -> tuple[Any, Any]:
     """Return the array of one number that bounds a step's candidates, and another for the next step's bound.
 
     A step that is undone brings the first one back.
     """
     found = context.memory.get(name)
     bound = current_device().zeros(1, np.uint64) if found is None else current_device().to_device(found)
-    following = context.memory[name] = current_device().empty(1, np.uint64)
+    following = context.memory[name] = accumulated.kernels.spare_number()
     return bound, following
 
 
 def _fused(accumulated: GradientWithResidual, context: Context, k: int) -> Selection:
     """Sum and select in one kernel, of which the host reads no number."""
     topk = accumulated.kernels.topk
-    scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(context, "topk.bound")
+    scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(accumulated, context, "topk.bound")
     indices = context.workspace.array("topk.indices", k, np.uint32)
     values = context.workspace.array("topk.values", k, accumulated.dtype)
     accumulated.fused(lambda *arrays: topk(*arrays, bound, indices, values, scratch, following))

@@ -54,10 +54,10 @@ class LayerBounds:
         """Return the positions of `bounds` among the indices of a selection, at the device; None for an array."""
         if not isinstance(sent, Selection):
             return None
-        if self.device is HOST:
-            return sent.indices.searchsorted(self.index_bounds)
+        if len(self.sizes) == 1:
+            return np.array([0, sent.indices.size])
         with self.device.active():
-            return np.searchsorted(sent.indices, self.index_bounds)
+            return kernels.of(sent.indices).places_among(sent.indices, self.index_bounds)
 
     def gains(
         self,

@@ -141,6 +141,10 @@ class ndarray:  # noqa: N801 (CuPy's name)
     def fill(self, value):
         self._host[...] = value
 
+    def set(self, values):
+        assert values.dtype == self.dtype
+        self._host[...] = values
+
     def get(self):
         _synchronise()
         return self._host.copy()

@@ -127,6 +127,12 @@ class ndarray:  # noqa: N801 (CuPy's name)
     def copy(self):
         return self.cupy.compute(np.copy, (self,))
 
+    def set(self, values):
+        assert values.dtype == self.dtype
+        self.cupy.driver.from_host_bytes += values.nbytes
+        values = values.copy()
+        self.cupy.put(lambda: np.copyto(self._host, values))
+
     def fill(self, value):
         self.cupy.change(self, lambda host: host.fill(_host_of(value)), value)
 

@@ -158,6 +158,7 @@ def test_names_are_those_of_the_cpu():
         "accumulate_signs",
         "collect",
         "sidco",
+        "spare_number",
         "table_of",
         "topk",
         "write_pairs",
