@@ -332,6 +332,7 @@ def test_updates_are_exchanged_at_their_interval(comm, tmp_path, capsys, argumen
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
         (["--compressor", "topkk"], "unknown name 'topkk'; did you mean 'topk'"),
         (["--compressor", '{"id": '], "--compressor must be a name or JSON"),
         (["--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),
@@ -381,7 +382,7 @@ def test_bad_options_are_refused_before_mpi_starts(arguments, text, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
+        slow(["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
         slow(["--shard", "2"], "two replicas of 2 ranks, and this job has 2 ranks; start it with mpiexec -n 4"),
         slow(["--compressor", "topk", "--warmup", "2"], "leaves none of 2 steps to what comes"),
         slow(["--exchange", '{"id": "updates", "sync_delay": 2}'], "sync_delay must be at most"),

@@ -115,9 +115,8 @@ HOSTILE = [
 def test_sum_of_hostile_arrays_is_within_its_bound(name, dtype):
     for ranks in (1, 2, 3, 4):
         arrays = [hostile(name, dtype, rank) for rank in range(ranks)]
-        for error in (0.01, 1e-6, 1e-12, 1e-37, 1e37):
-            for op in ("mean", "sum"):
-                check(arrays, error, op)
+        for number, error in enumerate((0.01, 1e-6, 1e-12, 1e-37, 1e37)):
+            check(arrays, error, ("mean", "sum")[(number + ranks) % 2])
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import oracle
 import pytest
+from marks import slow
 from schemes import Above
 from worlds import Ranks
 
@@ -79,7 +80,7 @@ def _id(value):
     return None if callable(value) else str(value)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("ranks", [1, 2, 3, slow(4), slow(5), 6, slow(7)])
 @pytest.mark.parametrize(("compressor", "collective", "numel", "definition"), CASES, ids=_id)
 def test_collective_with_feedback_matches_oracle(ranks, compressor, collective, numel, definition):
     check_steps(Ranks(ranks, compressor, collective, feedback=True), numel, definition)

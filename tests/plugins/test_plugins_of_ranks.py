@@ -82,16 +82,15 @@ def test_ranks_raise_if_one_cannot_load_a_plugin(mpiexec, files, tmp_path):
 
 def test_command_reports_a_failed_plugin_once_for_all_ranks(mpiexec, tmp_path):
     (tmp_path / "raises.py").write_text("1 / 0\n")
-    for name, text in [("raises.py", "cannot be loaded: ZeroDivisionError"), ("missing.py", "there is no file")]:
-        train = ["train", "--task", "digits", "--steps", "2", "--plugin", tmp_path / name]
-        done = mpiexec(2, "-m", "mpicomp", *train, timeout=60)
-        assert done.returncode == 2
-        assert done.stderr.count("mpicomp: plugin: ") == 1
-        assert text in done.stderr
-        assert "Traceback" not in done.stderr
+    train = ["train", "--task", "digits", "--steps", "2", "--plugin", tmp_path / "raises.py"]
+    done = mpiexec(2, "-m", "mpicomp", *train, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("mpicomp: plugin: ") == 1
+    assert "cannot be loaded: ZeroDivisionError" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("ranks", [slow(2), 3])
+@pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_command_ends_if_some_ranks_lack_a_plugin(mpiexec, files, ranks):
     path = files[0].rename(files[0].with_name("mine-0.py"))
     train = ["train", "--task", "digits", "--steps", "2", "--compressor", "mine"]

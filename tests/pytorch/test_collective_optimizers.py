@@ -7,6 +7,7 @@ import oracle
 import pytest
 import torch
 from local_replicas import Regression, Replicas
+from marks import slow
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, NonFiniteError
@@ -29,7 +30,7 @@ def single(kind, parameters, **settings):
 
 
 @kinds
-@pytest.mark.parametrize("at", [1, 2, 3, 7])
+@pytest.mark.parametrize("at", [1, 2, slow(3), slow(7)])
 def test_resumed_run_equals_the_whole_one(kind, settings, at):
     trained, again = replicas(kind, 3, settings), replicas(kind, 3, settings)
     trained.run(range(at))
@@ -198,8 +199,9 @@ def test_warmup_is_adam_on_the_large_batch(ranks, weight_decay):
     assert trained.same()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("ranks", "weight_decay"), [(1, 0.1), (2, 0.0), (3, 0.1), slow(5, 0.0), slow(5, 0.1), slow(3, 0.0), slow(2, 0.1)]
+)
 def test_steps_equal_those_of_the_reference(ranks, weight_decay):
     settings = {"lr": 0.01, "weight_decay": weight_decay, "warmup_steps": 5}
     trained = onebit_replicas(ranks, **settings)

@@ -111,6 +111,6 @@ if MPI.Is_initialized() and not MPI.Is_finalized():
     ids=["not begun", "over", "begun by the program"],
 )
 def test_mpi_that_is_not_there_is_a_launch_error(mpiexec, initialize, before, says, tmp_path):
-    done = mpiexec(2, "-c", STATES.format(initialize=initialize, before=before), timeout=60, cwd=tmp_path)
+    done = mpiexec(1, "-c", STATES.format(initialize=initialize, before=before), timeout=60, cwd=tmp_path)
     assert done.stderr == ""
-    assert done.stdout.count(says) == 6
+    assert done.stdout.count(says) == 3
