@@ -23,10 +23,12 @@ from penalties import exchange_of, predict, steps_behind
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind, variants
+from mpicomp.compressors import Quantiser
 from mpicomp.cost import Network, sample_views
 from mpicomp.policies import auto, convergence_penalty, plan_tradeoff
 from mpicomp.policies.convergence_penalty import ElementStatistics
 from mpicomp.policies.plan_tradeoff import PlanTradeoff
+from mpicomp.policies.ratio_levels import suggested_compressors
 from mpicomp.rounds import WORLD, Group
 
 _STUDY = "constants"
@@ -75,9 +77,12 @@ class Trained:
         """Return what is predicted of each exchange, with the constants as they are now."""
         predictions: dict[str, float] = {}
         for exchange in self.steps_behind:
+            compressor, _ = exchange_of(exchange)
+            if isinstance(compressor, Quantiser) and compressor not in suggested_compressors(None)[1]:
+                continue  # no candidate of `auto`
             found = [predict(elements, exchange, step) for step, elements in self._observed]
             known = [value for value in found if value is not None]
-            if known and exchange != "onebit":  # no candidate of `auto`
+            if known:
                 predictions[exchange] = float(np.mean(known))
         return predictions
 

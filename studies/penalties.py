@@ -34,8 +34,8 @@ _SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses and gradients are 
 _OPTIMIZERS = {"task": "Adam", "sgd": "SGD", "muon": "Muon"}  # in pictures, which have room for eleven letters
 _TINY = 1e-12  # least loss whose logarithm is taken
 _EVERY = 5  # steps from one prediction to the next
-_QUANTISERS = ("qsgd", "onebit", "onebit:2")  # that are surveyed: four bits, rounded to the nearest, one bit and two
-_EXCHANGES = "topk:0.1,topk:0.03,topk:0.01,topk:0.003,qsgd,onebit"
+_QUANTISERS = ("qsgd:8", "qsgd", "qsgd:3", "qsgd:2", "onebit", "onebit:2")  # that are surveyed; qsgd has four bits
+_EXCHANGES = "topk:0.1,topk:0.03,topk:0.01,topk:0.003,qsgd,qsgd:3,onebit"
 _KEY = ("task", "optimizer", "seed", "exchange", "steps")
 _COLUMNS = {
     "task": "", "optimizer": "", "seed": "d", "exchange": "", "quality": ".4f", "behind": ".2f", "predicted": ".2f",

@@ -63,6 +63,7 @@ PLANS: dict[str, tuple[str, ...]] = {
     "dense-bf16": _fixed("scatter-reduce", id="dense", wire="bf16"),
     "qsgd8": _fixed("two-phase", id="qsgd", bits=8, rounding="nearest"),
     "qsgd4": _fixed("two-phase", id="qsgd", bits=4, rounding="nearest"),
+    "qsgd3": _fixed("two-phase", id="qsgd", bits=3, rounding="nearest"),
     "qsgd2": _fixed("two-phase", id="qsgd", bits=2, rounding="nearest"),
     "onebit": _fixed("two-phase", id="onebit"),
     "powersgd4": _fixed("auto", id="powersgd", rank=4),

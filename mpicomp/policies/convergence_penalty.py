@@ -29,6 +29,8 @@ _THRESHOLDS = 48  # that are tried; penalties between them are interpolated
 _THRESHOLD_RANGE = 0.1, 1e4  # times the smallest and the largest scale: none, and one that hardly anything exceeds
 
 _MAX_SAMPLE = 1 << 14  # elements of a bucket that are followed: their classes are known to some percent
+_MAX_PACKED = 1 << 13  # elements that are packed, which differ less
+_RUN = 128  # of neighbours among these, which share a grid as in an exchange
 _TOP_LOG2 = 15  # of the largest mean square of an element over that of all
 _CLASSES = 40  # of elements by scale, two for every power of two, from there down
 _MAX_ENERGY = 1e38  # in float32
@@ -36,8 +38,9 @@ _MIN_WEIGHT = 0.1  # of a survey in running means; the first ones count equally
 _MIN_SURVEYS = 10  # until scales are known: the first ones take one gradient's magnitude for its scale
 _SIGNAL_JUMP_FACTOR = 2.0  # of the signal of one survey over the mean, up or down, from which on it has jumped
 _SIGNAL_JUMP_SD = 4.0  # standard deviations of a survey's noise that a jump exceeds
-ROWS = 4
-"""Rows of a survey, by class: elements, their importance, energies, and products of successive gradients."""
+ROWS = 5
+"""Rows of a survey, by class: elements, their importance, energies, products of successive gradients, and the energies
+of the elements that are packed."""
 
 _GAUSSIAN_ACTIVITY = math.pi / 2  # E[g**2] / E[|g|]**2 of Gaussian gradients: they are active in all steps
 _MIN_SIGNAL = 1e-4  # some thousand elements in some dozen surveys resolve no less
@@ -48,8 +51,8 @@ class ElementSurvey:
 
     These are of different batches, so what they have in common on one rank is signal, even if ranks have data of
     different kinds. Two surveys in a row are needed for a product. Elements are classed by their scale, the root of
-    their mean square, relative to that of all: gradients become smaller as training proceeds. What quantizers send of
-    them, and what waits, is measured by packing them, each with a separate residual.
+    their mean square, relative to that of all: gradients become smaller as training proceeds. What quantizers send, and
+    what waits, is measured by packing runs of neighbours, each quantizer with a separate residual.
 
     The importance of an element is relative to its parameter: one whose gradients are small, as those of queries and
     keys are, is needed as much as others. A parameter counts with the elements that are active in a step, of which an
@@ -58,15 +61,22 @@ class ElementSurvey:
 
     def __init__(self, sizes: Sequence[int], quantisers: Sequence[Quantiser] = ()) -> None:
         numel = sum(sizes)
+        random = np.random.default_rng(numel)
         self._indices = np.arange(numel)
         if numel > _MAX_SAMPLE:
-            self._indices = np.unique(np.random.default_rng(numel).integers(0, numel, _MAX_SAMPLE))
-        self._parameters = np.searchsorted(np.cumsum(sizes), self._indices, "right")  # of each element that is followed
+            self._indices = np.unique(random.integers(0, numel, _MAX_SAMPLE))
+        parameters = np.searchsorted(np.cumsum(sizes), self._indices, "right")  # of each element that is followed
+        _, self._starts, self._counts = np.unique(parameters, return_index=True, return_counts=True)
+        self._packed = np.arange(numel if quantisers else 0)
+        if self._packed.size > _MAX_PACKED:
+            runs = np.unique(random.integers(0, numel // _RUN, _MAX_PACKED // _RUN))
+            self._packed = (runs[:, None] * _RUN + np.arange(_RUN)).reshape(-1)
         self._quantisers = tuple(quantisers)
         self._workspace = Workspace()
-        self._residuals = [np.zeros(self._indices.size, np.float32) for _ in quantisers]
+        self._residuals = [np.zeros(self._packed.size, np.float32) for _ in quantisers]
         self._last = np.zeros(self._indices.size, np.float32)
         self._squares = np.zeros(self._indices.size, np.float32)
+        self._packed_squares = np.zeros(self._packed.size, np.float32)
         self._magnitudes = np.zeros(self._indices.size, np.float32)
         self._products = np.zeros(self._indices.size, np.float32)
         self._surveys = self._pairs = 0
@@ -80,17 +90,15 @@ class ElementSurvey:
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
         # One object surveys one bucket
-        device = current_device()
-        indices = device.to_device(self._indices)
-        with np.errstate(invalid="ignore"):
-            followed = accumulated[indices] if residual is None else accumulated[indices] - residual[indices]
-        gradient = device.to_host(followed).astype(np.float32)
+        gradient, packed = (_gather(accumulated, residual, indices) for indices in (self._indices, self._packed))
         out = np.zeros(self.width(sizes), np.float32)
-        if not float(np.abs(gradient).max(initial=0.0)) ** 2 * gradient.size < _MAX_ENERGY or not gradient.size:
+        largest = max(float(np.abs(array).max(initial=0.0)) for array in (gradient, packed))
+        if not largest**2 * (gradient.size + packed.size) < _MAX_ENERGY or not gradient.size:
             return out
         self._surveys += 1
         weight = max(_MIN_WEIGHT, 1 / self._surveys)
         self._squares += weight * (gradient * gradient - self._squares)
+        self._packed_squares += weight * (packed * packed - self._packed_squares)
         self._magnitudes += weight * (np.abs(gradient) - self._magnitudes)
         is_pair, self._last_step = step == self._last_step + 1, step
         if is_pair:
@@ -100,23 +108,22 @@ class ElementSurvey:
             pair = math.sqrt(float(np.square(gradient).mean()) * float(np.square(self._last).mean()))
             out[1] = float(products.mean()) / pair if pair > 0 else 0.0
         self._last = gradient
-        sums = [self._squares, self._products]
+        energies = [packed * packed]
         for quantiser, waiting in zip(self._quantisers, self._residuals, strict=True):
-            sent = self._workspace.array("sent", gradient.size, gradient.dtype)
-            message = self._workspace.array("message", quantiser.packed_bytes(gradient.size), np.uint8)
-            waiting += gradient
+            sent = self._workspace.array("sent", packed.size, packed.dtype)
+            message = self._workspace.array("message", quantiser.packed_bytes(packed.size), np.uint8)
+            waiting += packed
             quantiser.pack(waiting, message, sent, step)
             waiting -= sent
-            sums += [sent * sent, waiting * waiting]
-        mean, changes = float(self._squares.mean()), self._squares > 0
+            energies += [sent * sent, waiting * waiting]
+        mean = float(self._squares.mean())
         if is_pair:
             out[0] = gradient.size
         if is_pair and mean > 0:
-            classes = np.floor(np.log2(self._squares[changes] / mean)).astype(np.int64) + _CLASSES - _TOP_LOG2
-            classes = np.clip(classes, 0, _CLASSES - 1)
-            energies = [np.bincount(classes, values[changes] / mean, _CLASSES) for values in sums]
-            importance = np.bincount(classes, self._importance()[changes], _CLASSES)
-            out[2:] = np.concatenate([np.bincount(classes, minlength=_CLASSES), importance, *energies])
+            counts = _by_class(self._squares, mean, [None, self._importance()])
+            sums = _by_class(self._squares, mean, [self._squares, self._products])
+            sums += _by_class(self._packed_squares, mean, energies)
+            out[2:] = np.concatenate([*counts, *(values / mean for values in sums)])
         return out
 
     def _importance(self) -> Array:
@@ -125,13 +132,35 @@ class ElementSurvey:
         ratios = np.divide(self._magnitudes, scales, out=none, where=scales > 0)
         activity = np.minimum(1.0, _GAUSSIAN_ACTIVITY * ratios * ratios)
         gains = activity * scales * np.sqrt(scales)  # the exponent 1.5 is fitted, as the factor of what is lost is
-        active, total = (np.bincount(self._parameters, values) for values in (activity, gains))
+        active, total = (np.add.reduceat(values, self._starts) for values in (activity, gains))
         factors = np.divide(active, total, out=np.zeros_like(total), where=total > 0)
-        importance: Array = gains * factors[self._parameters]
+        importance: Array = gains * np.repeat(factors, self._counts)
         return importance
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
         return
+
+
+def _gather(
+    accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, indices: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Return the gradients of some elements, on the host."""
+    device = current_device()
+    indices = device.to_device(indices)
+    with np.errstate(invalid="ignore"):
+        followed = accumulated[indices] if residual is None else accumulated[indices] - residual[indices]
+    return device.to_host(followed).astype(np.float32)
+
+
+def _by_class(
+    squares: NDArray[np.float32], mean: float, arrays: Sequence[NDArray[np.floating] | None]
+) -> list[NDArray[Any]]:
+    """Return the sums of arrays over the elements of each class, or their numbers for None; zeros have no class."""
+    # The exponent of a float32 is its logarithm, rounded down.
+    exponents = ((squares / mean).view(np.int32) >> 23) - 127
+    classes = np.clip(exponents + (_CLASSES - _TOP_LOG2), 0, _CLASSES - 1)
+    classes[squares == 0] = _CLASSES
+    return [np.bincount(classes, values, _CLASSES + 1)[:_CLASSES] for values in arrays]
 
 
 @dataclass(frozen=True)
@@ -183,7 +212,7 @@ class ElementStatistics:
         rows = surveys[surveys[:, 0] > 0].astype(np.float64)
         if not self.known or self.is_zero or not rows.size:
             return 0
-        counts, _, energies, products = self._sums[:ROWS, self._sums[2] > 0]
+        counts, _, energies, products, *_ = self._sums[:, self._sums[2] > 0]
         total = energies.sum()
         mean, now = products.sum() / total, (rows[:, 0] * rows[:, 1]).sum() / rows[:, 0].sum()
         sd = math.sqrt(abs((energies * energies / counts).sum())) / total  # products of noise vary by energies
@@ -215,8 +244,10 @@ class ElementStatistics:
     def quantiser_energies(self, quantiser: int) -> tuple[Array, Array]:
         """Return the energies of each class that a quantizer sends in a step, and that wait, over a gradient's."""
         is_used, first = self._sums[2] > 0, ROWS + 2 * quantiser
-        sent, waiting = self._sums[first : first + 2, is_used] / self._sums[2, is_used]
-        return sent, waiting
+        gradient, (sent, waiting) = self._sums[ROWS - 1, is_used], self._sums[first : first + 2, is_used]
+        is_packed = gradient > 0  # of other classes nothing is known, which are taken to be sent
+        sent = np.divide(sent, gradient, out=np.ones_like(sent), where=is_packed)
+        return sent, np.divide(waiting, gradient, out=np.zeros_like(waiting), where=is_packed)
 
     def selection_penalties(
         self, ratios: Array, ranks: int, age: float, by_magnitude: bool = True

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -63,8 +62,11 @@ class PenaltyWarning:
             self._mean([bucket.quantiser_penalty(index, self._ranks, _SHORT_STEPS) for bucket in self._statistics])
             for index in range(len(self._quantisers))
         ]
-        least, best = min(zip(penalties, self._quantisers, strict=True), key=itemgetter(0), default=(1.0, None))
-        advice = f"compressor=mpicomp.{best!r} ({least:.2f})" if least <= _MAX_PENALTY else "dense exchange"
+        harmless = [pair for pair in zip(penalties, self._quantisers, strict=True) if pair[0] <= _MAX_PENALTY]
+        advice = "dense exchange"
+        if harmless:
+            least, best = min(harmless, key=lambda pair: pair[1].wire_bytes_per_element(4))
+            advice = f"compressor=mpicomp.{best!r} ({least:.2f})"
         ratio = f" at a ratio of {self._compressor.ratio:g}" if hasattr(self._compressor, "ratio") else ""
         _log.warning(
             "mpicomp: with %s%s training is predicted to fall behind dense by %.2f of its steps, since most elements "

@@ -116,13 +116,32 @@ def test_what_quantisers_send():
             signs = oracle.scaled_signs(residual, 64)
             residual -= signs
             sent, whole = sent + (signs**2).sum(), whole + (gradient.astype(float) ** 2).sum()
-    measured = elements._sums[4:6].sum(axis=1) / elements._sums[2].sum()
+    measured = elements._sums[5:7].sum(axis=1) / elements._sums[4].sum()
     assert measured[0] == pytest.approx(sent / whole, rel=0.1)
     left = sum((residual**2).sum() for residual in residuals) / (whole / 40)
     assert measured[1] == pytest.approx(left, rel=0.3)  # a mean over the last looks
     signs, bits = (elements.quantiser_penalty(place, RANKS, 100) for place in range(2))
     assert 0 <= bits < 0.1
     assert bits + 0.01 < signs < 0.7
+
+
+def test_neighbours_share_a_grid_as_in_an_exchange():
+    """Rows of very different scales lose what they lose by themselves, though the sample has some of each."""
+    scales = np.tile(np.repeat([1.0, 0.1], 128), 400)
+    elements = learned(0.1, scales, 40, [mpicomp.QSGD(rounding="nearest")])
+    left, whole = 0.0, 0.0
+    for rank in range(RANKS):
+        residual = np.zeros(scales.size, np.float32)
+        for gradient in gradients(0.1, 40, scales, rank):
+            whole += np.square(gradient, dtype=float).reshape(-1, 2, 128).sum(axis=(0, 2)) / 40
+            rows = (residual + gradient).reshape(-1, 128)
+            steps = abs(rows).max(axis=1, keepdims=True) / 7
+            residual = (rows - steps * np.rint(rows / steps)).reshape(-1)
+        left += np.square(residual, dtype=float).reshape(-1, 2, 128).sum(axis=(0, 2))
+    sums, is_large = elements._sums[:, elements._sums[2] > 0], elements.classes().scales > 0.45
+    for kind, part in enumerate((is_large, ~is_large)):
+        gradient, _, waiting = sums[4:, part].sum(axis=1)
+        assert waiting / gradient == pytest.approx((left / whole)[kind], rel=0.2)
 
 
 def test_what_is_not_finite_or_too_large_teaches_nothing():

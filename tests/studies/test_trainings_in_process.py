@@ -20,8 +20,8 @@ SLOWER = {"topk:0.1": 0.1, "topk:0.01": 0.4, "qsgd": 0.0}
 
 
 def observed(signal=0.3):
-    elements, random = ElementStatistics(4000, 3), np.random.default_rng(0)
-    quantisers = [penalties.exchange_of(name)[0] for name in ("qsgd", "onebit", "onebit:2")]
+    elements, random = ElementStatistics(4000, len(penalties._QUANTISERS)), np.random.default_rng(0)
+    quantisers = [penalties.exchange_of(name)[0] for name in penalties._QUANTISERS]
     surveys = [ElementSurvey((4000,), quantisers) for _ in range(RANKS)]
     for step in range(30):
         grads = random.standard_normal((RANKS, 4000)).astype(np.float32) + np.float32(signal)
@@ -48,7 +48,7 @@ def test_steps_behind_are_the_share_by_which_training_is_slower(share):
 
 def test_behind_predicts_more_for_smaller_ratios():
     elements = observed()
-    assert penalties.predict(ElementStatistics(4000, 3), "topk:0.1", 100) is None
+    assert penalties.predict(ElementStatistics(4000, len(penalties._QUANTISERS)), "topk:0.1", 100) is None
     exchanges = ("topk:0.3", "topk:0.1", "qsgd", "powersgd", "topk:0.1:star-topk", "onebit:2", "onebit")
     few, more, qsgd, powersgd, star, two, one = (penalties.predict(elements, name, 100) for name in exchanges)
     assert powersgd is None
@@ -59,7 +59,7 @@ def test_behind_predicts_more_for_smaller_ratios():
 
 
 def test_sgd_is_predicted_without_bursts():
-    sgd = ElementStatistics(4000, 3, normalises=False)
+    sgd = ElementStatistics(4000, len(penalties._QUANTISERS), normalises=False)
     sgd.load_state_dict(observed().state_dict())
     assert penalties.predict(sgd, "topk:0.05", 100) < penalties.predict(observed(), "topk:0.05", 100)
 
@@ -84,7 +84,7 @@ def test_behind_makes_each_row_once(tmp_path, capsys):
 def test_constants_predict_again_from_rows():
     trained = constants.Trained(made := list(rows("digits")))
     assert trained.steps_behind == pytest.approx(SLOWER, abs=0.03)
-    elements = ElementStatistics(4000, 3)
+    elements = ElementStatistics(4000, len(penalties._QUANTISERS))
     elements.load_state_dict(made[0]["elements"][0])
     expected = {name: penalties.predict(elements, name, 100) for name in SLOWER}
     assert trained.predicted() == pytest.approx(expected)
