@@ -1,8 +1,13 @@
 """Compilation and launch of the GPU sources. CuPy is not imported here: callers that pass its arrays have loaded it."""
 
+import contextlib
+import fcntl
 import functools
+import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -14,6 +19,7 @@ LIMIT = 2112  # blocks of a sweep: 16 for each of an H200's multiprocessors, and
 
 Parameters = ParamSpec("Parameters")
 
+_COMPILED_AT_ONCE = 8  # sources
 _HEADERS = {"pieces": "pieces", "signs": "pieces", "indices": "indices", "message": "indices"}  # by source
 _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
@@ -108,6 +114,41 @@ def _kernel(cupy: Any, device: int, source: str, name: str, dtype: np.dtype[Any]
     return _module(cupy, device, source, dtype).get_function(name)
 
 
-@functools.cache
 def _module(cupy: Any, device: int, source: str, dtype: np.dtype[Any]) -> Any:
-    return cupy.RawModule(code=code_of(source), options=("-std=c++17", f"-DREAL={_REAL[dtype]}"))
+    return _compilation(cupy, device, source, dtype).result()
+
+
+def compile_ahead(sources: Iterable[str], dtype: Any) -> None:
+    """Begin to compile sources for the current device, all at a time, which launches of their kernels wait for."""
+    cupy = library()
+    for source in sources:
+        _compilation(cupy, cupy.cuda.runtime.getDevice(), source, np.dtype(dtype))
+
+
+@functools.cache
+def _compilation(cupy: Any, device: int, source: str, dtype: np.dtype[Any]) -> Future[Any]:
+    return _compiler().submit(_compile, cupy, device, source, dtype)
+
+
+@functools.cache
+def _compiler() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_COMPILED_AT_ONCE, "mpicomp-compile")
+
+
+def _compile(cupy: Any, device: int, source: str, dtype: np.dtype[Any]) -> Any:
+    cupy.cuda.runtime.setDevice(device)  # of this thread
+    module = cupy.RawModule(code=code_of(source), options=("-std=c++17", f"-DREAL={_REAL[dtype]}"))
+    with _alone_on_host(f"{source}-{dtype}"):
+        module.compile()
+    return module
+
+
+@contextlib.contextmanager
+def _alone_on_host(name: str) -> Iterator[None]:
+    """Let the ranks of a host compile a source one after the other: all but the first find it in CuPy's cache."""
+    folder = Path(tempfile.gettempdir()) / f"mpicomp-compile-{os.getuid()}"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # where no file can be locked, each rank compiles
+            folder.mkdir(mode=0o700, exist_ok=True)
+            fcntl.flock(stack.enter_context((folder / name).open("w")), fcntl.LOCK_EX)
+        yield

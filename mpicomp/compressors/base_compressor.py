@@ -106,6 +106,9 @@ class Compressor(ABC):
         """Whether a dense step may replace it: it delivers means of gradients, learns nothing and keeps no momentum."""
         return True
 
+    gpu_sources: ClassVar[Sequence[str]] = ()
+    """Sources of ``mpicomp.kernels.gpu`` that its exchanges need, to be compiled at a time; others are when needed."""
+
     @property
     def selects_by_ratio(self) -> bool:
         """Whether a parameter ``ratio`` sets the number of selected elements, so that policies may choose it."""

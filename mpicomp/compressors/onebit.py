@@ -1,5 +1,6 @@
 """The sign of every element, and a mean magnitude for each block or layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -71,6 +72,8 @@ class OneBit(Quantiser):
         "EF-SignSGD, Karimireddy et al. 2019, arXiv 1901.09847, after 1-bit SGD, Seide et al. 2014; a magnitude for "
         "every block or layer, and the learning rate is not in the memory"
     )
+
+    gpu_sources: ClassVar[Sequence[str]] = ("signs", "message")
 
     block: int | None = 1024
     bits: int = 1

@@ -1,5 +1,6 @@
 """QSGD: a few bits an element, on a grid around zero that each bucket's norm scales."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -62,6 +63,8 @@ class QSGD(Grid):
     >>> sent.tolist()
     [1.0, -3.0, 0.0]
     """
+
+    gpu_sources: ClassVar[Sequence[str]] = ("accumulate", "grid", "message")
 
     id: ClassVar[str] = "qsgd"
     paper: ClassVar[str] = (

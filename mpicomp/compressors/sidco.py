@@ -1,6 +1,7 @@
 """SIDCo: the threshold of top-k, estimated from a distribution fitted in stages."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -80,6 +81,8 @@ class SIDCo(Estimator):
         "SIDCo, Abdelmoniem et al. 2021, arXiv 2101.10761; stages aim at counted survivors, stages adapt by climbing, "
         "exact top-k where an estimate fails"
     )
+
+    gpu_sources: ClassVar[Sequence[str]] = ("accumulate", "sidco", "select", "message", "indices", "scatter")
 
     distribution: str = "exponential"
     stages: int | None = None

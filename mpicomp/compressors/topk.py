@@ -61,6 +61,7 @@ class TopK(Sparsifier):
     paper: ClassVar[str] = "Aji and Heafield 2017, arXiv 1704.05021; whole buckets, exact, with error feedback"
 
     layer_setting: ClassVar[str | None] = "ratio"
+    gpu_sources: ClassVar[Sequence[str]] = ("accumulate", "select", "message", "indices", "scatter")
 
     ratio: float = 0.01
     layers: Mapping[str, float] | None = None

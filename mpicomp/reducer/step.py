@@ -163,6 +163,10 @@ class Step:
             context = bucket.context_of(transport.group, reducer.count, reducer.seed)
             exchange = plan.scheme.exchange(accumulated, context)
             if bucket.device is not HOST:
+                sources = plan.scheme.compressor.gpu_sources
+                compile_ahead = accumulated.kernels.compile_ahead
+                with bucket.device.active():
+                    bucket.workspace.made(("compiled", sources), lambda: compile_ahead(sources, bucket.dtype))
                 exchange = run_on_device(bucket.device, exchange)
             reply: Any = None
             while True:

@@ -225,6 +225,9 @@ class RawModule:
             _build(command, text, library)
         self._library = ctypes.CDLL(str(library))
 
+    def compile(self):
+        """Do nothing: it was compiled when it was made."""
+
     def get_function(self, name):
         return _Kernel(self._library, name)
 
@@ -277,7 +280,10 @@ class _Kernel:
             memory.check()
 
 
-cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0), get_current_stream=lambda: SimpleNamespace(ptr=0))
+cuda = SimpleNamespace(
+    runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda number: None),
+    get_current_stream=lambda: SimpleNamespace(ptr=0),
+)
 
 
 class _JoiningModule(RawModule):

@@ -280,7 +280,7 @@ class Cupy(ModuleType):
             Device=_Device,
             ExternalStream=ExternalStream,
             get_current_stream=lambda: SimpleNamespace(ptr=self.stream_in_use()),
-            runtime=SimpleNamespace(getDevice=lambda: 0),
+            runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda number: None),
         )
 
     def stack(self):
@@ -388,6 +388,9 @@ class HostKernels:
 
         return functools.partial(self.call, found)
 
+    def compile_ahead(self, sources, dtype):
+        """Do nothing: the host's kernels are no sources."""
+
     def call(self, kernel, *args, **kwargs):
         args, kwargs = _strictly(args), _strictly(kwargs)
         self._cupy.driver.finish(self._cupy.stream_in_use())
@@ -421,6 +424,9 @@ class _Module:
 
     def __init__(self, cupy, module):
         self._cupy, self._module = cupy, module
+
+    def compile(self):
+        """Do nothing: it was compiled when it was made."""
 
     def get_function(self, name):
         kernel = self._module.get_function(name)

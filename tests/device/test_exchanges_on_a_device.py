@@ -5,6 +5,8 @@ GPU, so selections by them may differ, and with them means: for these the law is
 same bits.
 """
 
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from device import fake_cuda
 from device.steps_on_a_device import fetched, gradients_of, host, ranks_of, reduced
 from marks import slow
 from mpicomp.kernels import gpu
+from mpicomp.kernels.gpu import compile as gpu_compile
 from schemes import OTHER_PAIRS, REPRESENTED
 from worlds import Ranks
 
@@ -246,6 +249,42 @@ def test_only_sources_that_run_are_compiled_and_once(counted_cupy, monkeypatch):
     monkeypatch.setattr(counted_cupy, "RawModule", compile_source)
     counted(counted_cupy, mpicomp.OneBit(), "packed-allgather", 2)
     assert sorted(compiled) == [["message", "-DREAL=float"], ["signs", "-DREAL=float"]]
+
+
+def test_sources_of_a_compressor_are_compiled_at_a_time(counted_cupy, monkeypatch):
+    """Each waits for all others to be begun."""
+    sources = mpicomp.TopK.gpu_sources
+    make, meeting, compiled = counted_cupy.RawModule, threading.Barrier(len(sources), timeout=60), []
+
+    def compile_source(code, options):
+        meeting.wait()
+        compiled.append(code)
+        return make(code, options)
+
+    monkeypatch.setattr(counted_cupy, "RawModule", compile_source)
+    counted(counted_cupy, mpicomp.TopK(ratio=0.01), "allgather", 2)
+    assert len(set(compiled)) == len(compiled) == len(sources)
+
+
+def test_ranks_of_a_host_compile_a_source_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_compile.tempfile, "gettempdir", lambda: str(tmp_path))
+    inside, held = [], threading.Event()
+
+    def compile_alone(number):
+        with gpu_compile._alone_on_host("source"):
+            inside.append(number)
+            if number == 0:
+                held.set()
+                time.sleep(0.2)
+            inside.append(number)
+
+    first, second = (threading.Thread(target=compile_alone, args=(number,)) for number in range(2))
+    first.start()
+    held.wait(60)
+    second.start()
+    first.join()
+    second.join()
+    assert inside == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("size", [slow(2), 3])

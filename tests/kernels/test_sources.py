@@ -157,6 +157,7 @@ def test_names_are_those_of_the_cpu():
         "Workspace",
         "accumulate_signs",
         "collect",
+        "compile_ahead",
         "sidco",
         "spare_number",
         "table_of",
