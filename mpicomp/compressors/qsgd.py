@@ -78,8 +78,8 @@ class QSGD(Grid):
 
     @classmethod
     def suggested(cls) -> "list[QSGD]":
-        # They contract. Other quantisers lose more at the same speed, and fewer bits more than their bytes are worth.
-        return [QSGD(bits=bits, rounding="nearest") for bits in (8, 4)]
+        # They contract; other quantisers lose more at the same speed. Two and three bits are for SGD, which they suit.
+        return [QSGD(bits=bits, rounding="nearest") for bits in (8, 4, 3, 2)]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -86,4 +86,4 @@ def test_what_a_compressor_suggests_is_a_candidate():
 def test_what_is_built_in_suggests_what_it_did():
     wires, quantisers = suggested_compressors(None)
     assert wires == [mpicomp.TopK(wire="bf16"), mpicomp.TopK(wire="q4"), mpicomp.TopK()]
-    assert quantisers == [mpicomp.QSGD(bits=bits, rounding="nearest") for bits in (8, 4)]
+    assert quantisers == [mpicomp.QSGD(bits=bits, rounding="nearest") for bits in (8, 4, 3, 2)]

@@ -23,10 +23,10 @@ def gradients(signal, steps, scales, rank=0):
         yield (scales * (signal**0.5 * common + (1 - signal) ** 0.5 * noise)).astype(np.float32)
 
 
-def learned(signal, scales, steps=60, quantisers=(), feedback=False):
+def learned(signal, scales, steps=60, quantisers=(), feedback=False, normalises=True):
     """Return what ranks learn that look at all gradients, and their surveys of the last step."""
     surveys = [ElementSurvey((scales.size,), quantisers) for _ in range(RANKS)]
-    elements = ElementStatistics(scales.size, len(quantisers))
+    elements = ElementStatistics(scales.size, len(quantisers), normalises)
     for step, entry in enumerate(zip(*(gradients(signal, steps, scales, rank) for rank in range(RANKS)), strict=True)):
         residual = np.float32(step) * np.ones_like(entry[0]) if feedback else None
         given = entry if residual is None else [array + residual for array in entry]
@@ -123,6 +123,21 @@ def test_what_quantisers_send():
     signs, bits = (elements.quantiser_penalty(place, RANKS, 100) for place in range(2))
     assert 0 <= bits < 0.1
     assert bits + 0.01 < signs < 0.7
+
+
+def test_few_bits_suit_an_optimizer_that_does_not_normalise():
+    """What waits with two bits is at most a step or so; Adam also divides by the root of the larger mean square."""
+    quantisers = mpicomp.QSGD.suggested()
+    scales = np.random.default_rng(1).choice([0.2, 1.0], 4096)
+    adam, sgd = (
+        [elements.quantiser_penalty(place, RANKS, 300) for place in range(len(quantisers))]
+        for elements in (learned(0.05, scales, 40, quantisers, normalises=does) for does in (True, False))
+    )
+    assert [quantiser.bits for quantiser in quantisers] == [8, 4, 3, 2]
+    assert adam == sorted(adam)
+    assert adam[1] < 0.1
+    assert adam[3] > 0.3
+    assert max(sgd) < 0.05
 
 
 def test_neighbours_share_a_grid_as_in_an_exchange():
