@@ -37,7 +37,7 @@ def common_device(arrays: Sequence[Any]) -> Device:
             numbers.add(driver.device_of(found.address))
     if len(numbers) != 1 or not _has_cupy():
         return HOST
-    return CudaDevice(numbers.pop())
+    return CudaDevice(numbers.pop(), of_torch=all(getattr(array, "is_cuda", False) for array in arrays))
 
 
 def on_device(arrays: Iterable[Any]) -> bool:
@@ -60,6 +60,23 @@ def _has_cupy() -> bool:
     return True
 
 
+def _allocator_of_torch(cupy: Any, stream: int) -> Any:
+    """Return CuPy's way to take memory for a stream from torch, whose tools then show it and return it."""
+    memory = sys.modules["torch"].cuda
+
+    def allocate(nbytes: int, number: int) -> int:
+        try:
+            address: int = memory.caching_allocator_alloc(nbytes, number, stream)
+        except memory.OutOfMemoryError as error:
+            raise MemoryError(f"GPU {number}: torch's allocator has no {nbytes:,} bytes") from error
+        return address
+
+    def free(address: int, number: int) -> None:
+        memory.caching_allocator_delete(address)
+
+    return cupy.cuda.PythonFunctionAllocator(allocate, free).malloc
+
+
 @dataclass(eq=False)
 class _Pinned:
     """Pinned memory, with the event after which it may be written to."""
@@ -73,10 +90,11 @@ class CudaDevice(Device):
     """One GPU, for one bucket; CuPy has to be loaded.
 
     All work goes into a stream that no other stream waits for. `wait_stream` and `unflatten` order it with other
-    streams by events; the host waits in `to_python`, `to_host` and `received_on_host` only.
+    streams by events; the host waits in `to_python`, `to_host` and `received_on_host` only. ``of_torch`` takes memory
+    from torch's caching allocator, in place of CuPy's.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, of_torch: bool = False) -> None:
         driver = cuda.driver()
         assert driver is not None, "an array on a GPU comes with its driver"
         self._driver = driver
@@ -87,6 +105,7 @@ class CudaDevice(Device):
         self.reads = self.to_host_bytes = self.from_host_bytes = 0
         with self._cupy.cuda.Device(number):
             self._cupy_stream = self._cupy.cuda.ExternalStream(self.stream)
+        self._allocator = _allocator_of_torch(self._cupy, self.stream) if of_torch else None
         self._mark = driver.event(number)  # of this stream, for others
         self._other_mark = driver.event(number)  # of another stream, for this one
         self._reading_streams: set[int] = set()  # streams that may still read the last means
@@ -96,7 +115,12 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        with activated(self), self._cupy.cuda.Device(self.number), self._cupy_stream:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(activated(self))
+            stack.enter_context(self._cupy.cuda.Device(self.number))
+            stack.enter_context(self._cupy_stream)
+            if self._allocator is not None:
+                stack.enter_context(self._cupy.cuda.using_allocator(self._allocator))
             yield
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:

@@ -145,7 +145,7 @@ def no_memory(error: MemoryError, subsystem: str) -> OutOfMemoryError:
     """Return an error that all ranks can raise."""
     return OutOfMemoryError(
         f"{subsystem}: no memory is left for the buckets and residuals of this rank ({error or 'not said for what'}); "
-        "start fewer ranks on its host, or raise its limit"
+        "start fewer ranks on its host or GPU, or raise its limit"
     )
 
 

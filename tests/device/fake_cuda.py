@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 import threading
+import weakref
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -246,11 +247,29 @@ class _Device:
         ndarray.cupy.current_device = self.before
 
 
+class _Taken:
+    """Memory of an allocator's, which is freed with this."""
+
+    def __init__(self, free, address):
+        weakref.finalize(self, free, address, 0)
+
+
+class _Allocator:
+    """Memory that two functions allocate and free."""
+
+    def __init__(self, allocate, free):
+        self._allocate, self._free = allocate, free
+
+    def malloc(self, nbytes):
+        return _Taken(self._free, self._allocate(nbytes, 0))
+
+
 class Cupy(ModuleType):
     """The module."""
 
     current_device = 0
     version = 3  # of the interface of arrays
+    malloc = None  # the allocator in use, if it is not CuPy's
 
     def __init__(self, driver):
         super().__init__("cupy")
@@ -279,9 +298,19 @@ class Cupy(ModuleType):
         self.cuda = SimpleNamespace(
             Device=_Device,
             ExternalStream=ExternalStream,
+            PythonFunctionAllocator=_Allocator,
+            using_allocator=self.using_allocator,
             get_current_stream=lambda: SimpleNamespace(ptr=self.stream_in_use()),
             runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda number: None),
         )
+
+    @contextlib.contextmanager
+    def using_allocator(self, malloc):
+        before, self.malloc = self.malloc, malloc
+        try:
+            yield
+        finally:
+            self.malloc = before
 
     def stack(self):
         if not hasattr(self._current, "stack"):
@@ -303,7 +332,10 @@ class Cupy(ModuleType):
         self.driver.put(self.stream_in_use(), work)
 
     def empty(self, shape, dtype=np.float64):
-        memory = emulator.Memory(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        memory = emulator.Memory(nbytes)
+        if self.malloc is not None:
+            memory.taken = self.malloc(nbytes)
         return ndarray(memory.inside.view(dtype).reshape(shape), memory=memory)
 
     def RawModule(self, code, options=()):  # noqa: N802 (CuPy's name)

@@ -1,5 +1,9 @@
 """Steps with arrays on a device: states, 16 bits, momentum, streams, policies, and what is not finite."""
 
+import gc
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from device import fake_cuda
@@ -7,7 +11,8 @@ from device.steps_on_a_device import compare_steps, fetched, gradients_of, host,
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.errors import DisagreementError, NonFiniteError
+from mpicomp.device import cuda
+from mpicomp.errors import DisagreementError, NonFiniteError, OutOfMemoryError
 from mpicomp.transport.scheduler import ProgressThread
 
 SHAPES = {"first": (30, 20), "second": (9,)}
@@ -177,3 +182,58 @@ def test_algebra_of_its_own_is_not_mixed(compressor, cupy):
         ranks.reduce([there, gradients[1]])
     for means in ranks.reduce(gradients):
         assert isinstance(means["first"], np.ndarray)
+
+
+class TorchMemory:
+    """Stands in for torch.cuda's allocator."""
+
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    def __init__(self):
+        self.held, self.room, self.calls = {}, float("inf"), 0
+
+    def caching_allocator_alloc(self, nbytes, device, stream):
+        if nbytes > self.room:
+            raise self.OutOfMemoryError
+        self.calls += 1
+        self.held[self.calls] = nbytes
+        return self.calls
+
+    def caching_allocator_delete(self, address):
+        del self.held[address]
+
+
+@pytest.fixture
+def torch_memory(monkeypatch):
+    """Take every array on the device for torch's."""
+    made, memory = cuda.CudaDevice, TorchMemory()
+    monkeypatch.setattr(cuda, "CudaDevice", lambda number, of_torch: made(number, of_torch=True))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=memory))
+    return memory
+
+
+def test_memory_for_gradients_of_torch_is_torchs(cupy, torch_memory):
+    numel = sum(array.size for array in gradients_of(0, 0, SHAPES).values())
+    ranks = Ranks(2, mpicomp.TopK(ratio=0.1))
+    for step in range(3):
+        stepped(ranks, step, cupy.asarray)
+    assert sum(torch_memory.held.values()) >= 2 * 2 * 4 * numel  # residual and sum of each rank
+    for reducer in ranks.reducers:
+        reducer.close()
+    del ranks, reducer
+    gc.collect()
+    assert not torch_memory.held
+
+
+def test_no_memory_on_a_device_is_one_error_and_loses_nothing(cupy, torch_memory):
+    there, here = Ranks(2, mpicomp.TopK(ratio=0.1)), Ranks(2, mpicomp.TopK(ratio=0.1))
+    for step in range(2):
+        np.testing.assert_equal(stepped(there, step, cupy.asarray), stepped(here, step, host))
+    large = {"large": np.ones(50_000, np.float32)}
+    torch_memory.room = 100_000
+    with pytest.raises(OutOfMemoryError, match=r"GPU 0: torch's allocator has no .* bytes"):
+        reduced(there, [gradients_of(rank, 2, SHAPES) | large for rank in range(2)], cupy.asarray)
+    torch_memory.room = float("inf")
+    for step in range(2, 4):
+        np.testing.assert_equal(stepped(there, step, cupy.asarray), stepped(here, step, host))
