@@ -124,7 +124,10 @@ def cupy(request, monkeypatch):
     cupy = fake_cuda.install(monkeypatch, emulated=True)
     cupy.__version__ = "0"
     cupy.cuda.runtime = types.SimpleNamespace(
-        getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"Emulated"}
+        getDevice=lambda: 0,
+        setDevice=lambda number: None,
+        getDeviceCount=lambda: 1,
+        getDeviceProperties=lambda number: {"name": b"Emulated"},
     )
     cupy.cuda.Event = Event
     cupy.cuda.get_elapsed_time = lambda start, stop: 1e3 * (stop.seconds - start.seconds)

@@ -158,7 +158,10 @@ def one_rank(monkeypatch):
 def test_the_command_for_collectives(eager, one_rank, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(fake_cuda._Device, "use", lambda self: None, raising=False)
     eager.cuda.runtime = SimpleNamespace(
-        getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"Stand-in"}
+        getDevice=lambda: 0,
+        setDevice=lambda number: None,
+        getDeviceCount=lambda: 1,
+        getDeviceProperties=lambda number: {"name": b"Stand-in"},
     )
     path = tmp_path / "rows.json"
     words = ["--device", "gpu", "--numel", "500", "--ratio", "0.1", "--collective", "allgather", "--limit", "0.02"]
