@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import bind
-from mpicomp.compressors import Compressor, Dense, Quantiser
+from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
@@ -44,7 +44,6 @@ _READY_SMOOTHING = 0.1  # weight of a step in the moving average of when buckets
 _DENSE_BYTES_RATIO = 8  # bytes of dense exchange over those of all elements in four bits
 _WAKEUP_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
 _SELECTION_MARGIN = 0.05  # added to the penalty of selections, which is predicted worst: docs/policies.md
-_HARMLESS_ERROR = 1e-3  # of the energy; eight bits lose a 25th of it, four bits ten times as much
 _MIN_GAIN = 0.1  # fraction by which compressed plans have to be faster than dense ones: penalties are not exact
 
 
@@ -90,7 +89,6 @@ class Auto(MeasuredPolicy):
         wires, quantisers = suggested_compressors(settings.compressor)
         self._wires = [compressor for compressor in wires if self._fits(compressor)]
         self._quantisers = [compressor for compressor in quantisers if self._fits(compressor)]
-        self._harmless = [index for index, compressor in enumerate(self._quantisers) if _is_harmless(compressor)]
         compresses = bool(self._wires or self._quantisers)
         if not compresses:
             assert self._pinned is not None
@@ -124,7 +122,7 @@ class Auto(MeasuredPolicy):
         self._restored: dict[str, Mapping[str, Any]] = {}
         self._allowed: list[NDArray[np.int64]] = []  # by bucket, the rows that may run
         self._sends_jointly: list[NDArray[np.bool_]] = []  # by bucket and row, whether all ranks send the same elements
-        self._reason = "no gradient statistics yet: dense, or an error below a thousandth"
+        self._reason = "dense: no gradient statistics yet"
         self._age = self._trained = 0  # exchanges, and the steps that ranks have made
         self._reset_surveys()
         self._search_is_due = False
@@ -180,7 +178,7 @@ class Auto(MeasuredPolicy):
         self._sends_jointly = [
             np.array([scheme.may_drop_selected for scheme in table.schemes]) for table in self._selector.tables
         ]
-        self._allow_harmless()
+        self._allow_dense()
 
     def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
         """Search for better plans after surveys, and at once after a change of the network."""
@@ -273,7 +271,7 @@ class Auto(MeasuredPolicy):
         if state.get("local_steps") in self._local_choices:
             self._local_steps = int(state["local_steps"])
         self._search_is_due = True
-        self._allow_harmless()
+        self._allow_dense()
         self._restored = {str(name): statistics for name, statistics in state.get("elements", {}).items()}
         self._restore()
         self._selector.load_cost(cost)
@@ -322,12 +320,8 @@ class Auto(MeasuredPolicy):
         levels = self._selector.tables[bucket].levels
         return np.flatnonzero(levels > levels[-1] - len(self._dense))
 
-    def _allow_harmless(self) -> None:
-        """Allow what loses hardly anything, whatever gradients are like: dense, and many bits."""
-        self._allowed = []
-        for bucket, table in enumerate(self._selector.tables):
-            fine = [self._ratios.size + index for index in self._harmless if self._chooses]
-            self._allowed.append(np.union1d(self._dense_rows(bucket), np.flatnonzero(np.isin(table.levels, fine))))
+    def _allow_dense(self) -> None:
+        self._allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
 
     def _fastest_dense(self, bucket: int) -> int:
         rows = self._dense_rows(bucket)
@@ -339,7 +333,7 @@ class Auto(MeasuredPolicy):
         tradeoff = self._tradeoff(self._local_steps)
         if tradeoff is None:
             if self._is_known:  # else plans stay until the signal is known again after a jump
-                self._allow_harmless()
+                self._allow_dense()
             return
         rows = self._best_rows(tradeoff)
         least = (1 - SWITCH_MARGIN) * tradeoff.cost(rows)
@@ -408,11 +402,3 @@ class Auto(MeasuredPolicy):
         separate, joint = of_levels[:, table.levels]
         penalties: NDArray[np.float64] = np.where(self._sends_jointly[bucket], joint, separate)
         return penalties
-
-
-def _is_harmless(quantiser: Quantiser) -> bool:
-    """Return whether a quantizer loses so little of an array of random numbers that it needs no surveys to run."""
-    array = np.random.default_rng(0).standard_normal(1024).astype(np.float32)
-    sent = np.empty_like(array)
-    quantiser.pack(array, np.empty(quantiser.packed_bytes(array.size), np.uint8), sent, key=0)
-    return float(np.square(array - sent).sum()) < _HARMLESS_ERROR * float(np.square(array).sum())

@@ -276,7 +276,7 @@ def test_muon_is_local_muon(comm, tmp_path, capsys):
     assert (result["exchange"], result["updates"]) == ("updates", {"sync_every": 10, "inner": "muon"})
     assert (result["warmup"], result["compressor"]) == (0, "onebit")
     assert [line["step"] for line in lines if line["buckets"]] == [9, 19]
-    assert 320 > result["dense_wire_bytes"] / result["wire_bytes"] > 250  # magnitudes and headers count
+    assert 320 > result["dense_wire_bytes"] / result["wire_bytes"] > 240  # magnitudes, headers and surveys count
 
 
 @pytest.mark.slow
@@ -332,7 +332,6 @@ def test_updates_are_exchanged_at_their_interval(comm, tmp_path, capsys, argumen
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
         (["--compressor", "topkk"], "unknown name 'topkk'; did you mean 'topk'"),
         (["--compressor", '{"id": '], "--compressor must be a name or JSON"),
         (["--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),
@@ -382,7 +381,7 @@ def test_bad_options_are_refused_before_mpi_starts(arguments, text, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        slow(["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
+        (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
         slow(["--shard", "2"], "two replicas of 2 ranks, and this job has 2 ranks; start it with mpiexec -n 4"),
         slow(["--compressor", "topk", "--warmup", "2"], "leaves none of 2 steps to what comes"),
         slow(["--exchange", '{"id": "updates", "sync_delay": 2}'], "sync_delay must be at most"),

@@ -36,18 +36,15 @@ def late(buckets):
 def test_ranks_agree_and_nothing_is_lost(size, bucket_bytes):
     steps = Training(size, SLOW, bucket_bytes=bucket_bytes).run(60)
     assert len(steps[0]) == (1 if bucket_bytes > 100_000 else 2)
-    names = [{(bucket.compressor["id"], bucket.compressor.get("bits")) for bucket in buckets} for buckets in steps]
-    if size == 1:
-        assert set.union(*names) == {("dense", None)}
-    else:  # on a slow network, what loses hardly anything, until gradients are known
-        assert set.union(*names[:9]) == {("qsgd", 8)} < set.union(*names)
+    ran = {bucket.compressor["id"] for buckets in steps for bucket in buckets}
+    assert ran == {"dense"} if size == 1 else {"dense"} < ran
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])  # two take longer to tell signal from noise
 def test_it_works_without_a_measured_network(size):
     steps = Training(size, None).run(150)
-    assert {"qsgd", "topk"} <= {bucket.compressor["id"] for buckets in steps for bucket in buckets}
+    assert {"dense", "topk"} <= {bucket.compressor["id"] for buckets in steps for bucket in buckets}
 
 
 @pytest.mark.slow

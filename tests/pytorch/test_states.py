@@ -146,7 +146,7 @@ UPDATES = {
 
 @pytest.mark.parametrize("settings", UPDATES.values(), ids=UPDATES)
 def test_state_of_updates_resumes(settings):
-    assert_resumes(lambda: Updates(2, make=lambda: wide(torch.float32), **settings), halfway=7, stop=12)
+    assert_resumes(lambda: Updates(2, make=lambda: wide(torch.float32), **settings), halfway=7, stop=13)
 
 
 @pytest.mark.parametrize("compressor", [None, "onebit"])
