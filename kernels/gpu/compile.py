@@ -119,7 +119,7 @@ def _module(cupy: Any, device: int, source: str, dtype: np.dtype[Any]) -> Any:
 
 
 def compile_ahead(sources: Iterable[str], dtype: Any) -> None:
-    """Begin to compile sources for the current device, all at a time, which launches of their kernels wait for."""
+    """Begin to compile sources in parallel for the current device; launches of their kernels wait for it."""
     cupy = library()
     for source in sources:
         _compilation(cupy, cupy.cuda.runtime.getDevice(), source, np.dtype(dtype))

@@ -127,10 +127,8 @@ class SIDCo(Estimator):
         room = min(accumulated.numel, most_of(k))
         indices = workspace.array("sidco.indices", room, np.uint32)
         values = workspace.array("sidco.values", room, accumulated.dtype)
-        count, (bound, following) = (
-            workspace.array("sidco.count", 1, np.int64),
-            bounds_for(accumulated, context, "sidco.candidates"),
-        )
+        count = workspace.array("sidco.count", 1, np.int64)
+        bound, following = bounds_for(accumulated, context, "sidco.candidates")
         sidco, scratch = accumulated.kernels.sidco, scratch_for(accumulated, context, k)
         made = accumulated.fused(
             lambda *arrays: sidco(

@@ -120,10 +120,10 @@ class ElementSurvey:
         if is_pair:
             out[0] = gradient.size
         if is_pair and mean > 0:
-            counts = _by_class(self._squares, mean, [None, self._importance()])
-            sums = _by_class(self._squares, mean, [self._squares, self._products])
+            followed = [None, self._importance(), self._squares, self._products]
+            counts, importance, *sums = _by_class(self._squares, mean, followed)
             sums += _by_class(self._packed_squares, mean, energies)
-            out[2:] = np.concatenate([*counts, *(values / mean for values in sums)])
+            out[2:] = np.concatenate([counts, importance, *(values / mean for values in sums)])
         return out
 
     def _importance(self) -> Array:

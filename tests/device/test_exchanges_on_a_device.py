@@ -251,7 +251,7 @@ def test_only_sources_that_run_are_compiled_and_once(counted_cupy, monkeypatch):
     assert sorted(compiled) == [["message", "-DREAL=float"], ["signs", "-DREAL=float"]]
 
 
-def test_sources_of_a_compressor_are_compiled_at_a_time(counted_cupy, monkeypatch):
+def test_sources_of_a_compressor_are_compiled_in_parallel(counted_cupy, monkeypatch):
     """Each waits for all others to be begun."""
     sources = mpicomp.TopK.gpu_sources
     make, meeting, compiled = counted_cupy.RawModule, threading.Barrier(len(sources), timeout=60), []
