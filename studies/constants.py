@@ -43,7 +43,8 @@ _FITTED = {
 _SET = {
     "caution": (plan_tradeoff, "_CAUTION", (1.0, 1.5, 2.0, 3.0)),
     "margin": (auto, "_SELECTION_MARGIN", (0.0, 0.05, 0.1)),
-    "pays": (auto, "_MIN_GAIN", (0.0, 0.05, 0.1, 0.2)),
+    "pays": (plan_tradeoff, "MIN_GAIN", (0.0, 0.05, 0.1, 0.2)),
+    "harmless": (plan_tradeoff, "_MIN_HARMLESS_GAIN", (0.0, 0.03, 0.05, 0.1)),
     "more": (plan_tradeoff, "_BUCKET_PENALTY_RATIO", (1.0, 2.0, 4.0)),
 }
 _FIDELITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -101,9 +102,7 @@ class Trained:
         guess = np.array([0.0, *(value + more for value, more in zip(predictions.values(), margins, strict=True))])
         truth = np.array([0.0, *(max(0.0, self.steps_behind[name]) for name in predictions)])
         tradeoff = PlanTradeoff([guess], [seconds], [1.0], [0.0], _COMPUTE_S[self.task], 1 - fidelity)
-        [row] = tradeoff.best()
-        if tradeoff.cost([row]) > (1 - auto._MIN_GAIN) * tradeoff.cost([0]):
-            row = 0
+        [row] = tradeoff.best_over([0])
         seconds_to_quality = [tradeoff.seconds_of_step([other]) / (1 - truth[other]) for other in range(len(names))]
         return seconds_to_quality[row] / min(seconds_to_quality) - 1, float(truth[row])
 

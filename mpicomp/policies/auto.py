@@ -17,7 +17,7 @@ from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.adaptive import MeasuredPolicy
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey, local_steps_penalty
 from mpicomp.policies.plan_selector import SWITCH_MARGIN, PlanSelector, collectives_for
-from mpicomp.policies.plan_tradeoff import PlanTradeoff
+from mpicomp.policies.plan_tradeoff import MIN_GAIN, PlanTradeoff
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import (
     at_ratio,
@@ -44,7 +44,6 @@ _READY_SMOOTHING = 0.1  # weight of a step in the moving average of when buckets
 _DENSE_BYTES_RATIO = 8  # bytes of dense exchange over those of all elements in four bits
 _WAKEUP_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
 _SELECTION_MARGIN = 0.05  # added to the penalty of selections, which is predicted worst: docs/policies.md
-_MIN_GAIN = 0.1  # fraction by which compressed plans have to be faster than dense ones: penalties are not exact
 
 
 @register
@@ -228,7 +227,7 @@ class Auto(MeasuredPolicy):
             predicted_s = sum(map(float, seconds))
             if math.isnan(self._searched_s):
                 self._searched_s = predicted_s
-            margin_s = _MIN_GAIN * (self._searched_s + self.step_times.compute_s)
+            margin_s = MIN_GAIN * (self._searched_s + self.step_times.compute_s)
             self._search_is_due |= abs(predicted_s - self._searched_s) > margin_s
         if report.lr and not 1 / _LR_CHANGE_FACTOR < report.lr / (self._survey_lr or report.lr) < _LR_CHANGE_FACTOR:
             self._interval, self._next_survey, self._survey_lr = 0.0, self._step, None
@@ -379,15 +378,9 @@ class Auto(MeasuredPolicy):
         """Return the row to run of every bucket: dense unless others gain enough, and the last ones within a margin."""
         buckets = range(len(self._shapes))
         dense = [self._fastest_dense(bucket) for bucket in buckets]
-        best, last = tradeoff.best(), [self._selector.row(bucket) for bucket in buckets]
-        limit_s = (1 - _MIN_GAIN) * tradeoff.cost(dense)
-        if tradeoff.cost(best) > limit_s:
-            best = dense
-        if tradeoff.allows(last):
-            limit_s = min(limit_s, (1 + SWITCH_MARGIN) * tradeoff.cost(best))
-            if tradeoff.cost(last) <= limit_s:
-                best = last
-        return best
+        best, last = tradeoff.best_over(dense), [self._selector.row(bucket) for bucket in buckets]
+        is_near = tradeoff.cost(last) <= (1 + SWITCH_MARGIN) * tradeoff.cost(best)
+        return last if is_near and tradeoff.allows(last) and tradeoff.pays(last, dense) else best
 
     def _penalties(self, bucket: int, age: float) -> NDArray[np.float64]:
         """Return the convergence penalty of each of a bucket's rows at an age of training."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ _BUCKET_PENALTY_RATIO = 2.0  # of one bucket's penalty over the largest of all: 
 # number of steps, and end behind dense by what is lost.
 _CAUTION = 2.0
 _PENALTY_SLACK = 1.1  # factor by which plans that run may exceed the largest penalty
+MIN_GAIN = 0.1  # fraction by which plans have to be better than dense ones: penalties are not exact
+_MIN_HARMLESS_GAIN = 0.03  # the same for plans of which next to no penalty is predicted
+_HARMLESS_PENALTY = 0.01
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,19 @@ class PlanTradeoff:
         costs = (self.local_steps * self.compute_s + ends) / np.maximum(1 - totals, _MIN_PROGRESS) ** _CAUTION
         choice = choice_at(int(costs.argmin()))
         return [int(kept[setting]) for kept, setting in zip(rows, choice, strict=True)]
+
+    def best_over(self, dense: list[int]) -> list[int]:
+        """Return the best rows that are enough better than those of dense exchange, or else these."""
+        for limit in (self.limit, min(self.limit, _HARMLESS_PENALTY)):
+            rows = replace(self, limit=limit).best()
+            if self.pays(rows, dense):
+                return rows
+        return dense
+
+    def pays(self, rows: Sequence[int], dense: Sequence[int]) -> bool:
+        """Return whether rows are enough better than those of dense exchange to be run."""
+        gain = MIN_GAIN if self.penalty(rows) > _HARMLESS_PENALTY else _MIN_HARMLESS_GAIN
+        return self.cost(rows) <= (1 - gain) * self.cost(dense)
 
 
 def _undominated(penalty: Array, seconds: Array, limit: float) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.cost import CostModel, Network, measure_kernels, recalibrate_links
 from mpicomp.cost.calibrate import compilation_order
-from mpicomp.cost.kernel_costs import KernelCost
+from mpicomp.cost.kernel_costs import KernelCost, measure_kernel
 from mpicomp.cost.model import scheme_key
 from mpicomp.cost.plans import Correction
 from mpicomp.rounds import layout_groups
@@ -30,6 +30,19 @@ def known_model():
     model.kernels[scheme_key(scheme)] = KernelCost(1e-6, 1e-9, 1e-9)
     group, _ = layout_groups([0, 1], 0)
     return model, lambda numel: model.candidates([scheme], numel, np.dtype(np.float32), group)
+
+
+def test_a_kernel_that_waits_for_a_core_takes_what_it_takes_without():
+    """Two of three timed steps are interrupted for a second."""
+    ticks = count()
+
+    def clock():
+        tick = next(ticks)
+        step = tick // 2 % 6  # three steps of warming up, and three that are timed
+        return 10.0 * (tick // 2) + (tick % 2) * (0.001 + (step in (3, 5)))
+
+    fixed, per_element, _ = measure_kernel(bind(mpicomp.Dense(), "ring"), None, False, clock)
+    assert fixed + per_element * (1 << 18) == pytest.approx(0.001, rel=0.2)
 
 
 @pytest.mark.parametrize("times", [False, True])

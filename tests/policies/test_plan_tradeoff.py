@@ -210,3 +210,19 @@ def test_local_steps_share_one_exchange():
     assert tradeoff.cost([0]) == pytest.approx(1.5 / 0.75**2)
     assert tradeoff.cost([1]) == pytest.approx(2.5)
     assert tradeoff.best() == [1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "penalties", "expected"),
+    [
+        ((1.0, 0.85), (0.0, 0.04), 0),  # 0.85 / 0.96**2 is 0.92
+        ((1.0, 0.80), (0.0, 0.04), 1),
+        ((1.0, 0.95), (0.0, 0.001), 1),
+        ((1.0, 0.98), (0.0, 0.001), 0),
+        ((1.0, 0.86, 0.95), (0.0, 0.04, 0.001), 2),  # the best one is not exact enough, and another one is
+    ],
+)
+def test_plans_pay_by_more_where_they_lose_something(seconds, penalties, expected):
+    tradeoff = PlanTradeoff([np.array(penalties)], [np.array(seconds)], [1.0], [0.0], compute_s=0.0, limit=0.3)
+    assert tradeoff.best_over([0]) == [expected]
+    assert tradeoff.pays([expected], [0]) == (expected > 0)
