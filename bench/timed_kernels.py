@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.allgather import mean_of_messages
-from mpicomp.collectives.scheme import both
 from mpicomp.compressors import Quantiser
 from mpicomp.compressors.wire_format import parse_header, parse_message
 from mpicomp.device import Device, to_python
@@ -161,8 +160,9 @@ class DecodeOnGpu(Kernel):
 
     def run(self) -> None:
         factor = 1 / len(self._headers)
-        mean, right = mean_of_messages(self._all, self._headers, factor, self.numel, DTYPE, self._workspace)
-        to_python(both(right, mean.write(self._workspace.array("mean", self.numel, DTYPE))))
+        mean, answers = mean_of_messages(self._all, self._headers, factor, self.numel, DTYPE, self._workspace)
+        to_python(*answers)
+        mean.write(self._workspace.array("mean", self.numel, DTYPE))
 
 
 @dataclass

@@ -64,6 +64,8 @@ CHECKS = [  # what matters most comes first, in case the time runs out
     Check("bytes over the bus", "bytes", 60, emulated=True),
     Check("two ranks on one GPU", "path", 150, emulated=True, ranks=2),
     Check("kernels", "kernels", 120),
+    Check("a step, its memory and its calls", "numbers", 150, emulated=True, ranks=2),
+    Check("text-gpt", "text_gpt", 90),
     Check("torch: side stream", "streams", 60),
     Check("torch: overlap", "overlap", 90, emulated=True, ranks=2),
     Check("direct route", "routes", 60, ranks=2),

@@ -58,20 +58,16 @@ def sparse_add(
     stored: str,
     factor: float,
     out: Floats,
-    right: bool = True,
 ) -> bool:
     """Add ``factor`` times each of several selections to ``out``, in their order.
 
     Selection r has ``counts[r]`` values from byte ``values_at[r]`` of ``messages`` on, stored in the dtype of ``out``
     or as "fp16" or "bf16", and uint32 indices from byte ``indices_at[r]`` of ``indices`` on, which may be ``messages``.
     The factor is rounded to the dtype of ``out``, and the product before it is added. Return False where indices do not
-    ascend without repetition below n, or where ``right``, the answer of an earlier check, is False; ``out`` is then
-    undefined.
+    ascend without repetition below n; ``out`` is then undefined.
     """
     if stored not in HALVES and _DTYPES.get(stored) != out.dtype:
         check_stored("sparse_add", stored, out.dtype)
-    if not right:
-        return False
     where, dtype = indices.view(np.uint8), out.dtype
     by = dtype.type(factor)
     for value_at, index_at, count in zip(values_at, indices_at, counts, strict=True):

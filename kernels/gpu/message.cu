@@ -110,12 +110,11 @@ DEVICE Real value_of(const u8* values, i64 j) {
 }
 
 // The thread of the first selection that has an index adds up all selections in their order. An index is wrong where it
-// is out of range, or not above the one before; `right` is the caller's verdict.
+// is out of range, or not above the one before.
 template <Stored STORED>
 DEVICE void add(
-    const Selections& lists, i64 number, i64 total, Real by, Real* out, i64 size, const u8* right, i64 right_value,
-    Verdict* verdict) {
-  bool wrong = !scalar_arg(right, right_value);
+    const Selections& lists, i64 number, i64 total, Real by, Real* out, i64 size, Verdict* verdict) {
+  bool wrong = false;
   i64 r = 0, before = 0;  // elements of the selections before the r-th
   for (const i64 i : grid_stride(total)) {
     while (i - before >= lists.count_of(r)) before += lists.count_of(r++);
@@ -143,9 +142,9 @@ DEVICE void add(
   KERNEL NAME(                                                                                                         \
       const u8* messages, const u8* indices, i64 number, i64 values_at, i64 values_step, i64 indices_at,               \
       i64 indices_step, i64 count, const i64* table, i64 total, const double* factor, double factor_value, Real* out,  \
-      i64 size, const u8* right, i64 right_value, Verdict* verdict) {                                                  \
+      i64 size, Verdict* verdict) {                                                                                    \
     const Selections lists{messages, indices, values_at, values_step, indices_at, indices_step, count, table};         \
-    add<STORED>(lists, number, total, (Real)scalar_arg(factor, factor_value), out, size, right, right_value, verdict); \
+    add<STORED>(lists, number, total, (Real)scalar_arg(factor, factor_value), out, size, verdict);                     \
   }
 
 SPARSE_ADD(sparse_add, AS_OUT)

@@ -59,7 +59,7 @@ def write_tail(out, finite, stale, energy, lost):
 # has it, and looks for it in the others. Selections of equal length at equal distances are described by a few numbers,
 # others by a table that goes to the device.
 @twin_of(cpu.sparse_add)
-def sparse_add(messages, values_at, indices, indices_at, counts, stored, factor, out, right=True):
+def sparse_add(messages, values_at, indices, indices_at, counts, stored, factor, out):
     check_stored("sparse_add", stored, out.dtype)
     if not len(values_at) == len(indices_at) == len(counts):
         raise ValueError(
@@ -75,7 +75,7 @@ def sparse_add(messages, values_at, indices, indices_at, counts, stored, factor,
     launch(
         "message", f"sparse_add_{stored}" if stored in HALVES else "sparse_add", out.dtype, strides(total),
         messages, indices, len(counts), *values, *places, lengths[0], table, total, *scalar_arg(factor, np.float64),
-        out, out.size, *scalar_arg(right, np.bool_), verdict.memory,
+        out, out.size, verdict.memory,
     )  # fmt: skip
     return verdict.good()
 

@@ -168,15 +168,13 @@ class Transformed(Scheme[DCTTopK]):
         )
 
 
-def _write_mean(mean: NDArray[np.floating] | LazyMean, side: int, out: NDArray[np.floating]) -> bool:
+def _write_mean(mean: NDArray[np.floating] | LazyMean, side: int, out: NDArray[np.floating]) -> None:
     """Write the mean of coefficients, transformed back."""
-    right = True
     if isinstance(mean, LazyMean):
-        right = mean.write(out)
+        mean.write(out)
     else:
         out[:] = mean
     _transform(out, side, True, out)
-    return right
 
 
 def _squares(array: NDArray[Any], side: int) -> Iterator[tuple[NDArray[Any], int, int]]:

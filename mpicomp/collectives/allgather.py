@@ -16,7 +16,6 @@ from mpicomp.collectives.scheme import (
     LazyMean,
     Result,
     Scheme,
-    both,
     count_round,
     far_from_largest,
     gain_of,
@@ -81,8 +80,7 @@ class MessageLayout:
         self.message = context.workspace.array("allgather.message", sizes[group.rank], _BYTE)
         self.received = context.workspace.array("allgather.messages", starts[-1], _BYTE)
         self.task = Round("allgatherv", sizes, _BYTE, send=self.message, recv=self.received)
-        self.on_host = like.kernels is cpu
-        self.is_plain = self.on_host and all(wire == _PLAIN for wire in formats)
+        self.is_plain = like.kernels is cpu and all(wire == _PLAIN for wire in formats)
         """Whether values and indices of all messages are stored as they are, in memory of the host."""
         if self.is_plain:
             self._values_at = [start + HEADER_BYTES for start, _ in self.bounds]
@@ -145,11 +143,11 @@ class MessageLayout:
             raise MessageError(f"from rank {len(headers)}: {error}") from error
         return flags, energy, lost, headers
 
-    def _write(self, out: NDArray[np.floating]) -> bool:
+    def _write(self, out: NDArray[np.floating]) -> None:
         """Write the mean of messages that have the parts of this layout."""
         out.fill(0)
         where, factor = self.received, 1 / self.group.size
-        return cpu.sparse_add(where, self._values_at, where, self._indices_at, self.counts, self._stored, factor, out)
+        cpu.sparse_add(where, self._values_at, where, self._indices_at, self.counts, self._stored, factor, out)
 
 
 def mean_of_messages(
@@ -159,15 +157,13 @@ def mean_of_messages(
     numel: int,
     dtype: np.dtype[Any],
     workspace: Workspace,
-) -> tuple[LazyMean, bool]:
-    """Return ``factor`` times the sum of all undamaged messages in ``received``, and whether they are sound.
+) -> tuple[LazyMean, list[Any]]:
+    """Return ``factor`` times the sum of all undamaged messages in ``received``, and answers whether these are sound.
 
-    Sound are indices that ascend below ``numel``, and scales that are finite; on a device they are checked when the
-    mean is written.
+    Sound are indices that ascend below ``numel``, and scales that are finite. On a device answers are 0-d arrays.
     """
-    right: Any = True
+    answers: list[Any] = []
     additions: list[Any] = []
-    on_host = isinstance(received, np.ndarray)
     readable = [header for header in headers if not header.flags & DAMAGED]
     for (stored, coding), members in groupby(readable, key=lambda header: (header.stored, header.coding)):
         group, place = list(members), len(additions)
@@ -176,23 +172,20 @@ def mean_of_messages(
         indices_at = [header.indices_at for header in group]
         if coding != "plain":
             indices = workspace.array(f"indices.{place}", sum(counts), np.uint32)
-            right = both(right, kernels.decode_indices_of(received, indices_at, counts, numel, indices))
+            answers.append(kernels.decode_indices_of(received, indices_at, counts, numel, indices))
             indices_at = [4 * start for start in accumulate(counts[:-1], initial=0)]
-        elif on_host:
+        else:
             for start, count in zip(indices_at, counts, strict=True):
-                part = received[start : start + 4 * count].view(np.uint32)
-                right = right and cpu.ascending_below(part, numel)
+                answers.append(kernels.ascending_below(received[start : start + 4 * count].view(np.uint32), numel))
         values, values_at = received, [header.values_at for header in group]
         if stored in SHARING:
             unpacked = workspace.array(f"values.{place}", sum(counts), dtype)
-            right = both(right, unpack_sharing(received, group, unpacked))
+            answers.append(unpack_sharing(received, group, unpacked))
             values, stored = unpacked.view(np.uint8), dtype.name
             values_at = [dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
-        add = partial(kernels.of(received).sparse_add, values, values_at, indices, indices_at, counts, stored, factor)
-        if not on_host:  # the launch that adds passes the answer on
-            add, right = partial(add, right=right), True
-        additions.append(add)
-    return LazyMean.sum_of(numel, dtype, *additions), right
+        add = kernels.of(received).sparse_add
+        additions.append(partial(add, values, values_at, indices, indices_at, counts, stored, factor))
+    return LazyMean.sum_of(numel, dtype, *additions), answers
 
 
 @register
@@ -246,17 +239,16 @@ class Allgather(Scheme[Sparsifier]):
         received = yield task
         try:
             flags, energy, lost, headers = layout.read(received)
-            right, written = True, None
+            written = None
             if headers is None:
                 mean = layout.mean
             else:
-                mean, right = mean_of_messages(received, headers, 1 / group.size, numel, layout.dtype, workspace)
-            if not (layout.on_host and far_from_largest(energy * group.size, accumulated.dtype)):
-                # On a device one launch checks indices and adds.
+                mean, answers = mean_of_messages(received, headers, 1 / group.size, numel, layout.dtype, workspace)
+                if not all(to_python(*answers)):
+                    return undelivered(accumulated, self._wrong(received, layout, workspace), False)
+            if not far_from_largest(energy * group.size, accumulated.dtype):
                 written = workspace.array("mean", numel, accumulated.dtype)
-                right = both(right, mean.write(written))
-            if right is not True and not all(to_python(right)):
-                return undelivered(accumulated, self._wrong(received, layout, workspace), False)
+                mean.write(written)
         except MessageError as error:
             return undelivered(accumulated, MessageError(f"allgather: {error}"), False)
         return Result(

@@ -61,9 +61,8 @@ class PackedAllgather(Scheme[Quantiser]):
         except MessageError as error:
             return undelivered(accumulated, MessageError(f"packed-allgather: {error}"), False)
 
-        def write(out: NDArray[np.floating]) -> bool:
+        def write(out: NDArray[np.floating]) -> None:
             packer.unpack_sum(messages, HEADER_BYTES, 1 / group.size, out)
-            return True
 
         mean = LazyMean(numel, dtype, write)
         bad = not (far_from_largest(energy * group.size, dtype) or np.isfinite(mean.in_workspace(workspace)).all())

@@ -30,22 +30,20 @@ _COUNT = np.dtype(np.int64)
 class LazyMean:
     """A mean that messages hold until it is written, so that a step can write it to memory that is free by then.
 
-    ``write`` fills an array, shape (numel,), and returns whether all messages were right, on a device 0-d.
+    ``write`` fills an array, shape (numel,); messages were checked before.
     """
 
-    def __init__(self, numel: int, dtype: np.dtype[Any], write: Callable[[NDArray[np.floating]], bool]) -> None:
+    def __init__(self, numel: int, dtype: np.dtype[Any], write: Callable[[NDArray[np.floating]], None]) -> None:
         self.numel, self.dtype, self.write = numel, dtype, write
 
     @classmethod
-    def sum_of(cls, numel: int, dtype: np.dtype[Any], *additions: Callable[[NDArray[np.floating]], bool]) -> "LazyMean":
-        """Return the sum of selections, which functions add to an array in order, and tell whether they were right."""
+    def sum_of(cls, numel: int, dtype: np.dtype[Any], *additions: Callable[[NDArray[np.floating]], Any]) -> "LazyMean":
+        """Return the sum of selections, which functions add to an array in order."""
 
-        def write(out: NDArray[np.floating]) -> bool:
+        def write(out: NDArray[np.floating]) -> None:
             out.fill(0)
-            right = True
             for add in additions:
-                right = both(right, add(out))
-            return right
+                add(out)
 
         return cls(numel, dtype, write)
 
@@ -223,13 +221,6 @@ def undelivered(accumulated: GradientWithResidual, problem: MessageError, stale:
         stale=stale,
         problem=problem,
     )
-
-
-def both(first: bool, second: bool) -> bool:
-    """Return whether two answers are yes, of which each may be known on a device only."""
-    if first is True:
-        return second
-    return first if second is True else first & second
 
 
 def check_undamaged(collective: str, flags: int, problem: MessageError | None) -> None:

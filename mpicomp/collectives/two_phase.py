@@ -1,6 +1,7 @@
 """Every rank owns a part of the array: ranks send it packed to the owner, and the mean comes back packed."""
 
 import math
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,10 +52,10 @@ class TwoPhase(Scheme[Quantiser]):
         workspace = context.workspace
         parts = parts_of(numel, group.size)
         packed = packers(self.compressor, parts)
-        bounds = np.concatenate(([0], np.cumsum(parts)))
+        bounds = [0, *accumulate(parts)]
         mine = slice(bounds[group.rank], bounds[group.rank + 1])
         scatter, gather = self.rounds(numel, dtype, group)
-        places = np.concatenate(([0], np.cumsum(scatter.counts)))
+        places = [0, *accumulate(scatter.counts)]
         in_place = accumulated.may_be_overwritten and all(packer.packs_in_place for packer in packed)
         sent = None if in_place else workspace.array("sent", numel, dtype)
 
@@ -119,11 +120,10 @@ class TwoPhase(Scheme[Quantiser]):
         if problem is not None:
             return undelivered(accumulated, problem, stale=False)
 
-        def write(out: NDArray[np.floating]) -> bool:
+        def write(out: NDArray[np.floating]) -> None:
             for rank in range(group.size):
                 message = replies[places[rank] : places[rank + 1]]
                 packed[rank].unpack(message[HEADER_BYTES:], out[bounds[rank] : bounds[rank + 1]])
-            return True
 
         mean, leaves = LazyMean(numel, dtype, write), "sum" if sent is not None else "residual"
         if sent is None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.compressors.base_compressor import BucketParameters, match_layer_setting
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser
+from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser, sum_numbers
 from mpicomp.compressors.wire_format import SIGNS
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
@@ -120,17 +120,17 @@ class Grid(Quantiser):
         numel = place.stop - place.start
         words, (bases, steps) = self._parts(message, numel)
         chunk = max(1, (CACHED if accumulated.kernels is cpu else _LAUNCHED) // self.bucket) * self.bucket
-        sent, lost = None, 0.0
+        sent, losses = None, list[float]()
         for start in range(0, numel, chunk):
             array = accumulated.part(place.start + start, min(place.start + start + chunk, place.stop))
             sent = np.empty_like(array) if sent is None else sent[: array.size]
             buckets = slice(start // self.bucket, -(-(start + array.size) // self.bucket))
             grids = None if bases is None else bases[buckets], steps[buckets]
             part = slice(start // SIGNS * self.bits, -(-(start + array.size) // SIGNS) * self.bits)
-            lost += self._pack(array, grids, words[part], sent, None)
+            losses.append(self._pack(array, grids, words[part], sent, None))
             with np.errstate(invalid="ignore", over="ignore"):
                 np.subtract(array, sent, out=array)
-        return lost
+        return sum_numbers(losses)
 
     @abstractmethod
     def _pack(self, array: Floats, grids: Grids, words: Words, sent: Floats, key: int | None) -> float:

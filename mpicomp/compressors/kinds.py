@@ -254,7 +254,7 @@ class Packer:
         lost: list[float] = []
         for number, (quantiser, part, packed) in enumerate(self._parts):
             lost.append(quantiser.pack(array[part], message[packed], sent[part], key + number & _LARGEST_KEY))
-        return _sum(lost)
+        return sum_numbers(lost)
 
     @property
     def packs_in_place(self) -> bool:
@@ -267,7 +267,7 @@ class Packer:
         for number, (quantiser, part, packed) in enumerate(self._parts):
             place = slice(start + part.start, start + part.stop)
             lost.append(quantiser.pack_in_place(accumulated, place, message[packed], key + number & _LARGEST_KEY))
-        return _sum(lost)
+        return sum_numbers(lost)
 
     def unpack(self, message: Bytes, out: Floats) -> None:
         """Write the packed values."""
@@ -285,7 +285,7 @@ class Packer:
             quantiser.unpack_sum(messages, slice(start + packed.start, start + packed.stop), factor, out[part])
 
 
-def _sum(numbers: list[float]) -> float:
+def sum_numbers(numbers: list[float]) -> float:
     """Return the sum of numbers; on a device that of one is no launch."""
     return sum(numbers[1:], numbers[0]) if numbers else 0.0
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.compressors.base_compressor import BucketParameters
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser
+from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser, sum_numbers
 from mpicomp.compressors.wire_format import SIGNS
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
@@ -117,12 +117,12 @@ class OneBit(Quantiser):
             return lost
         # On the host summed and packed in turns, so that a sum is packed while it is in the second-level cache.
         step = max(1, CACHED // block) * block if accumulated.kernels is cpu else max(1, numel)
-        lost = 0.0
+        losses: list[float] = []
         for start in range(0, numel, step):
             array = accumulated.part(place.start + start, min(place.start + start + step, place.stop))
             blocks = slice(start // block, -(-(start + array.size) // block))
-            lost += kernels.pack_signs_in_place(array, block, scales[blocks], words[start // SIGNS :])
-        return lost
+            losses.append(kernels.pack_signs_in_place(array, block, scales[blocks], words[start // SIGNS :]))
+        return sum_numbers(losses)
 
     def unpack(self, message: Bytes, out: Floats) -> None:
         self.check_length(message, out.size)

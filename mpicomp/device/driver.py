@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ class DeviceArray:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after the other."""
+        return self.strides == _packed(self.shape, self.dtype.itemsize)
+
     def span(self) -> tuple[int, int]:
         """Return the start of its memory, in bytes from the first element, and its length in bytes."""
         if not self.size:
@@ -66,10 +71,13 @@ def device_array(array: Any) -> DeviceArray | None:
     typestr = interface["typestr"]
     dtype = np.dtype(np.uint16 if typestr[1:] == "V2" and str(array.dtype) == "bfloat16" else typestr)
     shape = tuple(interface["shape"])
-    strides = interface.get("strides")
-    if strides is None:
-        strides = tuple(dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    strides = interface.get("strides") or _packed(shape, dtype.itemsize)
     return DeviceArray(interface["data"][0], shape, strides, dtype)
+
+
+def _packed(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the strides of elements that lie one after the other."""
+    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def streams_of(arrays: Iterable[Any]) -> set[int]:

@@ -16,6 +16,7 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Velocity
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import HOST, Device, to_python
+from mpicomp.device.driver import device_array
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Shape
 from mpicomp.rounds import Group
@@ -240,25 +241,40 @@ class Bucket:
         velocity = None
         if self.entry.momentum:
             velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
-        if self.device is not HOST:
-            gradients = [self.device.to_device(array) for array in gradients]
-        else:  # means of the last step lie where this sum is made
-            shares, places = np.may_share_memory, zip(gradients, self.offsets, strict=True)
-            gradients = [
-                array.copy() if shares(array, self._accumulated) and not self._is_in_place(array, offset) else array
-                for array, offset in places
-            ]
-        pieces, tables = list(zip(self.offsets, gradients, strict=True)), self._tables
+        pieces, tables = self._pieces_of(gradients), self._tables
         return GradientWithResidual(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
 
-    def holds(self, gradients: Sequence[NDArray[Any]]) -> bool:
-        """Return whether all gradients of the bucket lie where the sum is made."""
-        return all(map(self._is_in_place, gradients, self.offsets))
+    def _pieces_of(self, gradients: Sequence[Any]) -> list[tuple[int, Any]]:
+        """Return gradients on the device of the bucket, with their offsets; those in place on a GPU as one array."""
+        on_host, memory = self.device is HOST, self._accumulated
+        if not on_host:
+            if self.holds(gradients):
+                return [(0, self._parts[id(memory)])]
+            gradients = [self.device.to_device(array) for array in gradients]
+        if on_host or self.holds_gradients:  # means of the last step lie where this sum is made
+            shares, places = np.may_share_memory, zip(gradients, self.offsets, strict=True)
+            with self.device.active():
+                gradients = [
+                    array.copy() if shares(array, memory) and not self._is_in_place(array, offset) else array
+                    for array, offset in places
+                ]
+        return list(zip(self.offsets, gradients, strict=True))
 
-    def _is_in_place(self, array: NDArray[Any], offset: int) -> bool:
-        address = self._accumulated.__array_interface__["data"][0] + offset * self.dtype.itemsize
-        is_there = self.holds_gradients and array.__array_interface__["data"][0] == address
-        return is_there and array.dtype == self.dtype and array.flags.c_contiguous
+    def holds(self, gradients: Sequence[Any]) -> bool:
+        """Return whether all gradients of the bucket lie where the sum is made."""
+        return self.holds_gradients and all(map(self._is_in_place, gradients, self.offsets))
+
+    def _is_in_place(self, array: Any, offset: int) -> bool:
+        if self.device is HOST:
+            start, address = (found.__array_interface__["data"][0] for found in (self._accumulated, array))
+            fits = array.dtype == self.dtype and array.flags.c_contiguous
+        else:
+            found = device_array(array)
+            if found is None:
+                return False
+            start, address = self._accumulated.data.ptr, found.address
+            fits = found.dtype == self.dtype and found.is_contiguous
+        return self.holds_gradients and fits and address == start + offset * self.dtype.itemsize
 
     def gradient(self, name: str) -> NDArray[np.floating]:
         """Return the memory in which a member's gradient may lie, flat, writable."""
@@ -271,10 +287,12 @@ class Bucket:
         They may differ by the rounding of one addition. Does nothing where no sum was made, or it was overwritten.
         """
         if accumulated.is_computed and not accumulated.may_be_overwritten:
-            gradient = accumulated.array()
-            if accumulated.residual is not None:
-                gradient -= accumulated.residual
-            gradient /= self.dtype.type(scale)
+            with self.device.active():
+                gradient = accumulated.array()
+                if accumulated.residual is not None:
+                    gradient -= accumulated.residual
+                gradient /= self.dtype.type(scale)
+            self.device.wait()  # no stream knows of this
 
     def replace_gradients(self, mean: NDArray[np.floating], scale: float) -> None:
         """Let the mean of a step that is repeated stand for the gradients that lay in the bucket."""

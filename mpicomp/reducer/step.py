@@ -351,8 +351,9 @@ class Step:
         for done in self._done:
             if id(done.bucket) in kept:
                 bucket, result = done.bucket, done.result
-                mean = bucket.commit(result.sent, not result.nonfinite, result.leaves, result.mean)
-                bucket.replace_gradients(mean, self._scale)
+                with bucket.device.active():
+                    mean = bucket.commit(result.sent, not result.nonfinite, result.leaves, result.mean)
+                    bucket.replace_gradients(mean, self._scale)
         self._memories = [(bucket, memory) for bucket, memory in self._memories if id(bucket) not in kept]
         self._sums = [(bucket, accumulated) for bucket, accumulated in self._sums if id(bucket) not in kept]
 

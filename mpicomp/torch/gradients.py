@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpicomp.arrays import as_kind_of
 from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
@@ -349,8 +350,11 @@ class Gradients(ExtraExchange):
         self._viewed, self._views = layout.buckets, {}
         for name, parameter in self._parameters.items():
             memory = layout.gradient(name)
-            if memory is not None and parameter.layout is torch.strided and not parameter.is_complex():
-                self._views[name] = torch.from_numpy(memory)
+            if memory is None or parameter.layout is not torch.strided or parameter.is_complex():
+                continue
+            view = as_kind_of(parameter, memory)
+            if view.device == parameter.device:  # without CuPy, buckets of gradients on a GPU are on the host
+                self._views[name] = view
                 self._move(name, parameter)
 
     def _move(self, name: str, parameter: torch.Tensor) -> None:

@@ -107,8 +107,8 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     gradient_as_bucket_view : bool
         Whether ``.grad`` lies in the memory in which gradients and residuals are added, as with DDP's argument of that
         name: one array of a gradient's size less, for one sweep more. A gradient that was kept from an earlier step is
-        overwritten, and one that does not have the dtype of its residual stays where it is. On the host only; not with
-        a compressor that applies momentum or with ``on_failure="shrink"``; and ``overlap=None`` means False.
+        overwritten, and one that does not have the dtype of its residual stays where it is. Not with a compressor that
+        applies momentum or with ``on_failure="shrink"``; and ``overlap=None`` means False.
     **settings
         Further settings of `mpicomp.Reducer`.
 
@@ -418,8 +418,8 @@ def _check_views(
     for name, parameter in parameters.items():
         if is_sharded(parameter):
             problem = f"'{name}' is sharded, and FSDP makes its gradient"
-        elif parameter.device.type != "cpu":
-            problem = f"'{name}' is on {parameter.device}, and only gradients on the host can be views"
+        elif parameter.device.type not in ("cpu", "cuda"):
+            problem = f"'{name}' is on {parameter.device}, and only gradients on the host or on a GPU can be views"
     if compressor is not None and compressor.entry.momentum:
         problem = f"{compressor!r} applies momentum, which could not be undone"
     elif settings.get("on_failure", "abort") != "abort":

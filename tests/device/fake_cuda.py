@@ -60,6 +60,14 @@ class ndarray:  # noqa: N801 (CuPy's name)
         stream = {"stream": self.cupy.stream_in_use()} if self.cupy.version >= 3 else {}
         return interface | stream | {"version": self.cupy.version}
 
+    # What torch is allowed: memory of the host, to which it writes at once.
+
+    def __dlpack__(self, **settings):
+        return self._host.__dlpack__(**settings)
+
+    def __dlpack_device__(self):
+        return self._host.__dlpack_device__()
+
     # What NumPy is allowed.
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **settings):

@@ -6,11 +6,14 @@ import importlib.util
 import platform
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from device import emulator
 from mpicomp.kernels import cpu, gpu
+
+from mpicomp.device import cuda
 
 GPUS = ["emulated", "cuda"] if importlib.util.find_spec("cupy") else ["emulated"]
 """Without CuPy no test is collected for a GPU; one test says so, in place of every second one."""
@@ -314,3 +317,32 @@ def kernels(request, monkeypatch):
     if request.param == "cpu":
         return HostKernels()
     return TwinKernels(_place(request.param, Joining, request, monkeypatch))
+
+
+class TorchMemory:
+    """Stands in for torch.cuda's allocator."""
+
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    def __init__(self):
+        self.held, self.room, self.calls = {}, float("inf"), 0
+
+    def caching_allocator_alloc(self, nbytes, device, stream):
+        if nbytes > self.room:
+            raise self.OutOfMemoryError
+        self.calls += 1
+        self.held[self.calls] = nbytes
+        return self.calls
+
+    def caching_allocator_delete(self, address):
+        del self.held[address]
+
+
+@pytest.fixture
+def torch_memory(monkeypatch):
+    """Take every array on the device for torch's."""
+    made, memory = cuda.CudaDevice, TorchMemory()
+    monkeypatch.setattr(cuda, "CudaDevice", lambda number, of_torch: made(number, of_torch=True))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=memory))
+    return memory

@@ -135,18 +135,24 @@ def counted_cupy(emulated, monkeypatch):
 
 
 def counted(
-    cupy, compressor, collective, size=2, parameters=1, route="staged", shape=(-1,), steady=lambda: None
+    cupy, compressor, collective, size=2, parameters=1, route="staged", shape=(-1,), steady=lambda: None, views=False,
+    steps=STEPS,
 ):  # fmt: skip
-    """Return bytes up and down, reads, launches and bytes of the message in a step, each by rank."""
+    """Return bytes up and down, reads, launches and bytes of the message in the last step, each by rank.
+
+    With ``views`` gradients lie in their buckets.
+    """
     ranks, driver = ranks_of(size, compressor, collective), cupy.driver
+    for reducer in ranks.reducers:
+        reducer.layout.holds_gradients = views
     rng, names = np.random.default_rng(0), [str(number) for number in range(parameters)]
     gradients = [
         {name: cupy.empty(NUMEL // parameters, np.float32).reshape(shape) for name in names} for _ in range(size)
     ]
-    for step in range(STEPS):
+    for step in range(steps):
         for array in (rank[name] for rank in gradients for name in names):  # in place, as frameworks do it
             array._host[:] = rng.laplace(size=array.shape)
-        if step == STEPS - 1:  # memory is allocated and bounds are known by now
+        if step == steps - 1:  # memory is allocated and bounds are known by now
             driver.to_host_bytes = driver.from_host_bytes = 0
             cupy.launches.clear()
             steady()
@@ -156,6 +162,8 @@ def counted(
                 device.routes = RouteTable.always(route)
             before = cupy.reads + sum(device.reads for device in devices)
         ranks.reduce(gradients)
+        if views:
+            gradients = [{name: reducer.layout.gradient(name) for name in names} for reducer in ranks.reducers]
     sent = sum(reducer.last_step.buckets[0].sent_bytes for reducer in ranks.reducers)
     reads = cupy.reads + sum(device.reads for device in devices) - before
     return [number / size for number in (driver.to_host_bytes, driver.from_host_bytes, reads, len(cupy.launches), sent)]
@@ -172,14 +180,33 @@ def mpi_reads_the_device(monkeypatch):
     monkeypatch.setattr(DeviceBuffer, "__setitem__", write)
 
 
-@pytest.mark.parametrize("size", [slow(2), 3])
-@pytest.mark.parametrize("parameters", [1, 5])
-def test_topk_copies_its_messages(size, parameters, counted_cupy):
-    up, down, reads, launches, sent = counted(counted_cupy, mpicomp.TopK(ratio=0.01), "allgather", size, parameters)
+@pytest.mark.parametrize(
+    ("size", "parameters", "views"), [(3, 1, False), (3, 5, False), slow(2, 5, False), (2, 5, True)]
+)
+def test_topk_copies_its_messages(size, parameters, views, counted_cupy):
+    topk = mpicomp.TopK(ratio=0.01), "allgather"
+    up, down, reads, launches, sent = counted(counted_cupy, *topk, size, parameters, views=views)
     assert sent <= up <= sent + 64
     assert down == size * sent
     assert reads == 1
-    assert launches == (10 if parameters == 1 else 12)
+    assert launches == (10 if parameters == 1 else 11 if views else 12)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "collective", "most"),
+    [
+        (mpicomp.Dense(), "allreduce", 1.3),
+        (mpicomp.TopK(ratio=0.01), "allgather", 2.3),
+        (mpicomp.SIDCo(ratio=0.01), "allgather", 2.6),  # counters take 16 KiB of 160
+        (mpicomp.QSGD(bits=4, rounding="nearest"), "packed-allgather", 2.5),
+    ],
+    ids=str,
+)
+def test_memory_is_that_of_gradient_and_residual(compressor, collective, most, counted_cupy, torch_memory):
+    """In gradients, which lie in their buckets and are counted, for each of two ranks."""
+    held, note = [], lambda: held.append(sum(torch_memory.held.values()))
+    counted(counted_cupy, compressor, collective, views=True, steps=6, steady=note)  # the first ones take more
+    assert held[0] / (2 * 4 * NUMEL) <= most
 
 
 @pytest.mark.parametrize(("parameters", "few"), [(1, False), slow(5, False), (1, True)])
@@ -236,6 +263,16 @@ def test_one_bit_takes_three_launches_and_no_read(parameters, counted_cupy, monk
     assert sorted(counted_cupy.launches) == sorted(2 * ["pack_signs", "write_header", "unpack_signs_add"])
     assert (up, down, reads) == (sent, 2 * sent, 0)
     assert filled.count(NUMEL) <= 2  # the residual of each rank, before the first step
+
+
+@pytest.mark.parametrize(
+    ("compressor", "most"), [(mpicomp.OneBit(), 12), (mpicomp.QSGD(bits=4, rounding="nearest"), 13)], ids=str
+)
+def test_launches_of_two_phases(compressor, most, counted_cupy):
+    _, down, reads, launches, sent = counted(counted_cupy, compressor, "two-phase", 2, 5)
+    assert launches <= most
+    assert reads == 1
+    assert down <= 2 * sent + 64
 
 
 def test_only_sources_that_run_are_compiled_and_once(counted_cupy, monkeypatch):

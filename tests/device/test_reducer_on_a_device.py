@@ -1,8 +1,6 @@
 """Steps with arrays on a device: states, 16 bits, momentum, streams, policies, and what is not finite."""
 
 import gc
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from device.steps_on_a_device import compare_steps, fetched, gradients_of, host,
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.device import cuda
 from mpicomp.errors import DisagreementError, NonFiniteError, OutOfMemoryError
 from mpicomp.transport.scheduler import ProgressThread
 
@@ -182,35 +179,6 @@ def test_algebra_of_its_own_is_not_mixed(compressor, cupy):
         ranks.reduce([there, gradients[1]])
     for means in ranks.reduce(gradients):
         assert isinstance(means["first"], np.ndarray)
-
-
-class TorchMemory:
-    """Stands in for torch.cuda's allocator."""
-
-    class OutOfMemoryError(RuntimeError):
-        pass
-
-    def __init__(self):
-        self.held, self.room, self.calls = {}, float("inf"), 0
-
-    def caching_allocator_alloc(self, nbytes, device, stream):
-        if nbytes > self.room:
-            raise self.OutOfMemoryError
-        self.calls += 1
-        self.held[self.calls] = nbytes
-        return self.calls
-
-    def caching_allocator_delete(self, address):
-        del self.held[address]
-
-
-@pytest.fixture
-def torch_memory(monkeypatch):
-    """Take every array on the device for torch's."""
-    made, memory = cuda.CudaDevice, TorchMemory()
-    monkeypatch.setattr(cuda, "CudaDevice", lambda number, of_torch: made(number, of_torch=True))
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=memory))
-    return memory
 
 
 def test_memory_for_gradients_of_torch_is_torchs(cupy, torch_memory):

@@ -89,9 +89,9 @@ def sparse(wire):
                 assert chosen.indices.size == chosen.values.size <= numel
                 assert chosen.values.dtype == dtype
                 check_ascending(chosen.indices, numel)
-                mean, right = mean_of_messages(message, [header], 0.5, numel, dtype, workspace)
-                assert right, "one way to read it finds an error and one does not"
-                assert mean.write(fence.zeros(numel, dtype))
+                mean, answers = mean_of_messages(message, [header], 0.5, numel, dtype, workspace)
+                assert all(answers), "one way to read it finds an error and one does not"
+                mean.write(fence.zeros(numel, dtype))
                 parse_padded_message(message, numel, dtype, workspace)
 
         return Case(message.tobytes(), decode)

@@ -270,8 +270,8 @@ def test_what_could_not_be_undone_is_refused(comm, settings, problem):
 
 
 def test_parameter_elsewhere_is_refused():
-    there = {"w": SimpleNamespace(device=torch.device("cuda:0"))}
-    with pytest.raises(ConfigurationError, match="'w' is on cuda:0, and only gradients on the host can be views"):
+    there = {"w": SimpleNamespace(device=torch.device("xpu:0"))}
+    with pytest.raises(ConfigurationError, match="'w' is on xpu:0, and only gradients on the host or on a GPU can be"):
         _check_views(there, None, {})
 
 
