@@ -120,10 +120,11 @@ class Compressor(ABC):
         return True
 
     @classmethod
-    def suggested(cls) -> "Sequence[Compressor]":
+    def suggested(cls, normalises: bool = True) -> "Sequence[Compressor]":
         """Return the settings, mostly none, among which ``policy="auto"`` chooses if no compressor is named.
 
-        They select the largest elements by a ratio, which the policy sets, or pack all.
+        They select the largest elements by a ratio, which the policy sets, or pack all. They may differ where the
+        optimizer ``normalises``, as Adam does.
         """
         return ()
 

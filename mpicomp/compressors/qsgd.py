@@ -77,9 +77,9 @@ class QSGD(Grid):
     norm: str = "max"
 
     @classmethod
-    def suggested(cls) -> "list[QSGD]":
-        # They contract; other quantisers lose more at the same speed. Two and three bits are for SGD, which they suit.
-        return [QSGD(bits=bits, rounding="nearest") for bits in (8, 4, 3, 2)]
+    def suggested(cls, normalises: bool = True) -> "list[QSGD]":
+        # They contract; other quantisers lose more at the same speed. Under Adam few bits lose more than is predicted.
+        return [QSGD(bits=bits, rounding="nearest") for bits in ((8, 4) if normalises else (8, 4, 3, 2))]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -69,7 +69,7 @@ class TopK(Sparsifier):
     """Elements and k of each selection in a bucket whose parts have different ratios."""
 
     @classmethod
-    def suggested(cls) -> "list[TopK]":
+    def suggested(cls, normalises: bool = True) -> "list[TopK]":
         # For most networks, for slow ones, and for fast ones, where compute time counts
         return [TopK(wire="bf16"), TopK(wire="q4"), TopK()]
 

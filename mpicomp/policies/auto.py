@@ -85,7 +85,8 @@ class Auto(MeasuredPolicy):
     def configure(self, settings: UserSettings) -> None:
         self._pinned = None if settings.collective == "auto" else settings.collective
         self.compressor = settings.compressor or default_compressor()
-        wires, quantisers = suggested_compressors(settings.compressor)
+        self._normalises = settings.normalises
+        wires, quantisers = suggested_compressors(settings.compressor, self._normalises)
         self._wires = [compressor for compressor in wires if self._fits(compressor)]
         self._quantisers = [compressor for compressor in quantisers if self._fits(compressor)]
         compresses = bool(self._wires or self._quantisers)
@@ -103,7 +104,6 @@ class Auto(MeasuredPolicy):
         if not is_dense:
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, settings.feedback)
-        self._normalises = settings.normalises
         self._local_choices = self.local_choices if settings.local_steps else (1,)
         self._local_steps = self._local_choices[0]
         self._executed = 1  # steps that ranks have made since the last exchange

@@ -24,7 +24,8 @@ class PenaltyWarning:
     def __init__(self, compressor: Compressor, normalises: bool = True) -> None:
         self._normalises = normalises
         self._compressor = compressor
-        self._quantisers = [compressor] if isinstance(compressor, Quantiser) else suggested_compressors(None)[1]
+        suggested = suggested_compressors(None, normalises)[1]
+        self._quantisers = [compressor] if isinstance(compressor, Quantiser) else suggested
         self._ranks = 1
         self._surveys: list[ElementSurvey] = []
         self._statistics: list[ElementStatistics] = []

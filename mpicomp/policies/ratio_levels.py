@@ -27,13 +27,16 @@ def default_compressor() -> Compressor:
     return TopK()
 
 
-def suggested_compressors(named: Compressor | None) -> tuple[list[Compressor], list[Quantiser]]:
+def suggested_compressors(
+    named: Compressor | None, normalises: bool = True
+) -> tuple[list[Compressor], list[Quantiser]]:
     """Return the compressor with a ratio that the user named; else those, and the quantizers, that classes suggest."""
     if named is not None:
         return [named], []
     names = sorted(COMPRESSORS.names(), key=lambda name: COMPRESSORS.plugin(name) is not None)
     # A class that derives from another one suggests the same.
-    suggested: list[Any] = list(dict.fromkeys(each for name in names for each in COMPRESSORS.cls(name).suggested()))
+    classes = map(COMPRESSORS.cls, names)
+    suggested: list[Any] = list(dict.fromkeys(each for cls in classes for each in cls.suggested(normalises)))
     return (
         [compressor for compressor in suggested if compressor.selects_by_ratio],
         [compressor for compressor in suggested if compressor.message == "packed"],

@@ -73,7 +73,7 @@ def test_what_a_compressor_suggests_is_a_candidate():
         id: ClassVar[str] = "test-half"
 
         @classmethod
-        def suggested(cls):
+        def suggested(cls, normalises=True):
             return [cls(block=64)]
 
     wires, quantisers = suggested_compressors(None)
@@ -83,7 +83,8 @@ def test_what_a_compressor_suggests_is_a_candidate():
     assert get_policy("auto").id == ranks.reducers[0].policy.id
 
 
-def test_what_is_built_in_suggests_what_it_did():
-    wires, quantisers = suggested_compressors(None)
+@pytest.mark.parametrize(("normalises", "few"), [(True, ()), (False, (3, 2))])
+def test_what_is_built_in_suggests_what_it_did(normalises, few):
+    wires, quantisers = suggested_compressors(None, normalises)
     assert wires == [mpicomp.TopK(wire="bf16"), mpicomp.TopK(wire="q4"), mpicomp.TopK()]
-    assert quantisers == [mpicomp.QSGD(bits=bits, rounding="nearest") for bits in (8, 4, 3, 2)]
+    assert quantisers == [mpicomp.QSGD(bits=bits, rounding="nearest") for bits in (8, 4, *few)]
