@@ -397,18 +397,6 @@ def test_bad_options_of_several_ranks_are_printed_once(mpiexec, tmp_path, argume
 
 
 @pytest.mark.slow
-def test_data_of_the_user_is_learned(mpiexec, tmp_path):
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, 3, 600)
-    images = rng.normal(size=(600, 8, 8)) + 2 * labels[:, None, None]
-    np.savez(tmp_path / "mine.npz", x=images, y=labels)
-    words = ["--task", "digits", "--data", tmp_path / "mine.npz", "--steps", "40", "--compressor", "topk"]
-    done, result, _ = train(mpiexec, tmp_path, 2, *words)
-    assert done.returncode == 0, done.stderr
-    assert result["quality"]["value"] > 0.5
-
-
-@pytest.mark.slow
 def test_shards_are_other_samples(mpiexec, tmp_path):
     arguments = ["--task", "digits", "--steps", "4", "--compressor", "topk", "--collective", "allgather"]
     done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--shards")

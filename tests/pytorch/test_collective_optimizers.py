@@ -30,19 +30,6 @@ def single(kind, parameters, **settings):
 
 
 @kinds
-@pytest.mark.parametrize("at", [1, 2, slow(3), slow(7)])
-def test_resumed_run_equals_the_whole_one(kind, settings, at):
-    trained, again = replicas(kind, 3, settings), replicas(kind, 3, settings)
-    trained.run(range(at))
-    again.load(trained.states())
-    for step in range(at, 20):
-        trained.step(step)
-        again.step(step)
-        assert trained.bits() == again.bits()
-    assert again.optimizers[0].steps == 20
-
-
-@kinds
 def test_step_runs_a_closure_and_is_recorded(kind, settings):
     model = PROBLEM.model()
     optimizer = single(kind, model.named_parameters(), lr=0.5, **settings)

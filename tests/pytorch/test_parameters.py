@@ -233,15 +233,3 @@ def test_one_rank_that_sends_all_is_the_plain_optimizer(make, compressor, wrappe
         assert_equal(plain, model)
     for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected)
-
-
-def test_shared_frozen_and_sixteen_bit_parameters():
-    model = network()
-    model[2].weight.requires_grad_(False)
-    tied = torch.nn.ModuleDict({"a": model, "b": model[0]}).to(torch.bfloat16)
-    optimizer = alone(torch.optim.SGD(tied.parameters(), lr=0.1), tied, mpicomp.TopK(ratio=0.5))
-    tied["a"](torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    numel = sum(parameter.numel() for parameter in tied.parameters() if parameter.requires_grad)
-    assert optimizer.reducer.last_step.buckets[0].numel == numel
-    assert optimizer.reducer.residual("a.0.weight").dtype == np.float32

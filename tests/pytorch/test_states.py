@@ -193,9 +193,10 @@ def assert_resumes(make, halfway, stop):
     assert second.bits() == whole.bits()
 
 
+@pytest.mark.parametrize("halfway", [1, 4])
 @pytest.mark.parametrize(("kind", "settings"), [(mpicomp.torch.OneBitAdam, {"warmup_steps": 2}), (SketchedAMSGrad, {})])
-def test_state_of_other_optimizers_resumes(kind, settings):
-    assert_resumes(lambda: Replicas(kind, wide, 2, **settings), halfway=4, stop=8)
+def test_state_of_other_optimizers_resumes(kind, settings, halfway):
+    assert_resumes(lambda: Replicas(kind, wide, 2, **settings), halfway, stop=8)
 
 
 def test_state_with_arrays_resumes():

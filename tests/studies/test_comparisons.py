@@ -196,6 +196,9 @@ def test_steps_to_quality_of_values_that_are_not_finite():
         ("policies", ["--networks", "1gbit"], "lab: a network must be like 50mbit/1ms, got '1gbit'"),
         ("policies", ["--keep", "a,b"], "policies: --keep must be a folder without commas, got 'a,b'"),
         ("hindsight", ["--choose", "a"], "hindsight: --choose must be whole numbers such as 0,1,2, got 'a'"),
+        ("estimators", ["--steps", "0"], "mpicomp: estimators: --steps must be an integer of at least 1, got 0\n"),
+        ("estimators", ["--data", "norml"], "unknown name 'norml'; did you mean 'normal'?"),
+        ("estimators", ["--gradients", "/nonexistent.npz"], "estimators: cannot read '/nonexistent.npz'"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(name, words, text, jobs, capsys):

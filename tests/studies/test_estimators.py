@@ -124,20 +124,3 @@ def test_gradients_of_other_shapes_are_refused(arrays, text, tmp_path, capsys):
     np.savez(tmp_path / "bad.npz", **arrays)
     assert call(estimators, [*WORDS, "--gradients", str(tmp_path / "bad.npz")]) == 2
     assert text in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--steps", "0"], "estimators: --steps must be an integer of at least 1, got 0"),
-        (["--data", "norml"], "unknown name 'norml'; did you mean 'normal'?"),
-        (["--gradients", "/nonexistent.npz"], "estimators: cannot read '/nonexistent.npz'"),
-    ],
-)
-def test_bad_options_are_refused_before_measuring(words, text, capsys):
-    assert call(estimators, [*WORDS, *words]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("mpicomp: ")
-    assert text in shown.err
-    assert shown.err.count("\n") == 1
-    assert shown.out == ""
