@@ -108,6 +108,15 @@ def pytest_report_header(config):
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Make no cases of serial tests in ranks, which would drop them: there are thousands, in every rank."""
+    if not collector.config.getoption("--only-mpi") or not name.startswith("test") or isinstance(obj, type):
+        return None
+    marks = [*getattr(obj, "pytestmark", []), *collector.iter_markers()]
+    return None if any(mark.name == "mpi" for mark in marks) else []
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--slow"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])

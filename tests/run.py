@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,8 +210,13 @@ def launcher() -> tuple[list[str], dict[str, str]]:
     return command, env
 
 
-def parallel(arguments: list[str], ranks: list[int], folder: Path, marked: str = "mpi") -> Count:
-    """Run the parallel tests at each number of ranks, and check that none of them was left out."""
+def parallel(
+    arguments: list[str], ranks: list[int], folder: Path, marked: str = "mpi", files: Sequence[str] = ()
+) -> Count:
+    """Run the parallel tests at each number of ranks, and check that none of them was left out.
+
+    ``files`` are read only at numbers of ranks at which some of their tests run: every rank imports all it is given.
+    """
     total, skipped = Count(), []
     expected: dict[str, tuple[int, int]] = {}
     try:
@@ -219,10 +225,12 @@ def parallel(arguments: list[str], ranks: list[int], folder: Path, marked: str =
         say("there is no mpiexec: pip install mpich")
         return Count(failed=1)
     with ThreadPoolExecutor(1) as at_once:  # the first run mostly has one rank, which leaves a core
-        counting = at_once.submit(census, [*arguments, "-m", marked], folder)
+        counting = at_once.submit(census, [*arguments, *files, "-m", marked], folder)
         for size in ranks:
             junit = folder / f"parallel-{size}.xml"
-            options = ["--only-mpi", "-m", marked, "-p", "no:cacheprovider", "-r", "fE", *arguments]
+            used = {test.partition("::")[0] for test, (least, most) in expected.items() if least <= size <= most}
+            some = [file for file in files if file in used] or files
+            options = ["--only-mpi", "-m", marked, "-p", "no:cacheprovider", "-r", "fE", *arguments, *some]
             counted = pytest(options, junit, LIMIT_S["parallel"], [*mpiexec, "-n", str(size)], env)
             expected = counting.result()
             if not expected:
@@ -281,7 +289,8 @@ def main() -> int:
         at_once.close()
         if "parallel" in parts:
             ranks = [int(size) for size in arguments.ranks.split(",")]
-            total += parallel([*passed_on, *(paths or files_with("mark.mpi"))], ranks, folder, f"mpi{marked}")
+            files = [] if paths else files_with("mark.mpi")
+            total += parallel([*passed_on, *paths], ranks, folder, f"mpi{marked}", files)
     print(f"{total.skipped} skipped, {total.xfailed} failed as expected")
     print(f"{total.passed} passed, {total.failed} failed", flush=True)
     return 1 if total.failed else 0

@@ -15,11 +15,30 @@ HOSTS = [[0, 1], [2, 3]]  # ranks of torch, a row for each replica
 DENSE = {"compressor": "dense", "collective": "allreduce"}
 
 
+_groups, _meshes = contextlib.ExitStack(), {}
+
+
 @contextlib.contextmanager
 def shards(comm, hosts=HOSTS):
-    """Yield the mesh of this rank's shards; its replicas are in the other rows."""
-    with gloo(comm):
-        yield DeviceMesh("cpu", hosts, mesh_dim_names=("replicate", "shard"))["shard"]
+    """Yield the mesh of this rank's shards; its replicas are in the other rows.
+
+    Tests share process groups, which take longer to make than most steps: `end_groups` is for the end of a file.
+    """
+    if not _meshes:
+        _groups.enter_context(gloo(comm))
+    yield mesh_of(hosts)["shard"]
+
+
+def mesh_of(hosts=HOSTS):
+    """Return the mesh of all ranks that has these rows; tests share it, too."""
+    if str(hosts) not in _meshes:
+        _meshes[str(hosts)] = DeviceMesh("cpu", hosts, mesh_dim_names=("replicate", "shard"))
+    return _meshes[str(hosts)]
+
+
+def end_groups():
+    _meshes.clear()
+    _groups.close()
 
 
 def shard(model, mesh, whole=False, inside="", **settings):

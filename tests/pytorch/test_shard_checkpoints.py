@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 from replicas import adam, square
-from sharded_models import HOSTS, Hybrid, assert_alike, residuals, shards
+from sharded_models import HOSTS, Hybrid, assert_alike, mesh_of, residuals, shards
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 
 import mpicomp
 from mpicomp.checkpoint import load_checkpoint, save_checkpoint
@@ -30,8 +29,7 @@ def layer():
 
 
 def made(comm, layout, **settings):
-    mesh = DeviceMesh("cpu", LAYOUTS[layout], mesh_dim_names=("replicate", "shard"))["shard"]
-    return Hybrid(comm, mesh, layer(), make=adam, **settings)
+    return Hybrid(comm, mesh_of(LAYOUTS[layout])["shard"], layer(), make=adam, **settings)
 
 
 def save(hybrid, folder):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from replicas import gloo, network, sgd
-from sharded_models import HOSTS, shard, shards
+from marks import once
+from replicas import network, sgd
+from sharded_models import HOSTS, end_groups, mesh_of, shard, shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -19,8 +20,7 @@ pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
 
 
 def native(model):
-    mesh = DeviceMesh("cpu", HOSTS, mesh_dim_names=("replicate", "shard"))
-    return fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh_of())
 
 
 def replicated(model):
@@ -30,8 +30,7 @@ def replicated(model):
 
 
 def by_columns(model):
-    mesh = DeviceMesh("cpu", HOSTS, mesh_dim_names=("replicate", "shard"))["shard"]
-    return fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    return fully_shard(model, mesh=mesh_of()["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
 
 
 def in_parallel(model):
@@ -57,14 +56,12 @@ def in_fsdp1_by_names(model):
 
 
 def in_part(model):
-    mesh = DeviceMesh("cpu", HOSTS, mesh_dim_names=("replicate", "shard"))["shard"]
-    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[0], mesh=mesh_of()["shard"])
     return model
 
 
 def on_two_meshes(model):
-    mesh = DeviceMesh("cpu", HOSTS, mesh_dim_names=("replicate", "shard"))
-    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model[0], mesh=mesh_of()["shard"])
     return fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
 
 
@@ -81,18 +78,19 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("wrap", [DistributedOptimizer, UpdateOptimizer])
-@pytest.mark.parametrize(("make", "message"), KINDS.items(), ids=[make.__name__ for make in KINDS])
-def test_model_that_is_sharded_otherwise_is_refused(comm, make, message, wrap):
-    with gloo(comm):
+@pytest.mark.parametrize(
+    ("make", "wrap"),
+    [*((make, DistributedOptimizer) for make in KINDS), *once([(make, UpdateOptimizer) for make in KINDS])],
+)
+def test_model_that_is_sharded_otherwise_is_refused(comm, make, wrap):
+    with shards(comm):
         model = make(network())
         same = comm.Split(comm.rank % 2, comm.rank)
-        with pytest.raises(ConfigurationError, match=message):
+        with pytest.raises(ConfigurationError, match=KINDS[make]):
             wrap(sgd(model), model.named_parameters(), comm=same)
 
 
-@pytest.mark.parametrize("wrap", [DistributedOptimizer, UpdateOptimizer])
-@pytest.mark.parametrize("columns", [8, 5], ids=["even", "uneven"])
+@pytest.mark.parametrize(("wrap", "columns"), [(DistributedOptimizer, 8), (UpdateOptimizer, 5)])
 def test_communicator_that_mixes_shards_is_refused(comm, wrap, columns):
     with shards(comm) as mesh:
         model = shard(torch.nn.Sequential(torch.nn.Linear(6, columns), torch.nn.Linear(columns, 2)), mesh)
@@ -123,6 +121,7 @@ def test_settings_that_shards_rule_out_are_refused(comm):
 
 
 def test_meshes_and_models_of_no_shards_are_refused_by_replicas(comm):
+    end_groups()
     with pytest.raises(ConfigurationError, match=r"no process group; call torch.distributed.init_process_group\(\)"):
         mpicomp.torch.replicas(network())
     with shards(comm) as mesh:

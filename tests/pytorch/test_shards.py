@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from replicas import Words, adam, batch, distribute, network, sgd, square, words_loss
+from replicas import Words, adam, batch, distribute, network, square, words_loss
 from sharded_models import Hybrid, assert_alike, residuals, shard, shards
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -72,33 +72,54 @@ def test_layers_are_exchanged_before_the_root(comm, overlap):
         assert sorted(order[4:]) == 2 * ["first"] + 2 * ["last"]
 
 
-def test_uneven_shards_equal_one_process(comm):
-    with shards(comm) as mesh:
-        hybrid = Hybrid(comm, mesh, Tied(), sharding={"whole": True})
-        hybrid.run(range(6))
-        hybrid.check()
-        assert any(not parameter.to_local().numel() for parameter in hybrid.model.parameters()) == (comm.rank % 2 == 1)
+class Optional(torch.nn.Module):
+    """A layer that one replica uses, but for the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.extra = torch.nn.Linear(6, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, inputs, extra):
+        hidden = self.trunk(inputs)
+        return self.extra(hidden) if extra else hidden
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_rank_may_hold_no_row_at_all(comm, overlap):
+def optional_loss(model, step, rank):
+    return model(batch(step, rank), bool(step) and rank >= 2).square().mean()
+
+
+def image_loss(model, step, rank):
+    return model(batch(step, rank, columns=48).view(4, 3, 4, 4)).square().mean()
+
+
+def convolutions():
+    layers = torch.nn.Conv2d(3, 5, 3), torch.nn.GroupNorm(1, 5), torch.nn.Flatten(), torch.nn.Linear(20, 2)
+    return torch.nn.Sequential(*layers)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+TRAININGS = {
+    "uneven": (Tied, {"sharding": {"whole": True}}),
+    "one row": (lambda: torch.nn.Sequential(torch.nn.Linear(6, 1)), {"overlap": True}),
+    "one row, no overlap": (lambda: torch.nn.Sequential(torch.nn.Linear(6, 1)), {"overlap": False}),
+    "convolutions": (convolutions, {"loss": image_loss}),
+    "embedding": (lambda: Words(sparse=False, words=51), {"loss": words_loss}),
+    "unused layer": (Optional, {"loss": optional_loss}),
+    "bfloat16": (network, {"sharding": {"mp_policy": BF16}}),
+    "offloaded": (network, {"sharding": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "overlap": True}),
+}
+
+
+@pytest.mark.parametrize(("make", "settings"), TRAININGS.values(), ids=TRAININGS)
+def test_shards_of_every_kind_equal_one_process(comm, make, settings):
     with shards(comm) as mesh:
         torch.manual_seed(6)
-        hybrid = Hybrid(comm, mesh, torch.nn.Sequential(torch.nn.Linear(6, 1)), overlap=overlap)
+        hybrid = Hybrid(comm, mesh, make(), **settings)
         hybrid.run(range(4))
-        hybrid.check()
-
-
-def test_convolutions_are_sharded_by_their_outputs(comm):
-    def loss(model, step, rank):
-        return model(batch(step, rank, columns=48).view(4, 3, 4, 4)).square().mean()
-
-    with shards(comm) as mesh:
-        torch.manual_seed(7)
-        layers = [torch.nn.Conv2d(3, 5, 3), torch.nn.GroupNorm(1, 5), torch.nn.Flatten(), torch.nn.Linear(20, 2)]
-        hybrid = Hybrid(comm, mesh, torch.nn.Sequential(*layers), loss=loss)
-        hybrid.run(range(4))
-        hybrid.check()
+        hybrid.check(most=2e-2 if "mp_policy" in settings.get("sharding", {}) else 1e-6)
+        assert {parameter.dtype for parameter in hybrid.model.parameters()} == {torch.float32}
+        is_empty = any(not parameter.to_local().numel() for parameter in hybrid.model.parameters())
+        assert is_empty == (comm.rank % 2 == 1) or make is not Tied
 
 
 @pytest.mark.parametrize("hosts", [[[0, 2], [1, 3]], [[1, 2], [0, 3]]], ids=str)
@@ -110,22 +131,6 @@ def test_replicas_are_found_for_any_order_of_ranks(comm, hosts):
         world = comm.Split(0, -comm.rank)  # torch counts ranks the other way round
         same = mpicomp.torch.replicas(mesh, world)
         assert sorted(same.allgather(comm.rank)) == sorted(row[mesh.get_local_rank()] for row in hosts)
-
-
-def test_reduction_in_half_precision_leaves_shards_wide(comm):
-    with shards(comm) as mesh:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        hybrid = Hybrid(comm, mesh, sharding={"mp_policy": policy})
-        hybrid.run(range(4))
-        hybrid.check(most=2e-2)
-        assert {parameter.dtype for parameter in hybrid.model.parameters()} == {torch.float32}
-
-
-def test_offloaded_shards_equal_one_process(comm):
-    with shards(comm) as mesh:
-        hybrid = Hybrid(comm, mesh, sharding={"offload_policy": CPUOffloadPolicy(pin_memory=False)}, overlap=True)
-        hybrid.run(range(4))
-        hybrid.check()
 
 
 def bytes_of(record):
@@ -379,33 +384,6 @@ def test_states_of_replicas_become_the_first_ones(comm):
             ConfigurationError, match=r"sharded as their parameter or not at all, got one that is a DTensor"
         ):
             mpicomp.torch.broadcast_optimizer_state(optimizer, comm=replicas)
-
-
-def test_unused_layer_of_one_replica_counts_as_zeros(comm):
-    class Optional(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(3)
-            self.trunk, self.extra = torch.nn.Linear(6, 4), torch.nn.Linear(4, 4)
-
-        def forward(self, inputs, extra):
-            hidden = self.trunk(inputs)
-            return self.extra(hidden) if extra else hidden
-
-    def loss(model, step, rank):
-        return model(batch(step, rank), bool(step) and rank >= 2).square().mean()
-
-    with shards(comm) as mesh:
-        hybrid = Hybrid(comm, mesh, Optional(), loss=loss)
-        hybrid.run(range(4))
-        hybrid.check()
-
-
-def test_embedding_is_sharded_by_its_rows(comm):
-    with shards(comm) as mesh:
-        hybrid = Hybrid(comm, mesh, Words(sparse=False, words=51), make=sgd, loss=words_loss)
-        hybrid.run(range(4))
-        hybrid.check()
 
 
 SIDES = {

@@ -6,7 +6,7 @@ from mpicomp.bench import training_run
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.replica import CPU, Replica
-from sharded_models import shards
+from sharded_models import end_groups, shards
 from tiny_gpt import Tiny
 
 import mpicomp
@@ -16,6 +16,12 @@ from mpicomp.transport.connect import connect
 
 pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
 MUON = {"sync_every": 2, "inner": "muon"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _end_groups():
+    yield
+    end_groups()
 
 
 @pytest.fixture
