@@ -5,7 +5,9 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from layer_errors import PERIODS, SHAPES, SIZES, chosen, gradients, lost_by_bits, lost_by_rank, lost_by_selection
 from marks import slow
+from oracle import kept
 from worlds import CheckedRanks
 
 import mpicomp
@@ -17,10 +19,6 @@ from mpicomp.systems.lgreco import LGreCo
 from mpicomp.systems.lgreco.layer_surveys import RankSurvey
 from mpicomp.transport import LocalWorld
 
-# Layers whose magnitudes are spread differently, some of them in a bucket of their own.
-SHAPES = {"conv.weight[0]": (24, 9, 5), "flat": (3000,), "heavy": (60, 40), "bias": (12,), "even": (50, 30)}
-PERIODS = {"first": 12, "every": 15}
-
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
@@ -28,15 +26,6 @@ def registered(monkeypatch):
     POLICIES.names()  # built-in ones are there
     monkeypatch.setattr(POLICIES, "_classes", dict(POLICIES._classes))
     mpicomp.register(InTurn)
-
-
-def gradients(step, rank, scale=1.0):
-    random = np.random.default_rng((step, rank))
-    out = {name: random.normal(size=shape) for name, shape in SHAPES.items()}
-    out["heavy"] = random.standard_t(2, size=SHAPES["heavy"]) * 0.3
-    out["flat"] = out["flat"] * np.where(np.arange(3000) % 50, 0.02, 2.0)
-    out["even"] = np.outer(random.normal(size=50), random.normal(size=30)) + 0.1 * out["even"]
-    return {name: (scale * array).astype(np.float32) for name, array in out.items()}
 
 
 class Ranks(CheckedRanks):
@@ -47,41 +36,9 @@ class Ranks(CheckedRanks):
         return super().step([gradients(number, rank, scale) for rank in range(len(self.reducers))])
 
 
-def lost_by_selection(array, ratio):
-    """Squared norm of what top-k leaves, by sorting."""
-    flat = np.sort(np.square(array.ravel()))[::-1]
-    count = min(flat.size, max(1, int(np.floor(ratio * flat.size + 0.5))))
-    return flat[count:].sum(), count
-
-
-def lost_by_rank(array, rank):
-    matrix = array.reshape(array.shape[0], -1)
-    return np.square(np.linalg.svd(matrix, compute_uv=False)[rank:]).sum()
-
-
-def lost_by_bits(array, bits, bucket):
-    """Squared norm of what rounding to the nearest multiple of each bucket's largest magnitude over s loses."""
-    lost, points = 0.0, 2 ** (bits - 1) - 1
-    flat = array.ravel()
-    for start in range(0, flat.size, bucket):
-        part = flat[start : start + bucket]
-        step = np.abs(part).max() / points or 1.0
-        lost += np.square(part - step * np.round(part / step)).sum()
-    return lost
-
-
 def mean_error(steps, name, lost):
     """The paper's error of a layer: the norm over all ranks, of energies averaged over steps."""
     return np.sqrt(np.mean([sum(lost(arrays[name]) for arrays in step) for step in steps]))
-
-
-def chosen(buckets):
-    """Give the settings of layers, by name, out of the records."""
-    found = {}
-    for bucket in buckets:
-        for pattern, entry in (bucket.compressor.get("layers") or {}).items():
-            found[pattern.replace("[[]", "[")] = entry
-    return found
 
 
 def sent(buckets):
@@ -103,7 +60,7 @@ def test_no_more_error_than_uniform_and_fewer_bytes(size, bucket_bytes):
         settings = chosen(buckets)
         assert settings.keys() == SHAPES.keys()
         errors = {
-            name: [mean_error(window, name, lambda a, r=r: lost_by_selection(a, r)[0]) for r in (ratio, 0.05)]
+            name: [mean_error(window, name, lambda a, r=r: lost_by_selection(a, r)) for r in (ratio, 0.05)]
             for name, ratio in settings.items()
         }
         total, limit = np.sum(list(errors.values()), axis=0)
@@ -121,17 +78,15 @@ def test_lgreco_errors_of_the_window_and_near_best_choice(size):
     window = ranks.accumulated[1:11]
     ratios = sorted({0.025, 0.03536, 0.05, 0.07071, 0.1})
     names = list(SHAPES)
-    table = np.array(
-        [[mean_error(window, n, lambda a, r=r: lost_by_selection(a, r)[0]) for r in ratios] for n in names]
-    )
-    counts = np.array([[lost_by_selection(ranks.accumulated[0][0][n], r)[1] for r in ratios] for n in names])
+    table = np.array([[mean_error(window, n, lambda a, r=r: lost_by_selection(a, r)) for r in ratios] for n in names])
+    counts = np.array([[kept(r, SIZES[n]) for r in ratios] for n in names])
     grid = np.indices([len(ratios)] * len(names)).reshape(len(names), -1)
     errors = sum(table[layer][grid[layer]] for layer in range(len(names)))
     sizes = sum(counts[layer][grid[layer]] for layer in range(len(names)))
     limit = table[:, ratios.index(0.05)].sum()
-    kept = sum(lost_by_selection(ranks.accumulated[0][0][n], r)[1] for n, r in chosen(buckets).items())
-    assert sizes[errors <= limit * (1 + RESOLUTION)].min() <= kept
-    assert kept <= sizes[errors <= limit * (1 - RESOLUTION)].min()
+    size_of_chosen = sum(kept(r, SIZES[n]) for n, r in chosen(buckets).items())
+    assert sizes[errors <= limit * (1 + RESOLUTION)].min() <= size_of_chosen
+    assert size_of_chosen <= sizes[errors <= limit * (1 - RESOLUTION)].min()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -279,7 +234,7 @@ def test_upon_another_policy_its_choice_gives_the_error(size):
     assert len(set(adjusted.values())) > 1
     window = ranks.accumulated[1:11]
     errors = {
-        name: [mean_error(window, name, lambda a, r=r: lost_by_selection(a, r)[0]) for r in (ratio, 0.1)]
+        name: [mean_error(window, name, lambda a, r=r: lost_by_selection(a, r)) for r in (ratio, 0.1)]
         for name, ratio in adjusted.items()
     }
     total, limit = np.sum(list(errors.values()), axis=0)

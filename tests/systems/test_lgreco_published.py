@@ -5,25 +5,14 @@ import math
 
 import numpy as np
 import pytest
+from layer_errors import PERIODS, SHAPES, SIZES, chosen, gradients, lost_by_bits, lost_by_rank, lost_by_selection
 from marks import slow
 from worlds import CheckedRanks
 
 import mpicomp
 from mpicomp.systems.lgreco import LGreCo
 
-SHAPES = {"conv": (24, 9, 5), "flat": (3000,), "heavy": (60, 40), "bias": (12,), "even": (50, 30)}
-SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
-PERIODS = {"first": 12, "every": 15}
 PUBLISHED = {"id": "lgreco", "as_published": True, "span": 2.0, **PERIODS}
-
-
-def gradients(step, rank):
-    random = np.random.default_rng((step, rank))
-    out = {name: random.normal(size=shape) for name, shape in SHAPES.items()}
-    out["heavy"] = random.standard_t(2, size=SHAPES["heavy"]) * 0.3 * (1 + rank)  # ranks differ
-    out["flat"] = out["flat"] * np.where(np.arange(3000) % 50, 0.02, 2.0)
-    out["even"] = np.outer(random.normal(size=50), random.normal(size=30)) + 0.1 * out["even"]
-    return {name: array.astype(np.float32) for name, array in out.items()}
 
 
 class Ranks(CheckedRanks):
@@ -31,28 +20,11 @@ class Ranks(CheckedRanks):
         super().__init__(size, compressor, collective, policy, tolerance=1e-5)
 
     def step(self, number):
-        return super().step([gradients(number, rank) for rank in range(len(self.reducers))])
+        return super().step([gradients(number, rank, heavy=1 + rank) for rank in range(len(self.reducers))])
 
     def sums(self, rank, begin=1):
         """What ten steps have accumulated: those that ranks know of before the first adjustment."""
         return {name: sum(step[rank][name] for step in self.accumulated[begin : begin + 10]) for name in SHAPES}
-
-
-def left_by_selection(array, ratio):
-    squares = np.sort(np.square(array.ravel()))[::-1]
-    return squares[max(1, math.floor(ratio * squares.size + 0.5)) :].sum()
-
-
-def left_by_rank(array, rank):
-    return np.square(np.linalg.svd(array.reshape(array.shape[0], -1), compute_uv=False)[rank:]).sum()
-
-
-def left_by_bits(array, bits, bucket=64):
-    lost, points = 0.0, 2 ** (bits - 1) - 1
-    for entry in np.split(array.ravel(), range(bucket, array.size, bucket)):
-        step = np.abs(entry).max() / points or 1.0
-        lost += np.square(entry - step * np.round(entry / step)).sum()
-    return lost
 
 
 def program(errors, sizes, limit, parts=10_000):
@@ -68,10 +40,6 @@ def program(errors, sizes, limit, parts=10_000):
     return min(best.values())
 
 
-def chosen(buckets):
-    return {name: entry for bucket in buckets for name, entry in (bucket.compressor.get("layers") or {}).items()}
-
-
 @pytest.mark.parametrize("size", [slow(1), slow(2), 3, slow(4)])
 def test_ratios_are_those_of_the_papers_program(size):
     """On errors of the sum of what rank 0 has accumulated in ten steps, by sorting."""
@@ -82,7 +50,7 @@ def test_ratios_are_those_of_the_papers_program(size):
         while len(ranks.accumulated) <= adjusted:
             buckets = ranks.step(len(ranks.accumulated))
         sums = ranks.sums(0, begin)
-        errors = [[math.sqrt(left_by_selection(sums[name], ratio)) for ratio in ratios] for name in SHAPES]
+        errors = [[math.sqrt(lost_by_selection(sums[name], ratio)) for ratio in ratios] for name in SHAPES]
         limit = sum(row[2] for row in errors)
         settings = chosen(buckets)
         assert settings.keys() == SHAPES.keys()
@@ -92,7 +60,7 @@ def test_ratios_are_those_of_the_papers_program(size):
         # Surveys travel in 32 bits.
         assert sum(row[place] for row, place in zip(errors, places, strict=True)) <= limit * (1 + 1e-6)
     if size > 1:  # what other ranks have accumulated says otherwise
-        other = [math.sqrt(left_by_selection(ranks.sums(1, begin)[name], 0.05)) for name in SHAPES]
+        other = [math.sqrt(lost_by_selection(ranks.sums(1, begin)[name], 0.05)) for name in SHAPES]
         assert abs(sum(other) - limit) > 0.05 * limit
 
 
@@ -103,7 +71,7 @@ def test_bits_are_those_of_the_papers_program(size):
     for step in range(13):
         buckets = ranks.step(step)
     sums, choices = ranks.sums(0), range(2, 9)
-    errors = [[math.sqrt(left_by_bits(sums[name], bits)) for bits in choices] for name in SHAPES]
+    errors = [[math.sqrt(lost_by_bits(sums[name], bits, 64)) for bits in choices] for name in SHAPES]
     sizes = [[float(quantiser.at_bits(bits).packed_bytes(SIZES[name])) for bits in choices] for name in SHAPES]
     limit = sum(row[2] for row in errors)
     settings = chosen(buckets)
@@ -120,8 +88,8 @@ def test_ranks_are_those_of_the_papers_program(size):
     for step in range(13):
         buckets = ranks.step(step)
     sums, settings = ranks.sums(0), chosen(buckets)
-    assert settings.keys() == {"conv", "heavy", "even"}
-    errors = [[math.sqrt(left_by_rank(sums[name], rank)) for rank in range(1, 7)] for name in settings]
+    assert settings.keys() == {"conv.weight[0]", "heavy", "even"}
+    errors = [[math.sqrt(lost_by_rank(sums[name], rank)) for rank in range(1, 7)] for name in settings]
     sides = [SHAPES[name][0] + SIZES[name] / SHAPES[name][0] for name in settings]
     sizes = [[side * rank for rank in range(1, 7)] for side in sides]
     limit = sum(row[2] for row in errors)
@@ -141,7 +109,7 @@ def test_errors_of_sums_of_all_ranks(size):
             buckets = ranks.step(len(ranks.accumulated))
         sums = [ranks.sums(rank, begin) for rank in range(size)]
         errors = [
-            [math.sqrt(sum(left_by_selection(sums_of_rank[name], ratio) for sums_of_rank in sums)) for ratio in ratios]
+            [math.sqrt(sum(lost_by_selection(sums_of_rank[name], ratio) for sums_of_rank in sums)) for ratio in ratios]
             for name in SHAPES
         ]
         limit = sum(row[2] for row in errors)
@@ -170,10 +138,8 @@ def test_layers_take_the_family_that_sends_least(size):
 
     def error(config, array):
         if config["id"] == "topk":
-            return left_by_selection(array, config["ratio"])
-        return (
-            left_by_rank(array, config["rank"]) if config["id"] == "powersgd" else left_by_bits(array, config["bits"])
-        )
+            return lost_by_selection(array, config["ratio"])
+        return lost_by_rank(array, config["rank"]) if "rank" in config else lost_by_bits(array, config["bits"], 64)
 
     window = ranks.accumulated[1:11]
 
@@ -202,7 +168,7 @@ def test_what_low_rank_leaves_dense_may_be_selected_from():
     errors = {name: [0.0, 0.0] for name in SHAPES}
     for name, entry in found.items():
         for place, compressor in enumerate((entry, {"id": "powersgd", "rank": 2})):
-            lost = left_by_selection if compressor["id"] == "topk" else left_by_rank
+            lost = lost_by_selection if compressor["id"] == "topk" else lost_by_rank
             setting = compressor.get("ratio", compressor.get("rank"))
             if compressor["id"] == "topk" or len(SHAPES[name]) > 1:
                 energies = [sum(lost(rank[name], setting) for rank in step) for step in ranks.accumulated[1:11]]
