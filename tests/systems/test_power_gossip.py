@@ -12,15 +12,11 @@ from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
 
+from local_replicas import TRUTH, Replicas, values  # noqa: E402
+
 from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def network(seed=0):
@@ -32,22 +28,15 @@ def sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
 
 
-TRUTH = np.random.default_rng(11).normal(size=(9, 7))
-
-
 def loss_of(model, rank, step):
     """Of a batch of one rank; each rank sees a part of the space of inputs alone."""
     inputs = np.random.default_rng([rank, step]).normal(size=(6, 9)) * (np.arange(9) % 3 != rank % 3)
     return (model(torch.from_numpy(inputs)) - torch.from_numpy(inputs @ TRUTH)).square().mean()
 
 
-def values(model):
-    return torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()]).numpy()
-
-
-class Ranks:
+class Ranks(Replicas):
     def __init__(self, size, graph="ring", make=network, base=sgd, **settings):
-        self.world = LocalWorld(size)
+        self.loss, self.world = loss_of, LocalWorld(size)
         self.models = [make(rank) for rank in range(size)]
         self.optimizers = [
             PowerGossip(base(model), graph, comm=end, **settings)
@@ -56,14 +45,10 @@ class Ranks:
 
     def step(self, number=None):
         """Step on the losses of a number, or with gradients as they are."""
-        if number is not None:
-            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-                optimizer.zero_grad()
-                loss_of(model, rank, number).backward()
-        return self.world.run([optimizer.rounds() for optimizer in self.optimizers])
+        return self.exchange() if number is None else super().step(number)
 
     def values(self):
-        return np.array([values(model) for model in self.models])
+        return np.array(super().values())
 
 
 def distance(models):
