@@ -30,13 +30,13 @@ def test_a_loop_without_any_framework():
     assert module["main"](0, 1, comm=LocalWorld(1).transports[0]) > 0.95
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_loop_without_a_framework_trains(comm):
     module = runpy.run_path(str(EXAMPLES / "plain_loop.py"))
     assert module["main"](comm.rank, comm.size, comm=comm) > 0.95
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_script_with_three_lines_trains(comm):
     torch = pytest.importorskip("torch")
     torch.manual_seed(comm.rank)

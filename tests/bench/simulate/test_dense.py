@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.bench.simulate.clock import Clock
 from mpicomp.bench.simulate.compute_time import ComputeTime
 from mpicomp.bench.simulate.dense_timing import Timed, time_dense
@@ -96,7 +97,7 @@ def test_time_dense_of_one_rank_is_empty():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("per_host", [1, 2, 8])
+@pytest.mark.parametrize("per_host", [slow(1), 2, slow(8)])  # 2 are one host, and 3 and 4 several
 def test_time_dense_has_every_exchange_at_two_lengths(comm, per_host):
     from mpicomp.transport.mpi import MPITransport
 
