@@ -102,7 +102,8 @@ class Trained:
         guess = np.array([0.0, *(value + more for value, more in zip(predictions.values(), margins, strict=True))])
         truth = np.array([0.0, *(max(0.0, self.steps_behind[name]) for name in predictions)])
         tradeoff = PlanTradeoff([guess], [seconds], [1.0], [0.0], _COMPUTE_S[self.task], 1 - fidelity)
-        [row] = tradeoff.best_over([0])
+        selects = np.array([False, *(exchange_of(name)[0].selects_by_ratio for name in predictions)])
+        [row] = tradeoff.best_over([0], [selects])
         seconds_to_quality = [tradeoff.seconds_of_step([other]) / (1 - truth[other]) for other in range(len(names))]
         return seconds_to_quality[row] / min(seconds_to_quality) - 1, float(truth[row])
 

@@ -378,9 +378,14 @@ class Auto(MeasuredPolicy):
         """Return the row to run of every bucket: dense unless others gain enough, and the last ones within a margin."""
         buckets = range(len(self._shapes))
         dense = [self._fastest_dense(bucket) for bucket in buckets]
-        best, last = tradeoff.best_over(dense), [self._selector.row(bucket) for bucket in buckets]
+        selecting = [table.levels < self._ratios.size for table in self._selector.tables]
+        best, last = tradeoff.best_over(dense, selecting), [self._selector.row(bucket) for bucket in buckets]
         is_near = tradeoff.cost(last) <= (1 + SWITCH_MARGIN) * tradeoff.cost(best)
-        return last if is_near and tradeoff.allows(last) and tradeoff.pays(last, dense) else best
+        select_last, select = (
+            any(rows[row] for rows, row in zip(selecting, chosen, strict=True)) for chosen in (last, best)
+        )
+        stays = is_near and select_last <= select and tradeoff.allows(last) and tradeoff.pays(last, dense)
+        return last if stays else best
 
     def _penalties(self, bucket: int, age: float) -> NDArray[np.float64]:
         """Return the convergence penalty of each of a bucket's rows at an age of training."""

@@ -17,7 +17,7 @@ _BUCKET_PENALTY_RATIO = 2.0  # of one bucket's penalty over the largest of all: 
 # number of steps, and end behind dense by what is lost.
 _CAUTION = 2.0
 _PENALTY_SLACK = 1.1  # factor by which plans that run may exceed the largest penalty
-MIN_GAIN = 0.1  # fraction by which plans have to be better than dense ones: penalties are not exact
+MIN_GAIN = 0.1  # fraction by which plans have to be better than safer ones: penalties are not exact
 _MIN_HARMLESS_GAIN = 0.03  # the same for plans of which next to no penalty is predicted
 _HARMLESS_PENALTY = 0.01
 
@@ -74,13 +74,21 @@ class PlanTradeoff:
         choice = choice_at(int(costs.argmin()))
         return [int(kept[setting]) for kept, setting in zip(rows, choice, strict=True)]
 
-    def best_over(self, dense: list[int]) -> list[int]:
-        """Return the best rows that are enough better than those of dense exchange, or else these."""
+    def best_over(self, dense: list[int], selecting: Sequence[NDArray[np.bool_]]) -> list[int]:
+        """Return the best rows that are enough better than safer ones, or else these.
+
+        Selections, by bucket and row, have to be better than what sends all elements, and this than dense exchange.
+        """
+        pairs = zip(self.penalties, selecting, strict=True)
+        whole = replace(self, penalties=[np.where(selects, np.inf, penalty) for penalty, selects in pairs])
+        safe = dense
         for limit in (self.limit, min(self.limit, _HARMLESS_PENALTY)):
-            rows = replace(self, limit=limit).best()
+            rows = replace(whole, limit=limit).best()
             if self.pays(rows, dense):
-                return rows
-        return dense
+                safe = rows
+                break
+        best = self.best()
+        return best if self.cost(best) <= (1 - MIN_GAIN) * self.cost(safe) else safe
 
     def pays(self, rows: Sequence[int], dense: Sequence[int]) -> bool:
         """Return whether rows are enough better than those of dense exchange to be run."""

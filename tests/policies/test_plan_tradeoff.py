@@ -213,16 +213,19 @@ def test_local_steps_share_one_exchange():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "penalties", "expected"),
+    ("seconds", "penalties", "selecting", "expected"),
     [
-        ((1.0, 0.85), (0.0, 0.04), 0),  # 0.85 / 0.96**2 is 0.92
-        ((1.0, 0.80), (0.0, 0.04), 1),
-        ((1.0, 0.95), (0.0, 0.001), 1),
-        ((1.0, 0.98), (0.0, 0.001), 0),
-        ((1.0, 0.86, 0.95), (0.0, 0.04, 0.001), 2),  # the best one is not exact enough, and another one is
+        ((1.0, 0.85), (0.0, 0.04), (), 0),  # 0.85 / 0.96**2 is 0.92
+        ((1.0, 0.80), (0.0, 0.04), (), 1),
+        ((1.0, 0.95), (0.0, 0.001), (), 1),
+        ((1.0, 0.98), (0.0, 0.001), (), 0),
+        ((1.0, 0.86, 0.95), (0.0, 0.04, 0.001), (), 2),  # the best one is not exact enough, and another one is
+        ((1.0, 0.50, 0.48), (0.0, 0.04, 0.04), (2,), 1),  # what selects has to be a tenth better than what does not
+        ((1.0, 0.50, 0.44), (0.0, 0.04, 0.04), (2,), 2),
+        ((1.0, 0.85), (0.0, 0.0), (1,), 1),
     ],
 )
-def test_plans_pay_by_more_where_they_lose_something(seconds, penalties, expected):
+def test_plans_pay_by_more_where_they_lose_something(seconds, penalties, selecting, expected):
     tradeoff = PlanTradeoff([np.array(penalties)], [np.array(seconds)], [1.0], [0.0], compute_s=0.0, limit=0.3)
-    assert tradeoff.best_over([0]) == [expected]
+    assert tradeoff.best_over([0], [np.isin(range(len(seconds)), selecting)]) == [expected]
     assert tradeoff.pays([expected], [0]) == (expected > 0)
