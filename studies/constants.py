@@ -25,7 +25,7 @@ from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind, variants
 from mpicomp.compressors import Quantiser
 from mpicomp.cost import Network, sample_views
-from mpicomp.policies import auto, convergence_penalty, plan_tradeoff
+from mpicomp.policies import convergence_penalty, plan_tradeoff
 from mpicomp.policies.convergence_penalty import ElementStatistics
 from mpicomp.policies.plan_tradeoff import PlanTradeoff
 from mpicomp.policies.ratio_levels import suggested_compressors
@@ -42,7 +42,6 @@ _FITTED = {
 """Of each constant that is fitted: where it is, and the values among which it is chosen with a task left out."""
 _SET = {
     "caution": (plan_tradeoff, "_CAUTION", (1.0, 1.5, 2.0, 3.0)),
-    "margin": (auto, "_SELECTION_MARGIN", (0.0, 0.05, 0.1)),
     "pays": (plan_tradeoff, "MIN_GAIN", (0.0, 0.05, 0.1, 0.2)),
     "harmless": (plan_tradeoff, "_MIN_HARMLESS_GAIN", (0.0, 0.03, 0.05, 0.1)),
     "more": (plan_tradeoff, "_BUCKET_PENALTY_RATIO", (1.0, 2.0, 4.0)),
@@ -98,8 +97,7 @@ class Trained:
         predictions = self.predicted()
         names = ["dense", *predictions]
         seconds = np.array([seconds_of(name, self.numel, network) for name in names])
-        margins = [auto._SELECTION_MARGIN * exchange_of(name)[0].selects_by_ratio for name in predictions]
-        guess = np.array([0.0, *(value + more for value, more in zip(predictions.values(), margins, strict=True))])
+        guess = np.array([0.0, *predictions.values()])
         truth = np.array([0.0, *(max(0.0, self.steps_behind[name]) for name in predictions)])
         tradeoff = PlanTradeoff([guess], [seconds], [1.0], [0.0], _COMPUTE_S[self.task], 1 - fidelity)
         selects = np.array([False, *(exchange_of(name)[0].selects_by_ratio for name in predictions)])

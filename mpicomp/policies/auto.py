@@ -43,7 +43,6 @@ _LR_CHANGE_FACTOR = 2.0  # of the learning rate since the last survey, up or dow
 _READY_SMOOTHING = 0.1  # weight of a step in the moving average of when buckets are ready
 _DENSE_BYTES_RATIO = 8  # bytes of dense exchange over those of all elements in four bits
 _WAKEUP_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
-_SELECTION_MARGIN = 0.05  # added to the penalty of selections, which is predicted worst: docs/policies.md
 
 
 @register
@@ -394,7 +393,7 @@ class Auto(MeasuredPolicy):
         count = self._ratios.size
         if count:
             both = statistics.selection_penalties(self._ladder, ranks, age, self.compressor.by_magnitude)
-            of_levels[:, :count] = np.tile(both, len(self._wires)) + _SELECTION_MARGIN
+            of_levels[:, :count] = np.tile(both, len(self._wires))
         for index in range(len(self._quantisers)):
             of_levels[:, count + index] = statistics.quantiser_penalty(index, ranks, age)
         separate, joint = of_levels[:, table.levels]
