@@ -68,8 +68,6 @@ class Settings:
 def measurable(device: str = "cpu") -> list[str]:
     """Return the names of the compressors that can be measured: all that select elements, or pack all of them.
 
-    Examples
-    --------
     >>> "topk" in measurable(), "qsgd" in measurable(), "dense" in measurable()
     (True, True, False)
     """

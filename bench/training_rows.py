@@ -305,8 +305,6 @@ def hidden_parts(
 ) -> tuple[float, float, float]:
     """Return the seconds that overlap saves, those of the exchange in line, and those of backward.
 
-    Examples
-    --------
     >>> overlapped, inline, none, backward = np.array([[1.25], [1.75], [0.75], [0.5]])
     >>> hidden_parts(overlapped, inline, none, backward)
     (0.5, 1.0, 0.5)

@@ -25,8 +25,6 @@ def of(array: Any) -> Any:
     TypeError
         For other objects.
 
-    Examples
-    --------
     >>> import numpy as np
     >>> of(np.zeros(3)).__name__
     'mpicomp.kernels.cpu'

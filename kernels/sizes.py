@@ -7,8 +7,6 @@ from typing import Any
 def index_bytes(count: int, numel: int) -> int:
     """Return the length of the code of ``count`` indices below ``numel``, a multiple of 8.
 
-    Examples
-    --------
     >>> index_bytes(0, 1000), index_bytes(1, 1), 8 * index_bytes(25_600, 25_600_000) / 25_600
     (0, 8, 11.955)
     """
@@ -29,8 +27,6 @@ def layout_of(count: int, numel: int) -> tuple[int, int, int]:
 def fields_of(largest: int) -> int:
     """Return the number of fields of a word when none may hold more than ``largest``.
 
-    Examples
-    --------
     >>> fields_of(7), fields_of(8), fields_of(2**40)
     (21, 16, 1)
     """
@@ -40,8 +36,6 @@ def fields_of(largest: int) -> int:
 def words_of(numel: int, largest: int) -> int:
     """Return the number of words that ``numel`` fields fill.
 
-    Examples
-    --------
     >>> words_of(0, 7), words_of(21, 7), words_of(22, 7)
     (0, 1, 2)
     """
@@ -60,8 +54,6 @@ SQUARES_BLOCK = 256
 def squares_bytes(count: int, bits: int) -> int:
     """Return the bytes that ``count`` elements of 2, 4 or 8 bits take, with the scales of their blocks; 8 times some.
 
-    Examples
-    --------
     >>> squares_bytes(0, 4), squares_bytes(1, 4), squares_bytes(257, 2), 8 * squares_bytes(25_600, 4) / 25_600
     (0, 16, 88, 4.25)
     """

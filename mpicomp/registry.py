@@ -87,8 +87,6 @@ class Registry(Generic[Object]):
         ConfigurationError
             For a setting that the class does not have, or a bad value.
 
-        Examples
-        --------
         >>> from mpicomp import get_compressor
         >>> get_compressor({"id": "topk", "ratio": 0.05})
         TopK(ratio=0.05)
@@ -117,8 +115,6 @@ class Registry(Generic[Object]):
     def names(self) -> list[str]:
         """Return all names, sorted.
 
-        Examples
-        --------
         >>> from mpicomp import list_compressors
         >>> {"dense", "topk"} <= set(list_compressors())
         True

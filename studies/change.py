@@ -79,8 +79,6 @@ def seen_at(steps: Sequence[Step], due_s: float) -> int | None:
     It takes longer or shorter than the steps before it, and so do those after it: whatever else the machine does
     hardly lasts that long.
 
-    Examples
-    --------
     >>> steps = [Step(at / 10, 0.1 if at < 50 else 0.3, "dense ring") for at in range(100)]
     >>> seen_at(steps, 5.5)
     50

@@ -244,8 +244,6 @@ def finite(value: float) -> float | None:
 def cell(row: Row, name: str, form: str, scale: float = 1.0) -> str:
     """Return a value of a row, in brackets its deviation or its interval where the row has one.
 
-    Examples
-    --------
     >>> cell({"wire": 2e6, "wire_deviation": 1e5}, "wire", ".1f", 1e6)
     '2.0 (0.1)'
     >>> cell({"ratio": 2.0, "ratio_low": 1.0, "ratio_high": 4.0}, "ratio", ".1f")

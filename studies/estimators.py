@@ -150,8 +150,6 @@ def load_gradients(path: str, steps: int) -> dict[str, NDArray[np.floating]]:
 def estimators(ratio: float) -> dict[str, Sparsifier]:
     """Return every compressor that selects about as many elements as it is asked to, by name.
 
-    Examples
-    --------
     >>> estimators(0.1)["topk"]
     TopK(ratio=0.1)
     """

@@ -39,8 +39,6 @@ class Network:
     def read(cls, text: str) -> "Network":
         """Read ``bandwidth/latency``.
 
-        Examples
-        --------
         >>> Network.read("50mbit/1ms")
         Network(bandwidth='50mbit', latency='1ms')
         """

@@ -231,8 +231,6 @@ def smoothed(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
 
     So the last one reaches a target exactly when the final quality does.
 
-    Examples
-    --------
     >>> smoothed([4.0, 1.0, 1.0, 7.0]).tolist()
     [4.0, 2.0, 3.0, 7.0]
     """
@@ -247,8 +245,6 @@ def steps_to(curve: Curve, target: float, lower: bool) -> float | None:
     The curve is smoothed, made monotone (the best so far), and linear between measurements. Its first measurement is
     returned where that is good enough: what was before is not known. Values that are not finite are the worst.
 
-    Examples
-    --------
     >>> steps_to([(10, 4.0), (20, 3.0), (30, 2.0)], 2.5, lower=True)
     25.0
     """
@@ -269,8 +265,6 @@ def steps_to(curve: Curve, target: float, lower: bool) -> float | None:
 def mean_over_steps(curve: Curve) -> float | None:
     """Return the mean of a curve over steps, from its first measurement to the last: the area under it over its width.
 
-    Examples
-    --------
     >>> mean_over_steps([(10, 4.0), (20, 2.0), (40, 2.0)])
     2.3333333333333335
     """

@@ -112,8 +112,6 @@ def prediction_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
     Predicted and measured is what lies between the last rank's start and the last rank's end.
 
-    Examples
-    --------
     >>> prediction_errors([{"predicted_s": value, "span_s": 1.0} for value in (0.5, 1.25, None)])
     [0.5, 0.25]
     """

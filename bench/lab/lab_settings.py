@@ -28,8 +28,6 @@ _MOST_LATENCY_NS = 10 * 10**9
 def parse_bandwidth(text: str, may_be_down: bool = False) -> int:
     """Return a bandwidth in bits a second.
 
-    Examples
-    --------
     >>> parse_bandwidth("2.5gbit")
     2500000000
     """
@@ -50,8 +48,6 @@ def parse_bandwidth(text: str, may_be_down: bool = False) -> int:
 def parse_loss(text: str) -> float:
     """Return the share of packets that get lost.
 
-    Examples
-    --------
     >>> parse_loss("0.5%")
     0.005
     """
@@ -65,8 +61,6 @@ def parse_loss(text: str) -> float:
 def parse_latency(text: str) -> int:
     """Return a one-way latency in nanoseconds.
 
-    Examples
-    --------
     >>> parse_latency("50us")
     50000
     """
@@ -82,8 +76,6 @@ def parse_latency(text: str) -> int:
 def format_bandwidth(bits: int) -> str:
     """Return a bandwidth as tc reads it.
 
-    Examples
-    --------
     >>> format_bandwidth(2_500_000_000)
     '2500mbit'
     """
@@ -141,8 +133,6 @@ class Settings:
 def parse_links(bandwidth: str, latency: str, hosts: int, may_be_down: bool = False) -> tuple[Link, ...]:
     """Return one link a host from two comma lists of one value, or of one value a host; see `parse_bandwidth`.
 
-    Examples
-    --------
     >>> parse_links("1gbit,100mbit", "0us", 2)
     (Link(bandwidth=1000000000, latency_ns=0), Link(bandwidth=100000000, latency_ns=0))
     """
@@ -214,8 +204,6 @@ def read_schedule(path: Path, hosts: int) -> tuple[Change, ...]:
 def parse_schedule(text: str, hosts: int, name: str = "schedule") -> tuple[Change, ...]:
     """Return the changes in `text`; `name` stands in the messages.
 
-    Examples
-    --------
     >>> parse_schedule("2.5 100mbit 0us", hosts=1)
     (Change(at_s=2.5, links=(Link(bandwidth=100000000, latency_ns=0),)),)
     """

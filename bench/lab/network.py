@@ -47,8 +47,6 @@ def choose_mtu(links: Sequence[Link], loss: float = 0.0) -> int:
     Every packet costs processor time that the ranks need as well, and no packet can overtake another on its cable:
     large ones suit fast links, small ones slow links.
 
-    Examples
-    --------
     >>> choose_mtu([Link(200_000_000, 0)])
     12500
     """
@@ -128,8 +126,6 @@ def _bridge(pids: Mapping[int, int], name: str, interface: str) -> list[str]:
 def burst_bytes(mtu: int) -> int:
     """Return what a token bucket lets pass at once: more than a packet, for the kernel's timer is late, not much more.
 
-    Examples
-    --------
     >>> burst_bytes(12_500)
     15625
     """

@@ -59,8 +59,6 @@ class Common:
 def common(one: NDArray[np.floating], other: NDArray[np.floating], random: np.random.Generator) -> Common:
     """Compare two arrays, element by element.
 
-    Examples
-    --------
     >>> array = np.arange(1000.0)
     >>> found = common(array, -array, np.random.default_rng(0))
     >>> round(found.correlation, 6), round(found.share, 6), found.control_share < 0.1

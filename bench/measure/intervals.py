@@ -33,8 +33,6 @@ def _ends(number: int) -> int | None:
 def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % interval of the median by ranks; None where there are too few samples for one.
 
-    Examples
-    --------
     >>> median_interval([3.0, 1.0, 2.0, 6.0, 4.0, 5.0])
     (1.0, 6.0)
     >>> median_interval([float(number) for number in range(1, 31)])
@@ -52,8 +50,6 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
 def is_narrow(samples: Sequence[float]) -> bool:
     """Return whether both ends of the median's interval are within 5 % of it.
 
-    Examples
-    --------
     >>> is_narrow([1.0, 1.01] * 10), is_narrow([1.0, 1.2] * 10), is_narrow([1.0] * 5)
     (True, False, False)
     """
@@ -69,8 +65,6 @@ def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[f
 
     By bootstrap: pairs are drawn with repetition, so that what fell on both of a pair alike falls out.
 
-    Examples
-    --------
     >>> ratio_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 4.0, 6.0, 8.0, 10.0, 12.0])
     (0.5, 0.5)
     >>> ratio_interval([1.0] * 5, [1.0] * 5) is None
@@ -93,8 +87,6 @@ def block_interval(
     By bootstrap: whole blocks are drawn with repetition, the same ones of all samples. Steps of a block are like each
     other, and what fell on all blocks of a round alike falls out.
 
-    Examples
-    --------
     >>> block_interval(np.median, np.array([[1.0, 2.0, 3.0]] * 6))
     (2.0, 2.0)
     >>> block_interval(np.median, np.ones((5, 100))) is None

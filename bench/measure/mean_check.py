@@ -39,8 +39,6 @@ class Check:
 def signed_sums(array: NDArray[np.floating]) -> NDArray[np.float64]:
     """Return the signed sums of an array's blocks, in float64.
 
-    Examples
-    --------
     >>> sums = signed_sums(np.ones(1000, np.float32))
     >>> sums.shape, bool(np.array_equal(signed_sums(np.full(1000, 3.0)), 3 * sums))
     ((64,), True)

@@ -160,8 +160,6 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
 def plain(header: Sequence[str], cells: Sequence[Sequence[str]], left: Sequence[bool]) -> str:
     """Lay out a table in plain text.
 
-    Examples
-    --------
     >>> print(plain(["name", "copies"], [["memcpy", "1.00"], ["topk.compress", "12.50"]], [True, False]))
     name           copies
     memcpy           1.00

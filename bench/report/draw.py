@@ -152,8 +152,6 @@ def label_ends(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
 def spread(heights: Sequence[float], distance: float, low: float, high: float) -> list[float]:
     """Move rising heights at least ``distance`` from each other, and back between two bounds where there is room.
 
-    Examples
-    --------
     >>> spread([0, 1, 50], 10, 0, 55)
     [0, 10, 50]
     >>> spread([48, 49, 50], 10, 0, 50)
@@ -174,8 +172,6 @@ def spread(heights: Sequence[float], distance: float, low: float, high: float) -
 def shortened(text: str, length: int) -> str:
     """Shorten a long text in its middle.
 
-    Examples
-    --------
     >>> shortened("encoder.layers.0.weight", 13)
     'encode…weight'
     """

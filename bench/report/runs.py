@@ -212,8 +212,6 @@ def _shares(carried: list[Counter[tuple[bytes, str]]]) -> tuple[list[str], Array
 def plan_in_words(compressor: dict[str, object], collective: str) -> str:
     """Return the compressor, its ratio and the collective.
 
-    Examples
-    --------
     >>> plan_in_words({"id": "topk", "ratio": 0.01}, "allgather")
     'topk 0.01 by allgather'
     >>> plan_in_words({"id": "topk", "ratio": 0.01, "layers": {"b": 1.0}}, "allgather")

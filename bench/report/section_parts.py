@@ -21,8 +21,6 @@ _STEPS_PER_POINT = 5  # at least, where there are many more steps
 def seconds(value: float) -> str:
     """Return seconds with three digits and the unit that fits.
 
-    Examples
-    --------
     >>> seconds(0.02154), seconds(75.3), seconds(8.2e-6), seconds(5000)
     ('21.5 ms', '75.3 s', '8.2 us', '1 h 23 min')
     """
@@ -39,8 +37,6 @@ def seconds(value: float) -> str:
 def amount(value: float) -> str:
     """Return bytes with three digits and a decimal unit.
 
-    Examples
-    --------
     >>> amount(153128), amount(17), amount(2.5e9)
     ('153 kB', '17 B', '2.5 GB')
     """
@@ -53,8 +49,6 @@ def amount(value: float) -> str:
 def digits(value: float, count: int = 3) -> str:
     """Return a number with ``count`` digits, without an exponent where that is short.
 
-    Examples
-    --------
     >>> digits(1234567.0), digits(0.98765), digits(0.000012), digits(20.0)
     ('1,234,567', '0.988', '1.2e-05', '20')
     """
@@ -76,8 +70,6 @@ def percent(share: float) -> str:
 def listed(parts: list[str]) -> str:
     """Join with commas and a last "and".
 
-    Examples
-    --------
     >>> listed(["a"]), listed(["a", "b", "c"])
     ('a', 'a, b and c')
     """
@@ -124,8 +116,6 @@ class Bins:
     def caption(self, what: str = "point", spread: str = "") -> str:
         """Return how steps became points; ``spread`` explains lines and bands, which need bins of several steps.
 
-        Examples
-        --------
         >>> Bins.of(10_000).caption()
         'Each point stands for 100 steps'
         """

@@ -154,8 +154,6 @@ class Corrections:
 def _nearest(ranks: int, known: Iterable[int]) -> int:
     """Return the known number of ranks that is most like another.
 
-    Examples
-    --------
     >>> _nearest(16, [2, 3, 4, 5]), _nearest(6, [2, 3, 4, 5]), _nearest(8, [5])
     (4, 5, 5)
     """

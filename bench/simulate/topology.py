@@ -117,8 +117,6 @@ def folding(ranks: int) -> float:
     In Rabenseifner's algorithm (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521), ranks beyond the
     largest power of two send their arrays to partners first, and get the sum at the end.
 
-    Examples
-    --------
     >>> folding(4), folding(3)
     (1.0, 2.25)
     """

@@ -135,8 +135,6 @@ class Vocabulary:
     A piece outside of the vocabulary is spelled in its UTF-8 bytes. So text in any language has its tokens,
     and a loss per token cannot be improved by calling words unknown.
 
-    Examples
-    --------
     >>> vocabulary = Vocabulary(["if x: x", "if y: x"], size=258)  # keeps " x" and ":"
     >>> len(vocabulary)
     258

@@ -40,8 +40,6 @@ class Digits(Task):
         An ``.npz`` file with the arrays ``x`` of shape (n, h, w), (n, c, h, w) or (n, features), and ``y``
         with n integer labels. Features without a plane get a network of linear layers.
 
-    Examples
-    --------
     >>> task = Digits(seed=0)
     >>> images, labels = task.batch(step=0, rank=1, ranks=4)
     >>> tuple(images.shape)

@@ -12,8 +12,6 @@ class Sampler:
     and within a step rank by rank. Thus no sample is seen twice in an epoch, by whichever rank, and every
     rank computes its share alone. What does not fill a step of all ranks is left out of that epoch.
 
-    Examples
-    --------
     >>> sampler = Sampler("digits", samples=10, batch=2, seed=0)
     >>> first, second = sampler.indices(0, 0, 2), sampler.indices(0, 1, 2)
     >>> len(set(first) | set(second))
@@ -55,8 +53,6 @@ class Shards:
     Every rank goes through its part by itself, epoch by epoch, shuffled as a `Sampler` does it; where parts are not
     equally long, so are epochs. What does not fill a batch is left out of that epoch.
 
-    Examples
-    --------
     >>> shards = Shards("digits", groups=np.array([0, 1, 2, 0, 1, 2]), batch=2, seed=0)
     >>> sorted(shards.indices(0, rank=1, ranks=3).tolist())  # those of group 1
     [1, 4]
@@ -103,8 +99,6 @@ def check_rank(name: str, rank: int, ranks: int) -> None:
 def evenly(samples: int, share: float) -> np.ndarray:
     """Return the numbers of a share of some samples, at least one, taken evenly from the first to the last.
 
-    Examples
-    --------
     >>> evenly(9, 1 / 3).tolist()
     [0, 4, 8]
     """

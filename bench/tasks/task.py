@@ -103,8 +103,6 @@ TASKS: Registry[Any] = Registry("task", ["mpicomp.bench.tasks"], key="name")
 def list_tasks() -> list[str]:
     """Return the names that `get_task` knows; loads torch.
 
-    Examples
-    --------
     >>> list_tasks()
     ['digits', 'text-gpt', 'text-gpt-10m', 'text-lstm', 'vgg']
     """
@@ -137,8 +135,6 @@ def get_task(name: str, seed: int = 0, data: str | os.PathLike[str] | None = Non
     ImportError
         When a package that the task needs is not installed.
 
-    Examples
-    --------
     >>> get_task("digit")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     mpicomp.errors.UnknownNameError: task: unknown name 'digit'; did you mean 'digits'? Known: digits, ...

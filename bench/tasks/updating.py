@@ -62,8 +62,6 @@ _LAST = 0.1  # share of the rate that is left in the last step
 def warm_up_and_cosine(step: int, steps: int) -> float:
     """Return the share of the rate in a step: it rises linearly to all of it, and falls on a cosine to a tenth.
 
-    Examples
-    --------
     >>> [warm_up_and_cosine(step, 20) for step in (0, 1, 10, 19)]
     [0.5, 1.0, 0.55, 0.1]
     """

@@ -66,8 +66,6 @@ def infinity_of(dtype: np.dtype[Any]) -> int:
 def halves(key: int) -> tuple[np.uint32, np.uint32]:
     """Mix a key of 64 bits and cut it in two, as `draw` takes it: of similar keys the halves have nothing in common.
 
-    Examples
-    --------
     >>> [int(half) for half in halves(0)], [int(half) for half in halves(1)]
     ([2065550767, 3793791033], [2298633409, 2433363436])
     """

@@ -28,8 +28,6 @@ _SCALE = 2.0**-32  # with it the sums of up to 2**32 numbers stay finite, and wh
 def bounded_words(count: int, itemsize: int) -> int:
     """Return the most words that a message of ``count`` elements has.
 
-    Examples
-    --------
     >>> bounded_words(0, 4), bounded_words(1, 4), bounded_words(640, 8)
     (0, 33, 642)
     """

@@ -49,8 +49,6 @@ def exact(function: Function) -> Function:
 def cut(size: int, threads: int) -> list[slice]:
     """Cut ``size`` elements into at most ``threads`` parts, none of them too short to be worth a thread.
 
-    Examples
-    --------
     >>> cut(10, 4), cut(1 << 20, 2)
     ([slice(0, 10, None)], [slice(0, 524288, None), slice(524288, 1048576, None)])
     >>> len(cut(400_001, 3))

@@ -66,8 +66,6 @@ class Stack:
 def stacked(matrices: Sequence[Matrix], numel: int | None = None) -> tuple[Stack, ...]:
     """Return ascending matrices in stacks, which fit into arrays of ``numel`` if that is known.
 
-    Examples
-    --------
     >>> [stack.count for stack in stacked([Matrix(start, 2, 3, 1) for start in (0, 10, 20, 26, 32)])]
     [3, 2]
     >>> [stack.count for stack in stacked([Matrix(start, 2, 3, 1) for start in (0, 10)], 16)]

@@ -166,8 +166,6 @@ def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
     Old and new ranks share the line from 0 to 1 evenly, and weigh as much as their parts overlap. Shares of a rank sum
     to 1, so that the mean over ranks, which error feedback has still to deliver, stays the same.
 
-    Examples
-    --------
     >>> weights(0, 2, 4), weights(3, 4, 2), weights(1, 2, 3)
     ({0: 0.5, 1: 0.5}, {1: 1.0}, {1: 0.3333333333333333, 2: 0.6666666666666666})
     """

@@ -152,8 +152,6 @@ def read_ratios(command: str, text: str) -> list[float]:
 def read_list(text: str) -> list[str]:
     """Cut at commas, but not inside a JSON object.
 
-    Examples
-    --------
     >>> read_list('topk, {"id": "topk", "wire": "fp16"},dense')
     ['topk', '{"id": "topk", "wire": "fp16"}', 'dense']
     """

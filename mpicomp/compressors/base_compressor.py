@@ -210,8 +210,6 @@ def bound(default: Any) -> Any:
 def match_layer_setting(layers: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     """Return the setting of the first pattern that matches a parameter's name, or the default.
 
-    Examples
-    --------
     >>> match_layer_setting({"embedding.*": 8, "*": 4}, "embedding.weight", 2)
     8
     """
@@ -221,8 +219,6 @@ def match_layer_setting(layers: Mapping[str, Any] | None, name: str, default: An
 def num_kept(ratio: float, numel: int) -> int:
     """Return the number of elements that a ratio keeps: the nearest integer, at least 1 where there are any.
 
-    Examples
-    --------
     >>> num_kept(0.01, 1000), num_kept(0.01, 3), num_kept(1.0, 7), num_kept(0.5, 0)
     (10, 1, 7, 0)
     """

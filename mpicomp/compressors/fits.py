@@ -44,8 +44,6 @@ def interpolated(points: Sequence[tuple[float, int]], wanted: float) -> float | 
     in between. Under error feedback they fall slowly and then, at the threshold of the step before, all at once: every
     other time the result is nearer to the middle.
 
-    Examples
-    --------
     >>> round(interpolated([(1.0, 100), (3.0, 1)], 10), 3)
     2.0
     """

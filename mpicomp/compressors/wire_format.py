@@ -91,8 +91,6 @@ def compact(count: int, numel: int) -> str:
     At least 64 indices are coded, if the code takes at most three quarters of plain integers: coding and decoding take
     1.5 ns an index each, and together at least 3 us. Fewer save less than that at 1 Gbit/s.
 
-    Examples
-    --------
     >>> compact(63, 100_000), compact(64, 100_000), compact(64, 2**32 - 1)
     ('plain', 'elias-fano', 'plain')
     """
@@ -102,8 +100,6 @@ def compact(count: int, numel: int) -> str:
 def value_bytes(count: int, dtype: np.dtype[Any], stored: str | None) -> int:
     """Return the bytes of ``count`` values in a format of `Wire`, without padding.
 
-    Examples
-    --------
     >>> [value_bytes(100, np.dtype(np.float32), stored) for stored in (None, "fp16", "q8", "q4", "q2", "signs")]
     [400, 200, 112, 64, 40, 20]
     """
@@ -164,8 +160,6 @@ class MessageHeader:
 def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
     """Return the bytes of a message with ``count`` elements of an array of ``numel``.
 
-    Examples
-    --------
     >>> import numpy as np
     >>> single = np.dtype(np.float32)
     >>> message_bytes(0, 10_000, single, Wire()), message_bytes(100, 10_000, single, Wire())

@@ -184,8 +184,6 @@ def visible_gpus(environ: Mapping[str, str] | None = None, listing: str | None =
 def gpus(environ: Mapping[str, str] | None = None, listing: str | None = None) -> list[str]:
     r"""Return the NVIDIA GPUs that this process may use, in CUDA's order.
 
-    Examples
-    --------
     >>> gpus({"CUDA_VISIBLE_DEVICES": "1"}, "GPU 0: A (UUID: GPU-aa)\nGPU 1: B (UUID: GPU-bb)")
     ['1: B']
     """
@@ -195,8 +193,6 @@ def gpus(environ: Mapping[str, str] | None = None, listing: str | None = None) -
 def thread_count(environ: Mapping[str, str], cpus: int) -> tuple[int, str]:
     """Return the number of threads that a rank with so many cpus computes with, and the setting it comes from.
 
-    Examples
-    --------
     >>> thread_count({"OMP_NUM_THREADS": "4"}, 16)
     (4, 'OMP_NUM_THREADS=4')
     >>> thread_count({}, 16)

@@ -50,8 +50,6 @@ def detect_transports(
 
     `vendor` and `version` come from ``mpi4py.MPI``, `files` are mapped into this process, `cards` are `adapters()`.
 
-    Examples
-    --------
     >>> detect_transports("MPICH", "MPICH Device: ch4:ucx", [], [], {"UCX_TLS": "tcp,self"})
     Transports(library='ucx', inside='shared memory', between='tcp', reason='MPICH device ch4:ucx; UCX_TLS=tcp,self')
     """
@@ -163,8 +161,6 @@ def fork_safety(
 ) -> ForkSafety:
     """Return whether a fork is dangerous.
 
-    Examples
-    --------
     >>> fork_safety("spawn", Transports("ucx", "shared memory", "rdma", ""), ["mlx5_0"], {}).dangerous
     False
     """

@@ -139,8 +139,6 @@ class Telemetry:
 def slowest_of(work_s: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[int, float]:
     """Return the rank with most work, and its seconds over the median rank.
 
-    Examples
-    --------
     >>> slowest_of(np.array([1.0, 1.25, 3.25, 1.5]))
     (2, 2.0)
     """

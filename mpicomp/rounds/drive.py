@@ -38,8 +38,6 @@ def drive(exchange: Rounds[Value], answer: Callable[[Request], Any]) -> Value:
     answer : callable
         Runs a round and returns the reply: what was received, or a `Pending` for a round in the background.
 
-    Examples
-    --------
     >>> import numpy as np
     >>> from mpicomp.rounds import Round
     >>> def total(number):

@@ -24,8 +24,6 @@ class Graph:
     edges : frozenset of (int, int)
         Pairs of neighbours, the lower rank first.
 
-    Examples
-    --------
     >>> graph = make_graph([(0, 1), (1, 2), (1, 3)], 4)
     >>> graph.neighbours(1), graph.neighbours(3)
     ((0, 2, 3), (1,))
@@ -74,8 +72,6 @@ def make_graph(edges: str | Iterable[Any], size: int) -> Graph:
     ConfigurationError
         If an edge is no pair of ranks, or some rank cannot be reached from the others.
 
-    Examples
-    --------
     >>> sorted(make_graph("ring", 4).edges)
     [(0, 1), (0, 3), (1, 2), (2, 3)]
     >>> make_graph("torus", 12).neighbours(0)

@@ -63,8 +63,6 @@ def layout_groups(
 ) -> tuple[Group, dict[str, tuple[int, ...]]]:
     """Return the group of all ranks, as one rank sees it, and the ranks in each of its groups, ascending.
 
-    Examples
-    --------
     >>> group, members = layout_groups([0, 0, 1, 1, 1], rank=2)
     >>> members["host"], members["across"]
     ((2, 3, 4), (0, 2))
@@ -93,8 +91,6 @@ def layout_groups(
 def parts_of(numel: int, size: int) -> list[int]:
     """Cut ``numel`` elements into ``size`` parts that differ by at most one element.
 
-    Examples
-    --------
     >>> parts_of(10, 4), parts_of(1, 3)
     ([3, 3, 2, 2], [1, 0, 0])
     """

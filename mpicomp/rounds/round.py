@@ -139,8 +139,6 @@ def gather_rows(values: ArrayLike, group: Group) -> Rounds[NDArray[Any]]:
 def dense_ring_bytes(numel: int, ranks: int, itemsize: int = 4) -> float:
     """Return the bytes that leave a rank when a ring averages a dense array: the reference for all others.
 
-    Examples
-    --------
     >>> dense_ring_bytes(1000, 4)
     6000.0
     """

@@ -102,8 +102,6 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix of the same singular vectors, with singular values of about 0.7 to 1.2.
 
-    Examples
-    --------
     >>> import torch
     >>> wide = orthogonalize(torch.randn(4, 64, generator=torch.Generator().manual_seed(0)))
     >>> bool(((torch.linalg.svdvals(wide.float()) - 1).abs() < 0.35).all())

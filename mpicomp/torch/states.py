@@ -16,8 +16,6 @@ _BASES = (bool, int, float, str)  # a subclass of one of these would be stored b
 def name_of(name: str) -> str:
     """Return the name of a parameter without the marks of compiled modules.
 
-    Examples
-    --------
     >>> name_of("_orig_mod.head.weight"), name_of("layers.0._orig_mod.weight")
     ('head.weight', 'layers.0.weight')
     """

@@ -49,8 +49,6 @@ _SCALE = 43  # ResNet-18 has so many times the parameters of ResNet-20
 def phases(schedule: str, steps: int) -> list[tuple[str, paper_runs.Link]]:
     """Return the network of each step, with a name.
 
-    Examples
-    --------
     >>> [name for name, _ in phases("C1", 4)]
     ['1 ms, 25 Gbit/s', '1 ms, 1 Gbit/s', '50 ms, 1 Gbit/s', '50 ms, 25 Gbit/s']
     """

@@ -203,8 +203,6 @@ def _select_s(cell: Cell, numel: int) -> float:
 def crossing(ratios: Sequence[float], ours: Sequence[float], theirs: Sequence[float]) -> float | None:
     """Return the ratio below which ``ours`` is the faster one, by a line between logarithms; None where none is.
 
-    Examples
-    --------
     >>> round(crossing([0.1, 0.01, 0.001], [100, 10, 1], [10, 10, 10]), 4)
     0.01
     """

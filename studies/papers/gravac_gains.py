@@ -47,8 +47,6 @@ def train(task_name: str, factor: int, ranks: int, steps: int, seed: int = 0) ->
 def compress(gradient: Layers, residual: Layers, factor: int) -> dict[str, Any]:
     """Select from each layer, leave the rest in the residual, and return what is sent and the three gains of a rank.
 
-    Examples
-    --------
     >>> import numpy as np
     >>> gradient, residual = [np.float32([3, 0, 0, 4])], [np.float32([0, 0, 5, 0])]
     >>> {name: round(gain, 2) for name, gain in compress(gradient, residual, 4)["gains"].items()}

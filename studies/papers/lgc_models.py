@@ -29,8 +29,6 @@ PRINTED_MB = {
 def parameters(model: str) -> list[tuple[str, int]]:
     """Return names and sizes of a ResNet's parameters, in the order of the network.
 
-    Examples
-    --------
     >>> sum(size for _, size in parameters("ResNet-50"))  # as everyone counts them
     25557032
     """
@@ -58,8 +56,6 @@ def parameters(model: str) -> list[tuple[str, int]]:
 def parts(model: str, ratio: float) -> dict[str, int]:
     """Return the bytes that every rank sends by LGC besides indices: the first layer, the last one's values, a code.
 
-    Examples
-    --------
     >>> parts("ResNet-50", 0.001)
     {'first': 37632, 'last': 8196, 'code': 23559}
     """
@@ -92,8 +88,6 @@ def step_bytes(model: str, config: Mapping[str, Any], collective: str, ranks: in
 def index_bits(numel: int, ratio: float) -> dict[str, float]:
     """Return the bits of an index among ``numel``: by DEFLATE as they are, of their differences, here, and the entropy.
 
-    Examples
-    --------
     >>> {name: round(bits) for name, bits in index_bits(100_000, 0.01).items()}
     {'deflate': 16, 'differences': 13, 'here': 9, 'entropy': 8}
     """

@@ -246,8 +246,6 @@ def grouped(rows: Iterable[Mapping[str, Any]], *names: str) -> dict[Any, list[Ma
 def steps_to(row: Mapping[str, Any], target: float, lower: bool) -> int | None:
     """Return the steps after which a training's quality was first as good as a target, None where it never was.
 
-    Examples
-    --------
     >>> steps_to({"curve": [(10, 0.5), (20, 0.9), (30, 0.8)]}, 0.8, lower=False)
     20
     """
@@ -257,8 +255,6 @@ def steps_to(row: Mapping[str, Any], target: float, lower: bool) -> int | None:
 def bits_for(share: float, compute_s: float, numel: int, ranks: int) -> float:
     """Return the bandwidth at which dense exchange by a ring takes a share of a step that computes for so long.
 
-    Examples
-    --------
     >>> bits_for(0.5, 0.1, 1_000_000, 4)
     480000000.0
     """
@@ -276,8 +272,6 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, st
 def of_seeds(values: Sequence[float], form: str = ".4f") -> str:
     """Return the mean over seeds, and the range where there are several.
 
-    Examples
-    --------
     >>> of_seeds([0.5]), of_seeds([0.5, 0.75, 1.0], ".2f")
     ('0.5000', '0.75 (0.50 to 1.00)')
     """
