@@ -20,18 +20,9 @@ from mpicomp.transport.base import Transport
 class Replay(Policy):
     """Runs the plans that ``mpicomp train --metrics`` has recorded: compressor and collective of every bucket.
 
-    Step s of S runs recorded step ``floor(s * recorded / S)``, so that a long run is played in fewer steps
-    and each part of it has its share. A step that was undone is run again. Nothing is surveyed or predicted:
-    what it took to choose is not in the seconds.
-
-    Parameters
-    ----------
-    path : str
-        The recorded lines; the same ones on all ranks.
-    steps : int or None
-        In how many steps they are played: S. What comes after runs the last ones. None stands for as many as there are.
-    first : int
-        Steps that come before, and run the first recorded one.
+    Step s of S runs recorded step ``floor(s * recorded / S)``, after ``first`` steps of the first one, so that a long
+    run is played in fewer steps and each part of it has its share. A step that was undone is run again. Nothing is
+    surveyed or predicted: what it took to choose is not in the seconds.
     """
 
     id: ClassVar[str] = "replay"

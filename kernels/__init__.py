@@ -20,11 +20,6 @@ _modules: dict[type, Any] = {}  # by the type of an array; None for other types 
 def of(array: Any) -> Any:
     """Return the kernels that work where an array is: the module `cpu`, or `gpu` for arrays of CuPy.
 
-    Raises
-    ------
-    TypeError
-        For other objects.
-
     >>> import numpy as np
     >>> of(np.zeros(3)).__name__
     'mpicomp.kernels.cpu'

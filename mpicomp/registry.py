@@ -72,20 +72,9 @@ class Registry(Generic[Object]):
         return cls
 
     def build(self, config: str | Mapping[str, Any] | Object) -> Object:
-        """Return an object from a name, or from a configuration with its name under ``"id"``.
+        """Return an object from its name or from a configuration with that under ``"id"``; return an object unchanged.
 
-        Parameters
-        ----------
-        config : str, mapping or object
-            An object is returned unchanged. ``"as_published": True`` in a configuration sets the other settings to the
-            values of the paper.
-
-        Raises
-        ------
-        UnknownNameError
-            For an unknown name; the message suggests the nearest one.
-        ConfigurationError
-            For a setting that the class does not have, or a bad value.
+        ``"as_published": True`` in a configuration sets the other settings to the values of the paper.
 
         >>> from mpicomp import get_compressor
         >>> get_compressor({"id": "topk", "ratio": 0.05})
@@ -113,12 +102,7 @@ class Registry(Generic[Object]):
         return built
 
     def names(self) -> list[str]:
-        """Return all names, sorted.
-
-        >>> from mpicomp import list_compressors
-        >>> {"dense", "topk"} <= set(list_compressors())
-        True
-        """
+        """Return all names, sorted."""
         self._load()
         return sorted(self._classes)
 

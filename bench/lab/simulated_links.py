@@ -15,15 +15,7 @@ from mpicomp.transport.mpi import MPITransport
 
 
 class SimulatedLinks(MPITransport):
-    """A rank that takes itself to be alone on its host. Collective.
-
-    Parameters
-    ----------
-    hosts : int
-        The number of ranks.
-    bandwidth : int
-        Bits a second of each host's link, in each direction.
-    """
+    """A rank that takes itself to be alone on its host, whose link passes ``bandwidth`` bits a second. Collective."""
 
     def __init__(self, hosts: int, bandwidth: int) -> None:
         super().__init__(layout=range(hosts))

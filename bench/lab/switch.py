@@ -65,24 +65,14 @@ def forward(
 ) -> Any:
     """Forward packets for ever.
 
-    A packet waits at its host until the cable there is free, is under way for the latency, waits at the switch
-    until the cable of the receiver is free, and is handed over when its last byte would have come. The switch
-    passes on the first byte before the last has come, so that an idle path costs the time of one cable. The clocks
-    of the cables give no credit for idle time, unlike a token bucket.
+    A packet waits at its host until the cable there is free, is under way for the latency, waits at the switch until
+    the cable of the receiver is free, and is handed over when its last byte would have come. The switch passes on the
+    first byte before the last has come, so that an idle path costs the time of one cable. The clocks of the cables give
+    no credit for idle time, unlike a token bucket.
 
-    Parameters
-    ----------
-    devices : array of int32, shape (hosts,)
-        TUN devices, non-blocking, with IFF_VNET_HDR.
-    picoseconds_a_byte, half_latency : arrays of int64, shape (hosts,)
-        The cable of each host; may be changed by another process at any time. Below 0 picoseconds it is down, and
-        packets wait.
-    network : array of uint8, shape (3,)
-        How the hosts' addresses begin; host i is number i + 1 in it.
-    slots : array of uint8, shape (packets, bytes)
-        Room for the packets under way.
-    lost : array of uint64, shape (2,)
-        Share of packets that get lost at the switch, times 2**64, and the state of the numbers that say which.
+    ``devices`` are TUN devices, non-blocking, with IFF_VNET_HDR. Another process may change the cables at any time;
+    below 0 picoseconds one is down, and packets wait. Host i has the address ``network`` and i + 1. ``slots`` are room
+    for packets under way; ``lost`` is the share of packets that get lost, times 2**64, and the state of random numbers.
     """
     hosts = devices.size
     count, room = slots.shape

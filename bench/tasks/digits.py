@@ -29,16 +29,9 @@ class _MissingError(ValueError):
 class Digits(Task):
     """Classify the 1,797 images of 8 x 8 pixels that come with scikit-learn; quality is held-out accuracy.
 
-    A quarter of the images is held out. The network has two convolutions and two linear layers, 38 thousand
-    parameters. The optimizer's setting is explained in TUNING.md.
-
-    Parameters
-    ----------
-    seed : int
-        Seed of the run.
-    data : path, optional
-        An ``.npz`` file with the arrays ``x`` of shape (n, h, w), (n, c, h, w) or (n, features), and ``y``
-        with n integer labels. Features without a plane get a network of linear layers.
+    A quarter of the images is held out. The network has two convolutions and two linear layers, 38 thousand parameters.
+    The optimizer's setting is explained in TUNING.md. A user's data is an ``.npz`` file with ``x`` of shape (n, h, w),
+    (n, c, h, w) or (n, features), which get a network of linear layers, and ``y`` with n integer labels.
 
     >>> task = Digits(seed=0)
     >>> images, labels = task.batch(step=0, rank=1, ranks=4)

@@ -24,18 +24,11 @@ class LanguageTask(Task):
 
     The text is the Python standard library's own sources, more than 5 MB that every installation has. Tokens are of at
     most four letters, with bytes for what is rare. Whole files are held out. The text differs a little between versions
-    of Python, hence so does the loss: compare runs of one installation.
+    of Python, hence so does the loss: compare runs of one installation. A user's data is a text file, or a folder of
+    text files, in UTF-8.
 
     A task derives from it, with ``name``, ``length``, ``vocabulary``, ``model`` and ``optimizer``. Its model takes
     token numbers of shape (samples, length) and returns the logits of each one's next token.
-
-    Parameters
-    ----------
-    seed : int
-        Seed of the run.
-    data : path, optional
-        A text file, or a folder of text files, read as UTF-8. A small text has a smaller vocabulary and hence
-        a smaller model.
     """
 
     quality_name = "held-out loss"

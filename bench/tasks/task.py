@@ -46,37 +46,20 @@ class Task(Protocol):
         ...
 
     def schedule(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return what sets the optimizer's rate after every step; None where it stays as it is.
-
-        Parameters
-        ----------
-        optimizer : torch.optim.Optimizer
-            What `optimizer` has returned, before its first step.
-        steps : int
-            Number of steps of the whole training.
-        """
+        """Return what sets the optimizer's rate after every one of ``steps``; None where it stays as it is."""
         return None
 
     def batch(self, step: int, rank: int, ranks: int) -> Any:
         """Return the samples of one rank in one step; no sample goes to two ranks of a step.
 
-        Raises
-        ------
-        ValueError
-            When the data cannot give every rank a batch of its own. It depends on `ranks` alone, so all
-            ranks raise.
+        Where the data cannot give every rank a batch a ValueError is raised, on all ranks.
         """
         ...
 
     def shard(self) -> None:
         """Draw the samples of every rank from a different part: its classes, or its part of the text.
 
-        To be called before the first batch. It sets `shards`. Held-out data stay those of all.
-
-        Raises
-        ------
-        ValueError
-            Where the task has no such parts.
+        To be called before the first batch. It sets `shards`, or raises ValueError. Held-out data stay those of all.
         """
         raise ValueError(f"{self.name}: this task has no shards; its batches are what it gives each rank")
 
@@ -85,15 +68,7 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: torch.nn.Module, share: float = 1.0) -> float:
-        """Return the quality on held-out data: for one share always the same data, in the same order.
-
-        Parameters
-        ----------
-        model : torch.nn.Module
-            Its mode, and all else, is left as it was.
-        share : float
-            In (0, 1]: of the held-out samples, taken evenly from end to end; at least one.
-        """
+        """Return the quality on a share of the held-out data, always the same ones; the model stays as it was."""
         ...
 
 
@@ -115,25 +90,9 @@ def list_tasks() -> list[str]:
 
 
 def get_task(name: str, seed: int = 0, data: str | os.PathLike[str] | None = None, shards: bool = False) -> Task:
-    """Load a training task.
+    """Load a training task, one of `list_tasks()`, with the user's own data, and with `Task.shard` if ``shards``.
 
-    Parameters
-    ----------
-    name : str
-        One of `list_tasks()`.
-    seed : int
-        Decides the initial model and the order of the samples; not the split into training and held-out data.
-    data : path, optional
-        The user's own data in place of the task's: see the task for its form.
-    shards : bool
-        Whether every rank draws its samples from a part of its own: see `Task.shard`.
-
-    Raises
-    ------
-    ValueError
-        For an unknown name, a negative seed, data that the task cannot train on, or a task that has no shards.
-    ImportError
-        When a package that the task needs is not installed.
+    The seed decides the initial model and the order of the samples; not the split into training and held-out data.
 
     >>> get_task("digit")  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -130,18 +130,8 @@ def _run(
 def run_program(parse: Callable[[], argparse.Namespace], run: Callable[[argparse.Namespace], int]) -> int:
     """Run a program as commands are run: an error is printed once, and ends all ranks of a job.
 
-    Parameters
-    ----------
-    parse : callable
-        Reads the command line. With ``alone`` among the arguments rank 0 alone runs, without MPI.
-    run : callable
-        Does the work and returns the exit status.
-
-    Returns
-    -------
-    int
-        The exit status: 0, what ``run`` returns, or 2 for a wrong command line and for errors that the message
-        explains. Other exceptions are passed on; on a job of several ranks they end all of them.
+    ``parse`` reads the command line; with ``alone`` among the arguments rank 0 alone runs, without MPI. The exit status
+    is what ``run`` returns, or 2 for a wrong command line and for errors that their message explains.
     """
     launch = launcher.detect()
     try:
@@ -165,12 +155,6 @@ def run_program(parse: Callable[[], argparse.Namespace], run: Callable[[argparse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; see `run_program`.
-
-    Parameters
-    ----------
-    argv
-        The words after ``mpicomp``; those of this process when not given.
-    """
+    """Run one command, of the words after ``mpicomp``, and return its exit status; see `run_program`."""
     words = sys.argv[1:] if argv is None else argv
     return run_program(lambda: _parse(words), lambda arguments: int(arguments._command.run(arguments) or 0))

@@ -112,12 +112,7 @@ class MessageLayout:
     def read(self, received: NDArray[np.uint8]) -> tuple[int, float, float, list[MessageHeader] | None]:
         """Return the flags of all messages together, the sums of energy and lost energy, and the headers.
 
-        None for the headers stands for messages that have the parts of this layout.
-
-        Raises
-        ------
-        MessageError
-            If a header is damaged, or indices of messages that have the parts of this layout do not ascend.
+        None for the headers stands for messages that have the parts of this layout. Damage raises `MessageError`.
         """
         flags, energy, lost = 0, 0.0, 0.0
         if self.is_plain:

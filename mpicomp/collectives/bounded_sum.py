@@ -58,11 +58,6 @@ def bounded_sum(array: NDArray[np.floating], out: NDArray[np.floating], grid: Gr
     """Write the ranks' sum of contiguous arrays, or their mean, to ``out``, which may be the array. As rounds.
 
     Each rank owns a part: it is sent all other ranks' integers of it, and sends their sum to all.
-
-    Raises
-    ------
-    MessageError
-        On all ranks, if one of them could not read what it was sent.
     """
     from mpicomp.kernels.cpu import bounded_blocks as kernels  # which loads Numba, as no import does
 

@@ -144,16 +144,8 @@ class Compressor(ABC):
     ) -> Self:
         """Return the compressor for a bucket of these parameters: itself, unless `bind_to` is overridden.
 
-        Parameters
-        ----------
-        names, sizes : sequence of str, of int
-            The bucket's parameters, in order.
-        shapes : sequence of tuple of int
-            Their shapes; by default each has one dimension.
-        model : mapping of str to int, optional
-            Names and sizes of all parameters of the model; by default those of the bucket.
-        warm_up : bool
-            False skips what the compressor does differently in its first steps.
+        ``model`` has the sizes of all parameters of the model, by default those of the bucket. ``warm_up=False`` skips
+        what the compressor does differently in its first steps.
         """
         return self.bind_to(BucketParameters(names, sizes, shapes or [(size,) for size in sizes], model, warm_up))
 

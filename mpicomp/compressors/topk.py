@@ -113,19 +113,10 @@ class TopK(Sparsifier):
 def largest_of_parts(
     accumulated: GradientWithResidual, context: Context, parts: Sequence[tuple[int, int, int]]
 ) -> Selection:
-    """Select the k largest elements of each part of a bucket, exactly.
+    """Select the k largest elements of each part of a bucket, exactly; valid until the next call for the same bucket.
 
-    Parameters
-    ----------
-    accumulated, context
-        See `Sparsifier.select`; what bounds the candidates of the next step goes into the memory.
-    parts : sequence of (int, int, int)
-        Start, stop and k of each; ascending, disjoint, none empty.
-
-    Returns
-    -------
-    Selection
-        Valid until the next call for the same bucket.
+    Parts are (start, stop, k): ascending, disjoint, none empty. The memory keeps what bounds the next step's
+    candidates.
     """
     whole = len(parts) == 1 and parts[0][1] - parts[0][0] == accumulated.numel
     kernels = accumulated.kernels

@@ -272,12 +272,8 @@ def parse_message(
     """Return a parsed message; values and indices that are stored as they are stay views of it.
 
     It is valid as long as the message, and until the next one is parsed with the same workspace, which holds decoded
-    parts. A `DAMAGED` message has no elements. ``expected`` is the number of values, if known.
-
-    Raises
-    ------
-    MessageError
-        For a wrong field, length, index or scale.
+    parts. A `DAMAGED` message has no elements. ``expected`` is the number of values, if known. A wrong field, length,
+    index or scale raises `MessageError`.
     """
     header = parse_header(message, numel, dtype, expected)
     count, place = header.count, header.indices_at

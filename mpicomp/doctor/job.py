@@ -42,14 +42,7 @@ def local() -> dict[str, Any]:
 
 
 def examine() -> dict[str, Any]:
-    """Inspect the whole job; called by all ranks. It initializes MPI.
-
-    Returns
-    -------
-    dict
-        Object that ``mpicomp doctor --json`` prints, the same on every rank. Fields are added, never changed, while
-        ``schema`` is 1. docs/cluster.md has all of them.
-    """
+    """Inspect the whole job and return the object of ``mpicomp doctor --json``. Collective; it initializes MPI."""
     here = local()
     launch: launcher.Launch | None = here["launcher"]
     report: dict[str, Any] = {

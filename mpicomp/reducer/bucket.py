@@ -86,24 +86,12 @@ class LayerBounds:
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """Parameters of a bucket, and the elements and the energy that this rank has sent of each.
-
-    Attributes
-    ----------
-    names : tuple of str
-        Names of the parameters.
-    sizes : array of int64, shape (parameters,)
-        Elements.
-    count : callable
-        Returns `kept`, so that a device is not waited for before.
-    gains : array of float64, shape (parameters,), or None
-        Sent share of the accumulated gradient's energy on this rank; None in a step without a survey.
-    """
+    """Parameters of a bucket, and the elements and the energy that this rank has sent of each."""
 
     names: tuple[str, ...]
     sizes: NDArray[np.int64]
-    count: Callable[[], NDArray[np.int64]]
-    gains: NDArray[np.float64] | None
+    count: Callable[[], NDArray[np.int64]]  # returns `kept`, so that a device is not waited for before
+    gains: NDArray[np.float64] | None  # sent share of each accumulated energy here; None in a step without a survey
 
     @functools.cached_property
     def kept(self) -> NDArray[np.int64]:

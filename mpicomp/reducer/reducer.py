@@ -419,15 +419,9 @@ class Reducer:
         self.loaded = LoadedState(step, state.get("policy", {}), cost)
 
     def load_residuals(self, state: Mapping[str, Any]) -> None:
-        """Load only residuals, velocities and memories of compressors from the result of `state_dict`.
+        """Load only residuals, velocities and memories of compressors from the result of `state_dict`. Not collective.
 
-        For a script that undoes steps: each rank loads its own, between the same two steps on all ranks. Not
-        collective.
-
-        Raises
-        ------
-        ConfigurationError
-            If a residual has another shape than its array. Nothing is loaded then.
+        For a script that undoes steps: each rank loads its own, between the same two steps on all ranks.
         """
         self.layout.load(state)
 

@@ -29,16 +29,9 @@ _MOST = 1e290  # so that steps and their multiples are finite
 class TrainingReducer(Reducer):
     """A reducer of a training loop, which knows how its optimizer uses means.
 
-    Parameters
-    ----------
-    *args, **settings
-        Of `Reducer`.
-    normalises : bool
-        Whether the optimizer divides the mean by the root of its mean square, as Adam does. Late gradients then arrive
-        in bursts that make its steps smaller, which ``auto`` and the warning of a slow compressor consider.
-    local_steps : bool
-        Whether the policy chooses how many local steps there are from one call of `reduce` to the next, if ranks
-        exchange updates: ``"interval"`` does if a compressor is named; see `Reducer.local_steps`.
+    ``normalises`` is whether the optimizer divides the mean by the root of its mean square, as Adam does: late
+    gradients then arrive in bursts that make its steps smaller. With ``local_steps`` the policy chooses how many there
+    are from one `reduce` to the next; see `Reducer.local_steps`.
     """
 
     def __init__(self, *args: Any, normalises: bool = True, local_steps: bool = False, **settings: Any) -> None:

@@ -29,14 +29,9 @@ def advance(exchange: Rounds[Value], reply: Any = None) -> Request | Returned[Va
 
 
 def drive(exchange: Rounds[Value], answer: Callable[[Request], Any]) -> Value:
-    """Run a generator to its end and return its value.
+    """Run a generator of rounds to its end and return its value.
 
-    Parameters
-    ----------
-    exchange : generator
-        Yields rounds.
-    answer : callable
-        Runs a round and returns the reply: what was received, or a `Pending` for a round in the background.
+    ``answer`` runs a round and returns the reply: what was received, or a `Pending` for a round in the background.
 
     >>> import numpy as np
     >>> from mpicomp.rounds import Round

@@ -15,14 +15,7 @@ KNOWN = ("ring", "torus")
 
 @dataclass(frozen=True)
 class Graph:
-    """A connected graph of ranks.
-
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    edges : frozenset of (int, int)
-        Pairs of neighbours, the lower rank first.
+    """A connected graph of ranks; of the two ranks of an edge the lower one comes first.
 
     >>> graph = make_graph([(0, 1), (1, 2), (1, 3)], 4)
     >>> graph.neighbours(1), graph.neighbours(3)
@@ -57,20 +50,7 @@ class Graph:
 
 
 def make_graph(edges: str | Iterable[Any], size: int) -> Graph:
-    """Make a graph of ranks.
-
-    Parameters
-    ----------
-    edges : {"ring", "torus"} or iterable of (int, int)
-        A ring; a torus with sides as equal as divisors allow, so a ring for a prime number of ranks; or the pairs of
-        neighbours, in either order.
-    size : int
-        Number of ranks. One rank has no neighbours.
-
-    Raises
-    ------
-    ConfigurationError
-        If an edge is no pair of ranks, or some rank cannot be reached from the others.
+    """Make a graph of ranks: a ring, a torus with sides as equal as divisors allow, or of pairs of neighbours.
 
     >>> sorted(make_graph("ring", 4).edges)
     [(0, 1), (0, 3), (1, 2), (2, 3)]

@@ -136,18 +136,10 @@ def train(
 ) -> dict[str, Any]:
     """Train with ranks that are simulated in this process: what is sent and learned is what it would be among others.
 
-    Steps for a trial come besides, as in papers that have them. On a simulated network each rank is a host.
-
-    Returns
-    -------
-    dict
-        ``quality`` in the end; ``late_bytes`` and ``late_wire_bytes`` of rank 0's buckets in a step, mean over the last
-        third of the steps, ``dense_bytes`` and ``dense_wire_bytes`` of a dense step; ``learned_once_bytes`` that left
-        rank 0 once after the first step; ``kept``, the share of elements that was sent, mean over steps; ``curve``,
-        pairs of steps and quality; ``compute_s``, the median processor time of a rank's loss and backward; ``plans``,
-        of every step its seconds, the share that was sent, the collectives and the reason of the first bucket. Seconds
-        are those of simulated clocks, otherwise those of all ranks one after the other. ``code_error`` is that of a
-        learned code at the end of its learning, as a share of the energy of what it codes; 0 where there is none.
+    Steps for a trial come besides, as in papers that have them. On a simulated network each rank is a host, and seconds
+    are those of its clocks; otherwise those of all ranks one after the other. Late bytes are those of a step of rank 0,
+    mean over the last third of the steps; ``kept`` is the share of elements that was sent, mean over steps;
+    ``compute_s`` the median processor time of a rank's loss and backward.
     """
     import resnet  # noqa: F401, registers its task
 

@@ -83,11 +83,6 @@ def drive_trials(optimizer: Any, model: Any = None) -> TrialDriver:
 
     Call its ``after_step()`` after each ``optimizer.step()``. ``optimizer.join()`` is refused from then on: a trial
     that continues after it would undo steps of its last batches.
-
-    Parameters
-    ----------
-    optimizer, model
-        See `copies_of`.
     """
     driver = TrialDriver(optimizer.reducer, *copies_of(optimizer, model))
 
@@ -104,16 +99,9 @@ def drive_trials(optimizer: Any, model: Any = None) -> TrialDriver:
 
 
 def copies_of(optimizer: Any, model: Any = None) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return ``checkpoint`` and ``restore`` of an optimizer of PyTorch, as `TrialDriver` takes them.
+    """Return ``checkpoint`` and ``restore`` of an optimizer of PyTorch, and of a model's buffers, for `TrialDriver`.
 
     Settings of groups, such as the learning rate, stay as they are: they follow their schedule.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Its parameters and their state are copied.
-    model : torch.nn.Module, optional
-        Its buffers, such as the averages of a batch norm, are copied too.
     """
 
     def checkpoint() -> Any:
