@@ -8,8 +8,7 @@ from mpicomp.device.cuda import CudaDevice
 from mpicomp.errors import ConfigurationError, LaunchError, MpicompError
 from mpicomp.system import gpus
 
-Found = int | MpicompError
-"""The number of a rank's GPU, or the reason for which it has none."""
+Found = int | MpicompError  # the number of a rank's GPU, or the reason for which it has none
 
 
 def find() -> Found:

@@ -148,8 +148,7 @@ def _check_torchft(exchange: str) -> None:
         raise ConfigurationError(f"{exchange}: {error}; install it with pip install torchft") from error
 
 
-Gather = Callable[[Tensor], list[Tensor]]
-"""Hands every rank everyone's arrays of one length, in the order of ranks."""
+Gather = Callable[[Tensor], list[Tensor]]  # hands every rank everyone's arrays of one length, in the order of ranks
 
 
 class PlainTopK:

@@ -21,27 +21,22 @@ NONE, AUTO = "none", "auto"
 TORCHFT_DDP, TORCHFT_DILOCO = "torchft-ddp", "torchft-diloco"
 PLAIN_TOPK, PLAIN_TOPK_MPI = "plain-topk", "plain-topk-mpi"
 DDP = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-powersgd-1bucket")
-OTHERS = (NONE, *DDP, TORCHFT_DDP, TORCHFT_DILOCO, PLAIN_TOPK, PLAIN_TOPK_MPI)
-"""Exchanges that are not mpicomp's."""
-INLINE = "-inline"
-"""Suffix of the name of an exchange that waits for backward to end."""
+OTHERS = (NONE, *DDP, TORCHFT_DDP, TORCHFT_DILOCO, PLAIN_TOPK, PLAIN_TOPK_MPI)  # exchanges that are not mpicomp's
+INLINE = "-inline"  # suffix of the name of an exchange that waits for backward to end
 UPDATES = "updates:"
 """Prefix of the name of an exchange of updates, in place of gradients; that of the exchange follows."""
-DEMO = "demo"
-"""Name of DeMo with small chunks, as docs/updates.md recommends it."""
+DEMO = "demo"  # name of DeMo with small chunks, as docs/updates.md recommends it
 DEMO_COMPRESSOR: dict[str, Any] = {"id": "dcttopk", "ratio": 0.0125, "side": 16, "wire": "q4"}
 """Three of 256 coefficients, in four bits."""
 DEMO_SETTINGS: dict[str, Any] = {"outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
 """Settings of `mpicomp.torch.UpdateOptimizer`, around plain gradient descent."""
-MUON = "muon"
-"""Name of the exchange of `mpicomp.torch.LocalMuon`."""
+MUON = "muon"  # name of the exchange of `mpicomp.torch.LocalMuon`
 PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     DEMO: (DEMO_COMPRESSOR, {"inner": "sgd"} | DEMO_SETTINGS),
     MUON: ({"id": "onebit"}, {"inner": "muon", "sync_every": 10}),
 }
 """Compressors and settings that these names are short for, ``inner`` and the steps between exchanges among them."""
-REPLAY = "replay:"
-"""Prefix of the name of an exchange that runs recorded plans; the path of their file follows."""
+REPLAY = "replay:"  # prefix of the name of an exchange that runs recorded plans; the path of their file follows
 
 SECONDS, FORWARD, BACKWARD, WIRE, PROCESSOR, COMPRESS, EXCHANGE, DECODE = range(8)
 """Columns of the numbers that a rank reports of a step: seconds, those of two parts, bytes that left the rank, seconds

@@ -18,8 +18,7 @@ from mpicomp.setting_checks import check_flag
 Object = TypeVar("Object")
 Class = TypeVar("Class", bound=type)
 
-REGISTRIES: "dict[str, Registry[Any]]" = {}
-"""Registries by kind; importing the base class of a kind adds its registry."""
+REGISTRIES: "dict[str, Registry[Any]]" = {}  # registries by kind; importing the base class of a kind adds its registry
 
 
 def register(cls: Class) -> Class:

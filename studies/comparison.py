@@ -35,8 +35,7 @@ from mpicomp.cli.options import check_writable, read_list
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.setting_checks import check_least
 
-Fields = dict[str, tuple[str, str]]
-"""Type in JSON and meaning of each field of a row, as the documentation shows them."""
+Fields = dict[str, tuple[str, str]]  # type in JSON and meaning of each field of a row, as the documentation shows them
 Row = Mapping[str, Any]
 Column = tuple[str, str] | tuple[str, str, float] | Callable[[Row], str]
 """A column of a table: the row's field, its format, and what it is divided by; or what makes the cell of a row."""

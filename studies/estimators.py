@@ -29,8 +29,7 @@ from mpicomp.setting_checks import check_least
 _STUDY = "estimators"
 _COLUMNS = {"name": "", "data": "", "ratio": "g", "mean": ".3f", "min": ".3f", "max": ".3f"}
 
-WARM = 25
-"""Steps in which estimators adapt and nothing is counted."""
+WARM = 25  # steps in which estimators adapt and nothing is counted
 
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sidco": ("distribution", ("exponential", "gamma", "pareto")),

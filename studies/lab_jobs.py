@@ -20,8 +20,7 @@ from mpicomp.errors import ConfigurationError, MpicompError
 
 DONE, FAILED, CUT = "done", "failed", "cut"
 
-MPICOMP = (sys.executable, "-m", "mpicomp")
-"""First words of a command of this package."""
+MPICOMP = (sys.executable, "-m", "mpicomp")  # first words of a command of this package
 
 _LONGEST_S = 1800.0  # seconds that a job may take before it is ended
 _ENDING_S = 30.0  # seconds that a process has to end after SIGTERM

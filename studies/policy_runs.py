@@ -14,13 +14,11 @@ import numpy as np
 from lab_jobs import Network
 from mpicomp.bench.lab.lab_settings import parse_bandwidth
 
-DENSE, MUON = "dense", "muon"
-"""The arm that all others are compared with, and `mpicomp.torch.LocalMuon`."""
+DENSE, MUON = "dense", "muon"  # the arm that all others are compared with, and `mpicomp.torch.LocalMuon`
 
 NETWORKS = ("50mbit/1ms", "200mbit/1ms", "1gbit/0us", "2.5gbit/0us")
 QUICK_NETWORKS = ("200mbit/1ms", "2.5gbit/0us")
-BLOCKS = 5
-"""Number of blocks in which the steps of each policy are timed, in turn."""
+BLOCKS = 5  # number of blocks in which the steps of each policy are timed, in turn
 LONGEST_BLOCK, SHORTEST_BLOCK = 8, 3
 """Steps of a block, and of warming up, where they are quick and where they are slow."""
 
@@ -49,8 +47,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     MUON: ("--exchange", "muon", "--collective", "two-phase"),
 }
 """Words for `mpicomp train` by policy."""
-AS_NAMED = (DENSE, MUON)
-"""Arms that `mpicomp bench training` times by their name, without recorded plans."""
+AS_NAMED = (DENSE, MUON)  # arms that `mpicomp bench training` times by their name, without recorded plans
 _MUON_STEPS = 10  # from one of its exchanges to the next: blocks have as many
 
 
@@ -77,8 +74,7 @@ PLANS: dict[str, tuple[str, ...]] = {
     "star3": _fixed("star-topk", id="topk", ratio=0.03),
 }
 """Words for `mpicomp train` by fixed plan."""
-NETWORK_AWARE = ("gravac", "flexible", "auto")
-"""Policies whose plans depend on the measured network."""
+NETWORK_AWARE = ("gravac", "flexible", "auto")  # policies whose plans depend on the measured network
 
 
 @dataclass(frozen=True)

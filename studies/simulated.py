@@ -36,8 +36,7 @@ from mpicomp.system import launcher
 
 _STUDY = "simulated"
 _PREDICTED = "predicted.json"
-FITTED = 5, Network("100mbit", "100us")
-"""Hosts and links of the lab that all predictions start from."""
+FITTED = 5, Network("100mbit", "100us")  # hosts and links of the lab that all predictions start from
 UNSEEN = (
     (2, Network("50mbit", "1ms")),
     (3, Network("100mbit", "200us")),

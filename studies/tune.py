@@ -22,8 +22,7 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.errors import UnknownNameError
 
-Factory = Callable[[Task, torch.nn.Module], torch.optim.Optimizer]
-"""Makes the optimizer of a task's model."""
+Factory = Callable[[Task, torch.nn.Module], torch.optim.Optimizer]  # makes the optimizer of a task's model
 
 
 def _settings() -> dict[str, Factory]:

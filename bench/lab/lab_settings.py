@@ -119,10 +119,8 @@ class Settings:
     mpi: str | None = None
     schedule: tuple[Change, ...] = field(default=())
     counters: Path | None = None
-    loss: float = 0.0
-    """Share of packets that get lost on the way; with any, packets are as large as Ethernet's."""
-    seed: int = 0
-    """Seed of the choice of lost packets."""
+    loss: float = 0.0  # share of packets that get lost on the way; with any, packets are as large as Ethernet's
+    seed: int = 0  # seed of the choice of lost packets
 
     @property
     def all_links(self) -> tuple[Link, ...]:

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from mpicomp.rounds import Group, Round, Rounds
 
-BINS = 16
-"""Number of bins of each of the two arrays."""
+BINS = 16  # number of bins of each of the two arrays
 LEAST = BINS**2
 """Fewest elements of a layer that is looked at: for fewer the control is as high as the information to be found."""
 

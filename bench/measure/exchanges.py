@@ -20,8 +20,7 @@ from mpicomp.rounds import Round, dense_ring_bytes
 from mpicomp.transport import Transport
 
 NAME = "gradient"
-MPI, GLOO = LIBRARIES = "MPI_Allreduce", "gloo"
-"""Stand for a collective in plans that are another library's alone."""
+MPI, GLOO = LIBRARIES = "MPI_Allreduce", "gloo"  # stand for a collective in plans that are another library's alone
 Adding = Callable[[NDArray[Any], NDArray[Any]], None]
 """Writes the sum of all ranks' arrays, the first one, to the second one."""
 SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)

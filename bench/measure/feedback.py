@@ -101,8 +101,7 @@ def write_plain(
     return out
 
 
-POOL = 2
-"""Arrays that gradients are cut from."""
+POOL = 2  # arrays that gradients are cut from
 
 _SLACK = 1 << 20  # elements by which the random array is longer than a gradient, which begins anywhere in them
 _TURNOVERS = 2  # turnovers of the residual, each of 1 / ratio steps: its spread stays the same from the first on

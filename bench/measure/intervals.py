@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST = 6
-"""Samples below which there is no 95 % interval of their median."""
+LEAST = 6  # samples below which there is no 95 % interval of their median
 
 _RESAMPLED = 2000  # samples of the bootstrap
 _NARROW = 0.05  # share of the median by which either end of its interval may be away

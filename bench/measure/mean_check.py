@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCKS = 64
-"""Sums of an array, each of a part of it."""
+BLOCKS = 64  # sums of an array, each of a part of it
 
 _PERIOD = 8_191  # a prime, so that errors that repeat do not keep step; below what BLAS would cut among threads
 _UNIT = 2.0**-24  # what rounding to float32 takes at most, relative

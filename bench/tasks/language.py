@@ -34,10 +34,8 @@ class LanguageTask(Task):
     quality_name = "held-out loss"
     better = "lower"
     glance = 0.25
-    length: ClassVar[int]
-    """Tokens of a sample."""
-    vocabulary: ClassVar[int]
-    """Largest number of different tokens."""
+    length: ClassVar[int]  # tokens of a sample
+    vocabulary: ClassVar[int]  # largest number of different tokens
 
     def __init__(self, seed: int = 0, data: str | os.PathLike[str] | None = None) -> None:
         self.seed = seed

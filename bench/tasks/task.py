@@ -20,22 +20,15 @@ class Task(Protocol):
     """
 
     kind: ClassVar[str] = "task"
-    name: str
-    """Name in the registry."""
-    quality_name: str
-    """Name of the quality that `evaluate` returns, in words."""
-    better: Literal["higher", "lower"]
-    """Direction in which the quality improves."""
-    steps: int
-    """Number of steps for which the optimizer was tuned."""
-    batch_size: int
-    """Samples a rank sees in a step."""
+    name: str  # name in the registry
+    quality_name: str  # name of the quality that `evaluate` returns, in words
+    better: Literal["higher", "lower"]  # direction in which the quality improves
+    steps: int  # number of steps for which the optimizer was tuned
+    batch_size: int  # samples a rank sees in a step
     clip: float | None
     """Largest L2 norm of the averaged gradient, applied between exchange and update; None for no clipping."""
-    glance: float
-    """Share of the held-out samples that suffices to follow the quality during training."""
-    shards: bool = False
-    """Whether every rank has samples of its own to draw from: see `shard`."""
+    glance: float  # share of the held-out samples that suffices to follow the quality during training
+    shards: bool = False  # whether every rank has samples of its own to draw from: see `shard`
 
     def model(self) -> torch.nn.Module:
         """Return a new model, initialized from the seed: the same bits on every rank."""

@@ -16,8 +16,7 @@ from mpicomp.kernels.cpu.bit_planes import _read, _write
 from mpicomp.kernels.cpu.compile import Floats, Words, exact, kernel
 from numpy.typing import NDArray
 
-BLOCK = 64
-"""Elements of a block: one word has a bit of each."""
+BLOCK = 64  # elements of a block: one word has a bit of each
 
 RAW = 192
 _ORDER, _WIDTH = 6, 63  # where a byte has the order of differences, and the bits that are the width

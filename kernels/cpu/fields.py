@@ -14,8 +14,7 @@ from mpicomp.kernels.cpu.bits import draw, halves
 from mpicomp.kernels.cpu.compile import Bytes, Floats, Words, exact, kernel
 from mpicomp.kernels.sizes import fields_of, width_of
 
-SPAN = 256
-"""Words of a block; with their elements they stay in the first-level cache."""
+SPAN = 256  # words of a block; with their elements they stay in the first-level cache
 
 _UNIT = np.float32(2.0**-24)
 

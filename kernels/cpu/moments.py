@@ -29,14 +29,10 @@ _C6 = np.float32(0.17213074690974067)
 class Moments(NamedTuple):
     """Moments of an array's magnitudes from one sweep; sums over blocks are in float64."""
 
-    nonzero: int
-    """Elements that are not zero."""
-    total: float
-    """Sum of magnitudes."""
-    energy: float
-    """Sum of squares."""
-    finite: bool
-    """Whether no element is infinite or NaN."""
+    nonzero: int  # elements that are not zero
+    total: float  # sum of magnitudes
+    energy: float  # sum of squares
+    finite: bool  # whether no element is infinite or NaN
 
     def __add__(self, other: "Moments") -> "Moments":  # type: ignore[override]
         """Return the moments of two arrays as of one."""

@@ -7,8 +7,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-LANES = 64
-"""Elements that one call looks at; as many as a word has bits."""
+LANES = 64  # elements that one call looks at; as many as a word has bits
 
 _REGISTER = 512  # bits; where the processor's vectors are shorter LLVM cuts them
 _PLACE = ir.IntType(64)

@@ -6,8 +6,7 @@ from mpicomp.kernels.cpu.compile import Floats, kernel, spread
 from mpicomp.kernels.cpu.moments import strided
 from numpy.typing import NDArray
 
-BINS = 2048
-"""Bins of a spectrum: eight for every power of two that a float32 reaches, from zero to infinity and NaN."""
+BINS = 2048  # bins of a spectrum: eight for every power of two that a float32 reaches, from zero to infinity and NaN
 
 _FINE = 15  # bits of a float32 left out of a fine bin: 256 of them for every power of two
 _COARSE = 20  # bits of a float32 left out of a bin of the result: eight of them for every power of two

@@ -18,10 +18,8 @@ class Tail(NamedTuple):
 
     count: int  # type: ignore[assignment]  # hides the tuple method of that name
     """Number of these elements."""
-    excess: float
-    """Sum of ``|x| - threshold`` over them."""
-    squares: float
-    """Sum of ``(|x| - threshold)**2`` over them."""
+    excess: float  # sum of ``|x| - threshold`` over them
+    squares: float  # sum of ``(|x| - threshold)**2`` over them
 
 
 def tail(array: Floats, threshold: float, stride: int = 1, threads: int = 1) -> Tail:

@@ -104,8 +104,7 @@ class PowerSGD(Compressor):
     iterations: int = 1
     rows: int | None = None
     wire: str | None = field(default=None, kw_only=True)
-    matrices: tuple[Matrix, ...] = bound(())
-    """The compressed matrices of a bucket."""
+    matrices: tuple[Matrix, ...] = bound(())  # the compressed matrices of a bucket
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start_step", 0), ("iterations", 1)):

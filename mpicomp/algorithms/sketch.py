@@ -40,8 +40,7 @@ class Sketch(Compressor):
 
     family: ClassVar[str] = "sketch"
     message: ClassVar[str] = "sketch"
-    remembered: ClassVar[bool] = False
-    """Whether elements that are not delivered wait in a table, not in residuals."""
+    remembered: ClassVar[bool] = False  # whether elements that are not delivered wait in a table, not in residuals
 
     ratio: float = 0.01
     rows: int = 3

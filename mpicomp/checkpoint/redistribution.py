@@ -13,8 +13,7 @@ from mpicomp.errors import CheckpointError
 from mpicomp.rounds import Group
 
 STATES = ("residuals", "velocities")  # keys of a reducer's state whose arrays belong to one rank
-Rows = Mapping[str, Sequence[int]]
-"""First row, end and number of rows of sharded parameters, by name."""
+Rows = Mapping[str, Sequence[int]]  # first row, end and number of rows of sharded parameters, by name
 
 
 class Redistribution:

@@ -20,10 +20,8 @@ from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
-_MAX_SUM = 2**31 - 1
-"""Largest value of a bit field: a wider field would take as many bits as a float32."""
-_MAX_EXACT = 2**24 - 1
-"""Largest integer up to which float32 represents every integer."""
+_MAX_SUM = 2**31 - 1  # largest value of a bit field: a wider field would take as many bits as a float32
+_MAX_EXACT = 2**24 - 1  # largest integer up to which float32 represents every integer
 _ENERGY_PARTS = 2.0**40
 """Parts of the total energy in which ranks send the energy they have lost, so that it is summed as integers too."""
 _DAMAGED_PARTS = 2**47

@@ -50,8 +50,7 @@ _ADJUST = 1.008  # factor by which the threshold changes in between
 
 _WORTH_BYTES = 1 << 14  # by which sharing out has to shorten the longest message: about two rounds' latency
 
-_Span = tuple[int, int]
-"""Start and end of a part of the array."""
+_Span = tuple[int, int]  # start and end of a part of the array
 
 
 @register

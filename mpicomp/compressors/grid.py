@@ -22,8 +22,7 @@ Grids = tuple[NDArray[np.float32] | None, NDArray[np.float32]]
 """The least point of each bucket's grid, None for grids around zero, and its step."""
 
 _LAUNCHED = 1 << 22  # elements that a device packs at a time
-MOST_BITS = 8
-"""Largest number of bits of an element."""
+MOST_BITS = 8  # largest number of bits of an element
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,8 +44,7 @@ class Grid(Quantiser):
 
     layer_setting: ClassVar[str | None] = "bits"
     least_bits: ClassVar[int]
-    numbers: ClassVar[int]
-    """float32 numbers per bucket: 1 (the step), or 2 (base and step) if grids are not symmetric."""
+    numbers: ClassVar[int]  # float32 numbers per bucket: 1 (the step), or 2 (base and step) if grids are not symmetric
 
     bits: int = 4
     bucket: int = 128

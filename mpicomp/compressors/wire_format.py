@@ -43,14 +43,12 @@ NONFINITE = 1  # flag: some element was NaN or infinite
 STALE = 2  # flag: this rank asks all ranks to agree again
 DAMAGED = 4  # flag: this rank could not read a message
 
-BITS = {"q8": 8, "q4": 4, "q2": 2}
-"""Bits of a value; see `mpicomp.kernels.cpu.squares`."""
+BITS = {"q8": 8, "q4": 4, "q2": 2}  # bits of a value; see `mpicomp.kernels.cpu.squares`
 SHARING = ("signs", *BITS)
 """Formats whose values share a scale: they can neither be cut out of a message nor added in it."""
 VALUES = (None, "fp16", "bf16", *SHARING)
 INDICES = ("plain", "elias-fano")
-SIGNS = 64
-"""Signs in a word."""
+SIGNS = 64  # signs in a word
 
 _MIN_CODED = 64  # indices; see `compact`
 _CODE_BYTES = 3  # an index, at most; see `compact`

@@ -12,8 +12,7 @@ from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 
-BINS = 64
-"""Bins of a layer's spectrum in a message: four for every power of two, from its largest magnitude down."""
+BINS = 64  # bins of a layer's spectrum in a message: four for every power of two, from its largest magnitude down
 
 _PER_BIN = 2  # of the kernel's bins, eight for every power of two
 _ALL = cpu.BINS // _PER_BIN

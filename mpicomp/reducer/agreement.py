@@ -208,14 +208,10 @@ GradientInput = tuple[Mapping[str, Any], Collection[str]]
 class ExtraExchange:
     """Exchanges that belong to a step but to none of its buckets, such as sparse gradients; by default none."""
 
-    stale = False
-    """Whether ranks must compare arrays and settings in this step, for a reason that arrays do not show."""
-    idle = False
-    """Whether this rank has no gradients: its arrays are absent, and do not become conditional for that."""
-    has_shards = False
-    """Whether other reducers have other shards of the same model, which `agree_finite` asks."""
-    frozen = False
-    """Whether some rank is idle, the same on all ranks: policies then keep their plans and learn nothing."""
+    stale = False  # whether ranks must compare arrays and settings in this step, for a reason that arrays do not show
+    idle = False  # whether this rank has no gradients: its arrays are absent, and do not become conditional for that
+    has_shards = False  # whether other reducers have other shards of the same model, which `agree_finite` asks
+    frozen = False  # whether some rank is idle, the same on all ranks: policies then keep their plans and learn nothing
 
     def agree(self, gradients: GradientInput) -> Rounds[GradientInput | None]:
         """Compare state of the caller; return the gradients to reduce, or None to end the step. As rounds."""

@@ -18,8 +18,7 @@ from mpicomp.transport.base import RoundLog
 
 Value = TypeVar("Value")
 
-SCHEMA = 1
-"""Version of `StepRecord.to_json`, which changes when a field changes its meaning or is removed."""
+SCHEMA = 1  # version of `StepRecord.to_json`, which changes when a field changes its meaning or is removed
 
 
 @dataclass

@@ -40,14 +40,12 @@ class Listener(Protocol):
         """Process a step that has just ended; ``reducer`` is the reducer's number in this process. Not collective."""
 
 
-listeners: list[Listener] = []
-"""Listeners of this process."""
+listeners: list[Listener] = []  # listeners of this process
 
 Marker = Callable[[str], Callable[[], object] | None]
 """Begins a range of a name and returns the function that ends it; None without a profiler."""
 
-markers: list[Marker] = []
-"""Markers of this process."""
+markers: list[Marker] = []  # markers of this process
 
 UNDER_NSIGHT = "NVTX_INJECTION64_PATH" in os.environ
 """Whether a tool that collects NVTX ranges has started this process."""

@@ -50,14 +50,11 @@ _installed_in: int | None = None  # the process that installed the hooks; a fork
 _met: bool | None = None  # whether all the ranks have said that they leave; None if nobody asked
 _pending: list[Any] = []  # requests, and buffers that MPI may still read
 
-leaves_alone = False
-"""Whether this rank leaves with an error while others go on."""
+leaves_alone = False  # whether this rank leaves with an error while others go on
 
-ranks_died = False
-"""Whether a rank of this job has died and this one has gone on without it."""
+ranks_died = False  # whether a rank of this job has died and this one has gone on without it
 
-status = 0
-"""Exit status of this process; known when the interpreter begins to exit."""
+status = 0  # exit status of this process; known when the interpreter begins to exit
 
 
 def running() -> Any:

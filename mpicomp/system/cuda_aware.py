@@ -23,8 +23,7 @@ _LAUNCHERS = ("PMI", "PMIX_", "OMPI_COMM_", "OMPI_FILE_", "MPI_LOCAL", "HYD", "P
 # libmpi.so.12, libmpi_abi.so.1, libmpich.so.12, libmpi_gnu_123.so.12 (Cray), but not libmpicxx or libmpi_cxx,
 # libmpi_mpifh and their like, which only stand on it.
 _LIBRARY = re.compile(r"/(libmpi|libmpi_abi|libmpich|libmpi_(gnu|cray|intel|nvidia)\w*)\.(so|dylib)[.\d]*$")
-NO_GPU = 3
-"""Exit status of a probe that found no GPU to try it with."""
+NO_GPU = 3  # exit status of a probe that found no GPU to try it with
 PROBE = "mpicomp.transport.gpu_routes"
 
 

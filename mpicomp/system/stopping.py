@@ -10,8 +10,7 @@ import threading
 
 from mpicomp.errors import ConfigurationError
 
-STOPPED = 75
-"""Exit status of a job that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h, "try again"."""
+STOPPED = 75  # exit status of a job that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h, "try again"
 
 _asked = False
 

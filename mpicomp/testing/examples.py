@@ -15,8 +15,7 @@ from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.transport import LocalWorld
 
-Array = NDArray[Any]
-"""float32 or float64."""
+Array = NDArray[Any]  # float32 or float64
 
 DTYPES: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float64))
 PRECISION: dict[np.dtype[Any], float] = {np.dtype(np.float32): 2e-5, np.dtype(np.float64): 1e-12}

@@ -11,8 +11,7 @@ from mpicomp.errors import ConfigurationError, warn_user
 from mpicomp.rounds import Rounds
 from mpicomp.torch.arguments import named_group, split_group
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a step, without the optimizer itself."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a step, without the optimizer itself
 
 
 class NotCopyable:

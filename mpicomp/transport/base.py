@@ -60,22 +60,15 @@ class Transport(ABC):
     generation: int = 0
     family: str | None = None
     """Names transports for which the same holds: what was measured through one is known of others. None: of itself."""
-    concurrent: bool = True
-    """Whether the ranks run side by side, so that one may wait for the others wherever it is."""
-    probes: bool = True
-    """Whether time passes in rounds, so that it can be measured."""
+    concurrent: bool = True  # whether the ranks run side by side, so that one may wait for the others wherever it is
+    probes: bool = True  # whether time passes in rounds, so that it can be measured
     times_kernels: bool = True
     """Whether time passes between rounds on its clock: on that of a simulated network kernels take none."""
-    one_clock: bool = False
-    """Whether all ranks read one clock, wherever they are, so that there is nothing to compare."""
-    takes_device_memory: bool = False
-    """Whether rounds may have arrays in GPU memory, as far as this rank knows."""
-    user: int = 0
-    """Number from `enter` of the user that the next rounds belong to; 0 before a call."""
-    timer: Callable[[], float] = time.perf_counter
-    """Returns seconds on this rank's clock."""
-    cores: float = math.inf
-    """Cores for each rank on the host where they are fewest; the same on all ranks."""
+    one_clock: bool = False  # whether all ranks read one clock, wherever they are, so that there is nothing to compare
+    takes_device_memory: bool = False  # whether rounds may have arrays in GPU memory, as far as this rank knows
+    user: int = 0  # number from `enter` of the user that the next rounds belong to; 0 before a call
+    timer: Callable[[], float] = time.perf_counter  # returns seconds on this rank's clock
+    cores: float = math.inf  # cores for each rank on the host where they are fewest; the same on all ranks
 
     def __init__(self) -> None:
         self.log: list[RoundLog] = []

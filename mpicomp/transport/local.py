@@ -14,8 +14,7 @@ from mpicomp.errors import MpicompError
 from mpicomp.rounds import Group, Pending, Returned, Round, Rounds, advance, layout_groups, parts_of
 from mpicomp.transport.base import Transport, Value, received
 
-Network = Callable[[Round, Group], float]
-"""Gives the seconds that a round takes a group."""
+Network = Callable[[Round, Group], float]  # gives the seconds that a round takes a group
 
 
 class _Done(Pending):

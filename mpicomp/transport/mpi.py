@@ -27,8 +27,7 @@ from mpicomp.transport.mpi_failures import check_survives, failure_of, fault_tol
 from mpicomp.transport.mpi_pool import ChannelSet, Pool, hosts_of_ranks, is_split, pool_of
 from mpicomp.transport.mpi_rounds import Channel, StartedRound
 
-COUNT_LIMIT = 2**31 - 1
-"""Largest count, displacement and number of bytes that is handed to MPI in one call."""
+COUNT_LIMIT = 2**31 - 1  # largest count, displacement and number of bytes that is handed to MPI in one call
 
 _LEVELS = {
     MPI.THREAD_SINGLE: "SINGLE",

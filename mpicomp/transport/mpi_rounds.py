@@ -26,8 +26,7 @@ _EAGER = 20  # rests that only yield the core after one has come
 _LONGEST_S = 1e-3  # seconds up to which naps double
 _TAGS = 1 << 15  # number of tags in use: every MPI has at least as many
 
-_Segment = tuple[int, slice]
-"""The other rank, and the part of the array."""
+_Segment = tuple[int, slice]  # the other rank, and the part of the array
 _Some = Callable[[list[MPI.Request]], list[int] | None]
 
 

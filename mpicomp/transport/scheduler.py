@@ -21,8 +21,7 @@ Value = TypeVar("Value")
 
 _drivers: "weakref.WeakSet[_Driver]" = weakref.WeakSet()
 
-CHANNELS = 2
-"""Default number of generators under way at a time: one computes while the other communicates."""
+CHANNELS = 2  # default number of generators under way at a time: one computes while the other communicates
 
 _LEAVE_S = 3.0  # seconds that the thread may take to stop; it is mostly polling or asleep
 

@@ -17,8 +17,7 @@ from mpicomp.device import MeanPart
 from mpicomp.device import driver as device
 from mpicomp.device.driver import DeviceArray, Driver
 
-CHUNK = 4 << 20
-"""Bytes of a chunk on the way to the device."""
+CHUNK = 4 << 20  # bytes of a chunk on the way to the device
 CHUNKS = 3  # pinned chunks in use: one is filled, one travels, and one has just arrived
 
 

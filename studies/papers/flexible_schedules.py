@@ -19,8 +19,7 @@ SCHEDULES: dict[str, list[tuple[int, float, float]]] = {
     "C2": [(12, _NEAR, 25), (8, 25, 13), (8, _FAR, 1), (8, 25, 13), (14, _NEAR, 25)],
 }
 """Phases: epochs, milliseconds and Gbit/s; what is moderate is not printed, and here between the two."""
-_COMPUTE_S = 0.01
-"""What the ring's formula leaves of a dense step of the paper's ResNet-18."""
+_COMPUTE_S = 0.01  # what the ring's formula leaves of a dense step of the paper's ResNet-18
 
 
 def arms(steps: int) -> dict[str, paper_runs.Arm]:

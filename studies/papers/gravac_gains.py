@@ -14,8 +14,7 @@ from in_process import SharedModel
 from mpicomp.bench.tasks import get_task
 from numpy.typing import NDArray
 
-FACTORS = (10, 20, 40, 160, 1000)
-"""What the paper's exponential rule tries from 10x to 1000x."""
+FACTORS = (10, 20, 40, 160, 1000)  # what the paper's exponential rule tries from 10x to 1000x
 
 Layers = Sequence[NDArray[np.float32]]
 

@@ -79,8 +79,7 @@ PRINTED_VOLUME = {
 PRINTED_3 = {
     "top-k": (1.83, 1.49, 1.59), "DGC": (1.52, 1.27, 1.4), "RedSync": (1.1, 1.16, 1.5), "random-k": (1.64, 1.34, 1.5),
 }  # fmt: skip
-PRINTED_4 = ((44.5, 1.94), (22.4, 5.63), (104.2, 2.06))
-"""Floats and time of Accordion over those of GraVAC."""
+PRINTED_4 = ((44.5, 1.94), (22.4, 5.63), (104.2, 2.06))  # floats and time of Accordion over those of GraVAC
 PAPER_OF = {"resnet20": 0, "vgg": 1, "text-lstm": 2}
 NUMELS = {"ResNet-101": 42_500_000, "VGG-16": 132_000_000, "LSTM": 63_000_000}
 """Parameters of the paper's models, from their megabytes."""

@@ -27,8 +27,7 @@ from mpicomp.transport import LocalWorld
 from mpicomp.transport.base import Value
 from mpicomp.transport.local import LocalTransport
 
-TRIAL = "trial"
-"""In the reason of a step for a trial, which is undone."""
+TRIAL = "trial"  # in the reason of a step for a trial, which is undone
 _LOOKS = 10  # at held-out data, in a training
 
 

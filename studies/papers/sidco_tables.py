@@ -30,8 +30,7 @@ PRINTED = {
     "redsync.binary": "off by orders of magnitude", "redsync.trimmed": "",
 }  # fmt: skip
 """What the paper shows at a ratio of 0.001; its figures are curves."""
-_SPEEDUPS = {"dense": 41.7, "topk": 7.6, "dgc": 1.9}
-"""The paper's largest: SIDCo over these."""
+_SPEEDUPS = {"dense": 41.7, "topk": 7.6, "dgc": 1.9}  # the paper's largest: SIDCo over these
 _FORMS = ("published", "here")
 
 

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError
 
-Objectives = NDArray[np.float64]
-"""A row each, shape (rows, objectives); less is better in every column."""
+Objectives = NDArray[np.float64]  # a row each, shape (rows, objectives); less is better in every column
 
 # Of NSGA-II, as in the published code of Flexible Communication.
 _POPULATION = 40

@@ -152,8 +152,7 @@ class LGC(Compressor):
     published: bool = field(default=False, kw_only=True)
     exceptions: tuple[str | None, str | None] | None = bound(None)
     """Names of the model's layers that travel dense, and sparse; None before the model is known."""
-    parts: tuple[Part, ...] = bound(())
-    """The parts of a bucket, each with the number of its elements that are sent."""
+    parts: tuple[Part, ...] = bound(())  # the parts of a bucket, each with the number of its elements that are sent
 
     @classmethod
     def as_published(cls, **settings: Any) -> Self:
