@@ -231,10 +231,7 @@ class _Bench:
         others_sums: Sequence[TimedPlan],
         gradients: Gradients,
     ) -> TimedPlan:
-        """Time ``auto`` in its steady state, in turn with the best plans and other libraries' sums.
-
-        Those are run without a cost model, so that what measuring and choosing cost counts against ``auto``.
-        """
+        """Time ``auto`` in its steady state, in turn with the best plans and other libraries' sums without a model."""
         numel, limit = gradients.numel, self.settings.limit_s
         choosable = [timing for timing in fixed if may_choose(timing.plan)]
         best, best_dense = (min(timings, key=lambda timing: timing.median_s) for timings in (choosable, dense))

@@ -94,9 +94,9 @@ def check_memory(settings: Settings) -> None:
 def measure(settings: Settings, device: Device = HOST) -> list[dict[str, Any]]:
     """Measure everything in turns, so that other load on the machine affects all kernels alike.
 
-    Each timed call follows a copy of the array: the copies are as many as the calls, see the same conditions, and
-    leave the same things in the caches. A GPU is measured twice: idle, where a call includes the host's time to
-    launch it, and behind other work, as in a training.
+    Each timed call follows a copy of the array, under the same conditions, and finds the same things in the caches. A
+    GPU is measured twice: idle, where a call includes the host's time to launch it, and behind other work, as in a
+    training.
     """
     with device.active():
         gradients = Gradients(settings.numel, device=device)
@@ -228,10 +228,7 @@ def _rank_messages(
 
 
 def _step_messages(ratio: float, gradients: Gradients) -> tuple[Any, int, list[Any]]:
-    """Return an accumulated gradient, the number of elements that are kept of it, and messages.
-
-    They are one rank's at different steps, which overlap as little as those of several ranks do.
-    """
+    """Return an accumulated gradient, its kept elements, and messages of one rank's steps, unlike as ranks' are."""
     kernel = compress_on_gpu(TopK(ratio=ratio), gradients)
     kernel.warm()
     compressor, context, messages = kernel.selecting.compressor, kernel.selecting.context, []

@@ -78,10 +78,7 @@ class Outcome:
 
     @property
     def dense_step_s(self) -> float | None:
-        """Estimated seconds of a step with the best dense exchange.
-
-        The rest of the step, waiting for the slowest rank included, is assumed to stay the same.
-        """
+        """Estimated seconds of a step with the best dense exchange, whose remaining work is the same."""
         if self.exchange_s is None or self.dense_probe is None:
             return None
         phases = self.late_phases_s
@@ -146,10 +143,7 @@ _ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as
 
 
 def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "quality") -> str:
-    """Return whether compression paid in seconds, and the delay of gradients; where plans changed, of the second half.
-
-    With a dense run of the same seed the verdict has both qualities; without one it says that they were not compared.
-    """
+    """Return whether compression paid in seconds, and gradients' delay; where plans changed, of the second half."""
     if outcome.ranks == 1:
         return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
     compressed = [plan.share for plan in outcome.late_plans if not _is_exact(plan.compressor)]

@@ -97,10 +97,7 @@ def address() -> str | None:
 
 @contextlib.contextmanager
 def replica_group(transport: Transport, exchange: str) -> Iterator[Any]:
-    """Return a context with this rank's `torchft.Manager`. Collective.
-
-    It is used inside of `process_group`, which chooses the network interface. All ranks take part in every exchange.
-    """
+    """Return a context with this rank's `torchft.Manager`, inside of `process_group`. Collective."""
     os.environ.setdefault("RUST_LOG", "error")  # or each exchange writes ten lines
     run_collectively(lambda: _check_torchft(exchange), transport, exchange)
     from torchft import Manager, ProcessGroupGloo
@@ -162,11 +159,7 @@ class PlainTopK:
         self.phases_s = np.zeros(3)
 
     def average(self, parameters: Iterable[Tensor]) -> None:
-        """Write the mean into each ``grad``. Collective.
-
-        Leaves what it took in ``phases_s``, seconds up to the exchange, in it and after it, and the payload of a rank
-        in ``sent_bytes``.
-        """
+        """Write the mean into each ``grad``; set ``phases_s`` and ``sent_bytes``, a rank's payload. Collective."""
         self.sent_bytes = 0
         self.phases_s = np.zeros(3)
         for place, parameter in enumerate(parameters):

@@ -190,10 +190,7 @@ def train_in_turn(
 
 
 def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the steps of the rank that took longest for a block, with bytes and processor time of all ranks' mean.
-
-    All steps are of one rank: the slowest of each step would be slower than any rank is.
-    """
+    """Return the steps of the rank that took longest for a block, with bytes and processor time of all ranks' mean."""
     steps: NDArray[np.float64] = block[block[:, :, SECONDS].sum(axis=1).argmax()].copy()
     steps[:, [WIRE, PROCESSOR]] = block[:, :, [WIRE, PROCESSOR]].mean(axis=0)
     return steps

@@ -391,10 +391,7 @@ def _line(record: StepRecord, fields: dict[str, Any]) -> dict[str, Any]:
 def _quality(
     task: Task, model: torch.nn.Module, transport: Transport, share: float = 1.0, *, everywhere: bool
 ) -> float:
-    """Return the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective.
-
-    A sharded model is gathered by all ranks of a replica, so all ranks compute it.
-    """
+    """Return the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective."""
     quality = task.evaluate(model, share) if everywhere or transport.group.rank == 0 else float("nan")
     gather(np.zeros(1), transport)
     return quality
@@ -408,10 +405,7 @@ def _step(
     gradients: bool,
     backward: Backward | None,
 ) -> tuple[float, float, dict[str, float], StepRecord]:
-    """Train one step; return the loss on this rank, its seconds and phases, and the record of the exchange.
-
-    The record is an empty one where nothing was exchanged. The seconds leave out the comparison of gradients.
-    """
+    """Train one step; return loss, seconds without comparisons, phases, and the record of an exchange, if any."""
     optimizer = replica.optimizer
     before = optimizer.reducer.last_step
 

@@ -99,10 +99,7 @@ def seen_at(steps: Sequence[Step], due_s: float) -> int | None:
 def phases_of(
     steps: Sequence[Step], bandwidths: Sequence[str], phase_s: float, fixed: Mapping[str, Mapping[str, float]]
 ) -> list[Phase]:
-    """Return the phases of a run, of ``phase_s`` seconds each, with the steps after which ``auto`` ran the best plan.
-
-    ``fixed`` has, of each bandwidth, the median seconds of every fixed plan by name.
-    """
+    """Return the phases of a run, ``phase_s`` each, with the steps until ``auto`` ran the best of ``fixed`` plans."""
     firsts = [0 if place == 0 else seen_at(steps, place * phase_s) for place in range(len(bandwidths))]
     phases = []
     for place, (bandwidth, first) in enumerate(zip(bandwidths, firsts, strict=True)):

@@ -77,10 +77,7 @@ class Comparison(ABC):
         self, run: Any, words: Sequence[str], files: Mapping[str, str], mark: Row, left_s: float,
         kept_words: Sequence[str] | None = None,
     ) -> Finished:  # fmt: skip
-        """Run words after ``mpicomp`` and options for files, and keep the result; see `lab_jobs.Job`.
-
-        Files count as complete while ``mark`` and ``kept_words``, which are ``words`` if not given, are the same.
-        """
+        """Run words with options for files, which stay complete while ``mark`` and ``kept_words`` are the same."""
         finished = Finished(run, FAILED, words=list(words if kept_words is None else kept_words))
 
         def is_complete() -> bool:
@@ -372,10 +369,7 @@ def folder_of(arguments: argparse.Namespace) -> Iterator[Path]:
 def run_all(
     comparison: Comparison, first_line: str, stages: Iterator[Sequence[Any]], minutes: float, path: str | None
 ) -> int:
-    """Run everything, stage by stage, with a line for each run, and print the tables; return 1 where a run failed.
-
-    After each run the file at ``path``, if there is one, is written. What has no time left is cut.
-    """
+    """Run everything, stage by stage, write ``path`` after each run, print tables; return 1 where a run failed."""
     print(f"{first_line}, at most {minutes:.0f} minutes", flush=True)
     end = time.monotonic() + 60 * minutes
     with terminated():

@@ -90,10 +90,7 @@ class Trained:
         return [abs(value - self.steps_behind[exchange]) for exchange, value in self.predicted().items()]
 
     def regret(self, network: Network, fidelity: float) -> tuple[float, float]:
-        """Return by how much longer than with the best exchange training takes, and how far behind it is.
-
-        The exchange is the one that would be chosen by what is predicted; what it takes comes from what was measured.
-        """
+        """Return how much longer training takes by the predicted exchange than by the best, and how far it lags."""
         predictions = self.predicted()
         names = ["dense", *predictions]
         seconds = np.array([seconds_of(name, self.numel, network) for name in names])

@@ -100,10 +100,7 @@ def trained(name: str, feedback: bool) -> Data:
 
 
 def gradients_of(task: Task) -> Iterator[NDArray[np.float32]]:
-    """Train a task without compression, and yield each step's gradients, one after the other in an array.
-
-    A schedule is that of the steps for which the task was tuned. The array is overwritten by the next step's.
-    """
+    """Train a task without compression, and yield each step's gradients in an array that the next step overwrites."""
     shared = SharedModel(task, task.steps)
     flat = np.zeros(sum(parameter.numel() for parameter in shared.parameters.values()), np.float32)
     for step in itertools.count():
@@ -184,10 +181,7 @@ class _Estimator:
 def measure(
     name: str, data: Data, ratios: Sequence[float], steps: int, only: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Select with all estimators, or ``only`` these, from the same data, with a residual each if there is feedback.
-
-    Data are of `WARM` steps and those that are counted. docs/studies.md describes the rows.
-    """
+    """Select with all estimators, or ``only`` these, from the same data, with a residual each if there is feedback."""
     gradient = np.ascontiguousarray(next(data.gradients), np.float32)
     running: list[_Estimator] = []
     shared: Bucket | None = None

@@ -105,10 +105,7 @@ class Folder:
     def run(
         self, job: Job, finished: Finished, is_complete: Callable[[], bool], left_s: float, expected_s: float
     ) -> None:
-        """Run a job in at most ``left_s`` seconds, unless its files are complete, and fill ``finished``.
-
-        ``is_complete`` reads the files. A job that will take more seconds than are left is not begun.
-        """
+        """Fill ``finished`` by complete files, or by a run of at most ``left_s`` seconds unless it takes longer."""
         done, log = self.path(job.name, "done"), self.path(job.name, "log")
         before = read_json(done)
         if {name: before.get(name) for name in job.mark} == job.mark and is_complete():
@@ -230,10 +227,7 @@ def run_in_lab(
     watch: Callable[[str], None] = print,
     program: Sequence[str] = MPICOMP,
 ) -> None:
-    """Run a program with words in a lab to its end, with more words for the lab; ``watch`` gets each line of output.
-
-    Where it fails, the error ends with its last lines.
-    """
+    """Run a program in a lab to its end; ``watch`` gets each line of its output, an error the last ones."""
     process = subprocess.Popen(
         [*lab_words(hosts, network, lab), *program, *words],
         stdin=subprocess.DEVNULL,

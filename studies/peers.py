@@ -76,10 +76,7 @@ def rows_of(folder: Path, arguments: argparse.Namespace, network: Network, task:
 def rows_of_job(
     folder: Path, arguments: argparse.Namespace, network: Network, task: str, exchanges: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the rows of exchanges that share a job, from the folder or from a job in a lab.
-
-    They are those of `mpicomp bench training`, with ``problem`` None; or ``exchange`` and ``problem``, what happened.
-    """
+    """Return the rows of exchanges that share a job, from the folder or a lab; ``problem`` is None if all went well."""
     name = "-".join((task, str(arguments.hosts), str(network), "+".join(exchanges))).replace("/", "-").replace(":", "-")
     kept, log = folder / f"{name}.json", folder / f"{name}.log"
     words = ["bench", "training", "--task", task, "--exchange", ",".join(exchanges), "--ratio", str(arguments.ratio)]
@@ -116,10 +113,7 @@ def thrown(log: Path) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table in Markdown, with quality next to seconds and bytes.
-
-    Of DDP's step is that over the step of ``ddp``, and throughput that of ``none`` which is left.
-    """
+    """Return the lines of a table in Markdown, with quality next to seconds and bytes."""
     ddp = next((row["median_s"] for row in rows if row["exchange"] == "ddp" and row["problem"] is None), None)
     ran = [row for row in rows if row["problem"] is None]
     quality = ran[0]["quality_name"] if ran else "quality"

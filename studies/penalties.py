@@ -74,10 +74,7 @@ def predict(elements: ElementStatistics, exchange: str, age: int) -> float | Non
 
 
 def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:
-    """Return the compressor and the collective that ``NAME``, ``NAME:NUMBER`` or ``NAME:NUMBER:COLLECTIVE`` stand for.
-
-    The number is a ratio, or the bits of ``qsgd`` and ``onebit``.
-    """
+    """Return compressor and collective of ``NAME[:NUMBER[:COLLECTIVE]]``; the number is a ratio, or bits."""
     name, number, collective = [*words.split(":"), "", ""][:3]
     config: dict[str, Any] = {"id": name} | ({"rounding": "nearest"} if name == "qsgd" else {})
     if number:
@@ -88,11 +85,7 @@ def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:
 def train(
     task_name: str, optimizer: str, seed: int, exchange: str, steps: int, exchanges: Sequence[str]
 ) -> dict[str, Any]:
-    """Train a task with simulated ranks, and predict meanwhile what some exchanges would cost.
-
-    The row has losses of all steps, the quality in the end, how far each exchange was predicted to be behind, and of
-    the dense training the elements that predictions were made from.
-    """
+    """Train a task with simulated ranks; return losses, and how far each exchange was predicted to be behind."""
     shared = SharedModel(get_task(task_name, seed), steps, optimizer)
     compressor, collective = exchange_of(exchange)
     world = LocalWorld(_RANKS)

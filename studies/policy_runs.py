@@ -172,10 +172,7 @@ Run = Training | Timing
 
 
 def runs_of(policies: Sequence[str], networks: Sequence[Network], seeds: Mapping[str, Sequence[int]]) -> list[Run]:
-    """Return all runs in their order: a seed after the other, and steps are timed as soon as there are plans.
-
-    ``seeds`` are by task. Steps are timed with the plans of the first one.
-    """
+    """Return all runs, a seed after the other; steps are timed with the plans of a task's first seed."""
     runs: list[Run] = []
     for seed in sorted({seed for of_task in seeds.values() for seed in of_task}):
         for task, of_task in seeds.items():
@@ -206,11 +203,7 @@ def _words_of_task(task: str) -> list[str]:
 
 
 def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[str, float]) -> list[str]:
-    """Return the words after ``mpicomp`` for timing steps, but for the file that it writes.
-
-    By policy there are the path of its recorded plans, ``traces``, and how many bytes leave a rank in a step: where
-    that takes long, blocks have fewer steps.
-    """
+    """Return the words after ``mpicomp`` for timing steps of recorded plans; long steps have shorter blocks."""
     round_s = len(step_bytes) * _COMPUTING_S + 8 * sum(step_bytes.values()) / parse_bandwidth(run.network.bandwidth)
     block = min(LONGEST_BLOCK, max(SHORTEST_BLOCK, int(_TIMING_S / round_s / (BLOCKS + 1))))
     # Collectives of dense differ in nothing but time, and which is fastest depends on the network: it chooses there.

@@ -85,11 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of one network with the results of their cells.
-
-    Those of ``auto`` have ``prediction_error``, the median over all plans of the cell, and ``is_behind``, whether it is
-    behind the best dense plan by more than the measurement explains. None elsewhere.
-    """
+    """Return rows of one network with the results of their cells; those of ``auto`` say whether it is behind."""
     found = []
     for row in rows:
         more: dict[str, Any] = {"prediction_error": None, "is_behind": None}

@@ -122,10 +122,7 @@ def _pieces(folder: Path, task: str, steps: int) -> dict[Path, Callable[[Path], 
 
 
 def make(pieces: dict[Path, Callable[[Path], None]], most: int | None = None) -> bool:
-    """Make the files that are not there, so many of them at most; return whether all are there.
-
-    What is interrupted leaves no file under its name.
-    """
+    """Make the files that are not there, so many of them at most; return whether all are there."""
     missing = [path for path in pieces if not path.exists()]
     for path in missing[:most]:
         part = path.with_suffix(".part")

@@ -110,12 +110,7 @@ def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch
 
 @contextmanager
 def computing(precision: str, device: str) -> Iterator[None]:
-    """Return a context for forward, backward and evaluation.
-
-    Products of matrices take operands in the precision that is named, and attention is made of such products, which
-    between 64 tokens is faster than torch's kernel and differs in rounding. Parameters, gradients and exchanges are
-    float32 in any case.
-    """
+    """Return a context for forward, backward and evaluation, with products of matrices in a precision."""
     with sdpa_kernel(SDPBackend.MATH), torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
         yield
 

@@ -52,11 +52,7 @@ def as_root() -> dict[str, str]:
 
 
 def environment(mpi: str, hosts: int, ppn: int, caller: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the job: the caller's, with MPI held to eth0.
-
-    What chooses the interface is set in any case, for a job that goes around the shaped links would not be
-    measured at all; the rest only where the caller has not set it.
-    """
+    """Return the environment of the job: the caller's, with MPI held to eth0, whatever that has set."""
     result = dict(caller)
     result["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), caller.get("PATH", os.defpath)])
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "FI_TCP_IFACE"):

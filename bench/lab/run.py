@@ -117,10 +117,7 @@ def warn_of_limits(settings: Settings) -> None:
 
 
 def run_lab(settings: Settings) -> int:
-    """Run a lab from beginning to end.
-
-    Must be called from the main thread, for the sake of signals.
-    """
+    """Run a lab from beginning to end, from the main thread, for the sake of signals."""
     check_requirements()
     _check_kernel_links(settings)
     warn_of_limits(settings)

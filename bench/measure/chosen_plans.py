@@ -127,10 +127,7 @@ def _energies(record: StepRecord) -> tuple[float, float]:
 
 
 def leading(plans: Sequence[Ran]) -> Ran:
-    """Return the plan that has carried most, among those of the kind of compressor that has.
-
-    A policy that compresses at many ratios has run each of them less often than it may have run dense.
-    """
+    """Return the plan that has carried most, among those of the kind of compressor that has: ratios are many."""
     shares: Counter[str] = Counter()
     for plan in plans:
         shares[plan.compressor.id] += plan.share  # type: ignore[assignment]

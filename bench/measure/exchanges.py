@@ -70,10 +70,7 @@ class Residuals:
 
 
 class Runner:
-    """A plan with a reducer of its own, whose residual is in its steady state.
-
-    Collective: all ranks make one, step it, and drop it.
-    """
+    """A plan with a reducer of its own, whose residual is in its steady state. Collective."""
 
     def __init__(
         self, plan: Plan, gradients: Gradients, transport: Transport, residuals: Residuals, cost: CostModel | None

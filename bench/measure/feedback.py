@@ -141,8 +141,7 @@ def steps_to_settle(compressor: Compressor) -> int:
 class Settled:
     """Error feedback on a short array that has reached its steady state, where thresholds do not rise any more.
 
-    A long array's residual is like the short one's, repeated. That is how a compressor gets its own steady state, which
-    is far away (in ``1 / ratio`` steps every element is sent once), and how it keeps it while others take their turns.
+    A long array's residual is like the short one's, repeated: the steady state is ``1 / ratio`` steps away.
     """
 
     def __init__(self, compressor: Sparsifier | SharedSparsifier | Quantiser, gradients: Gradients) -> None:

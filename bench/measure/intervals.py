@@ -14,11 +14,7 @@ _NARROW = 0.05  # share of the median by which either end of its interval may be
 
 @functools.cache
 def _ends(number: int) -> int | None:
-    """Return how many of the smallest samples lie below the interval, and as many of the largest above it.
-
-    Each sample lies below the true median with probability 1/2, so the number of those that do is binomial; in whole
-    numbers, since ``2**-number`` is soon none.
-    """
+    """Return how many of the smallest samples lie below the interval, and as many of the largest above it."""
     if number < LEAST:
         return None
     total, term, below = 0, 1, 0

@@ -19,11 +19,7 @@ _encoder = msgspec.json.Encoder(enc_hook=lambda number: number.item())  # NumPy'
 
 
 class MetricsWriter:
-    """Writes a line a step, several at a time, so that a job that dies leaves its measurements but for the last ones.
-
-    Where the system takes no more, the lines that are whole stay, the rest is left out, and the training goes on: it is
-    worth more than its measurements.
-    """
+    """Writes a line a step, several at a time; where the system takes no more, training goes on without."""
 
     def __init__(self, path: str | None) -> None:
         self.problem: FileWriteError | None = None

@@ -114,10 +114,7 @@ def predict_exchange(
     cost: CostModel | None,
     device: Device = HOST,
 ) -> float:
-    """Return predicted seconds of an exchange of ``numel`` float32. Collective.
-
-    Without a cost model the links are measured; kernels that it does not know are timed on ``device``.
-    """
+    """Return predicted seconds of an exchange of ``numel`` float32; without a model links are measured. Collective."""
     model = calibrate(transport) if cost is None else CostModel.from_json(cost.to_json())
     scheme = bind(compressor.bind(["probe"], [numel], warm_up=False), collective)
     on_device = device is not HOST

@@ -230,10 +230,7 @@ OSU_HEADER = (
 
 
 def osu_blocks(rows: Sequence[Mapping[str, Any]], where: str) -> str:
-    """Lay out rows of ``mpicomp bench collectives``: a block for each plan, a line for each size.
-
-    Latencies are OSU's: the mean, least and most over ranks of each rank's mean. Columns of ours come after OSU's.
-    """
+    """Lay out rows of ``mpicomp bench collectives`` as OSU does, a block for each plan, with columns of ours behind."""
     plans: dict[tuple[str, Any, str | None, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["median_s"] is not None:

@@ -34,10 +34,7 @@ class Timings:
         self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
 
     def everyones(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:
-        """Return every rank's rows, as means over the steps between ends; shape (ranks, ends, columns). Collective.
-
-        Steps after the last end are left out.
-        """
+        """Return every rank's rows, as means over the steps between ends; shape (ranks, ends, columns). Collective."""
         everyones = gather(np.array(self.rows, np.float64), transport)
         sums = np.cumsum(everyones, axis=1)[:, np.array(ends) - 1]
         means: NDArray[np.float64] = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]

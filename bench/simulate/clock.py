@@ -54,10 +54,7 @@ class Clock:
         self._units: dict[tuple[str, str], tuple[float, float]] = {}
 
     def seconds(self, scheme: Scheme[Any], numel: int, dtype: np.dtype[Any], most: float = math.inf) -> float:
-        """Return the seconds of a scheme's rounds for an array, without computation.
-
-        Where they are found to be more than ``most`` before all is known, infinity.
-        """
+        """Return the seconds of a scheme's rounds for an array, without computation; infinity above ``most``."""
         if self._topology.ranks == 1:
             return 0.0
         ranks = self._look(scheme, numel, dtype, most)

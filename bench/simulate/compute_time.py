@@ -28,8 +28,8 @@ _LATER = 1 << 30  # number of a step in the long run
 class ComputeTime:
     """Seconds that schemes compute among the ranks of a topology.
 
-    What one rank takes alone is in the cost model. What others have sent has to be decoded as well: the seconds of a
-    byte of it are measured here, among ranks in one process, as is all of what the cost model does not know.
+    What one rank takes alone is in the cost model. The seconds of decoding a byte of what others have sent are measured
+    here, among ranks in one process, as is all of what the cost model does not know.
     """
 
     def __init__(self, cost: CostModel, slower: float | None = None) -> None:

@@ -49,10 +49,7 @@ class Timed:
 
 
 def time_dense(longest: int, transport: Transport) -> list[Timed]:
-    """Time every dense exchange at some lengths, among all ranks and among fewer of them. Collective.
-
-    Among fewer ranks than all, each of them is on a host of its own. One rank alone times nothing.
-    """
+    """Time every dense exchange at some lengths, among all ranks and among fewer, one a host. Collective."""
     group = transport.group
     found: list[Timed] = []
     for ranks in range(2, group.size) if group.hosts == group.size else ():
@@ -114,11 +111,7 @@ def _exchange(reducer: Reducer, gradient: dict[str, Any], transport: Transport) 
 
 
 class Corrections:
-    """Ratios of the measured seconds of dense exchanges to the predicted ones, for a number of ranks.
-
-    Libraries have other algorithms where ranks are a power of two, so it is taken from the nearest number of ranks that
-    is one as well, or is none as well, where there is one.
-    """
+    """Ratios of measured to predicted seconds of dense exchanges, by ranks: powers of two differ from others."""
 
     def __init__(self, timed: Sequence[Timed], network: Network, measured_ranks: int, hosts: int, ranks: int) -> None:
         self._timed: dict[str, list[Timed]] = {}

@@ -29,11 +29,7 @@ class Seconds:
 
 
 def ends(measured: Measured, exchanges: Sequence[float], overlap: bool) -> tuple[list[float], list[float]]:
-    """Return when buckets are ready and when each has been exchanged, from the beginning of the step.
-
-    Buckets are exchanged one after the other, each as soon as backward has come to all that is in it, the last one
-    when backward is over; without overlap all of them then.
-    """
+    """Return when buckets are ready and when each has been exchanged, one after the other, since the step began."""
     over = measured.forward_s + measured.backward_s
     ready = [measured.forward_s + bucket.ready_s if overlap else over for bucket in measured.buckets]
     ready[-1] = over  # what only then is known goes with it

@@ -44,11 +44,7 @@ class Topology:
             self.notes.append("links inside a host were not measured; they are taken for a usual machine's")
 
     def _fold(self, measured: int) -> None:
-        """Remove from Allreduce's factors the part that the measured number of hosts explains, see `folding`.
-
-        Of ranks where there was one host. Where it is a power of two nobody knows whether the library folds, and it is
-        taken not to.
-        """
+        """Remove from Allreduce's factors the part that the measured number of hosts explains, see `folding`."""
         owed, here = folding(measured), folding(self.hosts if self.hosts > 1 else self.ranks)
         for group in (WORLD, ACROSS):
             latency, volume = self.network.factors(group, "allreduce")
@@ -74,11 +70,7 @@ class Topology:
         self.network.set_link(WORLD, latency, per_byte, 0.1)
 
     def _through_switch(self, slowness: float) -> None:
-        """Slow down the operations for which the switch is slower than the links that send at a time.
-
-        What a root gathers comes through its link alone. A broadcast brings every host all of it, of which the others
-        pass on their parts.
-        """
+        """Slow down the operations for which the switch is slower than the links that send at a time."""
         hosts = self.hosts
         sending = dict.fromkeys(OPERATIONS, float(hosts))
         sending |= {"gatherv": 1.0, "bcast": (hosts - 1) / min(math.log2(hosts), 2 * (hosts - 1) / hosts)}

@@ -67,12 +67,7 @@ def from_path(task: str, path: str) -> list[str]:
 
 
 def split(documents: list[str]) -> tuple[list[str], list[str]]:
-    """Return training and held-out documents.
-
-    Whole documents are held out, about a twentieth of the text, so that no line of a held-out document was
-    near a training one. The choice does not depend on the run's seed: losses of different seeds are
-    comparable.
-    """
+    """Return training and held-out documents, whole ones, about a twentieth of the text, whatever the run's seed."""
     # What occurs twice could end on both sides.
     documents = list(dict.fromkeys(documents))
     total = sum(map(len, documents))

@@ -15,8 +15,7 @@ if TYPE_CHECKING:  # the protocol is read by code that must not load torch
 class Task(Protocol):
     """Data, model, loss, optimizer and held-out measurement of one training problem.
 
-    Everything follows from the task's name, its seed and the user's data, so ranks that build the same task
-    hold the same model and agree on who sees which samples without a word between them.
+    Everything follows from the task's name, its seed and the user's data, so ranks agree without a message.
     """
 
     kind: ClassVar[str] = "task"

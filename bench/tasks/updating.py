@@ -75,11 +75,7 @@ def warm_up_and_cosine(step: int, steps: int) -> float:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw torch's CPU random numbers from a seed inside the block, and restore the generator after it.
-
-    A user's own seed must survive the building of a model, and devices are left alone: models are built on
-    the CPU, so that every rank holds the same bits whichever device it trains on.
-    """
+    """Draw torch's CPU random numbers from a seed inside the block, and restore a user's generator after it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -154,11 +154,7 @@ def communicate(tasks: Sequence[Round]) -> Rounds[None]:
 
 
 def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any]:
-    """Time the communication of all plans of a cell, in turn, and then the selection on one rank. Collective.
-
-    What is sent are the rounds that the schemes announce, so nothing else is computed meanwhile. A time is that from
-    when the last rank begins to when the last one ends; medians.
-    """
+    """Time the announced rounds of all plans of a cell, in turn, and the selection on one rank. Collective."""
     numel, group = max(1, cell.parameters // cell.scale), transport.group
     dtype = np.dtype(np.float32)
     found: dict[str, list[float]] = {}

@@ -33,10 +33,7 @@ _LIMITS = {"least": 0.001, "most": 0.1, "epsilon": 0.7}
 
 
 def arms(steps: int) -> dict[str, paper_runs.Arm]:
-    """Return the exchanges of tables 2 and 4 by name.
-
-    Windows are as large a part of the training as the paper's 500 are of its 16,000 steps, or there would be no search.
-    """
+    """Return the exchanges of tables 2 and 4 by name, with windows as large a part of the training as the paper's."""
     window = max(2, steps // 32)
     published = {"id": "gravac", "as_published": True, **_LIMITS, "window": window}
     dgc = ({"id": "dgc"}, "allgather")

@@ -68,8 +68,7 @@ def parts(model: str, ratio: float) -> dict[str, int]:
 def step_bytes(model: str, config: Mapping[str, Any], collective: str, ranks: int, step: int) -> tuple[float, float]:
     """Return the bytes that a rank hands to the transport in a step: mean over ranks and steps, and of the least rank.
 
-    Buckets are those of training: parameters in the order of backward, 32 MB each. Steps differ in who leads, so that
-    several are counted.
+    Buckets are those of training: parameters in the order of backward, 32 MB each.
     """
     members = [ArraySpec(name, "float32", (size,)) for name, size in reversed(parameters(model))]
     whole = {member.name: member.numel for member in members}

@@ -43,7 +43,7 @@ class ResNet20(Digits):
     """Classify 5,000 images of MNIST by ResNet-20: 0.27 million parameters; quality is held-out accuracy.
 
     A quarter of the images is held out. The first convolution halves the sides, which no paper's does: a step takes a
-    quarter of the time. SGD with momentum, as in the papers; its rate falls linearly to zero.
+    quarter of the time.
     """
 
     name = "resnet20"
