@@ -37,10 +37,7 @@ def add(name: str) -> None:
 
 
 def load_all() -> None:
-    """Import every plugin that is not imported yet, and raise `ConfigurationError` for one that fails.
-
-    An entry point that fails warns, as no setting names it.
-    """
+    """Import plugins that are not imported yet; a failure raises `ConfigurationError`, and of an entry point warns."""
     global _entered, _read
     if not _entered:
         _entered = True

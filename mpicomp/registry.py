@@ -44,10 +44,7 @@ def register(cls: Class) -> Class:
 
 
 class Registry(Generic[Object]):
-    """Classes of one ``kind`` by the attribute ``key``, each with a class method ``from_config`` that builds an object.
-
-    The modules of ``packages`` are imported at the first look-up.
-    """
+    """Classes of one ``kind`` by the attribute ``key``, from modules of ``packages`` that the first look-up imports."""
 
     def __init__(self, kind: str, packages: Sequence[str], key: str = "id") -> None:
         self._kind = kind

@@ -98,10 +98,7 @@ class CountSketch(Sketch):
         return min(numel, self.candidates * num_kept(self.ratio, numel))
 
     def weights(self, context: Context) -> NDArray[np.floating] | None:
-        """Return non-negative factors of the elements before they are sketched, the same on all ranks, or None.
-
-        The array has the bucket's dtype and length, in host memory or on the bucket's device.
-        """
+        """Return non-negative factors of the elements where the bucket is, the same on all ranks, or None."""
         return None
 
 

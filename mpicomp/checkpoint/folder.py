@@ -66,10 +66,7 @@ def _number(path: Path, named: int) -> int | None:
 
 
 def _remove(found: _Found, to: Path | None = None) -> None:
-    """Remove a folder, if mpicomp has made all of it and the system allows it.
-
-    Where it is renamed to ``to`` first, the rest that a crash may leave cannot be loaded.
-    """
+    """Remove a folder, renamed to ``to`` first, if mpicomp has made all of it and the system allows it."""
     with contextlib.suppress(OSError):
         with os.scandir(found.path) as entries:
             if found.path.is_symlink() or not all(_is_rank_file(entry, found.named) for entry in entries):

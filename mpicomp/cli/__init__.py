@@ -88,11 +88,7 @@ def _report(error: Exception) -> None:
 
 
 def _end_job_with(launch: launcher.Launch | None) -> None:
-    """End the job with this rank, which is about to exit with an error.
-
-    A rank that exits before it has initialized MPI keeps the others waiting in MPI_Init, where no launcher notices
-    that it is gone; so it joins them first.
-    """
+    """End the job with this rank, which is about to exit with an error: before MPI_Init others would wait for it."""
     mpi = sys.modules.get("mpi4py.MPI")
     is_finalized = mpi is not None and mpi.Is_finalized()
     if abort.running() is not None or (launch is not None and launch.size > 1 and not is_finalized):

@@ -54,10 +54,7 @@ def start_training(
 
 
 def load_task(command: str, arguments: argparse.Namespace, data: str | None, group: "Group") -> "Task":
-    """Return the task of `add_task`'s options, after MPI has started: it loads torch.
-
-    Its first batch is drawn, which raises if there are fewer samples than ranks need.
-    """
+    """Return the task of `add_task`'s options, after MPI has started; its first batch is drawn, which may raise."""
     from mpicomp.errors import ConfigurationError
 
     try:

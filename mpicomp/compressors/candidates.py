@@ -154,8 +154,7 @@ class Candidates:
         """Return the bound of the next step's candidates, which is meant to list half as many again as k.
 
         Under error feedback elements crowd below the threshold, so that no fixed fraction of it would do, and for the
-        first few hundred steps it rises. ``threshold`` is this step's, ``before`` that of the step before or 0, and
-        ``spare`` the result of `spare`.
+        first few hundred steps it rises. ``before`` is the threshold of the step before or 0.
         """
         found = self.region.found
         listed = found if found <= self.region.index.size else 0

@@ -11,11 +11,7 @@ DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 def whole_threshold(
     distribution: str, moments: cpu.Moments, logarithms: tuple[int, float, float] | None, share: float
 ) -> float:
-    """Fit all magnitudes that are not zero, and return the threshold that a share of them exceeds; never NaN.
-
-    ``logarithms`` is the result of `mpicomp.kernels.cpu.logarithms`, needed for gamma only. Magnitudes without variance
-    get an exponential fit.
-    """
+    """Fit all magnitudes that are not zero, and return the threshold that a share of them exceeds; never NaN."""
     mean = moments.total / moments.nonzero
     variance = moments.energy / moments.nonzero - mean * mean
     if distribution == "gamma" and logarithms is not None and logarithms[0] > 0:
@@ -27,10 +23,7 @@ def whole_threshold(
 
 
 def excess_threshold(distribution: str, tail: cpu.Tail, threshold: float, share: float) -> float:
-    """Fit the excess over a threshold, of at least one element, and return the threshold that a share of them exceeds.
-
-    A share above 1 continues the fit below the threshold.
-    """
+    """Fit the excess over a threshold, and return the one that a share of them exceeds; above 1 it is lower."""
     mean = tail.excess / tail.count
     variance = tail.squares / tail.count - mean * mean
     over = _exponential(mean, share) if distribution == "exponential" else _pareto(mean, variance, share)

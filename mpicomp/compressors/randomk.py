@@ -147,10 +147,7 @@ class BlockRandomK(_Random):
 def one_of_each(
     numel: int, random: np.random.Generator, context: Context, out: NDArray[np.uint32], turn: int = 0
 ) -> None:
-    """Write one position of each of ``out.size`` parts of nearly equal length, ascending.
-
-    Positions go ``turn`` further than ``random`` draws them; the first of a part follows its last.
-    """
+    """Write one position of each of ``out.size`` nearly equal parts, ascending, ``turn`` further than it was drawn."""
     k = out.size
     draws = context.workspace.host_array("randomk.draws", min(k, _CHUNK), np.float64)
     drawn = _host_room(out, context)

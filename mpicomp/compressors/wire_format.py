@@ -118,10 +118,7 @@ class Selection:
 
 @dataclass
 class UncountedSelection(Selection):
-    """A selection on a device whose elements the host has not counted: its arrays have room for more.
-
-    The host reads ``count`` and ``reached`` at once, and calls ``counted`` with the latter.
-    """
+    """A selection on a device whose elements the host has not counted, in arrays with room for more."""
 
     count: Any
     reached: Any
@@ -140,10 +137,7 @@ class Sparse:
 
 @dataclass
 class MessageHeader:
-    """The header of a message, and the bytes before its values and indices in the memory of several messages.
-
-    ``stored`` and ``coding`` are the formats of values and indices; a damaged message has flags only.
-    """
+    """The header of a message, with the formats of values and indices, and where these begin among several messages."""
 
     flags: int
     energy: float
@@ -250,10 +244,7 @@ def write_pairs(
     energy: Any,
     finite: Any,
 ) -> None:
-    """Fill a message of the first ``count`` elements of a selection as `write_message` does, on a device.
-
-    The device chooses the format where ``indices`` is ``"auto"``, as `compact` does.
-    """
+    """Fill a message of a selection's first ``count`` elements on a device, which chooses an ``"auto"`` format."""
     lead = lead_of(0, selection.values.dtype, Wire(), flags)
     pairs = selection.values, selection.indices, count
     kernels.of(out).write_pairs(out, lead, finite, energy, *pairs, numel, *_CODED[indices])
@@ -302,11 +293,7 @@ def parse_message(
 
 
 def unpack_sharing(memory: NDArray[np.uint8], headers: Sequence[MessageHeader], out: NDArray[np.floating]) -> bool:
-    """Write the values of messages with one format of `SHARING` to ``out``, message after message.
-
-    Return False if a scale of two to eight bits is negative or not finite although no header says `NONFINITE`; on a
-    device a 0-d array, or True.
-    """
+    """Write the values of messages with one format of `SHARING` to ``out``; return whether scales are sound."""
     stored = headers[0].stored
     if stored in BITS:
         places, counts = [header.values_at for header in headers], [header.count for header in headers]

@@ -96,9 +96,7 @@ def measure_kernels(
 ) -> Rounds[None]:
     """Measure the kernels of schemes that the model does not know; the slowest rank counts. Collective, as rounds.
 
-    With ``ladder`` measurements at two ratios of a compressor count for all of them. ``device`` is where this rank
-    measures, ``on_device`` whether they count as kernels of a device, the same on all ranks: some may measure on the
-    host.
+    With ``ladder`` two ratios of a compressor count for all of them. ``on_device`` is the same on all ranks.
     """
     unknown: dict[str, list[Scheme[Any]]] = {}
     for scheme in schemes:

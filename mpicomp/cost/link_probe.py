@@ -54,10 +54,7 @@ def probe(network: Network, transport: Transport, effort: Effort = QUICK) -> Rou
 
 
 def probe_link(network: Network, transport: Transport) -> Rounds[None]:
-    """Measure the links between hosts again, in some milliseconds. Collective over all ranks, as rounds.
-
-    Seconds of one plan show that the network has changed, but not whether the latency or the bandwidth did.
-    """
+    """Measure links again: plans do not show whether latency or bandwidth has changed. Collective, as rounds."""
     latency, first_s = yield from _time_ring(transport, transport.group, _FEW_REPEATS, QUICK)
     network.set_link(WORLD, latency, _seconds_per_byte(first_s, latency, _FIRST_BYTES), _SD)
 

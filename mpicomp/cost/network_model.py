@@ -40,10 +40,7 @@ _LARGE_GROUP = 1024  # ranks
 
 
 class Network:
-    """Links and factors, learned from measured seconds; on one host all messages go through its memory.
-
-    All ranks have to pass the same numbers, and then hold the same state.
-    """
+    """Links and factors, learned from measured seconds that are the same on all ranks; one host has its memory."""
 
     def __init__(self, hosts: int) -> None:
         self.hosts = hosts
@@ -86,11 +83,7 @@ class Network:
         return float(np.exp(self.log_link[1]))
 
     def coefficients(self, rounds: Sequence[Sequence[Round]], groups: Sequence[Group]) -> NDArray[np.float64]:
-        """Return the coefficients of a plan, shape (terms,): its seconds are their product with `unit_seconds`.
-
-        ``rounds`` are the shapes of the plan's rounds on some ranks (a rank that skips a round has none for it),
-        ``groups`` the group of all ranks as each of these ranks sees it.
-        """
+        """Return the coefficients of a plan, shape (terms,): its seconds are their product with `unit_seconds`."""
         total = np.zeros(_TERMS)
         for name in GROUPS:
             parts = [world.part(name) for world in groups]
@@ -151,10 +144,7 @@ class Network:
             self._suspected = 1 if log_ratio > 0 else -1
 
     def resolve_suspicion(self, changed: bool) -> bool:
-        """Record whether a suspected change of links was one; after a false alarm the next one takes more outliers.
-
-        Return whether it was not the first false alarm since a change: seconds of the plans themselves are off then.
-        """
+        """Record whether a suspected change of links was one; return whether false alarms have become frequent."""
         is_repeated = not changed and self._patience > _PATIENCE_STEPS[0]
         self._patience = _PATIENCE_STEPS[0] if changed else min(2 * self._patience, _PATIENCE_STEPS[1])
         return is_repeated

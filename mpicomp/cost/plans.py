@@ -41,9 +41,8 @@ _MEAN_OVER_MEDIAN = 1.44  # of an exponential distribution: 1 / ln 2
 class Contention:
     """Estimates the seconds that contention adds to each of a bucket's exchanges, whatever the plan.
 
-    A rank waits for a core, or other traffic uses the link. That only adds seconds, different ones at each step, so two
-    successive steps of one plan show how many: the mean difference of two exponential variables is their mean. A plan
-    whose steps differ by far more than those of another plan is left out: contention would slow both.
+    That only adds seconds, different ones at each step, so two successive steps of one plan show how many: the mean
+    difference of two exponential variables is their mean. Far larger differences of one plan are left out.
     """
 
     def __init__(self) -> None:

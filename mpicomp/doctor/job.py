@@ -21,11 +21,7 @@ SCHEMA = 1
 
 
 def local() -> dict[str, Any]:
-    """Return the report on this process alone, made without MPI.
-
-    It starts other programs (nvidia-smi; Python with torch, where OpenMP binds threads), so call it before MPI is
-    initialized: not every network survives a fork.
-    """
+    """Return the report on this process alone, before MPI is initialized: it starts programs, and a fork may harm."""
     devices, error = probes.visible_gpus()
     return {
         "host": socket.gethostname(),

@@ -108,10 +108,7 @@ def load_mpi(launch: launcher.Launch | None) -> tuple[Any, Problem | None]:
 
 
 def missing_gpu_library(version: str, loaded: Iterable[str], environ: Mapping[str, str]) -> Problem | None:
-    """Return the problem of a Cray MPICH that is to take GPU memory without its library for that: it ends in MPI_Init.
-
-    `version` is what the library says of itself, `loaded` are the files that are mapped into this process.
-    """
+    """Return the problem of a Cray MPICH that is to take GPU memory without its library, which ends in MPI_Init."""
     wanted = "CRAY" in version.upper() and environ.get(_CRAY_GPUS) == "1"
     if not wanted or any("/libmpi_gtl_" in path for path in loaded):
         return None
@@ -124,10 +121,7 @@ def missing_gpu_library(version: str, loaded: Iterable[str], environ: Mapping[st
 
 
 def torch_masks(environ: Mapping[str, str] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the cpus of each thread after ``import torch`` and a sum, the main thread's first.
-
-    Another process imports torch. Empty where OpenMP binds no threads, and where there is no torch.
-    """
+    """Return the cpus of each thread in a process after ``import torch``; empty without torch or binding by OpenMP."""
     environ = os.environ if environ is None else environ
     if not binds(environ) or importlib.util.find_spec("torch") is None:
         return ()
@@ -165,11 +159,7 @@ def gpu_mask(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None, listing: str | None = None) -> tuple[list[Gpu], str | None]:
-    """Return the GPUs that this process may use, and the error of a mask that names others; CUDA is not started.
-
-    `listing` is the output of ``nvidia-smi -L``, which is called when it is None. No GPU is no error: mpicomp runs on
-    CPUs, too.
-    """
+    """Return the GPUs that this process may use, and the error of a mask that names others; CUDA is not started."""
     mask = gpu_mask(environ)
     if mask is None:
         return [gpu for gpu in installed(listing) if gpu.index], None
@@ -252,10 +242,7 @@ class Clocks:
 
 
 def measure(comm: Any) -> tuple[Link | None, Clocks]:
-    """Compare clocks, and measure the link as a cost model does after a change. Collective over several ranks.
-
-    It takes some milliseconds. With ``MPICOMP_PROBE=0`` on rank 0 the link is None.
-    """
+    """Compare clocks, and measure the link in milliseconds unless ``MPICOMP_PROBE=0`` on rank 0. Collective."""
     from mpicomp.cost import Network, probe_link
     from mpicomp.transport.clocks import compare_clocks
     from mpicomp.transport.mpi import MPITransport

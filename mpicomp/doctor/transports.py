@@ -21,10 +21,7 @@ _MEMORY = ("sm", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem")
 
 @dataclass(frozen=True)
 class Transports:
-    """The transports that carry messages inside a host and between hosts.
-
-    A transport is ``"shared memory"``, ``"tcp"``, ``"rdma"``, the name of a libfabric provider, or ``"unknown"``.
-    """
+    """The transports inside a host and between hosts, such as ``"shared memory"``, ``"rdma"`` or ``"unknown"``."""
 
     library: str  # that MPI hands its messages to: "ucx", "ofi", "btl" (Open MPI's) or "unknown"
     inside: str
@@ -132,10 +129,7 @@ def _setting(name: str, environ: Mapping[str, str], reasons: list[str]) -> str |
 
 
 def _permits(setting: str | None, names: Sequence[str]) -> bool:
-    """Return whether a list of what is allowed, or with ``^`` of what is not, leaves some of these names.
-
-    Names are beginnings: ``rc`` stands for ``rc_verbs`` and ``mlx5_0`` for ``mlx5_0:1``.
-    """
+    """Return whether a list of allowed beginnings of names, or with ``^`` of others, leaves some of these names."""
     if setting is None:
         return True
     words = setting.lstrip("^").split(",")

@@ -145,10 +145,7 @@ class PlanSelector:
         return bool(self._unknown) or self.cost.network.change_suspected
 
     def share_cost(self, transport: Transport) -> Rounds[CostModel | None]:
-        """Return the cost model of all ranks, measured if there is none; None if nothing can be measured.
-
-        Collective over all ranks, as rounds.
-        """
+        """Return the cost model of all ranks, measured if there is none; None if nothing can be measured. As rounds."""
         predicts = transport.group.size > 1 and transport.probes
         if predicts and self._pinned:  # ranks may have been passed different things: rank 0 decides for all
             predicts = yield from broadcast_flag(self._has_source, transport)
@@ -164,11 +161,7 @@ class PlanSelector:
         self, ladders: Sequence[Sequence[tuple[Compressor, Sequence[str]]]], shapes: Sequence[Shape],
         transport: Transport,
     ) -> Rounds[None]:  # fmt: skip
-        """Build the tables of new buckets; measure links, operations and kernels that are not known. As rounds.
-
-        A ladder has the levels of a bucket, from the one that keeps least: a compressor, and the names of its
-        collectives, the preferred one first.
-        """
+        """Build the tables of new buckets, from the level that keeps least; measure what is not known. As rounds."""
         group = transport.group
         self.measured = False
         self._unknown.clear()

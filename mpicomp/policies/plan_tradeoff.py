@@ -24,10 +24,7 @@ _HARMLESS_PENALTY = 0.01
 
 @dataclass(frozen=True)
 class PlanTradeoff:
-    """Seconds and convergence penalty of every row of every bucket, and the state of training.
-
-    Training that falls behind by a share of its steps makes a progress of ``1 - share`` of a step of dense training.
-    """
+    """Seconds and convergence penalty, a share of steps, of every row of every bucket, and the state of training."""
 
     penalties: Sequence[Array]  # by bucket and row, the share of steps that is lost; each bucket has a row of none
     seconds: Sequence[Array]  # by bucket and row
@@ -172,10 +169,7 @@ def _least_errors(errors: Sequence[Array]) -> Choice:
 
 
 def _units(errors: Array, limit: float, bins: int) -> NDArray[np.int64]:
-    """Return errors in bins, rounded up; above any capacity if they exceed the limit or are NaN.
-
-    A billionth of a bin is ignored, so that a whole number of bins stays one after a division.
-    """
+    """Return errors in bins, rounded up but for a billionth; above any capacity if they exceed the limit or are NaN."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         units = np.ceil(np.where(errors == 0, 0.0, errors / limit * bins) - 1e-9)
     return np.where(units <= bins, units, 1 << 40).astype(np.int64)

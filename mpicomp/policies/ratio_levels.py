@@ -79,10 +79,7 @@ def ladder(least: float, most: float, step: float = math.sqrt(2)) -> list[float]
 
 
 def lost_share(compressor: Compressor, spectra: Spectra, ratios: Sequence[float]) -> NDArray[np.float64]:
-    """Return the share of a bucket's energy that a compressor leaves out at each ratio.
-
-    Selections that ignore magnitudes keep the same share of the energy as of the elements.
-    """
+    """Return the share of a bucket's energy that a compressor leaves out at each ratio."""
     kept = np.asarray(ratios, float)
     if not compressor.by_magnitude:
         return 1 - kept

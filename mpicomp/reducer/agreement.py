@@ -118,11 +118,7 @@ def run_collectively(
     subsystem: str,
     compared: Callable[[Made], Signature] | None = None,
 ) -> Made:
-    """Return the result of ``make``, which does not communicate, or raise its error of some rank on all. Collective.
-
-    ``compared`` returns what has to be the same in the results of all ranks. Ranks of one process take turns, so there
-    each raises its own error.
-    """
+    """Return the result of ``make``, or raise any rank's error, or that ``compared`` differs, on all. Collective."""
     problem: MpicompError | None = None
     try:
         made = make()

@@ -139,11 +139,7 @@ def _lost(
     low: int,
     high: int,
 ) -> Any:
-    """Return the energy not sent from ``start`` to ``stop``, where elements ``low`` to ``high`` of the selection lie.
-
-    With None for ``sent``, ``accumulated`` holds what was not. Rounding of a selection to 16 bits is left out: it takes
-    less than a hundred-thousandth.
-    """
+    """Return the energy not sent from ``start`` to ``stop``, where the selection has elements ``low`` to ``high``."""
     if isinstance(sent, Selection):
         values = sent.values[low:high]
         return energy - np.dot(values, values)
@@ -270,10 +266,7 @@ class Bucket:
         return memory
 
     def restore_gradients(self, accumulated: GradientWithResidual, scale: float) -> None:
-        """Subtract the residual from the sum, so that gradients that lie there can be exchanged again.
-
-        They may differ by the rounding of one addition. Does nothing where no sum was made, or it was overwritten.
-        """
+        """Subtract the residual from the sum, so that gradients that lie there can be exchanged again."""
         if accumulated.is_computed and not accumulated.may_be_overwritten:
             with self.device.active():
                 gradient = accumulated.array()
@@ -299,10 +292,7 @@ class Bucket:
         leaves: str = "sum",
         mean: NDArray[np.floating] | LazyMean | None = None,
     ) -> Any:
-        """Make ``accumulated - sent`` the residual, without elements that are not finite, and return the mean's array.
-
-        A lazy mean is written to memory that is free after that. For ``leaves`` see `mpicomp.collectives.Result`.
-        """
+        """Make the finite elements of ``accumulated - sent`` the residual, and return the mean's array."""
         if self.feedback and self.entry.momentum:
             self._keep_velocity(sent, finite)
         left = self._parts[id(self._accumulated)]

@@ -329,11 +329,7 @@ class Reducer:
             transport.user = user
 
     def _continue_without_dead(self, error: RankFailedError) -> Rounds[None]:
-        """Continue with the remaining ranks from the state before the step. As rounds.
-
-        All rounds on the transport end, so that no rank waits for this one; the remaining ranks agree who they are, and
-        become a smaller group. The first rank's policy counts: a report of a step may have reached some ranks alone.
-        """
+        """Continue with the remaining ranks from the state before the step, and the first one's policy. As rounds."""
         transport = self.transport
         if self._generation == transport.generation:
             transport.revoke()

@@ -34,10 +34,7 @@ _ACTIVITY = "step %d, bucket %d ('%s' ...) by %s"
 
 
 class Step:
-    """One step, on one rank: `check_gradients`, `begin`, `exchange` of each bucket, `commit`, `finish`.
-
-    ``scale`` multiplies gradients first; ``extra`` has the exchanges of the step that belong to no bucket.
-    """
+    """One step, on one rank: `check_gradients`, `begin`, `exchange` of each bucket, `commit`, `finish`."""
 
     def __init__(self, reducer: "Reducer", scale: float = 1.0, extra: ExtraExchange = NO_EXTRA) -> None:
         self._reducer = reducer
@@ -119,10 +116,7 @@ class Step:
         record.choosing_s += transport.timer() - begin - waited_s
 
     def exchange(self, bucket: Bucket, gradients: Sequence[Any] | None, ready: float) -> Rounds[None]:
-        """Exchange one bucket; None for the gradients asks all ranks to agree. As rounds, in order.
-
-        ``ready`` is the time at which gradients were passed, on the transport's timer.
-        """
+        """Exchange one bucket, ready at a time of the timer; None for gradients asks all to agree. As rounds."""
         reducer, record, frozen = self._reducer, self._record, self._extra.frozen
         transport, planner = self._transport, reducer.planner
         timer = transport.timer
@@ -212,10 +206,7 @@ class Step:
             self._nonfinite.append(done)
 
     def _do_all_hold(self, bucket: Bucket, gradients: Sequence[Any] | None) -> Rounds[bool]:
-        """Ask before gradients are overwritten whether a repeated step could take the mean for them. As rounds.
-
-        It could where no rank is stale, and the gradients of all ranks lie in the bucket.
-        """
+        """Ask before gradients are overwritten whether all ranks hold them in the bucket. As rounds."""
         tally, holds = Tally(), gradients is not None and bucket.holds(gradients)
         answers = yield from tally.count(self._share([holds]), self._transport.group)
         self._record.overhead_bytes += tally.sent_bytes
@@ -358,10 +349,7 @@ class Step:
         self._sums = [(bucket, accumulated) for bucket, accumulated in self._sums if id(bucket) not in kept]
 
     def finish(self, begin: float, waited_s: float | None = None) -> None:
-        """Record the seconds of the step since its beginning; it may have failed.
-
-        In ``waited_s`` of them its thread waited for others; None stands for the rounds of its buckets.
-        """
+        """Record the seconds of the step, of which ``waited_s``, or those of its rounds, were spent waiting."""
         reducer, record = self._reducer, self._record
         end = self._transport.timer()
         applied = reducer.last_step is record

@@ -73,10 +73,7 @@ class Telemetry:
             self._arrival = max(self._arrival, step) + self._travel_steps  # reports queue behind it
 
     def publish(self, report: StepReport, policy: Policy) -> Rounds[int]:
-        """Send this rank's report in the background and return its bytes. As rounds.
-
-        Surveys have the same lengths on all ranks.
-        """
+        """Send this rank's report, with surveys of the same lengths, in the background; return its bytes. As rounds."""
         numbers = np.empty(1 + report.times.size)
         numbers[0] = math.nan if report.lr is None else report.lr
         numbers[1:] = report.times.reshape(-1)
@@ -91,10 +88,7 @@ class Telemetry:
         return send.nbytes
 
     def _steps_under_way(self, nbytes: int, report: StepReport, policy: Policy) -> float:
-        """Return a report's predicted seconds over those of a step in rounds, which advance it; 1 if none are known.
-
-        Predictions are the same on all ranks, so that all receive it in the same step.
-        """
+        """Return a report's predicted seconds over those of a step in rounds, which advance it; 1 if none are known."""
         predictions = [plan.prediction for plan in report.plans]
         rounds_s = sum(prediction.rounds_s for prediction in predictions if prediction is not None)
         if policy.cost is None or None in predictions or rounds_s <= 0:

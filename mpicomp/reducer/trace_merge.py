@@ -109,11 +109,7 @@ class Events:
         return "".join(lines)
 
     def add(self, step: NotedStep, last: Iterator[float]) -> None:
-        """Add a step.
-
-        ``last`` yields for each round the time at which the last rank that this one needs had begun it: the round is a
-        wait until then, and an exchange from then on.
-        """
+        """Add a step; ``last`` yields for each round the time until which it was a wait for another rank."""
         if step.reducer not in self._reducers:
             self._reducers.add(step.reducer)
             self._name_tracks(step.reducer)

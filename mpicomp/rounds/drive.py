@@ -18,10 +18,7 @@ class Returned(Generic[Value]):
 
 
 def advance(exchange: Rounds[Value], reply: Any = None) -> Request | Returned[Value]:
-    """Advance a generator to its next round with the reply to its last one; ``None`` begins it.
-
-    A reply that is a `RankFailedError` is raised in the generator, which may continue with the other ranks.
-    """
+    """Advance a generator to its next round with a reply, None at first; a `RankFailedError` is raised in it."""
     try:
         return exchange.throw(reply) if isinstance(reply, RankFailedError) else exchange.send(reply)
     except StopIteration as stop:

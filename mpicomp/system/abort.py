@@ -85,11 +85,7 @@ def install() -> bool:
 
 
 def crash_at_once() -> None:
-    """Let a crash end this process, with Python's traceback, instead of calling the handlers that Open MPI has set.
-
-    Those collect a backtrace in the crashed process, which deadlocks if the crash came inside ``malloc``, and the
-    others wait for it. Handlers that Python code has set stay, and so does ``faulthandler``.
-    """
+    """Let a crash end this process, with Python's traceback: Open MPI's handlers may deadlock inside ``malloc``."""
     if faulthandler.is_enabled() or threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE):
@@ -250,11 +246,7 @@ def _exit(status: Any = None, /) -> NoReturn:
 
 
 def _leave(code: Any) -> None:
-    """Make sure that the job ends if this rank leaves it with an error; called as the interpreter begins to exit.
-
-    Threads are joined, exit handlers run and streams are flushed after this and before mpi4py ends MPI, so the end of
-    the job is only prepared here.
-    """
+    """Prepare the end of the job if this rank leaves with an error; called as the interpreter begins to exit."""
     global status, leaves_alone
     status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1
     if status == 0 or _met or not _here():

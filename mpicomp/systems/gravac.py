@@ -58,10 +58,7 @@ _MIN_STEPS = 3  # at a ratio: of fewer, an interrupted one could be the median
 
 
 class LevelsSurvey:
-    """Energies of a bucket, of a selection of it, and of a smaller selection from that one.
-
-    Estimators start afresh in each, so that the result depends only on the array, the step and the ratios.
-    """
+    """Energies of a bucket, of a selection of it, and of a smaller one from that; estimators start afresh in each."""
 
     def __init__(self, compressor: Compressor, ratio: float, less: float) -> None:
         self._compressor = compressor

@@ -41,10 +41,7 @@ def check_registered(cls: type[Scheme[Any]]) -> None:
 
 
 def check_nothing_is_lost(cls: type[Scheme[Any]]) -> None:
-    """Check that all ranks get the same bits, and that the sum of what they sent is the mean times ranks.
-
-    A reported gain has to be that of the sent arrays, and elements that leave a rank's array have to reach another's.
-    """
+    """Check that all ranks get the same bits, ranks times mean sum up what was sent, and a gain is right."""
     for where, outcome in _exchanges(cls):
         check_sums(where, outcome)
 

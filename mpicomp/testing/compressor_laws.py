@@ -184,10 +184,7 @@ def check_packing(compressor: Quantiser) -> None:
 
 
 def check_nothing_is_lost(compressor: Compressor) -> None:
-    """Check that gradients and residuals before equal the mean times ranks and the residuals after, over all ranks.
-
-    The mean has the same bits everywhere. Momentum and clipping change what enters, and have other tests.
-    """
+    """Check that gradients and residuals before equal the mean times ranks and the residuals after, over all ranks."""
     if compressor.entry.momentum or compressor.entry.clip is not None:
         return
     for collective in fitting(compressor):
@@ -214,10 +211,7 @@ def check_nothing_is_lost(compressor: Compressor) -> None:
 
 
 def check_unbiased(compressor: Compressor) -> None:
-    """Check that the mean of many draws is the input, within four standard errors, in every block of elements.
-
-    Errors are summed over a block as they are, and once more with the elements' signs, which shows shrinkage.
-    """
+    """Check that the mean of many draws is the input, within four standard errors, in every block of elements."""
     rng = np.random.default_rng(8)
     # Elements that are drawn a few times have no measurable standard error.
     sizes = np.repeat(10.0 ** rng.integers(-1, 2, 1024 // _BLOCK), _BLOCK)
@@ -240,11 +234,7 @@ def check_unbiased(compressor: Compressor) -> None:
 
 
 def check_feedback_contracts(compressor: Compressor) -> None:
-    """Check that the residual stays bounded: no step loses more energy than there was.
-
-    Random rounding may be unlucky in a step, and is checked on the average of ten. A compressor that can run with error
-    feedback is checked even if it declares none.
-    """
+    """Check that the residual stays bounded: no step, or ten random ones, loses more energy than there was."""
     if not compressor.contractive:
         return
     reducers, world = make_reducers(compressor, fitting(compressor)[0], 2, feedback=True)

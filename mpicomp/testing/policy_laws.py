@@ -89,10 +89,7 @@ def check_it_goes_on_after_a_checkpoint(policy: Policy) -> None:
 
 
 def check_a_step_does_not_wait(policy: Policy) -> None:
-    """Check that policies add no round that ranks wait for, except in first steps and after changes.
-
-    Telemetry comes in background messages; see `Policy.on_telemetry`.
-    """
+    """Check that policies add no round that ranks wait for, except in first steps and after changes."""
     reducers, world = _begin(policy, 2)
     late = 0
     for step in range(_STEPS):

@@ -182,10 +182,7 @@ def named_group(
 def split_group(
     optimizer: Any, param_group: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[tuple[str | None, torch.Tensor]]]:
-    """Return a group for torch's optimizer, which has names in all groups or none, and pairs of name and parameter.
-
-    There are no pairs of a set, which torch refuses.
-    """
+    """Return a group for torch's optimizer, with all names or none, and its pairs of name and parameter."""
     members = param_group["params"]
     if isinstance(members, set):
         return dict(param_group), []

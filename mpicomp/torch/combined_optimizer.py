@@ -11,10 +11,7 @@ from mpicomp.torch.optimizer_proxy import OptimizerProxy
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Optimizers behind one ``param_groups`` and one ``state``, which they share; a step is one of each, in order.
-
-    Only settings that all of them have are among ``defaults``, for schedulers to find.
-    """
+    """Optimizers behind one ``param_groups`` and one ``state``; ``defaults`` are settings that all of them have."""
 
     def __init__(self, optimizers: Sequence[Any], subsystem: str) -> None:
         _check(optimizers, subsystem)

@@ -42,10 +42,7 @@ _joined: "Gradients | None" = None  # of the optimizer of this process whose ran
 
 
 class Gradients(ExtraExchange):
-    """Averages the gradients of parameters, which are in the model's order; collective, as is `average`.
-
-    ``averaged`` is True while ``.grad`` holds means.
-    """
+    """Averages parameters' gradients; ``averaged`` is True while ``.grad`` holds means. Collective, as is `average`."""
 
     def __init__(
         self,

@@ -167,10 +167,7 @@ class BackwardOverlap:
         return next(name for name, bits in present.items() if not torch.equal(bits, taken[name]))
 
     def _mark(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """Return the version of a gradient; in the first steps, and after 2, 4, 8 and so on, also the sum of its bits.
-
-        Torch counts no version of writes through ``.data``.
-        """
+        """Return the version of a gradient, now and then with a sum of bits: ``.data`` counts no versions."""
         inside = self._reducer.layout.holds_gradients  # where the exchange itself changes them
         sums_bits = self._exchanges & (self._exchanges - 1) == 0 and not inside
         gradient, whole = parameter.grad, whole_of(parameter).grad

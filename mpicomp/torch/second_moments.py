@@ -126,10 +126,7 @@ class SharedMoments:
         return (moment + self._local_excess[name]).clamp_(min=0)
 
     def _set_moment(self, name: str, state: Mapping[str, Any], decay: float, local: torch.Tensor) -> None:
-        """Make the next step divide by the average, or by a part of this rank's local moment where that is more.
-
-        Otherwise a rare gradient would be divided by nearly nothing. With `after_step` five sweeps of memory a step.
-        """
+        """Make the next step divide by the average, or, for rare gradients, by a part of the local moment."""
         moment = as_real(local_of(state[self._key]))
         torch.mul(self._averages[name], _reached(state, decay), out=moment)
         torch.maximum(moment, local / _BURST, out=moment)

@@ -16,10 +16,7 @@ _FINITE, _NONFINITE, _FAILED = range(3)
 
 
 class LocalShard:
-    """A sharded parameter as the tensor that this rank holds of it, with a gradient of the same kind.
-
-    The tensor is looked up in each access: FSDP replaces it, as in the first forward after a state was loaded.
-    """
+    """A sharded parameter as this rank's tensor, looked up in each access since FSDP replaces it, and its gradient."""
 
     def __init__(self, whole: Any) -> None:
         self.whole = whole
@@ -70,11 +67,7 @@ class LocalShard:
 
 
 class ShardGroup:
-    """The ranks with the shards of one replica, which decide together what concerns the whole model.
-
-    The ranks of each shard's communicator have agreed on what one of them brings here, so that all ranks of the job
-    decide the same. Nothing crosses between hosts for it. A model that is not sharded has none.
-    """
+    """The ranks with the shards of one replica, if any, which decide together what concerns the whole model."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         meshes = [parameter.whole.device_mesh for parameter in parameters if isinstance(parameter, LocalShard)]

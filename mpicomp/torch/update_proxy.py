@@ -67,9 +67,8 @@ class UpdateProxy(UpdatingProxy):
     def join(self) -> Iterator[None]:
         """Run a loop that may have more batches on some ranks than on others; entered on all ranks.
 
-        A rank whose loop is over takes part in the exchanges of the others, with its residuals, until all are done.
-        Means are those of the ranks that have had batches since the exchange before. An error that leaves the loop
-        communicates nothing.
+        A rank whose loop is over takes part in the exchanges of the others, with its residuals, until all are done. An
+        error that leaves the loop communicates nothing.
         """
         if self._mpicomp_join is not None:
             raise ConfigurationError(f"{WHO}: join() inside of join(); put the whole loop into one")

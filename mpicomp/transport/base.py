@@ -42,22 +42,10 @@ class RoundLog:
 
 
 class Transport(ABC):
-    """Runs rounds for one rank of a group.
-
-    Attributes
-    ----------
-    group : Group
-        All ranks.
-    log : list of RoundLog
-        Grows with every round but those in the background; its reader may clear it.
-    offset : float
-        Seconds by which the first rank's clock is ahead of this one's.
-    generation : int
-        How often ranks have died and it has become that of the others.
-    """
+    """Runs rounds for one rank of a group."""
 
     group: Group
-    generation: int = 0
+    generation: int = 0  # how often ranks have died and the group has become that of the others
     family: str | None = None
     """Names transports for which the same holds: what was measured through one is known of others. None: of itself."""
     concurrent: bool = True  # whether the ranks run side by side, so that one may wait for the others wherever it is
@@ -71,8 +59,8 @@ class Transport(ABC):
     cores: float = math.inf  # cores for each rank on the host where they are fewest; the same on all ranks
 
     def __init__(self) -> None:
-        self.log: list[RoundLog] = []
-        self.offset = 0.0
+        self.log: list[RoundLog] = []  # of every round but those in the background; its reader may clear it
+        self.offset = 0.0  # seconds by which the first rank's clock is ahead of this one's
 
     @abstractmethod
     def start(self, task: Round) -> Pending:
@@ -106,11 +94,7 @@ class Transport(ABC):
         return self.timer() + self.offset
 
     def run(self, exchange: Rounds[Value]) -> Value:
-        """Run a generator of rounds to its end and return its value. Collective over the group.
-
-        mpicomp's own errors are raised on all ranks alike. Any other one, once a round was begun, breaks the exchange
-        off, see `abort_exchange`.
-        """
+        """Run a generator of rounds to its end and return its value; an error of one rank breaks it off. Collective."""
         begun = False
         advance: Callable[[Any], Request] = exchange.send
         reply: Any = None
@@ -154,10 +138,7 @@ class Transport(ABC):
         """Note the purpose of the rounds, ``text % values``, for messages about ranks that wait."""
 
     def enter(self) -> int:
-        """Return a number for what runs rounds here from now on, the same on all ranks, right after a round of theirs.
-
-        Ranks that wait for its rounds on a rank that has retired it are not left waiting: see `retire`.
-        """
+        """Return a number for what runs rounds here from now on, the same on all ranks; see `retire`."""
         return 0
 
     def retire(self, user: int) -> None:  # noqa: B027, ranks of one process do not wait for each other
@@ -168,10 +149,7 @@ class Transport(ABC):
         return self.group.hosts
 
     def abort_exchange(self, error: BaseException) -> None:  # noqa: B027, a transport may be one rank's alone
-        """Begin no more rounds, as this rank alone failed in the middle of some; not collective.
-
-        Its next round would meet another one of its peers. They wait for what never comes, so the job ends.
-        """
+        """Begin no more rounds, as this rank alone failed in the middle of some: others wait, so the job ends."""
 
     def check_survives(self, subsystem: str) -> None:
         """Raise `ConfigurationError`, with what to do, where they cannot."""

@@ -54,10 +54,7 @@ class ChannelSet:
 
 
 class Pool:
-    """The communicators that this process keeps for one list of ranks, handed out as sets of channels.
-
-    Making one, and `acquire`, are collective over a communicator of these ranks.
-    """
+    """The communicators that this process keeps for one list of ranks, handed out as sets of channels."""
 
     def __init__(self, comm: MPI.Comm, names: Sequence[int], layout: Sequence[int] | None, limit: int) -> None:
         self.hosts = list(hosts_of_ranks(comm) if layout is None else layout)

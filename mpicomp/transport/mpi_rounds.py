@@ -308,11 +308,7 @@ class _Calls(StartedRound):
 
 
 class _Messages(StartedRound):
-    """Segments under way between pairs of ranks, a few at a time, those of the round ``ahead``, begun before, first.
-
-    Side by side both rounds would end at the same time, and a caller that waits for one and then for the other has
-    nothing under way in between.
-    """
+    """Segments under way between pairs of ranks, a few at a time, first those of the round ``ahead``, begun before."""
 
     def __init__(
         self,

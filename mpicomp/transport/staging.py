@@ -35,11 +35,7 @@ class _Arrival:
 
 
 class Staging:
-    """Copies one reducer's device arrays to the host and the means back, through pinned memory.
-
-    Its memory is that of the gradients on the device once more, pinned, and that of the means on the device. Arrays of
-    the host pass unchanged, and so do those of a device whose driver is not CUDA's, by the means of their library.
-    """
+    """Copies one reducer's device arrays to the host and the means back, through pinned memory of as many bytes."""
 
     def __init__(self) -> None:
         self._arrivals: dict[str, _Arrival] = {}

@@ -55,10 +55,7 @@ def check_installed() -> None:
 def evolve(
     evaluate: Callable[[NDArray[np.float64]], Objectives], least: Sequence[float], most: Sequence[float]
 ) -> NDArray[np.float64]:
-    """Return a front of real variables within bounds, by NSGA-II with the settings of the paper's code; deterministic.
-
-    ``evaluate`` returns the objectives of variables, shape (rows, variables).
-    """
+    """Return a front of real variables within bounds, by NSGA-II with the paper's settings; deterministic."""
     check_installed()
     from pymoo.algorithms.moo.nsga2 import NSGA2
     from pymoo.core.problem import Problem

@@ -284,21 +284,14 @@ class FlexibleSearch(Flexible):
 
 
 def sparse_sum(kind: str, ranks: int, nbytes: float) -> Terms:
-    """Return the paper's cost (Table I) of averaging selections of ``nbytes`` of values, with as many of indices.
-
-    ``"allgather"`` of values and indices, or AR-Topk (equations 4a and 4b): a broadcast of one rank's indices and a sum
-    of the values at them, by a ``"ring"`` or a ``"tree"``.
-    """
+    """Return the paper's cost of averaging selections: Table I, or AR-Topk by ring or tree, equations 4a and 4b."""
     if kind == "allgather":
         return allgather(ranks, 2 * nbytes)
     return broadcast(ranks, nbytes) + {"ring": ring, "tree": tree}[kind](ranks, nbytes)
 
 
 def published_choice(ranks: int, nbytes: float, latency: float, seconds_per_byte: float) -> str:
-    """Return the kind of `sparse_sum` that the inequalities (5a to 5c) name.
-
-    Both sides are multiplied so that none divides by zero. With two ranks the allgather is never slower.
-    """
+    """Return the kind of `sparse_sum` that the inequalities (5a to 5c) name, without their divisions by zero."""
     if ranks == 1:
         return "allgather"
     depth, latency_bytes = math.log2(ranks), latency / seconds_per_byte

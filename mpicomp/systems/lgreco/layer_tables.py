@@ -26,11 +26,7 @@ _STRIDE = 8  # a survey of selections or bits reads one group of elements in so 
 
 
 class Table(ABC):
-    """Layers of one bucket that can have different settings.
-
-    Errors are L2 norms, not squared, of what all ranks leave out of their accumulated gradients; energies are averaged
-    over surveys.
-    """
+    """Layers of one bucket that can have different settings; errors are L2 norms of what ranks leave out."""
 
     survey: Survey | None  # of the bucket; None if no layer can have one
 
@@ -288,10 +284,7 @@ class _Quantized(_LayerTable):
 
 
 class MixedTable(Table):
-    """One layer, which any of several compressors may send: a setting is a place in the list of their candidates.
-
-    The first compressor bounds errors and sizes; if it leaves the layer dense, so does the first candidate.
-    """
+    """One layer that any of several compressors may send; the first one bounds errors and sizes."""
 
     def __init__(self, compressors: Sequence[Compressor], tables: Sequence[Table], shape: Shape) -> None:
         self._compressors, self._tables, self._shape = compressors, tables, shape

@@ -61,10 +61,7 @@ class Gossip:
         self.probes = [orthogonalize(part) for part in self._cut(drawn, rows=True)]
 
     def rounds(self, model: NDArray[np.floating]) -> Rounds[None]:
-        """Exchange once with all neighbors and move the flat model towards theirs, in place. Collective, as a round.
-
-        If the model of a rank holds NaN or infinity, it and its neighbors raise `NonFiniteError` and change nothing.
-        """
+        """Exchange once with all neighbors and move the flat model towards theirs, in place. Collective, as a round."""
         if not self._neighbours:
             return
         rows = self.turn % 2 == 0
