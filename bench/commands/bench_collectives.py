@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_device, count
+from mpicomp.cli.options import add_device, count, table_columns
 
 if TYPE_CHECKING:
     from mpicomp.bench.measure.exchanges import Adding
@@ -18,56 +18,18 @@ HELP = "time every exchange among the ranks of this job, check it, and compare w
 
 _COMMAND = "bench collectives"
 _NUMELS = "1024,1048576,16777216"
-_COLUMNS = {
-    "compressor": "",
-    "ratio": "g",
-    "collective": "",
-    "numel": "d",
-    "median_s": ".4g",
-    "low_s": ".4g",
-    "high_s": ".4g",
-    "samples": "d",
-    "stopped": "",
-    "predicted_s": ".4g",
-    "speedup": ".2f",
-    "wire_bytes": ".0f",
-    "gain": ".3f",
-    "error": ".1e",
-    "compress_s": ".3g",
-    "exchange_s": ".3g",
-    "decode_s": ".3g",
-    "choosing_s": ".2g",
-}
-_BOUND_COLUMNS = {
-    "field": "",
-    "relative": "g",
-    "numel": "d",
-    "median_s": ".4g",
-    "ring_s": ".4g",
-    "allreduce_s": ".4g",
-    "samples": "d",
-    "over_ring": ".2f",
-    "over_allreduce": ".2f",
-    "wire_less": ".1f",
-    "largest": ".3f",
-}
-_AUTO_COLUMNS = {
-    "compressor": "",
-    "ratio": "g",
-    "numel": "d",
-    "chosen": "",
-    "median_s": ".4g",
-    "best": "",
-    "best_s": ".4g",
-    "regret": "+.1%",
-    "regret_low": "+.1%",
-    "regret_high": "+.1%",
-    "best_dense": "",
-    "best_dense_s": ".4g",
-    "behind_dense": "+.1%",
-    "mpi_s": ".4g",
-    "gloo_s": ".4g",
-}
+_COLUMNS = table_columns(
+    "compressor ratio:g collective numel:d median_s:.4g low_s:.4g high_s:.4g samples:d stopped predicted_s:.4g "
+    "speedup:.2f wire_bytes:.0f gain:.3f error:.1e compress_s:.3g exchange_s:.3g decode_s:.3g choosing_s:.2g"
+)
+_BOUND_COLUMNS = table_columns(
+    "field relative:g numel:d median_s:.4g ring_s:.4g allreduce_s:.4g samples:d over_ring:.2f over_allreduce:.2f "
+    "wire_less:.1f largest:.3f"
+)
+_AUTO_COLUMNS = table_columns(
+    "compressor ratio:g numel:d chosen median_s:.4g best best_s:.4g regret:+.1% regret_low:+.1% regret_high:+.1% "
+    "best_dense best_dense_s:.4g behind_dense:+.1% mpi_s:.4g gloo_s:.4g"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -353,8 +315,8 @@ class _Printer:
         return 1 if wrong else 0
 
 
-def _columns(found: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Mapping[str, str]:
+def _columns(found: Sequence[Mapping[str, Any]], columns: dict[str, str]) -> dict[str, str]:
     """Return the columns of a table, with settings after the name if some differ."""
     if all(row["settings"] is None for row in found):
         return columns
-    return {"compressor": columns["compressor"], "settings": ""} | dict(columns)
+    return {"compressor": "", "settings": ""} | columns

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_device, add_task, start_training
+from mpicomp.cli.options import add_device, add_task, start_training, table_columns
 
 if TYPE_CHECKING:
     from mpicomp.bench.training_rows import Exchange
@@ -13,36 +13,15 @@ HELP = "train with several exchanges in turn and compare their throughput with t
 
 _COMMAND = "bench training"
 _EXCHANGES = "none,dense,topk,auto,ddp"
-_COLUMNS = {
-    "exchange": "",
-    "ran": "",
-    "median_s": ".4g",
-    "low_s": ".4g",
-    "high_s": ".4g",
-    "mean_s": ".4g",
-    "samples_per_s": ".4g",
-    "of_none": ".3f",
-    "of_none_low": ".3f",
-    "of_none_high": ".3f",
-    "forward_s": ".3g",
-    "backward_s": ".3g",
-    "after_s": ".3g",
-    "processor_s": ".3g",
-    "wire_bytes": ".0f",
-    "link_bytes": ".0f",
-    "quality": ".4f",
-    "replicas_equal": "",
-}
-_PHASE_COLUMNS = {"exchange": "", "compress_s": ".3g", "exchange_s": ".3g", "decode_s": ".3g"}
-_HIDDEN_COLUMNS = {
-    "exchange": "",
-    "hidden": ".1%",
-    "hidden_low": ".1%",
-    "hidden_high": ".1%",
-    "hidden_s": ".4g",
-    "exchange_s": ".4g",
-    "none_backward_s": ".4g",
-}
+_COLUMNS = table_columns(
+    "exchange ran median_s:.4g low_s:.4g high_s:.4g mean_s:.4g samples_per_s:.4g of_none:.3f of_none_low:.3f "
+    "of_none_high:.3f forward_s:.3g backward_s:.3g after_s:.3g processor_s:.3g wire_bytes:.0f link_bytes:.0f "
+    "quality:.4f replicas_equal"
+)
+_PHASE_COLUMNS = table_columns("exchange compress_s:.3g exchange_s:.3g decode_s:.3g")
+_HIDDEN_COLUMNS = table_columns(
+    "exchange hidden:.1% hidden_low:.1% hidden_high:.1% hidden_s:.4g exchange_s:.4g none_backward_s:.4g"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_plugin, count, write_json
+from mpicomp.cli.options import add_plugin, count, table_columns, write_json
 
 if TYPE_CHECKING:
     from mpicomp.bench.simulate.measured import Measured
@@ -17,17 +17,9 @@ _COMMAND = "simulate"
 _AUTO = "auto"
 _GRID = 13  # bandwidths of a picture
 _AROUND = 100.0  # times less and more than the bandwidth of the table, that a picture shows
-_COLUMNS = {
-    "ranks": "d",
-    "hosts": "d",
-    "plan": "",
-    "overlap": "",
-    "step_s": ".4g",
-    "exchange_s": ".4g",
-    "own_work_s": ".3g",
-    "speedup": ".2f",
-    "efficiency": ".1%",
-}
+_COLUMNS = table_columns(
+    "ranks:d hosts:d plan overlap step_s:.4g exchange_s:.4g own_work_s:.3g speedup:.2f efficiency:.1%"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

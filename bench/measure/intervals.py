@@ -1,28 +1,15 @@
 """Medians of samples of unknown distribution, with confidence intervals."""
 
-import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import bdtrik
 
 LEAST = 6  # samples below which there is no 95 % interval of their median
 
 _RESAMPLED = 2000  # samples of the bootstrap
 _NARROW = 0.05  # share of the median by which either end of its interval may be away
-
-
-@functools.cache
-def _ends(number: int) -> int | None:
-    """Return how many of the smallest samples lie below the interval, and as many of the largest above it."""
-    if number < LEAST:
-        return None
-    total, term, below = 0, 1, 0
-    while 40 * (total + term) <= 2**number:  # 2.5 % on either side
-        total += term
-        term = term * (number - below) // (below + 1)
-        below += 1
-    return below - 1
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
@@ -35,9 +22,9 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
     >>> median_interval([1.0] * 5) is None
     True
     """
-    below = _ends(len(samples))
-    if below is None:
+    if len(samples) < LEAST:
         return None
+    below = int(bdtrik(0.025, len(samples), 0.5))  # how many samples lie below the interval, and as many above it
     ordered = np.sort(samples)
     return float(ordered[below]), float(ordered[-1 - below])
 
@@ -65,13 +52,8 @@ def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[f
     >>> ratio_interval([1.0] * 5, [1.0] * 5) is None
     True
     """
-    number = len(samples)
-    if number < LEAST:
-        return None
-    drawn = np.random.default_rng(0).integers(number, size=(_RESAMPLED, number))
-    medians: list[NDArray[np.float64]] = [np.median(np.asarray(values)[drawn], axis=1) for values in (samples, others)]
-    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
-    return float(low), float(high)
+    pair = np.asarray(samples), np.asarray(others)
+    return block_interval(lambda upper, lower: np.median(upper) / np.median(lower), *pair)
 
 
 def block_interval(

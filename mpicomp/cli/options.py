@@ -108,6 +108,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def table_columns(text: str) -> dict[str, str]:
+    """Return the names of a table's columns and the formats of their values, from words ``name:format``."""
+    return {name: form for name, _, form in (word.partition(":") for word in text.split())}
+
+
 def check_folder(command: str, path: str) -> None:
     """Make a folder, or raise now, and not after hours of work, if nothing can be written into it."""
     from mpicomp.errors import ConfigurationError
