@@ -23,8 +23,8 @@ STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCI
     ("environ", "launch"),
     [
         ({}, None),
-        (HYDRA, Launch("hydra", 4, 3, 1, 2)),
-        (OPENMPI, Launch("openmpi", 4, 2, 0, 2)),
+        (HYDRA, Launch("hydra", 4, 3, 1)),
+        (OPENMPI, Launch("openmpi", 4, 2, 0)),
         (STEP, Launch("slurm", 4, 1, 1)),
         ({"PMI_SIZE": "2", "PMI_RANK": "1"}, Launch("pmi", 2, 1)),
         ({"PMIX_RANK": "1"}, None),  # no size to compare with

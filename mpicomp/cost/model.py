@@ -84,13 +84,6 @@ class CostModel:
             [_correction(self.round_corrections, key, numel, rounds_sd) for key in plan_keys],
         )
 
-    def kernel_seconds(self, scheme: Scheme[Any], numel: int, on_device: bool = False) -> float:
-        """Return a scheme's kernel seconds on a ladder of ratios, with the `slowdown` of others; 0 if not measured."""
-        kernel = self.kernels.get(scheme_key(scheme, True, on_device))
-        if kernel is None:
-            return 0.0
-        return self.slowdown(on_device) * kernel.seconds(numel, scheme.compressor.expected(numel))
-
     def slowdown(self, on_device: bool = False) -> float:
         """Return how many times longer kernels take while other ranks compute, over all that ran; 1 if none."""
         here = [lengths for key, lengths in self.speed_corrections.items() if key.endswith(_DEVICE_SUFFIX) == on_device]

@@ -6,7 +6,7 @@ pieces are there for others too, `cuda_aware` above all.
 
 from mpicomp.doctor.formatting import render
 from mpicomp.doctor.job import SCHEMA, examine, local
-from mpicomp.doctor.probes import gpus, origin, packages, wheels
+from mpicomp.doctor.probes import origin, packages, wheels
 from mpicomp.system.cuda_aware import cuda_aware, library
 
-__all__ = ["SCHEMA", "cuda_aware", "examine", "gpus", "library", "local", "origin", "packages", "render", "wheels"]
+__all__ = ["SCHEMA", "cuda_aware", "examine", "library", "local", "origin", "packages", "render", "wheels"]

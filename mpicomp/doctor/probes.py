@@ -171,15 +171,6 @@ def visible_gpus(environ: Mapping[str, str] | None = None, listing: str | None =
         return [], str(error)
 
 
-def gpus(environ: Mapping[str, str] | None = None, listing: str | None = None) -> list[str]:
-    r"""Return the NVIDIA GPUs that this process may use, in CUDA's order.
-
-    >>> gpus({"CUDA_VISIBLE_DEVICES": "1"}, "GPU 0: A (UUID: GPU-aa)\nGPU 1: B (UUID: GPU-bb)")
-    ['1: B']
-    """
-    return [str(gpu) for gpu in visible_gpus(environ, listing)[0]]
-
-
 def thread_count(environ: Mapping[str, str], cpus: int) -> tuple[int, str]:
     """Return the number of threads that a rank with so many cpus computes with, and the setting it comes from.
 

@@ -17,17 +17,12 @@ from dataclasses import dataclass
 # external step and the interactive shell of salloc, in which a plain python is one process and no rank.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
-# Variables of the number of ranks, the rank, the rank among those of its host, and their number.
+# Variables of the number of ranks, the rank, and the rank among those of its host.
 _VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "openmpi": (
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    "pmi": (("PMI_SIZE",), ("PMI_RANK", "PMI_ID"), ("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS",)),
-    "slurm": (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_PROCID",), ("SLURM_LOCALID",), ()),
-    "pmix": (("PMIX_SIZE",), ("PMIX_RANK",), (), ()),
+    "openmpi": (("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
+    "pmi": (("PMI_SIZE",), ("PMI_RANK", "PMI_ID"), ("MPI_LOCALRANKID", "SLURM_LOCALID")),
+    "slurm": (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_PROCID",), ("SLURM_LOCALID",)),
+    "pmix": (("PMIX_SIZE",), ("PMIX_RANK",), ()),
 }
 
 
@@ -47,9 +42,7 @@ class Launch:
     name: str
     size: int  # number of processes that were started together
     rank: int  # number of this process, from 0
-    # The same among the processes of this host; None if the launcher does not say.
-    local_rank: int | None = None
-    local_size: int | None = None
+    local_rank: int | None = None  # the same among those of this host; None if the launcher does not say
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
@@ -64,14 +57,14 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
 def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     """Return which launcher started this process; of several that have left their variables, the innermost.
 
-    >>> detect({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
-    Launch(name='hydra', size=4, rank=3, local_rank=1, local_size=2)
+    >>> detect({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"})
+    Launch(name='hydra', size=4, rank=3, local_rank=1)
     >>> detect({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
     True
     """
     environ = os.environ if environ is None else environ
     for name, variables in _VARIABLES.items():
-        size, rank, local_rank, local_size = (_number(environ, *names) for names in variables)
+        size, rank, local_rank = (_number(environ, *names) for names in variables)
         if size is None or rank is None or rank >= size:
             continue
         if name == "slurm":
@@ -84,7 +77,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
             # Slurm's pmi2 plugin sets PMI_RANK and PMI_SIZE too, but never Hydra's names for the local ranks; Hydra
             # inside an allocation finds Slurm's variables set, and adds its own.
             name = "hydra" if "MPI_LOCALRANKID" in environ else "slurm" if "SLURM_PROCID" in environ else "pmi"
-        return Launch(name, size, rank, local_rank, local_size)
+        return Launch(name, size, rank, local_rank)
     return None
 
 

@@ -12,7 +12,6 @@ from mpicomp import doctor
 from mpicomp.doctor import probes
 from mpicomp.doctor.probes import (
     cpus_per_task,
-    gpus,
     measure,
     missing_gpu_library,
     packages,
@@ -45,8 +44,8 @@ GPU 1: NVIDIA A100 (UUID: GPU-bb22)
 )
 def test_gpus_are_those_of_the_mask(mask, found):
     environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-    assert gpus(environ, LISTING) == found
-    assert visible_gpus(environ, LISTING)[1] is None
+    visible, error = visible_gpus(environ, LISTING)
+    assert (list(map(str, visible)), error) == (found, None)
 
 
 @pytest.mark.parametrize("mask", ["7", "0,7,1", "GPU-zz"])
