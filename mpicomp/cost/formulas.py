@@ -30,11 +30,6 @@ class Terms:
         return self.latency * latency + self.volume * seconds_per_byte
 
 
-def parameter_server(ranks: int, nbytes: float) -> Terms:
-    """Return the cost of a sum at one rank: all arrays to it and the sum back, one after the other."""
-    return Terms(2, 2 * (ranks - 1) * nbytes)
-
-
 def ring(ranks: int, nbytes: float) -> Terms:
     """Return the cost of a sum by a ring: reduce-scatter and allgather between neighbors."""
     return Terms(2 * (ranks - 1), 2 * (ranks - 1) / ranks * nbytes)

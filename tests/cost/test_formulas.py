@@ -5,7 +5,7 @@ import pytest
 
 import mpicomp
 from mpicomp.collectives import bind
-from mpicomp.cost.formulas import Terms, allgather, broadcast, parameter_server, ring, slowest, terms
+from mpicomp.cost.formulas import Terms, allgather, broadcast, ring, slowest, terms
 from mpicomp.rounds import Round, layout_groups
 
 
@@ -35,10 +35,6 @@ def test_rounds_cost_what_the_formulas_say(ranks):
     assert star.latency == pytest.approx(asked.latency)
     # A library broadcasts large arrays by a scatter and an allgather where that is less than a tree.
     assert star.volume <= asked.volume * 1.002
-
-
-def test_parameter_server_takes_arrays_one_by_one():
-    assert parameter_server(5, 100.0) == Terms(2, 800.0)
 
 
 def test_ranks_of_a_host_share_its_link():
