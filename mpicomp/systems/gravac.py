@@ -10,19 +10,8 @@ floor if the gain there is, else dense. Every window of steps the next lower rat
 
 The gain comes from two compressions on each rank: the gradient at the floor, and what that selects at the candidate.
 
-**`GraVAC.as_published()`** has the paper's window of 500 steps and both compressions in every step. Each array is a
-bucket; a throughput is that of the last step at its ratio; a bucket is dense only where too little would be sent; the
-first two steps run at the floor. Different from the paper, which does not describe how ranks agree:
-
-- A step is decided with gains up to the second step before it: gains of all ranks travel with the telemetry.
-- The message is selected from the whole gradient, with the collective's residual, so there are three compressions.
-- Where the paper's listing and prose differ, the prose counts: the floor rises to the candidate that was tried, and of
-  two ratios with similar throughputs the higher one is taken.
-- Dense steps have no throughput. A candidate's average of gains starts when it is first tried.
-
-**Here**, without `as_published`, gains of all candidates come from one spectrum in one step of four; a throughput is
-the median of a window of 20 steps, so that a pause does no harm; and a bucket is dense where that is predicted to be
-faster. Nothing is lost either way: the residual keeps what was not sent.
+Without `as_published` gains of all candidates come from one spectrum in one step of four, a throughput is the median of
+a window, and a bucket is dense where that is predicted to be faster. docs/papers.md has all that differs, then too.
 """
 
 import statistics
