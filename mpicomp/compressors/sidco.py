@@ -52,8 +52,8 @@ class SIDCo(Estimator):
     stages : int or None
         None adapts it; a number fixes it.
     corrections : bool
-        False is the paper's estimator, to compare with: without the deviations in the notes, but for the exact
-        quantile and the exact top-k of few elements and of failed estimates.
+        False is the paper's estimator, to compare with, but for the exact quantile, and the exact top-k of few
+        elements and of failed estimates.
     published : bool
         Whether every estimate is used as it is, even if it selects nothing or far too much. `as_published` sets it.
     wire, indices
@@ -61,19 +61,10 @@ class SIDCo(Estimator):
 
     Notes
     -----
-    Deviations from the paper and its code. A stage's share is relative to the elements that it really has; the paper
-    multiplies fixed shares, which passes a stage's error on. Corrections are new: one between a threshold that too many
-    elements exceed and one that too few do, or else another stage. Under error feedback elements crowd below the
-    threshold of the step before, which no distribution fits. The rule for the number of stages climbs (the paper's,
-    fewer stages when too many are selected, sticks at one stage on heavy tails) and begins with 3 stages below a ratio
-    of 0.05, with 2 below 0.25. Zeros are left out of the fit. The gamma quantile is exact. Of more than 2,097,152
-    elements every n-th group of 1024 is read, so that at least as many are; the mean and variance of all magnitudes are
-    of all elements. Fewer than 2,048 elements, and an estimate that `Estimator` refuses, give an exact top-k.
-
-    With ``published`` the laws hold, but messages are not bounded: the residual keeps all that an estimate leaves out.
-    Still different then: the gamma quantile is exact, where the authors' code has that or an approximation; logarithms
-    of zeros, in that code those of its smallest number, are left out; the number of stages is adapted for each bucket.
-    All three distributions are the paper's, and so is any number of stages.
+    Corrections are new: under error feedback elements crowd below the threshold of the step before, which no
+    distribution fits. Of more than 2,097,152 elements every n-th group of 1024 is read. Fewer than 2,048 elements, and
+    an estimate that `Estimator` refuses, give an exact top-k. With ``published`` the laws hold, but messages are not
+    bounded: the residual keeps all that an estimate leaves out. docs/papers.md has all that differs from the paper.
     """
 
     id: ClassVar[str] = "sidco"

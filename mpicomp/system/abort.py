@@ -6,16 +6,9 @@ It is called when MPI is first used. ``sys.exit`` alone is replaced as soon as t
 processes that a launcher started as one of several: in ``sys.exit(main())`` Python looks the function up
 before it calls ``main``. Until `install` was called, the replacement does what the original does.
 
-What is covered on a job of several ranks:
-
-- an uncaught exception in the main thread or in a thread;
-- ``sys.exit(status)``, ``exit(status)`` and ``quit(status)`` with a status other than 0 on some of the ranks.
-  Ranks that all leave with such a status within a second end in the ordinary way.
-
-What is not: ``raise SystemExit(3)`` written out, and a ``sys.exit`` that was looked up before this module was
-imported (nothing in Python can see their status in time; start such a program with ``python -m mpi4py``), and
-an ``excepthook`` that someone sets later and that does not call the one before it. A rank that is killed or
-calls ``os._exit`` is noticed by the launcher, not by this module.
+Covered are uncaught exceptions in any thread, and ``sys.exit``, ``exit`` and ``quit`` with a status other than 0 on some
+of the ranks, unless all leave so within a second. A ``raise SystemExit(3)`` written out, or a ``sys.exit`` that was
+looked up before this module was imported, cannot be seen in time: start such a program with ``python -m mpi4py``.
 
 ``MPICOMP_ABORT=0`` in the environment turns all of it off.
 """
