@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -102,25 +102,9 @@ class Measured:
         return replace(self, buckets=buckets, auto=None)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "task": self.task,
-            "ranks": self.ranks,
-            "hosts": self.hosts,
-            "forward_s": self.forward_s,
-            "backward_s": self.backward_s,
-            "update_s": self.update_s,
-            "buckets": [
-                [
-                    {"name": gradient.name, "shape": list(gradient.shape), "ready_s": gradient.ready_s}
-                    for gradient in bucket.gradients
-                ]
-                for bucket in self.buckets
-            ],
-            "auto": self.auto,
-            "dense": [timed.to_json() for timed in self.dense],
-            "cost": self.cost.to_json(),
-        }
+        buckets = [[asdict(gradient) for gradient in bucket.gradients] for bucket in self.buckets]
+        dense = [timed.to_json() for timed in self.dense]
+        return {"schema": SCHEMA, **vars(self), "buckets": buckets, "dense": dense, "cost": self.cost.to_json()}
 
 
 def read(path: str) -> Measured:

@@ -369,24 +369,5 @@ class StepRecord:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object; the schema is in docs/observability.md."""
         sums = self._sums()
-        return {
-            "schema": SCHEMA,
-            "step": self.step,
-            "seconds": self.seconds,
-            "phases_s": sums.phases_s,
-            "lr": self.lr,
-            "skipped": self.skipped,
-            "agreed": self.agreed,
-            "lost_ranks": self.lost_ranks,
-            "stop": self.stop,
-            "slowest_rank": self.slowest_rank,
-            "slowest_costs_s": self.slowest_costs_s,
-            "choosing_s": self.choosing_s,
-            "once_wire_bytes": self.once_wire_bytes,
-            "overhead_bytes": self.overhead_bytes,
-            "overhead_wire_bytes": self.overhead_wire_bytes,
-            "sent_bytes": sums.sent_bytes,
-            "wire_bytes": sums.wire_bytes,
-            "dense_wire_bytes": sums.dense_wire_bytes,
-            "buckets": [bucket.to_json() for bucket in self.buckets],
-        }
+        fields = {name: value for name, value in vars(self).items() if name != "exchanges"}
+        return {"schema": SCHEMA, **fields, **sums._asdict(), "buckets": [bucket.to_json() for bucket in self.buckets]}
