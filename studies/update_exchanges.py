@@ -73,8 +73,7 @@ ARMS = {
     ),
     "diloco": Arm("dense", settings={"sync_every": 10, "outer": _OUTER}),
     "streaming-diloco": Arm(
-        {"id": "qsgd", "bits": 4},
-        settings={"sync_every": 10, "fragments": 3, "sync_delay": 1, "outer": _OUTER},
+        {"id": "qsgd", "bits": 4}, settings={"sync_every": 10, "fragments": 3, "sync_delay": 1, "outer": _OUTER}
     ),
     "gradients-muon": Arm("dense", updates=False, inner="muon"),
     **{

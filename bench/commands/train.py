@@ -62,11 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="second moments of the optimizers, with --exchange updates: kept by each rank, or shared (local)",
     )
     parser.add_argument(
-        "--lr-scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="times the rate that the task is tuned for (1)",
+        "--lr-scale", type=float, default=1.0, metavar="X", help="times the rate that the task is tuned for (1)"
     )
     parser.add_argument(
         "--warmup",
@@ -78,11 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the schemes (0)")
     parser.add_argument("--data", metavar="PATH", help="your own text (text-gpt, text-lstm) or npz (digits, vgg)")
     parser.add_argument(
-        "--evaluate-every",
-        type=int,
-        default=0,
-        metavar="N",
-        help="look at held-out data every N steps, too (0)",
+        "--evaluate-every", type=int, default=0, metavar="N", help="look at held-out data every N steps, too (0)"
     )
     parser.add_argument(
         "--correlation",

@@ -27,13 +27,7 @@ class Candidates:
     """
 
     def __init__(
-        self,
-        accumulated: GradientWithResidual,
-        scope: Context,
-        bound: float,
-        room: int,
-        part: slice,
-        place: int,
+        self, accumulated: GradientWithResidual, scope: Context, bound: float, room: int, part: slice, place: int
     ) -> None:
         self._accumulated = accumulated
         self._workspace = workspace = scope.workspace

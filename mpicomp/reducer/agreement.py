@@ -113,10 +113,7 @@ def agree(
 
 
 def run_collectively(
-    make: Callable[[], Made],
-    transport: Transport,
-    subsystem: str,
-    compared: Callable[[Made], Signature] | None = None,
+    make: Callable[[], Made], transport: Transport, subsystem: str, compared: Callable[[Made], Signature] | None = None
 ) -> Made:
     """Return the result of ``make``, or raise any rank's error, or that ``compared`` differs, on all. Collective."""
     problem: MpicompError | None = None

@@ -114,10 +114,7 @@ class Layers:
 
 
 def layers_of(
-    layers: LayerBounds,
-    places: Any,
-    gains: NDArray[np.float64] | None,
-    thinned: Sequence[tuple[int, int, int]] = (),
+    layers: LayerBounds, places: Any, gains: NDArray[np.float64] | None, thinned: Sequence[tuple[int, int, int]] = ()
 ) -> Layers:
     """Return sent elements and gain of each parameter; each part of ``thinned`` (see `Result`) lies in one."""
 

@@ -165,8 +165,7 @@ class Reducer:
             raise ConfigurationError(f"reducer: feedback must be None, True or False, got {self._feedback!r}")
         compressor = None if self._compressor is None else get_compressor(self._compressor)
         policy, planner, warmup = make_planner(
-            named,
-            UserSettings(compressor, self._collective, self._feedback, None, self._normalises, self._local_steps),
+            named, UserSettings(compressor, self._collective, self._feedback, None, self._normalises, self._local_steps)
         )
         self.seed = to_whole("reducer", "seed", self._seed)
         cut_bytes = None if self._bucket_bytes is None else to_whole("reducer", "bucket_bytes", self._bucket_bytes, 1)

@@ -39,11 +39,7 @@ class Stream:
             self._missing = {member.name for member in self._left[0].members} - self._arrays.keys()
 
     def finish(
-        self,
-        gradients: Mapping[str, Any],
-        lr: float | None = None,
-        absent: Collection[str] = (),
-        finite: bool = True,
+        self, gradients: Mapping[str, Any], lr: float | None = None, absent: Collection[str] = (), finite: bool = True
     ) -> dict[str, Any]:
         """Exchange the remaining buckets, wait for all, return the means; see `mpicomp.Reducer.reduce`. Collective."""
         step, timer = self._step, self._reducer.transport.timer

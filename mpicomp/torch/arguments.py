@@ -20,14 +20,7 @@ MAX_NORM_ADVICE = (
     "max_norm out and call weight.data.renorm_(2, 0, max_norm) after optimizer.step() on all ranks"
 )
 _FSDP1_ADVICE = "shard the model by torch.distributed.fsdp.fully_shard(), whose shards are exchanged"
-_SERVED_DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
+_SERVED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -347,12 +347,7 @@ def _skeleton(value: Any) -> Any:
 
 
 def _filled(
-    like: Any,
-    present: Any,
-    parameter: torch.Tensor,
-    kinds: Iterator[tuple[bool, bool]],
-    root: int,
-    group: Group,
+    like: Any, present: Any, parameter: torch.Tensor, kinds: Iterator[tuple[bool, bool]], root: int, group: Group
 ) -> Rounds[Any]:
     """Return the root's value, in this rank's tensors where they fit.
 

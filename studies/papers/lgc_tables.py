@@ -146,8 +146,7 @@ def _print_models() -> None:
         both = parts["code"] + parts["last"]
         counted.append({"model": model, "ranks": ranks, "paper": printed["ring"], "code and last": both, **parts})
     paper_runs.show("What every rank sends by the ring in these models besides indices, MB", counted, {
-        "model": "", "ranks": "d", "first": ".4f", "last": ".4f", "code": ".4f", "code and last": ".4f",
-        "paper": ".3f",
+        "model": "", "ranks": "d", "first": ".4f", "last": ".4f", "code": ".4f", "code and last": ".4f", "paper": ".3f"
     }, ["first: the first layer, dense; last: values of the last one; code: a number for four values of the others"],
     )  # fmt: skip
     indices = [
