@@ -6,9 +6,9 @@ It is called when MPI is first used. ``sys.exit`` alone is replaced as soon as t
 processes that a launcher started as one of several: in ``sys.exit(main())`` Python looks the function up
 before it calls ``main``. Until `install` was called, the replacement does what the original does.
 
-Covered are uncaught exceptions in any thread, and ``sys.exit``, ``exit`` and ``quit`` with a status other than 0 on some
-of the ranks, unless all leave so within a second. A ``raise SystemExit(3)`` written out, or a ``sys.exit`` that was
-looked up before this module was imported, cannot be seen in time: start such a program with ``python -m mpi4py``.
+Covered are uncaught exceptions in any thread, and ``sys.exit``, ``exit`` and ``quit`` with a status other than 0 on
+some of the ranks, unless all leave so within a second. A ``raise SystemExit(3)`` written out, or a ``sys.exit`` that
+was looked up before this module was imported, is not seen in time: start such a program with ``python -m mpi4py``.
 
 ``MPICOMP_ABORT=0`` in the environment turns all of it off.
 """
