@@ -38,10 +38,12 @@ def to_number(subsystem: str, name: str, value: Any) -> float:
         raise ConfigurationError(f"{subsystem}: {name} must be a number or None, got {value!r}") from None
 
 
-def check_range(subsystem: str, name: str, value: Any, least: float, most: float) -> float:
-    """Return a number from ``least`` to ``most``."""
+def check_range(subsystem: str, name: str, value: Any, least: float, most: float, above: bool = False) -> float:
+    """Return a number from ``least`` to ``most``; with ``above`` ``least`` is refused."""
     if not is_number(value) or not least <= value <= most:
         raise ConfigurationError(f"{subsystem}: {name} must be a number from {least} to {most}, got {value!r}")
+    if above and value == least:
+        raise ConfigurationError(f"{subsystem}: {name} must be above {least}, got {value!r}")
     return float(value)
 
 

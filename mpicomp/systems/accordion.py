@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel
-from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_has_ratio, check_no_layers, check_ratios, ladder
@@ -89,9 +88,7 @@ class Accordion(Adaptive):
     def check(self) -> None:
         check_ratios(self.id, self.least, self.most)
         check_least(self.id, "every", self.every)
-        check_range(self.id, "threshold", self.threshold, 0, 1e6)
-        if self.threshold == 0:
-            raise ConfigurationError(f"{self.id}: threshold must be above 0, got {self.threshold!r}")
+        check_range(self.id, "threshold", self.threshold, 0, 1e6, above=True)
 
     def check_compressor(self) -> None:
         check_has_ratio(self.id, self.compressor, f"chooses between two ratios, and {self.compressor.id} has none")

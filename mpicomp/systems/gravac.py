@@ -29,7 +29,6 @@ from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.cost import CostModel
 from mpicomp.device import Device, current_device, to_python
-from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, lost_share
@@ -150,11 +149,8 @@ class GraVAC(Adaptive):
         check_least(self.id, "window", self.window)
         check_least(self.id, "every", self.every)
         check_range(self.id, "omega", self.omega, 0, 1)
-        smoothing = 1 if self.smoothing is None else self.smoothing
-        for name, value in (("epsilon", self.epsilon), ("smoothing", smoothing)):
-            check_range(self.id, name, value, 0, 1)
-            if value == 0:
-                raise ConfigurationError(f"{self.id}: {name} must be above 0, got {value!r}")
+        check_range(self.id, "epsilon", self.epsilon, 0, 1, above=True)
+        check_range(self.id, "smoothing", 1 if self.smoothing is None else self.smoothing, 0, 1, above=True)
 
     def check_compressor(self) -> None:
         check_adaptable(self.id, self.compressor)

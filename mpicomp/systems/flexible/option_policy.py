@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
-from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import MeasuredPolicy
 from mpicomp.policies.plan_selector import PlanSelector, PlanTable, collectives_for
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
@@ -114,11 +113,8 @@ class Flexible(MeasuredPolicy):
     def check(self) -> None:
         check_flag(self.id, "published", self.published)
         check_ratios(self.id, self.least, self.most)
-        check_range(self.id, "factor", self.factor, 1, float("inf"))
-        check_range(self.id, "gain_threshold", self.gain_threshold, 0, float("inf"))
-        for name, value, bound in (("factor", self.factor, 1), ("gain_threshold", self.gain_threshold, 0)):
-            if value == bound:
-                raise ConfigurationError(f"{self.id}: {name} must be above {bound}, got {value!r}")
+        check_range(self.id, "factor", self.factor, 1, math.inf, above=True)
+        check_range(self.id, "gain_threshold", self.gain_threshold, 0, math.inf, above=True)
         check_choice(self.id, "choice", self.choice, ("weighted", "knee"))
         check_choice(self.id, "solver", self.solver, ("exact", "nsga2"))
         if self.every is not None:

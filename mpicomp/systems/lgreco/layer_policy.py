@@ -98,9 +98,7 @@ class LGreCo(Adaptive):
 
     def check(self) -> None:
         check_flag(self.id, "published", self.published)
-        check_range(self.id, "alpha", self.alpha, 0, float("inf"))
-        if self.alpha == 0:
-            raise ConfigurationError(f"{self.id}: alpha must be above 0, got {self.alpha!r}")
+        check_range(self.id, "alpha", self.alpha, 0, float("inf"), above=True)
         check_least(self.id, "every", self.every, 2)
         check_least(self.id, "first", self.first, 2)
         if self.span is not None:
