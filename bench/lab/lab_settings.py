@@ -164,8 +164,6 @@ def make_settings(
     seed: int = 0,
 ) -> Settings:
     """Check the user's settings."""
-    from mpicomp.bench.lab.lab_settings import read_schedule
-
     if not 1 <= hosts <= MOST_HOSTS:
         raise LabError(f"--hosts must be between 1 and {MOST_HOSTS}, got {hosts}")
     if ppn < 1:
