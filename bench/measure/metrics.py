@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -12,6 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from mpicomp.errors import FileWriteError
+from mpicomp.system import say
 
 _FLUSH_S = 0.25  # seconds after which lines are written: a job that dies loses no more
 _MOST = 256  # lines that are kept until then
@@ -89,5 +89,5 @@ class MetricsWriter:
                 f"train: '{self._path}' has no line of step {step} and those after it: {error}; make room, or name "
                 "another file"
             )
-            print(f"mpicomp: {self.problem}. Training goes on, and ends with this error", file=sys.stderr, flush=True)
+            say(f"{self.problem}. Training goes on, and ends with this error")
         self._length += written

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mpicomp._version import __version__
-from mpicomp.system import abort, launcher
+from mpicomp.system import abort, launcher, say
 
 _BENCH = "mpicomp.bench.commands"
 COMMANDS = {
@@ -57,7 +57,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if chosen is not None and chosen not in COMMANDS:
         near = difflib.get_close_matches(chosen, COMMANDS, n=1)
         advice = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(COMMANDS)}"
-        print(f"mpicomp: unknown command '{chosen}'; {advice}", file=sys.stderr)
+        say(f"unknown command '{chosen}'; {advice}")
         raise SystemExit(2)
     return _parser(chosen).parse_args(words)
 
@@ -82,9 +82,9 @@ def _report(error: Exception) -> None:
     size, rank = (1, 0) if mpi is None else (mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank())
     notes = {} if size == 1 else abort.meet(text.encode(errors="replace"))
     if size > 1 and (len(notes) < size or len(set(notes.values())) > 1):
-        print(f"mpicomp: rank {rank} of {size}: {text}", file=sys.stderr, flush=True)
+        say(f"rank {rank} of {size}: {text}")
     elif rank == 0:
-        print(f"mpicomp: {text}", file=sys.stderr, flush=True)
+        say(text)
 
 
 def _end_job_with(launch: launcher.Launch | None) -> None:

@@ -2,11 +2,17 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from mpicomp.errors import FileWriteError
+
+
+def say(text: str) -> None:
+    """Print a message to stderr, at once."""
+    print(f"mpicomp: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mpicomp.errors import MpicompError
-from mpicomp.system import launcher
+from mpicomp.system import launcher, say
 
 GRACE_S = 1.0  # seconds that a rank which leaves with an error waits for the others to do the same
 LAST_WORDS_S = 0.25  # seconds for the launcher to pass on what was printed: it drops the rest
@@ -156,7 +156,7 @@ def _here() -> bool:
 def _announce(text: str) -> None:
     comm = running().COMM_WORLD
     with contextlib.suppress(Exception):
-        print(f"mpicomp: rank {comm.Get_rank()} of {comm.Get_size()}: {text}", file=sys.stderr, flush=True)
+        say(f"rank {comm.Get_rank()} of {comm.Get_size()}: {text}")
 
 
 def _hook_main(previous: Callable[..., Any]) -> None:

@@ -7,10 +7,9 @@ that are made later inherit that, also those of ranks that no launcher has bound
 import ctypes
 import os
 import re
-import sys
 from collections.abc import Mapping
 
-from mpicomp.system import launcher
+from mpicomp.system import launcher, say
 
 _OPENMP = re.compile(r"/\S*lib(?:gomp|omp|iomp5)\b\S*\.so\S*")
 _warned = False
@@ -63,11 +62,9 @@ def widen() -> None:
     if not _warned and (launch is None or launch.rank in (None, 0)):
         _warned = True
         bind, places = (os.environ.get(name, "") for name in ("OMP_PROC_BIND", "OMP_PLACES"))
-        print(
-            f"mpicomp: OMP_PROC_BIND={bind} OMP_PLACES={places} has bound the main thread to {len(now)} of the "
+        say(
+            f"OMP_PROC_BIND={bind} OMP_PLACES={places} has bound the main thread to {len(now)} of the "
             f"{len(had)} processors of this process; mpicomp's threads use all of these. Ranks that no launcher binds "
             "compute on the same ones: unset OMP_PROC_BIND, or bind ranks, as `mpiexec -bind-to core` and "
-            "`srun --cpu-bind=cores` do",
-            file=sys.stderr,
-            flush=True,
+            "`srun --cpu-bind=cores` do"
         )

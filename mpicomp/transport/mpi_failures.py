@@ -9,7 +9,6 @@ waits, and MPI has `GRACE_S` seconds to report.
 """
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomp.errors import ConfigurationError, RankFailedError
-from mpicomp.system import abort
+from mpicomp.system import abort, say
 from mpicomp.transport.base import Naps
 
 _DEAD = tuple(getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
@@ -135,10 +134,8 @@ class UnreportedDeaths:
                 waited_since = time.monotonic()
             elif time.monotonic() - waited_since > GRACE_S:
                 names = ", ".join(map(str, dead))
-                print(
-                    f"mpicomp: rank {self._rank} waits, rank {names} of this host has died, and MPI has not reported "
-                    f"it for {GRACE_S:g} s; ending the job: start it again from its last checkpoint",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"rank {self._rank} waits, rank {names} of this host has died, and MPI has not reported "
+                    f"it for {GRACE_S:g} s; ending the job: start it again from its last checkpoint"
                 )
                 abort.end_job(1)

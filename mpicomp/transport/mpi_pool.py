@@ -8,7 +8,6 @@ in the same state is handed out again.
 
 import gc
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
+from mpicomp.system import say
 from mpicomp.transport.base import wait
 from mpicomp.transport.mpi_failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
 from mpicomp.transport.mpi_rounds import Channel
@@ -209,11 +209,9 @@ class Pool:
     def _say_once(self, rank: int) -> None:
         if self._dropped and not self._said and rank == 0:
             self._said = True
-            print(
-                "mpicomp: reducers or transports were dropped without close(); their communicators are used again as "
-                "soon as every rank has collected them. Call close() where one is needed no longer",
-                file=sys.stderr,
-                flush=True,
+            say(
+                "reducers or transports were dropped without close(); their communicators are used again as "
+                "soon as every rank has collected them. Call close() where one is needed no longer"
             )
 
 
@@ -250,12 +248,10 @@ def _gather_all(comm: MPI.Comm) -> None:
         nonlocal said
         if not said and time.monotonic() - began > (seconds if seconds > 0 else STALL_S):
             said = True
-            print(
-                f"mpicomp: rank {MPI.COMM_WORLD.rank} has waited for {time.monotonic() - began:.0f} s for the other "
+            say(
+                f"rank {MPI.COMM_WORLD.rank} has waited for {time.monotonic() - began:.0f} s for the other "
                 "ranks to make a reducer or a transport, too; all ranks of its communicator have to. MPICOMP_STALL=0 "
-                "turns this off",
-                file=sys.stderr,
-                flush=True,
+                "turns this off"
             )
 
     wait(comm.Ibarrier().Test, meanwhile)

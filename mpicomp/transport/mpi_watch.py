@@ -31,7 +31,7 @@ from mpi4py import MPI
 
 from mpicomp.device.driver import make_current
 from mpicomp.errors import RankFailedError
-from mpicomp.system import abort, processors
+from mpicomp.system import abort, processors, say
 from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant
 
 STALL_S = 60.0  # default of MPICOMP_STALL: seconds after which a rank that waits names those that are missing
@@ -312,11 +312,9 @@ class StallWatchdog:
         activity, values = self.activity
         doing = f" of {activity % values}" if activity else ""
         waited = time.monotonic() - inquiry.wait.since
-        print(
-            f"mpicomp: rank {self._names[self._comm.rank]} has waited for {waited:.{0 if waited >= 10 else 1}f} s in "
-            f"the {inquiry.wait.operation}{doing}: {text}",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"rank {self._names[self._comm.rank]} has waited for {waited:.{0 if waited >= 10 else 1}f} s in "
+            f"the {inquiry.wait.operation}{doing}: {text}"
         )
 
     def _end(self, inquiry: Inquiry, why: str, hint: str) -> None:
@@ -373,11 +371,9 @@ class StallWatchdog:
         begun = sum(channel.begun for channel in list(self._channels.values()))
         self._send(other, _ANSWER, key, number, *WaitState(answer, *(rounds or [(0, 0)])[0], begun))
         if answer == _BROKEN and abort.wanted():
-            print(
-                f"mpicomp: rank {self._names[self._comm.rank]} broke off what rank {self._names[other]} still waits "
-                f"for; ending the job. What broke it off:\n{self._broken[key]}",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"rank {self._names[self._comm.rank]} broke off what rank {self._names[other]} still waits "
+                f"for; ending the job. What broke it off:\n{self._broken[key]}"
             )
             abort.end_job(1)
 
