@@ -146,7 +146,8 @@ UPDATES = {
 
 @pytest.mark.parametrize("settings", UPDATES.values(), ids=UPDATES)
 def test_state_of_updates_resumes(settings):
-    assert_resumes(lambda: Updates(2, make=lambda: wide(torch.float32), **settings), halfway=7, stop=13)
+    """Up to where `auto` knows its statistics: a survey of two steps that a stop cuts is made again, a step later."""
+    assert_resumes(lambda: Updates(2, make=lambda: wide(torch.float32), **settings), halfway=7, stop=12)
 
 
 @pytest.mark.parametrize("compressor", [None, "onebit"])
