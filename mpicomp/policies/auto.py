@@ -344,8 +344,8 @@ class Auto(MeasuredPolicy):
                     self._local_steps, tradeoff, rows = steps, other, other_rows
                     least = other.cost(other_rows)
         self._allowed = [
-            np.flatnonzero(penalties <= penalties[row] * (1 + 1e-9))
-            for penalties, row in zip(tradeoff.penalties, rows, strict=True)
+            np.flatnonzero((penalties <= penalties[row] * (1 + 1e-9)) & (selects <= selects[row]))
+            for penalties, selects, row in zip(tradeoff.penalties, self._selecting(), rows, strict=True)
         ]
         pairs = zip(self._statistics, tradeoff.weights, strict=True)
         signal = sum(statistics.signal * weight for statistics, weight in pairs)
@@ -377,7 +377,7 @@ class Auto(MeasuredPolicy):
         """Return the row to run of every bucket: dense unless others gain enough, and the last ones within a margin."""
         buckets = range(len(self._shapes))
         dense = [self._fastest_dense(bucket) for bucket in buckets]
-        selecting = [table.levels < self._ratios.size for table in self._selector.tables]
+        selecting = self._selecting()
         best, last = tradeoff.best_over(dense, selecting), [self._selector.row(bucket) for bucket in buckets]
         is_near = tradeoff.cost(last) <= (1 + SWITCH_MARGIN) * tradeoff.cost(best)
         select_last, select = (
@@ -385,6 +385,10 @@ class Auto(MeasuredPolicy):
         )
         stays = is_near and select_last <= select and tradeoff.allows(last) and tradeoff.pays(last, dense)
         return last if stays else best
+
+    def _selecting(self) -> list[NDArray[np.bool_]]:
+        """Return of each bucket's rows whether they select elements."""
+        return [table.levels < self._ratios.size for table in self._selector.tables]
 
     def _penalties(self, bucket: int, age: float) -> NDArray[np.float64]:
         """Return the convergence penalty of each of a bucket's rows at an age of training."""
