@@ -45,7 +45,7 @@ class KernelCost:
 def measure_kernel(
     scheme: Scheme[Any], other: Scheme[Any] | None, feedback: bool, clock: Callable[[], float], device: Device = HOST
 ) -> tuple[float, float, float]:
-    """Measure a scheme among one rank; return the numbers of `KernelCost`, by ``other`` at a higher ratio, if any."""
+    """Measure a scheme in a world of one rank, and ``other`` at a higher ratio; return the numbers of `KernelCost`."""
     few, many = _HOST_NUMELS if device is HOST else _DEVICE_NUMELS
     scheme_few, scheme_many = _bound(scheme, few), _bound(scheme, many)
     short_s = _least_s(scheme_few, few, feedback, clock, device)

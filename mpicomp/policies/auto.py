@@ -380,14 +380,14 @@ class Auto(MeasuredPolicy):
         selecting = self._selecting()
         best, last = tradeoff.best_over(dense, selecting), [self._selector.row(bucket) for bucket in buckets]
         is_near = tradeoff.cost(last) <= (1 + SWITCH_MARGIN) * tradeoff.cost(best)
-        select_last, select = (
-            any(rows[row] for rows, row in zip(selecting, chosen, strict=True)) for chosen in (last, best)
+        last_selects, best_selects = (
+            any(selects[row] for selects, row in zip(selecting, rows, strict=True)) for rows in (last, best)
         )
-        stays = is_near and select_last <= select and tradeoff.allows(last) and tradeoff.pays(last, dense)
-        return last if stays else best
+        is_safe = best_selects or not last_selects  # as `best`, of which selections have to be much better
+        return last if is_near and is_safe and tradeoff.allows(last) and tradeoff.pays(last, dense) else best
 
     def _selecting(self) -> list[NDArray[np.bool_]]:
-        """Return of each bucket's rows whether they select elements."""
+        """Return for each bucket which rows select elements."""
         return [table.levels < self._ratios.size for table in self._selector.tables]
 
     def _penalties(self, bucket: int, age: float) -> NDArray[np.float64]:

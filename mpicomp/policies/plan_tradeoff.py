@@ -19,7 +19,7 @@ _CAUTION = 2.0
 _PENALTY_SLACK = 1.1  # factor by which plans that run may exceed the largest penalty
 MIN_GAIN = 0.1  # fraction by which plans have to be better than safer ones: penalties are not exact
 _MIN_HARMLESS_GAIN = 0.03  # the same for plans of which next to no penalty is predicted
-_HARMLESS_PENALTY = 0.01
+_HARMLESS_PENALTY = 0.01  # share of steps that counts as next to none
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,10 @@ class PlanTradeoff:
         return [int(kept[setting]) for kept, setting in zip(rows, choice, strict=True)]
 
     def best_over(self, dense: list[int], selecting: Sequence[NDArray[np.bool_]]) -> list[int]:
-        """Return the best rows that are enough better than safer ones, or else these.
+        """Return the best rows that gain enough over safer ones, or else the safer ones.
 
-        Selections, by bucket and row, have to be better than what sends all elements, and this than dense exchange.
+        Rows that select elements (``selecting``, by bucket and row) have to gain over rows that send all elements in
+        few bits, and these over ``dense``.
         """
         pairs = zip(self.penalties, selecting, strict=True)
         whole = replace(self, penalties=[np.where(selects, np.inf, penalty) for penalty, selects in pairs])
@@ -88,7 +89,7 @@ class PlanTradeoff:
         return best if self.cost(best) <= (1 - MIN_GAIN) * self.cost(safe) else safe
 
     def pays(self, rows: Sequence[int], dense: Sequence[int]) -> bool:
-        """Return whether rows are enough better than those of dense exchange to be run."""
+        """Return whether rows gain enough over dense ones to be run."""
         gain = MIN_GAIN if self.penalty(rows) > _HARMLESS_PENALTY else _MIN_HARMLESS_GAIN
         return self.cost(rows) <= (1 - gain) * self.cost(dense)
 

@@ -270,7 +270,7 @@ class Bucket:
                 if accumulated.residual is not None:
                     gradient -= accumulated.residual
                 gradient /= self.dtype.type(scale)
-            self.device.wait()  # no stream knows of this
+            self.device.wait()  # the streams that read gradients have no event to wait for
 
     def replace_gradients(self, mean: NDArray[np.floating], scale: float) -> None:
         """Let the mean of a step that is repeated stand for the gradients that lay in the bucket."""
