@@ -17,6 +17,9 @@ OPENMPI = {
 }
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+TORCH = {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n1"}
+TORCHRUN = {**TORCH, "TORCHELASTIC_RUN_ID": "none"}
+HOROVOD = {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "3", "HOROVOD_LOCAL_RANK": "1"}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,10 @@ STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCI
         ({"PMI_SIZE": "two", "PMI_RANK": "0"}, None),
         ({"PMI_SIZE": "2", "PMI_RANK": "2"}, None),
         ({"PMI_SIZE": "", "PMI_RANK": ""}, None),
+        (TORCHRUN, Launch("torchrun", 4, 2, 0)),
+        (TORCH, Launch("torch", 4, 2, 0)),
+        (HOROVOD, Launch("horovod", 4, 3, 1)),
+        ({"WORLD_SIZE": "4"}, None),  # exported in a batch script
     ],
 )
 def test_each_launcher_is_recognised(environ, launch):
@@ -42,10 +49,16 @@ def test_slurm_with_pmi2_is_slurm():
     assert detect({**STEP, "PMI_SIZE": "4", "PMI_RANK": "1", "PMI_FD": "5"}) == Launch("slurm", 4, 1, 1)
 
 
-@pytest.mark.parametrize("inner", [HYDRA, OPENMPI])
+@pytest.mark.parametrize("inner", [HYDRA, OPENMPI, TORCHRUN, HOROVOD])
 @pytest.mark.parametrize("outer", [BATCH, STEP])
 def test_launcher_inside_slurm_comes_before_slurm(inner, outer):
     assert detect({**outer, **inner}) == detect(inner)
+
+
+@pytest.mark.parametrize("inner", [HYDRA, OPENMPI, STEP])
+def test_ranks_that_a_script_has_named_do_not_hide_the_launcher(inner):
+    assert detect({**TORCH, **inner}) == detect(inner)
+    assert singletons({**TORCH, "PMI_SIZE": "1", "PMI_RANK": "0"}, 1) is None
 
 
 @pytest.mark.parametrize("step", [None, "4294967291", "4294967290", "4294967292"])
@@ -59,7 +72,7 @@ def test_step_with_only_the_size_of_the_job():
     assert detect({**BATCH, "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}) == Launch("slurm", 4, 1, 0)
 
 
-@pytest.mark.parametrize("environ", [HYDRA, OPENMPI, STEP])
+@pytest.mark.parametrize("environ", [HYDRA, OPENMPI, STEP, TORCHRUN, TORCH, HOROVOD])
 def test_singletons_are_noticed(environ):
     assert singletons(environ, 4) is None
     assert singletons(environ, 1).what.count("4") == 2
@@ -78,6 +91,8 @@ def test_one_process_is_no_singleton_by_mistake():
         (STEP | {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "5"}, "PMI", "openmpi", "srun --mpi=pmix"),
         (OPENMPI, "PMIx", "mpich", "/env/bin/mpiexec"),
         (HYDRA, "PMI", "openmpi", "/env/bin/mpiexec"),
+        (TORCHRUN, None, "mpich", "/env/bin/mpiexec"),
+        (HOROVOD, None, "openmpi", "/env/bin/mpiexec"),
     ],
 )
 def test_singletons_name_the_protocol_and_a_line_to_copy(environ, spoken, mpi, fix):
@@ -85,9 +100,8 @@ def test_singletons_name_the_protocol_and_a_line_to_copy(environ, spoken, mpi, f
     problem = singletons(environ, 1, mpi, "/env/bin/python", ["python", "my train.py"])
     wanted = "PMI" if mpi == "mpich" else "PMIx"
     vendor = "MPICH" if mpi == "mpich" else "Open MPI"
-    offered = (
-        f"{spoken} is offered, and {vendor} wants {wanted}" if spoken else "no PMI is offered, as by srun --mpi=none"
-    )
+    offered = f"{spoken} is offered, and {vendor} wants {wanted}" if spoken else "no PMI is offered"
+    offered += ", as by srun --mpi=none" if environ == STEP else ""
     assert problem.what.endswith(f"({offered})")
     assert problem.fix == f"{fix} -n 4 python 'my train.py'"
 

@@ -17,12 +17,16 @@ from dataclasses import dataclass
 # external step and the interactive shell of salloc, in which a plain python is one process and no rank.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
-# Variables of the number of ranks, the rank, and the rank among those of its host.
+# Variables of the number of ranks, the rank, and the rank among those of its host; inner launchers come before outer
+# ones: mpiexec is started inside of torchrun's processes, and torchrun in srun's. Scripts set RANK and WORLD_SIZE, too.
 _VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
     "openmpi": (("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
     "pmi": (("PMI_SIZE",), ("PMI_RANK", "PMI_ID"), ("MPI_LOCALRANKID", "SLURM_LOCALID")),
+    "torchrun": (("WORLD_SIZE",), ("RANK",), ("LOCAL_RANK",)),
+    "horovod": (("HOROVOD_SIZE",), ("HOROVOD_RANK",), ("HOROVOD_LOCAL_RANK",)),
     "slurm": (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_PROCID",), ("SLURM_LOCALID",)),
     "pmix": (("PMIX_SIZE",), ("PMIX_RANK",), ()),
+    "torch": (("WORLD_SIZE",), ("RANK",), ("LOCAL_RANK",)),
 }
 
 
@@ -38,7 +42,8 @@ class Problem:
 class Launch:
     """The launcher of this process, the number of ranks, and this rank's place."""
 
-    # "hydra" (MPICH and its relatives), "openmpi", "slurm", "pmi" or "pmix" (others that speak this protocol).
+    # "hydra" (MPICH and its relatives), "openmpi", "slurm", "pmi" or "pmix" (others that speak this protocol); or one
+    # that offers MPI nothing: "torchrun" (and accelerate), "horovod", "torch" (others that set RANK and WORLD_SIZE).
     name: str
     size: int  # number of processes that were started together
     rank: int  # number of this process, from 0
@@ -67,6 +72,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
         size, rank, local_rank = (_number(environ, *names) for names in variables)
         if size is None or rank is None or rank >= size:
             continue
+        if name == "torchrun" and "TORCHELASTIC_RUN_ID" not in environ:
+            continue
         if name == "slurm":
             # SLURM_NTASKS alone means nothing: a batch script and the shell of salloc have it as well, set to what was
             # asked for. Only srun starts a step, and a step has a number.
@@ -83,7 +90,14 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
 
 def describe(launch: Launch) -> str:
     """Name a launcher for people."""
-    names = {"hydra": "mpiexec of MPICH", "openmpi": "mpirun of Open MPI", "slurm": "srun"}
+    names = {
+        "hydra": "mpiexec of MPICH",
+        "openmpi": "mpirun of Open MPI",
+        "slurm": "srun",
+        "torchrun": "torchrun",
+        "horovod": "horovodrun",
+        "torch": "a launcher that sets RANK and WORLD_SIZE",
+    }
     return names.get(launch.name, f"a launcher that speaks {launch.name.upper()}")
 
 
@@ -114,7 +128,8 @@ def singletons(
 ) -> Problem | None:
     """Return the problem if N processes were started and every one of them is rank 0 of 1.
 
-    This happens without an error when the launcher and the MPI library do not speak the same protocol.
+    This happens without an error when the launcher and the MPI library do not speak the same protocol, and with
+    launchers that speak none of MPI's.
 
     >>> srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
     >>> singletons(srun, 1, "mpich", "/env/bin/python", ["python", "train.py"]).fix

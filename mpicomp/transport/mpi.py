@@ -260,7 +260,10 @@ def _check_launch() -> None:
     vendor = "openmpi" if MPI.get_vendor()[0] == "Open MPI" else "mpich"
     problem = launcher.singletons(None, MPI.COMM_WORLD.size, vendor)
     if problem is not None:
-        raise LaunchError(f"mpi: {problem.what}; start it with: {problem.fix}")
+        raise LaunchError(
+            f"mpi: {problem.what}; start it with: {problem.fix} (a process that is to work alone passes "
+            "comm=MPI.COMM_SELF)"
+        )
 
 
 _PROBE = 1 << 14  # elements of the sum whose bits are compared

@@ -1,10 +1,13 @@
 """``comm=`` that is none, and MPI that has not begun or is over: one typed error that says what to pass."""
 
+import os
+
 import numpy as np
 import pytest
 
 import mpicomp
-from mpicomp.errors import ConfigurationError
+from mpicomp.errors import ConfigurationError, LaunchError
+from mpicomp.transport import LocalWorld
 
 
 def doors(tmp_path):
@@ -79,6 +82,37 @@ def test_process_group_of_torch_is_refused_by_name():
             mpicomp.Reducer("dense", comm=distributed.group.WORLD)
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("said", "launcher"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, "torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "a launcher that sets RANK and WORLD_SIZE"),
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}, "horovodrun"),
+    ],
+    ids=["torchrun", "deepspeed", "horovodrun"],
+)
+def test_process_that_another_launcher_started_is_not_alone(monkeypatch, clean_environ, said, launcher):
+    torch = pytest.importorskip("torch")
+    from mpi4py import MPI
+
+    for name in set(os.environ) - set(clean_environ):
+        monkeypatch.delenv(name)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    model = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for door in (
+        mpicomp.Reducer,
+        lambda: mpicomp.load_checkpoint("none"),
+        lambda: mpicomp.torch.broadcast_parameters(model),
+        lambda: mpicomp.torch.DistributedOptimizer(sgd, model),
+    ):
+        with pytest.raises(LaunchError, match=f"{launcher} started 2 processes.*mpiexec -n 2 .*comm=MPI.COMM_SELF"):
+            door()
+    for alone in (MPI.COMM_SELF, LocalWorld(1).transports[0]):
+        mpicomp.Reducer(comm=alone).close()
 
 
 STATES = """
