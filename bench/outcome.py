@@ -10,10 +10,8 @@ from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.measure.run_fields import RunObject
 from mpicomp.bench.measure.timings import PHASES, RankTimes, Slowest
 from mpicomp.bench.simulate.measured import Measured
-from mpicomp.bench.training_rows import MUON, PRESETS
 
 from mpicomp.compressors import Compressor, Dense
-from mpicomp.cost import ADVICE_RATIO
 
 if TYPE_CHECKING:  # they load torch
     from mpicomp.bench.tasks import Task
@@ -66,7 +64,6 @@ class Outcome:
     measured: Measured | None = None  # what ``mpicomp simulate`` needs; None where it was not asked for
     # The rank that the others waited for, over the steps that are timed; None where there is one rank
     slowest: Slowest | None = None
-    muon_step_s: float | None = None  # predicted seconds of a step of LocalMuon; None where it cannot pay
 
     @property
     def exchange_s(self) -> float | None:
@@ -117,7 +114,6 @@ def run_object(task: "Task", settings: "Settings", outcome: Outcome, verdict: st
         "dense_exchange_s": None if outcome.dense_probe is None else outcome.dense_probe.seconds,
         "dense_collective": None if outcome.dense_probe is None else outcome.dense_probe.collective,
         "dense_step_s": outcome.dense_step_s,
-        "muon_step_s": outcome.muon_step_s,
         "slowest_rank": None if outcome.slowest is None else outcome.slowest.rank,
         "slowest_costs_s": None if outcome.slowest is None else outcome.slowest.costs_s,
         "gain": outcome.gain,
@@ -138,7 +134,6 @@ def run_object(task: "Task", settings: "Settings", outcome: Outcome, verdict: st
 
 
 _NOISE = 0.03  # differences below this share of a step say nothing
-_MUON_STEPS = PRESETS[MUON][1]["sync_every"]
 _ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as run always; the rest was explored
 
 
@@ -155,7 +150,6 @@ def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "q
             f"{quality_name} {outcome.quality:.4f}, and {dense.quality:.4f} with dense exchange from the same seed, "
             f"whose steps took {dense.median_step_s:.3f} s"
         )
-    parts += _muon(outcome)
     slowest = outcome.slowest
     if slowest is not None and slowest.matters(outcome.median_step_s, _NOISE):
         parts.append(
@@ -163,17 +157,6 @@ def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "q
             "the others wait for it"
         )
     return "; ".join(parts)
-
-
-def _muon(outcome: Outcome) -> list[str]:
-    """Return the advice to exchange updates of Muon, where a step of that is predicted to take clearly less."""
-    muon_s, step_s = outcome.muon_step_s, outcome.late_step_s
-    if muon_s is None or ADVICE_RATIO * muon_s > step_s:
-        return []
-    return [
-        f"links are slow: a step of mpicomp.torch.LocalMuon (--exchange muon), one bit an element every {_MUON_STEPS} "
-        f"steps, is predicted to take {muon_s:.3f} s, in place of {step_s:.3f} s"
-    ]
 
 
 def _is_exact(compressor: Compressor) -> bool:

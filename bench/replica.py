@@ -20,8 +20,6 @@ from mpicomp.torch.shards import local_of
 from mpicomp.transport import Transport
 
 CPU = torch.device("cpu")
-_STEPS_ALONE = 5  # timed steps without exchange
-_LIMIT_S = 6.0  # seconds that these take at most, after the first
 
 
 @dataclass(frozen=True)
@@ -109,20 +107,6 @@ class Replica:
         value = float(loss.detach())
         self.finish()
         return StepTimes(value, start, forward, backward, compared, synchronized, time.perf_counter())
-
-    def time_without_exchange(self, transport: Transport) -> float:
-        """Return mean seconds of steps without exchange, on the slowest rank, all ranks at once. Collective."""
-
-        def steps(times: range) -> float:
-            gather(np.zeros(1), transport)  # nobody starts before the others are there
-            start = time.perf_counter()
-            for step in times:
-                self.step(step, lambda: None)
-            return float(gather(np.array([time.perf_counter() - start]), transport).max())
-
-        first_s = steps(range(1))  # allocates
-        repeats = min(_STEPS_ALONE, max(1, int(_LIMIT_S / first_s)))
-        return steps(range(1, 1 + repeats)) / repeats
 
     def differing_ranks(self, transport: Transport) -> list[int]:
         """Return the ranks whose parameters have other bits than those of the first rank of their shard. Collective."""

@@ -1,7 +1,6 @@
 """Train a task with its gradients averaged by mpicomp, and measure every step."""
 
 import contextlib
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from mpicomp.bench.measure.chosen_plans import Choices, Ran, leading
 from mpicomp.bench.measure.correlation import Comparison
 from mpicomp.bench.measure.metrics import MetricsWriter
-from mpicomp.bench.measure.probe import predict_exchange, probe, probe_dense
+from mpicomp.bench.measure.probe import probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.measure.timings import PHASES, Slowest, Timings, by_rank, gather, medians, of_slowest
 from mpicomp.bench.outcome import Outcome
@@ -19,13 +18,10 @@ from mpicomp.bench.replica import CPU, Replica, threads_of_rank
 from mpicomp.bench.simulate.measured import Backward, record_training
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater
-from mpicomp.bench.training_rows import MUON, PRESETS
 from numpy.typing import NDArray
 
 from mpicomp.checkpoint import load_checkpoint, save_checkpoint
-from mpicomp.compressors import Compressor, get_compressor
-from mpicomp.cost import ADVICE_RATIO, CostModel
-from mpicomp.device import common_device
+from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import read_warmup
@@ -33,7 +29,6 @@ from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import broadcast_parameters, replicas, shard_mesh
-from mpicomp.torch.muon_advice import steps_most
 from mpicomp.torch.update_optimizer import AUTO
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
@@ -290,10 +285,6 @@ def train(
         exchange_probe = probe(steady, named, numel, between, cost=cost, **there)
         dense_probe = probe_dense(numel, between, **there)
     late_step_s, late_phases_s = float(np.median(slowest_rows[late:, 0])), medians(slowest_rows[late:])
-    muon_step_s = None
-    if settings.probes and settings.updates is None and hosts > 1 and mesh is None:
-        spare_s = late_step_s / ADVICE_RATIO - late_phases_s["compute"]
-        muon_step_s = predict_muon(replica, transport, reducer.cost, spare_s)
     totals = gather(np.array([sent, wire, dense_wire], np.float64), transport).mean(axis=0)
     layers = choices.layers(gather(choices.sums(), between))
     correlations = None if comparison is None else transport.run(comparison.outcome())
@@ -338,30 +329,7 @@ def train(
         by_rank=by_rank(everyones[:, skipped:]),
         measured=measured,
         slowest=slowest,
-        muon_step_s=muon_step_s,
     )
-
-
-def predict_muon(
-    replica: Replica, transport: Transport, cost: CostModel | None, spare_s: float = math.inf
-) -> float | None:
-    """Return predicted seconds of a step of LocalMuon; None where it cannot pay, or is not for this model. Collective.
-
-    The exchange is predicted by the cost model. Steps without one are timed, with a new replica: what Newton-Schulz
-    takes depends on the cores of each rank. Muon and the exchange have to take less than ``spare_s``, and Muon has to
-    step most of the parameters.
-    """
-    compressor, updates = PRESETS[MUON]
-    device = common_device([replica.parameters[0].detach()])
-    exchange_s = predict_exchange(get_compressor(compressor), "two-phase", replica.numel, transport, cost, device)
-    exchange_s /= int(updates["sync_every"])
-    if exchange_s > spare_s:
-        return None
-    try:
-        muon = Replica(replica.task, replica.group, 1, replica.device, inner=updates["inner"])
-    except ConfigurationError:
-        return None
-    return muon.time_without_exchange(transport) + exchange_s if steps_most(muon.optimizer) else None
 
 
 def _trial_driver(optimizer: Any, model: torch.nn.Module, settings: Settings) -> Any:

@@ -112,7 +112,6 @@ def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **f
         "dense_exchange_s": 0.05,
         "dense_collective": "ring",
         "dense_step_s": 0.065,
-        "muon_step_s": None,
         "gain": 0.25,
         "delay": 3.0,
         "by_rank": [

@@ -10,10 +10,9 @@ import numpy as np
 from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
-from mpicomp.collectives import bind, fitting
+from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, Dense
-from mpicomp.cost import CostModel, calibrate, measure_kernels
-from mpicomp.device import HOST, Device
+from mpicomp.cost import CostModel
 from mpicomp.reducer import Reducer
 from mpicomp.transport import Transport
 
@@ -104,20 +103,3 @@ def probe_dense(
             best = measured
     assert best is not None
     return best
-
-
-def predict_exchange(
-    compressor: Compressor,
-    collective: str,
-    numel: int,
-    transport: Transport,
-    cost: CostModel | None,
-    device: Device = HOST,
-) -> float:
-    """Return predicted seconds of an exchange of ``numel`` float32; without a model links are measured. Collective."""
-    model = calibrate(transport) if cost is None else CostModel.from_json(cost.to_json())
-    scheme = bind(compressor.bind(["probe"], [numel], warm_up=False), collective)
-    on_device = device is not HOST
-    transport.run(measure_kernels(model, [scheme], True, transport, False, device, on_device))
-    plans = model.candidates([scheme], numel, np.dtype(np.float32), transport.group, False, on_device)
-    return float(plans.seconds()[0])

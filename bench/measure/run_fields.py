@@ -130,10 +130,6 @@ class RunObject(TypedDict):
     dense_exchange_s: Annotated[float | None, "one whole dense exchange, probed after the training"]
     dense_collective: Annotated[str | None, "the dense collective that was fastest there"]
     dense_step_s: Annotated[float | None, "estimate of a step with dense exchange, which the verdict uses"]
-    muon_step_s: Annotated[
-        float | None,
-        "prediction of a step of `--exchange muon`; null on one host, and where it cannot pay or is not for the model",
-    ]
     slowest_rank: Annotated[int | None, "the rank whose steps without `exchange` take longest; null with one rank"]
     slowest_costs_s: Annotated[
         float | None,

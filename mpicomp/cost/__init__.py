@@ -12,10 +12,9 @@ from mpicomp.cost.formulas import Terms
 from mpicomp.cost.link_probe import probe_link
 from mpicomp.cost.model import CostModel
 from mpicomp.cost.network_model import Network, sample_views
-from mpicomp.cost.plans import ADVICE_RATIO, Candidates, Prediction
+from mpicomp.cost.plans import Candidates, Prediction
 
 __all__ = [
-    "ADVICE_RATIO",
     "Candidates",
     "CostModel",
     "Network",

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from mpicomp.cost import arithmetic
 from mpicomp.cost.network_model import Network
 
-ADVICE_RATIO = 1.25  # least ratio of measured to predicted seconds to advise by: predictions are within 25 %
 SPEED_SD = 0.5  # standard deviation of the logarithm of a compressor's kernel seconds over those measured by itself
 _SPEED_DRIFT_VARIANCE = 0.02**2  # that a step adds to the logarithm of a speed
 _SPEED_MAX_VARIANCE = 0.1**2  # of a speed, by drift

@@ -22,7 +22,7 @@ _COMPUTE_STEPS = 15  # whose median is the time outside of exchanges
 
 
 class StepTimes:
-    """Seconds of a step outside of exchanges, and of what an exchange adds to it, by telemetry of the slowest rank."""
+    """Seconds of a step outside of exchanges, by telemetry of the slowest rank."""
 
     def __init__(self) -> None:
         self._steps_after: dict[int, int] = {}  # by exchange since the last report, the steps before the next one
@@ -31,7 +31,6 @@ class StepTimes:
     def clear(self) -> None:
         """Forget all times, for new buckets."""
         self._compute_s: deque[float] = deque(maxlen=_COMPUTE_STEPS)
-        self._exchange_s: deque[float] = deque(maxlen=_COMPUTE_STEPS)
         self._last: tuple[int, float] | None = None  # exchange, and when its last bucket was ready
 
     def on_step_end(self, step: int, local_steps: int) -> None:
@@ -45,24 +44,13 @@ class StepTimes:
             steps = [self._steps_after.get(step, 1) for step in range(last_step, report.step)]
             compute_s = (ready - last_ready) - len(steps) * (end - ready)
             self._compute_s.append(compute_s / sum(steps))
-            self._exchange_s.append(end - ready)
         self._steps_after = {step: steps for step, steps in self._steps_after.items() if step >= report.step}
         self._last = report.step, ready
-
-    @property
-    def are_many(self) -> bool:
-        """Whether the medians are of as many steps as they will be of."""
-        return len(self._compute_s) == _COMPUTE_STEPS
 
     @property
     def compute_s(self) -> float:
         """The median outside of exchanges, or 0 before any are known."""
         return max(0.0, median(self._compute_s or [0.0]))
-
-    @property
-    def exchange_s(self) -> float:
-        """The median from when the last gradients were ready to the end of the exchange, or 0."""
-        return median(self._exchange_s or [0.0])
 
 
 @dataclass(eq=False)

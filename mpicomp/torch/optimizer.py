@@ -29,7 +29,6 @@ from mpicomp.torch.arguments import (
 from mpicomp.torch.collective_optimizer import CollectiveOptimizer
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import copy_active_step, run_empty_steps
-from mpicomp.torch.muon_advice import MuonAdvice
 from mpicomp.torch.optimizer_proxy import (
     Arguments,
     OptimizerProxy,
@@ -188,7 +187,6 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in pairs}
     wrapped._mpicomp_scaler = scaler
     wrapped._mpicomp_gradients = gradients
-    wrapped._mpicomp_advice = MuonAdvice(reducer, parameters)
     wrapped._mpicomp_transport = None if transport is comm else transport
     weak_optimizer: Callable[[], Any] = weakref.ref(wrapped)
     gradients.loaded_state.optimizer_state = lambda: weak_optimizer()._mpicomp_state()
@@ -205,7 +203,6 @@ class _Distributed(OptimizerProxy):
     _mpicomp_who = _WHO
     _mpicomp_scaler: torch.amp.GradScaler | None
     _mpicomp_gradients: Gradients
-    _mpicomp_advice: MuonAdvice
     _mpicomp_transport: Transport | None
 
     @property
@@ -220,7 +217,6 @@ class _Distributed(OptimizerProxy):
     def synchronize(self) -> None:
         problem = self._mpicomp_gradients.check_known(members_of(self))
         self._mpicomp_gradients.average(learning_rate(self), problem)
-        self._mpicomp_advice.consider()
 
     def accumulate(self) -> AbstractContextManager[None]:
         return self._mpicomp_gradients.accumulate()

@@ -94,7 +94,6 @@ def test_train_writes_what_its_lines_add_up_to(mpiexec, tmp_path, ranks, argumen
     if numel_sent == 0:
         assert result["sent_bytes"] == result["wire_bytes"] == 0
     assert f"verdict: {result['verdict']}" in done.stdout
-    assert result["muon_step_s"] is None  # all ranks are on one host
     assert "LocalMuon" not in done.stdout
     reported = [(bucket["gain"], bucket["energy"]) for line in lines[30:] for bucket in line["buckets"]]
     sent = sum(gain * energy for gain, energy in reported)

@@ -61,8 +61,6 @@ CASES = {
     "no dense exchange": outcome(exchange_probe=None, dense_probe=None),
     "nothing is late": dense(delay=0),
     **{f"delay {delay}": outcome(delay=delay) for delay in (0.0, 0.0004, 0.163, 53.2, 1234.5, None)},
-    "LocalMuon pays": outcome(muon_step_s=0.09),
-    "LocalMuon hardly pays": outcome(muon_step_s=0.1),
     "slow rank": slow_rank(0.05),
     "slow rank, hardly": slow_rank(0.003),
 }

@@ -99,36 +99,6 @@ def allreduce(comm, size):
     return rows
 
 
-def muon(comm, repetitions):
-    """Seconds of a step of LocalMuon, predicted and then measured; and what a training with gradients makes of it."""
-    from mpicomp.bench.measure.metrics import MetricsWriter
-    from mpicomp.bench.measure.progress import Progress
-    from mpicomp.bench.outcome import judge
-    from mpicomp.bench.replica import Replica, threads_of_rank
-    from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.training_run import Settings, predict_muon, train
-    from torch import set_num_threads
-
-    from mpicomp.compressors import get_compressor
-    from mpicomp.cost import calibrate
-    from mpicomp.policies import get_policy
-    from mpicomp.transport.mpi import MPITransport
-
-    transport, task = MPITransport(comm), get_task("text-gpt", 0)
-
-    def outcome(compressor, steps, **settings):
-        settings = Settings(get_compressor(compressor), "auto", get_policy("static"), steps, 0, **settings)
-        return train(task, settings, transport, Progress(False), MetricsWriter(None))
-
-    dense = outcome("dense", 4)
-    pairs, updates, cost = [], {"sync_every": 10, "inner": "muon"}, calibrate(transport)
-    for _ in range(int(repetitions)):
-        set_num_threads(threads_of_rank(transport.cores))
-        predicted_s = predict_muon(Replica(task, transport.group, 1), transport, cost)
-        pairs.append((predicted_s, outcome("onebit", 20, probes=False, updates=updates).median_step_s))
-    return {"pairs": pairs, "dense": (dense.muon_step_s, dense.median_step_s, judge(dense))}
-
-
 def die(comm):
     comm.Barrier()
     if comm.rank == comm.size - 1:
