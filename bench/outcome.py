@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpicomp.bench.measure.chosen_plans import Layer, Ran, chosen_table
-from mpicomp.bench.measure.correlation import Correlations
 from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.measure.run_fields import RunObject
 from mpicomp.bench.measure.timings import PHASES, RankTimes, Slowest
@@ -52,7 +51,6 @@ class Outcome:
     plans: list[Ran]  # of the run, and of its second half
     late_plans: list[Ran]
     layers: list[Layer]  # kept elements of each parameter, mean over ranks and steps
-    correlations: Correlations | None = None  # correlations between ranks' gradients; None where they were not compared
     # Exchanges by which gradients, or updates, were late in the second half of the run; see `Choices.delay`. None
     # without error feedback, where what is left out does not come later
     delay: float | None = None
@@ -122,7 +120,6 @@ def run_object(task: "Task", settings: "Settings", outcome: Outcome, verdict: st
         "ratios": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
         "plans": [plan.to_json() for plan in outcome.plans],
         "layers": [layer.to_json() for layer in outcome.layers],
-        "correlation": None if outcome.correlations is None else outcome.correlations.to_json(),
         "sent_bytes": outcome.sent_bytes,
         "wire_bytes": outcome.wire_bytes,
         "dense_wire_bytes": outcome.dense_wire_bytes,
@@ -240,6 +237,4 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
         late = "energy that waits in residuals over what a step sends, second half"
         lines.append(f"delay ({late}): {outcome.delay:.3g} steps")
     lines.append(chosen_table(outcome.plans, outcome.layers))
-    if outcome.correlations is not None:
-        lines.append(outcome.correlations.table())
     return "\n".join(lines)

@@ -27,10 +27,9 @@ class StepTimes:
     """Loss of a step, and when its parts ended, by ``time.perf_counter``."""
 
     loss: float  # on this rank's batch
-    start: float  # ranks' gradients are compared after backward, which is no part of the step
+    start: float
     forward: float
     backward: float
-    compared: float
     synchronized: float
     end: float
 
@@ -83,7 +82,6 @@ class Replica:
         self,
         step: int,
         synchronize: Callable[[], None],
-        compare: Callable[[], None] | None = None,
         *,
         set_to_none: bool = True,
         wait_for_forward: bool = True,
@@ -96,17 +94,14 @@ class Replica:
         forward = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         self.finish()
-        backward = compared = time.perf_counter()
-        if compare is not None:
-            compare()
-            compared = time.perf_counter()
+        backward = time.perf_counter()
         synchronize()
         self.finish()
         synchronized = time.perf_counter()
         self.updater.update()
         value = float(loss.detach())
         self.finish()
-        return StepTimes(value, start, forward, backward, compared, synchronized, time.perf_counter())
+        return StepTimes(value, start, forward, backward, synchronized, time.perf_counter())
 
     def differing_ranks(self, transport: Transport) -> list[int]:
         """Return the ranks whose parameters have other bits than those of the first rank of their shard. Collective."""

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from mpicomp.bench.measure.chosen_plans import Choices, Ran, leading
-from mpicomp.bench.measure.correlation import Comparison
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
@@ -18,7 +17,6 @@ from mpicomp.bench.replica import CPU, Replica, threads_of_rank
 from mpicomp.bench.simulate.measured import Backward, record_training
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater
-from numpy.typing import NDArray
 
 from mpicomp.checkpoint import load_checkpoint, save_checkpoint
 from mpicomp.compressors import Compressor
@@ -99,8 +97,6 @@ class Settings:
     evaluate_every: int = 0  # steps from one look at the held-out data to the next; 0 looks at the end alone
     bucket_bytes: int | None = None
     probes: bool = True  # whether exchanges, dense ones among them, are measured by themselves after the training
-    # Steps from one comparison of ranks' gradients to the next; 0 compares none. It needs two ranks
-    compare_every: int = 0
     warmup: int | str = 0
     # Settings of `mpicomp.torch.UpdateOptimizer`, ``sync_every`` among them; None exchanges gradients.
     # ``"inner"`` names what ranks step by in place of the task's optimizer: ``"sgd"`` or ``"muon"``.
@@ -192,7 +188,6 @@ def train(
     warmup_steps = every * read_warmup(settings.warmup)[0]
 
     timings, choices = Timings(), Choices()
-    comparison = Comparison(settings.compare_every, settings.seed, group) if settings.compare_every else None
     backward = None
     if settings.records:
         backward = Backward(_trained_parameters(model))
@@ -203,9 +198,7 @@ def train(
     traced = contextlib.nullcontext() if settings.trace is None else trace(settings.trace, comm=transport)
     with progress.over(settings.steps), traced:
         for step in range(first, settings.steps):
-            loss, seconds, phases, record = _step(
-                replica, step, transport, comparison, settings.updates is None, backward
-            )
+            loss, seconds, phases, record = _step(replica, step, settings.updates is None, backward)
             if driver is not None:
                 driver.after_step()
             timings.add(seconds, phases, record.choosing_s)
@@ -287,7 +280,6 @@ def train(
     late_step_s, late_phases_s = float(np.median(slowest_rows[late:, 0])), medians(slowest_rows[late:])
     totals = gather(np.array([sent, wire, dense_wire], np.float64), transport).mean(axis=0)
     layers = choices.layers(gather(choices.sums(), between))
-    correlations = None if comparison is None else transport.run(comparison.outcome())
     measured = None
     if backward is not None:
         backward.close()
@@ -322,7 +314,6 @@ def train(
         plans=choices.plans(),
         late_plans=late_plans,
         layers=layers,
-        correlations=correlations,
         delay=delay,
         every=made / len(ends),
         resumed_at=first,
@@ -368,25 +359,19 @@ def _quality(
 def _step(
     replica: Replica,
     step: int,
-    transport: Transport,
-    comparison: Comparison | None,
     gradients: bool,
     backward: Backward | None,
 ) -> tuple[float, float, dict[str, float], StepRecord]:
-    """Train one step; return loss, seconds without comparisons, phases, and the record of an exchange, if any."""
+    """Train one step; return loss, seconds, phases, and the record of an exchange, if any."""
     optimizer = replica.optimizer
     before = optimizer.reducer.last_step
 
-    def compare() -> None:
-        if comparison is not None:
-            transport.run(comparison.look(step, _gradients(replica.model)))
-
     synchronize = optimizer.synchronize if gradients else lambda: None
-    times = replica.step(step, synchronize, compare, set_to_none=False, wait_for_forward=False)
+    times = replica.step(step, synchronize, set_to_none=False, wait_for_forward=False)
     record: StepRecord = optimizer.reducer.last_step
     if record is before:
         record = StepRecord(step)
-    seconds = times.end - times.compared + times.backward - times.start
+    seconds = times.end - times.start
     update_s = times.end - times.synchronized - (0.0 if gradients else record.seconds)
     if backward is not None:
         backward.add(times.start, times.forward, times.backward, update_s)
@@ -398,11 +383,3 @@ def _step(
 
 def _trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def _gradients(model: torch.nn.Module) -> dict[str, NDArray[np.floating]]:
-    """Return this rank's gradients by name; zeros where there is none."""
-    return {
-        name: (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).cpu().numpy()
-        for name, parameter in _trained_parameters(model)
-    }

@@ -123,7 +123,6 @@ def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **f
             {"compressor": "topk", "compressor_config": config, "ratio": 0.01, "collective": "allgather", "share": 1.0}
         ],
         "layers": [],
-        "correlation": None,
         "sent_bytes": 2000 * steps,
         "wire_bytes": 2000 * steps,
         "dense_wire_bytes": 64000 * steps,

@@ -77,13 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--evaluate-every", type=int, default=0, metavar="N", help="look at held-out data every N steps, too (0)"
     )
     parser.add_argument(
-        "--correlation",
-        type=int,
-        default=0,
-        metavar="N",
-        help="compare ranks' gradients every N steps, and report how much they have in common (0)",
-    )
-    parser.add_argument(
         "--checkpoints",
         metavar="FOLDER",
         help="go on from the newest checkpoint below FOLDER, on any number of ranks, and write new ones; SIGTERM and "
@@ -133,7 +126,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None:
         check_least("train", "--steps", arguments.steps)
     check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
-    check_least("train", "--correlation", arguments.correlation, 0)
     check_least("train", "--checkpoint-every", arguments.checkpoint_every)
     check_least("train", "--shard", arguments.shard)
     if arguments.shard > 1:
@@ -172,10 +164,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     group = transport.group
     first = group.rank == 0
-    if arguments.correlation and group.size == 1:
-        raise ConfigurationError(
-            "train: --correlation compares the gradients of two ranks, and there is one; start it with mpiexec -n 4"
-        )
     if group.size % arguments.shard or group.size == arguments.shard > 1:
         raise ConfigurationError(
             f"train: --shard {arguments.shard} needs at least two replicas of {arguments.shard} ranks, and this job "
@@ -210,7 +198,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.evaluate_every,
         getattr(policy, "bucket_bytes", None),
         not arguments.no_verdict,
-        arguments.correlation,
         warmup,
         updates,
         arguments.lr_scale,
@@ -284,7 +271,6 @@ def _check_sharded(arguments: argparse.Namespace) -> None:
 
     advice = {
         "checkpoints": "; docs/pytorch.md says how a script of yours saves shards",
-        "correlation": "",
         "measured": "",
         "replay": "",
     }
@@ -313,7 +299,7 @@ def _dense(settings: "Settings") -> "Settings":
 
     words: dict[str, Any] = {"compressor": Dense(), "collective": "auto", "policy": get_policy("static"), "warmup": 0}
     words |= {"updates": None, "lr_scale": 1.0, "bucket_bytes": None}
-    return replace(settings, **words, probes=False, compare_every=0, records=False, trace=None)
+    return replace(settings, **words, probes=False, records=False, trace=None)
 
 
 def _report(

@@ -69,29 +69,6 @@ class PlanEntry(TypedDict):
     share: Annotated[float, "share of the steps; where there are several buckets, weighted by their elements"]
 
 
-class CorrelationEntry(TypedDict):
-    """Correlation of ranks' gradients over a run."""
-
-    every: Annotated[int, "from one look to the next; in steps"]
-    looks: Annotated[int, "how many there were; one at a gradient that is not finite does not count"]
-    bins: Annotated[int, "of each of the two histograms"]
-    whole: Annotated[dict[str, Any] | None, "mean over `layers`, weighted by their elements, below"]
-    layers: Annotated[
-        list[dict[str, Any]], "`name`, `numel` and the fields below, of parameters of at least `bins`² elements"
-    ]
-
-
-class Common(TypedDict):
-    """Correlation of the gradients of two ranks."""
-
-    correlation: Annotated[float, "Pearson's, by element: 1 where gradients are alike, 0 without a common direction"]
-    information: Annotated[float, "mutual information of an element, from a histogram of pairs; in nats"]
-    control: Annotated[float, "the same with one of the two in random order: the bias of the estimate; in nats"]
-    entropy: Annotated[float, "of a histogram by itself, mean of both; in nats"]
-    share: Annotated[float, "`information / entropy`, which [LGC](https://arxiv.org/abs/2103.08870) gives as about 0.8"]
-    control_share: Annotated[float, "`control / entropy`: what `share` is too high by"]
-
-
 class RunObject(TypedDict):
     """The object that ``train --json`` writes."""
 
@@ -146,9 +123,6 @@ class RunObject(TypedDict):
     plans: Annotated[list[dict[str, Any]], "what was run, from what was run most, below"]
     layers: Annotated[
         list[dict[str, Any]], "what was sent of each parameter, as in a line of `--metrics`; means over ranks and steps"
-    ]
-    correlation: Annotated[
-        dict[str, Any] | None, "what ranks' gradients had in common, below; null without `--correlation`"
     ]
     sent_bytes: Annotated[int, "payload that a rank handed to the transport"]
     wire_bytes: Annotated[int, "bytes that left a rank"]

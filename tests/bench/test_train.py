@@ -349,7 +349,6 @@ def test_updates_are_exchanged_at_their_interval(comm, tmp_path, capsys, argumen
         (["--replay", "m.jsonl", "--policy", "auto"], "--policy says nothing; leave one out"),
         (["--replay", "m.jsonl", "--warmup", "1"], "--warmup says nothing; leave one out"),
         (["--shard", "0"], "--shard must be an integer of at least 1, got 0"),
-        (["--shard", "2", "--correlation", "3"], "--correlation needs the whole model on each rank, and --shard 2"),
         (["--shard", "2", "--checkpoints", "c"], "--checkpoints needs the whole model on each rank"),
         (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
         (["--compressor", "topk", "--warmup", "-3"], "warmup: must be a number of dense steps"),

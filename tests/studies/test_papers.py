@@ -10,6 +10,7 @@ from pathlib import Path
 
 import flexible_schedules
 import flexible_tables
+import lgc_correlation
 import lgc_models
 import numpy as np
 import paper_runs
@@ -107,6 +108,24 @@ def test_lgc_parts_are_all_but_indices(monkeypatch):
     assert 0 < rest < indices  # coded in less than 32 bits, and sent by one of two
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.95])
+def test_lgc_correlation_of_normals_is_theirs(rho):
+    """Of correlated normals the information is -log(1 - rho^2) / 2 nats, of which 16 bins show nearly all."""
+    size, rng = 100_000, np.random.default_rng(0)
+    one, noise = rng.standard_normal((2, size))
+    other = rho * one + np.sqrt(1 - rho**2) * noise
+    assert lgc_correlation.correlation(one, other) == pytest.approx(rho, abs=0.02)
+    found, entropy = lgc_correlation.information(lgc_correlation.bins_of(one), lgc_correlation.bins_of(other))
+    assert found == pytest.approx(-np.log(1 - rho**2) / 2, rel=0.1, abs=0.002)
+    assert entropy == pytest.approx(np.log(16), abs=1e-4)
+
+
+def test_lgc_correlation_has_one_bin_for_zeros():
+    array = np.r_[np.zeros(5000), np.arange(1.0, 1001)]
+    assert len(set(lgc_correlation.bins_of(array)[:5000])) == 1
+    assert lgc_correlation.correlation(array, np.ones(6000)) == 0
+
+
 def twice(name, words, folder, count):
     """Run a study twice as a script; return its rows and what it printed. The second run makes no row."""
     path = folder / "rows.jsonl"
@@ -135,6 +154,7 @@ def images():
     ("name", "words", "count", "printed"),
     [
         ("sidco_tables", ["--data", "laplace", "--estimates", "2", "--tasks", ""], 1, "redsync.binary"),
+        ("lgc_correlation", ["--ranks", "2", "--steps", "2", "--every", "2"], 1, "all"),
         ("lgc_tables", ["--ranks", "2", "--steps", "18", "--arms", "top-k;ring as published"], 2, "ring as published"),
         ("gravac_tables", ["--ranks", "2", "--steps", "12", "--models", "", "--gains", "", "--arms",
                     "dense;top-k 10x;GraVAC here"], 6, "GraVAC here"),
