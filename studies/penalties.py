@@ -149,13 +149,12 @@ def table(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the loss over dense against the bytes of an element, for each optimizer and family: a picture a task."""
-    from mpicomp.bench.report import draw
-    from mpicomp.bench.report.section_parts import Curve
+    from matplotlib.figure import Figure
 
     dense = {(row["task"], row["optimizer"], row["seed"]): row["quality"] for row in rows if row["exchange"] == "dense"}
     for task in dict.fromkeys(row["task"] for row in rows):
-        figure, axes = draw.panel("bytes a parameter", f"{task}: loss over dense, %", right=draw.RUN_LABELS)
-        labels = []
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
         families: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             if row["task"] == task and row["exchange"] != "dense":
@@ -163,13 +162,13 @@ def draw_losses(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
                 over = 100 * (row["quality"] / dense[task, row["optimizer"], row["seed"]] - 1)
                 family = f"{compressor.id} {_OPTIMIZERS[row['optimizer']]}"
                 families.setdefault(family, []).append((compressor.wire_bytes_per_element(4), over))
-        for number, (family, points) in enumerate(families.items()):
-            nbytes, over = np.array(sorted(points)).T
-            draw.plot(axes, Curve(nbytes, over, over, over), f"run{number % 8}")
-            labels.append((float(over[-1]), family, f"run{number % 8}"))
-        draw.log_axis(axes, "x")
-        draw.label_ends(axes, labels)
-        path.with_stem(f"{path.stem}-{task}").write_text(draw.on_white(draw.svg(figure)))
+        for family, points in families.items():
+            axes.plot(*np.array(sorted(points)).T, label=family)
+        axes.set_xscale("log")
+        axes.set_xlabel("bytes a parameter")
+        axes.set_ylabel(f"{task}: loss over dense, %")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.savefig(path.with_stem(f"{path.stem}-{task}"), format="svg")
 
 
 def parser() -> argparse.ArgumentParser:

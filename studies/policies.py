@@ -233,8 +233,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(path: Path, rows: Sequence[Row], policies: Sequence[str]) -> None:
     """Draw the time to quality of each policy over that of dense, by network: a picture for each task."""
-    from mpicomp.bench.report import draw
-    from mpicomp.bench.report.section_parts import Curve
+    from matplotlib.figure import Figure
 
     for task in dict.fromkeys(row["task"] for row in rows):
         there = {
@@ -243,19 +242,15 @@ def _draw(path: Path, rows: Sequence[Row], policies: Sequence[str]) -> None:
             if row["task"] == task and row["of_dense"] is not None
         }
         links = list(dict.fromkeys(link for link, _ in there))
-        figure, axes = draw.panel(" ", f"{task}: time to the quality of dense, over its", right=draw.RUN_LABELS)
-        labels = []
-        for number, policy in enumerate(policies):
-            token = f"run{number % 8}"  # as many colours as there are
-            points = [(place, there[link, policy]) for place, link in enumerate(links) if (link, policy) in there]
-            if points:
-                places, ratios = np.array(points).T
-                draw.plot(axes, Curve(places, ratios, ratios, ratios), token)
-                labels.append((float(ratios[-1]), policy, token))
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for policy in policies:
+            axes.plot([there.get((link, policy), np.nan) for link in links], marker="o", markersize=3, label=policy)
         axes.set_xticks(range(len(links)), [link.replace(", ", "\n") for link in links])
-        draw.log_axis(axes, "y")
-        draw.label_ends(axes, labels)
-        path.with_stem(f"{path.stem}-{task}").write_text(draw.on_white(draw.svg(figure)))
+        axes.set_yscale("log")
+        axes.set_ylabel(f"{task}: time to the quality of dense, over its")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.savefig(path.with_stem(f"{path.stem}-{task}"), format="svg")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from mpicomp.errors import MpicompError
 
 _LOOKS = 15  # at held-out data
 _SYNC_EVERY = 2  # steps between exchanges of LocalMuon: short runs feel them, and one bit is cheap
-_DENSE, _AUTO, _MUON = "dense", "auto", "LocalMuon"  # pictures have room for eleven letters
+_DENSE, _AUTO, _MUON = "dense", "auto", "LocalMuon"
 _BAR_WIDTH = 40  # letters
 
 
@@ -132,9 +132,10 @@ def _row(visible: bool, bars: Any, name: str) -> Any:
 def _show(finished: list[_Finished], report: str, is_simulated: bool) -> None:
     """Print bars and a sentence, and write the report."""
     from mpicomp.bench.outcome import judge, run_object
+    from mpicomp.bench.report.comparison import race
+    from mpicomp.bench.report.numbers import amount, digits, seconds, times
     from mpicomp.bench.report.runs import Run, read_lines
-    from mpicomp.bench.report.section_parts import amount, digits, seconds, times
-    from mpicomp.bench.report.write import draw_report, race
+    from mpicomp.bench.report.write import draw_report
     from rich.bar import Bar
     from rich.console import Console
     from rich.table import Table
@@ -144,7 +145,7 @@ def _show(finished: list[_Finished], report: str, is_simulated: bool) -> None:
     for training in finished:
         verdict = judge(training.outcome, None if training.outcome is dense else dense, what)
         outcome = run_object(training.task, training.settings, training.outcome, verdict)
-        runs.append(Run(training.name, outcome, read_lines(training.path), False))
+        runs.append(Run(training.name, outcome, read_lines(training.path)))
     found = race(runs)
     if found is None:
         raise MpicompError(f"tour: {what} is not finite in two of the trainings, so that nothing can be compared")
@@ -168,7 +169,7 @@ def _show(finished: list[_Finished], report: str, is_simulated: bool) -> None:
     print(f"\nSeconds to a {what} of {digits(found.level)}, four hosts, {links}:", flush=True)
     Console().print(table)
     print(f"\nTo that {what} {'; '.join(parts)}.", flush=True)
-    draw_report(runs, report, None)
+    draw_report(runs, report)
     print(f"Curves, phases and what was chosen: {report}", flush=True)
 
 

@@ -34,7 +34,7 @@ def check(text, folder):
     assert all(re.search(r" ([\d.]+|not reached) +[\d.,]+ [kM]?B +\d\.\d{3}$", row) for row in rows), rows
     assert re.search(r"^To that held-out accuracy dense took [\d.]+ m?s and ended at 0\.", text, re.MULTILINE)
     page = (folder / "tour.html").read_text()
-    assert all(f">{name}</text" in page for name in NAMES)  # whole, at the end of a curve
+    assert all(f">{name}</th>" in page for name in NAMES)
     assert not [path for path in folder.iterdir() if path.name != "tour.html"]
     amounts = [re.search(r"([\d.,]+) ([kM]?)B ", row).groups() for row in rows]
     return [float(number.replace(",", "")) * {"": 1, "k": 1e3, "M": 1e6}[unit] for number, unit in amounts]

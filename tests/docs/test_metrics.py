@@ -121,7 +121,7 @@ def test_the_object_of_a_run(run):
         page = (folder / "r.html").read_text()
         assert "Training digits: 2 runs compared" in page
         assert "topk" in page
-        for section in ("loss", "seconds", "ranks", "runs"):
+        for section in ("loss", "step", "bytes", "runs"):
             assert f'<section id="{section}"' in page
 
 

@@ -55,7 +55,7 @@ HOMES = {
         "studies/tune.py",
         "studies/update_exchanges.py",
     ),
-    "matplotlib": ("bench/report/", "bench/simulate/picture.py"),
+    "matplotlib": ("bench/report/", "bench/simulate/picture.py", "studies/"),
     "msgspec": ("bench/report/runs.py", "bench/measure/metrics.py"),
     "cupy": ("mpicomp/device/cuda.py",),
 }
