@@ -64,34 +64,6 @@ def loudest(accumulated, selected):
     return energies.index(max(energies))
 
 
-def gtopk_step(gradients, residuals, select):
-    """One step of gTop-k with the largest number of selected elements as k; who drops an element keeps it."""
-    accumulated = [np.asarray(g, np.float64) + r for g, r in zip(gradients, residuals, strict=True)]
-    ranks = len(accumulated)
-    left = [a.copy() for a in accumulated]
-    held = []
-    for rank, array in enumerate(accumulated):
-        held.append({index: array[index] for index in select(array)})
-        for index in held[rank]:
-            left[rank][index] = 0.0
-    k = max(len(entries) for entries in held)
-    distance = 1
-    while distance < ranks:
-        for low in range(0, ranks - distance, 2 * distance):
-            union = dict(held[low])
-            for index, value in held[low + distance].items():
-                union[index] = union.get(index, 0.0) + value
-            order = sorted(union, key=lambda index: (-abs(union[index]), index))
-            held[low] = {index: union[index] for index in order[:k]}
-            for index in order[k:]:
-                left[low][index] += union[index]
-        distance *= 2
-    mean = np.zeros(accumulated[0].size)
-    for index, value in held[0].items():
-        mean[index] = value / ranks
-    return mean, left
-
-
 def ring_step(arrays, behind=4):
     """The mean of a ring, in the arrays' precision: part p of N is summed from rank p on, and once round.
 

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.algorithms.sketch import Sketch, SketchScheme, largest_estimates
+from mpicomp.collectives.ar_topk import exchange_at
 from mpicomp.collectives.scheme import Exchange
-from mpicomp.collectives.selection import exchange_at
 from mpicomp.compressors.base_compressor import Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual

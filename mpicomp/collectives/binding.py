@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.collectives.allreduce import ScatterReduce
+from mpicomp.collectives.ar_topk import exchange_at
 from mpicomp.collectives.scheme import COLLECTIVES, Exchange, Scheme
-from mpicomp.collectives.selection import exchange_at
 from mpicomp.collectives.two_phase import TwoPhase
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context

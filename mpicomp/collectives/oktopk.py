@@ -20,7 +20,6 @@ from mpicomp.collectives.scheme import (
     flags_of,
     undelivered,
 )
-from mpicomp.collectives.selection import added, common, less, parted, room
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
@@ -134,7 +133,7 @@ class _Step:
         sums = self._sum([message.selection for message in arrived])
         kernels.scale(sums.values, 1 / ranks)
         counts, threshold, num_chosen = yield from self._agree(sums, selection, target)
-        chosen, _ = parted(sums, threshold, num_chosen, self.workspace, "sums")
+        chosen, _ = _parted(sums, threshold, num_chosen, self.workspace, "sums")
         energy, kept = self._energies(arrived, chosen) if wire is None else (0.0, 0.0)
         error = None if wire is None else self._round(chosen, wire)
         chosen.indices += np.uint32(regions[self.group.rank][0])
@@ -148,10 +147,10 @@ class _Step:
         delivered, owners_lost = yield from self._gather(held, counts, spans, energy, kept)
         check_undamaged("oktopk", self.flags, before)
 
-        sent = common(selection, delivered.indices, self.workspace, "sent")
+        sent = _common(selection, delivered.indices, self.workspace, "sent")
         lost = sum(message.lost for message in arrived) + owners_lost
         if error is not None:
-            sent = less(sent, Selection(chosen.indices, error), self.workspace, "sent.rounded")
+            sent = _less(sent, Selection(chosen.indices, error), self.workspace, "sent.rounded")
             [change] = to_python(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
             lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan
             lost = float((yield from gather_rows(np.array(lost), self.group)).sum())
@@ -213,7 +212,7 @@ class _Step:
             return parts[0]
         half = len(parts) // 2
         first, second = self._sum(parts[:half], f"{name}.0"), self._sum(parts[half:], f"{name}.1")
-        return added(first, second, self.workspace, name)
+        return _added(first, second, self.workspace, name)
 
     def _agree(self, sums: Selection, selection: Selection, target: int) -> Rounds[tuple[list[int], int, int]]:
         """Return the delivered sums of each owner, the magnitude bits that they reach, and this rank's number."""
@@ -258,7 +257,7 @@ class _Step:
         """Return the energy of all messages to this owner, and that of their delivered elements."""
         energy, kept = 0.0, 0.0
         for message in arrived:
-            delivered = common(message.selection, chosen.indices, self.workspace, "delivered")
+            delivered = _common(message.selection, chosen.indices, self.workspace, "delivered")
             sent_energy, kept_energy = to_python(
                 kernels.energy(message.selection.values), kernels.energy(delivered.values)
             )
@@ -289,7 +288,7 @@ class _Step:
         move = Round("alltoallv", sizes, _BYTE, send=outgoing, received=received)
         move.recv = self.workspace.array("pieces.in", sum(received), _BYTE)
         self._read((yield move), received, coming, [whole] * ranks, "pieces")
-        return room(self.workspace, "pieces", even[rank], self.dtype)
+        return _room(self.workspace, "pieces", even[rank], self.dtype)
 
     def _gather(
         self, held: Selection, counts: Sequence[int], spans: Sequence[_Span], energy: float, kept: float
@@ -301,7 +300,7 @@ class _Step:
         gather = Round("allgatherv", sizes, _BYTE, send=message)
         gather.recv = self.workspace.array("messages", sum(sizes), _BYTE)
         messages = self._read((yield gather), sizes, counts, spans, "delivered.all")
-        everything = room(self.workspace, "delivered.all", sum(counts), self.dtype)
+        everything = _room(self.workspace, "delivered.all", sum(counts), self.dtype)
         return everything, sum(part.lost for part in messages)
 
     def _bytes(self, count: int, span: _Span) -> int:
@@ -327,7 +326,7 @@ class _Step:
         name: str,
     ) -> list[Sparse]:
         """Read one message of each rank, one behind the other into an array of the workspace; note flags, errors."""
-        whole = room(self.workspace, name, sum(counts), self.dtype)
+        whole = _room(self.workspace, name, sum(counts), self.dtype)
         messages = []
         bounds = pairwise([0, *accumulate(counts)])
         for rank, (message, span, (start, stop)) in enumerate(zip(_cut(received, sizes), spans, bounds, strict=True)):
@@ -335,7 +334,7 @@ class _Step:
                 sparse = parse_message(message, span[1] - span[0], self.dtype, self.workspace, stop - start)
             except MessageError as error:
                 self.problem = self.problem or MessageError(f"oktopk: from rank {rank}: {error}")
-                sparse = Sparse(room(self.workspace, name, 0, self.dtype), 0, 0.0, 0.0)
+                sparse = Sparse(_room(self.workspace, name, 0, self.dtype), 0, 0.0, 0.0)
             self.flags |= sparse.flags
             if sparse.selection.indices.size < stop - start:  # damaged, and nothing of it will be delivered
                 messages.append(sparse)
@@ -357,3 +356,50 @@ def _remembered(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any
 
 def _cut(array: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
     return [array[start:stop] for start, stop in pairwise([0, *accumulate(sizes)])]
+
+
+def _room(workspace: Workspace, name: str, size: int, dtype: np.dtype[Any]) -> Selection:
+    """Return room for a selection; it is the caller's until the same name is asked for again."""
+    return Selection(
+        workspace.array(f"{name}.indices", size, np.uint32), workspace.array(f"{name}.values", size, dtype)
+    )
+
+
+def _added(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
+    """Return the union of two selections, the values of common indices added, in the room of a name."""
+    out = _room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
+    return _begin(
+        out, kernels.merge_add(first.indices, first.values, second.indices, second.values, out.indices, out.values)
+    )
+
+
+def _less(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
+    """Return the first selection minus the second one, zeros left out, in the workspace array of a name."""
+    out = _room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
+    return _begin(
+        out, kernels.merge_subtract(first.indices, first.values, second.indices, second.values, out.indices, out.values)
+    )
+
+
+def _common(selection: Selection, indices: NDArray[np.uint32], workspace: Workspace, name: str) -> Selection:
+    """Return the part of a selection that is at some indices, in the room of a name."""
+    out = _room(workspace, name, min(selection.indices.size, indices.size), selection.values.dtype)
+    return _begin(out, kernels.intersect(selection.indices, selection.values, indices, out.indices, out.values))
+
+
+def _parted(
+    selection: Selection, threshold: int, count: int, workspace: Workspace, name: str
+) -> tuple[Selection, Selection]:
+    """Return the ``count`` largest elements and the others, in the rooms of two names; see `cpu.split_largest`."""
+    dtype = selection.values.dtype
+    kept = _room(workspace, f"{name}.kept", count, dtype)
+    left = _room(workspace, f"{name}.left", selection.indices.size - count, dtype)
+    kernels.split_largest(
+        selection.indices, selection.values, threshold, kept.indices, kept.values, left.indices, left.values
+    )
+    return kept, left
+
+
+def _begin(out: Selection, count: int) -> Selection:
+    [size] = to_python(count)
+    return Selection(out.indices[:size], out.values[:size])

@@ -325,22 +325,6 @@ def parse_header(
     return MessageHeader(header.flags, header.energy, header.lost, stored, coding, count, values_at, indices_at)
 
 
-def parse_padded_message(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
-    """Return the parsed message at the start of ``room`` of `capacity_bytes`, after a check that padding is zero."""
-    header = _header_of(room)
-    if header.flags & DAMAGED:
-        return parse_message(room, numel, dtype, workspace)
-    stored, coding = _layout_of(header, numel, dtype)
-    count = header.elements
-    filled = value_bytes(count, dtype, stored)
-    middle, end = _parts(count, numel, filled, coding)
-    sparse = parse_message(room[:end], numel, dtype, workspace)
-    padding = middle + 4 * count if coding == "plain" else end
-    if room[HEADER_BYTES + filled : middle].any() or room[padding:end].any():
-        raise MessageError(f"message: it has more than {count} values")
-    return sparse
-
-
 def count_in(message: NDArray[np.uint8]) -> int:
     """Return the number of elements of a message in host memory."""
     return _Header(*_HEADER.unpack_from(message.data)).elements

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.collectives.selection import mean_of_rows
+from mpicomp.collectives.rows import mean_of_rows
 from mpicomp.rounds import Group, Rounds
 from mpicomp.torch.arguments import as_real
 

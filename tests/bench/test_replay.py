@@ -23,7 +23,7 @@ PLANS = [
     (mpicomp.TopK(ratio=0.1), "allgather"),
     (mpicomp.TopK(ratio=0.01, wire="bf16"), "star-topk:scatter-reduce"),
     (mpicomp.Dense(wire="bf16"), "scatter-reduce"),
-    (mpicomp.TopK(ratio=0.02, layers={"b": 0.5}), "gtopk"),
+    (mpicomp.TopK(ratio=0.02, layers={"b": 0.5}), "oktopk"),
 ]
 
 

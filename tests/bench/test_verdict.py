@@ -46,7 +46,7 @@ def slow_rank(costs_s):
     return outcome(slowest=Slowest(2, costs_s, 0.0001))
 
 
-FEW = [ran(DENSE, 0.5), ran(DENSE, 0.2, "allreduce"), ran(TOPK, 0.3, "gtopk")]
+FEW = [ran(DENSE, 0.5), ran(DENSE, 0.2, "allreduce"), ran(TOPK, 0.3, "oktopk")]
 SLOW = phases(compute=0.1, exchange=0.2)  # dense at first: the median of all steps says nothing of the later ones
 CASES = {
     "paid": outcome(),

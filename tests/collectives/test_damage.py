@@ -10,7 +10,7 @@ from schemes import Above, pairs
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.collectives import allgather, gtopk, oktopk, variants
+from mpicomp.collectives import allgather, oktopk, variants
 from mpicomp.errors import DisagreementError, MessageError, NonFiniteError
 from mpicomp.rounds import observe
 from mpicomp.transport.scheduler import ProgressThread
@@ -169,11 +169,10 @@ def test_damaged_header_is_one_error_on_all_ranks(compressor, collective, rank):
         check(ONE_HOST, compressor, collective, rank, has_header, [damage])
 
 
-@pytest.mark.parametrize("collective", ["gtopk", "oktopk"])
 @pytest.mark.parametrize("compressor", [mpicomp.TopK(ratio=0.05), Above(limit=1.5, wire="bf16")], ids=str)
-def test_each_damaged_message_is_an_error(compressor, collective):
+def test_each_damaged_message_is_an_error(compressor):
     for rank in range(5):
-        check([0] * 5, compressor, collective, rank, has_header, [version, count, nonsense])
+        check([0] * 5, compressor, "oktopk", rank, has_header, [version, count, nonsense])
 
 
 def test_damaged_pieces_that_are_shared_out_are_an_error():
@@ -249,7 +248,7 @@ def test_damaged_innovation_of_a_learned_code_is_an_error():
     check(ONE_HOST, compressor, "learned", 1, lambda task: task.operation == "allgatherv", [innovation])
 
 
-@pytest.mark.parametrize("collective", ["allgather", "gtopk", "oktopk", "parameter-server"])
+@pytest.mark.parametrize("collective", ["allgather", "oktopk"])
 def test_message_damaged_for_all_is_undone_on_all(collective):
     compressor = mpicomp.TopK(ratio=0.05)
     world, expected = (begun(ONE_HOST, compressor, collective) for _ in range(2))
@@ -312,33 +311,26 @@ def torn(*arguments):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("collective", "bucket", "overlap"),
-    [("gtopk", 0, True), ("gtopk", 1, False), ("oktopk", 0, False), ("oktopk", 1, True)],
-)
-def test_damage_over_mpi_is_one_error_on_all_ranks(comm, monkeypatch, collective, bucket, overlap):
+@pytest.mark.parametrize(("bucket", "overlap"), [(0, False), (1, True)])
+def test_damage_over_mpi_is_one_error_on_all_ranks(comm, monkeypatch, bucket, overlap):
     """What rank 0 is sent by another cannot be read, in either bucket; all of them raise, and go on."""
     if comm.size == 1:
         return  # nobody is sent anything
-    module, reader, reads = {
-        "gtopk": (gtopk, "parse_padded_message", (comm.size - 1).bit_length() + 1),
-        "oktopk": (oktopk, "parse_message", 2 * comm.size),
-    }[collective]
-    twin = new_world([0] * comm.size, mpicomp.TopK(ratio=0.05), collective)
-    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.05), collective, bucket_bytes=300, comm=comm)
+    twin = new_world([0] * comm.size, mpicomp.TopK(ratio=0.05), "oktopk")
+    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.05), "oktopk", bucket_bytes=300, comm=comm)
     with ProgressThread(reducer.transport, channels=1) if overlap else nullcontext() as thread:
         for step in range(2):
             twin.reduce(gradients(comm.size, step))
             reduce_with(reducer, thread, gradients(comm.size, step)[comm.rank])
         residuals = [reducer.residual(name).tobytes() for name in SHAPES]
-        genuine, calls = getattr(module, reader), itertools.count()
+        genuine, calls = oktopk.parse_message, itertools.count()
 
         def torn_once(*arguments):
-            damaged = comm.rank == 0 and next(calls) == bucket * reads
+            damaged = comm.rank == 0 and next(calls) == bucket * 2 * comm.size
             return torn() if damaged else genuine(*arguments)
 
-        monkeypatch.setattr(module, reader, torn_once)
-        with pytest.raises(MessageError, match=rf"^{collective}: from rank \d: torn \(on rank 0\)$"):
+        monkeypatch.setattr(oktopk, "parse_message", torn_once)
+        with pytest.raises(MessageError, match=r"^oktopk: from rank \d: torn \(on rank 0\)$"):
             reduce_with(reducer, thread, gradients(comm.size, 2)[comm.rank])
         assert [reducer.residual(name).tobytes() for name in SHAPES] == residuals
         for step in (2, 3):

@@ -12,7 +12,7 @@ from mpicomp.compressors.wire_format import BITS, Wire, message_bytes
 from mpicomp.errors import IncompatiblePairError, MessageError
 from mpicomp.rounds import observe
 
-CARRIERS = ["allgather", "parameter-server", "hierarchical"]
+CARRIERS = ["allgather", "hierarchical"]
 NUMEL, RATIO = 2000, 0.3  # some blocks of 256, the last one not full
 
 
@@ -28,7 +28,7 @@ def test_few_bits_are_carried_whole_only(wire):
     for other in sorted(set(fitting(mpicomp.TopK())) - set(CARRIERS)):
         text = (
             rf"TopK\(wire='{wire}'\): does not fit collective '{other}', which cuts messages or adds to them, whose "
-            "values share scales here; use allgather, parameter-server or hierarchical"
+            "values share scales here; use allgather or hierarchical"
         )
         with pytest.raises(IncompatiblePairError, match=text):
             bind(mpicomp.TopK(wire=wire), other)
@@ -56,17 +56,16 @@ def test_step_of_few_bits_matches_oracle(wire, collective):
 
 
 @pytest.mark.parametrize("scale", [np.nan, -1.0, np.inf])
-@pytest.mark.parametrize("collective", ["allgather", "parameter-server"])
-def test_damaged_scales_are_one_error_on_all_ranks(collective, scale):
+def test_damaged_scales_are_one_error_on_all_ranks(scale):
     """They arrive so on all ranks that read them, of the last rank's message, and residuals are what they were."""
-    world = Ranks(3, mpicomp.TopK(ratio=RATIO, wire="q4", indices="plain"), collective)
+    world = Ranks(3, mpicomp.TopK(ratio=RATIO, wire="q4", indices="plain"), "allgather")
     world.reduce(gradients(0, 3))
     before = [residual.copy() for residual in world.residuals("w")]
     count = round(RATIO * NUMEL)
     end, size = 24 + sizes.code_bytes(count, 4), message_bytes(count, NUMEL, np.dtype(np.float32), Wire("q4"))
 
     def spoil(task):
-        if task.recv is not None and task.operation in ("allgatherv", "gatherv") and task.counts[-1] == size:
+        if task.recv is not None and task.operation == "allgatherv" and task.counts[-1] == size:
             task.recv[-size:][end + 8 : end + 12].view(np.float32)[:] = scale
 
     def outcome(rounds):

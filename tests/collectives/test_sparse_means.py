@@ -2,12 +2,9 @@
 
 import numpy as np
 import pytest
-from lockstep import gradients, run
-from schemes import Above
 
-import mpicomp
+from mpicomp.collectives.rows import mean_of_rows
 from mpicomp.collectives.scheme import LazyMean
-from mpicomp.collectives.selection import mean_of_rows
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 
@@ -62,22 +59,3 @@ def test_mean_of_rows_takes_ranks_without_a_gradient():
         assert indices.tolist() == [4]
         np.testing.assert_allclose(means, [[1 / 3, 1 / 3]])
     assert all(indices.size == 0 for indices, _ in mean(*[(empty, none)] * 3))
-
-
-def test_parameter_server_sends_the_shorter_reply():
-    def reply(arrays, compressor):
-        announced, answer = run(compressor, "parameter-server", arrays).transports[0].log[-2:]
-        assert announced.sent_bytes == 8
-        return answer.sent_bytes
-
-    numel = 1000
-    disjoint = np.zeros((3, numel), np.float32)
-    for rank, array in enumerate(disjoint):
-        array[10 * rank : 10 * rank + 10] = 1 + rank
-    compressor = mpicomp.TopK(ratio=0.01, indices="plain")
-    assert reply(list(disjoint), compressor) == 24 + 30 * (4 + 4)
-    assert reply([disjoint[0]] * 3, compressor) == 24 + 10 * (4 + 4)
-    canceled = [disjoint[0], -disjoint[0], disjoint[1]]
-    assert reply(canceled, compressor) == 24 + 10 * (4 + 4)
-    assert reply(gradients(3, numel, np.float32), mpicomp.TopK(ratio=1.0)) == 24 + numel * 4
-    assert reply(gradients(3, numel, np.float32), Above(limit=1e30)) == 24

@@ -15,7 +15,6 @@ from mpicomp.compressors.wire_format import (
     compact,
     message_bytes,
     parse_message,
-    parse_padded_message,
     write_message,
 )
 from mpicomp.errors import ConfigurationError, MessageError
@@ -95,21 +94,6 @@ def test_message_round_trip(count, dtype, wire):
     if wire.values not in SHARING or count > 2:  # the mean of one magnitude is that, and two have a level each
         assert (rounding > 0) == (wire.values is not None and count > 0)
     assert sparse.lost == 1e3 + rounding
-
-
-@wires
-@dtypes
-@pytest.mark.parametrize("count", [0, 1, 64, 500])
-def test_message_in_longer_memory_is_parsed(count, dtype, wire):
-    out, selection, _ = message(count, dtype, wire)
-    room = capacity_bytes(500, NUMEL, np.dtype(dtype), wire)
-    memory = np.full(room, 0xA5, np.uint8)
-    memory[: out.size] = out
-    sparse = parse_padded_message(memory, NUMEL, np.dtype(dtype), Workspace())
-    np.testing.assert_array_equal(sparse.selection.indices, selection.indices)
-    np.testing.assert_array_equal(sparse.selection.values, selection.values)
-    with pytest.raises(MessageError):
-        parse_padded_message(memory[: out.size - 8], NUMEL, np.dtype(dtype), Workspace())
 
 
 @pytest.mark.parametrize("numel", [1, 2, 63, 64, 65, 300, 1000])

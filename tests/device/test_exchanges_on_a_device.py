@@ -90,7 +90,6 @@ SAME_BITS = [
     (mpicomp.TopK(ratio=0.1, wire="fp16", indices="plain"), "allgather"),
     (mpicomp.TopK(ratio=0.5, wire="q4"), "allgather"),
     slow(mpicomp.TopK(ratio=0.1), "star-topk"),
-    (mpicomp.TopK(ratio=0.1), "gtopk"),
     slow(mpicomp.TopK(ratio=0.1), "oktopk"),
     slow(mpicomp.RandomK(ratio=0.1), "allreduce"),
     slow(mpicomp.QSGD(rounding="nearest"), "packed-allgather"),

@@ -294,7 +294,7 @@ def test_overlap_with_backward_changes_no_parameter(where, compressor, collectiv
     ("compressor", "collective"),
     [
         (mpicomp.Dense(), "ring"), (mpicomp.Dense(), "allreduce"), (mpicomp.TopK(ratio=0.01), "allgather"),
-        (mpicomp.TopK(ratio=0.01), "gtopk"), (mpicomp.OneBit(block=64), "two-phase"),
+        (mpicomp.TopK(ratio=0.01), "oktopk"), (mpicomp.OneBit(block=64), "two-phase"),
     ],
     ids=str,
 )  # fmt: skip

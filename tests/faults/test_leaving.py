@@ -295,19 +295,19 @@ def test_rank_that_takes_longer_is_waited_for(job, ranks, body, stall, said):
 
 
 BROKEN = """
-training = Plain("gtopk")
+training = Plain("oktopk")
 training.step()
 
 if rank == last:
     from mpicomp.kernels import cpu
     def fails(*_, **__):
         raise MemoryError("no memory left")
-    before, cpu.norm_change = cpu.norm_change, fails
+    before, cpu.merge_add = cpu.merge_add, fails
 
 try:
     training.step()
 except MemoryError:
-    cpu.norm_change = before
+    cpu.merge_add = before
     {then}
 """
 CONSTRUCTOR = """

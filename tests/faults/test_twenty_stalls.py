@@ -40,8 +40,8 @@ reducer.close()
 
 EXCHANGES = [
     ("dense", "allreduce"), ("dense", "ring"), ("dense", "recursive-doubling"), ("topk", "allgather"),
-    ("topk", "star-topk:ring"), ("topk", "gtopk"), ("topk", "oktopk"), ({"id": "powersgd", "rank": 1}, "low-rank:ring"),
-    ({"id": "qsgd", "rounding": "nearest"}, "two-phase"), ("topk", "parameter-server"),
+    ("topk", "star-topk:ring"), ("topk", "oktopk"), ({"id": "powersgd", "rank": 1}, "low-rank:ring"),
+    ({"id": "qsgd", "rounding": "nearest"}, "two-phase"), ("dense", "parameter-server"),
 ]  # fmt: skip
 
 

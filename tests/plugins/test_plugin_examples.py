@@ -83,8 +83,8 @@ def test_sign_topk_sends_signs_of_the_largest():
 def test_sign_topk_message_is_never_cut_or_summed():
     with pytest.raises(IncompatiblePairError, match=r"sign-topk: does not fit collective 'star-topk', .*allgather"):
         mpicomp.collectives.bind(sign_topk(0.1), "star-topk")
-    with pytest.raises(IncompatiblePairError, match=r"TopK\(wire='signs'\): does not fit collective 'gtopk'"):
-        mpicomp.collectives.bind(mpicomp.TopK(wire="signs"), "gtopk")
+    with pytest.raises(IncompatiblePairError, match=r"TopK\(wire='signs'\): does not fit collective 'oktopk'"):
+        mpicomp.collectives.bind(mpicomp.TopK(wire="signs"), "oktopk")
     with pytest.raises(ConfigurationError, match=r"sign-topk: ratio is the kept fraction and must be in \(0, 1\]"):
         sign_topk(2)
 

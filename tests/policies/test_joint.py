@@ -168,7 +168,7 @@ def test_a_named_collective_is_kept(collective):
     assert sparse == {collective}
 
 
-@pytest.mark.parametrize("collective", ["star-topk:ring", "hierarchical:allgather", "parameter-server", "allgather"])
+@pytest.mark.parametrize("collective", ["star-topk:ring", "hierarchical:allgather", "allgather"])
 def test_a_named_collective_carries_what_it_can(collective):
     steps = Training(4, SLOW, None, collective).run(40)
     sparse = {bucket.collective for buckets in steps for bucket in buckets if bucket.compressor["id"] == "topk"}

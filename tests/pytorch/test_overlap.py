@@ -26,7 +26,7 @@ def test_training_equals_one_large_batch(comm, overlap):
 @pytest.mark.parametrize(
     ("compressor", "collective"),
     [(mpicomp.TopK(ratio=0.1), "allgather"), (mpicomp.TopK(ratio=0.1), "oktopk"), ("sidco", "star-topk"),
-     ("dense", "ring"), ("randomk", "allreduce"), (mpicomp.DGC(0.1, momentum=0.9), "gtopk")],
+     ("dense", "ring"), ("randomk", "allreduce"), (mpicomp.DGC(0.1, momentum=0.9), "oktopk")],
     ids=str,
 )  # fmt: skip
 def test_overlap_changes_no_bit(comm, compressor, collective):

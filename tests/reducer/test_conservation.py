@@ -103,7 +103,7 @@ def test_step_without_feedback_keeps_nothing(compressor, feedback):
     ("compressor", "collective"),
     [
         ("topk", "star-topk"),
-        ("sidco", "gtopk"),
+        ("sidco", "oktopk"),
         ("onebit", "two-phase"),
         ({"id": "powersgd", "rank": 1}, "auto"),
         ("dense", "scatter-reduce"),

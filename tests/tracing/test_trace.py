@@ -20,7 +20,7 @@ from mpicomp.reducer.trace_merge import NotedStep, RankInfo, merge, packed, read
 from mpicomp.transport import LocalWorld
 
 TRACKS = {"step", "compute", "bucket", "compress", "wait", "exchange", "decode"}
-PAIRS = [("topk", "allgather"), ("topk", "star-topk"), ("topk", "gtopk"), ("dense", "allreduce"), ("dense", "ring")]
+PAIRS = [("topk", "allgather"), ("topk", "star-topk"), ("topk", "oktopk"), ("dense", "allreduce"), ("dense", "ring")]
 PAIRS += [("qsgd", "auto"), ("powersgd", "auto"), ("dense", "recursive-doubling"), ("topk", "hierarchical")]
 DEFAULT = [("topk", "allgather", 2), ("dense", "ring", 1)]
 CASES = [*DEFAULT, *(slow(*pair, hosts) for pair in PAIRS for hosts in (1, 2) if (*pair, hosts) not in DEFAULT)]

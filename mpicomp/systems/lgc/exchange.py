@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.allgather import Allgather
+from mpicomp.collectives.ar_topk import exchange_at
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
-from mpicomp.collectives.selection import exchange_at
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
