@@ -27,7 +27,7 @@ from mpicomp.torch.shards import check_shards, is_sharded, make_for_replicas
 from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import name_of
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
-from mpicomp.torch.update_proxy import WHO, UpdateProxy
+from mpicomp.torch.update_proxy import WHO, UpdateProxy, report_own_steps
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connected
 
@@ -248,6 +248,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     wrapped._mpicomp_transport, wrapped._mpicomp_owns_transport = transport, transport is not comm
     wrapped._mpicomp_watch = StepWatch(WHO, accumulates=True)
     wrapped._mpicomp_hooks = hook_gradients(parameters, wrapped._mpicomp_watch.filled)
+    wrapped._mpicomp_end = weakref.finalize(wrapped, report_own_steps, parts, transport.group)
     if thread is not None:
         weakref.finalize(wrapped, thread.stop).atexit = False
     return wrapped

@@ -1,6 +1,8 @@
 """The mixin of `mpicomp.torch.UpdateOptimizer`, which exchanges the changes of parameters."""
 
-from collections.abc import Iterator, Mapping
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,8 @@ import torch
 
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Rounds, gather_rows
+from mpicomp.rounds import Group, Rounds, gather_rows
+from mpicomp.system import abort, say
 from mpicomp.torch.arguments import learning_rate, members_of
 from mpicomp.torch.optimizer_proxy import Arguments, UpdatingProxy, closure_of, with_closure
 from mpicomp.torch.shards import check_rows, local_of, rows_of
@@ -38,6 +41,8 @@ class UpdateProxy(UpdatingProxy):
     _mpicomp_owns_transport: bool
     _mpicomp_watch: StepWatch
     _mpicomp_hooks: dict[str, Any]
+    _mpicomp_end: "weakref.finalize[Any, Any]"  # reports steps that were not exchanged, at close(), exit or collection
+    _mpicomp_state_reported = False
     _mpicomp_idle = False
     _mpicomp_join: "JoinProgress | None" = None
     _mpicomp_hidden: tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]] = ({}, [])
@@ -188,6 +193,13 @@ class UpdateProxy(UpdatingProxy):
 
     def state_dict(self) -> dict[str, Any]:
         self._mpicomp_check_idle("state_dict()")
+        if not self._mpicomp_state_reported and has_own_steps(self._mpicomp_fragments, self._mpicomp_transport.group):
+            self._mpicomp_state_reported = True
+            say(
+                f"rank {self._mpicomp_transport.group.rank}: {WHO}: state_dict() between two exchanges has steps of "
+                "this rank alone; save it, and the model's, on every rank, or call optimizer.synchronize() on all "
+                "ranks first"
+            )
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         fragments = [fragment.state_dict() for fragment in self._mpicomp_fragments]
         counters, rows = self._mpicomp_counters(), rows_of(self._mpicomp_trained())
@@ -238,6 +250,9 @@ class UpdateProxy(UpdatingProxy):
 
     def close(self) -> None:
         self._mpicomp_closed = True
+        if sys.exc_info()[0] is None:
+            self._mpicomp_end()
+        self._mpicomp_end.detach()
         while self._mpicomp_hooks:
             self._mpicomp_hooks.popitem()[1].remove()
         if self._mpicomp_thread is not None:
@@ -247,6 +262,20 @@ class UpdateProxy(UpdatingProxy):
             fragment.close()
         if self._mpicomp_owns_transport:
             self._mpicomp_transport.close()
+
+
+def has_own_steps(fragments: Sequence[SharedParameters], group: Group) -> bool:
+    """Return whether this rank has made steps that were not exchanged with others."""
+    return group.size > 1 and not all(fragment.fresh and not fragment.is_exchanging for fragment in fragments)
+
+
+def report_own_steps(fragments: Sequence[SharedParameters], group: Group) -> None:
+    """Tell the user where an optimizer ends between two exchanges."""
+    if abort.status == 0 and has_own_steps(fragments, group):
+        say(
+            f"rank {group.rank}: {WHO} ends with steps that were not exchanged, so that the ranks' models differ; call "
+            "optimizer.synchronize() on all ranks after the last step"
+        )
 
 
 @dataclass

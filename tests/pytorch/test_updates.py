@@ -1,6 +1,7 @@
 """UpdateOptimizer: local steps, whose changes are averaged, against the same made by hand."""
 
 import contextlib
+import gc
 
 import numpy as np
 import oracle
@@ -351,3 +352,71 @@ def test_rank_without_join_is_refused(comm):
     with pytest.raises(DisagreementError, match=r"join\(\) must be the same on all ranks"):
         step()
     optimizer.close()
+
+
+OWN_STEPS = "UpdateOptimizer ends with steps that were not exchanged, so that the ranks' models differ; call"
+
+
+@pytest.mark.parametrize("end", ["close", "collection"])
+@pytest.mark.parametrize(("steps", "reported"), [(4, True), (3, False)])
+def test_end_between_two_exchanges_is_reported(capsys, end, steps, reported):
+    ranks = Updates(2, sync_every=3)
+    for step in range(steps):
+        ranks.step(step)
+    for optimizer in ranks.optimizers if end == "close" else ():
+        optimizer.close()
+        optimizer.close()
+    del ranks
+    optimizer = None
+    gc.collect()
+    said = capsys.readouterr().err
+    assert [said.count(f"rank {rank}: {OWN_STEPS} optimizer.synchronize()") for rank in range(2)] == [reported] * 2
+
+
+def test_end_between_two_exchanges_is_not_reported_of_one_rank_or_after_an_error(capsys):
+    alone = Updates(1, sync_every=3)
+    alone.step(0)
+    alone.optimizers[0].close()
+    ranks = Updates(2, sync_every=3)
+    ranks.step(0)
+    with pytest.raises(KeyError), ranks.optimizers[0], ranks.optimizers[1]:
+        raise KeyError
+    assert OWN_STEPS not in capsys.readouterr().err
+
+
+def test_state_between_two_exchanges_says_so_once(capsys):
+    ranks = Updates(2, sync_every=2)
+    for step in range(3):
+        ranks.step(step)
+        for optimizer in ranks.optimizers:
+            optimizer.state_dict()
+    said = capsys.readouterr().err
+    for rank in range(2):
+        assert said.count(f"rank {rank}: UpdateOptimizer: state_dict() between two exchanges") == 1
+        assert "optimizer.synchronize()" in said
+    ranks = Updates(2, sync_every=2)
+    for step in range(2):
+        ranks.step(step)
+    ranks.optimizers[0].state_dict()
+    assert "state_dict()" not in capsys.readouterr().err
+
+
+ENDS = """
+import torch
+from mpi4py import MPI
+import mpicomp.torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+optimizer = mpicomp.torch.LocalMuon(model, sync_every=2)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4) + MPI.COMM_WORLD.rank).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_program_that_ends_between_two_exchanges_says_so(mpiexec):
+    done = mpiexec(2, "-c", ENDS, timeout=60)
+    assert done.returncode == 0
+    assert done.stderr.count(OWN_STEPS) == 2
