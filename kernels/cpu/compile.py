@@ -13,6 +13,8 @@ import numpy as np
 from mpicomp.kernels.cache import cached
 from numpy.typing import NDArray
 
+from mpicomp.errors import ConfigurationError
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Outcome = TypeVar("Outcome")
 
@@ -32,8 +34,7 @@ def kernel(function: Function) -> Function:
 
     NaN and infinity keep their meaning (no ``nnan``, no ``ninf``): the kernels have to find them.
     """
-    compiled: Function = numba.njit(**_OPTIONS, fastmath={"reassoc", "contract", "nsz"})(function)
-    return cached(compiled)
+    return _compiled(function, {"reassoc", "contract", "nsz"})
 
 
 def exact(function: Function) -> Function:
@@ -42,8 +43,24 @@ def exact(function: Function) -> Function:
     A product and a sum that some processors can do in one go are done in two, and no sum changes its order.
     """
     # Said, since what is left out would be taken over from the first kernel that calls the function.
-    compiled: Function = numba.njit(**_OPTIONS, fastmath=False)(function)
+    return _compiled(function, False)
+
+
+def _compiled(function: Function, fastmath: set[str] | bool) -> Function:
+    if numba.config.DISABLE_JIT:
+        refuses: Any = functools.wraps(function)(lambda *_, **__: check_compiler())
+        return refuses  # type: ignore[no-any-return]
+    compiled: Function = numba.njit(**_OPTIONS, fastmath=fastmath)(function)
     return cached(compiled)
+
+
+def check_compiler() -> None:
+    """Refuse to run where kernels are not compiled: their vector instructions are none of Python's."""
+    if numba.config.DISABLE_JIT:
+        raise ConfigurationError(
+            "kernels: NUMBA_DISABLE_JIT=1 keeps Numba from compiling them, and they do not run uncompiled; unset it. "
+            "Debuggers and coverage see the rest of mpicomp without it"
+        )
 
 
 def cut(size: int, threads: int) -> list[slice]:

@@ -11,6 +11,7 @@ from mpicomp import plugins
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import AgreedRankFailure, ClosedError, ConfigurationError, RankFailedError, UnknownNameError
+from mpicomp.kernels.cpu.compile import check_compiler
 from mpicomp.policies import Plan, Policy, UserSettings
 from mpicomp.reducer.agreement import NO_EXTRA, ExtraExchange, LoadedState, run_collectively
 from mpicomp.reducer.layout import LARGE_BUCKET, Layout
@@ -153,6 +154,7 @@ class Reducer:
     def _configure(self, named: Policy | str | Mapping[str, Any] | None) -> None:
         """Check settings and make all parts of the reducer; without communication."""
         plugins.load_all()
+        check_compiler()
         if not callable(self._on_failure) and self._on_failure not in _ON_FAILURE:
             raise UnknownNameError("on_failure", str(self._on_failure), _ON_FAILURE)
         self.survives = self._on_failure != "abort"

@@ -13,6 +13,7 @@ from mpicomp.collectives import fitting
 from mpicomp.collectives.bounded_sum import bounded_sum, grid_of
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
+from mpicomp.kernels.cpu.compile import check_compiler
 from mpicomp.reducer.agreement import Signature, agree, no_memory
 from mpicomp.reducer.reducer import Reducer
 from mpicomp.rounds import Group, Rounds, gather_rows
@@ -133,6 +134,7 @@ def bounded_rounds(
     signature: Signature | None = None
     problem: MpicompError | None = None
     try:
+        check_compiler()
         bound = _check_bound(array, compressor, error, op, relative)
         dtype = array.dtype.newbyteorder("=")
         result = np.empty(array.shape, dtype) if out is None else _check_out(out, array.shape, dtype)
