@@ -30,12 +30,18 @@ from mpicomp.kernels.cpu.products import (
 )
 from mpicomp.kernels.cpu.scatter import Pieces, clear_at, concatenate, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
-from mpicomp.kernels.cpu.signs import pack_signs, pack_signs_in_place, unpack_signs, unpack_signs_add
+from mpicomp.kernels.cpu.signs import (
+    pack_signs,
+    pack_signs_in_place,
+    pack_votes,
+    unpack_signs,
+    unpack_signs_add,
+    unpack_votes,
+)
 from mpicomp.kernels.cpu.spectrum import BINS, GROUP, edges, spectrum
 from mpicomp.kernels.cpu.squares import pack_squares, unpack_squares
 from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.cpu.tail import Tail, counts_above, select_above, select_listed, tail
-from mpicomp.kernels.cpu.votes import majority, pack_votes, unpack_votes
 from mpicomp.kernels.sizes import fields_of, index_bytes, squares_bytes, words_of
 from mpicomp.kernels.sizes import public_names as _public_names
 

@@ -44,6 +44,16 @@ def unpack_signs_add(
     _unpack_signs_add(scales, words, block, factor, out, afresh)
 
 
+def pack_votes(array: Floats, words: Words) -> None:
+    """Reduce an array to its signs, with zeros after the last element."""
+    _pack_votes(as_bits(array), words)
+
+
+def unpack_votes(words: Words, value: float, out: Floats) -> None:
+    """Write ``-value`` where a bit is set and ``value`` elsewhere, to a float32 or float64 array of shape (n,)."""
+    _unpack_votes(words, out.dtype.type(value), out)
+
+
 @kernel
 def _scale(array, start, stop, total):  # type: ignore[no-untyped-def]
     mean = total / (stop - start)
@@ -134,3 +144,13 @@ def _unpack_signs_add(scales, words, block, factor, out, afresh):  # type: ignor
             for row in range(scales.shape[0]):
                 value = out.dtype.type(factor * scales[row, number])
                 _write(words[row], start, min(start + _PART, end), value, out, True)
+
+
+@kernel
+def _pack_votes(bits, words):  # type: ignore[no-untyped-def]
+    _signs(bits, 0, bits.size, words)
+
+
+@kernel
+def _unpack_votes(words, value, out):  # type: ignore[no-untyped-def]
+    _write(words, 0, out.size, value, out, None)

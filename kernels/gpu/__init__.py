@@ -14,7 +14,6 @@ import typing
 from mpicomp.kernels.cpu import BINS, GROUP, Moments, Tail, edges, mask_of
 from mpicomp.kernels.gpu.codes import (
     accumulate_signs,
-    majority,
     narrow,
     pack_exponents,
     pack_fields,

@@ -217,11 +217,6 @@ def pack_votes(array, words):
     launch("signs", "pack_votes", array.dtype, strides(64 * words.size), array, array.size, words, 2 * words.size)
 
 
-@twin_of(cpu.majority)
-def majority(votes, out):
-    launch("signs", "majority", np.float32, strides(out.size), votes, votes.size // max(1, out.size), out, out.size)
-
-
 @twin_of(cpu.unpack_votes)
 def unpack_votes(words, value, out):
     launch("signs", "unpack_votes", out.dtype, strides(out.size), words, float(value), out, out.size)

@@ -1,4 +1,4 @@
-"""The message of all elements: a header, then the array's numbers in full or in 16 bits, packed, or votes.
+"""The message of all elements: a header, then the array's numbers in full or in 16 bits, or packed.
 
 ======  =====  ===========================================================================================
 offset  bytes  what

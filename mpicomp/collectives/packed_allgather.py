@@ -1,5 +1,6 @@
 """Every rank's packed array to every rank, which all decode in rank order."""
 
+import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +30,7 @@ class PackedAllgather(Scheme[Quantiser]):
     id: ClassVar[str] = "packed-allgather"
     precedence: ClassVar[int] = 11
     paper: ClassVar[str] = "the exchange of QSGD, Alistarh et al. 2017, arXiv 1610.02132"
-    messages: ClassVar[str] = "packed"
+    messages: ClassVar[str] = "packed or votes"
     overwrites: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
@@ -67,4 +68,6 @@ class PackedAllgather(Scheme[Quantiser]):
         mean = LazyMean(numel, dtype, write)
         bad = not (far_from_largest(energy * group.size, dtype) or np.isfinite(mean.in_workspace(workspace)).all())
         leaves = "residual" if in_place else "sum"
+        if self.compressor.message == "votes":  # what wins is every rank's share, whatever its own sign
+            sent, lost = mean.in_workspace(workspace), math.nan
         return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad, leaves)

@@ -1,4 +1,4 @@
-"""The sign of every element, and a mean magnitude for each block or layer."""
+"""The sign of every element, with a mean magnitude for each block or layer, or as a vote."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +15,10 @@ from mpicomp.compressors.wire_format import SIGNS
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
-from mpicomp.setting_checks import check_multiple, is_integer
+from mpicomp.setting_checks import check_multiple, is_integer, is_number
 
 _MOST_BITS = 4
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @register
@@ -162,3 +163,76 @@ class OneBit(Quantiser):
             middle = first // 4 + 2 * count
             planes.append((words[..., first // 8 :][..., :count], scales[..., middle : middle + blocks]))
         return planes
+
+
+_SIGNS_OF_ARRAY = OneBit(block=None)
+
+
+@register
+@dataclass(frozen=True, repr=False)
+class SignSGD(Quantiser):
+    """signSGD with majority vote (arXiv 1810.05291): each rank votes with its signs, the sign that wins is delivered.
+
+    ::
+
+        votes = sum(np.where(np.signbit(x), -1, 1) for x in ranks)
+        sent = scale * np.where(votes >= 0, 1, -1)
+
+    Parameters
+    ----------
+    scale : float
+        ``scale`` or ``-scale`` is delivered, whatever the size of the gradients.
+
+    Notes
+    -----
+    Every element moves by the same amount in every step, so the learning rate has to be far smaller than for gradients:
+    start from that of Adam, 0.001 or less, or set ``scale`` to a typical magnitude of a gradient. Elements that are
+    always zero move too: a zero counts as plus, as does a tie. A negative zero counts as minus, by its sign bit.
+
+    There is no error feedback: magnitudes do not travel, so the lost part of an element is unknown. `OneBit`
+    sends magnitudes with the signs, and has it.
+    """
+
+    id: ClassVar[str] = "signsgd"
+    message: ClassVar[str] = "votes"
+    paper: ClassVar[str] = (
+        "signSGD with majority vote, Bernstein et al. 2018, arXiv 1802.04434 and 1810.05291; every rank counts in "
+        "place of a server, momentum is left to the optimizer, a tie is plus"
+    )
+
+    scale: float = 1.0
+
+    feedback = False  # without magnitudes the sent part of an element is unknown
+    can_fall_back_to_dense = False  # signs have one size, whatever that of gradients
+    contractive = False  # delivered values may be many times as large as the gradient
+
+    def __post_init__(self) -> None:
+        if not is_number(self.scale) or not 0 < self.scale <= _LARGEST:
+            raise ConfigurationError(
+                f"signsgd: scale must be a positive number, got {self.scale!r}; at most {_LARGEST!r}, as a float32"
+            )
+        self._set(scale=float(self.scale))
+
+    def packed_bytes(self, numel: int) -> int:
+        return _SIGNS_OF_ARRAY.packed_bytes(numel)
+
+    def pack(self, array: Floats, message: Bytes, sent: Floats, key: int) -> float:
+        _SIGNS_OF_ARRAY.pack(array, message, sent, key)
+        magnitude = message[-8:].view(np.float32)[:1]
+        with np.errstate(invalid="ignore", over="ignore"):
+            magnitude[:] = magnitude * 0 + 1  # NaN and infinity become NaN
+            self.unpack(message, sent)
+            lost: float = kernels.energy(array - sent)
+        return lost
+
+    def unpack(self, message: Bytes, out: Floats) -> None:
+        out.fill(0)
+        self.unpack_add(message, 1.0, out)
+
+    def unpack_add(self, message: Bytes, factor: float, out: Floats) -> None:
+        _SIGNS_OF_ARRAY.unpack_add(message, factor * self.scale, out)
+
+    def unpack_sum(self, messages: Bytes, place: slice, factor: float, out: Floats) -> None:
+        """Write what the majority of messages has, ``scale`` or ``-scale``."""
+        _SIGNS_OF_ARRAY.unpack_sum(messages, place, 1.0, out)
+        np.copysign(out.dtype.type(self.scale), out, out=out)

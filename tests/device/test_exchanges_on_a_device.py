@@ -96,7 +96,7 @@ SAME_BITS = [
     (mpicomp.OneBit(block=64), "packed-allgather"),
     slow(mpicomp.Natural(), "packed-allgather"),
     (mpicomp.MaxNorm(bits=[4, 8], rounding="nearest"), "integer-sum"),
-    slow(mpicomp.SignSGD(), "majority-vote"),
+    slow(mpicomp.SignSGD(), "packed-allgather"),
 ]
 LAWS = [
     (mpicomp.TopK(ratio=0.1, wire="signs"), "allgather"),
