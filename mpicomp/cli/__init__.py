@@ -30,7 +30,6 @@ COMMANDS = {
     "lab": _BENCH,
     "report": _BENCH,
     "simulate": _BENCH,
-    "trace": __name__,
 }
 INTERRUPTED = 130  # exit status that a shell reports after SIGINT
 BROKEN_PIPE = 141  # the same after SIGPIPE
