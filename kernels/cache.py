@@ -7,7 +7,6 @@ a function compiles it while the others wait, and a fault of a file costs time a
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import os
@@ -26,12 +25,12 @@ from numba.core.runtime import rtsys
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-PATIENCE_S = 60.0  # seconds; no function takes as long to compile: the process that is waited for was stopped or failed
-_NAP_S = 0.02  # seconds between two looks whether another process has compiled a function
+PATIENCE_S = 60.0  # no function takes as long to compile: the process that is waited for was stopped or failed
+_POLL_S = 0.02  # between two looks whether another process has compiled a function
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _setting = threading.Lock()  # of Numba's folder, while one of its caches looks at it
-_has_compiled = False  # this process: its compiler is loaded, which takes as long as to compile several functions
+_compiler_is_loaded = False  # in this process: that takes as long as to compile several functions
 
 
 def cached(function: Function) -> Function:
@@ -40,18 +39,17 @@ def cached(function: Function) -> Function:
     Nothing is read or written before the function is first compiled, and no error is raised.
     """
     dispatcher: Any = function
-    if not hasattr(dispatcher, "py_func"):  # with NUMBA_DISABLE_JIT, Numba leaves functions as they are
-        return function
-    dispatcher._cache = HostCache(dispatcher.py_func)  # what enable_caching() sets to Numba's cache
+    if hasattr(dispatcher, "py_func"):  # with NUMBA_DISABLE_JIT, Numba leaves functions as they are
+        dispatcher._cache = HostCache(dispatcher.py_func)  # what enable_caching() sets to Numba's cache
     return function
 
 
 class HostCache(NullCache):  # type: ignore[misc]
-    """Cache of one function, in the place of Numba's."""
+    """Cache of one function, in the place of Numba's, which calls it with the lock of its compiler held."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._lock = HostLock()
+        self._lock: Any = None  # held while this process compiles
 
     @property
     def cache_path(self) -> str | None:
@@ -59,30 +57,29 @@ class HostCache(NullCache):  # type: ignore[misc]
         return None if self._files is None else str(self._files.cache_path)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return the code compiled for a signature, or None if this process is to compile it.
-
-        While another process of this host compiles it, this one waits. Numba calls this with the lock of its compiler
-        held, so one thread of a process is here at a time.
-        """
+        """Return the code compiled for a signature, or None if this process is to compile it; wait if another does."""
+        global _compiler_is_loaded
         if self._files is None:
             return None
         found = self._load(signature, context)
-        if found is not None:
-            return found
-        if not _has_compiled:
-            time.sleep(_NAP_S)  # a process that has loaded its compiler goes first, so that most never load theirs
-        if self._lock.acquire(self._lock_name()):
-            found = self._load(signature, context)
-            if found is not None:
-                self._lock.release()
-                return found
-        _set_has_compiled()
-        return None
+        if found is None:
+            if not _compiler_is_loaded:
+                time.sleep(_POLL_S)  # a process that has loaded its compiler goes first, so that most never load theirs
+            code = self._function.__code__
+            name = f"{self._files.cache_path}/{Path(code.co_filename).name}:{code.co_firstlineno}"
+            digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+            self._lock = self._lock or host_lock(f"{self._function.__name__}-{digest}")
+            found = self._load(signature, context) if self._lock else None
+            if found is None:
+                _compiler_is_loaded = True
+            else:
+                self._release()
+        return found
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Write the compiled code if this process has the lock."""
-        if not self._lock.held:
-            return  # files of two writers would get mixed
+        """Write the compiled code if this process has the lock: files of two writers would get mixed."""
+        if self._lock is None:
+            return
         try:
             self._files.save_overload(signature, compiled)
         except OSError:  # a full disk, a quota
@@ -92,7 +89,12 @@ class HostCache(NullCache):  # type: ignore[misc]
                 self._files.flush()
                 self._files.save_overload(signature, compiled)
         finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
             self._lock.release()
+            self._lock = None
 
     @functools.cached_property
     def _files(self) -> Any:
@@ -119,60 +121,23 @@ class HostCache(NullCache):  # type: ignore[misc]
         except Exception:  # a file that was cut short fails to unpickle in more ways than can be listed
             return None
 
-    def _lock_name(self) -> str:
-        code = self._function.__code__
-        name = f"{self._files.cache_path}/{Path(code.co_filename).name}:{code.co_firstlineno}"
-        return f"{self._function.__name__}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}.lock"
 
+def host_lock(name: str) -> Any:
+    """Return a held lock among this user's processes on this host, after at most `PATIENCE_S`; None without one.
 
-def _set_has_compiled() -> None:
-    global _has_compiled
-    _has_compiled = True
+    Its file is local to the node: not every shared file system has locks. A process that dies releases it.
+    """
+    place = local_folder()
+    if place is None:
+        return None
+    from filelock import FileLock  # here: most processes find all functions compiled
 
-
-class HostLock:
-    """A lock among the processes of this host, on a node-local file: not every shared file system has locks."""
-
-    def __init__(self) -> None:
-        self._descriptor: int | None = None
-
-    @property
-    def held(self) -> bool:
-        """Whether this process has it."""
-        return self._descriptor is not None
-
-    def acquire(self, name: str) -> bool:
-        """Wait up to `PATIENCE_S` for the lock, and return whether this process has it."""
-        if self.held:
-            return True
-        place = local_folder()
-        if place is None:
-            return False
-        try:
-            descriptor = os.open(place / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return False
-        end = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < end:
-                    time.sleep(_NAP_S)  # not a loop that spins: the core may be the one that compiles
-                    continue
-            except OSError:  # no locks here
-                pass
-            else:
-                self._descriptor = descriptor
-                return True
-            os.close(descriptor)
-            return False
-
-    def release(self) -> None:
-        """Release the lock, if this process has it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+    lock = FileLock(place / f"{name}.lock", mode=0o600, thread_local=False)
+    try:
+        lock.acquire(timeout=PATIENCE_S, poll_interval=_POLL_S)
+    except (OSError, NotImplementedError):  # Timeout is one of the first; no locks, or no space
+        return None
+    return lock
 
 
 @functools.cache
@@ -191,16 +156,14 @@ def local_folder() -> Path | None:
     """Return a folder of this user that only processes of this host share; None where none can be made.
 
     The temporary folder is mostly local. In case it is not, the name has the random number that Linux draws at each
-    start. Hosts of an emulated cluster share the folder: each shows another such number to MPI, and that of the machine
-    is in ``MPICOMP_BOOT_ID``.
+    start. Hosts of an emulated cluster share the folder: ``MPICOMP_BOOT_ID`` is the number of their machine.
     """
     try:
-        base = Path(tempfile.gettempdir())
         boot = os.environ.get("MPICOMP_BOOT_ID")
         boot = boot or (_BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname())
+        return private(Path(tempfile.gettempdir()) / f"mpicomp-{os.getuid()}-{boot}")
     except OSError:
         return None
-    return private(base / f"mpicomp-{os.getuid()}-{boot}")
 
 
 def private(path: Path) -> Path | None:
@@ -224,8 +187,7 @@ def private(path: Path) -> Path | None:
 @functools.cache
 def _fingerprint() -> str:
     """Return a name of this version of the sources: Numba compares the file of a function, not of those it calls."""
-    here = Path(__file__).parent
-    digest = hashlib.blake2b(digest_size=8)
+    here, digest = Path(__file__).parent, hashlib.blake2b(digest_size=8)
     for path in sorted([*here.glob("*.py"), *here.glob("cpu/*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -1,17 +1,15 @@
 """Compilation and launch of the GPU sources. CuPy is not imported here: callers that pass its arrays have loaded it."""
 
 import contextlib
-import fcntl
 import functools
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec
 
 import numpy as np
+from mpicomp.kernels.cache import host_lock
 
 THREADS = 256  # threads of a block
 WARPS = THREADS // 32  # warps of a block
@@ -138,17 +136,7 @@ def _compiler() -> ThreadPoolExecutor:
 def _compile(cupy: Any, device: int, source: str, dtype: np.dtype[Any]) -> Any:
     cupy.cuda.runtime.setDevice(device)  # of this thread
     module = cupy.RawModule(code=code_of(source), options=("-std=c++17", f"-DREAL={_REAL[dtype]}"))
-    with _alone_on_host(f"{source}-{dtype}"):
+    # The ranks of a host compile a source one after the other: all but the first find it in CuPy's cache.
+    with host_lock(f"{source}-{dtype}") or contextlib.nullcontext():
         module.compile()
     return module
-
-
-@contextlib.contextmanager
-def _alone_on_host(name: str) -> Iterator[None]:
-    """Let the ranks of a host compile a source one after the other: all but the first find it in CuPy's cache."""
-    folder = Path(tempfile.gettempdir()) / f"mpicomp-compile-{os.getuid()}"
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # where no file can be locked, each rank compiles
-            folder.mkdir(mode=0o700, exist_ok=True)
-            fcntl.flock(stack.enter_context((folder / name).open("w")), fcntl.LOCK_EX)
-        yield

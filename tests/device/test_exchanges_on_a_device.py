@@ -6,7 +6,6 @@ same bits.
 """
 
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from device import fake_cuda
 from device.steps_on_a_device import fetched, gradients_of, host, ranks_of, reduced
 from marks import slow
 from mpicomp.kernels import gpu
-from mpicomp.kernels.gpu import compile as gpu_compile
 from schemes import OTHER_PAIRS, REPRESENTED
 from worlds import Ranks
 
@@ -300,27 +298,6 @@ def test_sources_of_a_compressor_are_compiled_in_parallel(counted_cupy, monkeypa
     monkeypatch.setattr(counted_cupy, "RawModule", compile_source)
     counted(counted_cupy, mpicomp.TopK(ratio=0.01), "allgather", 2)
     assert len(set(compiled)) == len(compiled) == len(sources)
-
-
-def test_ranks_of_a_host_compile_a_source_one_after_the_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_compile.tempfile, "gettempdir", lambda: str(tmp_path))
-    inside, held = [], threading.Event()
-
-    def compile_alone(number):
-        with gpu_compile._alone_on_host("source"):
-            inside.append(number)
-            if number == 0:
-                held.set()
-                time.sleep(0.2)
-            inside.append(number)
-
-    first, second = (threading.Thread(target=compile_alone, args=(number,)) for number in range(2))
-    first.start()
-    held.wait(60)
-    second.start()
-    first.join()
-    second.join()
-    assert inside == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("size", [slow(2), 3])

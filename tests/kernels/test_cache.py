@@ -1,13 +1,14 @@
 """Where compiled functions are kept: files that are missing, damaged, not to be written to, or somebody else's."""
 
 import contextlib
-import fcntl
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
@@ -172,50 +173,65 @@ def test_a_change_of_what_a_function_calls_is_noticed(tmp_path, monkeypatch):
     assert len(set(names)) == 2
 
 
-@contextlib.contextmanager
-def compiling_elsewhere(function):
-    """Hold a function's lock as another process does that compiles it."""
-    name = function._cache._lock_name()
-    with (cache.local_folder() / name).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def test_a_process_compiles_in_memory_after_its_patience(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "PATIENCE_S", 0.1)
     function = fresh(tmp_path)
-    with compiling_elsewhere(function):
+    with compiling_elsewhere(tmp_path):
         assert call(function) == "compiled"
-    assert not files(tmp_path)
-    assert call(fresh(tmp_path)) == "compiled"
+        assert not files(tmp_path)
+    assert call(fresh(tmp_path)) == "compiled"  # a process that was killed holds nobody up
     assert files(tmp_path)
 
 
 def test_cached_code_loads_while_another_signature_compiles(tmp_path):
-    call(fresh(tmp_path))
-    function = fresh(tmp_path)
-    with compiling_elsewhere(function):  # for a minute: it would not return in time
-        assert call(function) == "loaded"
+    call(fresh(tmp_path), 1.5)
+    with compiling_elsewhere(tmp_path):  # it would not return in time
+        assert call(fresh(tmp_path), 1.5) == "loaded"
 
 
-def test_a_process_that_was_killed_holds_nobody_up(tmp_path):
-    code = """if True:
-        import sys, time, pathlib
-        from mpicomp.kernels import cache
-        cache.local_folder = lambda: pathlib.Path(sys.argv[1])
-        assert cache.HostLock().acquire("name") is True
-        lock = cache.HostLock()
-        assert lock.acquire("another")
-        print("held", flush=True)
-        time.sleep(100)"""
-    held = subprocess.Popen([sys.executable, "-c", code, tmp_path / "tmp"], stdout=subprocess.PIPE, text=True)
-    assert held.stdout.readline() == "held\n"
-    with (tmp_path / "tmp" / "another").open() as file:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held.send_signal(signal.SIGKILL)
-        held.communicate()
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def test_ranks_of_a_host_compile_a_source_one_after_the_other():
+    inside, held = [], threading.Event()
+
+    def compile_alone(number):
+        with cache.host_lock("source"):
+            inside.append(number)
+            if number == 0:
+                held.set()
+                time.sleep(0.2)
+            inside.append(number)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(compile_alone, 0)
+        held.wait(60)
+        threads.submit(compile_alone, 1).result()
+        first.result()
+    assert inside == [0, 0, 1, 1]
+
+
+COMPILING = """
+import sys, tempfile, time
+tempfile.tempdir, folder, name = sys.argv[1:]
+sys.path.insert(0, folder)
+import numba
+import doubling
+from mpicomp.kernels import cache
+class Slow(cache.HostCache):
+    def save_overload(self, signature, compiled):
+        print("compiled", flush=True)
+        time.sleep(100)
+cache.HostCache = Slow
+cache.cached(numba.njit(doubling.twice))(21)
+"""
+
+
+@contextlib.contextmanager
+def compiling_elsewhere(tmp_path):
+    """Yield a process that compiles a function and holds its lock."""
+    command = [sys.executable, "-c", COMPILING, tmp_path / "tmp", tmp_path, "twice"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "compiled\n"
+        yield process
+        process.kill()
 
 
 # A process as users have it, with the kernels that are installed. It says how many it compiled and how many it loaded.
