@@ -1,4 +1,4 @@
-"""Arithmetic of sizes of codes and packed fields, and the names of kernels: the same on a host and on a device."""
+"""Arithmetic of sizes of codes, and the names of kernels: the same on a host and on a device."""
 
 from types import ModuleType
 from typing import Any
@@ -22,29 +22,6 @@ def layout_of(count: int, numel: int) -> tuple[int, int, int]:
     # ``numel / count`` rounded down makes the shortest code.
     bits = max(0, (numel // count).bit_length() - 1)
     return bits, -(-count * bits // 64), -(-(count + ((numel - 1) >> bits) + 1) // 64)
-
-
-def fields_of(largest: int) -> int:
-    """Return the number of fields of a word when none may hold more than ``largest``.
-
-    >>> fields_of(7), fields_of(8), fields_of(2**40)
-    (21, 16, 1)
-    """
-    return 64 // width_of(largest)
-
-
-def words_of(numel: int, largest: int) -> int:
-    """Return the number of words that ``numel`` fields fill.
-
-    >>> words_of(0, 7), words_of(21, 7), words_of(22, 7)
-    (0, 1, 2)
-    """
-    return -(-numel // fields_of(largest))
-
-
-def width_of(largest: int) -> int:
-    """Return the number of bits of a field that holds up to ``largest``."""
-    return max(1, int(largest).bit_length())
 
 
 SQUARES_BLOCK = 256

@@ -42,8 +42,7 @@ REPRESENTATIVES = [
     mpicomp.CountSketch(ratio=0.05, wire=None),
     mpicomp.LGC(**LINEAR),
     mpicomp.LGC(**LINEAR, instance="server"),
-    mpicomp.MaxNorm(bits=[3, 5, 12], rounding="nearest"),
-    mpicomp.GlobalRandKMaxNorm(ratio=0.3, bits=[4, 8]),
+    mpicomp.GlobalRandKMaxNorm(ratio=0.3),
 ]
 """One of each kind of message, with each form of numbers, with lengths that ranks know and with those that they do
 not: what depends on the number of ranks or on the collective depends on nothing else."""
@@ -74,7 +73,6 @@ OTHERS = [
 ]
 UNBIASED_REPRESENTATIVES = [  # refused with error feedback
     mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
-    mpicomp.MaxNorm(bits=[6, 10]),
     mpicomp.SignSGD(scale=0.01),
 ]
 UNBIASED_OTHERS = [
@@ -84,7 +82,6 @@ UNBIASED_OTHERS = [
     mpicomp.BlockRandomK(ratio=0.3, scaled=True),
     mpicomp.MaxNorm(),
     mpicomp.TernGrad(),
-    mpicomp.GlobalRandKMaxNorm(ratio=0.3, rounding="stochastic"),
 ]
 USERS = [
     Above(limit=1.5),

@@ -13,7 +13,6 @@ from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.chunks import select_in_chunks
 from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
 from mpicomp.kernels.cpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
-from mpicomp.kernels.cpu.fields import pack_fields, pack_out_of_range, resolve_levels, unpack_fields
 from mpicomp.kernels.cpu.grid import pack_grid, pack_range, unpack_grid, unpack_grid_add
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices, places_among
 from mpicomp.kernels.cpu.merge import count_reaching, intersect, merge_add, merge_subtract, norm_change, split_largest
@@ -42,7 +41,7 @@ from mpicomp.kernels.cpu.spectrum import BINS, GROUP, edges, spectrum
 from mpicomp.kernels.cpu.squares import pack_squares, unpack_squares
 from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.cpu.tail import Tail, counts_above, select_above, select_listed, tail
-from mpicomp.kernels.sizes import fields_of, index_bytes, squares_bytes, words_of
+from mpicomp.kernels.sizes import index_bytes, squares_bytes
 from mpicomp.kernels.sizes import public_names as _public_names
 
 if not typing.TYPE_CHECKING:  # for type checkers all imports are public

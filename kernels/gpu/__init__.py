@@ -16,18 +16,14 @@ from mpicomp.kernels.gpu.codes import (
     accumulate_signs,
     narrow,
     pack_exponents,
-    pack_fields,
     pack_grid,
-    pack_out_of_range,
     pack_range,
     pack_signs,
     pack_signs_in_place,
     pack_squares,
     pack_votes,
-    resolve_levels,
     unpack_exponents,
     unpack_exponents_add,
-    unpack_fields,
     unpack_grid,
     unpack_grid_add,
     unpack_signs,
@@ -88,7 +84,7 @@ from mpicomp.kernels.gpu.sweeps import (
 )  # fmt: skip
 from mpicomp.kernels.gpu.topk import Stats, topk
 from mpicomp.kernels.gpu.workspace import Workspace, spare_number
-from mpicomp.kernels.sizes import fields_of, index_bytes, squares_bytes, words_of
+from mpicomp.kernels.sizes import index_bytes, squares_bytes
 from mpicomp.kernels.sizes import public_names as _public_names
 
 if not typing.TYPE_CHECKING:  # for type checkers all imports are public

@@ -1,4 +1,4 @@
-"""Codes of a few bits an element: 16-bit floats, signs, exponents, levels, grids, fields and votes."""
+"""Codes of a few bits an element: 16-bit floats, signs, exponents, levels and grids."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from mpicomp.kernels.gpu.compile import THREADS, launch, strides, sweeps, twin_o
 from mpicomp.kernels.gpu.message import step_of
 from mpicomp.kernels.gpu.scatter import Pieces
 from mpicomp.kernels.gpu.workspace import Partials, Verdict, reuse, table_of_rows
-from mpicomp.kernels.sizes import SQUARES_BLOCK, fields_of, width_of
+from mpicomp.kernels.sizes import SQUARES_BLOCK
 
 
 @twin_of(cpu.narrow)
@@ -174,42 +174,6 @@ def unpack_grid(bases, steps, words, bucket, bits, out):
 @twin_of(cpu.unpack_grid_add)
 def unpack_grid_add(bases, steps, words, bucket, bits, factor, out):
     _unpack_codes("unpack_grid_add", bases, steps, words, bucket, bits, float(factor), out)
-
-
-@twin_of(cpu.pack_fields)
-def pack_fields(array, inverses, steps, limit, largest, key, words, sent, levels=None):
-    blocks = strides(words.size)
-    partials = reuse(Partials, blocks, 1)
-    launch(
-        "fields", "pack_fields", array.dtype, blocks,
-        array, array.size, _or_null(levels), inverses, steps, limit, fields_of(largest), width_of(largest),
-        *_random(key), words, words.size, sent, partials.memory,
-    )  # fmt: skip
-    return partials.total(0)
-
-
-@twin_of(cpu.unpack_fields)
-def unpack_fields(words, factors, offset, largest, out, levels=None):
-    launch(
-        "fields", "unpack_fields", out.dtype, strides(words.size),
-        words, words.size, _or_null(levels), factors, offset, fields_of(largest), width_of(largest), out, out.size,
-    )  # fmt: skip
-
-
-@twin_of(cpu.pack_out_of_range)
-def pack_out_of_range(array, inverse, limit, ranks, words):
-    launch(
-        "fields", "pack_out_of_range", array.dtype, strides(words.size),
-        array, array.size, float(inverse), limit, fields_of(ranks), width_of(ranks), words, words.size,
-    )  # fmt: skip
-
-
-@twin_of(cpu.resolve_levels)
-def resolve_levels(words, ranks, level, levels):
-    launch(
-        "fields", "resolve_levels", np.float32, strides(words.size),
-        words, words.size, fields_of(ranks), width_of(ranks), level, levels, levels.size,
-    )  # fmt: skip
 
 
 @twin_of(cpu.pack_votes)

@@ -8,7 +8,7 @@ offset  bytes  what
 2       2      length in words of 8 bytes, this header among them, modulo 65536
 4       4      elements
 8       8      energy: squared L2 norm of the sender's whole array
-16      8      lost: energy of what is not sent of it, and of what rounding takes away from what is; or a norm
+16      8      lost: energy of what is not sent of it, and of what rounding takes away from what is
 24      ..     the elements; a multiple of 8 bytes
 ======  =====  ===========================================================================================
 

@@ -9,9 +9,9 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.dgc import DGC
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import Quantiser, SharedQuantiser, SharedSparsifier, Sparsifier
+from mpicomp.compressors.kinds import Quantiser, SharedSparsifier, Sparsifier
 from mpicomp.compressors.onebit import OneBit
-from mpicomp.compressors.qsgd import QSGD
+from mpicomp.compressors.quantize import QSGD
 from mpicomp.compressors.randomk import RandomK
 from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.topk import TopK
@@ -32,7 +32,6 @@ __all__ = [
     "RandomK",
     "SIDCo",
     "Selection",
-    "SharedQuantiser",
     "SharedSparsifier",
     "Sparsifier",
     "TopK",

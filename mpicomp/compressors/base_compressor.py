@@ -62,9 +62,8 @@ class Compressor(ABC):
     """``"dense"``, ``"sparsifier"``, ``"quantiser"`` ..."""
     message: ClassVar[str]
     """Kind of message: ``"dense"`` (an array that ranks can sum), ``"shared"`` (a short one), ``"sparse"`` (indices
-    and values), ``"packed"`` (all elements, in few bits), ``"integers"`` (the same, on a grid that ranks share, so that
-    they can be summed), ``"votes"`` (signs, of which the majority counts), ``"factors"``, ``"sketch"``,
-    ``"coefficients"`` (of a transform) or ``"code"`` (one that was learned).
+    and values), ``"packed"`` (all elements, in few bits), ``"votes"`` (signs, of which the majority counts),
+    ``"factors"``, ``"sketch"``, ``"coefficients"`` (of a transform) or ``"code"`` (one that was learned).
     """
     paper: ClassVar[str]
     """The paper that the compressor comes from, and the deviations from it."""

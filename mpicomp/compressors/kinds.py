@@ -110,8 +110,9 @@ class SharedSparsifier(Compressor):
 
     Parameters
     ----------
-    wire : {None, "fp16", "bf16"}
-        Format of values; the 16-bit forms are summed in at least float32, as those of `mpicomp.Dense` are.
+    wire : {None, "fp16", "bf16", "q8"}
+        Format of values; the 16-bit forms are summed in at least float32, as those of `mpicomp.Dense` are; ``"q8"``
+        travels as `mpicomp.MaxNorm` packs an array, in 8 bits a value.
     """
 
     family: ClassVar[str] = "sparsifier"
@@ -122,7 +123,7 @@ class SharedSparsifier(Compressor):
     by_magnitude = False
 
     def __post_init__(self) -> None:
-        check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16"))
+        check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16", "q8"))
         if self.selects_by_ratio:
             self._set(ratio=check_ratio(self.id, getattr(self, "ratio", None)))
 
@@ -131,7 +132,7 @@ class SharedSparsifier(Compressor):
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        return self.count(1 << 20) / (1 << 20) * (itemsize if self.wire is None else 2)
+        return self.count(1 << 20) / (1 << 20) * {None: itemsize, "q8": 1}.get(self.wire, 2)
 
     def count(self, numel: int) -> int:
         """Return the number of elements sent out of ``numel``."""
@@ -309,53 +310,3 @@ def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:
             size -= taken
         made.append(Packer(inside))
     return made
-
-
-@dataclass(frozen=True, repr=False)
-class SharedQuantiser(Compressor):
-    """A compressor that rounds every element to a grid that all ranks share, so that integers are summed.
-
-    Grids are symmetric and reach as far as any rank asks for. To add one: derive from it and implement `scales`,
-    `stochastic` and `reach`.
-    """
-
-    family: ClassVar[str] = "quantiser"
-    message: ClassVar[str] = "integers"
-
-    @property
-    @abstractmethod
-    def scales(self) -> tuple[int, ...]:
-        """Largest integer of each grid, ascending, the first below 2**24.
-
-        An element travels on the finest grid on which no rank's integer is beyond ``scales[0]``.
-        """
-
-    @property
-    @abstractmethod
-    def stochastic(self) -> bool:
-        """Whether elements are rounded at random, exactly in expectation; if not, to the nearest."""
-
-    @abstractmethod
-    def reach(self, array: Floats) -> float:
-        """Return the magnitude that this rank wants grids to reach; NaN or infinite if an element is.
-
-        The array may be empty. Larger elements are clipped.
-        """
-
-    @property
-    def unbiased(self) -> bool:
-        return self.stochastic
-
-    @property
-    def feedback(self) -> bool:
-        # Under stochastic rounding the residual would not shrink
-        return not self.stochastic
-
-    @property
-    def contractive(self) -> bool:
-        # An error of rounding to the nearest point is no larger than the element
-        return not self.stochastic
-
-    def wire_bytes_per_element(self, itemsize: int) -> float:
-        ranks, (coarse, *finer) = 4, self.scales
-        return 8 / sizes.fields_of(2 * coarse * ranks) + len(finer) * 8 / sizes.fields_of(ranks)

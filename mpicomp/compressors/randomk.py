@@ -1,15 +1,18 @@
 """Random positions, the same on all ranks, so that no index travels."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
+from mpicomp.compressors.quantize import MaxNorm
 from mpicomp.device import current_device
+from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice
 
@@ -27,6 +30,8 @@ class _Random(SharedSparsifier):
         super().__post_init__()
         check_choice(self.id, "scaled", self.scaled, (True, False))
         self._set(scaled=bool(self.scaled))
+        if self.scaled and self.wire == "q8":
+            raise ConfigurationError(f"{self.id}: scaled=True needs wire None, 'fp16' or 'bf16', got 'q8'")
 
     @property
     def feedback(self) -> bool:  # scaled values are unbiased, and the residual would not shrink
@@ -44,6 +49,10 @@ class _Random(SharedSparsifier):
     def unbiased(self) -> bool:
         return self.scaled
 
+    @property
+    def values(self) -> Compressor | None:
+        return MaxNorm(bits=8, rounding="nearest") if self.wire == "q8" else None
+
 
 @register
 @dataclass(frozen=True, repr=False)
@@ -60,7 +69,8 @@ class RandomK(_Random):
     ratio : float
         Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     scaled : bool
-        Whether values are multiplied by the length of their part: unbiased, and without error feedback.
+        Whether values are multiplied by the length of their part: unbiased, and without error feedback. Not with
+        ``wire="q8"``.
     wire
         See `SharedSparsifier`.
 
@@ -88,10 +98,37 @@ class RandomK(_Random):
     )
 
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
-        one_of_each(numel, context.random(shared=True), context, out)
+        _one_of_each(numel, context.random(shared=True), context, out)
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
         return _lengths(numel, self.count(numel)) if self.scaled else 1.0
+
+
+@register
+@dataclass(frozen=True, repr=False)
+class GlobalRandKMaxNorm(RandomK):
+    """GlobalRandK-MaxNorm (arXiv 2109.12497): `RandomK` with values in 8 bits.
+
+    Parameters
+    ----------
+    ratio, scaled, wire
+        See `RandomK`; values in 8 bits are not scaled.
+
+    Notes
+    -----
+    Different from the paper and its code: error feedback; positions drawn anew in each step in place of a stored
+    permutation; each rank has a grid of its own; and in the code each rank keeps its gradient where nothing is
+    selected, so that models of different ranks diverge.
+    """
+
+    id: ClassVar[str] = "globalrandk-maxnorm"
+    paper: ClassVar[str] = (
+        "GlobalRandK-MaxNorm, arXiv 2109.12497; random-k in place of a stored permutation, elements that are not sent "
+        "are zero on all ranks, error feedback"
+    )
+
+    ratio: float = 0.1
+    wire: str | None = field(default="q8", kw_only=True)
 
 
 @register
@@ -110,7 +147,7 @@ class BlockRandomK(_Random):
     ratio : float
         Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     scaled : bool
-        Whether values are multiplied by ``numel / k``: unbiased, and without error feedback.
+        Whether values are multiplied by ``numel / k``: unbiased, and without error feedback. Not with ``wire="q8"``.
     wire
         See `SharedSparsifier`.
 
@@ -144,10 +181,8 @@ class BlockRandomK(_Random):
         return numel / self.count(numel) if self.scaled else 1.0
 
 
-def one_of_each(
-    numel: int, random: np.random.Generator, context: Context, out: NDArray[np.uint32], turn: int = 0
-) -> None:
-    """Write one position of each of ``out.size`` nearly equal parts, ascending, ``turn`` further than it was drawn."""
+def _one_of_each(numel: int, random: np.random.Generator, context: Context, out: NDArray[np.uint32]) -> None:
+    """Write one position of each of ``out.size`` nearly equal parts, ascending."""
     k = out.size
     draws = context.workspace.host_array("randomk.draws", min(k, _CHUNK), np.float64)
     drawn = _host_room(out, context)
@@ -157,9 +192,6 @@ def one_of_each(
         random.random(out=offsets)
         offsets *= np.diff(bounds)
         np.floor(offsets, out=offsets)
-        if turn:
-            offsets += turn
-            offsets %= np.diff(bounds)
         offsets += bounds[:-1]
         drawn[first : first + offsets.size] = offsets
     _hand_over(drawn, out)

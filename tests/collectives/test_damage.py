@@ -29,7 +29,6 @@ COMPRESSORS = [
     mpicomp.PowerSGD(rank=1),
     mpicomp.CountSketch(ratio=0.05),
     mpicomp.FetchSGD(ratio=0.05),
-    mpicomp.MaxNorm(bits=[4, 8]),
     mpicomp.GlobalRandKMaxNorm(ratio=0.3),
     mpicomp.SignSGD(),
 ]

@@ -30,7 +30,6 @@ AMONG_MANY = pairs(
         mpicomp.TopK(ratio=0.05),
         mpicomp.RandomK(ratio=0.05),
         mpicomp.OneBit(),
-        mpicomp.MaxNorm(bits=[6, 10]),
         mpicomp.SignSGD(),
         mpicomp.PowerSGD(rank=1),
         mpicomp.CountSketch(ratio=0.02),
@@ -57,7 +56,6 @@ ON_HOSTS = hierarchies(
         mpicomp.SIDCo(ratio=0.05),
         mpicomp.RandomK(ratio=0.05),
         mpicomp.OneBit(block=64),
-        mpicomp.MaxNorm(bits=[4, 8]),
         mpicomp.GlobalRandKMaxNorm(ratio=0.1),
         Above(limit=1e30),
     ]

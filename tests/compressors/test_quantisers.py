@@ -10,7 +10,7 @@ from lockstep import run
 from marks import slow
 from worlds import Ranks
 
-from mpicomp import QSGD, Natural, OneBit, SignSGD, Uniform
+from mpicomp import QSGD, MaxNorm, Natural, OneBit, SignSGD, TernGrad, Uniform
 from mpicomp.compressors.kinds import packers
 from mpicomp.errors import ConfigurationError
 
@@ -86,12 +86,12 @@ def contracts(compressor):
     if isinstance(compressor, Natural):
         return True
     if isinstance(compressor, Uniform):
-        return compressor.bucket < 2 * (2**compressor.bits - 1) ** 2
+        return (compressor.bucket or math.inf) < 2 * (2**compressor.bits - 1) ** 2
     always = compressor.norm == "max" and compressor.rounding == "nearest"
-    return always or compressor.bucket < 4 * (2 ** (compressor.bits - 1) - 1) ** 2
+    return always or (compressor.bucket or math.inf) < 4 * (2 ** (compressor.bits - 1) - 1) ** 2
 
 
-BUCKETS = (64, 128, 192, 256, 512, 1024, 4096, 65536, 1 << 17, 1 << 20)
+BUCKETS = (64, 128, 192, 256, 512, 1024, 4096, 65536, 1 << 17, 1 << 20, None)
 ROUNDINGS = [{"bucket": bucket, "rounding": rounding} for bucket in BUCKETS for rounding in ("stochastic", "nearest")]
 
 
@@ -239,3 +239,58 @@ def test_signsgd_trains_a_quadratic_without_a_gain():
     record = ranks.reducers[0].last_step
     assert record.buckets[0].gain is None
     json.dumps(record.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("numel", [1, 63, 64, 65, 3000])
+def test_maxnorm_has_one_grid_for_the_whole_array(numel):
+    array = np.random.default_rng(numel).standard_t(2, numel).astype(np.float32)
+    sent, _ = packed(MaxNorm(bits=4, rounding="nearest"), array)
+    step = np.abs(array).max() / 7
+    np.testing.assert_allclose(sent, np.rint(array / step) * step, rtol=1e-5, atol=0.5001 * step)
+    assert np.abs(sent - array).max() <= 0.5001 * step
+    assert np.unique(np.abs(sent)).size <= 8
+    assert MaxNorm(bits=4).packed_bytes(numel) == QSGD(bits=4, bucket=None).packed_bytes(numel)
+
+
+NORMAL = np.random.default_rng(0).normal(size=10_000).astype(np.float32) + np.float32(0.01)
+NORMAL[0] = 50
+DEVIATION = np.sqrt(np.mean(np.float64(NORMAL) ** 2))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "array", "reach"),
+    [
+        (TernGrad(), NORMAL, 2.5 * DEVIATION),
+        (TernGrad(clip=1), NORMAL, DEVIATION),
+        (TernGrad(clip=None), NORMAL, 50),
+        (TernGrad(clip=1000), NORMAL, 50),
+        # The standard deviation of equal elements is zero, but their mean square is not.
+        *((TernGrad(), np.full(n, v, np.float32), abs(v)) for n in (1, 100) for v in (3.0, -3.0)),
+    ],
+)
+def test_terngrad_sends_three_values_at_its_scale(compressor, array, reach):
+    sent, lost = packed(compressor, array, key=5)
+    assert (sent * array >= 0).all()
+    np.testing.assert_allclose(np.abs(sent[sent != 0]), reach, rtol=1e-6)
+    np.testing.assert_allclose(lost, np.square(np.float64(array) - sent).sum(), rtol=1e-5, atol=1e-5)
+    expected = np.minimum(np.abs(array) / reach, 1)
+    deviation = np.sqrt((expected * (1 - expected)).sum()) / array.size
+    assert abs((sent != 0).mean() - expected.mean()) <= 4 * deviation + 1e-6
+
+
+def test_terngrad_is_biased_by_clipping_only():
+    assert not TernGrad().unbiased
+    assert TernGrad(clip=None).unbiased
+    array = np.random.default_rng(2).normal(size=300).astype(np.float32)
+    array[0] = 30
+    draws, reach = 1000, 2.5 * math.sqrt(np.square(np.float64(array)).mean())
+    total = sum(packed(TernGrad(), array, key)[0].astype(np.float64) for key in range(draws))
+    clipped = np.clip(np.float64(array), -reach, reach)
+    deviation = np.sqrt((np.abs(clipped) * (reach - np.abs(clipped))).reshape(6, 50).sum(axis=1) / draws)
+    error = (total / draws - clipped).reshape(6, 50).sum(axis=1)
+    assert (np.abs(error) <= 4 * deviation + 1e-4).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_terngrad_of_an_element_that_is_not_finite_shows_it(bad):
+    assert not np.isfinite(packed(TernGrad(), np.array([1, bad, 2], np.float32))[1])

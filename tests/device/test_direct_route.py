@@ -179,7 +179,6 @@ KINDS = [
     (mpicomp.TopK(ratio=0.1, wire="fp16"), "oktopk"),
     (mpicomp.OneBit(block=64), "two-phase"),
     (mpicomp.PowerSGD(rank=1), "low-rank"),
-    (mpicomp.MaxNorm(bits=[4, 8], rounding="nearest"), "integer-sum"),
 ]
 
 

@@ -70,7 +70,7 @@ ON_HOSTS = [
     (mpicomp.TopK(ratio=0.1), "hierarchical:allgather"),
     (mpicomp.TopK(ratio=0.1, wire="fp16"), "hierarchical:star-topk"),
     (mpicomp.OneBit(block=64), "hierarchical:packed-allgather"),
-    (mpicomp.MaxNorm(bits=[4, 8], rounding="nearest"), "hierarchical"),
+    (mpicomp.QSGD(rounding="nearest"), "hierarchical"),
 ]
 
 
@@ -93,7 +93,7 @@ SAME_BITS = [
     slow(mpicomp.QSGD(rounding="nearest"), "packed-allgather"),
     (mpicomp.OneBit(block=64), "packed-allgather"),
     slow(mpicomp.Natural(), "packed-allgather"),
-    (mpicomp.MaxNorm(bits=[4, 8], rounding="nearest"), "integer-sum"),
+    (mpicomp.MaxNorm(bits=8, rounding="nearest"), "packed-allgather"),
     slow(mpicomp.SignSGD(), "packed-allgather"),
 ]
 LAWS = [

@@ -70,7 +70,7 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
 @pytest.mark.parametrize(
     "source",
     [
-        *(slow("products"), slow("exponents"), slow("fields"), "grid", slow("message"), "scatter", slow("signs")),
+        *(slow("products"), slow("exponents"), "grid", slow("message"), "scatter", slow("signs")),
         slow("squares"),
     ],
 )

@@ -21,7 +21,6 @@ SWEEPS = {
     "pack_signs": ["pack_signs"],
     "pack_grid": ["measure_norms", "pack_codes"],
     "pack_exponents": ["pack_exponents"],
-    "pack_fields": ["pack_fields"],
 }
 
 
@@ -29,7 +28,7 @@ def arguments_of(place, name, array):
     """Return the arguments of a sweep."""
     size, kind = array.size, array.dtype
     there, other, out = place.put(array), place.put(array[::-1]), place.empty(size, kind)
-    words, ones = place.empty(-(-size // 64), np.uint64), place.put(np.ones(1, kind))
+    words = place.empty(-(-size // 64), np.uint64)
     return {
         "accumulate": lambda: (there, other, out),
         "accumulate_candidates": lambda: (
@@ -50,7 +49,6 @@ def arguments_of(place, name, array):
             *(place.empty(4 * words.size, np.uint64), out, 3),
         ),
         "pack_exponents": lambda: (there, words, place.empty(size, np.uint8), out, 5),
-        "pack_fields": lambda: (there, ones, ones, 3, 6, None, place.empty(gpu.words_of(size, 6), np.uint64), out),
     }[name]()
 
 

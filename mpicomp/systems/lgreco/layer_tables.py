@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.compressors.base_compressor import match_layer_setting, num_kept
-from mpicomp.compressors.grid import MOST_BITS
 from mpicomp.compressors.kinds import packers
+from mpicomp.compressors.quantize import MOST_BITS
 from mpicomp.compressors.wire_format import message_bytes
 from mpicomp.policies.policy import Shape
 from mpicomp.policies.ratio_levels import ladder
@@ -241,6 +241,9 @@ class _Matrices(_LayerTable):
         return float(sum(size[0] for size in self.sizes([np.array([rank]) for rank in chosen], base)))
 
 
+_STRETCH = 256  # elements that are measured at a time where a grid is one of a whole array
+
+
 class _Quantized(_LayerTable):
     """Bits of every layer, whatever its size."""
 
@@ -250,7 +253,9 @@ class _Quantized(_LayerTable):
         numbers = range(least, min(MOST_BITS, math.ceil(compressor.bits * span)) + 1)
         # If residuals shrink at the uniform bits, they have to at all others.
         self._bits = [bits for bits in numbers if compressor.at_bits(bits).contractive or not compressor.contractive]
-        self._survey = BitsSurvey([compressor.at_bits(bits) for bits in self._bits], compressor.bucket, stride)
+        self._survey = BitsSurvey(
+            [compressor.at_bits(bits) for bits in self._bits], compressor.bucket or _STRETCH, stride
+        )
         self.survey = self._survey
 
     def _lost_in(self, surveys: NDArray[np.float32]) -> Iterable[NDArray[np.float64]]:
