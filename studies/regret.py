@@ -1,14 +1,16 @@
 """Study of the regret of choosing the collective, on a grid of emulated networks: ``python studies/regret.py``."""
 
 import argparse
+import json
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lab_jobs
 import numpy as np
-from comparison import Fields
 from mpicomp.bench.measure import results
 
 from mpicomp.cli import run_program
@@ -27,7 +29,7 @@ _BEHIND_S = 200e-6  # seconds by which a dense choice may be behind the best den
 _BEHIND = 0.03  # share by which another choice may be behind the best one
 
 
-FIELDS: Fields = {
+FIELDS: dict[str, tuple[str, str]] = {
     "bandwidth": ("string", "of each link"),
     "latency": ("string", "one way between hosts"),
     "prediction_error": ("number or null", "of a row of `auto`: median over its cell's plans, above"),
@@ -73,8 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = []
     for network in links:
-        rows, job = lab_jobs.rows_in_lab(arguments.hosts, network, options, watch)
-        found += judged(rows)
+        with tempfile.TemporaryDirectory(prefix="mpicomp-study-") as folder:
+            path = Path(folder) / "rows.json"
+            words = ["bench", "collectives", *options, "--json", str(path)]
+            lab_jobs.run(arguments.hosts, network, words, watch)
+            written = json.loads(path.read_text())
+        job, place = written["environment"]["job"], {"bandwidth": network.bandwidth, "latency": network.latency}
+        found += [place | row for row in judged(written["rows"])]
         if arguments.json is not None:
             results.write(arguments.json, found, 1, job=job)
     cells = [row for row in found if row["chosen"] is not None]

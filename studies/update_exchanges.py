@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import in_process
 import numpy as np
+import study_rows
 import torch
 from mpicomp.bench import devices
 from mpicomp.bench.measure import results
-from mpicomp.bench.tasks import Task, get_task
+from mpicomp.bench.tasks import Task, get_task, list_tasks
 from mpicomp.bench.tasks.updating import inner_optimizer
-from mpicomp.bench.training_rows import DEMO_COMPRESSOR, DEMO_SETTINGS
-from penalties import steps_behind
+from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpicomp
@@ -28,15 +27,17 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import add_device, read_list
 from mpicomp.errors import UnknownNameError
 from mpicomp.rounds import dense_ring_bytes
+from mpicomp.setting_checks import check_least
 from mpicomp.torch import UpdateOptimizer
 from mpicomp.transport import LocalWorld
 
 _STUDY = "update_exchanges"
 _KEY = ("task", "arm", "rate", "seed", "steps", "precision", "device", "ranks")
 _PRECISIONS = ("float32", "bfloat16")
+_SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses are compared
+_TINY = 1e-12  # least loss whose logarithm is taken
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
-_HELD = {"second_moments": "shared"}  # averaged now and then, and held in between
 _OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 _COLUMNS = {
     "task": "", "steps": "d", "arm": "", "rate": "g", "quality": ".4f", "above": "+.2f", "behind": ".2f",
@@ -51,7 +52,7 @@ class Arm:
     compressor: Any
     updates: bool = True  # what ranks' optimizers change is exchanged, in place of gradients
     settings: Mapping[str, Any] = field(default_factory=dict)  # of `mpicomp.torch.UpdateOptimizer`
-    inner: str = "task"  # the task's optimizer, "sgd" for plain gradient descent, or "muon"
+    inner: str = "task"  # the task's optimizer, or "muon"
 
 
 ARMS = {
@@ -59,22 +60,14 @@ ARMS = {
     "gradients-topk": Arm(_TOPK, updates=False),
     "dense": Arm("dense"),
     "topk": Arm(_TOPK),
-    "topk-star": Arm({"id": "topk", "ratio": 0.0133, "wire": "bf16"}, settings={"collective": "star-topk"}),
-    "topk-warmup": Arm(_TOPK, settings={"warmup": 30}),
-    "topk-shared": Arm(_TOPK, settings={"second_moments": {"sync_every": 1, "compressor": "dense"}}),
-    "topk-held": Arm(_TOPK, settings=_HELD),
     "topk-every-4": Arm(_TOPK | {"ratio": 0.04}, settings={"sync_every": 4}),
-    "topk-every-4-held": Arm(_TOPK | {"ratio": 0.04}, settings={"sync_every": 4} | _HELD),
     "onebit": Arm("onebit"),
     "onebit-every-4": Arm("onebit", settings={"sync_every": 4}),
     "sparseloco": Arm(
-        {"id": "chunktopk", "ratio": 64 / 4096, "wire": "q2"},
+        {"id": "topk", "ratio": 64 / 4096, "wire": "q2"},
         settings={"sync_every": 15, "outer": {"lr": 1.0}, "feedback_decay": 0.95},
     ),
     "diloco": Arm("dense", settings={"sync_every": 10, "outer": _OUTER}),
-    "streaming-diloco": Arm(
-        {"id": "qsgd", "bits": 4}, settings={"sync_every": 10, "fragments": 3, "sync_delay": 1, "outer": _OUTER}
-    ),
     "gradients-muon": Arm("dense", updates=False, inner="muon"),
     **{
         f"muon-every-{every}": Arm("onebit", settings={"sync_every": every}, inner="muon")
@@ -90,11 +83,6 @@ ARMS = {
     "muon-majority-every-10": Arm(
         "signsgd", settings={"sync_every": 10, "outer": {"sign": True, "lr": 3.0}}, inner="muon"
     ),
-    "demo": Arm({"id": "dcttopk"}, settings=DEMO_SETTINGS, inner="sgd"),
-    **{
-        f"demo-side-{side}": Arm(DEMO_COMPRESSOR | {"side": side}, settings=DEMO_SETTINGS, inner="sgd")
-        for side in (8, 16, 32)
-    },
 }  # fmt: skip
 """What can be compared, by name."""
 
@@ -153,7 +141,7 @@ def train(
             for model in models:
                 clip(task, model)
             world.run([optimizer.rounds() for optimizer in optimizers])
-            if step + 1 == steps and steps % int(settings.get("sync_every", 1)) + int(settings.get("sync_delay", 0)):
+            if step + 1 == steps and steps % int(settings.get("sync_every", 1)):
                 world.run([optimizer.synchronizing() for optimizer in optimizers])
         else:
             means = world.run([reducer.rounds(arrays) for reducer, arrays in zip(of_ranks, gradients, strict=True)])
@@ -173,8 +161,7 @@ def train(
     with computing(precision, device):
         quality = task.evaluate(models[0])
     return {
-        "task": task_name, "arm": arm_name, "rate": rate, "seed": seed, "steps": steps, "precision": precision,
-        "device": device, "ranks": ranks, "quality": quality, "sent_less": 4 * numel * steps / sent,
+        "quality": quality, "sent_less": 4 * numel * steps / sent,
         "wire_less": dense_ring_bytes(numel, ranks) * steps / wire, "losses": losses,
     }  # fmt: skip
 
@@ -185,12 +172,27 @@ def clip(task: Task, model: torch.nn.Module) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
 
 
+def steps_behind(dense: NDArray[np.floating], late: NDArray[np.floating]) -> float:
+    """Return the share of its steps by which the losses of ``late`` run after those of ``dense``, of the same batches.
+
+    Their ratio is averaged over the steps that are compared, since batches differ more than steps do; a cubic through
+    the logarithms of ``dense`` shows how many steps before the middle they were as much higher.
+    """
+    first, last = (int(share * len(dense)) for share in _SPAN)
+    middle = (first + last) // 2
+    dense, late = np.log(np.maximum(dense, _TINY)), np.log(np.maximum(late, _TINY))
+    steps = np.arange(middle // 5, len(dense))
+    curve = np.polynomial.Polynomial.fit(steps, dense[steps], 3)
+    loss = curve(middle) + (late - dense)[first : last + 1].mean()
+    before = np.arange(1, middle + 1)
+    return float(middle - before[np.abs(np.maximum.accumulate(curve(before)[::-1])[::-1] - loss).argmin()]) / middle
+
+
 def table(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each task, number of steps and arm, the rate that is best on the average over seeds.
 
     ``above`` is in percent of the quality of dense gradients at their best rate, with the same seeds. ``behind`` is
-    the share of its steps by which the training loss runs after that of dense updates at the same rate; see
-    studies/penalties.py.
+    the share of its steps by which the training loss runs after that of dense updates at the same rate.
     """
     dense = {
         (row["task"], row["steps"], row["seed"], row["rate"]): row["losses"] for row in made if row["arm"] == "dense"
@@ -237,7 +239,10 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="simulated ones (%(default)s)")
     add_device(parser, "where all ranks train; a row of the other kind has other bits")
-    in_process.add_arguments(parser, "text-gpt")
+    parser.add_argument("--task", default="text-gpt", metavar="T[,..]", help=f"{', '.join(list_tasks())} (%(default)s)")
+    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="(%(default)s)")
+    parser.add_argument("--steps", type=int, metavar="S", help="of a training (those of the task)")
+    study_rows.add_rows(parser)
     return parser
 
 
@@ -248,20 +253,20 @@ def run(arguments: argparse.Namespace) -> int:
         if arm not in ARMS:
             raise UnknownNameError(f"{_STUDY}: --arms", arm, list(ARMS))
     rates = [float(word) for word in read_list(arguments.rates)]
-    tasks, seeds, there = in_process.read(_STUDY, arguments, _KEY, 1)
+    if arguments.steps is not None:
+        check_least(_STUDY, "--steps", arguments.steps)
+    rows = study_rows.begin(_STUDY, arguments, _KEY)
     precision, device, ranks = arguments.precision, "cpu", arguments.ranks
     if arguments.device == "gpu":
         device = devices.torch_device(_STUDY, devices.find()).type
     torch.set_num_threads(1)  # rows of different machines are to have the same bits
+    tasks, seeds = read_list(arguments.task), map(int, read_list(arguments.seeds))
     for task, seed, arm, rate in itertools.product(tasks, seeds, arms, rates):
-        row = there.train(
-            train, task, arm, rate, seed, arguments.steps or get_task(task).steps, precision, device, ranks
-        )
-        if row is not None:
-            print(f"{task}, seed {seed}, {arm} at {rate:g} times the rate: {row['quality']:.4f}", flush=True)
-    made = [row for row in there.made if (row["precision"], row["device"], row["ranks"]) == (precision, device, ranks)]
+        key = task, arm, rate, seed, arguments.steps or get_task(task).steps, precision, device, ranks
+        rows.measure(key, train, *key)
+    made = [row for row in rows.made if (row["precision"], row["device"], row["ranks"]) == (precision, device, ranks)]
     results.show(table(made), _COLUMNS)
-    return 0
+    return study_rows.print_late(rows)
 
 
 if __name__ == "__main__":

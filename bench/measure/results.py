@@ -109,12 +109,9 @@ def write(
     threads: int,
     device: str = "cpu",
     job: Mapping[str, Any] | None = None,
-    runs: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write rows and environment as one JSON object, with the runs that they sum up where there are such."""
+    """Write rows and environment as one JSON object."""
     written: dict[str, Any] = {"schema": SCHEMA, "environment": environment(threads, device, job), "rows": rows}
-    if runs is not None:
-        written["runs"] = runs
     with whole_file(path) as file:
         json.dump(written, file, indent=1)
         file.write("\n")

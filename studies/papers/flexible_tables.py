@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import flexible_schedules
+import lab_jobs
 import numpy as np
 import paper_runs
-from in_process import Rows
-from lab_jobs import Network, check_lab, run_in_lab
+import study_rows
+from lab_jobs import Network, check_lab
 from mpicomp.bench.measure.feedback import Gradients, Selecting, make_bucket
 from mpicomp.bench.measure.timings import gather
+from study_rows import Rows
 
 from mpicomp import TopK
 from mpicomp.cli import run_program
@@ -308,7 +310,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_least(_STUDY, "--hosts", arguments.hosts, 2)
     check_least(_STUDY, "--scale", arguments.scale)
     steps, ranks = check_least(_STUDY, "--steps", arguments.steps, 50), check_least(_STUDY, "--ranks", arguments.ranks)
-    rows = paper_runs.begin(_STUDY, arguments, _KEY)
+    rows = study_rows.begin(_STUDY, arguments, _KEY)
     parts = arguments.parts.split(",")
     if parts != ["schedule"]:
         check_lab(_STUDY)
@@ -329,8 +331,7 @@ def run(arguments: argparse.Namespace) -> int:
                 rows.measure(key, flexible_schedules.train, schedule, arm, steps, ranks, seed)
     _print(rows.made, arguments.hosts, arguments.scale)
     flexible_schedules.show(rows.made)
-    paper_runs.print_late(rows)
-    return 0
+    return study_rows.print_late(rows)
 
 
 def _in_lab(hosts: int, network: Network, missing: Sequence[Cell], rows: Rows) -> None:
@@ -343,7 +344,7 @@ def _in_lab(hosts: int, network: Network, missing: Sequence[Cell], rows: Rows) -
             print(f"  {row['model']} {row['ratio']}: {row['ms']}", flush=True)
 
     words = ["--cells", json.dumps([asdict(cell) for cell in missing])]
-    run_in_lab(hosts, network, words, (), watch, [sys.executable, str(Path(__file__).resolve())])
+    lab_jobs.run(hosts, network, words, watch, [sys.executable, str(Path(__file__).resolve())])
 
 
 def _among_ranks(asked: Sequence[Mapping[str, Any]]) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import paper_runs
-from in_process import SharedModel
 from mpicomp.bench.tasks import get_task
 from numpy.typing import NDArray
+from study_rows import SharedModel
 
 FACTORS = (10, 20, 40, 160, 1000)  # what the paper's exponential rule tries from 10x to 1000x
 

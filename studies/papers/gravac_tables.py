@@ -10,6 +10,7 @@ from typing import Any
 import gravac_gains
 import numpy as np
 import paper_runs
+import study_rows
 from mpicomp.bench.measure.feedback import Gradients, Selecting, make_bucket
 from paper_runs import of_seeds
 
@@ -208,7 +209,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_least(_STUDY, "--steps", arguments.steps, _TIMED)
     ranks, steps = check_least(_STUDY, "--ranks", arguments.ranks, 2), arguments.steps
     names = paper_runs.read_arms(_STUDY, arguments.arms, arms(steps))
-    rows = paper_runs.begin(_STUDY, arguments, _KEY)
+    rows = study_rows.begin(_STUDY, arguments, _KEY)
     seeds = list(map(int, read_list(arguments.seeds)))
     for model in read_list(arguments.models):
         for name in _STATIC:
@@ -233,8 +234,7 @@ def run(arguments: argparse.Namespace) -> int:
                     rows.measure(("step", *trained), train, *trained, ranks, timed, network)
     _print(rows.made, ranks)
     gravac_gains.show(rows.made)
-    paper_runs.print_late(rows)
-    return 0
+    return study_rows.print_late(rows)
 
 
 def _network(probe: Mapping[str, Any]) -> paper_runs.Simulated:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import paper_runs
-from in_process import SharedModel
+import study_rows
 from mpicomp.bench.tasks import get_task
 from numpy.typing import NDArray
+from study_rows import SharedModel
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print the table."""
     for option, least in (("steps", 1), ("every", 1), ("ranks", 2)):
         check_least(_STUDY, f"--{option}", getattr(arguments, option), least)
-    rows = paper_runs.begin(_STUDY, arguments, ("task", "ranks", "seed"))
+    rows = study_rows.begin(_STUDY, arguments, ("task", "ranks", "seed"))
     for task in read_list(arguments.tasks):
         for seed in map(int, read_list(arguments.seeds)):
             key = task, arguments.ranks, seed
@@ -106,8 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     columns |= {"information": ".1%", "control": ".1%"}
     notes = ["information: share of the entropy, about 80 % in the paper; control: of arrays that share nothing"]
     paper_runs.show("What the gradients of two ranks have in common", lines_of(rows.made), columns, notes)
-    paper_runs.print_late(rows)
-    return 0
+    return study_rows.print_late(rows)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import lgc_models
 import paper_runs
+import study_rows
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
@@ -167,7 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print the table."""
     steps = check_least(_STUDY, "--steps", arguments.steps, 18)
     names = paper_runs.read_arms(_STUDY, arguments.arms, [*arms(steps), *ablations(steps)])
-    rows = paper_runs.begin(_STUDY, arguments, _KEY)
+    rows = study_rows.begin(_STUDY, arguments, _KEY)
     for seed in map(int, read_list(arguments.seeds)):
         for task in read_list(arguments.tasks):
             for place, ranks in enumerate(map(int, read_list(arguments.ranks))):
@@ -175,8 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
                     rows.measure((task, ranks, arm, seed), train, task, ranks, arm, seed, steps)
     _print(rows.made)
     _print_models()
-    paper_runs.print_late(rows)
-    return 0
+    return study_rows.print_late(rows)
 
 
 if __name__ == "__main__":

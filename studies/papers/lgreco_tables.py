@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 import paper_runs
+import study_rows
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
@@ -90,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print the table."""
     steps, ranks = check_least(_STUDY, "--steps", arguments.steps, 24), check_least(_STUDY, "--ranks", arguments.ranks)
-    rows = paper_runs.begin(_STUDY, arguments, _KEY)
+    rows = study_rows.begin(_STUDY, arguments, _KEY)
     names = paper_runs.read_arms(_STUDY, arguments.arms, arms(steps))
     for seed in map(int, read_list(arguments.seeds)):
         for task in read_list(arguments.tasks):
@@ -99,8 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
                     key = (task, family, arm, seed)
                     rows.measure(key, train, *key, ranks, steps)
     _print(rows.made, ranks)
-    paper_runs.print_late(rows)
-    return 0
+    return study_rows.print_late(rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The frame of the papers' tables: options, rows that a later run goes on from, trainings, and how they are printed."""
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,13 +11,13 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))  # where the other studies are
 
-from in_process import Rows, SharedModel, open_rows
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
+from study_rows import SharedModel, add_rows
 
 import mpicomp
 from mpicomp.cost.formulas import terms
-from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.errors import UnknownNameError
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.rounds import Group, Round, Rounds, dense_ring_bytes
 from mpicomp.systems.flexible import TrialDriver
@@ -46,9 +45,7 @@ def parser_of(
         parser.add_argument("--ranks", type=type(ranks), default=ranks, metavar="N", help=f"of {of} (%(default)s)")
     if arms:
         parser.add_argument("--arms", metavar="A[;..]", help="exchanges, as the table names them (all)")
-    parser.add_argument("--rows", metavar="F.jsonl", help="append every row to F; what is there is not measured again")
-    parser.add_argument("--limit", type=float, default=90.0, metavar="M", help="minutes; what is begun is ended (90)")
-    parser.set_defaults(alone=True)
+    add_rows(parser)
     return parser
 
 
@@ -62,13 +59,6 @@ def read_arms(study: str, text: str | None, known: Iterable[str]) -> list[str]:
         if name not in names:
             raise UnknownNameError(f"{study}: --arms", name, names)
     return asked
-
-
-def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows:
-    """Return the rows that are there, and have no more made when the time is over."""
-    if not 0 < arguments.limit < math.inf:
-        raise ConfigurationError(f"{study}: --limit must be minutes above 0, got {arguments.limit}")
-    return open_rows(study, arguments.rows, key, time.monotonic() + 60 * arguments.limit)
 
 
 @dataclass(frozen=True)
@@ -268,9 +258,3 @@ def of_seeds(values: Sequence[float], form: str = ".4f") -> str:
     """
     mean = format(fmean(values), form)
     return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
-
-
-def print_late(rows: Rows) -> None:
-    """Say what was not measured."""
-    if rows.late:
-        print(f"\nnot measured, since the time was over or it failed: {'; '.join(rows.late)}")

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-import paper_runs  # first, since it has Python find the studies of the folder above
-
-# isort: split
-import estimators
+import paper_runs
+import sidco_estimates
+import study_rows
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
@@ -23,7 +22,6 @@ _NUMEL = 1_000_000  # elements that are drawn
 _SHARE = 0.94  # of a dense step of the paper's LSTM on PTB that is communication
 _PROBE = 6  # steps from which computing is known
 
-DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 OTHERS = ("dgc", "gaussiank", "redsync.binary", "redsync.trimmed")
 PRINTED = {
     "sidco published": "near 1", "sidco here": "near 1", "dgc": "near 1", "gaussiank": "off by orders of magnitude",
@@ -50,11 +48,10 @@ def estimate(data: str, steps: int) -> dict[str, Any]:
     """Select from data with one estimator in all its forms; return its rows."""
     import resnet  # noqa: F401, registers its task
 
-    drawn = sorted(estimators.DISTRIBUTIONS)
-    source = estimators.drawn(data, _NUMEL, drawn.index(data)) if data in drawn else estimators.trained(data, True)
-    sidco = [f"sidco.{distribution}{form}" for distribution in DISTRIBUTIONS for form in (".published", "")]
-    found = estimators.measure(data, source, _RATIOS, steps, [*sidco, *OTHERS])
-    return {"found": [{key: row[key] for key in ("name", "ratio", "mean", "min", "max")} for row in found]}
+    is_drawn = data in sidco_estimates.DISTRIBUTIONS
+    gradients = sidco_estimates.drawn(data, _NUMEL) if is_drawn else sidco_estimates.trained(data)
+    labels = [f"{name}{form}" for name in sidco_estimates.SIDCO for form in (".published", "")]
+    return {"found": sidco_estimates.measure(gradients, not is_drawn, _RATIOS, steps, [*labels, *OTHERS])}
 
 
 def probe(task: str, ranks: int) -> dict[str, Any]:
@@ -157,7 +154,7 @@ def _times(rows: Sequence[Mapping[str, Any]], task: str) -> dict[str, dict[str, 
 def parser() -> argparse.ArgumentParser:
     description = "Show SIDCo's estimates and its time to a quality next to its paper's."
     parser = paper_runs.parser_of(_STUDY, description, "text-lstm", 150, 4, arms=False)
-    data = ",".join([*estimators.DISTRIBUTIONS, "resnet20", "vgg", "text-lstm"])
+    data = ",".join([*sidco_estimates.DISTRIBUTIONS, "resnet20", "vgg", "text-lstm"])
     parser.add_argument("--data", default=data, metavar="D[,..]", help="selected from (%(default)s)")
     parser.add_argument("--estimates", type=int, default=20, metavar="S", help="steps that are counted (%(default)s)")
     parser.add_argument("--ratio", type=float, default=0.01, metavar="R", help="of a training (%(default)s)")
@@ -168,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure what is not there yet, and print the tables."""
     for name in ("estimates", "steps", "ranks"):
         check_least(_STUDY, f"--{name}", getattr(arguments, name))
-    rows = paper_runs.begin(_STUDY, arguments, _KEY)
+    rows = study_rows.begin(_STUDY, arguments, _KEY)
     check_ratio(f"{_STUDY}: --ratio", arguments.ratio)
     tasks, ranks, ratio = read_list(arguments.tasks), arguments.ranks, arguments.ratio
     for data in read_list(arguments.data):
@@ -182,8 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
                 rows.measure(("train", *key), train, *key, probed, ranks, arguments.steps)
     _print_estimates(rows.made)
     _print_times(rows.made)
-    paper_runs.print_late(rows)
-    return 0
+    return study_rows.print_late(rows)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
-"""docs/results.md and docs/studies.md have every field that is written, and no other."""
+"""docs/results.md has every field that is written, and no other."""
 
 import json
-import re
 
-import estimators
 import pytest
-from regret import judged
-from study_jobs import call
 from tables import DOCS, check_types, documented
 
 from mpicomp.cli import main
@@ -27,17 +23,6 @@ def test_what_is_written(tmp_path):
     compare(written["environment"], "environment")
     for row in written["rows"]:
         compare(row, "Rows of kernels")
-
-
-def test_what_is_written_of_estimators(tmp_path):
-    path = tmp_path / "out.json"
-    words = ["--numel", "2000", "--steps", "2", "--data", "laplace", "--ratio", "0.1", "--json", str(path)]
-    assert call(estimators, words) == 0
-    written = json.loads(path.read_text())
-    compare(written, "The object of --json")
-    compare(written["environment"], "environment")
-    for row in written["rows"]:
-        compare(row, "Rows of estimators", "studies.md")
 
 
 @pytest.mark.slow
@@ -69,25 +54,9 @@ def test_what_is_written_by_trainings(mpiexec, tmp_path):
         compare(row, "Rows of training")
 
 
-def test_what_regret_adds():
-    row = {"numel": 1, "compressor": "dense", "config": {}, "chosen": None, "span_s": 1.0, "predicted_s": None}
-    row |= {"median_s": 1.0, "best_dense_s": 1.0}
-    for item in judged([row, row | {"chosen": "dense ring"}]):
-        added = {name: value for name, value in item.items() if name not in row}
-        compare({"bandwidth": "1gbit", "latency": "0us"} | added, "Rows of regret", "studies.md")
-
-
 def test_every_row_is_explained(tmp_path):
     path = tmp_path / "out.json"
     assert main(["bench", "kernels", "--numel", "2000", "--repeats", "2", "--ratio", "0.1", "--json", str(path)]) == 0
     page = (DOCS / "results.md").read_text()
     for name in {row["name"] for row in json.loads(path.read_text())["rows"]}:
         assert name.endswith((".compress", ".pack", ".unpack")) or f"`{name}`" in page
-
-
-def test_gradients_saved_by_the_page_are_read(tmp_path, monkeypatch, capsys):
-    code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "studies.md").read_text(), re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(code, {})
-    assert call(estimators, ["--gradients", "mine.npz", "--ratio", "0.1"]) == 0
-    assert "mine" in capsys.readouterr().out

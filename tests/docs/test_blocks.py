@@ -10,7 +10,6 @@ from tables import DOCS
 ELSEWHERE = {
     "checkpoint": "tests/docs/test_checkpoint.py",
     "policies": "tests/docs/test_policies.py",
-    "studies": "tests/docs/test_benchmarks.py",
     "extending": "tests/plugins/test_plugin_examples.py",
     "gpu": "a GPU",
 }

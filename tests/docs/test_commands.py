@@ -61,7 +61,7 @@ def test_those_of_studies_are_understood():
 
 def test_commands_are_found_and_wrong_ones_refused():
     assert sum("mpicomp train" in line for _, line in CASES) > 20
-    assert sum("studies/" in line for _, line in CASES) > 10
+    assert sum("studies/" in line for _, line in CASES) > 5
     with pytest.raises(SystemExit):
         understand(shlex.split("sudo mpicomp lab run --hosts 2 -- mpicomp train --taks digits"))
 
@@ -69,5 +69,4 @@ def test_commands_are_found_and_wrong_ones_refused():
 def test_every_study_is_in_their_table():
     listed = set(re.findall(r"^\| (?:\[)?`(\w+)/?`", (ROOT / "docs" / "studies.md").read_text(), flags=re.MULTILINE))
     scripts = {path.stem for path in (ROOT / "studies").glob("*.py") if "__main__" in path.read_text()}
-    assert len(scripts) > 10
     assert scripts <= listed

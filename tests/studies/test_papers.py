@@ -15,7 +15,9 @@ import lgc_models
 import numpy as np
 import paper_runs
 import pytest
+import sidco_estimates
 import sidco_tables
+import study_rows
 
 import mpicomp
 from mpicomp.errors import MpicompError
@@ -27,7 +29,7 @@ PAPERS = Path(__file__).resolve().parents[2] / "studies" / "papers"
 
 def test_rows_that_fail_or_come_late_are_named(tmp_path, capsys):
     arguments = argparse.Namespace(limit=1.0, rows=str(tmp_path / "rows.jsonl"))
-    rows = paper_runs.begin("test", arguments, ("name",))
+    rows = study_rows.begin("test", arguments, ("name",))
 
     def fail():
         raise MpicompError("no such thing")
@@ -39,7 +41,7 @@ def test_rows_that_fail_or_come_late_are_named(tmp_path, capsys):
     assert rows.made == [{"name": "a", "value": 1}]
     assert rows.late == ["b", "c"]
     assert "b: failed: no such thing" in capsys.readouterr().out
-    assert paper_runs.begin("test", arguments, ("name",)).find("a") == {"name": "a", "value": 1}
+    assert study_rows.begin("test", arguments, ("name",)).find("a") == {"name": "a", "value": 1}
 
 
 def test_simulated_clock_has_network_and_work_of_a_rank():
@@ -106,6 +108,23 @@ def test_lgc_parts_are_all_but_indices(monkeypatch):
     indices = 4 * sum(size * ratio for _, size in lgc_models.parameters("ResNet-50")) / 2
     rest = whole - sum(counted.values())
     assert 0 < rest < indices  # coded in less than 32 bits, and sent by one of two
+
+
+def test_sidco_estimates_are_counts_over_those_asked_for():
+    labels = ["topk", "sidco.gamma.published", "redsync.binary"]
+    found = sidco_estimates.measure(sidco_estimates.drawn("laplace", 4000), False, (0.1, 0.01), 3, labels)
+    assert [(row["name"], row["ratio"]) for row in found] == [(name, ratio) for ratio in (0.1, 0.01) for name in labels]
+    for row in found:
+        assert 0 <= row["min"] <= row["mean"] <= row["max"]
+        assert row["name"] != "topk" or row["min"] == row["max"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("laplace", 2**-0.5), ("gamma", 0.6 / 0.96**0.5), ("normal", (2 / np.pi) ** 0.5)]
+)
+def test_sidco_distributions_have_their_moments(name, share):
+    magnitudes = np.abs(next(sidco_estimates.drawn(name, 200_000)).astype(np.float64))
+    assert magnitudes.mean() / np.sqrt((magnitudes**2).mean()) == pytest.approx(share, rel=0.01)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.5, 0.95])

@@ -1,4 +1,4 @@
-"""Studies whose trainings run in this process: options, the model of simulated ranks, rows that a later run keeps."""
+"""The frame of studies: rows in a file that a later run goes on from, and the model of ranks in this process."""
 
 import argparse
 import json
@@ -10,36 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.tasks import Task, list_tasks
+from mpicomp.bench.tasks import Task
 from numpy.typing import NDArray
 
-from mpicomp.cli.options import check_writable, read_list
-from mpicomp.errors import MpicompError
-from mpicomp.setting_checks import check_least
-
-
-def add_arguments(parser: argparse.ArgumentParser, task: str) -> None:
-    """Declare tasks, seeds, steps and the file of rows; ``task`` is the default."""
-    parser.add_argument("--task", default=task, metavar="T[,..]", help=f"{', '.join(list_tasks())} (%(default)s)")
-    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="(%(default)s)")
-    parser.add_argument("--steps", type=int, metavar="S", help="of a training (those of the task)")
-    parser.add_argument(
-        "--rows", metavar="F.jsonl", help="append each training's row to F; what is there is not run again"
-    )
-    parser.set_defaults(alone=True)
+from mpicomp.cli.options import check_writable
+from mpicomp.errors import ConfigurationError, MpicompError
 
 
 class SharedModel:
-    """The model that all ranks compute their gradients with, and an optimizer: ``"task"``, ``"sgd"`` or ``"muon"``."""
+    """The model that all ranks compute their gradients with, and its task's optimizer."""
 
-    def __init__(self, task: Task, steps: int, optimizer: str = "task") -> None:
-        from mpicomp.bench.tasks.updating import Updater, inner_optimizer, momentum_sgd  # loads torch
+    def __init__(self, task: Task, steps: int) -> None:
+        from mpicomp.bench.tasks.updating import Updater  # loads torch
 
         self.task = task
         self.model = task.model()
         self.parameters = dict(self.model.named_parameters())
-        is_sgd = optimizer == "sgd"
-        self.optimizer = momentum_sgd(self.model) if is_sgd else inner_optimizer(task, self.model, optimizer)
+        self.optimizer = task.optimizer(self.model)
         self.updater = Updater(task, self.optimizer, steps)
 
     def backward(self, step: int, rank: int, ranks: int) -> float:
@@ -78,17 +65,6 @@ class Rows:
     def find(self, *key: Any) -> dict[str, Any] | None:
         return next((row for row in self.made if tuple(row[name] for name in self.key) == key), None)
 
-    def keep(self, row: dict[str, Any]) -> dict[str, Any]:
-        self.made.append(row)
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        return row
-
-    def train(self, train: Callable[..., dict[str, Any]], *key: Any) -> dict[str, Any] | None:
-        """Train with these values of the key and keep the row; None where there is one already."""
-        return None if self.find(*key) is not None else self.keep(train(*key))
-
     def measure(self, key: Sequence[Any], make: Callable[..., dict[str, Any]], *arguments: Any) -> None:
         """Make the row of this key, unless it is there; one that fails is printed and left out."""
         name = ", ".join(map(str, key))
@@ -104,24 +80,33 @@ class Rows:
             print(f"{name}: failed: {error}", flush=True)
             self.late.append(name)
             return
-        self.keep(dict(zip(self.key, key, strict=True)) | row)
+        self.made.append(dict(zip(self.key, key, strict=True)) | row)
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(self.made[-1]) + "\n")
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def read(
-    study: str, arguments: argparse.Namespace, key: Sequence[str], least: int
-) -> tuple[list[str], list[int], Rows]:
-    """Return the tasks, the seeds and the rows that are there; a training has at least ``least`` steps."""
-    if arguments.steps is not None:
-        check_least(study, "--steps", arguments.steps, least)
-    rows = open_rows(study, arguments.rows, key)
-    return read_list(arguments.task), [int(word) for word in read_list(arguments.seeds)], rows
+def add_rows(parser: argparse.ArgumentParser) -> None:
+    """Declare the file of rows, and the time after which no more are measured."""
+    parser.add_argument("--rows", metavar="F.jsonl", help="append every row to F; what is there is not measured again")
+    parser.add_argument("--limit", type=float, default=90.0, metavar="M", help="minutes; what is begun is ended (90)")
+    parser.set_defaults(alone=True)
 
 
-def open_rows(study: str, name: str | None, key: Sequence[str], end: float = math.inf) -> Rows:
-    """Return the rows in a file, which new ones are appended to; those of no file are kept nowhere."""
-    path = None if name is None else Path(name)
+def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows:
+    """Return the rows that are there, and have no more made when the time is over."""
+    if not 0 < arguments.limit < math.inf:
+        raise ConfigurationError(f"{study}: --limit must be minutes above 0, got {arguments.limit}")
+    path = None if arguments.rows is None else Path(arguments.rows)
     if path is not None:
         check_writable(study, str(path))
     there = path.read_text().splitlines() if path is not None and path.exists() else []
-    return Rows(key, path, [json.loads(line) for line in there], end)
+    return Rows(key, path, [json.loads(line) for line in there], time.monotonic() + 60 * arguments.limit)
+
+
+def print_late(rows: Rows) -> int:
+    """Print what was not measured; return the status of the study, 1 where there is such."""
+    if rows.late:
+        print(f"\nnot measured, since the time was over or it failed: {'; '.join(rows.late)}")
+    return int(bool(rows.late))

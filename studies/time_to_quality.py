@@ -1,0 +1,284 @@
+"""Seconds to the quality of dense exchange on emulated networks: ``python studies/time_to_quality.py``.
+
+A fixed plan learns the same on every network: it trains once a seed, on one host, and some of its steps are timed in a
+lab of each network. A policy whose plans change trains in each lab.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import lab_jobs
+import numpy as np
+import study_rows
+from lab_jobs import Network
+from mpicomp.bench.measure import results
+
+from mpicomp.cli import run_program
+from mpicomp.cli.options import read_list
+from mpicomp.errors import UnknownNameError
+from mpicomp.setting_checks import check_least
+
+_STUDY = "time_to_quality"
+_KEY = ("task", "network", "arm", "seed", "steps")
+_ONE_HOST = "one host"
+_DENSE = "dense"
+_LEAST_LOOKS = 20  # at held-out data, where the number of steps is given
+_NETWORKS = "50mbit/1ms,200mbit/1ms,1gbit/0us,2.5gbit/0us"
+_PINNED = ("--compressor", "topk", "--ratio", "0.01", "--collective", "allgather")
+_TWICE = ("--compressor", "topk", "--ratio", "0.02", "--collective", "allgather")  # lgreco halves the bytes of that
+
+
+def _policy(words: Sequence[str] = (), **config: Any) -> tuple[str, ...]:
+    return ("--policy", json.dumps(config), *words)
+
+
+def _plan(collective: str, **config: Any) -> tuple[str, ...]:
+    return ("--compressor", json.dumps(config), "--collective", collective, "--warmup", "0")
+
+
+# Made for trainings of some hundred steps: with the published windows of 500 steps nothing would be found in them, and
+# with a least gain of 0.7 hardly anything would be compressed under error feedback.
+POLICIES: dict[str, tuple[str, ...]] = {
+    "schedule": _policy(_PINNED, id="schedule", begin=0.25, end=0.01, steps=60),
+    "accordion": _policy(_PINNED, id="accordion"),
+    "lgreco": _policy(_TWICE, id="lgreco"),
+    "gravac": _policy(id="gravac", least=0.01, scaling="geometric", window=10, epsilon=0.1),
+    "flexible": _policy(id="flexible", every=50),
+    "auto": (),
+}
+PLANS: dict[str, tuple[str, ...]] = {
+    _DENSE: ("--compressor", "dense"),
+    "static": _PINNED,
+    "muon": ("--exchange", "muon", "--collective", "two-phase"),
+    "dense-bf16": _plan("scatter-reduce", id="dense", wire="bf16"),
+    "qsgd8": _plan("two-phase", id="qsgd", bits=8, rounding="nearest"),
+    "qsgd4": _plan("two-phase", id="qsgd", bits=4, rounding="nearest"),
+    "onebit": _plan("two-phase", id="onebit"),
+    "powersgd4": _plan("auto", id="powersgd", rank=4),
+    "topk10q4": _plan("allgather", id="topk", ratio=0.1, wire="q4"),
+    "topk3q4": _plan("allgather", id="topk", ratio=0.03, wire="q4"),
+    "topk1q4": _plan("allgather", id="topk", ratio=0.01, wire="q4"),
+    "star3": _plan("star-topk", id="topk", ratio=0.03),
+}
+_ARMS = f"{_DENSE},static,muon,{','.join(POLICIES)}"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The target quality of a task: ``factor * last quality of dense + offset``."""
+
+    lower: bool  # a lower quality is the better one
+    factor: float
+    offset: float
+    look_every: int  # steps between looks at held-out data
+    steps: int | None = None  # of a training; None for those that the task is tuned for
+
+    def target(self, dense: float) -> float:
+        return self.factor * dense + self.offset
+
+    def reaches(self, quality: float, target: float) -> bool:
+        return quality <= target if self.lower else quality >= target
+
+
+GOALS = {
+    "digits": Goal(False, 1.0, -0.015, 5),
+    "text-lstm": Goal(True, 1.01, 0.0, 10),
+    "text-gpt": Goal(True, 1.01, 0.0, 10, 120),
+}
+
+Curve = Sequence[tuple[int, float]]
+"""Number of steps done, ascending, and the quality after them on the held-out data of looks on the way."""
+
+
+def train(task: str, network: Network | None, arm: str, seed: int, steps: int | None, hosts: int) -> dict[str, Any]:
+    """Train with one rank on each host of a lab, or on this host; return what was learned and what steps took."""
+    goal = GOALS[task]
+    every = goal.look_every if steps is None else min(goal.look_every, max(1, steps // _LEAST_LOOKS))
+    steps = goal.steps if steps is None else steps
+    words = ["train", "--task", task, "--seed", str(seed), "--no-verdict", "--evaluate-every", str(every)]
+    words += [] if steps is None else ["--steps", str(steps)]
+    with tempfile.TemporaryDirectory(prefix="mpicomp-study-") as folder:
+        outcome_path, lines_path = Path(folder) / "outcome.json", Path(folder) / "lines.jsonl"
+        files = ["--json", str(outcome_path), "--metrics", str(lines_path)]
+        lab_jobs.run(hosts, network, [*words, *(POLICIES | PLANS)[arm], *files], watch=lambda line: None)
+        outcome = json.loads(outcome_path.read_text())
+        lines = [json.loads(line) for line in lines_path.read_text().splitlines()]
+    return {
+        "curve": [(line["step"] + 1, line["quality"]) for line in lines if line["quality"] is not None],
+        "quality": outcome["quality"]["value"],
+        "median_step_s": outcome["median_step_s"],
+        "choosing_s": outcome["choosing_s"],
+        "step_wire_bytes": outcome["wire_bytes"] / len(lines),
+        "seconds": [round(line["seconds"], 6) for line in lines],
+    }
+
+
+def smoothed(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the centred moving mean over three values; the first and the last one stay as they are.
+
+    So the last one reaches a target exactly when the final quality does.
+
+    >>> smoothed([4.0, 1.0, 1.0, 7.0]).tolist()
+    [4.0, 2.0, 3.0, 7.0]
+    """
+    found = np.array(values, float)
+    found[1:-1] = (found[:-2] + found[1:-1] + found[2:]) / 3
+    return found
+
+
+def steps_to(curve: Curve, target: float, lower: bool) -> float | None:
+    """Return the first step at which a curve reaches a target; None where it does not.
+
+    The curve is smoothed, made monotone (the best so far), and linear between measurements. Its first measurement is
+    returned where that is good enough: what was before is not known. Values that are not finite are the worst.
+
+    >>> steps_to([(10, 4.0), (20, 3.0), (30, 2.0)], 2.5, lower=True)
+    25.0
+    """
+    sign = 1.0 if lower else -1.0
+    values = np.array([sign * quality for _, quality in curve])
+    values[~np.isfinite(values)] = np.inf
+    best = np.minimum.accumulate(smoothed(values.tolist()))
+    reached = np.flatnonzero(best <= sign * target)
+    if reached.size == 0:
+        return None
+    place = int(reached[0])
+    if place == 0 or math.isinf(best[place - 1]):
+        return float(curve[place][0])
+    share = (best[place - 1] - sign * target) / (best[place - 1] - best[place])
+    return float(curve[place - 1][0] + share * (curve[place][0] - curve[place - 1][0]))
+
+
+def seconds_of_first(steps: float, seconds: Sequence[float]) -> float:
+    """Return the seconds of the first steps, of which the last one may be a part.
+
+    >>> seconds_of_first(2.5, [4.0, 1.0, 2.0, 8.0])
+    6.0
+    """
+    return float(np.interp(steps, range(len(seconds) + 1), [0.0, *np.cumsum(seconds)]))
+
+
+def judged(
+    learned: Mapping[str, Any], timed: Mapping[str, Any], dense: Mapping[str, Any], goal: Goal
+) -> dict[str, Any]:
+    """Return a seed's results on a network, from the row where it learned, a timed one, and that of dense exchange."""
+    steps = steps_to(learned["curve"], goal.target(dense["curve"][-1][1]), goal.lower)
+    found = {name: timed[name] for name in ("median_step_s", "choosing_s", "step_wire_bytes")}
+    found |= {"quality": learned["quality"], "limit": goal.target(dense["quality"]), "steps_to": steps}
+    time_s = None if steps is None else steps * timed["median_step_s"]
+    summed_s = seconds_of_first(steps, timed["seconds"]) if steps is not None and learned is timed else time_s
+    return found | {"time_s": time_s, "summed_s": summed_s}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a line for each task, network and arm, over the seeds that dense was trained with; the fastest first."""
+    by_key = {(row["task"], row["network"], row["arm"], row["seed"]): row for row in rows if row["steps"] != "timed"}
+    timings = {(row["task"], row["network"], row["arm"]): row for row in rows if row["steps"] == "timed"}
+    lines = []
+    for task, network in dict.fromkeys((row["task"], row["network"]) for row in rows if row["network"] != _ONE_HOST):
+        goal, of_arm = GOALS[task], dict[str, dict[int, dict[str, Any]]]()
+        for (other, place, arm, seed), row in by_key.items():
+            dense = by_key.get((task, _ONE_HOST, _DENSE, seed))
+            timed = row if place == network else timings.get((task, network, arm))
+            if other == task and place in (_ONE_HOST, network) and dense is not None and timed is not None:
+                of_arm.setdefault(arm, {})[seed] = judged(row, timed, dense, goal)
+        base = of_arm.get(_DENSE, {})
+        found = []
+        for arm, seeds in of_arm.items():
+            time_s = _mean([seed["time_s"] for seed in seeds.values()])
+            dense_s = _mean([base[seed]["time_s"] for seed in seeds if seed in base])
+            qualities = [seed["quality"] for seed in seeds.values()]
+            found.append({
+                "task": task, "network": network, "arm": arm, "seeds": len(seeds), "time_s": time_s,
+                "time_sd": _deviation([seed["time_s"] for seed in seeds.values()]),
+                "of_dense": None if time_s is None or not dense_s else time_s / dense_s,
+                "summed_s": _mean([seed["summed_s"] for seed in seeds.values()]),
+                "steps": _mean([seed["steps_to"] for seed in seeds.values()]),
+                "reached": sum(seed["steps_to"] is not None for seed in seeds.values()),
+                "step_s": fmean(seed["median_step_s"] for seed in seeds.values()),
+                "choosing_ms": 1e3 * fmean(seed["choosing_s"] for seed in seeds.values()),
+                "step_MB": fmean(seed["step_wire_bytes"] for seed in seeds.values()) / 1e6,
+                "quality": fmean(qualities),
+                "equal": goal.reaches(fmean(qualities), fmean(seed["limit"] for seed in seeds.values())),
+            })  # fmt: skip
+        lines += sorted(found, key=lambda line: math.inf if line["time_s"] is None else line["time_s"])
+    return lines
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None where a seed has no value, since a mean of the others would flatter."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
+
+
+def _deviation(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return stdev(known) if len(known) == len(values) > 1 else None
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog=f"studies/{_STUDY}.py",
+        description="Train until the quality of dense exchange is reached, and show for every task and emulated "
+        "network the seconds that takes with each policy or plan. It needs a lab, and hours without options.",
+    )
+    made.add_argument("--tasks", default="digits,text-lstm", metavar="T[,..]", help=f"{', '.join(GOALS)} (%(default)s)")
+    known = ", ".join([*PLANS, *POLICIES])
+    made.add_argument("--arms", default=_ARMS, metavar="A[,..]", help=f"{known} (%(default)s); dense in any case")
+    lab_jobs.add_lab(made, _NETWORKS)
+    made.add_argument("--seeds", default="0,1,2", metavar="K[,..]", help="(%(default)s)")
+    made.add_argument("--steps", type=int, metavar="S", help="of a training (those of the task; text-gpt: 120)")
+    made.add_argument("--timed", type=int, default=24, metavar="S", help="steps that are timed in a lab (%(default)s)")
+    study_rows.add_rows(made)
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train what is not there yet, and print a table; 1 where a training failed."""
+    arms = list(dict.fromkeys([_DENSE, *read_list(arguments.arms)]))
+    tasks, seeds = read_list(arguments.tasks), [int(word) for word in read_list(arguments.seeds)]
+    for option, names, known in (("--arms", arms, [*PLANS, *POLICIES]), ("--tasks", tasks, list(GOALS))):
+        for name in names:
+            if name not in known:
+                raise UnknownNameError(f"{_STUDY}: {option}", name, known)
+    for option, least in (("hosts", 2), ("steps", 1), ("timed", 8)):
+        if getattr(arguments, option) is not None:
+            check_least(_STUDY, f"--{option}", getattr(arguments, option), least)
+    networks = lab_jobs.read_networks(_STUDY, arguments.networks)
+    rows = study_rows.begin(_STUDY, arguments, _KEY)
+    lab_jobs.check_lab(_STUDY)
+    hosts, steps = arguments.hosts, arguments.steps
+    for seed in seeds:
+        for task in tasks:
+            for arm in arms:
+                if arm in PLANS:
+                    rows.measure((task, _ONE_HOST, arm, seed, steps), train, task, None, arm, seed, steps, hosts)
+                for network in networks:
+                    if arm in POLICIES:
+                        key = task, str(network), arm, seed, steps
+                        rows.measure(key, train, task, network, arm, seed, steps, hosts)
+                    elif seed == seeds[0]:
+                        key = task, str(network), arm, seed, "timed"
+                        rows.measure(key, train, task, network, arm, seed, arguments.timed, hosts)
+    results.show(table([row for row in rows.made if row["steps"] in (steps, "timed")]), {
+        "task": "", "network": "", "arm": "", "time_s": ".2f", "time_sd": ".2f", "of_dense": ".3f", "summed_s": ".2f",
+        "steps": ".0f", "reached": "d", "seeds": "d", "step_s": ".4f", "choosing_ms": ".2f", "step_MB": ".4g",
+        "quality": ".4f", "equal": "",
+    })  # fmt: skip
+    print(
+        "time_s: steps to the target times the median step, mean and deviation over seeds; none where a seed misses it"
+        "\nsummed_s: of policies with the steps as they were; target: dense less 0.015 (digits), times 1.01 (text)"
+    )
+    return study_rows.print_late(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(parser().parse_args, run))
