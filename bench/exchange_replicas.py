@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from mpicomp.bench.measure.exchanges import name_of
 from mpicomp.bench.peer_exchanges import PlainTopK, over_gloo, over_mpi, process_group, replica_group
-from mpicomp.bench.replay import Replay
 from mpicomp.bench.replica import CPU, Replica, threads_of_rank
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.training_rows import (
@@ -123,11 +122,6 @@ class _Mpicomp(NoExchange):
             updates = self._preset | {"sync_every": self._every}
         else:
             words["overlap"] = False if exchange.in_line else None
-        if exchange.trace is not None:
-            settings = job.settings
-            replay = Replay(exchange.trace, settings.steps * settings.blocks, settings.warm_up)
-            # A replay sends what was recorded, no more.
-            words |= {"policy": replay, "bucket_bytes": replay.bucket_bytes, "compare_every": 0}
         self.exchange_by(
             job.transport,
             updates,

@@ -36,7 +36,6 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     MUON: ({"id": "onebit"}, {"inner": "muon", "sync_every": 10}),
 }
 """Compressors and settings that these names are short for, ``inner`` and the steps between exchanges among them."""
-REPLAY = "replay:"  # prefix of the name of an exchange that runs recorded plans; the path of their file follows
 
 SECONDS, FORWARD, BACKWARD, WIRE, PROCESSOR, COMPRESS, EXCHANGE, DECODE = range(8)
 """Columns of the numbers that a rank reports of a step: seconds, those of two parts, bytes that left the rank, seconds
@@ -103,7 +102,6 @@ class Exchange:
     name: str  # as it was asked for: unique, and the same with `INLINE` behind it for the same exchange in line
     compressor: Compressor | None = None  # of mpicomp's; None lets it choose
     collective: str = AUTO  # of mpicomp's
-    trace: str | None = None  # path of recorded plans, which are run as they were
 
     @property
     def ours(self) -> bool:
@@ -220,7 +218,7 @@ def _row(training: Trained, batch: int) -> dict[str, Any]:
         "exchange": exchange.name,
         "compressor": None if exchange.compressor is None else exchange.compressor.id,
         "ratio": getattr(exchange.compressor, "ratio", None),
-        "collective": exchange.collective if exchange.ours and exchange.trace is None else None,
+        "collective": exchange.collective if exchange.ours else None,
         "overlap": training.overlaps,
         "ran": training.ran,
         "blocks": seconds.shape[0],

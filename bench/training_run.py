@@ -95,7 +95,6 @@ class Settings:
     steps: int  # at least 1
     seed: int  # seed of the model, of the data's order and of the schemes
     evaluate_every: int = 0  # steps from one look at the held-out data to the next; 0 looks at the end alone
-    bucket_bytes: int | None = None
     probes: bool = True  # whether exchanges, dense ones among them, are measured by themselves after the training
     warmup: int | str = 0
     # Settings of `mpicomp.torch.UpdateOptimizer`, ``sync_every`` among them; None exchanges gradients.
@@ -157,7 +156,7 @@ def train(
     broadcast_parameters(model, comm=between)
     once_bytes = round(sum(entry.wire_bytes for entry in between.log))
     # Phases are to add up to the step, so nothing overlaps.
-    of_gradients = {"overlap": False, "bucket_bytes": settings.bucket_bytes} if settings.updates is None else {}
+    of_gradients = {"overlap": False} if settings.updates is None else {}
     replica.exchange_by(
         between,
         settings.updates,

@@ -80,11 +80,14 @@ class Rows:
             print(f"{name}: failed: {error}", flush=True)
             self.late.append(name)
             return
-        self.made.append(dict(zip(self.key, key, strict=True)) | row)
+        self.keep(dict(zip(self.key, key, strict=True)) | row)
+        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+
+    def keep(self, row: dict[str, Any]) -> None:
+        self.made.append(row)
         if self.path is not None:
             with self.path.open("a") as file:
-                file.write(json.dumps(self.made[-1]) + "\n")
-        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+                file.write(json.dumps(row) + "\n")
 
 
 def add_rows(parser: argparse.ArgumentParser) -> None:

@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X[,..]",
         help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
         "colon where it is not auto, with -inline where it is to wait for backward, and with updates: before it to "
-        "exchange updates in place of gradients; demo and muon for what mpicomp train has by these names; replay:F for "
-        "plans of mpicomp train's --metrics F; ddp, ddp-fp16, ddp-bf16, ddp-powersgd and ddp-powersgd-1bucket for "
-        "PyTorch's over gloo; torchft-ddp, and torchft-diloco, which exchanges updates, for torchft's; plain-topk and "
-        "plain-topk-mpi for a top-k written by hand, over gloo and over MPI (%(default)s)",
+        "exchange updates in place of gradients; demo and muon for what mpicomp train has by these names; ddp, "
+        "ddp-fp16, ddp-bf16, ddp-powersgd and ddp-powersgd-1bucket for PyTorch's over gloo; torchft-ddp, and "
+        "torchft-diloco, which exchanges updates, for torchft's; plain-topk and plain-topk-mpi for a top-k written by "
+        "hand, over gloo and over MPI (%(default)s)",
     )
     parser.add_argument(
         "--every", type=int, default=1, metavar="H", help="steps from one exchange of updates to the next (%(default)s)"
@@ -132,7 +132,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _exchange(word: str, ratio: float) -> "Exchange":
     """Read the name of an exchange."""
-    from mpicomp.bench.replay import Replay
     from mpicomp.bench.training_rows import (
         AUTO,
         INLINE,
@@ -140,7 +139,6 @@ def _exchange(word: str, ratio: float) -> "Exchange":
         PLAIN_TOPK,
         PLAIN_TOPK_MPI,
         PRESETS,
-        REPLAY,
         UPDATES,
         Exchange,
     )
@@ -156,10 +154,6 @@ def _exchange(word: str, ratio: float) -> "Exchange":
         return Exchange(word)
     if word in PRESETS:
         return Exchange(word, get_compressor(PRESETS[word][0]))
-    if word.startswith(REPLAY):
-        path = word.removeprefix(REPLAY)
-        Replay(path)  # what holds no plans is refused here
-        return Exchange(word, trace=path)
     updates = word.startswith(UPDATES)
     if updates and word.endswith(INLINE):
         raise ConfigurationError(f"{_COMMAND}: updates are there after backward in any case, got '{word}'")

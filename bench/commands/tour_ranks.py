@@ -82,8 +82,7 @@ def _trainings(steps: int) -> Iterator[tuple[str, Any]]:
 
     words: dict[str, Any] = {"steps": steps, "seed": 0, "evaluate_every": max(1, steps // _LOOKS), "probes": False}
     yield _DENSE, Settings(Dense(), "auto", get_policy("static"), **words)
-    auto: Any = get_policy("auto")
-    yield _AUTO, Settings(None, "auto", auto, bucket_bytes=auto.bucket_bytes, **words)
+    yield _AUTO, Settings(None, "auto", get_policy("auto"), **words)
     compressor, updates = PRESETS[MUON]
     updates = updates | {"sync_every": _SYNC_EVERY}
     yield _MUON, Settings(get_compressor(compressor), "auto", get_policy("static"), updates=updates, **words)

@@ -91,7 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train once more with dense exchange, from the same seed; the verdict then counts quality, and the report "
         "shows both",
     )
-    parser.add_argument("--replay", metavar="F", help="run the plans that another run has written with --metrics F")
     parser.add_argument(
         "--no-verdict",
         action="store_true",
@@ -140,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"train: --measured records exchanges of gradients on the CPU; leave {what} out")
     chooses_steps = updates is not None and updates["sync_every"] == "auto"
     every = 1 if updates is None or chooses_steps else updates["sync_every"]
-    policy = _policy(arguments, compressor, chooses_steps) if arguments.replay is None else _replay(arguments)
+    policy = _policy(arguments, compressor, chooses_steps)
     outer = None if updates is None else updates.get("outer")
     has_signs = isinstance(outer, dict) and outer.get("sign")  # those of a dense mean are another method
     if arguments.warmup is None and (has_signs or (updates or {}).get("inner") == "muon"):
@@ -169,8 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"train: --shard {arguments.shard} needs at least two replicas of {arguments.shard} ranks, and this job "
             f"has {count(group.size, 'rank')}; start it with mpiexec -n {2 * arguments.shard}"
         )
-    recorded = None if arguments.replay is None else getattr(policy, "steps", None)
-    steps = arguments.steps or recorded or task.steps
+    steps = arguments.steps or task.steps
     if arguments.warmup is None:
         warmup = min(warmup, steps // every // 2)  # so that a short run shows what was named, too
     elif every * read_warmup(warmup)[0] >= steps:
@@ -196,7 +194,6 @@ def run(arguments: argparse.Namespace) -> int:
         steps,
         arguments.seed,
         arguments.evaluate_every,
-        getattr(policy, "bucket_bytes", None),
         not arguments.no_verdict,
         warmup,
         updates,
@@ -272,7 +269,6 @@ def _check_sharded(arguments: argparse.Namespace) -> None:
     advice = {
         "checkpoints": "; docs/pytorch.md says how a script of yours saves shards",
         "measured": "",
-        "replay": "",
     }
     for option, more in advice.items():
         if getattr(arguments, option):
@@ -298,7 +294,7 @@ def _dense(settings: "Settings") -> "Settings":
     from mpicomp.policies import get_policy
 
     words: dict[str, Any] = {"compressor": Dense(), "collective": "auto", "policy": get_policy("static"), "warmup": 0}
-    words |= {"updates": None, "lr_scale": 1.0, "bucket_bytes": None}
+    words |= {"updates": None, "lr_scale": 1.0}
     return replace(settings, **words, probes=False, records=False, trace=None)
 
 
@@ -379,8 +375,6 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
                 f"train: gradients are exchanged in every step, so {what} says nothing; name --exchange updates"
             )
         return None
-    if arguments.replay is not None:
-        raise ConfigurationError("train: --replay runs recorded exchanges of gradients; leave --exchange updates out")
     known = ("sync_every", "outer", "second_moments", "sync_delay", "fragments", "feedback_decay", "inner")
     unknown = sorted(set(config) - set(known))
     if unknown:
@@ -421,19 +415,3 @@ def _policy(arguments: argparse.Namespace, compressor: "Compressor | None", choo
         policy = WarmUp(policy, arguments.warmup)
     policy.configure(UserSettings(compressor, arguments.collective))
     return get_policy(config)  # one object serves one reducer
-
-
-def _replay(arguments: argparse.Namespace) -> "Policy":
-    """Return the policy of recorded plans."""
-    from mpicomp.bench.replay import Replay
-
-    from mpicomp.errors import ConfigurationError
-
-    for option, value in (
-        ("compressor", None), ("ratio", None), ("policy", None), ("warmup", None), ("collective", "auto"),
-    ):  # fmt: skip
-        if getattr(arguments, option) != value:
-            raise ConfigurationError(
-                f"train: --replay runs the plans in '{arguments.replay}', so --{option} says nothing; leave one out"
-            )
-    return Replay(arguments.replay, arguments.steps)

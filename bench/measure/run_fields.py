@@ -83,7 +83,7 @@ class RunObject(TypedDict):
     compressor_config: Annotated[dict[str, Any], "its configuration"]
     ratio: Annotated[float, "kept fraction; 1 where the compressor has none"]
     collective: Annotated[str, "the collective that ran, or what was asked for where several did"]
-    policy: Annotated[str, "name of the policy; `replay` with `--replay`"]
+    policy: Annotated[str, "name of the policy"]
     policy_config: Annotated[dict[str, Any], "its configuration"]
     exchange: Annotated[str, "what was exchanged: `gradients`, or `updates`"]
     updates: Annotated[dict[str, Any] | None, "settings of the exchange of updates; null for gradients"]

@@ -340,7 +340,7 @@ def _in_lab(hosts: int, network: Network, missing: Sequence[Cell], rows: Rows) -
     def watch(line: str) -> None:
         if line.startswith("{"):
             row = json.loads(line)
-            rows.keep({name: row[name] for name in _KEY} | row)
+            rows.keep(row)
             print(f"  {row['model']} {row['ratio']}: {row['ms']}", flush=True)
 
     words = ["--cells", json.dumps([asdict(cell) for cell in missing])]

@@ -196,25 +196,6 @@ def test_evaluate_every_leaves_losses_as_they_are(mpiexec, tmp_path):
 
 
 @pytest.mark.slow
-def test_replay_runs_recorded_plans(mpiexec, tmp_path):
-    arguments = ["--task", "digits", "--steps", "30"]
-    first = tmp_path / "first"
-    first.mkdir()
-    done, _, recorded = train(mpiexec, first, 2, *arguments)
-    assert done.returncode == 0, done.stderr
-    steps = 12
-    arguments = ["--task", "digits", "--replay", first / "metrics.jsonl", "--steps", steps]
-    done, result, lines = train(mpiexec, tmp_path, 2, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert len(lines) == result["steps"] == steps
-    assert result["policy"] == "replay"
-    for step, line in enumerate(lines):
-        expected = recorded[step * 30 // steps]["buckets"]
-        for bucket, other in zip(line["buckets"], expected, strict=True):
-            assert (bucket["compressor"], bucket["collective"]) == (other["compressor"], other["collective"])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "warmup", "dense", "ratios"),
     [
@@ -345,9 +326,6 @@ def test_updates_are_exchanged_at_their_interval(comm, tmp_path, capsys, argumen
         (["--policy", '{"id": "auto", "fidel": 1}'], "name 'fidel'; did you mean 'fidelity'"),
         (["--policy", "auto", "--compressor", "onebit"], "which onebit cannot give"),
         (["--evaluate-every", "-1"], "--evaluate-every must be an integer of at least 0, got -1"),
-        (["--replay", "nowhere"], "replay: 'nowhere' cannot be read"),
-        (["--replay", "m.jsonl", "--policy", "auto"], "--policy says nothing; leave one out"),
-        (["--replay", "m.jsonl", "--warmup", "1"], "--warmup says nothing; leave one out"),
         (["--shard", "0"], "--shard must be an integer of at least 1, got 0"),
         (["--shard", "2", "--checkpoints", "c"], "--checkpoints needs the whole model on each rank"),
         (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
@@ -365,7 +343,6 @@ def test_updates_are_exchanged_at_their_interval(comm, tmp_path, capsys, argumen
             ["--exchange", '{"id": "updates", "inner": "sg"}'],
             "--exchange: inner: unknown name 'sg'; did you mean 'sgd'",
         ),
-        (["--exchange", "updates", "--replay", "m.jsonl"], "leave --exchange updates out"),
         (["--json", "/nonexistent/o.json"], "'/nonexistent/o.json' cannot be written"),
     ],
 )

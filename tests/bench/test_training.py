@@ -1,7 +1,5 @@
 """Rows of ``mpicomp bench training``, from scripted seconds and from real training."""
 
-import json
-
 import pytest
 
 pytest.importorskip("torch")
@@ -11,8 +9,6 @@ import numpy as np
 import torch
 from marks import slow
 from mpicomp.bench.exchange_replicas import Job, train_all, trainers
-from mpicomp.bench.measure.metrics import MetricsWriter
-from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.peer_exchanges import INTERFACE, PlainTopK, over_gloo, over_mpi, process_group
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
@@ -34,13 +30,10 @@ from mpicomp.bench.training_rows import (
     slowest,
     train_in_turn,
 )
-from mpicomp.bench.training_run import Settings as Training
-from mpicomp.bench.training_run import train
 
 from mpicomp import Dense, TopK
 from mpicomp.compressors import get_compressor
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies import get_policy
 from mpicomp.torch import UpdateOptimizer
 from mpicomp.transport import LocalWorld
 from mpicomp.transport.mpi import MPITransport
@@ -289,27 +282,6 @@ def test_ranks_train_with_each_exchange(comm):
     for other in gathered:
         np.testing.assert_array_equal(other, gathered[0])
     assert not torch.distributed.is_initialized()
-
-
-@pytest.mark.mpi(max_size=3)
-@pytest.mark.timeout(120)
-def test_replay_runs_recorded_plans_in_the_steps_that_count(comm, tmp_path):
-    transport = MPITransport(comm)
-    task = get_task("digits", 1)
-    path = comm.bcast(str(tmp_path / "trace.jsonl"))
-    policy = get_policy({"id": "schedule", "begin": 0.25, "end": 0.01, "steps": 6})
-    with MetricsWriter(path if comm.rank == 0 else None) as metrics:
-        train(task, Training(TopK(), "allgather", policy, 6, 1, probes=False), transport, Progress(False), metrics)
-    comm.barrier()
-    with open(path) as file:
-        recorded = [sum(bucket["wire_bytes"] for bucket in json.loads(line)["buckets"]) for line in file]
-    exchange = Exchange(f"replay:{path}", trace=path)
-    [training], _, _ = train_all([exchange], Job(task, Settings(2, 3, 2), 1, transport), silent)
-    transport.close()
-    assert not training.overlaps
-    assert training.equal
-    assert training.steps[:, :, WIRE].reshape(-1).tolist() == recorded
-    assert len(set(recorded)) == (1 if comm.size == 1 else 6)
 
 
 @pytest.mark.mpi(max_size=3)

@@ -85,7 +85,6 @@ def test_compressors_are_named_or_configured(tmp_path):
         ([*TRAINING, "--exchange", "topk:allgathr"], "unknown name 'allgathr'; did you mean 'allgather'?"),
         ([*TRAINING, "--exchange", "topk:ring"], "topk: does not fit collective 'ring'"),
         ([*TRAINING, "--exchange", "auto:low-rank"], "dense: does not fit collective 'low-rank'"),
-        ([*TRAINING, "--exchange", "replay:/nonexistent/m.jsonl"], "replay: '/nonexistent/m.jsonl' cannot be read"),
         ([*TRAINING, "--exchange", "updates:ddp"], "none with updates:, got 'updates:ddp'; name 'ddp'"),
         ([*TRAINING, "--exchange", "demo-inline"], "'demo' has no other collective, no form in line"),
         ([*TRAINING, "--exchange", "updates:topk-inline"], "updates are there after backward in any case"),

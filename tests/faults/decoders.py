@@ -20,8 +20,6 @@ from faults.genuine_messages import (
     sparse,
 )
 from faults.whole_exchanges import agreement, fill, leader_message, whole_exchange
-from lab_jobs import read_json, read_lines
-from mpicomp.bench.replay import Replay
 
 import mpicomp
 from mpicomp.algorithms.matrix_batches import Matrix
@@ -65,7 +63,6 @@ def decoders() -> dict[str, Decoder]:
     found["header/agreement"] = agreement
     found["file/checkpoint"] = _checkpoint
     found["file/cost"] = _file(_written_cost, CostModel.load)
-    found["file/metrics"] = _file(_written_metrics, _read_metrics)
     return found
 
 
@@ -228,22 +225,6 @@ def _written_cost(rng, path):
     for name in ("topk", "dense"):
         model.kernels[name] = KernelCost(*rng.random(3))
     model.save(path)
-
-
-def _written_metrics(rng, path):
-    world = LocalWorld(2)
-    reducers = [mpicomp.Reducer(mpicomp.TopK(ratio=0.1), comm=end) for end in world.transports]
-    with open(path, "w", encoding="utf-8") as file:
-        for _ in range(2):
-            world.run([reducer.rounds({"w": random_array(rng, 60, np.float32)}) for reducer in reducers])
-            file.write(json.dumps(reducers[0].last_step.to_json()) + "\n")
-
-
-def _read_metrics(path):
-    lines, whole = read_lines(path), read_json(path)
-    assert all(isinstance(line, dict) for line in lines)
-    assert isinstance(whole, dict)
-    Replay(path=str(path)).get_config()
 
 
 def _file(write, read):

@@ -1,6 +1,5 @@
 """Mutated messages and files: an error of mpicomp or a result of the right shape, and never a byte out of bounds."""
 
-import json
 import subprocess
 import sys
 import textwrap
@@ -10,17 +9,14 @@ import numpy as np
 import pytest
 from faults import fuzz
 from faults.decoders import decoders, exchanges
-from lab_jobs import read_json, read_lines
-from mpicomp.bench.replay import Replay
 from mpicomp.kernels import cpu
 
 import mpicomp
 from mpicomp.collectives import Context, bind
 from mpicomp.collectives.scheme import check_counts
-from mpicomp.errors import ConfigurationError, MessageError
+from mpicomp.errors import MessageError
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.rounds import Group, drive
-from mpicomp.rounds.reports import from_one
 from mpicomp.testing.examples import accumulated
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
@@ -217,61 +213,3 @@ def test_spectrum_of_impossible_bins_is_refused(first):
     surveys[1, surveys.shape[1] // 2] = first
     with pytest.raises(MessageError, match="survey: from rank 1: bins must begin at one from 0 to"):
         Spectra([4, 5], surveys)
-
-
-def _line(**changed):
-    layers = [{"name": "w", "numel": 3}]
-    bucket = {"compressor": {"id": "topk"}, "collective": "allgather", "numel": 3, "layers": layers}
-    return json.dumps({"buckets": [bucket | changed]})
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 200_000,
-        "5",
-        "[]",
-        '{"buckets": 1}',
-        _line(collective=7),
-        _line(compressor=7),
-        _line(compressor={"id": ["topk"]}),
-        _line(numel=None),
-        _line(numel=1e999),
-        _line(layers=[{"name": "w", "numel": []}]),
-        _line()[:-9],
-        _line().encode("utf-16").decode("latin-1"),
-    ],
-    ids=lambda text: text[:60],
-)
-def test_recorded_lines_of_another_form_are_refused(tmp_path, text):
-    path = tmp_path / "run.jsonl"
-    path.write_text(_line() + "\n")
-    assert len(read_lines(path)) == Replay(path=str(path)).steps == 1
-    path.write_text(_line() + "\n" + text + "\n")
-    with pytest.raises(ConfigurationError, match=r"replay: .*run\.jsonl' must hold lines that mpicomp train"):
-        Replay(path=str(path))
-    assert all(isinstance(line, dict) for line in read_lines(path))
-    assert isinstance(read_json(path), dict)
-
-
-@pytest.mark.parametrize(
-    ("length", "text", "said"),
-    [
-        (-1, b"", "must have from 0 to"),
-        (2**62, b"", "must have from 0 to"),
-        (2, b"{]", "from rank 0: a report is no JSON"),
-        (2, b"12", "from rank 0: a report must be an object, got 12"),
-        (2, b"\xff\xfe", "from rank 0: a report is no JSON"),
-        (200_000, b"[" * 200_000, "from rank 0: a report is no JSON"),
-    ],
-    ids=str,
-)
-def test_report_that_is_no_object_is_refused(length, text, said):
-    answers = iter([[length], np.frombuffer(text, np.uint8)])
-
-    def answer(task):
-        task.recv[:] = next(answers)
-        return task.recv
-
-    with pytest.raises(MessageError, match=f"^cost: .*{said}"):
-        drive(from_one(None, Group(1, 2), "cost"), answer)
