@@ -169,7 +169,6 @@ def train(
         **of_gradients,
     )
     optimizer, updater = replica.optimizer, replica.updater
-    driver = _trial_driver(optimizer, model, settings)
     saves, first = settings.checkpoints, 0
     if saves is not None:
         first = saves.load(task, model, optimizer, updater, transport)
@@ -198,8 +197,6 @@ def train(
     with progress.over(settings.steps), traced:
         for step in range(first, settings.steps):
             loss, seconds, phases, record = _step(replica, step, settings.updates is None, backward)
-            if driver is not None:
-                driver.after_step()
             timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
             wire += record.wire_bytes
@@ -320,17 +317,6 @@ def train(
         measured=measured,
         slowest=slowest,
     )
-
-
-def _trial_driver(optimizer: Any, model: torch.nn.Module, settings: Settings) -> Any:
-    """Return the driver of a policy that undoes steps, such as flexible as published; None for others."""
-    drive_trials = getattr(optimizer.reducer.policy, "drive_trials", None)
-    if drive_trials is not None and settings.updates is not None:
-        raise ConfigurationError(
-            f"train: trials of policy '{settings.policy.id}' undo steps, and --exchange updates has steps between "
-            "exchanges; leave one of them out"
-        )
-    return None if drive_trials is None else drive_trials(optimizer, model)
 
 
 def _for_any_names(plan: Ran) -> Compressor:

@@ -93,7 +93,7 @@ class Registry(Generic[Object]):
         published = parameters.pop("as_published", False)
         check_flag(name, "as_published", published)
         if published and not hasattr(cls, "as_published"):
-            raise ConfigurationError(f"{name}: has no published form that differs; leave as_published out")
+            raise ConfigurationError(f"{name}: has no published settings that differ; leave as_published out")
         built: Object = cls.as_published(**parameters) if published else cls.from_config(parameters)
         return built
 

@@ -1,6 +1,7 @@
 """The frame of studies: rows in a file that a later run goes on from, and the model of ranks in this process."""
 
 import argparse
+import copy
 import json
 import math
 import time
@@ -46,6 +47,21 @@ class SharedModel:
 
     def quality(self) -> float:
         return self.task.evaluate(self.model)
+
+    def copy(self, buffers: bool = True) -> Any:
+        """Return a copy of parameters, the optimizer's state, and the model's buffers; not of the learning rate."""
+        tensors = [*self.parameters.values(), *(self.model.buffers() if buffers else ())]
+        states = {parameter: copy.deepcopy(state) for parameter, state in self.optimizer.state.items()}
+        return [(tensor, tensor.detach().clone()) for tensor in tensors], states
+
+    def restore(self, copied: Any) -> None:
+        """Restore what `copy` returned; several times if need be."""
+        tensors, states = copied
+        for tensor, values in tensors:
+            tensor.detach().copy_(values)
+        self.optimizer.state.clear()
+        for parameter, state in states.items():
+            self.optimizer.state[parameter] = copy.deepcopy(state)
 
 
 @dataclass

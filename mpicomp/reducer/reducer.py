@@ -415,13 +415,6 @@ class Reducer:
         self.layout.load(state)
         self.loaded = LoadedState(step, state.get("policy", {}), cost)
 
-    def load_residuals(self, state: Mapping[str, Any]) -> None:
-        """Load only residuals, velocities and memories of compressors from the result of `state_dict`. Not collective.
-
-        For a script that undoes steps: each rank loads its own, between the same two steps on all ranks.
-        """
-        self.layout.load(state)
-
     def close(self) -> None:
         """Release its MPI resources. It waits for no other rank, and a second call does nothing."""
         if not self._closed:

@@ -11,7 +11,7 @@ import numpy as np
 import paper_runs
 from numpy.typing import NDArray
 
-from mpicomp.systems.flexible import pareto
+from mpicomp.systems.flexible import Objectives, evolve, pareto_front, weighted
 
 _FAR, _NEAR = 50, 1  # milliseconds
 SCHEDULES: dict[str, list[tuple[int, float, float]]] = {
@@ -24,7 +24,7 @@ _COMPUTE_S = 0.01  # what the ring's formula leaves of a dense step of the paper
 
 def arms(steps: int) -> dict[str, paper_runs.Arm]:
     """Return the exchanges of schedules; as five of the paper's fifty epochs, a tenth of the steps is a ramp."""
-    published = {"id": "flexible", "as_published": True, "ramp": steps // 10}
+    published = {"ramp": steps // 10}
     here = {"id": "flexible", "every": 50}
     return {
         "dense": paper_runs.DENSE,
@@ -33,8 +33,8 @@ def arms(steps: int) -> dict[str, paper_runs.Arm]:
         **{f"ramp, then 0.011 by {name}": paper_runs.Arm({"id": "topk"}, name, {
             "id": "schedule", "begin": 1.0, "end": 0.011, "steps": steps // 10, "shape": "linear",
         }) for name in ("allgather", "star-topk:ring")},
-        "as published": paper_runs.Arm(policy=published),
-        "as published, averages left": paper_runs.Arm(policy=published, buffers=False),
+        "as published": paper_runs.Arm(search=published),
+        "as published, averages left": paper_runs.Arm(search=published, buffers=False),
         "here": paper_runs.Arm(policy=here),
         "here, NSGA-II": paper_runs.Arm(policy=here | {"solver": "nsga2"}),
         "here, a ramp first": paper_runs.Arm(policy=here | {"ramp": steps // 10}),
@@ -86,12 +86,12 @@ def search_ms() -> dict[str, float]:
     table = np.random.default_rng(0).random((16, 3))
     grid = np.arange(16.0)
 
-    def evaluate(variables: NDArray[np.float64]) -> pareto.Objectives:
+    def evaluate(variables: NDArray[np.float64]) -> Objectives:
         return np.stack([np.interp(variables[:, 0], grid, column) for column in table.T], axis=1)
 
     ways: dict[str, Callable[[], object]] = {
-        "NSGA-II": lambda: pareto.evolve(evaluate, [0.0], [15.0]),
-        "all options": lambda: pareto.weighted(table[pareto.front(table)], (0.6, 0.6, 0.4)),
+        "NSGA-II": lambda: evolve(evaluate, [0.0], [15.0]),
+        "all options": lambda: weighted(table[pareto_front(table)], (0.6, 0.6, 0.4)),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(7):

@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))  # where the other studies are
 
+from flexible_search import Outcome, Search, TopKAsTold
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
 from study_rows import SharedModel, add_rows
@@ -20,8 +21,6 @@ from mpicomp.cost.formulas import terms
 from mpicomp.errors import UnknownNameError
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.rounds import Group, Round, Rounds, dense_ring_bytes
-from mpicomp.systems.flexible import TrialDriver
-from mpicomp.systems.flexible.published_search import FlexibleSearch
 from mpicomp.transport import LocalWorld
 from mpicomp.transport.base import Value
 from mpicomp.transport.local import LocalTransport
@@ -69,6 +68,7 @@ class Arm:
     collective: str = "auto"
     policy: Mapping[str, Any] | None = None
     warmup: int = 0  # dense steps that come first
+    search: Mapping[str, Any] | None = None  # settings of `flexible_search.Search`, which names what is exchanged
     buffers: bool = True  # a trial's end puts back the model's buffers, too
 
 
@@ -132,8 +132,6 @@ def train(
     """
     import resnet  # noqa: F401, registers its task
 
-    from mpicomp.systems.flexible.trials import copies_of
-
     shared = SharedModel(get_task(task_name, seed), steps)
     now, compute_s = 0, 0.0 if simulated is None else simulated.compute_s
     if simulated is None:
@@ -144,24 +142,26 @@ def train(
     def clock() -> float:
         return time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
 
+    searched = [TopKAsTold() for _ in world.transports]
     reducers = [
         mpicomp.Reducer(arm.compressor, arm.collective, with_warmup(arm.policy, arm.warmup), comm=end)
-        for end in world.transports
+        if arm.search is None
+        else mpicomp.Reducer(policy=policy, comm=end)
+        for end, policy in zip(world.transports, searched, strict=True)
     ]
-    copies = copies_of(shared.optimizer, shared.model if arm.buffers else None)
-    drivers = [TrialDriver(reducer, *copies) for reducer in reducers if isinstance(reducer.policy, FlexibleSearch)]
     clocks = [_ComputeClock(end) for end in world.transports] if simulated is not None else []
     lines: list[dict[str, Any]] = []
     code_errors: list[float] = []
     computed: list[float] = []
     every = max(1, steps // _LOOKS)
-    total = 0
-    while now < steps:
+
+    def make_step(is_trial: bool = False) -> None:
+        nonlocal now
         begin = clock()
         gradients = []
         for rank in range(ranks):
             start = time.thread_time()
-            shared.backward(total, rank, ranks)
+            shared.backward(len(lines), rank, ranks)
             computed.append(time.thread_time() - start)
             gradients.append(shared.gradients())
         for end in world.transports:
@@ -173,20 +173,50 @@ def train(
         record = reducers[0].last_step
         assert record is not None
         learning = [bucket for bucket in record.buckets if "learning" in bucket.reason]
-        code_errors += [bucket.code_error for bucket in learning if bucket.code_error is not None]
-        is_trial = TRIAL in record.buckets[0].reason
+        code_errors.extend(bucket.code_error for bucket in learning if bucket.code_error is not None)
         if is_trial:
             shared.optimizer.step()  # the rate stays what it is
         else:
             shared.updater.update()
-        for driver in drivers:
-            driver.after_step()  # all have one model, and restore the same
         line = record.to_json() | {"seconds": clock() - begin, "quality": None}
-        total += 1
         now += not is_trial
         if now % every == 0 and not is_trial:
             line["quality"] = shared.task.evaluate(shared.model, shared.task.glance)
         lines.append(line)
+
+    def step_as_told(ratio: float, collective: str, reason: str) -> Outcome:
+        for policy in searched:
+            policy.ratio, policy.collective, policy.reason = ratio, collective, reason
+        make_step(TRIAL in reason)
+        records = [reducer.last_step for reducer in reducers]
+        buckets = [record.buckets[0] for record in records if record is not None]
+        return Outcome(
+            max(bucket.phases_s["compress"] + bucket.phases_s["decode"] for bucket in buckets),
+            min(bucket.phases_s["exchange"] for bucket in buckets),
+            (buckets[0].gain or 0.0) * (buckets[0].energy or 0.0),
+            buckets[0].energy or 0.0,
+        )
+
+    def keep() -> Any:
+        return shared.copy(arm.buffers), [reducer.state_dict() for reducer in reducers]
+
+    def restore(kept: Any) -> None:
+        shared.restore(kept[0])
+        for reducer, state in zip(reducers, kept[1], strict=True):
+            reducer.load_state_dict(state)
+
+    if arm.search is None:
+        while now < steps:
+            make_step()
+    else:
+        assert simulated is not None
+        nbytes = 4 * sum(parameter.numel() for parameter in shared.parameters.values())
+
+        def link() -> tuple[float, float]:
+            found = simulated.link(now)
+            return found.latency_s, 8 / found.bits
+
+        Search(step_as_told, keep, restore, link, ranks, nbytes, **arm.search).run(steps)
     for reducer in reducers:
         reducer.close()
     code_error = fmean(code_errors[-_LOOKS:] or [0])

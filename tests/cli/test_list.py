@@ -68,7 +68,7 @@ def test_text_has_the_configuration_of_the_paper(written, capsys):
     published = [
         entry["name"] for part in ("compressors", "policies") for entry in written[part] if entry.get("as_published")
     ]
-    assert {"sidco", "gravac", "lgreco", "flexible"} <= set(published)
+    assert {"sidco", "gravac", "lgreco", "lgc"} <= set(published)
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
     for name in published:

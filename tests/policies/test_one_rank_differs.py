@@ -30,7 +30,7 @@ def hide(monkeypatch, package):
         return None if name.partition(".")[0] == package else find(name, *arguments)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_others)
-    for module in ("systems.lgc.compressor", "systems.flexible.pareto"):
+    for module in ("systems.lgc.compressor", "systems.flexible"):
         monkeypatch.setattr(f"mpicomp.{module}.find_spec", find_others)
 
 
@@ -48,7 +48,7 @@ def test_what_one_rank_lacks_is_one_error_on_all(comm, monkeypatch, package, com
     if comm.rank == comm.size - 1:
         hide(monkeypatch, package)
     elif package == "pymoo":
-        monkeypatch.setattr("mpicomp.systems.flexible.pareto.find_spec", lambda name: name)
+        monkeypatch.setattr("mpicomp.systems.flexible.find_spec", lambda name: name)
     with pytest.raises(ConfigurationError, match=rf"{package}.* not installed.*\(on rank {comm.size - 1}\)"):
         mpicomp.Reducer(compressor, collective, policy, comm=comm)
 

@@ -28,7 +28,6 @@ SETTINGS = {
         ({"choice": "best"}, "choice must be 'weighted' or 'knee', got 'best'"),
         ({"solver": "guess"}, "solver must be 'exact' or 'nsga2', got 'guess'"),
         ({"every": 0}, "every must be an integer of at least 1"),
-        ({"published": "yes"}, "published must be True or False, got 'yes'"),
     ],
     "gravac": [
         ({"least": 0.2}, "least must not be above most, got least=0.2 and most=0.1"),

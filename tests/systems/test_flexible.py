@@ -11,7 +11,7 @@ from worlds import CheckedRanks
 import mpicomp
 from mpicomp.collectives import bind, variants
 from mpicomp.rounds import layout_groups
-from mpicomp.systems.flexible.option_policy import Option, candidates
+from mpicomp.systems.flexible import Option, candidates
 
 SHAPES = {"conv": (40, 50, 5), "bias": (17,), "fc": (300, 100)}
 
@@ -188,6 +188,12 @@ def test_a_change_of_the_network_is_followed_within_ten_steps(size):
         assert found[ranks.policy.options.index(current)] == min(found)
         # What was chosen is what is run.
         assert run_of(ranks.step()[0]) == current
+
+
+def test_the_ramp_falls_from_one_and_dense_follows():
+    ranks = Ranks(2, None, ramp=3)
+    ratios = [ranks.step()[0].ratio for _ in range(4)]
+    assert ratios == pytest.approx([1.0, 0.7, 0.4, None])  # then dense, until gradients have been looked at
 
 
 def test_a_change_of_the_gain_has_it_measured_anew():

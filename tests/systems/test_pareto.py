@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.systems.flexible import pareto
+from mpicomp.systems import flexible
 
 
 def dominates(one, other):
@@ -25,7 +25,7 @@ def test_the_front_is_what_nothing_dominates(objectives, kind):
     for _ in range(100):
         size = (int(random.integers(1, 25)), objectives)
         rows = random.random(size) if kind == "real" else random.integers(0, 4, size).astype(float)
-        found = pareto.front(rows)
+        found = flexible.pareto_front(rows)
         vectors = [tuple(rows[place]) for place in found]
         assert set(vectors) == brute_front(rows.tolist())
         assert len(set(vectors)) == len(vectors)
@@ -43,19 +43,19 @@ def test_choices_are_those_of_the_formulas():
     random = np.random.default_rng(5)
     for _ in range(100):
         rows = random.random((30, 2)) * [3.0, 100.0]
-        front = rows[pareto.front(rows)]
+        front = rows[flexible.pareto_front(rows)]
         unit = scaled(front.tolist())
         worst = [max(0.6 * time, 0.4 * gain) for time, gain in unit]
-        assert worst[pareto.weighted(front, (0.6, 0.4))] == min(worst)
+        assert worst[flexible.weighted(front, (0.6, 0.4))] == min(worst)
         # Distance below the line from one end to the other, which has time + gain = 1.
         below = [1 - time - gain for time, gain in unit]
-        assert below[pareto.knee(front)] == pytest.approx(max(below), abs=1e-12)
+        assert below[flexible.knee(front)] == pytest.approx(max(below), abs=1e-12)
 
 
 def test_a_front_of_one_or_of_equal_objectives():
     for rows in ([[2.0, 3.0]], [[0.0, 3.0]]):
-        assert pareto.knee(np.array(rows)) == pareto.weighted(np.array(rows), (0.6, 0.4)) == 0
-    np.testing.assert_array_equal(pareto.normalised(np.array([[1.0, 5.0], [1.0, 7.0]])), [[0, 0], [0, 1]])
+        assert flexible.knee(np.array(rows)) == flexible.weighted(np.array(rows), (0.6, 0.4)) == 0
+    np.testing.assert_array_equal(flexible.normalised(np.array([[1.0, 5.0], [1.0, 7.0]])), [[0, 0], [0, 1]])
 
 
 def test_nsga_finds_the_front_of_a_known_problem():
@@ -65,17 +65,17 @@ def test_nsga_finds_the_front_of_a_known_problem():
         return np.stack((variables[:, 0] ** 2, (variables[:, 0] - 2) ** 2 + variables[:, 1]), axis=1)
 
     before = np.random.get_state()[1].copy()  # noqa: NPY002, a user's own state
-    found = pareto.evolve(schaffer, [-3.0, 0.0], [5.0, 1.0])
+    found = flexible.evolve(schaffer, [-3.0, 0.0], [5.0, 1.0])
     np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002
     assert found[:, 0].min() == pytest.approx(0, abs=0.1)
     assert found[:, 0].max() == pytest.approx(2, abs=0.1)
     values = schaffer(found)
     # On the front sqrt(f1) + sqrt(f2) = 2.
     assert np.abs(np.sqrt(values).sum(axis=1) - 2).mean() < 0.1
-    np.testing.assert_array_equal(pareto.evolve(schaffer, [-3.0, 0.0], [5.0, 1.0]), found)
+    np.testing.assert_array_equal(flexible.evolve(schaffer, [-3.0, 0.0], [5.0, 1.0]), found)
 
 
 def test_without_pymoo_it_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymoo", None)
     with pytest.raises(ConfigurationError, match=r"needs pymoo, which is not installed; pip install 'mpicomp\[nsga\]'"):
-        pareto.evolve(lambda variables: variables, [0.0], [1.0])
+        flexible.evolve(lambda variables: variables, [0.0], [1.0])

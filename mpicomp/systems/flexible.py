@@ -1,9 +1,21 @@
-"""The policy `Flexible`: an option, which is a ratio and a kind of collective, by predicted seconds and by gain."""
+"""Flexible Communication: one ratio and one collective for the whole model, chosen by time and by gain.
+
+**The paper** (Tyagi and Swany 2023, arXiv 2312.02493). AR-Topk averages a selection by a broadcast of one rank's
+indices and an allreduce of the values at them; inequalities in latency, bandwidth and size name the fastest of an
+allgather, a ring and a tree. The ratio is a problem of three objectives: seconds of compression, seconds of exchange,
+and 1 / gain. If the gain or the network changes, each candidate ratio runs for ten steps from a checkpoint, NSGA-II
+finds the front, and one of its points runs. The collectives are in `mpicomp.collectives`: star-topk and var-topk.
+
+Here nothing is tried: gains of all ratios come from one spectrum, seconds from the cost model, and all options are
+compared, dense among them. docs/papers.md has all that differs. The published search undoes steps of training, so it
+is a training loop: ``studies/papers/flexible_search.py``.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +23,7 @@ from numpy.typing import NDArray
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import MeasuredPolicy
 from mpicomp.policies.plan_selector import PlanSelector, PlanTable, collectives_for
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
@@ -18,9 +31,10 @@ from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratio
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Rounds
-from mpicomp.setting_checks import check_choice, check_flag, check_least, check_range
-from mpicomp.systems.flexible import pareto
+from mpicomp.setting_checks import check_choice, check_least, check_range
 from mpicomp.transport.base import Transport
+
+__all__ = ["Flexible"]
 
 _WEIGHTS = (0.6, 0.4)  # weights of seconds and of 1 / gain
 _LED = ("star-topk", "var-topk")  # collectives in which one rank's indices are those of all
@@ -28,6 +42,14 @@ _KINDS = ("allgather", *_LED)  # collectives that carry a sparsifier
 _WINDOW = 5  # steps over which gains are averaged, or as many as there are ranks if that is more
 _STRIDE = 8  # of a survey: one group of elements in so many
 _LEAST_GAIN = 1e-9  # smallest gain that is divided by
+
+# Of NSGA-II, as in the published code.
+_POPULATION = 40
+_OFFSPRING = 10
+_GENERATIONS = 40
+_SEED = 1  # the same on all ranks
+
+Objectives = NDArray[np.float64]  # a row each, shape (rows, objectives); less is better in every column
 
 
 @dataclass(frozen=True)
@@ -77,8 +99,6 @@ class Flexible(MeasuredPolicy):
     ramp : int
         Steps in which the ratio falls linearly from 1 to ``most`` before anything is measured; in the paper's code five
         epochs.
-    published : bool
-        Whether the paper's search runs; see `as_published`.
     """
 
     id: ClassVar[str] = "flexible"
@@ -96,22 +116,8 @@ class Flexible(MeasuredPolicy):
     every: int | None = 500
     solver: str = "exact"
     ramp: int = 0
-    published: bool = field(default=False, kw_only=True)
-
-    def __new__(cls, *settings: Any, published: object = False, **named: Any) -> "Flexible":
-        """Make the paper's search if ``published``."""
-        from mpicomp.systems.flexible.published_search import FlexibleSearch  # derives from this class
-
-        return super().__new__(FlexibleSearch if published is True else cls)
-
-    @classmethod
-    def as_published(cls, **settings: Any) -> Self:
-        """Return the paper's Flexible Communication, but for ``settings``."""
-        values: dict[str, Any] = {"published": True, "solver": "nsga2", "every": None}
-        return cls.from_config(values | settings)
 
     def check(self) -> None:
-        check_flag(self.id, "published", self.published)
         check_ratios(self.id, self.least, self.most)
         check_range(self.id, "factor", self.factor, 1, math.inf, above=True)
         check_range(self.id, "gain_threshold", self.gain_threshold, 0, math.inf, above=True)
@@ -125,7 +131,7 @@ class Flexible(MeasuredPolicy):
         self.compressor = settings.compressor or default_compressor()
         check_adaptable(self.id, self.compressor)
         if self.solver == "nsga2":
-            pareto.check_installed()  # later a rank that lacks it would fail alone
+            check_installed()  # later a rank that lacks it would fail alone
         self.feedback = feedback_of(self.compressor, settings.feedback)
         self._pinned = None if settings.collective == "auto" else settings.collective
         if self._pinned is not None:
@@ -228,7 +234,7 @@ class Flexible(MeasuredPolicy):
         self._asking = True
         self._renew()
 
-    def objectives(self) -> pareto.Objectives:
+    def objectives(self) -> Objectives:
         """Return seconds and 1 / gain of each option, shape (options, 2), in the order of `options`."""
         assert self._spectral is not None
         seconds, gains = np.zeros(len(self._options)), np.ones(len(self._options))
@@ -256,14 +262,11 @@ class Flexible(MeasuredPolicy):
     def _plan_of_ramp(self, bucket: int) -> Plan:
         """Return a plan of a larger ratio, by the collective of the largest candidate."""
         ratio = 1 + (self.most - 1) * self._ramped / self.ramp
-        option = self._option_of_ramp(ratio)
+        option = next(option for option in self._options if option.ratio == self._ratios[-1])
         reason = f"ratio {ratio:.4g}, step {self._ramped} of the ramp"
         rows, compressor = self._rows[bucket][option], at_ratio(self.compressor, ratio)
         # Its seconds would count for the largest candidate, so they are not learned from
         return replace(self._selector.plan(bucket, rows, reason, compressor), settled=False, prediction=None)
-
-    def _option_of_ramp(self, ratio: float) -> Option:
-        return next(option for option in self._options if option.ratio == self._ratios[-1])
 
     def _ladder(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
         levels: list[tuple[Compressor, Sequence[str]]] = []
@@ -282,12 +285,9 @@ class Flexible(MeasuredPolicy):
         for row, (level, scheme) in enumerate(zip(table.levels.tolist(), table.schemes, strict=True)):
             option = Option(1.0, "dense")
             if level < len(self._ratios):
-                option = Option(self._ratios[level], self._kind_of(scheme.id))
+                option = Option(self._ratios[level], scheme.id.partition(":")[0])
             found.setdefault(option, []).append(row)
         return {option: np.array(rows) for option, rows in found.items()}
-
-    def _kind_of(self, collective: str) -> str:
-        return collective.partition(":")[0]
 
     def _follow_gain(self, outcomes: Sequence[BucketOutcome]) -> None:
         energy = sum(outcome.energy for outcome in outcomes)
@@ -328,32 +328,31 @@ class Flexible(MeasuredPolicy):
             return
         objectives = self.objectives()
         places = np.arange(len(self._options)) if self.solver == "exact" else self._evolve(objectives)
-        best = places[pareto.front(objectives[places])]
-        front = objectives[best]
-        place = int(best[pareto.weighted(front, _WEIGHTS) if self.choice == "weighted" else pareto.knee(front)])
+        found, on_front = pick(objectives[places], self.choice, _WEIGHTS)
+        place = int(places[found])
         option = self._options[place]
         if option != self._current:
             self._current = option
             self._renew()
         self._reason = (
             f"ratio {option.ratio:.4g} by {option.kind}, gain {1 / objectives[place, 1]:.3f}, "
-            f"{self.choice} of a front of {best.size}"
+            f"{self.choice} of a front of {on_front}"
         )
 
-    def _evolve(self, objectives: pareto.Objectives) -> NDArray[np.int64]:
+    def _evolve(self, objectives: Objectives) -> NDArray[np.int64]:
         """Return the options nearest to the front that NSGA-II finds, in the logarithm of the ratio and the kind."""
         kinds = list(dict.fromkeys(option.kind for option in self._options))
         places = {kind: [p for p, option in enumerate(self._options) if option.kind == kind] for kind in kinds}
         grids = {kind: np.log([self._options[place].ratio for place in members]) for kind, members in places.items()}
 
-        def evaluate(variables: NDArray[np.float64]) -> pareto.Objectives:
+        def evaluate(variables: NDArray[np.float64]) -> Objectives:
             out = np.empty((len(variables), 2))
             for row, (ratio, number) in zip(out, variables, strict=True):
                 kind = kinds[min(int(number), len(kinds) - 1)]
                 row[:] = [np.interp(ratio, grids[kind], column) for column in objectives[places[kind]].T]
             return out
 
-        found = pareto.evolve(evaluate, [math.log(self.least), 0.0], [math.log(self.most), float(len(kinds))])
+        found = evolve(evaluate, [math.log(self.least), 0.0], [math.log(self.most), float(len(kinds))])
         nearest = set()
         for ratio, number in found:
             kind = kinds[min(int(number), len(kinds) - 1)]
@@ -366,3 +365,68 @@ def candidates(least: float, most: float, factor: float) -> list[float]:
     count = max(1, round(math.log(most / least) / math.log(factor))) if most > least else 0
     ratios = [least, *(most / factor**place for place in range(count))]
     return sorted({float(f"{ratio:.4g}") for ratio in ratios})
+
+
+def pareto_front(objectives: Objectives) -> NDArray[np.int64]:
+    """Return the rows that no other one dominates, ascending by the first objective; of equal rows the first."""
+    no_worse = (objectives[:, None] <= objectives[None]).all(axis=2)
+    better = (objectives[:, None] < objectives[None]).any(axis=2)
+    equal_before = np.tril(no_worse & no_worse.T, -1).any(axis=1)
+    rows = np.flatnonzero(~((no_worse & better).any(axis=0) | equal_before))
+    return rows[np.lexsort(objectives[rows].T[::-1])]
+
+
+def normalised(objectives: Objectives) -> Objectives:
+    """Scale each objective to 0 for its least value among these rows and 1 for its largest."""
+    ideal, nadir = objectives.min(axis=0), objectives.max(axis=0)
+    scaled: Objectives = (objectives - ideal) / np.where(nadir > ideal, nadir - ideal, 1.0)
+    return scaled
+
+
+def weighted(objectives: Objectives, weights: Sequence[float]) -> int:
+    """Return the row of a front whose worst weighted objective is least (achievement scalarizing), after scaling."""
+    return int((normalised(objectives) * np.asarray(weights)).max(axis=1).argmin())
+
+
+def knee(objectives: Objectives) -> int:
+    """Return the row of a front that is farthest below the plane through its ends, after scaling."""
+    return int(normalised(objectives).sum(axis=1).argmin())
+
+
+def pick(objectives: Objectives, choice: str, weights: Sequence[float]) -> tuple[int, int]:
+    """Return the row that is chosen from the front, by ``"weighted"`` or ``"knee"``, and the rows on the front."""
+    best = pareto_front(objectives)
+    front = objectives[best]
+    return int(best[weighted(front, weights) if choice == "weighted" else knee(front)]), best.size
+
+
+def check_installed() -> None:
+    """Raise `ConfigurationError` if a package that `evolve` needs is not installed."""
+    if find_spec("pymoo") is None:
+        raise ConfigurationError(
+            "flexible: NSGA-II needs pymoo, which is not installed; pip install 'mpicomp[nsga]', or use solver='exact'"
+        )
+
+
+def evolve(
+    evaluate: Callable[[NDArray[np.float64]], Objectives], least: Sequence[float], most: Sequence[float]
+) -> NDArray[np.float64]:
+    """Return a front of real variables within bounds, by NSGA-II with the paper's settings; deterministic."""
+    check_installed()
+    from pymoo.algorithms.moo.nsga2 import NSGA2
+    from pymoo.core.problem import Problem
+    from pymoo.operators.crossover.sbx import SBX
+    from pymoo.operators.mutation.pm import PM
+    from pymoo.optimize import minimize
+
+    class _Problem(Problem):  # type: ignore[misc]  # pymoo has no types
+        def _evaluate(self, x: NDArray[np.float64], out: dict[str, Any], *_: Any, **__: Any) -> None:
+            out["F"] = evaluate(x)
+
+    lower, upper = np.asarray(least, float), np.asarray(most, float)
+    problem = _Problem(n_var=lower.size, n_obj=evaluate(lower[None]).shape[1], xl=lower, xu=upper)
+    algorithm = NSGA2(
+        pop_size=_POPULATION, n_offsprings=_OFFSPRING, crossover=SBX(prob=0.9, eta=15), mutation=PM(eta=20)
+    )
+    found: NDArray[np.float64] = minimize(problem, algorithm, ("n_gen", _GENERATIONS), seed=_SEED).X
+    return np.atleast_2d(found)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from flexible_search import published_choice, sparse_sum
 
 from mpicomp.cost.formulas import ring
-from mpicomp.systems.flexible.published_search import published_choice, sparse_sum
 
 RANKS = 8
 ALPHA = 1e-3  # seconds
