@@ -86,7 +86,6 @@ def run_object(task: "Task", settings: "Settings", outcome: Outcome, verdict: st
     written: RunObject = {
         "schema": 1,
         "task": task.name,
-        "shards": task.shards,
         "shard": settings.shard,
         "compressor": outcome.compressor.id,
         "compressor_config": outcome.compressor.get_config(),

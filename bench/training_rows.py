@@ -47,7 +47,6 @@ class TrainingRow(TypedDict):
     """A row of ``bench training``."""
 
     task: Annotated[str, "what was trained"]
-    shards: Annotated[bool, "whether every rank had samples of its own throughout: `--shards`"]
     ranks: Annotated[int, "that took part"]
     hosts: Annotated[int, "that they are on"]
     parameters: Annotated[int, "of the model, float32"]

@@ -82,7 +82,7 @@ class Checkpoints:
         self._due = False
 
     def _of(self, task: Task) -> dict[str, Any]:
-        return {"task": task.name, "shards": task.shards} | self._run
+        return {"task": task.name} | self._run
 
 
 @dataclass(frozen=True)

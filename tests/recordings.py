@@ -87,7 +87,6 @@ def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **f
     summary = {
         "schema": 1,
         "task": "digits",
-        "shards": False,
         "shard": 1,
         "compressor": "topk",
         "compressor_config": config,

@@ -112,7 +112,6 @@ def run(arguments: argparse.Namespace) -> int:
         return int(bool(wrong))
     facts = {
         "task": task.name,
-        "shards": task.shards,
         "ranks": group.size,
         "hosts": hosts,
         "parameters": numel,

@@ -29,7 +29,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("steps", type=int)
     parser.add_argument("report")
     parser.add_argument("--simulated", action="store_true")
-    parser.set_defaults(seed=0, shards=False)
+    parser.set_defaults(seed=0)
     return parser.parse_args()
 
 

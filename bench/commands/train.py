@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, help="number of steps (default: what the task is tuned for)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the schemes (0)")
-    parser.add_argument("--data", metavar="PATH", help="your own text (text-gpt, text-lstm) or npz (digits, vgg)")
+    parser.add_argument("--data", metavar="PATH", help="your own text (text-gpt, text-lstm) or npz (digits)")
     parser.add_argument(
         "--evaluate-every", type=int, default=0, metavar="N", help="look at held-out data every N steps, too (0)"
     )

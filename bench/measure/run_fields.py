@@ -39,7 +39,7 @@ class Quality(TypedDict):
     """Quality on held-out data."""
 
     name: Annotated[str, "what was measured"]
-    value: Annotated[float, "accuracy from 0 to 1 (`digits`, `vgg`), or nats a token (`text-*`)"]
+    value: Annotated[float, "accuracy from 0 to 1 (`digits`), or nats a token (`text-*`)"]
     better: Annotated[str, "`higher` or `lower`"]
 
 
@@ -74,7 +74,6 @@ class RunObject(TypedDict):
 
     schema: Annotated[int, "version of this table, 1"]
     task: Annotated[str, "name of the task"]
-    shards: Annotated[bool, "whether every rank had samples of its own throughout: `--shards`"]
     shard: Annotated[int, "ranks to a replica of the model, `--shard`: bytes are those that one of them exchanges"]
     compressor: Annotated[
         str,

@@ -108,7 +108,7 @@ def _costs(runs: Sequence[Run]) -> str:
 def _differences(runs: Sequence[Run]) -> str:
     """Return the settings that differ besides what is compared, and how much one run of each can show."""
     differ = []
-    for key in ("ranks", "shard", "hosts", "steps", "seed", "exchange", "lr_scale", "shards"):
+    for key in ("ranks", "shard", "hosts", "steps", "seed", "exchange", "lr_scale"):
         values = {run.name: run.outcome[key] for run in runs if run.outcome and key in run.outcome}
         if len(set(map(str, values.values()))) > 1:
             differ.append(f"{key} ({', '.join(f'{name} {value}' for name, value in values.items())})")

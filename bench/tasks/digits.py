@@ -8,7 +8,7 @@ import zipfile
 
 import numpy as np
 import torch
-from mpicomp.bench.tasks.sampling import Sampler, Shards, evenly
+from mpicomp.bench.tasks.sampling import Sampler, evenly
 from mpicomp.bench.tasks.task import Task
 from mpicomp.bench.tasks.updating import seeded
 from torch import nn
@@ -30,7 +30,7 @@ class Digits(Task):
     """Classify the 1,797 images of 8 x 8 pixels that come with scikit-learn; quality is held-out accuracy.
 
     A quarter of the images is held out. The network has two convolutions and two linear layers, 38 thousand parameters.
-    The optimizer's setting is explained in TUNING.md. A user's data is an ``.npz`` file with ``x`` of shape (n, h, w),
+    A user's data is an ``.npz`` file with ``x`` of shape (n, h, w),
     (n, c, h, w) or (n, features), which get a network of linear layers, and ``y`` with n integer labels.
 
     >>> task = Digits(seed=0)
@@ -75,7 +75,7 @@ class Digits(Task):
         self._shape = x.shape[1:]
         self._train = torch.from_numpy(x[train]), torch.from_numpy(y[train])
         self._test = torch.from_numpy(x[test]), torch.from_numpy(y[test])
-        self._sampler: Sampler | Shards = Sampler(self.name, len(train), self.batch_size, seed)
+        self._sampler = Sampler(self.name, len(train), self.batch_size, seed)
 
     def images(self) -> tuple[np.ndarray, np.ndarray]:
         """Return images and labels that a user's data replace."""
@@ -113,11 +113,6 @@ class Digits(Task):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=8e-3)
-
-    def shard(self) -> None:
-        # Different classes for every rank; with more ranks than classes, different parts of a class.
-        self.shards = True
-        self._sampler = Shards(self.name, self._train[1].numpy(), self.batch_size, self.seed)
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
         indices = torch.from_numpy(self._sampler.indices(step, rank, ranks))

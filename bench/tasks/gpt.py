@@ -68,8 +68,7 @@ class TextGPT(LanguageTask):
 
     Six layers of width 192 and 2048 tokens of at most four letters, which are embedded by the matrix that also makes
     the output: 3.1 million parameters. A sample is 64 tokens; a rank sees 12 of them in a step. AdamW decays matrices
-    alone, its rate warms up and falls on a cosine, and the averaged gradient is clipped. The setting is explained in
-    TUNING.md.
+    alone, its rate warms up and falls on a cosine, and the averaged gradient is clipped.
     """
 
     name = "text-gpt"
@@ -94,13 +93,3 @@ class TextGPT(LanguageTask):
 
     def schedule(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, steps))
-
-
-@register
-class TextGPT10M(TextGPT):
-    """`TextGPT` with eight layers of width 320: 10.5 million parameters."""
-
-    name = "text-gpt-10m"
-    width = 320
-    layers = 8
-    rate = 1e-3

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from mpicomp.bench.tasks import corpus
 from mpicomp.bench.tasks.corpus import Vocabulary
-from mpicomp.bench.tasks.sampling import Sampler, Shards, evenly
+from mpicomp.bench.tasks.sampling import Sampler, evenly
 from mpicomp.bench.tasks.task import Task
 from torch import nn
 from torch.nn import functional
@@ -55,13 +55,7 @@ class LanguageTask(Task):
         share = _EVALUATED / self.length / len(self._test)
         if share < 1:
             self._test = self._test[evenly(len(self._test), share)]
-        self._sampler: Sampler | Shards = Sampler(self.name, len(self._train), self.batch_size, seed)
-
-    def shard(self) -> None:
-        # A different stretch of the text for every rank, all of them of one length.
-        self.shards = True
-        one_group = np.zeros(len(self._train), np.int64)
-        self._sampler = Shards(self.name, one_group, self.batch_size, self.seed)
+        self._sampler = Sampler(self.name, len(self._train), self.batch_size, seed)
 
     def batch(self, step: int, rank: int, ranks: int) -> torch.Tensor:
         return self._gather(self._train, self._sampler.indices(step, rank, ranks))

@@ -35,7 +35,7 @@ class TextLSTM(LanguageTask):
 
     512 units, and 4096 tokens of at most four letters: 6.3 million parameters, a third of which are embeddings whose
     gradient is zero where a token is absent. A sample is 20 tokens, read from an empty state; a rank sees 8 of them in
-    a step. The optimizer's setting is explained in TUNING.md.
+    a step.
     """
 
     name = "text-lstm"
@@ -49,7 +49,7 @@ class TextLSTM(LanguageTask):
         with seeded(self.seed):
             model = LanguageModel(self.tokens, _WIDTH)
         # How frequent tokens are can be counted. Left to be learned it takes the first tens of steps: dense is
-        # better for having it, and a sparse exchange falls behind less. Measured in TUNING.md.
+        # better for having it, and a sparse exchange falls behind less.
         counts = np.bincount(self._tokens, minlength=self.tokens) + 1
         with torch.no_grad():
             model.output.bias.copy_(torch.from_numpy(np.log(counts / counts.sum())))

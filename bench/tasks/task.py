@@ -27,7 +27,6 @@ class Task(Protocol):
     clip: float | None
     """Largest L2 norm of the averaged gradient, applied between exchange and update; None for no clipping."""
     glance: float  # share of the held-out samples that suffices to follow the quality during training
-    shards: bool = False  # whether every rank has samples of its own to draw from: see `shard`
 
     def model(self) -> torch.nn.Module:
         """Return a new model, initialized from the seed: the same bits on every rank."""
@@ -48,13 +47,6 @@ class Task(Protocol):
         """
         ...
 
-    def shard(self) -> None:
-        """Draw the samples of every rank from a different part: its classes, or its part of the text.
-
-        To be called before the first batch. It sets `shards`, or raises ValueError. Held-out data stay those of all.
-        """
-        raise ValueError(f"{self.name}: this task has no shards; its batches are what it gives each rank")
-
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the mean loss of the model on a batch, ready for backward."""
         ...
@@ -71,7 +63,7 @@ def list_tasks() -> list[str]:
     """Return the names that `get_task` knows; loads torch.
 
     >>> list_tasks()
-    ['digits', 'text-gpt', 'text-gpt-10m', 'text-lstm', 'vgg']
+    ['digits', 'text-gpt', 'text-lstm']
     """
     try:
         return TASKS.names()
@@ -81,8 +73,8 @@ def list_tasks() -> list[str]:
         raise ImportError("train: tasks need PyTorch: pip install 'mpicomp[torch]'") from error
 
 
-def get_task(name: str, seed: int = 0, data: str | os.PathLike[str] | None = None, shards: bool = False) -> Task:
-    """Load a training task, one of `list_tasks()`, with the user's own data, and with `Task.shard` if ``shards``.
+def get_task(name: str, seed: int = 0, data: str | os.PathLike[str] | None = None) -> Task:
+    """Load a training task, one of `list_tasks()`, with the user's own data.
 
     The seed decides the initial model and the order of the samples; not the split into training and held-out data.
 
@@ -94,6 +86,4 @@ def get_task(name: str, seed: int = 0, data: str | os.PathLike[str] | None = Non
         raise ValueError(f"train: seed must be 0 or larger, got {seed}")
     list_tasks()
     task: Task = TASKS.cls(name)(seed=seed, data=data)
-    if shards:
-        task.shard()
     return task

@@ -50,11 +50,6 @@ def inner_optimizer(task: Task, model: torch.nn.Module, inner: str) -> torch.opt
     return optimizer
 
 
-def momentum_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return SGD at a rate that suits ``digits``: of 0.01 to 0.2, 0.05 and 0.1 classify most by dense exchange."""
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
 _WARM_UP = 0.1  # share of the steps in which the rate rises
 _LAST = 0.1  # share of the rate that is left in the last step
 

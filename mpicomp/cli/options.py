@@ -24,14 +24,8 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
 
 
 def add_task(parser: argparse.ArgumentParser) -> None:
-    """Declare the options for the task, and for the distribution of its samples."""
-    tasks = "digits, text-gpt, text-gpt-10m, text-lstm or vgg"
-    parser.add_argument("--task", default="text-lstm", help=f"{tasks} (%(default)s)")
-    parser.add_argument(
-        "--shards",
-        action="store_true",
-        help="give every rank samples of its own throughout: its classes (digits, vgg), or its part of the text",
-    )
+    """Declare the option for the task."""
+    parser.add_argument("--task", default="text-lstm", help="digits, text-gpt or text-lstm (%(default)s)")
 
 
 def start_training(
@@ -60,7 +54,7 @@ def load_task(command: str, arguments: argparse.Namespace, data: str | None, gro
     try:
         from mpicomp.bench.tasks import get_task
 
-        task = get_task(arguments.task, arguments.seed, data, arguments.shards)
+        task = get_task(arguments.task, arguments.seed, data)
         task.batch(0, group.rank, group.size)
     except ImportError as error:
         raise ConfigurationError(

@@ -21,7 +21,7 @@ Layers = Sequence[NDArray[np.float32]]
 
 def train(task_name: str, factor: int, ranks: int, steps: int, seed: int = 0) -> dict[str, Any]:
     """Train with top-k of each layer and error feedback, as the paper's code has it; return means of the last third."""
-    import resnet  # noqa: F401, registers its task
+    import paper_tasks  # noqa: F401, registers tasks
 
     shared = SharedModel(get_task(task_name, seed), steps)
     shapes = {name: tuple(parameter.shape) for name, parameter in shared.parameters.items()}

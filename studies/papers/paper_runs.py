@@ -130,7 +130,7 @@ def train(
     mean over the last third of the steps; ``kept`` is the share of elements that was sent, mean over steps;
     ``compute_s`` the median processor time of a rank's loss and backward.
     """
-    import resnet  # noqa: F401, registers its task
+    import paper_tasks  # noqa: F401, registers tasks
 
     shared = SharedModel(get_task(task_name, seed), steps)
     now, compute_s = 0, 0.0 if simulated is None else simulated.compute_s

@@ -46,7 +46,7 @@ def arms(ratio: float) -> dict[str, paper_runs.Arm]:
 
 def estimate(data: str, steps: int) -> dict[str, Any]:
     """Select from data with one estimator in all its forms; return its rows."""
-    import resnet  # noqa: F401, registers its task
+    import paper_tasks  # noqa: F401, registers tasks
 
     is_drawn = data in sidco_estimates.DISTRIBUTIONS
     gradients = sidco_estimates.drawn(data, _NUMEL) if is_drawn else sidco_estimates.trained(data)

@@ -56,7 +56,7 @@ def test_tour_of_one_rank_sends_nothing(one_thread, monkeypatch, tmp_path, capsy
 
     monkeypatch.setattr(simulated_links, "SimulatedLinks", lambda hosts, bandwidth: LocalWorld(1).transports[0])
     words = {"task": "digits", "steps": STEPS, "report": str(tmp_path / "tour.html")}
-    assert tour_ranks.run(argparse.Namespace(**words, simulated=True, seed=0, shards=False)) == 0
+    assert tour_ranks.run(argparse.Namespace(**words, simulated=True, seed=0)) == 0
     text = capsys.readouterr().out
     assert check(text, tmp_path) == [0, 0, 0]
     assert "200mbit a host, simulated links" in text

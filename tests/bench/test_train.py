@@ -369,14 +369,3 @@ def test_bad_options_of_several_ranks_are_printed_once(mpiexec, tmp_path, argume
     assert done.returncode == 2
     assert done.stderr.count(text) == 1
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_shards_are_other_samples(mpiexec, tmp_path):
-    arguments = ["--task", "digits", "--steps", "4", "--compressor", "topk", "--collective", "allgather"]
-    done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--shards")
-    assert done.returncode == 0, done.stderr
-    assert result["shards"] is True
-    _, result, without = train(mpiexec, tmp_path, 2, *arguments)
-    assert result["shards"] is False
-    assert lines[0]["loss"] != without[0]["loss"]

@@ -49,7 +49,7 @@ HOMES = {
         "bench/peer_exchanges.py",
         "bench/replica.py",
         "bench/tasks/",
-        "studies/papers/resnet.py",
+        "studies/papers/paper_tasks.py",
         "studies/update_exchanges.py",
     ),
     "matplotlib": ("bench/report/", "bench/simulate/picture.py", "studies/"),

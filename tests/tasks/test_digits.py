@@ -99,14 +99,3 @@ def test_bad_files(tmp_path, content):
     with pytest.raises(ValueError, match=r"^digits: data: .*expected an \.npz file with arrays x and y") as error:
         get_task("digits", data=path)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_shards_are_of_different_digits(task, ranks):
-    sharded = get_task("digits", seed=1, shards=True)
-    assert sharded.shards
-    assert not task.shards
-    for rank in range(ranks):
-        seen = np.unique(torch.cat([sharded.batch(step, rank, ranks)[1] for step in range(12)]).numpy())
-        assert seen.tolist() == list(range(rank, 10, ranks))
-    assert torch.equal(sharded._test[0], task._test[0])

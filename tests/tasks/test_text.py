@@ -52,16 +52,3 @@ def test_short_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("too short\n")
     with pytest.raises(ValueError, match=r"text-lstm: too short a text: .* at least 161 and 21 are needed"):
         get_task("text-lstm", data=tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_shards_are_different_stretches(tmp_path, ranks):
-    (tmp_path / "a.txt").write_text("".join(f"line {number} of the text\n" for number in range(4000)))
-    task = get_task("text-lstm", data=tmp_path, shards=True)
-    samples, last = len(task._train), -1
-    for rank in range(ranks):
-        seen = np.concatenate([task._sampler.indices(step, rank, ranks) for step in range(samples // ranks // 8)])
-        assert len(np.unique(seen)) == len(seen) > samples / ranks - 8
-        assert seen.min() > last
-        last = seen.max()
-    assert task.batch(0, 0, ranks).shape == (8, 21)
