@@ -6,7 +6,7 @@ hand; what is expected of a rank follows from what that rank sends.
 
 import numpy as np
 
-from mpicomp.rounds import Round, make_graph
+from mpicomp.rounds import Round
 
 LAYOUTS = {
     1: [[0]],
@@ -145,30 +145,6 @@ def sendrecv_down_a_chain(members, rank, name, dtype, **how):
             yield lambda recv=recv, source=source: np.testing.assert_array_equal(recv, of(members[source], 21, dtype))
 
 
-def neighbours_in(pairs, place):
-    return sorted({b for a, b in pairs if a == place} | {a for a, b in pairs if b == place})
-
-
-def neighbor_alltoall(members, rank, name, dtype, **how):
-    """On a ring, on a star, and on a chain that begins at the last."""
-    place, size = members.index(rank), len(members)
-    ring = [(a, (a + 1) % size) for a in range(size) if size > 1]
-    star = [(0, other) for other in range(1, size)]
-    chain = [(a + 1, a) for a in range(size - 1)]
-    for pairs in (ring, star, chain):
-        neighbours, graph = neighbours_in(pairs, place), make_graph(pairs, size)
-        for length in (0, 21):
-            send, recv = of(rank, length * len(neighbours), dtype), np.zeros(length * len(neighbours), dtype)
-            yield Round("neighbor_alltoall", (length,), recv.dtype, 0, send, recv, name, graph=graph, **how)
-            parts = [np.zeros(0, dtype)]
-            for other in neighbours:
-                theirs = neighbours_in(pairs, other)
-                sent = of(members[other], length * len(theirs), dtype).reshape(len(theirs), length)
-                parts.append(sent[theirs.index(place)])
-            expected = np.concatenate(parts)
-            yield lambda recv=recv, expected=expected: np.testing.assert_array_equal(recv, expected)
-
-
 OPERATIONS = [
     allreduce,
     bcast,
@@ -178,7 +154,6 @@ OPERATIONS = [
     alltoallv_of_any_lengths,
     sendrecv_to_the_right,
     sendrecv_down_a_chain,
-    neighbor_alltoall,
 ]
 
 

@@ -39,34 +39,6 @@ def bits(model):
     return b"".join(parameter.detach().view(torch.uint8).numpy().tobytes() for parameter in model.parameters())
 
 
-class Regression:
-    """Linear regression of noisy targets, with its gradients in NumPy; some inputs are scaled."""
-
-    def __init__(self, columns, rows, scales):
-        self.columns, self.rows, self.scales = columns, rows, scales
-        self.truth = np.random.default_rng(7).normal(size=(rows, columns))
-
-    def model(self):
-        torch.manual_seed(0)
-        return torch.nn.Linear(self.columns, self.rows).double()
-
-    def batch(self, rank, step, size=8):
-        rng = np.random.default_rng([rank, step])
-        inputs = rng.normal(size=(size, self.columns))
-        for column, scale in self.scales.items():
-            inputs[:, column] *= scale
-        return inputs, inputs @ self.truth.T + rng.normal(size=(size, self.rows))
-
-    def loss(self, model, rank, step):
-        inputs, targets = (torch.from_numpy(array) for array in self.batch(rank, step))
-        return (model(inputs) - targets).square().mean()
-
-    def gradients(self, parameters, rank, step):
-        inputs, targets = self.batch(rank, step)
-        error = 2 * (inputs @ parameters["weight"].T + parameters["bias"] - targets) / targets.size
-        return {"weight": error.T @ inputs, "bias": error.sum(axis=0)}
-
-
 class Replicas:
     """N models with an optimizer of a kind each, whose steps exchange."""
 

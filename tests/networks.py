@@ -34,21 +34,18 @@ class Link:
         hosts = (0,) * group.size if group.name == HOST else group.layout or tuple(range(group.size))
         shared = group.sharing if group.name == ACROSS else 1
         sizes = tuple(int(count) * task.dtype.itemsize for count in task.counts)
-        neighbours = ()
-        if task.graph is not None:
-            neighbours = tuple(task.graph.neighbours(rank) for rank in range(group.size))
         shift = 0
         if task.operation == "sendrecv":
             to, source = task.peers
             shift = (to - group.rank) % group.size if to is not None else (group.rank - (source or 0)) % group.size
         seconds = followed(
-            task.operation, sizes, task.root, shift, neighbours, hosts, self.latency, 8 * shared / self.bits, self.small
+            task.operation, sizes, task.root, shift, hosts, self.latency, 8 * shared / self.bits, self.small
         )
         return seconds * self.factors.get(task.operation, 1.0)
 
 
 @functools.lru_cache(maxsize=100_000)
-def followed(operation, sizes, root, shift, neighbours, hosts, latency, per_byte, small):
+def followed(operation, sizes, root, shift, hosts, latency, per_byte, small):
     """Seconds until the last message of an operation has arrived."""
     wires = Wires(hosts, latency, per_byte)
     ranks = len(hosts)
@@ -68,8 +65,6 @@ def followed(operation, sizes, root, shift, neighbours, hosts, latency, per_byte
         case "alltoallv":
             for step in range(1, ranks):
                 wires.exchange([(rank, (rank + step) % ranks, sizes[(rank + step) % ranks]) for rank in range(ranks)])
-        case "neighbor_alltoall":
-            wires.exchange([(rank, other, sizes[0]) for rank, others in enumerate(neighbours) for other in others])
         case "sendrecv":
             wires.exchange([(rank, (rank + shift) % ranks, max(sizes)) for rank in range(ranks)])
         case _:

@@ -92,9 +92,6 @@ def received_bytes(task: Round, group: Group) -> int:
             elements = task.counts[0] if group.rank != task.root else 0
         case "sendrecv":
             elements = task.counts[1]
-        case "neighbor_alltoall":
-            assert task.graph is not None
-            elements = task.counts[0] * len(task.graph.neighbours(group.rank))
         case _:
             elements = 0
     return elements * task.dtype.itemsize

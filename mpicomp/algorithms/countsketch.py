@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpicomp.algorithms.sketch import Sketch, SketchScheme, largest_estimates
 from mpicomp.collectives.ar_topk import exchange_at
@@ -12,7 +11,6 @@ from mpicomp.collectives.scheme import Exchange
 from mpicomp.compressors.base_compressor import Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.device import current_device
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.setting_checks import check_least
@@ -97,10 +95,6 @@ class CountSketch(Sketch):
         """Return the number of positions at which values are summed."""
         return min(numel, self.candidates * num_kept(self.ratio, numel))
 
-    def weights(self, context: Context) -> NDArray[np.floating] | None:
-        """Return non-negative factors of the elements where the bucket is, the same on all ranks, or None."""
-        return None
-
 
 @register
 class Sketched(SketchScheme[CountSketch]):
@@ -119,11 +113,7 @@ class Sketched(SketchScheme[CountSketch]):
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         # 1. Add every element to one cell in each row of a table, with a random sign; ranks share the hash functions.
-        key, array, weights = context.key(shared=True), accumulated.array(), self.compressor.weights(context)
-        if weights is not None:
-            weighted = context.workspace.array("weighted", array.size, array.dtype)
-            with np.errstate(over="ignore", invalid="ignore"):
-                array = np.multiply(array, current_device().to_device(weights), out=weighted)
+        key, array = context.key(shared=True), accumulated.array()
         # 2. Sum the tables: the sum is the sketch of the summed gradient.
         first = yield from self.sum_of_tables(array, key, accumulated, context)
         table = first.mean_in(context.workspace).reshape(self.compressor.table(array.size))

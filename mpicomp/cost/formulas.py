@@ -76,10 +76,6 @@ def terms(task: Round, group: Group) -> Terms:
             kept = task.counts[rank]
             received = kept * size if task.received is None else sum(task.received)
             cost = Terms(size - 1, (max(sum(task.counts), received) - kept) * _remote_share(group))
-        case "neighbor_alltoall":
-            assert task.graph is not None
-            neighbours = len(task.graph.neighbours(rank))
-            cost = Terms(float(neighbours > 0), neighbours * task.counts[0])
         case _:
             cost = Terms(float(task.peers != (None, None)), max(task.counts))
     latency = 0.0 if task.background else cost.latency
@@ -103,7 +99,7 @@ def _senders_per_link(task: Round, group: Group) -> int:
     """Return the number of ranks of a host that send through its link at the same time; 1 on a single host."""
     if group.hosts == 1:
         return 1
-    if group.name == ACROSS or task.operation in ("alltoallv", "neighbor_alltoall"):
+    if group.name == ACROSS or task.operation == "alltoallv":
         return group.sharing
     if task.operation == "sendrecv" and any(_distance(peer, group) > 1 for peer in task.peers if peer is not None):
         return group.sharing

@@ -92,7 +92,7 @@ class Device:
         return host
 
 
-HOST = Device()
+HOST: Device = Device()
 """The host."""
 
 _thread = threading.local()

@@ -224,4 +224,4 @@ class ExtraExchange:
         """Forget what this rank has counted and begun: at a death ranks leave a step at different places."""
 
 
-NO_EXTRA = ExtraExchange()
+NO_EXTRA: ExtraExchange = ExtraExchange()

@@ -1,7 +1,6 @@
 """Rounds: the communication that schemes ask of transports, groups of ranks, and running generators. No MPI."""
 
 from mpicomp.rounds.drive import Returned, advance, drive, observe
-from mpicomp.rounds.graph import Graph, make_graph
 from mpicomp.rounds.group import ACROSS, HOST, WORLD, Group, layout_groups, parts_of
 from mpicomp.rounds.round import Pending, Request, Round, Rounds, dense_ring_bytes, gather_rows
 
@@ -9,7 +8,6 @@ __all__ = [
     "ACROSS",
     "HOST",
     "WORLD",
-    "Graph",
     "Group",
     "Pending",
     "Request",
@@ -21,7 +19,6 @@ __all__ = [
     "drive",
     "gather_rows",
     "layout_groups",
-    "make_graph",
     "observe",
     "parts_of",
 ]

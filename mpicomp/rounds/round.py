@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mpicomp.rounds.graph import Graph
 from mpicomp.rounds.group import WORLD, Group
 
 Value = TypeVar("Value")
@@ -20,19 +19,16 @@ class Round:
 
     Parameters
     ----------
-    operation : {"allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv", "neighbor_alltoall"}
+    operation : {"allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv"}
         ``allreduce`` sums ``send`` over ranks into ``recv``.
         ``allgatherv`` writes the ranks' ``send`` one after the other to ``recv``.
         ``alltoallv`` cuts ``send`` in parts, part j for rank j; ``recv`` holds this rank's part from every rank.
         ``bcast`` copies the root's ``send`` to ``recv`` on all ranks.
         ``gatherv`` writes the ranks' ``send`` one after the other to the root's ``recv``; others need no ``recv``.
         ``sendrecv`` sends ``send`` to one rank and receives ``recv`` from one.
-        ``neighbor_alltoall`` cuts ``send`` in parts of one length, part j for this rank's j-th neighbour in ``graph``;
-        ``recv`` holds their parts for this rank, in the same order.
     counts : sequence of int
         Elements, which may be 0. ``allreduce`` and ``bcast``: one number. ``allgatherv`` and ``gatherv``: of each rank,
         known to all. ``alltoallv``: of each part of ``send``. ``sendrecv``: sent and received, 0 without a peer.
-        ``neighbor_alltoall``: one number, of a part.
     dtype : numpy.dtype
         Of the elements.
     root : int
@@ -47,9 +43,6 @@ class Round:
         ``alltoallv``: the length of the part from each rank. None: all ranks have the same ``counts``.
     arrived : callable, optional
         ``sendrecv``: called with start and stop of every part of ``recv`` when it has arrived, in any order.
-    graph : Graph, optional
-        ``neighbor_alltoall``: the neighbours in the group, the same on all ranks. A transport keeps resources of each
-        graph, so few should be used.
     background : bool
         Whether the transport only starts the round: it replies with a `Pending`, which the caller yields later
         to get ``recv``. Until then ``send`` and ``recv`` are the transport's.
@@ -67,7 +60,6 @@ class Round:
     peers: tuple[int | None, int | None] = (None, None)
     received: Sequence[int] | None = None
     arrived: Callable[[int, int], None] | None = None
-    graph: Graph | None = None
     background: bool = False
     once: bool = False
 
@@ -84,9 +76,6 @@ class Round:
                 elements = sum(self.counts) - self.counts[group.rank]
             case "bcast":
                 elements = self.counts[0] if group.rank == self.root else 0
-            case "neighbor_alltoall":
-                assert self.graph is not None
-                elements = self.counts[0] * len(self.graph.neighbours(group.rank))
             case _:
                 elements = self.counts[0]
         return elements * self.dtype.itemsize

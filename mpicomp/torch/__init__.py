@@ -10,7 +10,6 @@ from mpicomp.torch.broadcast import broadcast_optimizer_state, broadcast_paramet
 from mpicomp.torch.clipping import clip_grad_norm_
 from mpicomp.torch.ddp import DDPState, ddp_comm_hook
 from mpicomp.torch.local_muon import LocalMuon, Muon
-from mpicomp.torch.onebit_adam import OneBitAdam
 from mpicomp.torch.optimizer import DistributedOptimizer
 from mpicomp.torch.replica_communicator import replicas, shard_mesh
 from mpicomp.torch.update_optimizer import UpdateOptimizer
@@ -20,7 +19,6 @@ __all__ = [
     "DistributedOptimizer",
     "LocalMuon",
     "Muon",
-    "OneBitAdam",
     "UpdateOptimizer",
     "broadcast_optimizer_state",
     "broadcast_parameters",

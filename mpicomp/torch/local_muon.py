@@ -11,7 +11,6 @@ from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.torch.arguments import NamedParameters, check_kind, named_pairs
-from mpicomp.torch.collective_optimizer import check_adam_settings
 from mpicomp.torch.combined_optimizer import CombinedOptimizer
 from mpicomp.torch.shards import from_whole, is_sharded
 from mpicomp.torch.states import name_of
@@ -63,7 +62,9 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, lr: float = LR, weight_decay: float = WEIGHT_DECAY, momentum: float = 0.95) -> None:
-        check_adam_settings("Muon", (momentum, 0.0), lr=lr, weight_decay=weight_decay)
+        _check_at_least_zero("Muon", lr=lr, weight_decay=weight_decay)
+        if not 0 <= momentum < 1:
+            raise ConfigurationError(f"Muon: momentum must be at least 0 and below 1, got {momentum!r}")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "lr_ratio": 1.0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -219,7 +220,7 @@ def muon_and_adamw(
     matrices: Collection[str] | None = None,
 ) -> CombinedOptimizer:
     """Return Muon for the named matrices, or for hidden ones, and AdamW for all other parameters."""
-    check_adam_settings(_WHO, _BETAS, lr=lr, adamw_lr=adamw_lr, weight_decay=weight_decay)
+    _check_at_least_zero(_WHO, lr=lr, adamw_lr=adamw_lr, weight_decay=weight_decay)
     if not adamw_lr:
         raise ConfigurationError(f"{_WHO}: adamw_lr must be above 0, since that of Muon is kept as a ratio to it")
     names = {id(parameter): name_of(name) for name, parameter in reversed(pairs)}  # of tied ones the first
@@ -284,3 +285,9 @@ def _module_of(name: str) -> str:
     """Return the name of a weight's module, after that of its container where it is a number."""
     *parents, last = name.lower().removesuffix(".weight").split(".")
     return f"{parents[-1]}.{last}" if parents and last.isdigit() else last
+
+
+def _check_at_least_zero(subsystem: str, **settings: float) -> None:
+    for name, value in settings.items():
+        if not value >= 0:
+            raise ConfigurationError(f"{subsystem}: {name} must be at least 0, got {value!r}")

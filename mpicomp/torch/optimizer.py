@@ -26,7 +26,6 @@ from mpicomp.torch.arguments import (
     named_pairs,
     parameters_by_name,
 )
-from mpicomp.torch.collective_optimizer import CollectiveOptimizer
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import copy_active_step, run_empty_steps
 from mpicomp.torch.optimizer_proxy import (
@@ -383,7 +382,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, _Distributed):
         if not optimizer._mpicomp_closed:
             raise ConfigurationError(f"{_WHO}: this optimizer is distributed already; close() it first")
-    elif isinstance(optimizer, CollectiveOptimizer | OptimizerProxy):
+    elif isinstance(optimizer, OptimizerProxy):
         raise ConfigurationError(f"{_WHO}: {type(optimizer).__name__} exchanges by itself; use it as it is")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(

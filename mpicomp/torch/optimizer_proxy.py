@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from mpicomp.errors import ConfigurationError, warn_user
-from mpicomp.rounds import Rounds
 from mpicomp.torch.arguments import named_group, split_group
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a step, without the optimizer itself
@@ -81,27 +80,6 @@ class OptimizerProxy(NotCopyable):
 
     def _mpicomp_after(self) -> None:
         """Run after the step."""
-
-
-class UpdatingProxy(OptimizerProxy):
-    """Base of mixins that exchange after the step, in `_mpicomp_rounds`."""
-
-    _mpicomp_exchanges = True
-
-    _step_supports_amp_scaling = True  # a GradScaler calls step() also where this rank's gradients overflowed
-
-    def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
-        """Make a step as a generator of rounds, for ranks that live in one process."""
-        self._mpicomp_exchanges = False
-        try:
-            loss = self.step(closure)
-        finally:
-            self._mpicomp_exchanges = True
-        yield from self._mpicomp_rounds()
-        return loss
-
-    def _mpicomp_rounds(self) -> Rounds[None]:
-        raise NotImplementedError
 
 
 def wrap(optimizer: torch.optim.Optimizer, kind: type[OptimizerProxy], prefix: str) -> Any:

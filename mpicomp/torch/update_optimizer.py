@@ -17,7 +17,6 @@ from mpicomp.reducer.settings import check_settings
 from mpicomp.reducer.special_reducers import TrainingReducer
 from mpicomp.setting_checks import check_flag, check_least
 from mpicomp.torch.arguments import NamedParameters, check_no_ddp, members_of, named_pairs, parameters_by_name
-from mpicomp.torch.collective_optimizer import CollectiveOptimizer
 from mpicomp.torch.combined_optimizer import CombinedOptimizer, optimizers_in
 from mpicomp.torch.optimizer_proxy import OptimizerProxy, check_not_nested, wrap
 from mpicomp.torch.overlap import start_overlap_thread
@@ -301,7 +300,7 @@ def _check_arguments(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"{WHO}: a torch optimizer is needed, got {type(optimizer).__name__}")
     is_closed = isinstance(optimizer, UpdateProxy) and optimizer._mpicomp_closed
-    if isinstance(optimizer, CollectiveOptimizer | OptimizerProxy) and not is_closed:
+    if isinstance(optimizer, OptimizerProxy) and not is_closed:
         raise ConfigurationError(f"{WHO}: {type(optimizer).__name__} exchanges already; pass a plain optimizer")
     _check_steps(sync_every, sync_delay, fragments)
     check_least(WHO, "compare_every", compare_every, 0)

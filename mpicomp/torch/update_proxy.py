@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.system import abort, say
 from mpicomp.torch.arguments import learning_rate, members_of
-from mpicomp.torch.optimizer_proxy import Arguments, UpdatingProxy, closure_of, with_closure
+from mpicomp.torch.optimizer_proxy import Arguments, OptimizerProxy, closure_of, with_closure
 from mpicomp.torch.shards import check_rows, local_of, rows_of
 from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import to_tensors
@@ -26,10 +26,12 @@ from mpicomp.transport.scheduler import ProgressThread
 WHO = "UpdateOptimizer"
 
 
-class UpdateProxy(UpdatingProxy):
+class UpdateProxy(OptimizerProxy):
     """Mixin that exchanges changes of parameters after steps of an optimizer's class."""
 
     _mpicomp_who = WHO
+    _mpicomp_exchanges = True
+    _step_supports_amp_scaling = True  # a GradScaler calls step() also where this rank's gradients overflowed
     _mpicomp_steps: int
     _mpicomp_chooses: bool  # whether the policy chooses the number of steps to an exchange
     _mpicomp_every: int
@@ -87,6 +89,16 @@ class UpdateProxy(UpdatingProxy):
             self._mpicomp_join, self._mpicomp_idle = None, False
             for fragment in self._mpicomp_fragments:
                 fragment.leave_join()
+
+    def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
+        """Make a step as a generator of rounds, for ranks that live in one process."""
+        self._mpicomp_exchanges = False
+        try:
+            loss = self.step(closure)
+        finally:
+            self._mpicomp_exchanges = True
+        yield from self._mpicomp_rounds()
+        return loss
 
     def synchronize(self) -> None:
         """Exchange all changes, and wait for all exchanges. Collective."""

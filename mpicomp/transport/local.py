@@ -222,8 +222,6 @@ def perform_together(tasks: Sequence[Round]) -> None:
                         f"local transport: rank {rank} expects other counts than are sent: {task!r:.200}"
                     )
             results = [np.concatenate(part) for part in parts]
-        case "neighbor_alltoall":
-            results = [_from_neighbours(rank, tasks) for rank in ranks]
         case "sendrecv":
             results = [_sent_to(rank, tasks) for rank in ranks]
         case _:
@@ -237,19 +235,9 @@ def perform_together(tasks: Sequence[Round]) -> None:
 
 def _shared(task: Round) -> tuple[Any, ...]:
     """Return the values that have to be the same on all ranks of a round's group."""
-    common = (task.operation, task.dtype, task.root, task.background, task.group, task.graph)
+    common = (task.operation, task.dtype, task.root, task.background, task.group)
     differ = task.operation == "sendrecv" or task.received is not None
     return common if differ else (*common, tuple(task.counts))
-
-
-def _from_neighbours(rank: int, tasks: Sequence[Round]) -> NDArray[Any]:
-    """Return the array that a rank receives in a ``neighbor_alltoall``."""
-    parts = [np.empty(0, tasks[rank].dtype)]
-    for other in tasks[rank].graph.neighbours(rank):  # type: ignore[union-attr]
-        place = tasks[other].graph.neighbours(other).index(rank)  # type: ignore[union-attr]
-        length = tasks[other].counts[0]
-        parts.append(tasks[other].send[place * length : (place + 1) * length])  # type: ignore[index]
-    return np.concatenate(parts)
 
 
 def _sent_to(rank: int, tasks: Sequence[Round]) -> NDArray[Any] | None:

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomp.errors import RankFailedError
-from mpicomp.rounds import Graph, Pending, Round
+from mpicomp.rounds import Pending, Round
 from mpicomp.transport.base import Naps, wait
 from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant, kept
 
@@ -89,7 +89,6 @@ class Channel:
         self.begun = 0
         self._limit = limit
         self._survives = fault_tolerant()
-        self._graphs: dict[Graph, MPI.Intracomm] = {}
         self._under_way: dict[StartedRound, None] = {}  # their arrays are MPI's, even if callers have dropped them
 
     def perform(self, task: Round, naps: bool, meanwhile: Callable[[], None] | None = None) -> None:
@@ -105,12 +104,11 @@ class Channel:
                     kept.append(started)
                     raise
                 return
-            comm = self.comm if task.graph is None else self._comm_of(task.graph)
             for name, arguments in calls:
                 if naps:
-                    self._nap_through(getattr(comm, f"I{name.lower()}")(*arguments), task, meanwhile)
+                    self._nap_through(getattr(self.comm, f"I{name.lower()}")(*arguments), task, meanwhile)
                 else:
-                    getattr(comm, name)(*arguments)
+                    getattr(self.comm, name)(*arguments)
         except MPI.Exception as error:
             raise failure_of(error) from None
 
@@ -131,9 +129,7 @@ class Channel:
 
     def _start(self, task: Round) -> StartedRound:
         self.begun += 1
-        # A graph's communicator is made by a call that waits for all ranks, and of two channels that begin rounds side
-        # by side one rank may come to this one first and another rank to that one: both would wait forever.
-        calls = None if task.graph is not None else self._calls(task)
+        calls = self._calls(task)
         if calls is None:
             started: StartedRound = self._exchange(task)
         else:
@@ -158,14 +154,6 @@ class Channel:
             if started.test():
                 self.done(started)
         return not self._under_way
-
-    def _comm_of(self, graph: Graph) -> MPI.Comm:
-        """Return the communicator of a graph, made in the first round that is waited for, the same on all ranks."""
-        if graph not in self._graphs:
-            assert isinstance(self.comm, MPI.Intracomm)
-            neighbours = list(graph.neighbours(self.comm.rank))
-            self._graphs[graph] = self.comm.Create_dist_graph_adjacent(neighbours, neighbours)
-        return self._graphs[graph]
 
     def _exchange(self, task: Round) -> StartedRound:
         messages = [started for started in self._under_way if isinstance(started, _Messages)]
@@ -224,10 +212,6 @@ class Channel:
                 # The same on every rank, as the branch must be.
                 if max(sum(counts), max(counts) * size) * task.dtype.itemsize <= self._limit:
                     return [("Alltoallv", ([send, counts], [recv, [counts[rank]] * size]))]
-            case "neighbor_alltoall":
-                assert task.graph is not None
-                if counts[0] * task.graph.most * task.dtype.itemsize <= self._limit:
-                    return [("Neighbor_alltoall", (send, recv))]
         return None
 
     def _messages(self, task: Round) -> tuple[Iterator[_Segment], Iterator[_Segment]]:
@@ -264,11 +248,6 @@ class Channel:
                     incoming += [(other, bounds[other], bounds[other + 1]) for other in range(size) if other != rank]
                 else:
                     outgoing.append((task.root, 0, counts[rank]))
-            case "neighbor_alltoall":
-                assert task.graph is not None
-                for place, other in enumerate(task.graph.neighbours(rank)):
-                    incoming.append((other, place * counts[0], (place + 1) * counts[0]))
-                    outgoing.append((other, place * counts[0], (place + 1) * counts[0]))
             case "alltoallv":
                 assert task.send is not None
                 assert task.recv is not None

@@ -33,8 +33,6 @@ MODULES = [
     "mpicomp.systems.gravac",
     "mpicomp.systems.lgc",
     "mpicomp.systems.lgreco",
-    "mpicomp.systems.optimizers.power_gossip",
-    "mpicomp.systems.optimizers.sketched_amsgrad",
     "mpicomp.testing",
     "mpicomp.torch",
     "mpicomp.transport",

@@ -141,23 +141,6 @@ def test_stacks_see_their_matrices_wherever_they_are(shapes, counts, eager):
     compare(mpicomp.PowerSGD(rank=1, min_compression_rate=0.5), eager.asarray, shapes=shapes)
 
 
-WEIGHTS = np.random.default_rng(0).random(sum(int(np.prod(shape)) for shape in SHAPES.values()))
-
-
-class Weighted(mpicomp.CountSketch):
-    """A user's sketch, with weights in host memory."""
-
-    id = "test-weighted"
-    paper = "none: a user's"
-
-    def weights(self, context):
-        return WEIGHTS.astype(np.float32)
-
-
-def test_weights_of_elements_may_be_in_host_memory(cupy):
-    compare(Weighted(ratio=0.05), cupy.asarray)
-
-
 READS = [  # of the inner collective, too, which reads whether a mean is finite
     (mpicomp.PowerSGD(rank=1), 4),
     (mpicomp.PowerSGD(rank=1, iterations=2, min_compression_rate=1), 8),

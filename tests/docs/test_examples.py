@@ -74,6 +74,42 @@ def test_script_of_a_sharded_model_trains(comm):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.mpi(min_size=3, max_size=3)
+def test_power_gossip_reaches_consensus_and_learns(comm):
+    module = runpy.run_path(str(EXAMPLES / "power_gossip.py"))
+
+    def spread(model):
+        models = np.array(comm.allgather(np.concatenate([array.ravel() for array in model.values()])))
+        return np.linalg.norm(models - models.mean(axis=0)) / np.linalg.norm(models.mean(axis=0))
+
+    model, losses, sent = module["main"](comm)
+    numel = sum(array.size for array in model.values())
+    assert losses[-1] < 0.15 * losses[0]  # on data that two of three ranks never see
+    assert spread(model) < 0.03
+    assert sent < 0.25 * numel * len(losses)
+    alone, losses, _ = module["main"](comm, gossips=False)
+    assert losses[-1] > 0.6 * losses[0]
+    assert spread(alone) > 0.2
+    # Without gradients models meet at their mean.
+    mean = sum(comm.allgather(alone["w1"])) / comm.size
+    gossip = module["PowerGossip"](comm)
+    for _ in range(200):
+        gossip.average(alone)
+    np.testing.assert_allclose(alone["w1"], mean, atol=1e-6)
+
+
+@pytest.mark.mpi(min_size=3, max_size=3)
+def test_sketched_amsgrad_is_as_good_as_amsgrad(comm):
+    module = runpy.run_path(str(EXAMPLES / "sketched_amsgrad.py"))
+    numel, k = module["NUMEL"], 40
+    sketched, dense = module["SketchedAMSGrad"](comm, numel, k, lr=0.1), module["AMSGrad"](comm, numel, lr=0.1)
+    weights, errors = module["main"](comm, sketched)
+    assert all(np.array_equal(weights, other) for other in comm.allgather(weights))
+    _, expected = module["main"](comm, dense)
+    assert errors[0] - errors[-1] > 0.95 * (errors[0] - expected[-1])
+    assert sketched.sent <= (k * np.log(numel) + k) * len(errors) < 0.2 * dense.sent
+
+
 def test_the_three_lines_are_those_of_the_readme():
     plain = (EXAMPLES / "plain_torch.py").read_text().splitlines()
     lines = (EXAMPLES / "distributed_torch.py").read_text().splitlines()

@@ -43,7 +43,6 @@ HOMES = {
     "torch": (
         "mpicomp/torch/",
         "mpicomp/systems/lgc/autoencoder.py",
-        "mpicomp/systems/optimizers/",
         "bench/training_run.py",
         "bench/exchange_replicas.py",
         "bench/peer_exchanges.py",

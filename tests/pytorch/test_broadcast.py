@@ -201,19 +201,6 @@ def test_state_of_a_wrapped_optimizer_reaches_all(comm):
     assert_replicas(model, comm)
 
 
-@pytest.mark.mpi(max_size=3)
-def test_steps_of_onebit_adam_reach_all(comm):
-    """Ranks that are still in their warm-up would exchange other things than one that is not."""
-    model = network()
-    optimizer = close_at_end(mpicomp.torch.OneBitAdam(model, warmup_steps=2, comm=comm))
-    if comm.rank == 0:
-        optimizer.steps = 1
-    broadcast_state(optimizer, comm=comm)
-    assert optimizer.steps == 1
-    train(model, optimizer, range(3), comm.rank)
-    assert_replicas(model, comm)
-
-
 @pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize(
     "make",

@@ -10,8 +10,6 @@ from replicas import Reference, UnevenPair, adam, assert_replicas, assert_same, 
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
-from mpicomp.systems.optimizers.power_gossip import PowerGossip
-from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
 from mpicomp.transport import LocalWorld
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
@@ -61,7 +59,6 @@ def updating(model, comm, optimizer, *settings, **more):
 MAKES = {
     "overlap": (adam, lambda model, comm: distribute(model, comm, adam(model), overlap=True)),
     "later": (adam, lambda model, comm: distribute(model, comm, adam(model), overlap=False)),
-    "onebit": (adam, lambda model, comm: mpicomp.torch.OneBitAdam(model, lr=0.01, warmup_steps=9, comm=comm)),
     "updates": (sgd, lambda model, comm: updating(model, comm, sgd(model), 1, "dense")),
 }
 CASES = [(make, torch.complex128 if make == "later" else torch.complex64) for make in MAKES]
@@ -110,9 +107,6 @@ WRAPPERS = {
     "updates": lambda model, comm: updating(
         model, comm, sgd(model), 2, mpicomp.TopK(0.2), "allgather", sync_delay=1, warmup=0
     ),
-    "onebit": lambda model, comm: mpicomp.torch.OneBitAdam(model, lr=0.01, warmup_steps=2, comm=comm),
-    "sketched": lambda model, comm: SketchedAMSGrad(model, lr=0.01, comm=comm),
-    "gossip": lambda model, comm: PowerGossip(sgd(model), comm=comm),
 }
 
 

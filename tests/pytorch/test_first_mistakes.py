@@ -8,12 +8,9 @@ from replicas import assert_replicas, close_at_end, descent, distribute, gloo, n
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.systems.optimizers.power_gossip import PowerGossip
-from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
 from mpicomp.transport import LocalWorld
 
 wrap, update = mpicomp.torch.DistributedOptimizer, mpicomp.torch.UpdateOptimizer
-onebit, sketched, gossip = mpicomp.torch.OneBitAdam, SketchedAMSGrad, PowerGossip
 
 
 def scale(model, **settings):
@@ -35,8 +32,6 @@ MISTAKES = {
     "updates_ratio": (lambda m, **c: update(sgd(m), m, 1, "topk", ratio=0.05, **c), r"mpicomp.TopK\(ratio=0.05\)"),
     "reducer_ratio": (lambda m, **c: mpicomp.Reducer("topk", ratio=0.05, **c), r"mpicomp.TopK\(ratio=0.05\)"),
     "spelling": (lambda m, **c: wrap(sgd(m), m, "topk", sede=1, **c), "unknown name 'sede'; did you mean 'seed'"),
-    "gossip": (lambda m, **c: gossip(sgd(m), m.named_parameters(), **c), "second argument is the graph.*leave named_"),
-    "gossip_model": (lambda m, **c: gossip(sgd(m), m, **c), "second argument is the graph"),
     "other_model": (
         lambda m, **c: wrap(sgd(m), m[2:], **c),
         r"2 parameters of the optimizer have no name, the first of shape \(8, 6\)",
@@ -48,12 +43,6 @@ MISTAKES = {
     "momentum": (lambda m, **c: wrap(momentum(m), m, mpicomp.DGC(momentum=0.9), **c), TWICE),
     "momentum_id": (lambda m, **c: wrap(momentum(m), m, {"id": "dgc", "momentum": 0.9}, **c), TWICE),
     "lbfgs": (lambda m, **c: wrap(torch.optim.LBFGS(m.parameters()), m, **c), "use mpicomp.torch.UpdateOptimizer"),
-    "onebit_join": (
-        lambda m, **c: onebit(m, **c).join(),
-        "OneBitAdam: join.* DistributedOptimizer and UpdateOptimizer",
-    ),
-    "sketched_join": (lambda m, **c: sketched(m, **c).join(), "SketchedAMSGrad: join"),
-    "gossip_join": (lambda m, **c: gossip(sgd(m), **c).join(), "PowerGossip: join"),
 }
 
 
@@ -74,8 +63,6 @@ def test_momentum_of_either_kind_is_served():
 TRAINED = {
     "distributed": lambda p, c: wrap(torch.optim.SGD([p], lr=0.1), {"w": p}, comm=c),
     "updates": lambda p, c: update(torch.optim.SGD([p], lr=0.1), {"w": p}, comm=c),
-    "onebit": lambda p, c: onebit([("w", p)], comm=c),
-    "gossip": lambda p, c: gossip(torch.optim.SGD([p], lr=0.1), comm=c),
 }
 KINDS = {
     "float8": (lambda: torch.ones(3, dtype=torch.float8_e4m3fn), r"is of float8_e4m3fn; .*complex128"),
@@ -104,8 +91,6 @@ def test_sharded_parameters_are_refused_when_made(comm):
     with gloo(comm):
         model = torch.nn.Linear(4, 4)
         fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (comm.size,)))
-        with pytest.raises(ConfigurationError, match=r"is a DTensor.*docs/pytorch\.md"):
-            mpicomp.torch.OneBitAdam(model, comm=comm)
         with pytest.raises(DisagreementError, match=r"'weight' .*rows 0 to 2 of 4.*comm=mpicomp.torch.replicas"):
             wrap(descent(model), model, comm=comm)
         with pytest.raises(DisagreementError, match="rows 2 to 4 of 4"):
@@ -268,9 +253,6 @@ def test_refusal_on_one_rank_is_one_on_all(comm, wrong):
 
 
 OTHER_CALLS = {
-    "onebit": lambda model, comm, bad: mpicomp.torch.OneBitAdam(model, warmup_steps=0 if bad else 1, comm=comm),
-    "sketched": lambda model, comm, bad: SketchedAMSGrad(model, eps=0 if bad else 1e-8, comm=comm),
-    "gossip": lambda model, comm, bad: PowerGossip(descent(model), rank=0 if bad else 1, comm=comm),
     "values": lambda model, comm, bad: broadcast({"w": "text" if bad else torch.ones(2)}, comm=comm),
     "root": lambda model, comm, bad: broadcast(model, root=7 if bad else 0, comm=comm),
 }

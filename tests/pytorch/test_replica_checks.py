@@ -24,7 +24,6 @@ from replicas import (
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
 from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.transport import LocalWorld
 
@@ -124,25 +123,6 @@ def test_settings_that_stay_cost_no_round(comm):
     assert extra[5] > extra[6] > quiet  # compared in full, then digests
     assert extra[6] - quiet <= 16
     assert extra[78] == quiet
-
-
-@pytest.mark.mpi(min_size=2, max_size=3)
-@pytest.mark.parametrize("make", [mpicomp.torch.OneBitAdam, SketchedAMSGrad])
-def test_collective_optimizers_compare_rates_and_parameters(comm, make):
-    model = network()
-    optimizer = close_at_end(make(model.named_parameters(), lr=0.01, comm=comm))
-    train(model, optimizer, range(3), comm.rank)
-    if comm.rank == 1:
-        optimizer.param_groups[0]["lr"] = 0.02
-    with pytest.raises(DisagreementError, match=r"\['lr'\] must be the same on all ranks, got 0.01 on rank 0 and 0.02"):
-        step(model, optimizer, 3, comm.rank)
-    optimizer.close()
-    if comm.rank == 1:
-        with torch.no_grad():
-            model[0].bias[0] += 1
-    optimizer = close_at_end(make(model.named_parameters(), lr=0.01, comm=comm))
-    with pytest.raises(DisagreementError, match=r"'0.bias' has other values on rank 1 than on rank 0"):
-        step(model, optimizer, 0, comm.rank)
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from local_replicas import Replicas, Updates, bits
+from local_replicas import Updates, bits
 from local_replicas import network as wide
 from marks import slow
 from networks import Link
@@ -15,8 +15,6 @@ import mpicomp
 from mpicomp.checkpoint import load_rounds, save_rounds
 from mpicomp.collectives import fitting
 from mpicomp.errors import ConfigurationError
-from mpicomp.systems.optimizers.power_gossip import PowerGossip
-from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
 from mpicomp.torch.states import to_arrays
 from mpicomp.transport import LocalWorld
 
@@ -123,16 +121,6 @@ def test_ranks_resume_from_a_file(comm, compressor, overlap):
     assert whole == second
 
 
-@pytest.mark.mpi
-def test_gossip_resumes_from_a_file(comm):
-    def make():
-        model = network()
-        return model, PowerGossip(descent(model), comm=comm)
-
-    whole, second = resumed(make, rank=comm.rank)
-    assert whole == second
-
-
 UPDATES = {
     "fragments": {"compressor": "topk", "sync_every": 2, "fragments": 2},
     "outer": {"compressor": "topk", "sync_every": 2, "outer": {"lr": 0.7, "momentum": 0.9}, "feedback_decay": 0.95},
@@ -192,12 +180,6 @@ def assert_resumes(make, halfway, stop):
     second.load([state | {"optimizer": check(state["optimizer"])} for state in first.states()])
     second.run(range(halfway, stop))
     assert second.bits() == whole.bits()
-
-
-@pytest.mark.parametrize("halfway", [1, 4])
-@pytest.mark.parametrize(("kind", "settings"), [(mpicomp.torch.OneBitAdam, {"warmup_steps": 2}), (SketchedAMSGrad, {})])
-def test_state_of_other_optimizers_resumes(kind, settings, halfway):
-    assert_resumes(lambda: Replicas(kind, wide, 2, **settings), halfway, stop=8)
 
 
 def test_state_with_arrays_resumes():

@@ -17,8 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpicomp
 from mpicomp.errors import ClosedError, ConfigurationError
-from mpicomp.systems.optimizers.power_gossip import PowerGossip
-from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
 from mpicomp.transport import LocalWorld
 
 # What torch.compile does within.
@@ -276,11 +274,9 @@ def test_closure_that_is_called_again_is_refused():
     "make",
     [
         lambda model: alone(model, sgd(model), "topk"),
-        lambda model: mpicomp.torch.OneBitAdam(model.parameters(), comm=LocalWorld(1).transports[0]),
-        lambda model: SketchedAMSGrad(model.parameters(), comm=LocalWorld(1).transports[0]),
-        lambda model: PowerGossip(sgd(model), comm=LocalWorld(1).transports[0]),
+        lambda model: mpicomp.torch.UpdateOptimizer(sgd(model), model, comm=LocalWorld(1).transports[0]),
     ],
-    ids=["distributed", "onebit", "sketched", "gossip"],
+    ids=["distributed", "updates"],
 )
 def test_copies_and_pickles_are_refused_and_states_are_not(make):
     model = network()
@@ -325,26 +321,6 @@ def test_optimizer_is_wrapped_once_and_again_after_close():
     assert second.reducer.compressor.id == "topk"
     assert len(seen) == 2
     assert isinstance(second, torch.optim.SGD)
-
-
-def test_power_gossip_exchanges_once_a_step():
-    world = LocalWorld(1)
-    for way in WAYS:
-        model, seen = network(), []
-        base = sgd(model)
-        bound = base.step
-        way(base, seen)
-        optimizer = PowerGossip(base, comm=world.transports[0])
-        averaged = []
-        inner = optimizer.transport.run
-        optimizer.transport.run = lambda rounds, inner=inner, averaged=averaged: averaged.append(1) or inner(rounds)
-        for count, step in enumerate((optimizer.step, optimizer.step, bound), 1):
-            square(model, 0, 0).backward()
-            step()
-            assert len(averaged) == count
-        del optimizer.transport.run
-        assert seen[:1] == CALLS.get(way, [])[:1]
-        optimizer.close()
 
 
 @pytest.mark.parametrize(

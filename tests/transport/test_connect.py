@@ -13,8 +13,6 @@ from mpicomp.transport import LocalWorld
 def doors(tmp_path):
     """Everything that takes ``comm=``, as calls of it."""
     torch = pytest.importorskip("torch")
-    from mpicomp.systems.optimizers.power_gossip import PowerGossip
-    from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
 
     model = torch.nn.Linear(2, 2)
 
@@ -29,9 +27,6 @@ def doors(tmp_path):
         lambda comm: mpicomp.trace(tmp_path / "trace.json", comm=comm),
         wrapped(mpicomp.torch.DistributedOptimizer),
         wrapped(mpicomp.torch.UpdateOptimizer),
-        lambda comm: mpicomp.torch.OneBitAdam(model.named_parameters(), comm=comm),
-        lambda comm: SketchedAMSGrad(model.named_parameters(), comm=comm),
-        lambda comm: PowerGossip(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm),
         lambda comm: mpicomp.torch.broadcast_parameters(model, comm=comm),
         lambda comm: mpicomp.torch.DDPState(model, comm=comm),
     ]
