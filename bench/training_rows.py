@@ -25,14 +25,8 @@ OTHERS = (NONE, *DDP, TORCHFT_DDP, TORCHFT_DILOCO, PLAIN_TOPK, PLAIN_TOPK_MPI)  
 INLINE = "-inline"  # suffix of the name of an exchange that waits for backward to end
 UPDATES = "updates:"
 """Prefix of the name of an exchange of updates, in place of gradients; that of the exchange follows."""
-DEMO = "demo"  # name of DeMo with small chunks, as docs/updates.md recommends it
-DEMO_COMPRESSOR: dict[str, Any] = {"id": "dcttopk", "ratio": 0.0125, "side": 16, "wire": "q4"}
-"""Three of 256 coefficients, in four bits."""
-DEMO_SETTINGS: dict[str, Any] = {"outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
-"""Settings of `mpicomp.torch.UpdateOptimizer`, around plain gradient descent."""
 MUON = "muon"  # name of the exchange of `mpicomp.torch.LocalMuon`
 PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    DEMO: (DEMO_COMPRESSOR, {"inner": "sgd"} | DEMO_SETTINGS),
     MUON: ({"id": "onebit"}, {"inner": "muon", "sync_every": 10}),
 }
 """Compressors and settings that these names are short for, ``inner`` and the steps between exchanges among them."""

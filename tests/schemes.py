@@ -57,8 +57,6 @@ OTHERS = [
     mpicomp.RedSync(ratio=0.05),
     mpicomp.GaussianK(ratio=0.05),
     mpicomp.MSTopK(ratio=0.05),
-    mpicomp.ChunkTopK(ratio=0.05, chunk=100, wire="q4"),
-    mpicomp.DCTTopK(ratio=0.05, side=8, wire="bf16"),
     mpicomp.Threshold(limit=1.5),
     mpicomp.OneBit(),
     mpicomp.OneBit(block=None),

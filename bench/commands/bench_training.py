@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X[,..]",
         help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
         "colon where it is not auto, with -inline where it is to wait for backward, and with updates: before it to "
-        "exchange updates in place of gradients; demo and muon for what mpicomp train has by these names; ddp, "
+        "exchange updates in place of gradients; muon for what mpicomp train has by this name; ddp, "
         "ddp-fp16, ddp-bf16, ddp-powersgd and ddp-powersgd-1bucket for PyTorch's over gloo; torchft-ddp, and "
         "torchft-diloco, which exchanges updates, for torchft's; plain-topk and plain-topk-mpi for a top-k written by "
         "hand, over gloo and over MPI (%(default)s)",

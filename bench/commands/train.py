@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gradients (default), or updates: ranks step by themselves and exchange what that has changed; as JSON "
         """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}', and """
         """"inner": "sgd" or "muon" to have ranks step by plain gradient descent, at the rates of the task's """
-        "optimizer, or by Muon and AdamW; muon, and demo: short for what docs/updates.md says of them",
+        "optimizer, or by Muon and AdamW; muon: short for what docs/updates.md says of it",
     )
     parser.add_argument(
         "--shard",
@@ -341,7 +341,7 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
 
 
 def _expand(arguments: argparse.Namespace) -> None:
-    """Replace ``--exchange demo`` or ``muon`` by the options that it stands for, unless these are set."""
+    """Replace ``--exchange muon`` by the options that it stands for, unless these are set."""
     from mpicomp.bench.training_rows import PRESETS
 
     if arguments.exchange in PRESETS:

@@ -10,7 +10,6 @@ import typing
 from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
-from mpicomp.kernels.cpu.chunks import select_in_chunks
 from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
 from mpicomp.kernels.cpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
 from mpicomp.kernels.cpu.grid import pack_grid, pack_range, unpack_grid, unpack_grid_add
@@ -25,7 +24,6 @@ from mpicomp.kernels.cpu.products import (
     conv_room,
     decode_blocks,
     encode_blocks,
-    multiply_tiles,
 )
 from mpicomp.kernels.cpu.scatter import Pieces, clear_at, concatenate, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest

@@ -5,7 +5,6 @@ and a leaky rectifier. Places are the last dimension; beyond both ends there are
 loop runs over places, each with its sum, so that it vectorises although no sum changes its order.
 """
 
-import numpy as np
 from mpicomp.kernels.cpu.compile import Floats, Singles, exact
 
 _TILE = 512  # places that are worked on at a time: what they need of all channels stays in the cache
@@ -22,15 +21,6 @@ def encode_blocks(values: Floats, matrix: Singles, out: Floats) -> None:
 def decode_blocks(code: Floats, matrix: Singles, out: Floats) -> None:
     """Multiply the numbers of each block by the matrix from the right, ``code @ matrix``, rounded as in encoding."""
     _decode_blocks(code, matrix, out)
-
-
-def multiply_tiles(array: Floats, left: Floats, right: Floats, out: Floats) -> None:
-    """Compute ``left @ tile @ right`` of consecutive tiles, with the same bits on every processor.
-
-    ``left`` and ``right`` are square, in the dtype of ``array``, which may be ``out``. The tile is multiplied from the
-    right first; sums go up by the row of ``right``, then by the column of ``left``.
-    """
-    _multiply_tiles(array, left, right, out)
 
 
 def conv_room(inputs: int) -> int:
@@ -94,53 +84,6 @@ def _decode_blocks(code, matrix, out):  # type: ignore[no-untyped-def]
             factor = code[place * kept + row]
             for i in range(start, stop):
                 out[i] += factor * number(matrix[row, i - start])
-
-
-@exact
-def _multiply_tiles(array, left, right, out):  # type: ignore[no-untyped-def]
-    height, width = left.shape[0], right.shape[0]
-    numel = height * width
-    most = max(1, _TILE // max(height, width))  # tiles that are worked on at a time, so that loops are long
-    rows = np.empty((height, most * width), out.dtype)
-    columns, products = np.empty((width, most * height), out.dtype), np.empty((width, most * height), out.dtype)
-    sums = np.empty((height, most * width), out.dtype)
-    for start in range(0, out.size, most * numel):
-        count = min(most, (out.size - start) // numel)
-        for tile in range(count):
-            for y in range(height):
-                source = array[start + (tile * height + y) * width :]
-                for x in range(width):
-                    columns[x, tile * height + y] = source[x]
-        _combine(right.T, columns, count * height, products)
-        for x in range(width):
-            for tile in range(count):
-                for y in range(height):
-                    rows[y, tile * width + x] = products[x, tile * height + y]
-        _combine(left, rows, count * width, sums)
-        for tile in range(count):
-            for y in range(height):
-                target = out[start + (tile * height + y) * width :]
-                source = sums[y, tile * width :]
-                for x in range(width):
-                    target[x] = source[x]
-
-
-@exact
-def _combine(matrix, source, size, out):  # type: ignore[no-untyped-def]
-    """Write the sums of rows of a source, times those of a matrix; four rows at a time, in order."""
-    count = source.shape[0]
-    for i in range(out.shape[0]):
-        sums = out[i, :size]
-        sums[:] = out.dtype.type(0)
-        for k in range(0, count - 3, 4):
-            a, b, c, d = matrix[i, k], matrix[i, k + 1], matrix[i, k + 2], matrix[i, k + 3]
-            first, second, third, fourth = source[k], source[k + 1], source[k + 2], source[k + 3]
-            for t in range(size):
-                sums[t] = sums[t] + a * first[t] + b * second[t] + c * third[t] + d * fourth[t]
-        for k in range(count - count % 4, count):
-            a, first = matrix[i, k], source[k]
-            for t in range(size):
-                sums[t] = sums[t] + a * first[t]
 
 
 @exact

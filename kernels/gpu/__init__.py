@@ -44,7 +44,6 @@ from mpicomp.kernels.gpu.products import (
     conv_room,
     decode_blocks,
     encode_blocks,
-    multiply_tiles,
     sketch_add,
     sketch_clear,
     sketch_estimate,
@@ -65,7 +64,6 @@ from mpicomp.kernels.gpu.select import (
     magnitude_of,
     select_above,
     select_candidates,
-    select_in_chunks,
     select_largest,
     select_listed,
 )  # fmt: skip

@@ -21,27 +21,6 @@ KERNEL decode_blocks(const Real* code, const float* matrix, i64 kept, i64 block,
   }
 }
 
-// Tiles times small matrices.
-
-KERNEL times_right(const Real* tiles, const Real* right, i64 width, Real* out, i64 size) {
-  for (const i64 i : grid_stride(size)) {
-    const Real* row = tiles + i / width * width;
-    Real sum = 0;
-    for (i64 k = 0; k < width; ++k) sum += product(row[k], right[k * width + i % width]);
-    out[i] = sum;
-  }
-}
-
-KERNEL left_times(const Real* left, const Real* tiles, i64 height, i64 width, Real* out, i64 size) {
-  for (const i64 i : grid_stride(size)) {
-    const i64 y = i / width % height;
-    const Real* column = tiles + i / (height * width) * height * width + i % width;
-    Real sum = 0;
-    for (i64 k = 0; k < height; ++k) sum += product(left[y * height + k], column[k * width]);
-    out[i] = sum;
-  }
-}
-
 // Layers of a small convolutional network.
 
 DEVICE Real leaky(Real sum, Real slope, Real gate) { return gate < 0 ? product(sum, slope) : sum; }

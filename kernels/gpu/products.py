@@ -2,7 +2,7 @@
 
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.bits import halves
-from mpicomp.kernels.gpu.compile import THREADS, launch, library, strides, twin_of
+from mpicomp.kernels.gpu.compile import THREADS, launch, strides, twin_of
 
 ROWS = 15  # most rows of a sketch: estimates of them lie in the memory that threads of a block share
 PART = 2048  # cells of a row that a block sums at a time, from all elements: larger parts leave devices idle
@@ -19,14 +19,6 @@ def encode_blocks(values, matrix, out):
 def decode_blocks(code, matrix, out):
     kept, block = matrix.shape
     launch("products", "decode_blocks", out.dtype, strides(out.size), code, matrix, kept, block, out, out.size)
-
-
-# In two launches, so that a thread has an element and not a tile: scratch of the array's size lies between.
-@twin_of(cpu.multiply_tiles)
-def multiply_tiles(array, left, right, out):
-    blocks, rows, sides = strides(out.size), library().empty(out.size, out.dtype), (left.shape[0], right.shape[0])
-    launch("products", "times_right", out.dtype, blocks, array, right, sides[1], rows, out.size)
-    launch("products", "left_times", out.dtype, blocks, left, rows, *sides, out, out.size)
 
 
 @twin_of(cpu.conv_room)

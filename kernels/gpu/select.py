@@ -89,12 +89,6 @@ def select_listed(index, listed, threshold, array, indices, values):
     return compact(array, threshold, Rule.ABOVE, indices, values=values, candidates=(index, listed))
 
 
-@twin_of(cpu.select_in_chunks)
-def select_in_chunks(array, chunk, k, rest, indices, values):
-    blocks = -(-array.size // chunk)
-    launch("select", "select_in_chunks", array.dtype, blocks, array, array.size, chunk, k, rest, indices, values)
-
-
 def compact(
     array: Any,
     threshold: Any,

@@ -73,9 +73,9 @@ class Hierarchical(Scheme[Compressor]):
 
     @classmethod
     def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
-        # Tied to positions or ranks: ratios by layer, velocities that sent elements clear, votes. Sketches, factors and
-        # coefficients have one table, and whole matrices and chunks, where they are built on this collective.
-        if compressor.message in ("votes", "sketch", "factors", "coefficients"):
+        # Tied to positions or ranks: ratios by layer, velocities that sent elements clear, votes. Sketches and
+        # factors have one table, and whole matrices, where they are built on this collective.
+        if compressor.message in ("votes", "sketch", "factors"):
             return False
         if isinstance(compressor, type):
             return super().supports(compressor)

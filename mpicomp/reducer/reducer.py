@@ -57,8 +57,8 @@ class Reducer:
         ``"warmup"`` in a configuration of any policy: the number of dense steps before the policy begins; ``"ramp:N"``
         sends at falling ratios in N steps, from 0.25 to the compressor's, as DGC does. The default is 20 with a
         compressor and no other setting (collective, policy or feedback), so that late gradients cannot harm the
-        beginning, and 0 otherwise. It is also 0 for compressors that have their own warm-up, that deliver no mean, or
-        whose residual is momentum (``dcttopk``). Steps that were undone do not count.
+        beginning, and 0 otherwise. It is also 0 for compressors that have their own warm-up or deliver no mean.
+        Steps that were undone do not count.
 
         ``"cost"`` in a configuration: a `CostModel`, or the file that ``mpicomp bench collectives --calibrate`` wrote;
         that of rank 0 counts. A copy of it learns from every step, see `cost`. Without it ``collective="auto"``

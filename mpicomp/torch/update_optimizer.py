@@ -100,7 +100,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     outer : mapping, optional
         Settings of a `torch.optim.SGD` that moves the shared parameters along the mean change, as in DiLoCo with
         ``lr=0.7, momentum=0.9, nesterov=True``; also ``dampening`` and ``weight_decay``. With ``"sign": True`` the mean
-        change counts by its sign, times the learning rate of the first group, as in DeMo; then no exchange is dense,
+        change counts by its sign, times the learning rate of the first group; then no exchange is dense,
         unless a policy is named that may choose that. None moves them by the mean.
     second_moments : {"local", "shared"} or mapping
         Whether ranks share the second moments that the optimizer divides by the root of; local ones have the noise of a

@@ -259,19 +259,6 @@ def test_muon_is_local_muon(comm, tmp_path, capsys):
     assert 320 > result["dense_wire_bytes"] / result["wire_bytes"] > 240  # magnitudes, headers and surveys count
 
 
-@pytest.mark.slow
-def test_demo_sets_compressor_and_updates(mpiexec, tmp_path):
-    done, result, lines = train(
-        mpiexec, tmp_path, 1, "--task", "digits", "--steps", "4", "--exchange", "demo", "--no-verdict"
-    )
-    assert done.returncode == 0, done.stderr
-    of_demo = {"sync_every": 1, "inner": "sgd", "outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
-    assert (result["exchange"], result["updates"], result["warmup"]) == ("updates", of_demo, 0)
-    config = result["compressor_config"]
-    assert (config["id"], config["ratio"], config["side"], config["wire"]) == ("dcttopk", 0.0125, 16, "q4")
-    assert {bucket["compressor"]["id"] for line in lines for bucket in line["buckets"]} == {"dcttopk"}
-
-
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(
     ("arguments", "updates", "exchanges"),

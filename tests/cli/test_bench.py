@@ -86,7 +86,7 @@ def test_compressors_are_named_or_configured(tmp_path):
         ([*TRAINING, "--exchange", "topk:ring"], "topk: does not fit collective 'ring'"),
         ([*TRAINING, "--exchange", "auto:low-rank"], "dense: does not fit collective 'low-rank'"),
         ([*TRAINING, "--exchange", "updates:ddp"], "none with updates:, got 'updates:ddp'; name 'ddp'"),
-        ([*TRAINING, "--exchange", "demo-inline"], "'demo' has no other collective, no form in line"),
+        ([*TRAINING, "--exchange", "muon-inline"], "'muon' has no other collective, no form in line"),
         ([*TRAINING, "--exchange", "updates:topk-inline"], "updates are there after backward in any case"),
         ([*TRAINING, "--every", "2"], "--every must divide the steps of a block and of the warm-up, 1 and 1"),
         ([*TRAINING, "--exchange", "ddp-inline"], "'ddp' has no other collective, no form in line"),

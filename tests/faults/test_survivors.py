@@ -130,7 +130,6 @@ def job(command):
         ({"id": "powersgd", "rank": 1}, "low-rank:ring", 2, 3),
         slow("dense", "ring", 1, 1),
         slow({"id": "qsgd", "rounding": "nearest"}, "two-phase", 1, 0),
-        slow({"id": "dcttopk"}, "transformed:allgather", 1, 2),
     ],
     ids=str,
 )

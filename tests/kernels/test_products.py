@@ -170,30 +170,6 @@ def test_blocks_are_coded_by_definition_to_the_bit(kernels, dtype, shape):
         np.testing.assert_array_equal(out, decoded(code, matrix, size))
 
 
-def multiplied(array, left, right):
-    """From the right and then from the left, with every product and every sum rounded."""
-    number, height, width = array.dtype.type, len(left), len(right)
-    tiles = array.reshape(-1, height, width)
-    rows, out = np.zeros_like(tiles), np.zeros_like(tiles)
-    for k in range(width):
-        rows += (tiles[:, :, k, None] * right[k]).astype(number)
-    for k in range(height):
-        out += (left[:, k, None] * rows[:, k, None, :]).astype(number)
-    return out.reshape(-1)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize(("height", "width", "tiles"), [(1, 1, 3), (1, 7, 1), (4, 4, 300), (3, 16, 40), (16, 16, 9)])
-def test_tiles_are_multiplied_by_definition_to_the_bit(kernels, dtype, height, width, tiles, in_place):
-    rng = np.random.default_rng(0)
-    array = rng.standard_normal(tiles * height * width).astype(dtype)
-    left, right = (rng.standard_normal((side, side)).astype(dtype) for side in (height, width))
-    expected = multiplied(array, left, right)
-    out = array if in_place else np.full(array.size, np.nan, dtype)
-    kernels.multiply_tiles(array, left, right, out)
-    assert out.tobytes() == expected.tobytes()
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nonfinite_elements_stay_in_their_block(kernels, bad):
     rng = np.random.default_rng(1)

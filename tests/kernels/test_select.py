@@ -1,7 +1,6 @@
 import numpy as np
 import oracle
 import pytest
-from device import emulator
 from device.kinds import largest, magnitude_words, word_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,34 +70,3 @@ def test_magnitudes_and_bits_are_one(kernels, dtype, scalar):
         bits = kernels.magnitude_bits(scalar(value), kind)
         assert bits == int(seen.view(word_of(dtype)))
         assert kernels.magnitude_of(np.uint64(bits) if scalar is not float else bits, kind) == float(seen)
-
-
-def check_chunks(kernels, array, chunk, k, rest):
-    expected = []
-    for start in range(0, array.size, chunk):
-        part = array[start : start + chunk]
-        expected += [start + index for index in oracle.largest(part, k if part.size == chunk else rest)]
-    indices, values = np.full(len(expected), 2**32 - 1, np.uint32), np.full(len(expected), 12345, array.dtype)
-    emulator.launches.clear()
-    kernels.select_in_chunks(array, chunk, k, rest, indices, values)
-    assert len(emulator.launches) == kernels.emulated
-    assert indices.tolist() == expected
-    np.testing.assert_array_equal(values, array[indices])
-
-
-@given(data=st.data())
-def test_the_largest_of_each_chunk(kernels, dtype, data):
-    array, _ = data.draw(arrays_and_k(dtype))
-    chunk = data.draw(st.integers(1, 80))
-    k = data.draw(st.integers(1, chunk))
-    check_chunks(kernels, array, chunk, k, data.draw(st.integers(1, max(1, array.size % chunk))))
-
-
-@pytest.mark.parametrize(
-    ("size", "chunk"), [(1, 1), (1000, 1000), (4096, 4096), (10_000, 4096), (5001, 64), (5000, 7000)]
-)
-def test_the_largest_of_chunks_of_large_arrays(kernels, dtype, size, chunk):
-    array = np.random.default_rng(size).laplace(size=size).astype(dtype)
-    array[::7] = 0.25  # ties, in the first digit of many thresholds
-    for k in {max(1, chunk // 50), min(chunk, size)}:
-        check_chunks(kernels, array, chunk, k, max(1, size % chunk // 3))

@@ -31,7 +31,6 @@ SELECTIONS = [
     (mpicomp.GaussianK(ratio=FEW), "allgather"),
     (mpicomp.MSTopK(ratio=FEW), "allgather"),
     (mpicomp.Threshold(limit=2.0), "allgather"),
-    (mpicomp.ChunkTopK(ratio=FEW, chunk=1 << 16), "allgather"),
     (mpicomp.BlockRandomK(ratio=0.0001), "allreduce"),
     (mpicomp.RandomK(ratio=0.001), "allreduce"),
     (mpicomp.CountSketch(ratio=FEW, columns=1e-3, wire=None), "sketched"),

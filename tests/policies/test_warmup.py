@@ -293,7 +293,6 @@ def test_what_is_no_warm_up_is_refused(warmup):
         ("onebit", "ramp:8", "a ramp changes the ratio, which onebit does not have; use warmup=8"),
         ("signsgd", 8, "cannot take the place of those of signsgd"),
         (mpicomp.FetchSGD(momentum=0.9), 8, "cannot take the place of those of fetchsgd"),
-        ("dcttopk", 8, "cannot take the place of those of dcttopk"),
         ("lgc", 8, "begins with a warm-up of its own"),
         (mpicomp.DGC(warmup_steps=3), "ramp:8", r"DGC\(warmup_steps=3\) begins with a warm-up of its own"),
     ],

@@ -23,7 +23,6 @@ KINDS = [
     ("dense", "ring"),
 ]
 # In place another order of operations makes its residual.
-DEMO = {"id": "dcttopk", "side": 4}, "transformed"
 
 
 def viewed(model, comm, *args, **settings):
@@ -154,9 +153,9 @@ def test_views_change_no_bit_in_16_bits(comm, form, overlap):
 @pytest.mark.parametrize(
     ("compressor", "collective", "overlap", "stale_at"),
     [  # views are there after the first step
-        *((*kind, True, 3) for kind in [*KINDS, DEMO]),
+        *((*kind, True, 3) for kind in KINDS),
         *((*KINDS[1], *when) for when in ((True, 1), (False, 1), (False, 3))),
-        *(slow(*kind, *when) for kind in [KINDS[0], *KINDS[2:], DEMO] for when in ((True, 1), (False, 1), (False, 3))),
+        *(slow(*kind, *when) for kind in [KINDS[0], *KINDS[2:]] for when in ((True, 1), (False, 1), (False, 3))),
     ],
     ids=str,
 )

@@ -49,7 +49,7 @@ def test_muon_of_shards_is_that_of_whole_matrices(comm):
 
 SCHEMES = {
     "muon": {"wrap": muon, "compressor": "onebit"},
-    "demo": {"compressor": "dcttopk", "outer": {"lr": 1.0, "sign": True}, "feedback_decay": 0.999},
+    "signs": {"compressor": "topk", "outer": {"lr": 1.0, "sign": True}, "feedback_decay": 0.999},
     "topk": {"compressor": mpicomp.TopK(ratio=0.1), "warmup": 0},
 }
 
