@@ -420,9 +420,10 @@ class Reducer:
         if not self._closed:
             self._closed = True
             self.layout.close()
-            self.transport.retire(self._user)
             if self._owned:
                 self.transport.close()
+            else:
+                self.transport.retire(self._user)
 
     def __enter__(self) -> Self:
         return self

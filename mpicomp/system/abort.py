@@ -35,6 +35,7 @@ from mpicomp.system import launcher, say
 
 GRACE_S = 1.0  # seconds that a rank which leaves with an error waits for the others to do the same
 LAST_WORDS_S = 0.25  # seconds for the launcher to pass on what was printed: it drops the rest
+INTERRUPTED = 130  # exit status that a shell reports after SIGINT
 LIMIT_S = 10.0  # seconds after which a rank that tries to end the job is killed
 _STATUS: Any = SystemExit.__dict__["code"]  # where a SystemExit keeps it
 _TAG = 32749  # below the 32767 that every MPI must allow
@@ -174,7 +175,7 @@ def _hook_main(previous: Callable[..., Any]) -> None:
             else:
                 _announce(f"the same {kind.__name__} as on rank {first}, ending the job")
         finally:
-            end_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
+            end_job(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook
 

@@ -156,8 +156,7 @@ class MPITransport(Transport):
         return number
 
     def retire(self, user: int) -> None:
-        for channel_set in self._sets:
-            channel_set.users.discard(user)
+        self._pool.retire(self._sets, user)
 
     def check_threads(self, alone: bool) -> None:
         provided = self._pool.thread_level

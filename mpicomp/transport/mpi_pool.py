@@ -23,7 +23,7 @@ from mpicomp.system import say
 from mpicomp.transport.base import wait
 from mpicomp.transport.mpi_failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
 from mpicomp.transport.mpi_rounds import Channel
-from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, StallWatchdog, lookout
+from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, Closing, StallWatchdog, lookout
 
 _NAMES = (WORLD, HOST, ACROSS)
 _MEETING, _ALONE = -1, -2  # keys of channels that are none of a set's
@@ -42,6 +42,7 @@ class ChannelSet:
     free: bool = False  # whether its owner has returned it
     users: set[int] = field(default_factory=set)  # what uses it now, by numbers that are the same on all ranks
     last_user: int = 0  # the highest of those numbers so far; 0 where there was none
+    generation: int = 0  # times that it was handed out
 
     @property
     def begun(self) -> list[int]:
@@ -62,10 +63,11 @@ class Pool:
         self.thread_level = MPI.Query_thread()
         self.over = False  # this rank has left, so that nothing can be begun any more
         self.abandoned = False  # one of these ranks has died, so that nothing works any more
-        self.watch = None if comm.size == 1 else StallWatchdog(comm.Dup(), names, self._is_closed)
+        self.watch = None if comm.size == 1 else StallWatchdog(comm.Dup(), names, self)
         self._everyones_members = [layout_groups(self.hosts, rank)[1] for rank in range(comm.size)]
         self._limit = limit
         self._sets: dict[int, ChannelSet] = {}
+        self._closings: dict[tuple[int, int, int], Closing] = {}  # by the other rank, its set and that one's user
         self._next = 0
         self._meeting = Channel(MPI.COMM_NULL, limit, _MEETING, range(comm.size))
         self._lock = threading.Lock()
@@ -91,17 +93,63 @@ class Pool:
         self._next = int(everyones[:, 2].max())
         while len(taken) < count:
             taken.append(self._make(comm.Dup()))
+        for channel_set in taken:
+            channel_set.generation += 1
         self._say_once(comm.rank)
         return taken
 
     def release(self, sets: Iterable[ChannelSet], dropped: bool = False) -> None:
         """Take back sets of channels; not collective. ``dropped``: the program forgot to close their owner."""
         self._dropped |= dropped
+        sets = list(sets)
         for back in sets:
             if self.watch is not None:
                 self.watch.forget(back.channels.values())
             back.users.clear()
+        self._announce(sets, 0, dropped)
+        for back in sets:
             back.free = True
+
+    def retire(self, sets: Iterable[ChannelSet], user: int) -> None:
+        """Note that a user runs no more rounds on these sets on this rank; not collective."""
+        used = [channel_set for channel_set in sets if user in channel_set.users]
+        for channel_set in used:
+            channel_set.users.discard(user)
+        self._announce(used, user)
+
+    def _announce(self, sets: Sequence[ChannelSet], user: int, dropped: bool = False) -> None:
+        """Tell the ranks that may still wait for this one that it begins no more rounds there, or none for a user."""
+        if self.watch is None or self.over or self.abandoned:
+            return
+        for channel_set in sets:
+            for rank, number, of_user in list(self._closings):
+                if number == channel_set.number and of_user and user in (0, of_user):
+                    self._closings.pop((rank, number, of_user), None)  # nothing waits for that user here any more
+        closings = [Closing(used.number, used.generation, user, *used.begun) for used in sets]
+        self.watch.close(closings, dropped)
+
+    def record_closing(self, rank: int, closing: Closing) -> None:
+        """Keep a rank's notice, which may come before this rank has made the set or begun its next use."""
+        known = self._sets.get(closing.set_number)
+        if known is not None and known.generation >= closing.generation:
+            retired = 0 < closing.user <= known.last_user and closing.user not in known.users
+            if retired or known.generation > closing.generation:
+                return
+        self._closings[rank, closing.set_number, closing.user] = closing
+
+    def closed_by(self, key: int, number: int, user: int) -> set[int]:
+        """Return the ranks that will not begin this round of a channel and a user."""
+        set_number, place = divmod(key, len(_NAMES))
+        known = self._sets.get(set_number)
+        return {
+            rank
+            for (rank, of_set, of_user), closing in list(self._closings.items())
+            if known is not None
+            and of_set == set_number
+            and of_user in (0, user)
+            and closing.generation == known.generation
+            and closing.begun[place] < number
+        }
 
     def revoke(self) -> None:
         """Have everything that ranks are in, or begin, on these communicators end with an error; not collective."""
@@ -200,11 +248,6 @@ class Pool:
             self.watch.add(channels.values())
         made = self._sets[number] = ChannelSet(number, channels)
         return made
-
-    def _is_closed(self, key: int, user: int) -> bool:
-        """Return whether this rank has closed what begins rounds on a channel: all of it, or this user alone."""
-        found = self._sets.get(key // len(_NAMES))
-        return found is not None and (found.free or (0 < user <= found.last_user and user not in found.users))
 
     def _say_once(self, rank: int) -> None:
         if self._dropped and not self._said and rank == 0:

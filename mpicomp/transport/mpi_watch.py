@@ -9,8 +9,10 @@ have come, in messages that nobody waits for:
 - after ``MPICOMP_STALL_END`` seconds (1800 if it is not set, 0 for never) the job ends;
 - where a rank has left the program, or has broken off what the others are in the middle of, they would wait forever:
   the job ends with an error;
-- so it does within the stall limit where a rank has closed the reducer or the transport that others exchange with;
-- so it does where two ranks wait for each other in different rounds, and nothing has moved for as long again.
+- so it does within the stall limit where a rank has closed the reducer or the transport that others exchange with. It
+  tells them before ``close()`` returns: afterwards it may be in a call that keeps Python's lock, and answer nothing;
+- so it does where two ranks wait for each other in different rounds, and nothing has moved for as long again;
+- so it does after Ctrl-C where no rank can act on it, because all wait inside MPI.
 
 Without MPI_THREAD_MULTIPLE there is no thread, and whatever waits looks by itself.
 """
@@ -18,10 +20,13 @@ Without MPI_THREAD_MULTIPLE there is no thread, and whatever waits looks by itse
 import contextlib
 import os
 import platform
+import select
+import signal
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -42,13 +47,16 @@ _LONGEST_S = 1.0  # seconds between two looks, at most: a rank that has left is 
 _SOON_S = 0.1  # the same once a rank has left, or has broken something off: the job may have to end
 _TURN_S = 0.3  # seconds between ranks with the same message: the first one ends the job before the next prints it
 _MOST_TURNS = 10  # ranks from this one on speak at the same time
+_INTERRUPT_ASK_S = 1.0  # seconds after Ctrl-C for the main thread to act on it; then the other ranks are asked
+_INTERRUPT_END_S = 3.0  # seconds after Ctrl-C within which one of them has to have answered that it acts on it
+_HANDOVER_S = 0.05  # seconds that the end of a dropped owner waits for the watching thread to send its notices
 _SAME_CALLS = "all ranks have to make the same calls in the same order"
 
-_ASK, _ANSWER, _LEFT, _BROKE, _STACKS = range(5)  # kinds of messages
+_ASK, _ANSWER, _LEFT, _BROKE, _CLOSED, _STACKS = range(6)  # kinds of messages
 _TEXT = 1  # tag of stacks, which are text; other messages have 0
 # answers: where a rank is, of a round that one waits in
-_THERE, _PAST, _ELSEWHERE, _BUSY, _GONE, _BROKEN, _CLOSED = range(7)
-_FIELDS = 7  # of a message: kind, channel, round; of a question also the user, of an answer what is in a WaitState
+_THERE, _PAST, _ELSEWHERE, _BUSY, _GONE, _BROKEN = range(6)
+_FIELDS = 8  # of a message: kind, channel, round and, of an answer, a WaitState; or kind and a Closing
 
 
 class RoundCounter(Protocol):
@@ -76,6 +84,33 @@ class WaitState(NamedTuple):
     key: int  # channel of the round that it has waited in for longest
     number: int  # round of that channel; 0 while it waits for nothing
     begun: int  # rounds that it has begun on all channels
+    interrupted: int  # whether Ctrl-C has come and its main thread has not acted on it
+
+
+class Closing(NamedTuple):
+    """A rank's notice that it begins no more rounds on a set of channels, or none for one user of it."""
+
+    set_number: int
+    generation: int  # times that the set had been handed out
+    user: int  # 0 for all
+    world: int  # rounds that it had begun on the channel of all ranks
+    host: int  # ... of its host
+    across: int  # ... across hosts
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """Rounds begun on each channel, in the order of their keys."""
+        return self[3:]
+
+
+class Closings(Protocol):
+    """Keeps the other ranks' notices."""
+
+    def record_closing(self, rank: int, closing: Closing) -> None:
+        """Keep a rank's notice."""
+
+    def closed_by(self, key: int, number: int, user: int) -> set[int]:
+        """Return the ranks that will not begin this round of a channel and a user."""
 
 
 class Inquiry:
@@ -86,6 +121,7 @@ class Inquiry:
         self.others = [other for other in wait.channel.members if other != rank]
         self.asked: set[int] = set()
         self.asked_all = 0
+        self.asked_on_interrupt = False
         self.answers: dict[int, WaitState] = {}
         self.shown = False
         self.before: dict[int, WaitState] | None = None  # answers when it was shown
@@ -98,11 +134,10 @@ class Inquiry:
 class StallWatchdog:
     """Finds out why a round of some ranks does not end, and answers other ranks' questions.
 
-    ``names`` are the ranks' numbers in MPI.COMM_WORLD, for messages; ``is_closed`` returns for a channel's key and a
-    user whether this rank has closed what begins rounds there.
+    ``names`` are the ranks' numbers in MPI.COMM_WORLD, for messages.
     """
 
-    def __init__(self, comm: MPI.Comm, names: Sequence[int], is_closed: Callable[[int, int], bool]) -> None:
+    def __init__(self, comm: MPI.Comm, names: Sequence[int], closings: Closings) -> None:
         self.activity: tuple[str, tuple[object, ...]] = "", ()
         """Purpose of the rounds, a text and its values, for messages that are printed."""
         self.seconds = STALL_S
@@ -112,7 +147,8 @@ class StallWatchdog:
         self.failed = False  # whether one of the ranks has died, so that no message arrives any more
         self._comm = comm
         self._names = names
-        self._is_closed = is_closed
+        self._closings = closings
+        self._unsent: deque[Closing] = deque()
         self._channels: dict[int, RoundCounter] = {}
         self._waits: dict[Any, Wait] = {}
         self._inquiry: Inquiry | None = None
@@ -127,7 +163,8 @@ class StallWatchdog:
     @property
     def period_s(self) -> float:
         """Seconds between two looks."""
-        longest = _SOON_S if self._broken or self._breakers or self._gone else _LONGEST_S
+        soon = self._broken or self._breakers or self._gone or lookout.interrupted_s() > 0
+        longest = _SOON_S if soon else _LONGEST_S
         return min(self.seconds / _PARTS or longest, longest)
 
     @property
@@ -165,6 +202,20 @@ class StallWatchdog:
             self._send_all(_BROKE)
         lookout.wake()
 
+    def close(self, closings: Iterable[Closing], collected: bool) -> None:
+        """Send these notices to all other ranks before this returns; it waits for none of them.
+
+        ``collected``: this is called by the garbage collector, perhaps in the middle of a call of MPI.
+        """
+        self._unsent.extend(closings)
+        if not collected:
+            with self._noting_death():
+                self._send_closings()
+        elif lookout.wake():
+            deadline = time.monotonic() + _HANDOVER_S
+            while self._unsent and time.monotonic() < deadline:
+                time.sleep(1e-3)
+
     def leave(self) -> None:
         """Announce to the other ranks that this rank begins no more rounds."""
         with self._lock, self._noting_death():
@@ -195,6 +246,7 @@ class StallWatchdog:
     def _look(self) -> None:
         with self._lock:
             self._looked_at = time.monotonic()
+            self._send_closings()
             status = MPI.Status()
             while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
                 self._receive(status.Get_source())
@@ -226,7 +278,11 @@ class StallWatchdog:
                 f"{self._ranks(gone, 'has', 'have')} left the program",
                 "where ranks have different numbers of batches, optimizer.join() of docs/pytorch.md serves",
             )
-        closed = inquiry.of(_CLOSED)
+        self._inquire_after_interrupt(inquiry)
+        if seconds == 0:
+            return
+        # Not at once: the error for which a rank has closed it may end the job, and says more.
+        closed = self._closed_by(inquiry) if waited > _ASK_AT * seconds else None
         if closed:
             self._end(
                 inquiry,
@@ -234,8 +290,6 @@ class StallWatchdog:
                 "close() comes after the last step of all ranks; where these have different numbers of batches, "
                 "optimizer.join() of docs/pytorch.md serves",
             )
-        if seconds == 0:
-            return
         if waited > (inquiry.asked_all + _ASK_AT) * seconds:
             inquiry.asked_all += 1
             self._ask(inquiry, inquiry.others)
@@ -251,6 +305,24 @@ class StallWatchdog:
             if crossed and inquiry.answers == inquiry.before:
                 self._end(inquiry, f"{self._ranks(crossed, 'waits', 'wait')} for something else", _SAME_CALLS)
             inquiry.before = None
+
+    def _closed_by(self, inquiry: Inquiry) -> set[int]:
+        wait = inquiry.wait
+        return self._closings.closed_by(wait.channel.key, wait.number, wait.user).intersection(inquiry.others)
+
+    def _inquire_after_interrupt(self, inquiry: Inquiry) -> None:
+        """End the job after Ctrl-C if no rank acts on it, since Python does so between two instructions only."""
+        interrupted_s = lookout.interrupted_s()
+        if interrupted_s < _INTERRUPT_ASK_S:
+            return
+        if not inquiry.asked_on_interrupt:
+            inquiry.asked_on_interrupt = True
+            inquiry.answers.clear()
+            self._ask(inquiry, inquiry.others)
+        elif interrupted_s > _INTERRUPT_END_S and all(state.interrupted for state in inquiry.answers.values()):
+            closed = self._closed_by(inquiry)
+            who = self._ranks(closed, "has", "have") + " closed it" if closed else self._missing(inquiry)
+            self._end(inquiry, who, "Ctrl-C, on which no rank could act inside MPI", abort.INTERRUPTED)
 
     def _crossed(self, inquiry: Inquiry) -> list[int]:
         """Return the ranks that wait for this one in another round than this one waits for them."""
@@ -317,7 +389,7 @@ class StallWatchdog:
             f"the {inquiry.wait.operation}{doing}: {text}"
         )
 
-    def _end(self, inquiry: Inquiry, why: str, hint: str) -> None:
+    def _end(self, inquiry: Inquiry, why: str, hint: str, status: int = 1) -> None:
         """End the job from another thread than the waiting one, whose stack is printed."""
         if not abort.wanted():
             if not inquiry.shown:
@@ -330,12 +402,12 @@ class StallWatchdog:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is not None:
             print("Stack of the main thread:\n" + "".join(traceback.format_stack(frame)), file=sys.stderr, flush=True)
-        abort.end_job(1)
+        abort.end_job(status)
 
     def _ask(self, inquiry: Inquiry, ranks: Iterable[int]) -> None:
         for rank in ranks:
             inquiry.asked.add(rank)
-            self._send(rank, _ASK, inquiry.wait.channel.key, inquiry.wait.number, inquiry.wait.user)
+            self._send(rank, _ASK, inquiry.wait.channel.key, inquiry.wait.number)
 
     def _receive(self, other: int) -> None:
         message = np.empty(_FIELDS, np.int64)
@@ -343,19 +415,21 @@ class StallWatchdog:
         kind, key, number, *fields = message.tolist()
         inquiry = self._inquiry
         if kind == _ASK:
-            self._answer(other, key, number, fields[0])
+            self._answer(other, key, number)
         elif kind == _STACKS:
             stacks = np.frombuffer(self._stacks().encode(), np.uint8)
             self._sent.append((self._comm.Isend(stacks, other, _TEXT), stacks))
         elif kind == _ANSWER:
             if inquiry is not None and (inquiry.wait.channel.key, inquiry.wait.number) == (key, number):
                 inquiry.answers[other] = WaitState(*fields)
+        elif kind == _CLOSED:
+            self._closings.record_closing(other, Closing(*message[1 : 1 + len(Closing._fields)].tolist()))
         else:
             (self._gone if kind == _LEFT else self._breakers).add(other)
             if inquiry is not None:
                 inquiry.asked.discard(other)  # what it answered before is of no use any more
 
-    def _answer(self, other: int, key: int, number: int, user: int) -> None:
+    def _answer(self, other: int, key: int, number: int) -> None:
         waits = sorted(dict(self._waits).values(), key=lambda wait: wait.since)
         rounds = [(wait.channel.key, wait.number) for wait in waits]
         if key in self._channels and self._channels[key].begun >= number:
@@ -364,12 +438,11 @@ class StallWatchdog:
             answer = _BROKEN
         elif self.left:
             answer = _GONE
-        elif self._is_closed(key, user):
-            answer = _CLOSED
         else:
             answer = _ELSEWHERE if rounds else _BUSY
         begun = sum(channel.begun for channel in list(self._channels.values()))
-        self._send(other, _ANSWER, key, number, *WaitState(answer, *(rounds or [(0, 0)])[0], begun))
+        interrupted = lookout.interrupted_s() > 0
+        self._send(other, _ANSWER, key, number, *WaitState(answer, *(rounds or [(0, 0)])[0], begun, interrupted))
         if answer == _BROKEN and abort.wanted():
             say(
                 f"rank {self._names[self._comm.rank]} broke off what rank {self._names[other]} still waits "
@@ -377,10 +450,16 @@ class StallWatchdog:
             )
             abort.end_job(1)
 
-    def _send_all(self, kind: int) -> None:
+    def _send_closings(self) -> None:
+        with self._lock:
+            while self._unsent:
+                self._send_all(_CLOSED, *self._unsent[0])
+                self._unsent.popleft()  # not before: who waits until it is empty may keep Python's lock afterwards
+
+    def _send_all(self, *fields: int) -> None:
         for other in range(self._comm.size):
             if other != self._comm.rank:
-                self._send(other, kind)
+                self._send(other, *fields)
 
     def _send(self, other: int, *fields: int) -> None:
         message = np.zeros(_FIELDS, np.int64)
@@ -399,15 +478,20 @@ class Lookout:
     def __init__(self) -> None:
         self.watches: list[StallWatchdog] = []
         self._thread: threading.Thread | None = None
-        self._woken = threading.Event()
+        self._pipe: tuple[int, int] | None = None  # a byte wakes the thread: a signal's number, or 0
         self._stopping = False
+        self._interrupt: tuple[float, tuple[int, int]] | None = None  # when Ctrl-C came, and where the main thread was
 
     def add(self, watch: StallWatchdog) -> None:
         """Watch these rounds too."""
         self.watches.append(watch)
         # Open MPI's agreement breaks where another thread moves messages on meanwhile.
         if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE and not fault_tolerant():
-            self._thread = threading.Thread(target=self._run, name="mpicomp watch", daemon=True)
+            self._pipe = os.pipe()
+            for end in self._pipe:
+                os.set_blocking(end, False)
+            self._hear_signals(self._pipe[1])
+            self._thread = threading.Thread(target=self._run, args=self._pipe[:1], name="mpicomp watch", daemon=True)
             self._thread.start()
 
     def drop(self, watch: StallWatchdog) -> None:
@@ -415,9 +499,13 @@ class Lookout:
         if watch in self.watches:
             self.watches.remove(watch)
 
-    def wake(self) -> None:
-        """Look at once."""
-        self._woken.set()
+    def wake(self) -> bool:
+        """Have another thread look at once; return whether there is one."""
+        if self._pipe is None or self._thread is threading.current_thread():
+            return False
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes it as well
+            os.write(self._pipe[1], b"\0")
+        return True
 
     def stop(self) -> None:
         """End the thread."""
@@ -426,16 +514,42 @@ class Lookout:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
+    def interrupted_s(self) -> float:
+        """Return the seconds since Ctrl-C if the main thread has not run since, else 0."""
+        if self._interrupt is not None and self._interrupt[1] != _main_position():
+            self._interrupt = None
+        return 0.0 if self._interrupt is None else time.monotonic() - self._interrupt[0]
+
+    def _hear_signals(self, pipe: int) -> None:
+        """Have Python write the numbers of signals there, unless the program uses that (asyncio does)."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+        else:
+            os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def _run(self, pipe: int) -> None:
         processors.widen()
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
         while True:
-            self._woken.wait(min((watch.period_s for watch in self.watches), default=_LONGEST_S))
-            self._woken.clear()
+            if poll.poll(1e3 * min((watch.period_s for watch in self.watches), default=_LONGEST_S)):
+                interrupted = signal.SIGINT in os.read(pipe, select.PIPE_BUF)
+                if interrupted and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                    self._interrupt = time.monotonic(), _main_position()
             if self._stopping:
                 return
             make_current()
             for watch in list(self.watches):
                 watch.look()
+
+
+def _main_position() -> tuple[int, int]:
+    """Return the instruction that the main thread is at."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return (0, 0) if frame is None else (id(frame), frame.f_lasti)
 
 
 lookout = Lookout()

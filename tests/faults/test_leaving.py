@@ -160,29 +160,74 @@ else:
 training.step()
 another = mpicomp.Reducer("dense", comm=shared)
 another.reduce({{'w': np.ones(3)}})
+world = MPI.COMM_WORLD
+other = world.Split(0, -rank)
 if rank == last:
-    training.close()
+    {closes}
     {waits}
 training.step()
 """
 
 
 @pytest.mark.parametrize(
-    ("kind", "waits"),
+    ("kind", "closes", "waits"),
     [
-        ("plain", "MPI.COMM_WORLD.Barrier()"),
-        slow("plain", "time.sleep(60)"),
-        slow("torch", "another.reduce({'w': np.ones(3)})"),
-        slow("overlap", "MPI.COMM_WORLD.Barrier()"),
-        ("shared", "MPI.COMM_WORLD.Barrier()"),
+        ("plain", "training.close()", "world.Barrier()"),
+        slow("plain", "training.close()", "time.sleep(60)"),
+        slow("torch", "training.close()", "another.reduce({'w': np.ones(3)})"),
+        slow("overlap", "training.close()", "world.Barrier()"),
+        ("shared", "training.close()", "world.Barrier()"),
+        # mpi4py's first sum of objects on a communicator waits with Python's lock, so that this rank answers nothing
+        ("plain", "training.close()", "world.allreduce(0.5)"),
+        slow("plain", "del training", "world.reduce(0.5)"),
+        ("overlap", "training.close()", "world.allreduce(0.5)"),
+        slow("torch", "training.close()", "other.allreduce(0.5)"),
+        slow("shared", "training.close()", "world.scan(0.5)"),
+        slow("plain", "training.close()", "world.bcast(None)"),
+        slow("plain", "training.close()", "other.gather(0.5)"),
     ],
 )
-def test_rank_that_has_closed_is_named_and_the_job_ends(job, kind, waits):
-    ended = job(3, CLOSES.format(waits=waits), kind, MPICOMP_STALL="2")
+def test_rank_that_has_closed_is_named_and_the_job_ends(job, kind, closes, waits):
+    ended = job(3, CLOSES.format(closes=closes, waits=waits), kind, MPICOMP_STALL="2")
     assert ended.returncode != 0
     said = r"rank 0 has waited for [01]\.\d s in the \w+ of step 1.*: rank 2 has closed what this exchange"
     assert re.search(said, ended.stderr)
     assert "training.step()" in ended.stderr
+
+
+INTERRUPTED = """
+import subprocess
+
+def interrupted(*_):
+    time.sleep(6)  # as one that saves a checkpoint
+    print("saved", flush=True)
+    MPI.COMM_WORLD.Abort(4)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
+training = trainer()
+training.step()
+pids = MPI.COMM_WORLD.allgather(os.getpid())
+if rank == last:
+    subprocess.Popen(["sh", "-c", "sleep 1; kill -INT " + " ".join(map(str, pids))])
+    {does}
+training.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "status", "said"),
+    [
+        ("training.close(), MPI.COMM_WORLD.allreduce(0.5)", 130, "rank 1 has closed it; ending the job (Ctrl-C"),
+        slow("MPI.COMM_WORLD.allreduce(0.5)", 130, "(rank 1 is not answering"),
+        slow("MPI.COMM_WORLD.Barrier()", 130, "rank 1 is not there; ending the job (Ctrl-C"),
+        ("signal.signal(signal.SIGINT, interrupted), time.sleep(30)", 4, ""),
+        slow("signal.signal(signal.SIGINT, interrupted), training.close(), time.sleep(30)", 4, ""),
+    ],
+)
+def test_interrupt_ends_a_job_of_which_no_rank_can_act_on_it(job, does, status, said):
+    ended = job(2, INTERRUPTED.format(does=does), within=5, MPICOMP_NAPS="0")
+    assert (ended.returncode, "saved" in ended.stdout) == (status, status == 4)
+    assert said in ended.stderr
 
 
 CHECKPOINT = """
