@@ -8,7 +8,6 @@ from mpicomp.bench.measure.chosen_plans import Layer, Ran, chosen_table
 from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.measure.run_fields import RunObject
 from mpicomp.bench.measure.timings import PHASES, RankTimes, Slowest
-from mpicomp.bench.simulate.measured import Measured
 
 from mpicomp.compressors import Compressor, Dense
 
@@ -59,7 +58,6 @@ class Outcome:
     # Steps that an earlier job has made, from whose checkpoint this one went on; what is measured is of the others
     resumed_at: int = 0
     by_rank: list[RankTimes] = field(default_factory=list)  # what each rank took, in the order of ranks
-    measured: Measured | None = None  # what ``mpicomp simulate`` needs; None where it was not asked for
     # The rank that the others waited for, over the steps that are timed; None where there is one rank
     slowest: Slowest | None = None
 

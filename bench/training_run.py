@@ -14,7 +14,6 @@ from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.measure.timings import PHASES, Slowest, Timings, by_rank, gather, medians, of_slowest
 from mpicomp.bench.outcome import Outcome
 from mpicomp.bench.replica import CPU, Replica, threads_of_rank
-from mpicomp.bench.simulate.measured import Backward, record_training
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater
 
@@ -103,9 +102,6 @@ class Settings:
     lr_scale: float = 1.0  # times the task's learning rate, which is tuned for dense exchange of gradients
     on_failure: str = "abort"
     checkpoints: Checkpoints | None = None  # where the training goes on from, and what it writes; None for neither
-    # Whether backward is recorded, and the network measured, for ``mpicomp simulate``. It needs an exchange of
-    # gradients and a model on the CPU
-    records: bool = False
     trace: str | None = None  # the file that `mpicomp.trace` writes of the steps
     shard: int = 1  # ranks to a replica, over which the model is sharded
 
@@ -186,9 +182,6 @@ def train(
     warmup_steps = every * read_warmup(settings.warmup)[0]
 
     timings, choices = Timings(), Choices()
-    backward = None
-    if settings.records:
-        backward = Backward(_trained_parameters(model))
     sent = wire = dense_wire = 0.0
     gains = []
     collectives: dict[str, None] = {}
@@ -196,7 +189,7 @@ def train(
     traced = contextlib.nullcontext() if settings.trace is None else trace(settings.trace, comm=transport)
     with progress.over(settings.steps), traced:
         for step in range(first, settings.steps):
-            loss, seconds, phases, record = _step(replica, step, settings.updates is None, backward)
+            loss, seconds, phases, record = _step(replica, step, settings.updates is None)
             timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
             wire += record.wire_bytes
@@ -276,10 +269,6 @@ def train(
     late_step_s, late_phases_s = float(np.median(slowest_rows[late:, 0])), medians(slowest_rows[late:])
     totals = gather(np.array([sent, wire, dense_wire], np.float64), transport).mean(axis=0)
     layers = choices.layers(gather(choices.sums(), between))
-    measured = None
-    if backward is not None:
-        backward.close()
-        measured = record_training(task.name, backward, skipped, reducer, transport)
     progress.evaluating()
     quality = _quality(task, model, transport, everywhere=mesh is not None)
     if between is not transport:
@@ -314,7 +303,6 @@ def train(
         every=made / len(ends),
         resumed_at=first,
         by_rank=by_rank(everyones[:, skipped:]),
-        measured=measured,
         slowest=slowest,
     )
 
@@ -345,7 +333,6 @@ def _step(
     replica: Replica,
     step: int,
     gradients: bool,
-    backward: Backward | None,
 ) -> tuple[float, float, dict[str, float], StepRecord]:
     """Train one step; return loss, seconds, phases, and the record of an exchange, if any."""
     optimizer = replica.optimizer
@@ -358,13 +345,7 @@ def _step(
         record = StepRecord(step)
     seconds = times.end - times.start
     update_s = times.end - times.synchronized - (0.0 if gradients else record.seconds)
-    if backward is not None:
-        backward.add(times.start, times.forward, times.backward, update_s)
     phases = {"compute": times.backward - times.start, "update": update_s}
     phases |= {name: record.phases_s[name] for name in ("compress", "exchange", "decode")}
     phases["other"] = max(0.0, seconds - sum(phases.values()))
     return times.loss, seconds, {name: phases[name] for name in PHASES}, record
-
-
-def _trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,218 +1,196 @@
-"""``mpicomp simulate``: step times at ranks and networks that are not here."""
+"""``mpicomp simulate``: seconds of a step by the cost model, on a network that is not here."""
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from mpicomp.cli.options import add_plugin, count, table_columns, write_json
+from mpicomp.cli.options import add_plugin, table_columns, write_json
 
 if TYPE_CHECKING:
-    from mpicomp.bench.simulate.measured import Measured
-    from mpicomp.bench.simulate.rows import Plan
-    from mpicomp.bench.simulate.topology import Links
+    from mpicomp.collectives import Scheme
+    from mpicomp.compressors import Compressor
+    from mpicomp.rounds import Group
 
-HELP = "predict the seconds of a step at other ranks and networks, from what one run has measured"
+HELP = "predict the seconds of a step on other hosts and links by the cost model"
 
 _COMMAND = "simulate"
 _AUTO = "auto"
-_GRID = 13  # bandwidths of a picture
-_AROUND = 100.0  # times less and more than the bandwidth of the table, that a picture shows
+_LATE = 1 << 30  # number of a step in the long run
+_LINK_SD = 0.1  # of the logarithms of a link's latency and bandwidth: they are given
 _COLUMNS = table_columns(
-    "ranks:d hosts:d plan overlap step_s:.4g exchange_s:.4g own_work_s:.3g speedup:.2f efficiency:.1%"
+    "hosts:d plan collective step_s:.4g exchange_s:.4g kernels_s:.3g wire_bytes:.4g speedup:.2f efficiency:.1%"
 )
+
+
+class SimulatedRow(TypedDict):
+    """A row of ``simulate``."""
+
+    hosts: Annotated[int, "with one rank each"]
+    plan: Annotated[str, "the compressor"]
+    config: Annotated[dict[str, Any], "its configuration"]
+    collective: Annotated[str, "the one that was named, or the fastest that delivers all that was selected"]
+    step_s: Annotated[float, "a step: computing, and then the exchange of one bucket"]
+    exchange_s: Annotated[float, "the exchange: rounds and kernels"]
+    kernels_s: Annotated[float, "of it, what a rank computes: selection, coding, sums; measured on this machine"]
+    wire_bytes: Annotated[float, "that leave a host in a step, mean over hosts (over some of many)"]
+    speedup: Annotated[float, "seconds of a step with the fastest dense exchange over `step_s`"]
+    efficiency: Annotated[float, "seconds of a step without any exchange over `step_s`"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_plugin(parser)
     parser.set_defaults(alone=True)
+    parser.add_argument("--hosts", default="2,4,8,16,32,64", metavar="N[,..]", help="with a rank each (%(default)s)")
+    parser.add_argument("--bandwidth", default="10gbit", metavar="B", help="of a host's link (%(default)s)")
+    parser.add_argument("--latency", default="50us", metavar="L", help="of a message between hosts (%(default)s)")
+    parser.add_argument("--from", dest="run", metavar="F", help="parameters and seconds of what `train --json F` wrote")
+    parser.add_argument("--parameters", type=int, metavar="P", help="elements of the model, float32")
+    parser.add_argument("--step-seconds", type=float, metavar="S", help="of a step without any exchange")
     parser.add_argument(
-        "--from", dest="known", metavar="F", required=True, help="what `mpicomp train --measured F` wrote"
-    )
-    parser.add_argument("--ranks", default="2,4,8,16,32,64", metavar="N[,..]", help="numbers of ranks (%(default)s)")
-    parser.add_argument("--per-host", type=int, metavar="K", help="ranks of a host (default: as in the recorded run)")
-    parser.add_argument(
-        "--bandwidth", metavar="B", help="of a host's link, such as 10gbit (default: as it was measured)"
-    )
-    parser.add_argument(
-        "--latency", metavar="L", help="of a message between hosts, such as 50us (default: as measured)"
-    )
-    parser.add_argument(
-        "--switch", metavar="B", help="of the switch between all hosts (default: as much as their links)"
-    )
-    parser.add_argument(
-        "--compressor",
-        metavar="A[,..]",
-        help="names from `mpicomp list`, configurations as JSON, or auto for what mpicomp chooses (auto where the "
-        "recorded run has chosen, else topk)",
+        "--compressor", default="topk", metavar="A[,..]", help="names or configurations as JSON (%(default)s)"
     )
     parser.add_argument("--ratio", default="0.01", metavar="R[,..]", help="kept fractions (%(default)s)")
     parser.add_argument(
-        "--collective", default=_AUTO, metavar="X[,..]", help="names, or auto for the fastest that fits (%(default)s)"
-    )
-    parser.add_argument(
-        "--overlap", choices=("on", "off", "both"), default="on", help="exchange while backward goes on (%(default)s)"
-    )
-    parser.add_argument(
-        "--bucket-bytes",
-        type=int,
-        metavar="N",
-        help="cut gradients into other buckets for named compressors (default: as recorded)",
+        "--collective", default=_AUTO, metavar="X", help="a name, or auto for the fastest that fits (%(default)s)"
     )
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")
-    parser.add_argument("-o", "--output", metavar="F.svg", help="draw speed-ups against ranks and bandwidth")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, and print the rows."""
+    """Predict, and print the rows."""
+    from mpicomp.bench.lab.lab_settings import LabError, parse_bandwidth, parse_latency
     from mpicomp.bench.measure.results import SCHEMA, show
-    from mpicomp.bench.simulate.measured import read
-    from mpicomp.bench.simulate.rows import simulate
 
-    from mpicomp.cli.options import check_writable
+    from mpicomp.cli.options import check_writable, read_compressors, read_list, read_ratios
+    from mpicomp.errors import ConfigurationError
 
-    check_writable(_COMMAND, arguments.json, arguments.output)
-    if arguments.output is not None:
-        from mpicomp.bench.simulate.picture import check_installed
-
-        check_installed()
-    measured = read(arguments.known)
-    ranks = _ranks(arguments.ranks)
-    plans = _plans(arguments, measured)
-    if arguments.bucket_bytes is not None:
-        measured = _cut(arguments.bucket_bytes, measured, plans)
-    overlaps = {"on": [True], "off": [False], "both": [True, False]}[arguments.overlap]
-    links = _links(arguments)
-    places = [_topology(arguments, measured, rank, links) for rank in ranks]
-    print(
-        f"from {measured.task} on {count(measured.ranks, 'rank')} of {count(measured.hosts, 'host')}: "
-        f"{sum(bucket.numel for bucket in measured.buckets):,} elements in {count(len(measured.buckets), 'bucket')}, "
-        f"{measured.compute_s:.4g} s a step without exchange"
-    )
-    for note in dict.fromkeys(note for place in places for note in place.notes):
-        print(f"note: {note}")
-    rows = list(simulate(measured, places, plans, overlaps))
+    check_writable(_COMMAND, arguments.json)
+    try:
+        per_byte = 8 / parse_bandwidth(arguments.bandwidth)
+        latency_s = max(1e-9, parse_latency(arguments.latency) * 1e-9)
+    except LabError as error:
+        raise ConfigurationError(f"{_COMMAND}: {error}") from None
+    hosts = _hosts(arguments.hosts)
+    numel, compute_s = _model(arguments)
+    named = read_compressors(_COMMAND, read_list(arguments.compressor), read_ratios(_COMMAND, arguments.ratio))
+    rows = list(simulate(hosts, latency_s, per_byte, numel, compute_s, named, arguments.collective))
+    print(f"{numel:,} elements in one bucket, {compute_s:.4g} s a step without exchange")
     show(rows, _COLUMNS)
-    written: dict[str, Any] = {"schema": SCHEMA, "rows": rows}
-    if arguments.output is not None:
-        written["grid"] = _draw(arguments, measured, plans, ranks, links)
-        print(f"drawn: {arguments.output}")
     if arguments.json is not None:
-        write_json(arguments.json, written)
+        write_json(arguments.json, {"schema": SCHEMA, "rows": rows})
     return 0
 
 
-def _draw(
-    arguments: argparse.Namespace, measured: "Measured", plans: "Sequence[Plan]", ranks: Sequence[int], links: "Links"
-) -> list[dict[str, Any]]:
-    """Draw the picture, and return the rows that it shows."""
-    from dataclasses import replace
+def simulate(
+    hosts: Sequence[int],
+    latency_s: float,
+    seconds_per_byte: float,
+    numel: int,
+    compute_s: float,
+    compressors: "Sequence[Compressor]",
+    collective: str = _AUTO,
+) -> Iterator[SimulatedRow]:
+    """Yield a row for dense exchange and one for each compressor, at each number of hosts."""
+    import numpy as np
 
-    from mpicomp.bench.simulate.compute_time import ComputeTime
-    from mpicomp.bench.simulate.picture import draw
-    from mpicomp.bench.simulate.rows import Simulation
-
-    compute_time = ComputeTime(measured.cost)
-    per_byte = links.seconds_per_byte or measured.cost.network.seconds_per_byte
-    shown = [plan for plan in plans if plan.title != "dense"]
-    grid: list[dict[str, Any]] = []
-    for place in range(_GRID):
-        rate = _AROUND ** (2 * place / (_GRID - 1) - 1) / per_byte
-        there = replace(links, seconds_per_byte=1 / rate)
-        for rank in ranks:
-            simulation = Simulation(measured, _topology(arguments, measured, rank, there), compute_time)
-            for plan in shown:
-                row = simulation.row(plan, arguments.overlap != "off")
-                names = ("ranks", "plan", "step_s", "dense_step_s", "speedup")
-                grid.append({"bandwidth": 8 * rate} | {name: row[name] for name in names})
-    draw(arguments.output, grid, 8 / per_byte)
-    return grid
-
-
-def _plans(arguments: argparse.Namespace, measured: "Measured") -> "list[Plan]":
-    """Return what is simulated, dense exchange first."""
-    from mpicomp.bench.simulate.rows import Plan
-
-    from mpicomp.cli.options import read_compressors, read_list, read_ratios
-    from mpicomp.collectives import bind
     from mpicomp.compressors import Dense
-    from mpicomp.errors import ConfigurationError, IncompatiblePairError
+    from mpicomp.cost import CostModel, Network, measure_kernels
+    from mpicomp.rounds import WORLD, layout_groups
+    from mpicomp.transport import LocalWorld
 
-    words = read_list(arguments.compressor or ("topk" if measured.auto is None else _AUTO))
-    plans = [Plan(Dense())]
-    for compressor in read_compressors(
-        _COMMAND, [word for word in words if word != _AUTO], read_ratios(_COMMAND, arguments.ratio)
-    ):
-        fitting = []
-        for name in read_list(arguments.collective):
-            try:
-                if name != _AUTO:
-                    bind(compressor, name)
-                fitting.append(Plan(compressor, name))
-            except IncompatiblePairError as error:
-                problem = error
-        if not fitting:
-            raise problem
-        plans += [plan for plan in fitting if plan not in plans]
-    if _AUTO in words:
-        if measured.auto is None:
-            raise ConfigurationError(
-                "simulate: auto needs what it learns of elements, and the recorded run had another policy; record one "
-                "with `mpicomp train --measured F` and neither --compressor nor --policy"
-            )
-        plans.append(Plan(None))
-    return plans
-
-
-def _cut(bucket_bytes: int, measured: "Measured", plans: "Sequence[Plan]") -> "Measured":
-    from mpicomp.errors import ConfigurationError
-    from mpicomp.setting_checks import check_least
-
-    if any(plan.compressor is None for plan in plans):
-        raise ConfigurationError(
-            "simulate: auto knows the elements of the buckets that were recorded, and --bucket-bytes cuts others; "
-            "leave one out"
-        )
-    return measured.cut(check_least(_COMMAND, "--bucket-bytes", bucket_bytes))
+    [alone] = LocalWorld(1).transports
+    kernels: dict[str, Any] = {}
+    named = [(Dense(), _AUTO)] + [(compressor, collective) for compressor in compressors if compressor != Dense()]
+    for count in hosts:
+        model = CostModel(Network(count))
+        model.kernels = kernels
+        model.network.set_link(WORLD, latency_s, seconds_per_byte, _LINK_SD)
+        group = layout_groups(range(count), 0)[0]
+        dense_s = 0.0
+        for compressor, name in named:
+            schemes = _schemes(compressor, name, numel, group)
+            alone.run(measure_kernels(model, schemes, compressor.feedback, alone))
+            candidates = model.candidates(schemes, numel, np.dtype(np.float32), group)
+            exchange_s = candidates.seconds()
+            fastest = int(np.argmin(exchange_s))
+            scheme, seconds = schemes[fastest], float(exchange_s[fastest])
+            dense_s = dense_s or compute_s + seconds
+            yield {
+                "hosts": count,
+                "plan": repr(compressor),
+                "config": compressor.get_config(),
+                "collective": scheme.id,
+                "step_s": compute_s + seconds,
+                "exchange_s": seconds,
+                "kernels_s": candidates.prediction(fastest).kernels_s,
+                "wire_bytes": _wire_bytes(scheme, numel, group),
+                "speedup": dense_s / (compute_s + seconds),
+                "efficiency": compute_s / (compute_s + seconds),
+            }
 
 
-def _ranks(text: str) -> list[int]:
+def _schemes(compressor: "Compressor", collective: str, numel: int, group: "Group") -> "list[Scheme[Any]]":
+    """Return the schemes that are compared: the named one, or all that deliver what was selected."""
+    from mpicomp.collectives import bind
+    from mpicomp.policies.plan_selector import collectives_for
+
+    bound = compressor.bind(["parameters"], [numel], warm_up=False)
+    names = collectives_for(bound, group, complete=True) if collective == _AUTO else [collective]
+    return [bind(bound, name) for name in names]
+
+
+def _wire_bytes(scheme: "Scheme[Any]", numel: int, group: "Group") -> float:
+    import numpy as np
+
+    from mpicomp.cost import sample_views
+
+    found = []
+    for view in sample_views(group):
+        tasks = scheme.rounds(numel, np.dtype(np.float32), view, _LATE)
+        parts = [(task, view.part(task.group)) for task in tasks if not task.once]
+        found.append(sum(task.wire_bytes(part) for task, part in parts if part is not None))
+    return float(np.mean(found))
+
+
+def _hosts(text: str) -> list[int]:
     from mpicomp.errors import ConfigurationError
     from mpicomp.setting_checks import check_least
 
     try:
         numbers = [int(word) for word in text.split(",")]
     except ValueError:
-        raise ConfigurationError(f"{_COMMAND}: --ranks must be whole numbers such as 2,64, got {text!r}") from None
-    return sorted({check_least(_COMMAND, "--ranks", number, 2) for number in numbers})
+        raise ConfigurationError(f"{_COMMAND}: --hosts must be whole numbers such as 2,64, got {text!r}") from None
+    return sorted({check_least(_COMMAND, "--hosts", number, 2) for number in numbers})
 
 
-def _links(arguments: argparse.Namespace) -> "Links":
-    from mpicomp.bench.lab.lab_settings import LabError, parse_bandwidth, parse_latency
-    from mpicomp.bench.simulate.topology import Links
-
+def _model(arguments: argparse.Namespace) -> tuple[int, float]:
+    """Return the elements of the model, and the seconds of a step without exchange."""
     from mpicomp.errors import ConfigurationError
-
-    def per_byte(option: str, text: str | None) -> float | None:
-        try:
-            return None if text is None else 8 / parse_bandwidth(text)
-        except LabError as error:
-            raise ConfigurationError(f"{_COMMAND}: {str(error).replace('--bandwidth', option)}") from None
-
-    try:
-        latency = None if arguments.latency is None else max(1e-9, parse_latency(arguments.latency) * 1e-9)
-    except LabError as error:
-        raise ConfigurationError(f"{_COMMAND}: {error}") from None
-    return Links(per_byte("--bandwidth", arguments.bandwidth), latency, per_byte("--switch", arguments.switch))
-
-
-def _topology(arguments: argparse.Namespace, measured: "Measured", ranks: int, links: "Links") -> Any:
-    from mpicomp.bench.simulate.topology import Topology
-
     from mpicomp.setting_checks import check_least
 
-    per_host = arguments.per_host
-    if per_host is None:
-        per_host = -(-measured.ranks // measured.hosts)
-    check_least(_COMMAND, "--per-host", per_host)
-    return Topology(ranks, per_host, measured.cost.network, measured.ranks, links)
+    numel, compute_s = arguments.parameters, arguments.step_seconds
+    if arguments.run is not None:
+        try:
+            with open(arguments.run, encoding="utf-8") as file:
+                content = json.load(file)
+            numel = int(content["parameters"]) if numel is None else numel
+            phases = content["phases_s"]
+            compute_s = float(phases["compute"] + phases["update"]) if compute_s is None else compute_s
+        except OSError as error:
+            raise ConfigurationError(f"{_COMMAND}: '{arguments.run}' cannot be read: {error.strerror}") from None
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"{_COMMAND}: '{arguments.run}' was not written by `mpicomp train --json FILE` "
+                f"({type(error).__name__}: {error})"
+            ) from None
+    if numel is None or compute_s is None:
+        raise ConfigurationError(
+            f"{_COMMAND}: the model is not known; name --from FILE of `mpicomp train --json FILE`, or --parameters and "
+            "--step-seconds"
+        )
+    check_least(_COMMAND, "--parameters", numel)
+    if not 0 <= compute_s < float("inf"):
+        raise ConfigurationError(f"{_COMMAND}: --step-seconds must be a number of at least 0, got {compute_s}")
+    return numel, compute_s

@@ -101,11 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics", metavar="F", help="write a JSON line a step to F")
     parser.add_argument("--report", metavar="F.html", help="write what `mpicomp report` makes of the run to F.html")
     parser.add_argument(
-        "--measured",
-        metavar="F",
-        help="record backward and the network, and write what `mpicomp simulate --from F` needs",
-    )
-    parser.add_argument(
         "--trace",
         metavar="F",
         help="write what all ranks do to F, on one clock, for ui.perfetto.dev or chrome://tracing",
@@ -134,9 +129,6 @@ def run(arguments: argparse.Namespace) -> int:
     _expand(arguments)
     compressor = _compressor(arguments)
     updates = _updates(arguments)
-    if arguments.measured is not None and (updates is not None or arguments.device == "gpu"):
-        what = "--exchange updates" if updates is not None else "--device gpu, whose backward ends after it was called"
-        raise ConfigurationError(f"train: --measured records exchanges of gradients on the CPU; leave {what} out")
     chooses_steps = updates is not None and updates["sync_every"] == "auto"
     every = 1 if updates is None or chooses_steps else updates["sync_every"]
     policy = _policy(arguments, compressor, chooses_steps)
@@ -148,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
     if arguments.against_dense:
         _check_against_dense(arguments, compressor)
-    check_writable("train", arguments.json, arguments.metrics, arguments.report, arguments.measured, arguments.trace)
+    check_writable("train", arguments.json, arguments.metrics, arguments.report, arguments.trace)
     if writes_files():
         if arguments.checkpoints is not None:
             check_folder("train", arguments.checkpoints)
@@ -200,7 +192,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.lr_scale,
         arguments.on_failure,
         checkpoints,
-        arguments.measured is not None,
         arguments.trace,
         arguments.shard,
     )
@@ -268,7 +259,6 @@ def _check_sharded(arguments: argparse.Namespace) -> None:
 
     advice = {
         "checkpoints": "; docs/pytorch.md says how a script of yours saves shards",
-        "measured": "",
     }
     for option, more in advice.items():
         if getattr(arguments, option):
@@ -295,7 +285,7 @@ def _dense(settings: "Settings") -> "Settings":
 
     words: dict[str, Any] = {"compressor": Dense(), "collective": "auto", "policy": get_policy("static"), "warmup": 0}
     words |= {"updates": None, "lr_scale": 1.0}
-    return replace(settings, **words, probes=False, records=False, trace=None)
+    return replace(settings, **words, probes=False, trace=None)
 
 
 def _report(
@@ -313,9 +303,6 @@ def _report(
     print(table(outcome, task.quality_name, settings.steps))
     print(f"verdict: {verdict}", flush=True)
     result = run_object(task, settings, outcome, verdict)
-    if arguments.measured is not None:
-        assert outcome.measured is not None
-        write_json(arguments.measured, outcome.measured.to_json())
     if arguments.json is not None:
         write_json(arguments.json, result)
     if arguments.report is not None:

@@ -5,7 +5,6 @@ from mpicomp.cost.calibrate import (
     broadcast_flags,
     calibrate,
     measure_kernels,
-    recalibrate_links,
     share_model,
 )
 from mpicomp.cost.formulas import Terms
@@ -25,7 +24,6 @@ __all__ = [
     "calibrate",
     "measure_kernels",
     "probe_link",
-    "recalibrate_links",
     "sample_views",
     "share_model",
 ]

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpicomp.collectives import Scheme
 from mpicomp.cost.kernel_costs import KernelCost, measure_kernel, run_kernels
-from mpicomp.cost.link_probe import QUICK, THOROUGH, Effort, probe
+from mpicomp.cost.link_probe import probe
 from mpicomp.cost.model import CostModel, scheme_key
 from mpicomp.cost.network_model import Network
 from mpicomp.device import HOST, Device
@@ -27,20 +27,6 @@ def calibrate(transport: Transport) -> CostModel:
     """Measure links and operations and return a new cost model. Collective; about a second."""
     model = CostModel(Network(transport.group.hosts))
     transport.run(_measure(model, transport))
-    return model
-
-
-def recalibrate_links(known: CostModel | None, transport: Transport) -> CostModel:
-    """Return a cost model with measured links and operations and the known kernels, to predict other sizes of a job.
-
-    What a training learns of its network predicts the plans that it runs: a wrong estimate of a link is made up for by
-    their factors alone. Here each link and operation is measured by itself, with messages as long as gradients, and
-    corrections of rounds are dropped. ``known`` is not written to. Collective; up to half a minute on a slow link.
-    """
-    model = CostModel(Network(transport.group.hosts)) if known is None else CostModel.from_json(known.to_json())
-    model.network = Network(transport.group.hosts)
-    model.round_corrections.clear()
-    transport.run(_measure(model, transport, THOROUGH))
     return model
 
 
@@ -156,9 +142,9 @@ def _model_of_rank_0(source: CostModel | str | None, transport: Transport) -> di
     return {"probe": setting == "1" and transport.probes}
 
 
-def _measure(model: CostModel, transport: Transport, effort: Effort = QUICK) -> Rounds[None]:
+def _measure(model: CostModel, transport: Transport) -> Rounds[None]:
     yield from compare_clocks(transport)
-    yield from probe(model.network, transport, effort)
+    yield from probe(model.network, transport)
 
 
 def _layout(transport: Transport) -> tuple[str, tuple[int, ...], int]:

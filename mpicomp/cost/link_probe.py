@@ -2,9 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +14,10 @@ from mpicomp.transport.base import Transport
 _SMALL_BYTES = 64  # of a message that measures latency
 _MEDIUM_BYTES = 1 << 14  # libraries send shorter messages by algorithms with fewer messages
 _FIRST_BYTES = 1 << 16  # of the first estimate of bandwidth
+_REPEATS = 4  # of an operation, of which the fastest counts: disturbances only add time
 _FEW_REPEATS = 2  # of a first estimate, and of an operation on a slow link
+_LARGE_S = 0.02  # seconds that a large message should take
+_LARGE_BYTES = 1 << 16, 1 << 20  # least and most of a large message
 _SLOW_S = 5e-3  # latency from which on an operation is repeated less often
 _SD = 0.1  # standard deviation of the logarithm of a measurement
 _FACTOR_RANGE = (0.1, 10.0)
@@ -25,63 +25,45 @@ _FACTOR_RANGE = (0.1, 10.0)
 _BYTE = np.dtype(np.uint8)
 
 
-@dataclass(frozen=True)
-class Effort:
-    """Time that probing takes."""
-
-    large_s: float  # seconds that a large message should take
-    large: tuple[int, int]  # least and most bytes of a large message
-    repeats: int  # of an operation
-    few: int  # the same on a slow link
-    typical: Callable[..., Any]  # reduces an axis of repetitions
-    barrier: bool = False  # whether all ranks synchronize before each round
-
-
-QUICK = Effort(0.02, (1 << 16, 1 << 20), 4, _FEW_REPEATS, np.min)
-"""About a second, before a training: the fastest repetition counts, since disturbances only add time."""
-THOROUGH = Effort(0.3, (1 << 18, 1 << 23), 5, 5, np.median, barrier=True)
-"""Messages as long as gradients, some dozen seconds on a slow link: the median is what a step has to expect."""
-
-
-def probe(network: Network, transport: Transport, effort: Effort = QUICK) -> Rounds[None]:
+def probe(network: Network, transport: Transport) -> Rounds[None]:
     """Measure links and every operation, and set the network's state. Collective over all ranks, as rounds."""
     group = transport.group
     for name in (WORLD, HOST, ACROSS):
         if name != WORLD and group.hosts in (1, group.size):
             continue  # the group is the world itself, or a single rank
         # All ranks take part: those outside of the group only receive the results.
-        yield from _probe_group(network, transport, name, effort)
+        yield from _probe_group(network, transport, name)
 
 
 def probe_link(network: Network, transport: Transport) -> Rounds[None]:
     """Measure links again: plans do not show whether latency or bandwidth has changed. Collective, as rounds."""
-    latency, first_s = yield from _time_ring(transport, transport.group, _FEW_REPEATS, QUICK)
+    latency, first_s = yield from _time_ring(transport, transport.group, _FEW_REPEATS)
     network.set_link(WORLD, latency, _seconds_per_byte(first_s, latency, _FIRST_BYTES), _SD)
 
 
-def _time_ring(transport: Transport, group: Group | None, repeats: int, effort: Effort) -> Rounds[tuple[float, float]]:
+def _time_ring(transport: Transport, group: Group | None, repeats: int) -> Rounds[tuple[float, float]]:
     """Return the seconds in which all ranks pass a small and a larger message to their neighbors."""
     tasks = [_ring(group, _SMALL_BYTES)] * (repeats + 1) + [_ring(group, _FIRST_BYTES)] * _FEW_REPEATS
-    seconds = yield from _measure(transport, group, tasks, effort.barrier)
-    return float(effort.typical(seconds[1 : repeats + 1])), float(seconds[repeats + 1 :].min())
+    seconds = yield from _measure(transport, group, tasks)
+    return float(seconds[1 : repeats + 1].min()), float(seconds[repeats + 1 :].min())
 
 
 def _seconds_per_byte(seconds: float, latency: float, nbytes: int) -> float:
     return max(seconds - latency, 0.05 * seconds) / nbytes
 
 
-def _probe_group(network: Network, transport: Transport, name: str, effort: Effort) -> Rounds[None]:
+def _probe_group(network: Network, transport: Transport, name: str) -> Rounds[None]:
     group = transport.group.part(name)
     sizes = yield from gather_rows(np.int64(0 if group is None else group.size), transport.group)
     largest = int(sizes.max())
     if largest < 2:
         return
     busy = group if group is not None and group.size > 1 else None
-    latency, first_s = yield from _time_ring(transport, busy, 2 * effort.repeats, effort)
-    repeats = effort.repeats if latency < _SLOW_S else effort.few
-    nbytes = int(np.clip(_FIRST_BYTES * effort.large_s / max(first_s, 1e-6), *effort.large))
-    large_s = yield from _measure(transport, busy, [_ring(busy, nbytes)] * repeats, effort.barrier)
-    seconds_per_byte = _seconds_per_byte(float(effort.typical(large_s)), latency, nbytes)
+    latency, first_s = yield from _time_ring(transport, busy, 2 * _REPEATS)
+    repeats = _REPEATS if latency < _SLOW_S else _FEW_REPEATS
+    nbytes = int(np.clip(_FIRST_BYTES * _LARGE_S / max(first_s, 1e-6), *_LARGE_BYTES))
+    large_s = yield from _measure(transport, busy, [_ring(busy, nbytes)] * repeats)
+    seconds_per_byte = _seconds_per_byte(float(large_s.min()), latency, nbytes)
     model = _model_group(name, largest, transport.group)
     if name == ACROSS:  # the link is the world's, and several ranks of a host have shared it here
         ring = terms(_ring(model, nbytes), model)
@@ -98,8 +80,8 @@ def _probe_group(network: Network, transport: Transport, name: str, effort: Effo
     for operation in others:
         for size in (_MEDIUM_BYTES, nbytes):
             tasks += [_task(operation, busy, size)] * (repeats + 1)  # the first opens connections and allocates
-    measured = yield from _measure(transport, busy, tasks, effort.barrier)
-    seconds = effort.typical(measured.reshape(len(others), 2, repeats + 1)[:, :, 1:], axis=2)
+    measured = yield from _measure(transport, busy, tasks)
+    seconds = measured.reshape(len(others), 2, repeats + 1)[:, :, 1:].min(axis=2)
     for operation, (short_s, long_s) in zip(others, seconds, strict=True):
         few = terms(_task(operation, model, _MEDIUM_BYTES), model)
         many = terms(_task(operation, model, nbytes), model)
@@ -109,15 +91,11 @@ def _probe_group(network: Network, transport: Transport, name: str, effort: Effo
         network.set_factors(name, operation, latency_factor, volume_factor, 2 * _SD)
 
 
-def _measure(
-    transport: Transport, group: Group | None, tasks: list[Round], barrier: bool = False
-) -> Rounds[NDArray[np.float64]]:
+def _measure(transport: Transport, group: Group | None, tasks: list[Round]) -> Rounds[NDArray[np.float64]]:
     """Run rounds one after the other; return the seconds from last start to last end of each, the same on all ranks."""
     times = np.full((len(tasks), 2), -math.inf)
     if group is not None:
         for row, task in enumerate(tasks):
-            if barrier:
-                yield _task("allgatherv", group, 1)
             times[row, 0] = transport.clock()
             yield task
             times[row, 1] = transport.clock()

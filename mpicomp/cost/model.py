@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -83,12 +82,6 @@ class CostModel:
             [_correction(self.kernel_corrections, key, numel, plans.KERNELS_SD) for key in keys],
             [_correction(self.round_corrections, key, numel, rounds_sd) for key in plan_keys],
         )
-
-    def slowdown(self, on_device: bool = False) -> float:
-        """Return how many times longer kernels take while other ranks compute, over all that ran; 1 if none."""
-        here = [lengths for key, lengths in self.speed_corrections.items() if key.endswith(_DEVICE_SUFFIX) == on_device]
-        errors = [correction.error for lengths in here for correction in lengths.values() if correction.runs]
-        return math.exp(statistics.median(errors)) if errors else 1.0
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object for `from_json`."""

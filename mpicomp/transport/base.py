@@ -52,7 +52,6 @@ class Transport(ABC):
     probes: bool = True  # whether time passes in rounds, so that it can be measured
     times_kernels: bool = True
     """Whether time passes between rounds on its clock: on that of a simulated network kernels take none."""
-    one_clock: bool = False  # whether all ranks read one clock, wherever they are, so that there is nothing to compare
     takes_device_memory: bool = False  # whether rounds may have arrays in GPU memory, as far as this rank knows
     user: int = 0  # number from `enter` of the user that the next rounds belong to; 0 before a call
     timer: Callable[[], float] = time.perf_counter  # returns seconds on this rank's clock

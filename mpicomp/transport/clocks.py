@@ -21,7 +21,7 @@ def compare_clocks(transport: Transport) -> Rounds[float]:
     """
     group = transport.group
     transport.offset = 0.0
-    if group.hosts == 1 or transport.one_clock:
+    if group.hosts == 1:
         return 0.0
     layout = group.layout or tuple(range(group.size))
     first_on = dict(zip(reversed(layout), reversed(range(group.size)), strict=True))

@@ -10,7 +10,7 @@ from networks import INSIDE, Link
 import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.cost import Network
-from mpicomp.cost.link_probe import QUICK, THOROUGH, probe, probe_link
+from mpicomp.cost.link_probe import probe, probe_link
 from mpicomp.cost.network_model import sample_views
 from mpicomp.rounds import Round
 from mpicomp.transport import LocalWorld
@@ -27,11 +27,11 @@ PLANS = [
 ]
 
 
-def probed(ranks, link, hosts=None, effort=QUICK):
+def probed(ranks, link, hosts=None):
     """Probe on every rank; return the transports and what rank 0 has found, which all have."""
     world = LocalWorld(ranks, hosts=hosts or ranks, network=link)
     networks = [Network(world.transports[0].group.hosts) for _ in world.transports]
-    world.run([probe(network, end, effort) for network, end in zip(networks, world.transports, strict=True)])
+    world.run([probe(network, end) for network, end in zip(networks, world.transports, strict=True)])
     assert all(network.to_json() == networks[0].to_json() for network in networks)
     return world, networks[0]
 
@@ -70,19 +70,6 @@ def test_latency_and_bandwidth_are_found(ranks, name):
     # A message of 64 bytes is the latency, and the time that these take.
     assert network.latency == pytest.approx(latency + 64 * 8 / bits, rel=0.02)
     assert network.seconds_per_byte == pytest.approx(8 / bits, rel=0.02)
-
-
-def test_thorough_probe_sees_what_only_long_messages_take():
-    """Of a library whose sums are twice as long from some length on."""
-
-    def network(task, group):
-        return Link(5e-5, 1e9)(task, group) * (2 if task.operation == "allreduce" and task.counts[0] > 1 << 19 else 1)
-
-    quick, thorough = (probed(4, network, effort=effort)[1] for effort in (QUICK, THOROUGH))
-    assert thorough.seconds_per_byte == pytest.approx(8 / 1e9, rel=0.01)
-    assert thorough.factors("world", "allreduce")[1] == pytest.approx(
-        2 * quick.factors("world", "allreduce")[1], rel=0.05
-    )
 
 
 @cache

@@ -11,11 +11,10 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import bind
-from mpicomp.cost import CostModel, Network, measure_kernels, recalibrate_links
+from mpicomp.cost import CostModel, Network, measure_kernels
 from mpicomp.cost.calibrate import compilation_order
 from mpicomp.cost.kernel_costs import KernelCost, measure_kernel
 from mpicomp.cost.model import scheme_key
-from mpicomp.cost.plans import Correction
 from mpicomp.rounds import layout_groups
 from mpicomp.transport import LocalWorld
 
@@ -102,23 +101,6 @@ def test_change_of_the_network_inflates_each_variance_once():
     assert {numel: correction.variance - before[numel] for numel, correction in lengths.items()} == pytest.approx(
         dict.fromkeys(before, 0.01)
     )
-
-
-@pytest.mark.quick
-def test_recalibrated_model_keeps_kernels_alone():
-    known = CostModel(Network(1))
-    known.network.set_link("world", 1.0, 1.0, 0.1)
-    known.kernels["some"] = KernelCost(1e-6, 1e-9, 1e-9)
-    known.speed_corrections["some"] = {1000: Correction(0.5, 0.1, 3)}
-    known.round_corrections["some"] = {1000: Correction(0.5, 0.1, 3)}
-    before = known.to_json()
-    [alone] = LocalWorld(1).transports
-    model = recalibrate_links(known, alone)
-    assert model.kernels == known.kernels
-    assert model.slowdown() == known.slowdown()
-    assert model.network.seconds_per_byte < 1
-    assert not model.round_corrections
-    assert known.to_json() == before
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ HOMES = {
         "studies/papers/paper_tasks.py",
         "studies/update_exchanges.py",
     ),
-    "matplotlib": ("bench/report/", "bench/simulate/picture.py", "studies/"),
+    "matplotlib": ("bench/report/", "studies/"),
     "msgspec": ("bench/report/runs.py", "bench/measure/metrics.py"),
     "cupy": ("mpicomp/device/cuda.py",),
 }

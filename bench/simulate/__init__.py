@@ -1,1 +1,0 @@
-"""Steps of training on networks that are not here: rounds under a clock."""
