@@ -17,7 +17,7 @@ class ConfigurationError(MpicompError, ValueError):
 
 
 class UnknownNameError(ConfigurationError):
-    """A name is not known to a subsystem; the message suggests the nearest one that is.
+    """A name is not known to a subsystem; the message has ``advice``, or suggests the nearest name that is known.
 
     Examples
     --------
@@ -25,12 +25,12 @@ class UnknownNameError(ConfigurationError):
     compressor: unknown name 'topq'; did you mean 'topk'? Known: dense, topk
     """
 
-    def __init__(self, subsystem: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, subsystem: str, name: str, known: Iterable[str], advice: str | None = None) -> None:
         self.subsystem = subsystem
         self.name = name
         self.known = sorted(known)
         near = difflib.get_close_matches(str(name).lower(), self.known, n=1, cutoff=0.4)
-        hint = f"; did you mean '{near[0]}'?" if near else "."
+        hint = f"; {advice}." if advice else f"; did you mean '{near[0]}'?" if near else "."
         super().__init__(f"{subsystem}: unknown name '{name}'{hint} Known: {', '.join(self.known)}")
 
 

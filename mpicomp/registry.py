@@ -8,12 +8,14 @@ import importlib
 import os
 import pkgutil
 import sys
+from abc import ABCMeta
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from mpicomp import plugins
 from mpicomp.errors import ConfigurationError, UnknownNameError
-from mpicomp.setting_checks import check_flag
+from mpicomp.setting_checks import check_flag, to_builtin
 
 Object = TypeVar("Object")
 Class = TypeVar("Class", bound=type)
@@ -41,6 +43,23 @@ def register(cls: Class) -> Class:
             f"register: {cls!r} is neither a Compressor, a Scheme, a Policy nor a Task; derive it from one of them"
         )
     return REGISTRIES[kind].register(cls)
+
+
+class Configurable(ABCMeta):
+    """Metaclass of dataclasses whose fields are settings: NumPy's numbers become Python's before they are checked."""
+
+    def __call__(cls, *values: Any, **settings: Any) -> Any:
+        entries = [entry for entry in fields(cls) if entry.init] if is_dataclass(cls) else []
+        known = [entry.name for entry in entries]
+        unknown = [name for name in settings if name not in known]
+        named = [entry.name for entry in entries if not entry.metadata]  # the others are set when it is bound
+        if entries and unknown:
+            raise UnknownNameError(f"{cls.__name__}: settings", unknown[0], named)
+        if len(values) > len(known):
+            raise ConfigurationError(
+                f"{cls.__name__}: takes {', '.join(named) or 'no settings'}, got {len(values)} values"
+            )
+        return super().__call__(*map(to_builtin, values), **to_builtin(settings))
 
 
 class Registry(Generic[Object]):
@@ -78,8 +97,13 @@ class Registry(Generic[Object]):
         >>> get_compressor("dense").get_config()
         {'id': 'dense', 'wire': None}
         """
-        if getattr(config, "kind", None) == self._kind:
+        if getattr(config, "kind", None) == self._kind and not isinstance(config, type):
             return cast(Object, config)
+        if isinstance(config, type):
+            raise ConfigurationError(
+                f"{self._kind}: an object, a name or a configuration is needed, got the class {config.__name__}; pass "
+                f"an object, {config.__name__}()"
+            )
         if not isinstance(config, str | Mapping):
             raise ConfigurationError(f"{self._kind}: a name or a configuration is needed, got {config!r}")
         parameters: dict[str, Any] = {"id": config} if isinstance(config, str) else dict(config)

@@ -1,14 +1,14 @@
 """The base class of compressors: a frozen set of parameters with a name that turns an array into a message."""
 
 import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
 from mpicomp.errors import ConfigurationError, UnknownNameError
-from mpicomp.registry import Registry
+from mpicomp.registry import Configurable, Registry
 
 _BOUND = "bound"
 
@@ -48,7 +48,7 @@ class BucketParameters:
 
 
 @dataclass(frozen=True, repr=False)
-class Compressor(ABC):
+class Compressor(metaclass=Configurable):
     """A frozen dataclass whose fields are its parameters, each with a default.
 
     Two compressors are equal when their configurations are. State is kept in the memory of a bucket, so one object can

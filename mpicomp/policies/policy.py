@@ -1,7 +1,7 @@
 """The base class of policies, which choose the plan of each bucket in a step."""
 
 import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Self
@@ -15,7 +15,7 @@ from mpicomp.cost import CostModel, Prediction
 from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.policies.surveys import Survey
-from mpicomp.registry import Registry
+from mpicomp.registry import Configurable, Registry
 from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
@@ -141,7 +141,7 @@ class StepReport:
 
 
 @dataclass(eq=False)
-class Policy(ABC):
+class Policy(metaclass=Configurable):
     """Chooses plans, the same on all ranks. Its fields are its settings; one object serves one reducer.
 
     To add a policy, derive a dataclass that defines `id`, `configure`, `plan` and what else it needs, and register it
@@ -171,7 +171,7 @@ class Policy(ABC):
         """Whether a reducer uses it."""
         self.check()
 
-    def check(self) -> None:  # noqa: B027, most settings have no check
+    def check(self) -> None:
         """Raise `ConfigurationError` for a wrong setting."""
 
     @abstractmethod
@@ -229,17 +229,17 @@ class Policy(ABC):
     def plan(self, bucket: int) -> Plan:
         """Return a bucket's plan for this step; called once a step."""
 
-    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:  # noqa: B027, most learn nothing
+    def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         """Learn from the outcomes of a step, at its end; not called for a step that was undone."""
 
-    def on_telemetry(self, report: StepReport) -> None:  # noqa: B027, most learn nothing
+    def on_telemetry(self, report: StepReport) -> None:
         """Learn from the telemetry of a step with `wants_telemetry` or a survey, some steps later."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, JSON-able; not the cost model."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:  # noqa: B027, most have no state
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """Restore the state that `state_dict` returned, and a cost model if there is one. Not collective."""
 
     def get_config(self) -> dict[str, Any]:

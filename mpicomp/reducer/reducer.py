@@ -16,7 +16,7 @@ from mpicomp.policies import Plan, Policy, UserSettings
 from mpicomp.reducer.agreement import NO_EXTRA, ExtraExchange, LoadedState, run_collectively
 from mpicomp.reducer.layout import LARGE_BUCKET, Layout
 from mpicomp.reducer.record import StepRecord, Tally, Value
-from mpicomp.reducer.settings import make_planner, to_decay, with_known_settings
+from mpicomp.reducer.settings import check_arguments, make_planner, to_decay
 from mpicomp.reducer.step import Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.telemetry import Telemetry
@@ -114,7 +114,7 @@ class Reducer:
     _normalises = True  # see `mpicomp.reducer.special_reducers.TrainingReducer`
     _local_steps = False
 
-    @with_known_settings
+    @check_arguments("reducer")
     def __init__(
         self,
         compressor: Compressor | str | Mapping[str, Any] | None = None,
@@ -163,8 +163,6 @@ class Reducer:
             self.transport.check_survives("reducer")
         if self.nonfinite not in _NONFINITE:
             raise UnknownNameError("nonfinite", self.nonfinite, _NONFINITE)
-        if self._feedback not in (None, True, False):
-            raise ConfigurationError(f"reducer: feedback must be None, True or False, got {self._feedback!r}")
         compressor = None if self._compressor is None else get_compressor(self._compressor)
         policy, planner, warmup = make_planner(
             named, UserSettings(compressor, self._collective, self._feedback, None, self._normalises, self._local_steps)

@@ -16,6 +16,7 @@ from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.kernels.cpu.compile import check_compiler
 from mpicomp.reducer.agreement import Signature, agree, no_memory
 from mpicomp.reducer.reducer import Reducer
+from mpicomp.reducer.settings import check_arguments
 from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.setting_checks import check_choice, check_range
 from mpicomp.transport import Transport
@@ -40,6 +41,10 @@ class TrainingReducer(Reducer):
         super().__init__(*args, **settings)
 
 
+_world: Callable[[], Transport] = functools.cache(connect)  # which duplicates MPI.COMM_WORLD once, not at every call
+
+
+@check_arguments("allreduce", world=lambda: _world())
 def allreduce(
     array: Any,
     compressor: Compressor | str | Mapping[str, Any] | None = None,
@@ -204,6 +209,3 @@ def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArra
     if isinstance(out, np.ndarray):
         got = f"{'one' if out.flags.writeable else 'a read-only one'} of {out.dtype} and shape {out.shape}"
     raise ArrayTypeError(f"allreduce: out must be a writable NumPy array of {dtype} and shape {shape}, got {got}")
-
-
-_world: Callable[[], Transport] = functools.cache(connect)  # which duplicates MPI.COMM_WORLD once, not at every call

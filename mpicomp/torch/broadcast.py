@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.reducer.settings import check_arguments
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.torch.arguments import array_specs, to_pairs
 from mpicomp.torch.shards import exchanged, is_sharded, local_of, refusal_of, shard_like, spec_of
@@ -22,6 +23,7 @@ _PARAMETERS, _STATE = "broadcast_parameters", "broadcast_optimizer_state"
 _NOT_SENT = ("params", "param_names")
 
 
+@check_arguments(_PARAMETERS)
 def broadcast_parameters(
     model: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     root: int = 0,
@@ -52,6 +54,7 @@ def broadcast_parameters(
     run_over(comm, lambda group: _send_parameters(model, root, group))
 
 
+@check_arguments(_STATE)
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, comm: Any = None) -> None:
     """Make every rank's optimizer state the root's, bit for bit.
 

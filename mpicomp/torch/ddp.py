@@ -13,7 +13,7 @@ from mpicomp.policies import Policy
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
-from mpicomp.reducer.settings import check_settings
+from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.stream import Stream
 from mpicomp.torch.arguments import as_real, check_forward, check_kind
 from mpicomp.torch.overlap import start_overlap_thread
@@ -65,6 +65,7 @@ class DDPState:
     Complex gradients are exchanged as pairs of reals: their residuals have a last dimension of 2.
     """
 
+    @check_arguments(_WHO, Reducer)
     def __init__(
         self,
         model: torch.nn.parallel.DistributedDataParallel,
@@ -81,7 +82,7 @@ class DDPState:
     ) -> None:
         with connected(comm) as transport:
             ranks = transport.group.size
-            run_collectively(lambda: _check(model, compressor, settings, allow_nccl, ranks), transport, _WHO)
+            run_collectively(lambda: _check(model, allow_nccl, ranks), transport, _WHO)
             self.reducer = Reducer(compressor, collective, with_warmup(policy, warmup), comm=transport, **settings)
         self._transport = None if transport is comm else transport
         named = [(name_of(name), parameter) for name, parameter in model.module.named_parameters()]
@@ -157,17 +158,10 @@ class DDPState:
             future.set_result(buffer)
 
 
-def _check(
-    model: Any,
-    compressor: Compressor | str | Mapping[str, Any] | None,
-    settings: Mapping[str, Any],
-    allow_nccl: bool,
-    ranks: int,
-) -> None:
-    """Refuse a model, settings or a process group that cannot be served."""
+def _check(model: Any, allow_nccl: bool, ranks: int) -> None:
+    """Refuse a model or a process group that cannot be served."""
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise ConfigurationError(f"{_WHO}: a model in DistributedDataParallel is needed, got {type(model).__name__}")
-    check_settings(settings, compressor, _WHO)
     if ranks > 1:
         check_forward(model.module, _WHO)
     for name, parameter in model.module.named_parameters():
@@ -216,4 +210,9 @@ def ddp_comm_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[t
     >>> state = mpicomp.torch.DDPState(model, compressor="topk")  # doctest: +SKIP
     >>> model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)  # doctest: +SKIP
     """
+    if not isinstance(state, DDPState):
+        raise ConfigurationError(
+            f"{_WHO}: its state must be a DDPState, got {type(state).__name__}; call "
+            "model.register_comm_hook(mpicomp.torch.DDPState(model), mpicomp.torch.ddp_comm_hook)"
+        )
     return state.put(bucket)

@@ -9,7 +9,9 @@ import torch
 
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
+from mpicomp.reducer.settings import check_arguments
 from mpicomp.torch.arguments import NamedParameters, check_kind, named_pairs
 from mpicomp.torch.combined_optimizer import CombinedOptimizer
 from mpicomp.torch.shards import from_whole, is_sharded
@@ -133,6 +135,7 @@ def _product_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type != "cpu" or has_products() else torch.float32
 
 
+@check_arguments(_WHO, UpdateOptimizer, Reducer)
 def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands for
     named_parameters: NamedParameters,
     lr: float = LR,

@@ -13,7 +13,7 @@ from mpicomp.policies import Policy
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.layout import LARGE_BUCKET
-from mpicomp.reducer.settings import check_settings
+from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.special_reducers import TrainingReducer
 from mpicomp.setting_checks import check_least
 from mpicomp.torch.arguments import (
@@ -47,6 +47,7 @@ _PLAIN = torch.optim.SGD, torch.optim.ASGD  # whose steps are as large as gradie
 _SMALL_BUCKET = 8 << 20  # bytes of a bucket whose elements all travel
 
 
+@check_arguments(_WHO, Reducer)
 def DistributedOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters,
@@ -152,7 +153,6 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             _check_optimizer(optimizer)
             check_least(_WHO, "compare_every", compare_every, 0)
             chosen = _chosen_compressor(optimizer, compressor)
-            check_settings(settings, compressor, _WHO)
             pairs = named_pairs(named_parameters, _WHO, transport.group.size)
             parameters = parameters_by_name(optimizer, pairs, _WHO)
             if scaler is not None:

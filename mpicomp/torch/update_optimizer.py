@@ -13,7 +13,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.settings import check_settings
+from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.special_reducers import TrainingReducer
 from mpicomp.setting_checks import check_flag, check_least
 from mpicomp.torch.arguments import NamedParameters, check_no_ddp, members_of, named_pairs, parameters_by_name
@@ -48,6 +48,7 @@ class _Sharing:
     sync_every: int
 
 
+@check_arguments(WHO, Reducer)
 def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     named_parameters: NamedParameters,
@@ -312,7 +313,6 @@ def _check_arguments(
             f"{WHO}: {chosen!r} applies momentum to gradients, and what is exchanged here are changes of parameters, "
             "which the optimizer's momentum is part of; set momentum=0 in it"
         )
-    check_settings(settings, compressor, WHO)
     parameters = parameters_by_name(optimizer, pairs, WHO)
     if fragments > len(parameters):
         raise ConfigurationError(f"{WHO}: fragments must be at most {len(parameters)}, as many as parameters")

@@ -43,11 +43,11 @@ WRONG = [
     ({"policy": "nosuch"}, UnknownNameError, "unknown name 'nosuch'"),
     ({"policy": "gravac", "compressor": "onebit"}, ConfigurationError, "gravac"),
     ({"nonfinite": "ignore"}, UnknownNameError, "nonfinite: unknown name 'ignore'"),
-    ({"feedback": 3}, ConfigurationError, "feedback must be None, True or False, got 3"),
-    ({"bucket_bytes": 1.5}, ConfigurationError, "bucket_bytes must be a whole number, got 1.5"),
+    ({"feedback": 3}, ConfigurationError, "feedback must be True, False or None, got 3"),
+    ({"bucket_bytes": 1.5}, ConfigurationError, "bucket_bytes must be an integer or None, got 1.5"),
     ({"bucket_bytes": 0}, ConfigurationError, "bucket_bytes must be at least 1, got 0"),
-    ({"threads": "all"}, ConfigurationError, "threads must be a whole number, got 'all'"),
-    ({"seed": 0.5}, ConfigurationError, "seed must be a whole number, got 0.5"),
+    ({"threads": "all"}, ConfigurationError, "threads must be an integer, got 'all'; convert it"),
+    ({"seed": 0.5}, ConfigurationError, "seed must be an integer, got 0.5"),
 ]
 
 

@@ -196,7 +196,7 @@ def test_added_groups_and_schedulers():
         ({"outer": {"lr": -1}}, "outer: Invalid learning rate"),
         ({"outer": 0.7}, "outer must have some of"),
         ({"compressor": {"id": "dgc", "momentum": 0.9}}, "applies momentum to gradients"),
-        ({"feedback_decay": 1.5, "compressor": "topk"}, "feedback_decay must be above 0 and at most 1, got 1.5"),
+        ({"feedback_decay": 1.5, "compressor": "topk"}, "feedback_decay must be a number from 0 to 1, got 1.5"),
         ({"feedback_decay": 0.9, "compressor": "dense"}, "has no residual to act on, since dense runs without"),
     ],
 )
