@@ -5,6 +5,7 @@ a new class is one file, and nothing else names it.
 """
 
 import importlib
+import inspect
 import os
 import pkgutil
 import sys
@@ -47,6 +48,12 @@ def register(cls: Class) -> Class:
 
 class Configurable(ABCMeta):
     """Metaclass of dataclasses whose fields are settings: NumPy's numbers become Python's before they are checked."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The signature of a class, which is not that of `__call__`."""
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        return inspect.Signature(parameters)
 
     def __call__(cls, *values: Any, **settings: Any) -> Any:
         entries = [entry for entry in fields(cls) if entry.init] if is_dataclass(cls) else []

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 _BYTE = np.dtype(np.uint8)
+_LOADED = "whether a state was loaded"
+_LOAD_ADVICE = (
+    "each rank loads a state of its own; where one rank alone loads an optimizer's, call "
+    "mpicomp.torch.broadcast_optimizer_state(optimizer) afterwards, or let residuals start at zero there, too: del "
+    'state["mpicomp"] before load_state_dict()'
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def settings_of_step(reducer: "Reducer", gradients: Iterable[Any]) -> dict[str, 
     settings = reducer.settings | {
         "the step that follows": reducer.count if loaded is None else loaded.step,
         "what the policy has learned": digest,
-        "whether a state was loaded": loaded is not None,
+        _LOADED: loaded is not None,
         "whether the last step was applied": not reducer.must_check_ranks,
         "plugins": ", ".join(plugins.loaded()) or "none",
     }
@@ -164,7 +170,9 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int
     for key, value in ours["settings"].items():
         if value != theirs["settings"][key]:
             other = theirs["settings"][key]
-            return f"{key} must be the same on all ranks, got {value} on rank {first} and {other} on rank {rank}"
+            text = f"{key} must be the same on all ranks, got {value} on rank {first} and {other} on rank {rank}"
+            are_loaded = ours["settings"].get(_LOADED), theirs["settings"].get(_LOADED)
+            return text if are_loaded[0] == are_loaded[1] else f"{text}; {_LOAD_ADVICE}"
     left = {array[0]: array for array in ours["arrays"]}
     right = {array[0]: array for array in theirs["arrays"]}
     for name in [*left, *right]:

@@ -413,6 +413,11 @@ class Reducer:
         self.layout.load(state)
         self.loaded = LoadedState(step, state.get("policy", {}), cost)
 
+    def drop_loaded_state(self) -> None:
+        """Leave out a state that was loaded since the last step: its residuals become zeros. Not collective."""
+        self.layout.load({})
+        self.loaded = None
+
     def close(self) -> None:
         """Release its MPI resources. It waits for no other rank, and a second call does nothing."""
         if not self._closed:

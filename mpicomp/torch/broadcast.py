@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.arrays import ArraySpec
-from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
+from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError, warn_user
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.settings import check_arguments
-from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.torch.arguments import array_specs, to_pairs
+from mpicomp.torch.optimizer_proxy import OptimizerProxy
 from mpicomp.torch.shards import exchanged, is_sharded, local_of, refusal_of, shard_like, spec_of
 from mpicomp.torch.sparse_tensors import dense_parts
 from mpicomp.transport.connect import run_over
@@ -37,7 +38,8 @@ def broadcast_parameters(
     ----------
     model : torch.nn.Module, mapping or iterable of (name, tensor)
         A module stands for its parameters and persistent buffers (``model.state_dict()``), and for the extra state of
-        its modules (``get_extra_state``), which may consist of tensors, numbers, strings, dicts and lists.
+        its modules (``get_extra_state``), which may consist of tensors, numbers, strings, dicts and lists. Other
+        entries of a ``state_dict()`` are passed over, with a warning.
     root : int
         The rank whose values are sent.
     comm : mpi4py.MPI.Comm, Transport or None
@@ -66,8 +68,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
     ----------
     optimizer : torch.optim.Optimizer
         A plain one, or one of mpicomp's, which also receives the number of steps. Residuals and the state of reducers
-        stay as they are: load a plain state on the root (``del state["mpicomp"]``), or each rank's file. Of a sharded
-        model each root has its shard's state, with ``comm=mpicomp.torch.replicas(model)``.
+        stay as they are; what not all ranks have loaded of them is left out, with a warning. Of a sharded model each
+        root has its shard's state, with ``comm=mpicomp.torch.replicas(model)``.
     root : int
         The rank whose state is sent.
     comm : mpi4py.MPI.Comm, Transport or None
@@ -88,7 +90,7 @@ def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:
     specs: list[ArraySpec] | None = None
     try:
         modules = dict(_modules_with_state(model))
-        tensors = _tensors_of(model, modules)
+        tensors = _tensors_of(model, modules, group)
         states = {name: _packed_state(name, module) for name, module in modules.items()} if group.rank == root else {}
         specs = [ArraySpec(name, _kind(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
         specs += [ArraySpec(name, "extra state", ()) for name in modules]
@@ -127,6 +129,8 @@ def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
     except MpicompError as error:
         problem = error
     yield from agree(signature, _check_root(root, group, _STATE) or problem, group, _STATE)
+    if isinstance(optimizer, OptimizerProxy):
+        yield from _drop_partial_load(optimizer, group)
     kinds, like = _unpacked((yield from _bytes_from_root(content, root, group)))
     left = iter(kinds)
     groups = []
@@ -146,6 +150,20 @@ def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
             optimizer.state[parameter] = filled
     if like["progress"]:
         optimizer._mpicomp_load_progress(like["progress"])
+
+
+def _drop_partial_load(optimizer: OptimizerProxy, group: Group) -> Rounds[None]:
+    """Leave out a state of reducers that not all ranks have loaded, such as the root's, whose residuals are its own."""
+    loaded = (yield from gather_rows(np.uint8(optimizer._mpicomp_has_loaded()), group)).ravel()
+    if not loaded.any() or loaded.all():
+        return
+    if loaded[group.rank]:
+        optimizer._mpicomp_drop_loaded()
+    if group.rank == 0:
+        warn_user(
+            f"{_STATE}: state['mpicomp'], which was loaded on {loaded.sum()} of {group.size} ranks, is left out, and "
+            "residuals start at zero; to keep them save and load a file of each rank"
+        )
 
 
 def from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[None]:
@@ -218,7 +236,15 @@ def _packed_state(name: str, module: torch.nn.Module) -> bytes:
     return _packed(module.get_extra_state(), _PARAMETERS, f"'{name}'", advice)
 
 
-def _tensors_of(model: Any, modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+def _without_others(entries: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """Return entries of a state without those that are neither tensors nor arrays, which are named on rank 0."""
+    others = [name for name, value in entries.items() if not hasattr(value, "dtype")]
+    if others and group.rank == 0:
+        warn_user(f"{_PARAMETERS}: passed over, since they are no tensors: {', '.join(map(repr, others))}")
+    return {name: value for name, value in entries.items() if name not in others}
+
+
+def _tensors_of(model: Any, modules: Mapping[str, torch.nn.Module], group: Group) -> dict[str, torch.Tensor]:
     """Return the tensors to send, or raise the error of a model that cannot be sent."""
     is_state = isinstance(model, Mapping) and {"state", "param_groups"} <= set(model)
     if isinstance(model, torch.optim.Optimizer) or is_state:
@@ -227,13 +253,16 @@ def _tensors_of(model: Any, modules: Mapping[str, torch.nn.Module]) -> dict[str,
             "; call mpicomp.torch.broadcast_optimizer_state(optimizer)"
         )
     if isinstance(model, torch.nn.Module):
-        tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in modules}
+        entries = model.state_dict(keep_vars=True).items()
+        tensors = _without_others({name: value for name, value in entries if name not in modules}, group)
         advice = "models in a plain list or dict are not registered: use torch.nn.ModuleList or ModuleDict"
     else:
         pairs = to_pairs(model, _PARAMETERS, "pass the model, or model.named_parameters()")
         tensors = dict(pairs)
         if len(tensors) < len(pairs):
             raise ConfigurationError(f"{_PARAMETERS}: two tensors have the same name; names must differ")
+        if isinstance(model, Mapping):  # it may be a state_dict()
+            tensors = _without_others(tensors, group)
         advice = (
             "an iterator such as model.named_parameters() is used up after its first use: pass a new one, or the model"
         )

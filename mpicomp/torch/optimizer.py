@@ -288,6 +288,13 @@ class _Distributed(OptimizerProxy):
             self.reducer.load_state_dict(of_reducer)
         self._mpicomp_gradients.loaded_state.note_load([] if of_reducer is None else of_reducer["residuals"].values())
 
+    def _mpicomp_has_loaded(self) -> bool:
+        return self.reducer.loaded is not None
+
+    def _mpicomp_drop_loaded(self) -> None:
+        self.reducer.drop_loaded_state()
+        self._mpicomp_gradients.loaded_state.note_load([])
+
     def close(self) -> None:
         self._mpicomp_closed = True
         self._mpicomp_gradients.close()

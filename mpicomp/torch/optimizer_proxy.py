@@ -62,6 +62,13 @@ class OptimizerProxy(NotCopyable):
     def _mpicomp_add(self, parameters: dict[str, torch.Tensor]) -> None:
         """Add parameters of a new group to the exchange."""
 
+    def _mpicomp_has_loaded(self) -> bool:
+        """Return whether a state of its reducer was loaded since the last exchange."""
+        return False
+
+    def _mpicomp_drop_loaded(self) -> None:
+        """Leave out that state."""
+
     def _mpicomp_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._mpicomp_stepping:  # inside a step that wraps this one
             return step(*args, **kwargs)

@@ -248,6 +248,16 @@ class SharedParameters(ExtraExchange):
         self._outer, self._momenta = None, dict(state["outer"])
         self.load_moments(state["second_moments"])
 
+    @torch.no_grad()
+    def drop_loaded_state(self) -> None:
+        """Continue from the model's parameters, without residuals and without momentum of the outer optimizer."""
+        self.reducer.drop_loaded_state()
+        for name, shared in self.values.items():
+            shared.copy_(as_real(self._parameters[name]))
+            self._versions[name] = self._parameters[name]._version
+        self.fresh, self._outer, self._momenta = True, None, {}
+        self.load_moments(None)
+
     def load_moments(self, state: Mapping[str, Any] | None) -> None:
         """Load shared second moments; None begins with those in the optimizer's state."""
         if self._moments is not None:

@@ -240,6 +240,13 @@ class UpdateProxy(OptimizerProxy):
         if self._mpicomp_chooses:
             self._mpicomp_every = int(state["sync_every"])
 
+    def _mpicomp_has_loaded(self) -> bool:
+        return self.reducer.loaded is not None
+
+    def _mpicomp_drop_loaded(self) -> None:
+        for fragment in self._mpicomp_fragments:
+            fragment.drop_loaded_state()
+
     def _mpicomp_trained(self) -> dict[str, torch.Tensor]:
         return {name: p for fragment in self._mpicomp_fragments for name, p in fragment.trained().items()}
 

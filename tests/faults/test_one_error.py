@@ -249,3 +249,19 @@ def test_nonfinite_gradient_is_one_end_on_all_ranks(comm, policy, mode, monkeypa
             assert all(np.isfinite(mean).all() for mean in means.values())
             assert any(mean.any() for mean in means.values())
     reducer.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_state_that_one_rank_alone_has_loaded_is_one_error_with_its_remedy(comm):
+    earlier = mpicomp.Reducer("topk", comm=comm)
+    still_works(comm, earlier)
+    reducer = mpicomp.Reducer("topk", comm=comm)
+    if comm.rank == 1:
+        reducer.load_state_dict(earlier.state_dict())
+    message = the_same_on_all(comm, DisagreementError, lambda: still_works(comm, reducer))
+    assert 'del state["mpicomp"]' in message
+    if comm.rank == 1:
+        reducer.drop_loaded_state()
+    still_works(comm, reducer)
+    for made in (earlier, reducer):
+        made.close()

@@ -1,10 +1,12 @@
 """Broadcast of models of every kind, and of the state of optimizers."""
 
+import contextlib
 import copy
 
+import numpy as np
 import pytest
 import torch
-from replicas import assert_equal, assert_replicas, close_at_end, network, sgd, square, train
+from replicas import assert_equal, assert_replicas, close_at_end, distribute, network, sgd, square, train
 
 import mpicomp
 from mpicomp.errors import ArrayTypeError, ConfigurationError, DisagreementError
@@ -199,6 +201,82 @@ def test_state_of_a_wrapped_optimizer_reaches_all(comm):
     assert optimizer.param_groups[0]["lr"] == 0.02
     train(model, optimizer, range(3), comm.rank)
     assert_replicas(model, comm)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_state_that_one_rank_has_loaded_is_resumed_without_residuals(comm, overlap):
+    def made():
+        model = network()
+        return model, distribute(model, comm, sgd(model), "topk", "allgather", overlap=overlap)
+
+    model, optimizer = made()
+    train(model, optimizer, range(3), comm.rank)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.close()
+    model, optimizer = made()
+    if comm.rank == 0:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    broadcast(model, comm=comm)
+    with pytest.raises(DisagreementError, match=r"call mpicomp\.torch\.broadcast_optimizer_state"):
+        train(model, optimizer, [3], comm.rank)
+    warned = pytest.warns(UserWarning, match="loaded on 1 of 2 ranks, is left out, and residuals start at zero")
+    with warned if comm.rank == 0 else contextlib.nullcontext():
+        broadcast_state(optimizer, comm=comm)
+    assert all((residual == 0).all() for residual in optimizer.reducer.state_dict()["residuals"].values())
+    train(model, optimizer, range(3, 6), comm.rank)
+    assert_replicas(model, comm)
+    # What each rank has loaded stays.
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = optimizer.state_dict()["mpicomp"]["residuals"]
+    broadcast_state(optimizer, comm=comm)
+    after = optimizer.state_dict()["mpicomp"]["residuals"]
+    assert any(residual.any() for residual in before.values())
+    assert all(torch.equal(after[name], residual) for name, residual in before.items())
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_updates_that_one_rank_has_loaded_are_resumed_without_residuals(comm):
+    def made():
+        model = network()
+        outer = {"lr": 0.7, "momentum": 0.9}
+        return model, close_at_end(mpicomp.torch.UpdateOptimizer(sgd(model), model, 1, "topk", outer=outer, comm=comm))
+
+    model, optimizer = made()
+    train(model, optimizer, range(3), comm.rank)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model, optimizer = made()
+    if comm.rank == 0:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    broadcast(model, comm=comm)
+    warned = pytest.warns(UserWarning, match="loaded on 1 of 2 ranks, is left out")
+    with warned if comm.rank == 0 else contextlib.nullcontext():
+        broadcast_state(optimizer, comm=comm)
+    train(model, optimizer, range(3, 6), comm.rank)
+    assert_replicas(model, comm)
+
+
+class WithEntry(torch.nn.Linear):
+    def state_dict(self, *arguments, **settings):
+        return super().state_dict(*arguments, **settings) | {
+            "_about": {"in_features": self.in_features},
+            "made": "here",
+        }
+
+
+@pytest.mark.mpi(max_size=2)
+@pytest.mark.parametrize("given", [lambda model: model, lambda model: model.state_dict()], ids=["model", "state"])
+def test_entries_that_are_no_tensors_are_passed_over(comm, given):
+    model = WithEntry(2, 2)
+    model.register_buffer("seen", torch.full((2,), float(comm.rank)))
+    warned = pytest.warns(UserWarning, match="passed over, since they are no tensors: '_about', 'made'")
+    with warned if comm.rank == 0 else contextlib.nullcontext():
+        broadcast(given(model), comm=comm)
+    assert not model.seen.any()
+    with pytest.raises((ArrayTypeError, DisagreementError), match="'w'"):
+        broadcast({"w": np.ones(2) if comm.rank == 0 else torch.ones(2)}, comm=comm)
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
