@@ -39,7 +39,6 @@ REPRESENTATIVES = [
     mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
     mpicomp.OneBit(block=64),
     mpicomp.PowerSGD(rank=1),
-    mpicomp.CountSketch(ratio=0.05, wire=None),
     mpicomp.LGC(**LINEAR),
     mpicomp.LGC(**LINEAR, instance="server"),
     mpicomp.GlobalRandKMaxNorm(ratio=0.3),
@@ -65,12 +64,10 @@ OTHERS = [
     mpicomp.QSGD(bits=3, bucket=1024, rounding="nearest"),
     mpicomp.Uniform(),
     mpicomp.Natural(),
-    mpicomp.CountSketch(ratio=0.02, rows=1, columns=0.3, candidates=1, wire="bf16"),
     mpicomp.LGC(**LINEAR, wire="bf16"),
     mpicomp.MaxNorm(bits=8, rounding="nearest"),
 ]
 UNBIASED_REPRESENTATIVES = [  # refused with error feedback
-    mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
     mpicomp.SignSGD(scale=0.01),
 ]
 UNBIASED_OTHERS = [

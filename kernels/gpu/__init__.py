@@ -44,9 +44,6 @@ from mpicomp.kernels.gpu.products import (
     conv_room,
     decode_blocks,
     encode_blocks,
-    sketch_add,
-    sketch_clear,
-    sketch_estimate,
 )  # fmt: skip
 from mpicomp.kernels.gpu.scatter import (
     Pieces,

@@ -65,8 +65,8 @@ class Redistribution:
         self._averaged = {f"{place}[{kind!r}]" for place, _ in reducer_states(tree) for kind in STATES}
         state = self._made(tree, "state")
         if not self._same:
-            for place, reducer_state in reducer_states(state):
-                _drop_memories(reducer_state, place, file)
+            for _, reducer_state in reducer_states(state):
+                reducer_state["memories"] = {}  # what compressors have learned of buckets with other rows
         return state
 
     def _pieces_of(self, name: str, length: int, held: Sequence[Rows]) -> dict[tuple[int, int], list[int]]:
@@ -186,23 +186,6 @@ def reducer_states(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[s
     elif isinstance(tree, list | tuple):
         for place, inner in enumerate(tree):
             yield from reducer_states(inner, f"{path}[{place}]")
-
-
-def _drop_memories(state: dict[str, Any], place: str, file: RankFile) -> None:
-    """Drop what compressors have learned of buckets with other rows; refuse what waits there to be sent."""
-    if not any(state[kind] for kind in STATES) and _has_array(state["memories"]):
-        raise CheckpointError(
-            f"load_checkpoint: {place} in '{file.path.parent}' has no residuals: what its compressor has not sent is "
-            "in sketches of other shards; load it on as many shards as wrote it, or leave out state['mpicomp']"
-        )
-    state["memories"] = {}
-
-
-def _has_array(value: Any) -> bool:
-    """Return whether there is an array of more than one element in nested dicts and lists."""
-    if isinstance(value, dict | list | tuple):
-        return any(map(_has_array, value.values() if isinstance(value, dict) else value))
-    return getattr(value, "ndim", 0) > 0
 
 
 def _holds_arrays(value: Any) -> bool:

@@ -73,9 +73,9 @@ class Hierarchical(Scheme[Compressor]):
 
     @classmethod
     def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
-        # Tied to positions or ranks: ratios by layer, velocities that sent elements clear, votes. Sketches and
-        # factors have one table, and whole matrices, where they are built on this collective.
-        if compressor.message in ("votes", "sketch", "factors"):
+        # Tied to positions or ranks: ratios by layer, velocities that sent elements clear, votes. Factors are of
+        # whole matrices, where they are built on this collective.
+        if compressor.message in ("votes", "factors"):
             return False
         if isinstance(compressor, type):
             return super().supports(compressor)

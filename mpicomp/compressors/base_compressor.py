@@ -63,7 +63,7 @@ class Compressor(metaclass=Configurable):
     message: ClassVar[str]
     """Kind of message: ``"dense"`` (an array that ranks can sum), ``"shared"`` (a short one), ``"sparse"`` (indices
     and values), ``"packed"`` (all elements, in few bits), ``"votes"`` (signs, of which the majority counts),
-    ``"factors"``, ``"sketch"`` or ``"code"`` (one that was learned).
+    ``"factors"`` or ``"code"`` (one that was learned).
     """
     paper: ClassVar[str]
     """The paper that the compressor comes from, and the deviations from it."""

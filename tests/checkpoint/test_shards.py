@@ -99,14 +99,6 @@ def test_whole_model_is_cut(tmp_path):
         check_same(one["fragments"][0]["reducer"]["residuals"]["w"], whole(replica, "residuals")["w"][4:])
 
 
-def test_sketches_of_other_shards_are_refused(tmp_path):
-    sketch = {"schema": 1, "step": 5, "residuals": {}, "velocities": {}, "memories": {"w": {"error": np.ones((2, 3))}}}
-    save(tmp_path, [{"rows": cut(2, shard)} | sketch for shard in range(2)])
-    check_same(load(tmp_path, 1, cut(2, 0))[0]["memories"], sketch["memories"])
-    text = the_one(load_errors(tmp_path, 2, cut(4, 0)))
-    assert "sketches of other shards; load it on as many shards as wrote it" in text
-
-
 def test_rows_are_asked_for_on_other_ranks(tmp_path):
     write(tmp_path, 2, 2)
     assert len(load(tmp_path, 4)) == 4

@@ -27,14 +27,12 @@ COMPRESSORS = [
     mpicomp.OneBit(block=64),
     mpicomp.Uniform(),
     mpicomp.PowerSGD(rank=1),
-    mpicomp.CountSketch(ratio=0.05),
-    mpicomp.FetchSGD(ratio=0.05),
     mpicomp.GlobalRandKMaxNorm(ratio=0.3),
     mpicomp.SignSGD(),
 ]
 BARE = {"star-topk", "var-topk", "learned"}
 """Collectives that also send what has no header: indices, energies and codes."""
-HEADERLESS = {"ring", "recursive-doubling", "low-rank", "sketched-memory"}
+HEADERLESS = {"ring", "recursive-doubling", "low-rank"}
 """Collectives that send numbers alone."""
 LAYOUTS = [[0, 0, 1, 1], [0, 1, 1]]
 ONE_HOST = [0, 0, 0]
@@ -276,7 +274,6 @@ REMEMBERING = [
     mpicomp.TopK(ratio=0.05),
     mpicomp.SIDCo(),
     mpicomp.PowerSGD(rank=1),
-    mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
     mpicomp.LGC(**CODE, training_steps=4),
 ]
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from marks import once, slow
-from mpicomp.kernels import cpu
 from schemes import REPRESENTATIVES, UNBIASED_REPRESENTATIVES, Above, pairs
 from worlds import Ranks
 
@@ -203,20 +202,3 @@ def test_mean_of_the_largest_number_is_kept_or_undone(compressor, collective):
     world = new_world([0] * MANY, compressor, collective, "skip")
     reduce(world, [np.zeros(70)] * MANY, (70,))
     check_step(world, "as large as can be", [np.full(70, LARGEST) for _ in range(MANY)], "skip", (70,))
-
-
-def test_remembered_table_stays_finite_unless_estimates_overflow():
-    """Two elements of two steps share a cell in one row of five, so that the medians are right and the cell is not."""
-    compressor = mpicomp.FetchSGD(ratio=0.01, rows=5, columns=0.5)
-    world = new_world([0], compressor, "sketched-memory", "skip")
-    reduce(world, [np.zeros(100)], (100,))
-    key = world.reducers[0].state_dict()["memories"]["w"]["key"]
-    tables = np.zeros((100, *compressor.table(100)), np.float32)
-    for unit, table in zip(np.eye(100, dtype=np.float32), tables, strict=True):
-        cpu.sketch_add(unit, key, table)
-    other = next(other for other in range(2, 100) if sorted((tables[1] * tables[other]).ravel())[-2:] == [0, 1])
-    for element in (1, other):
-        gradient = np.zeros(100)
-        gradient[element] = 0.6 * LARGEST
-        gradient[0] = 0.7 * LARGEST
-        check_step(world, f"element {element}", [gradient], "skip", (100,))

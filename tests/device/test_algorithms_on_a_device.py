@@ -18,8 +18,6 @@ ALGORITHMS = [
     mpicomp.PowerSGD(rank=2, min_compression_rate=0.5, iterations=2),
     mpicomp.PowerSGD(rank=1, min_compression_rate=0.5, rows=10, wire="bf16", warm_start=False),
     mpicomp.PowerSGD(rank=1, min_compression_rate=0.5, start_step=1, layers={"b.*": 3}),
-    mpicomp.CountSketch(ratio=0.05, momentum=0.9),
-    mpicomp.FetchSGD(ratio=0.05, momentum=0.5),
     mpicomp.SignSGD(),
     mpicomp.LGC(**LGC, code="linear"),
     mpicomp.LGC(**LGC, code="linear", signs=False, error="selected", wire="fp16"),
@@ -144,8 +142,6 @@ def test_stacks_see_their_matrices_wherever_they_are(shapes, counts, eager):
 READS = [  # of the inner collective, too, which reads whether a mean is finite
     (mpicomp.PowerSGD(rank=1), 4),
     (mpicomp.PowerSGD(rank=1, iterations=2, min_compression_rate=1), 8),
-    (mpicomp.CountSketch(ratio=0.05), 3),
-    (mpicomp.FetchSGD(ratio=0.05), 2),
     (mpicomp.SignSGD(), 0),
     (mpicomp.LGC(**LGC, code="linear"), 6),
 ]

@@ -101,7 +101,6 @@ LAWS = [
     slow(mpicomp.OneBit(block=64), "two-phase"),
     (mpicomp.SIDCo(ratio=0.1), "allgather"),
     (mpicomp.SIDCo(ratio=0.1, indices="elias-fano"), "allgather"),
-    slow(mpicomp.CountSketch(ratio=0.1), "sketched"),
     slow(mpicomp.PowerSGD(rank=1), "low-rank"),
 ]
 

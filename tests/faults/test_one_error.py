@@ -83,8 +83,6 @@ def test_policy_of_a_refused_reducer_serves_another(comm):
 STEPPED = [
     ({"id": "randomk", "ratio": 0.1}, "ring"),
     ({"id": "topk", "ratio": 0.1}, "star-topk"),
-    ("countsketch", "auto"),
-    ("fetchsgd", "auto"),
     ("globalrandk-maxnorm", "auto"),
 ]
 

@@ -18,7 +18,6 @@ from mpicomp.kernels.cpu.message import NONFINITE
 from mpicomp.kernels.gpu.compile import THREADS, code_of
 from mpicomp.kernels.gpu.merge import PART as MERGED
 from mpicomp.kernels.gpu.merge import Operation
-from mpicomp.kernels.gpu.products import PART, ROWS
 from mpicomp.kernels.gpu.scatter import KINDS as KINDS_OF_PIECES
 from mpicomp.kernels.gpu.select import DIGIT, Field, Rule, Source, Turn
 from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, sampled_of
@@ -111,9 +110,6 @@ def test_what_kernels_name_is_what_the_host_names():
     spectrum = (FOLDER / "spectrum.cu").read_text()
     assert f"constexpr int BINS = {cpu.BINS};" in spectrum
     assert f"constexpr int SEEN = {cpu.GROUP};" in spectrum
-    sketch = (FOLDER / "countsketch.cu").read_text()
-    assert f"constexpr int ROWS = {ROWS};" in sketch
-    assert f"constexpr int PART = {PART};" in sketch
     assert "enum Stored { AS_OUT = 0, FP16 = 1, BF16 = 2 };" in common
     assert f"constexpr int DIGIT = {DIGIT};" in common
     assert KINDS_OF_PIECES == {"fp16": 1, "bf16": 2}

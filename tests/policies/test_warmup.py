@@ -79,7 +79,6 @@ def test_the_first_steps_are_dense(size, warmup):
         (("dense",), 0),
         (({"id": "dense", "wire": "bf16"},), 0),
         (("signsgd",), 0),  # a vote is no mean
-        ((mpicomp.FetchSGD(momentum=0.9),), 0),  # nor is what has momentum in it
         (("lgc",), 0),  # these begin in ways of their own
         ((mpicomp.PowerSGD(start_step=3),), 0),
         ((mpicomp.DGC(warmup_steps=3),), 0),
@@ -99,7 +98,7 @@ def test_the_default_is_run():
 
 @pytest.mark.parametrize(
     ("compressor", "warmup"),
-    [(entry, 3) for entry in ("topk", "sidco", "dgc", "onebit", mpicomp.PowerSGD(rank=1), "countsketch")]
+    [(entry, 3) for entry in ("topk", "sidco", "dgc", "onebit", mpicomp.PowerSGD(rank=1))]
     + [(entry, "ramp:4") for entry in ("topk", "sidco", "dgc")],
 )
 def test_nothing_is_lost_in_it_nor_over_its_end(compressor, warmup):
@@ -292,7 +291,6 @@ def test_what_is_no_warm_up_is_refused(warmup):
     [
         ("onebit", "ramp:8", "a ramp changes the ratio, which onebit does not have; use warmup=8"),
         ("signsgd", 8, "cannot take the place of those of signsgd"),
-        (mpicomp.FetchSGD(momentum=0.9), 8, "cannot take the place of those of fetchsgd"),
         ("lgc", 8, "begins with a warm-up of its own"),
         (mpicomp.DGC(warmup_steps=3), "ramp:8", r"DGC\(warmup_steps=3\) begins with a warm-up of its own"),
     ],

@@ -110,7 +110,7 @@ def test_state_of_every_policy_is_read_back(policy):
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(
     ("compressor", "overlap"),
-    [slow("sidco", False), ("sidco", True), ("powersgd", False), slow("fetchsgd", False), ("dgc", False)],
+    [slow("sidco", False), ("sidco", True), ("powersgd", False), ("dgc", False)],
 )
 def test_ranks_resume_from_a_file(comm, compressor, overlap):
     collective = fitting(mpicomp.get_compressor(compressor))[0]  # one that is chosen by measured seconds may change
