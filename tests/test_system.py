@@ -5,6 +5,9 @@ import os
 import pytest
 from marks import slow
 
+import mpicomp
+from mpicomp.errors import ConfigurationError
+from mpicomp.system import variables
 from mpicomp.system.launcher import Launch, detect, protocol, singletons
 
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
@@ -104,6 +107,49 @@ def test_singletons_name_the_protocol_and_a_line_to_copy(environ, spoken, mpi, f
     offered += ", as by srun --mpi=none" if environ == STEP else ""
     assert problem.what.endswith(f"({offered})")
     assert problem.fix == f"{fix} -n 4 python 'my train.py'"
+
+
+@pytest.mark.parametrize("name", variables.FLAGS)
+def test_flags_are_words_of_either_kind(name):
+    for text in ("0", "false", "off", "No", " OFF "):
+        assert variables.flag(name, {name: text}) is False
+    for text in ("1", "true", "on", "YES"):
+        assert variables.flag(name, {name: text}) is True
+    assert variables.flag(name, {}) is variables.flag(name, {name: ""}) is None
+    with pytest.raises(ConfigurationError, match=f"{name} must be 0 or 1 .*got 'perhaps'"):
+        variables.flag(name, {name: "perhaps"})
+
+
+def test_unknown_names_are_reported_once_with_the_nearest(monkeypatch, capsys):
+    monkeypatch.setattr(variables, "_reported", False)
+    environ = {"MPICOMP_STALL": "1", "MPICOMP_STALLS": "5", "MPICOMP_THINGS": "1", "OTHER": "1"}
+    for _ in range(2):
+        variables.report_unknown(environ)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition("variable ")[2].partition(" ")[0] for line in said] == ["MPICOMP_STALLS", "MPICOMP_THINGS"]
+    assert said[0].endswith("did you mean MPICOMP_STALL?")
+    assert "known: MPICOMP_ABORT, " in said[1]
+
+
+@pytest.mark.mpi(max_size=2)
+@pytest.mark.parametrize("name", ["MPICOMP_ABORT", "MPICOMP_NAPS", "MPICOMP_CUDA_AWARE"])
+def test_nonsense_on_one_rank_is_refused_on_all(comm, monkeypatch, name):
+    if comm.rank == comm.size - 1:
+        monkeypatch.setenv(name, "perhaps")
+    with pytest.raises(ConfigurationError, match=f"{name} must be 0 or 1 "):
+        mpicomp.Reducer(comm=comm)
+    monkeypatch.setenv(name, "off")
+    mpicomp.Reducer(comm=comm).close()
+
+
+@pytest.mark.mpi(max_size=2)
+@pytest.mark.parametrize("name", variables.SECONDS)
+def test_limits_are_seconds_or_off(comm, monkeypatch, name):
+    monkeypatch.setenv(name, "soon")
+    with pytest.raises(ConfigurationError, match=f"{name} must be a number of seconds"):
+        mpicomp.Reducer(comm=comm)
+    monkeypatch.setenv(name, "off")
+    mpicomp.Reducer(comm=comm).close()
 
 
 # OpenMP binds the main thread, and the threads that exchange keep the processors that the process had.

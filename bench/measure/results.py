@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 
 from mpicomp._version import __version__
-from mpicomp.system import abort, whole_file
+from mpicomp.system import abort, variables, whole_file
 
 SCHEMA = 1
 
@@ -86,7 +86,7 @@ def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
     vendor, version = ("none", ()) if mpi is None else mpi.get_vendor()
     cores = len(os.sched_getaffinity(0))
     # In a lab every host takes the machine's cores for its own, and only the lab knows better.
-    naps = os.environ.get("MPICOMP_NAPS") == "1"
+    naps = variables.flag_or_none("MPICOMP_NAPS") is True
     return {
         "mpi": vendor,
         "mpi_version": ".".join(map(str, version)),

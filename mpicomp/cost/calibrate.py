@@ -15,6 +15,7 @@ from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.rounds.reports import from_one
+from mpicomp.system import variables
 from mpicomp.transport.base import Transport
 from mpicomp.transport.clocks import compare_clocks
 
@@ -136,10 +137,7 @@ def _model_of_rank_0(source: CostModel | str | None, transport: Transport) -> di
         model = _cached.get(_layout(transport))
     if model is not None:
         return {"model": model.to_json()}
-    setting = os.environ.get("MPICOMP_PROBE", "1")
-    if setting not in ("0", "1"):
-        raise ConfigurationError(f"cost: MPICOMP_PROBE must be 0 or 1, got {setting!r}")
-    return {"probe": setting == "1" and transport.probes}
+    return {"probe": variables.flag("MPICOMP_PROBE") is not False and transport.probes}
 
 
 def _measure(model: CostModel, transport: Transport) -> Rounds[None]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from mpicomp._version import __version__
 from mpicomp.errors import LaunchError
-from mpicomp.system import launcher
+from mpicomp.system import launcher, variables
 from mpicomp.system.cuda_aware import files
 from mpicomp.system.gpus import Gpu, installed, visible
 from mpicomp.system.launcher import Problem
@@ -243,7 +243,7 @@ def measure(comm: Any) -> tuple[Link | None, Clocks]:
         error = transport.run(compare_clocks(transport))
         hosts = transport.group.hosts
         link = None
-        if comm.bcast(os.environ.get("MPICOMP_PROBE", "1")) != "0":
+        if comm.bcast(variables.flag_or_none("MPICOMP_PROBE")) is not False:
             network, probes = Network(hosts), []
             for _ in range(_LINK_PROBES):
                 transport.run(probe_link(network, transport))

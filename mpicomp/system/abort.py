@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mpicomp.errors import MpicompError
-from mpicomp.system import launcher, say
+from mpicomp.system import launcher, say, variables
 
 GRACE_S = 1.0  # seconds that a rank which leaves with an error waits for the others to do the same
 LAST_WORDS_S = 0.25  # seconds for the launcher to pass on what was printed: it drops the rest
@@ -145,8 +145,8 @@ def meet(
 
 
 def wanted() -> bool:
-    """Return whether the job is to be ended where a rank fails: ``MPICOMP_ABORT`` is not 0."""
-    return os.environ.get("MPICOMP_ABORT") != "0"
+    """Return whether the job is to be ended where a rank fails: ``MPICOMP_ABORT`` is not off."""
+    return variables.flag_or_none("MPICOMP_ABORT") is not False
 
 
 def _here() -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mpicomp.system import variables
+
 _OVERRIDE = "MPICOMP_CUDA_AWARE"
 _ADVICE = f"{_OVERRIDE}=1 overrules this"
 _OFF = ("0", "false", "no", "off", "disable", "disabled")
@@ -54,8 +56,9 @@ def cuda_aware(
     """
     environ = os.environ if environ is None else environ
     asked = environ.get(_OVERRIDE, "").strip()
-    if asked in ("0", "1"):
-        return Awareness(asked == "1", f"{_OVERRIDE}={asked} says so")
+    wanted = variables.flag_or_none(_OVERRIDE, environ)
+    if wanted is not None:
+        return Awareness(wanted, f"{_OVERRIDE}={asked} says so")
     if asked:
         return Awareness(False, f"{_OVERRIDE} must be 0 or 1, got '{asked}', which counts as 0")
     if vendor is None or path is None:

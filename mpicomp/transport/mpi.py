@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mpicomp.errors import ClosedError, LaunchError, RankFailedError
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Pending, Round
-from mpicomp.system import abort, cuda_aware, launcher
+from mpicomp.system import abort, cuda_aware, launcher, variables
 from mpicomp.transport import mpi_end
 from mpicomp.transport.base import Transport, received, wait
 from mpicomp.transport.mpi_failures import check_survives, failure_of, fault_tolerant
@@ -65,6 +65,8 @@ class MPITransport(Transport):
         """Begin on a communicator. Collective over it."""
         pool = pool_of(found, layout, self._limit)
         front, back = pool.acquire(found, 2)
+        if found.rank == 0:
+            variables.report_unknown()
         cores = cores_of_a_rank(found, hosts_of_ranks(found) if layout is not None else pool.hosts)
         naps = takes_naps(found, cores) or pool.thread_level < MPI.THREAD_MULTIPLE or fault_tolerant()
         self._open(pool, front, back, naps)
@@ -281,8 +283,8 @@ def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
 
 def takes_naps(comm: MPI.Comm, cores: float) -> bool:
     """Return whether ranks that wait share their cores, or what ``MPICOMP_NAPS=0/1`` says. Collective."""
-    said = os.environ.get("MPICOMP_NAPS")
-    mine = cores < 1 if said not in ("0", "1") else said == "1"
+    wanted = variables.flag_or_none("MPICOMP_NAPS")
+    mine = cores < 1 if wanted is None else wanted
     everyones = np.empty(1, np.int32)
     comm.Allreduce(np.array([mine], np.int32), everyones, MPI.MAX)
     return bool(everyones[0])

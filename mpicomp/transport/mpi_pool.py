@@ -10,7 +10,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
-from mpicomp.system import say
+from mpicomp.system import say, variables
 from mpicomp.transport.base import wait
 from mpicomp.transport.mpi_failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
 from mpicomp.transport.mpi_rounds import Channel
@@ -27,7 +27,7 @@ from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, Closing, StallWatc
 
 _NAMES = (WORLD, HOST, ACROSS)
 _MEETING, _ALONE = -1, -2  # keys of channels that are none of a set's
-_RANK_NUMBERS = 4  # numbers of a rank before its offers
+_RANK_NUMBERS = 5  # numbers of a rank before its offers
 _MAX_OFFERS = 32  # sets of channels that a rank offers at a time
 _SETS_BEFORE_GC = 48  # sets in use, after which garbage is collected first: MPICH has communicators for some 350
 _SET_NUMBERS = 1 + len(_NAMES)  # numbers in an offer: which, and the rounds begun on its channels
@@ -83,10 +83,13 @@ class Pool:
         everyones = self._meet(comm, offered)
         offers = everyones[:, _RANK_NUMBERS:].reshape(comm.size, _MAX_OFFERS, _SET_NUMBERS)
         stall_s, end_s = (everyones[0, [0, 3]] / 1e6).tolist()
-        taken = [self._sets[number] for number in self._common(offers)[:count]] if min(stall_s, end_s) >= 0 else []
+        wrong = int(everyones[:, 4].max())
+        taken = (
+            [self._sets[number] for number in self._common(offers)[:count]] if min(stall_s, end_s) >= 0 > wrong else []
+        )
         for channel_set in offered:
             channel_set.free = channel_set not in taken
-        _check_seconds(stall_s, end_s)
+        _check_variables(stall_s, end_s, wrong)
         if self.watch is not None:
             self.watch.seconds, self.watch.end_s = stall_s, end_s
         self.thread_level = int(everyones[:, 1].min())
@@ -197,9 +200,9 @@ class Pool:
     def _meet(self, comm: MPI.Comm, offered: Sequence[ChannelSet]) -> NDArray[np.int64]:
         """Exchange the ranks' offers before channels are handed out, a row for each."""
         mine = np.full(_RANK_NUMBERS + _MAX_OFFERS * _SET_NUMBERS, -1, np.int64)
-        limits_s = wanted_seconds(), wanted_seconds("MPICOMP_STALL_END", STALL_END_S)
+        limits_s = variables.seconds("MPICOMP_STALL", STALL_S), variables.seconds("MPICOMP_STALL_END", STALL_END_S)
         stall, end = (round(seconds * 1e6) for seconds in limits_s)
-        mine[:_RANK_NUMBERS] = stall, MPI.Query_thread(), self._next, end  # microseconds
+        mine[:_RANK_NUMBERS] = stall, MPI.Query_thread(), self._next, end, variables.wrong_flag()  # microseconds
         for position, channel_set in enumerate(offered):
             start = _RANK_NUMBERS + position * _SET_NUMBERS
             mine[start : start + _SET_NUMBERS] = channel_set.number, *channel_set.begun
@@ -285,7 +288,7 @@ def pool_of(comm: MPI.Comm, layout: Sequence[int] | None, limit: int) -> Pool:
 def _gather_all(comm: MPI.Comm) -> None:
     """Wait until all ranks have come for the first time, and say after a while that some have not."""
     began, said = time.monotonic(), False
-    seconds = wanted_seconds() or float("inf")
+    seconds = variables.seconds("MPICOMP_STALL", STALL_S) or float("inf")
 
     def meanwhile() -> None:
         nonlocal said
@@ -320,26 +323,11 @@ def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
     return [numbers[rank] for rank in firsts.tolist()]
 
 
-def wanted_seconds(
-    name: str = "MPICOMP_STALL", default: float = STALL_S, environ: Mapping[str, str] = os.environ
-) -> float:
-    """Return a limit that the environment sets, -1 where it is no number of seconds.
-
-    >>> [wanted_seconds(environ={"MPICOMP_STALL": text}) for text in ("", "2.5", "soon")]
-    [60.0, 2.5, -1.0]
-    """
-    text = environ.get(name)
-    if not text:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        return -1.0
-    return seconds if 0 <= seconds < float("inf") else -1.0
-
-
-def _check_seconds(stall_s: float, end_s: float) -> None:
-    """Raise on all ranks if a limit of rank 0 is not a number of seconds."""
+def _check_variables(stall_s: float, end_s: float, wrong: int) -> None:
+    """Raise on all ranks if a limit of rank 0 is not a number of seconds, or some rank's flag is neither on nor off."""
+    if wrong >= 0:
+        name = variables.FLAGS[wrong]
+        raise ConfigurationError(f"mpi: {name} must be {variables.FLAG_WORDS}, and on some rank it is not")
     for name, seconds in (("MPICOMP_STALL", stall_s), ("MPICOMP_STALL_END", end_s)):
         if seconds < 0:
             raise ConfigurationError(

@@ -44,8 +44,8 @@ ANSWERS = [
     # The setting counts more than the library.
     ("Open MPI", "", QUERY.format(1), {"MPICOMP_CUDA_AWARE": "0"}, False, "^MPICOMP_CUDA_AWARE=0 says so$"),
     ("Open MPI", "", QUERY.format(0), {"MPICOMP_CUDA_AWARE": "1"}, True, "^MPICOMP_CUDA_AWARE=1 says so$"),
-    ("MPICH", "", QUERY.format(1), {"MPICOMP_CUDA_AWARE": "yes"}, False,
-     "^MPICOMP_CUDA_AWARE must be 0 or 1, got 'yes', which counts as 0$"),
+    ("MPICH", "", QUERY.format(1), {"MPICOMP_CUDA_AWARE": "maybe"}, False,
+     "^MPICOMP_CUDA_AWARE must be 0 or 1, got 'maybe', which counts as 0$"),
     # These were built for CUDA and answer yes; GPU memory would crash them under these settings.
     *(("MPICH", CRAY, QUERY.format(1), setting, False, says) for setting, says in (
         ({}, "MPICH_GPU_SUPPORT_ENABLED=1 only, and it is not set"),
