@@ -25,7 +25,7 @@ class Above(mpicomp.Sparsifier):
         return mpicomp.Selection(indices, array[indices])
 
 
-LINEAR = {"ratio": 0.3, "code": "linear", "dense_steps": 0, "training_steps": 3}
+LEARNED = {"ratio": 0.3, "encoder": (2,), "decoder": (2,), "passes": 1, "dense_steps": 0, "training_steps": 3}
 REPRESENTATIVES = [
     mpicomp.Dense(),
     mpicomp.Dense(wire="fp16"),
@@ -39,8 +39,8 @@ REPRESENTATIVES = [
     mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
     mpicomp.OneBit(block=64),
     mpicomp.PowerSGD(rank=1),
-    mpicomp.LGC(**LINEAR),
-    mpicomp.LGC(**LINEAR, instance="server"),
+    mpicomp.LGC(**LEARNED),
+    mpicomp.LGC(**LEARNED, instance="server"),
     mpicomp.GlobalRandKMaxNorm(ratio=0.3),
 ]
 """One of each kind of message, with each form of numbers, with lengths that ranks know and with those that they do
@@ -64,7 +64,6 @@ OTHERS = [
     mpicomp.QSGD(bits=3, bucket=1024, rounding="nearest"),
     mpicomp.Uniform(),
     mpicomp.Natural(),
-    mpicomp.LGC(**LINEAR, wire="bf16"),
     mpicomp.MaxNorm(bits=8, rounding="nearest"),
 ]
 UNBIASED_REPRESENTATIVES = [  # refused with error feedback

@@ -196,9 +196,9 @@ def _measured(timing: TimedPlan, runner: Runner, base: float) -> dict[str, Any]:
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return for each configuration the settings in which it differs from others of the same compressor, ratio aside.
 
-    >>> lgc = {"id": "lgc", "ratio": 0.01, "code": "linear", "instance": "ring"}
-    >>> differing_settings([lgc, {**lgc, "code": "autoencoder"}, {**lgc, "ratio": 0.1}, {"id": "topk", "ratio": 0.01}])
-    ['code=linear', 'code=autoencoder', 'code=linear', '']
+    >>> lgc = {"id": "lgc", "ratio": 0.01, "signs": True, "instance": "ring"}
+    >>> differing_settings([lgc, {**lgc, "signs": False}, {**lgc, "ratio": 0.1}, {"id": "topk", "ratio": 0.01}])
+    ['signs=True', 'signs=False', 'signs=True', '']
     """
     words = []
     for config in configs:

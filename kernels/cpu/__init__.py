@@ -21,8 +21,6 @@ from mpicomp.kernels.cpu.products import (
     conv_halve,
     conv_mix,
     conv_room,
-    decode_blocks,
-    encode_blocks,
 )
 from mpicomp.kernels.cpu.scatter import Pieces, clear_at, concatenate, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest

@@ -1,26 +1,13 @@
-"""Blocks and tiles times small matrices, and layers of a small convolutional network: the same bits on every processor.
+"""Layers of a small convolutional network: the same bits on every processor.
 
-Elements that the last block lacks count as zeros. The layers of torch do not promise the same bits. A layer has a bias
-and a leaky rectifier. Places are the last dimension; beyond both ends there are zeros. A
-loop runs over places, each with its sum, so that it vectorises although no sum changes its order.
+The layers of torch do not promise the same bits. A layer has a bias and a leaky rectifier. Places are the last
+dimension; beyond both ends there are zeros. A loop runs over places, each with its sum, so that it vectorises although
+no sum changes its order.
 """
 
 from mpicomp.kernels.cpu.compile import Floats, Singles, exact
 
 _TILE = 512  # places that are worked on at a time: what they need of all channels stays in the cache
-
-
-def encode_blocks(values: Floats, matrix: Singles, out: Floats) -> None:
-    """Multiply each block by a float32 matrix of shape (kept, block), with the same bits on every processor.
-
-    ``out`` receives ``kept`` numbers for each block, in the dtype of ``values``.
-    """
-    _encode_blocks(values, matrix, out)
-
-
-def decode_blocks(code: Floats, matrix: Singles, out: Floats) -> None:
-    """Multiply the numbers of each block by the matrix from the right, ``code @ matrix``, rounded as in encoding."""
-    _decode_blocks(code, matrix, out)
 
 
 def conv_room(inputs: int) -> int:
@@ -58,34 +45,6 @@ def conv_mix(values: Floats, weights: Singles, bias: Singles, out: Floats) -> No
 
 
 @exact
-def _encode_blocks(values, matrix, out):  # type: ignore[no-untyped-def]
-    number = out.dtype.type
-    kept, block = matrix.shape
-    for place in range(out.size // kept):
-        start = place * block
-        stop = min(start + block, values.size)
-        for row in range(kept):
-            product = number(0)
-            for i in range(start, stop):
-                product += number(matrix[row, i - start]) * values[i]
-            out[place * kept + row] = product
-
-
-@exact
-def _decode_blocks(code, matrix, out):  # type: ignore[no-untyped-def]
-    number = out.dtype.type
-    kept, block = matrix.shape
-    for place in range(code.size // kept):
-        start = place * block
-        stop = min(start + block, out.size)
-        for i in range(start, stop):
-            out[i] = number(0)
-        for row in range(kept):
-            factor = code[place * kept + row]
-            for i in range(start, stop):
-                out[i] += factor * number(matrix[row, i - start])
-
-
 @exact
 def _halve(values, weights, bias, slope, gate, gated, scratch, out):  # type: ignore[no-untyped-def]
     number = out.dtype.type

@@ -42,8 +42,6 @@ from mpicomp.kernels.gpu.products import (
     conv_halve,
     conv_mix,
     conv_room,
-    decode_blocks,
-    encode_blocks,
 )  # fmt: skip
 from mpicomp.kernels.gpu.scatter import (
     Pieces,

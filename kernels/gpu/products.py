@@ -1,20 +1,7 @@
-"""Small matrices and convolutions: sums of products, with the same bits as those of the CPU."""
+"""Convolutions: sums of products, with the same bits as those of the CPU."""
 
 from mpicomp.kernels import cpu
 from mpicomp.kernels.gpu.compile import launch, strides, twin_of
-
-
-@twin_of(cpu.encode_blocks)
-def encode_blocks(values, matrix, out):
-    kept, block = matrix.shape
-    blocks = strides(out.size)
-    launch("products", "encode_blocks", out.dtype, blocks, values, values.size, matrix, kept, block, out, out.size)
-
-
-@twin_of(cpu.decode_blocks)
-def decode_blocks(code, matrix, out):
-    kept, block = matrix.shape
-    launch("products", "decode_blocks", out.dtype, strides(out.size), code, matrix, kept, block, out, out.size)
 
 
 @twin_of(cpu.conv_room)

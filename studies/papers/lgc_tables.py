@@ -65,7 +65,6 @@ def ablations(steps: int) -> dict[str, paper_runs.Arm]:
         "a quarter of learning": {"training_steps": max(1, phases["training_steps"] // 4)},
         "never coded": {"training_steps": steps},
         "error of what was selected": {"error": "selected"},
-        "linear code": {"code": "linear"},
         "no signs": {"signs": False},
         "channels as published": {name: getattr(published, name) for name in ("encoder", "decoder")},
         "rate and passes as published": {name: getattr(published, name) for name in ("learning_rate", "passes")},

@@ -16,7 +16,7 @@ from mpicomp.rounds import observe
 from mpicomp.transport.scheduler import ProgressThread
 
 SHAPES = {"first": (14, 15), "second": (9, 7)}  # a bucket each
-CODE = {"ratio": 0.3, "code": "linear", "dense_steps": 0}
+CODE = {"ratio": 0.3, "encoder": (2,), "decoder": (2,), "passes": 1, "dense_steps": 0}
 COMPRESSORS = [
     mpicomp.Dense(),
     mpicomp.Dense(wire="bf16"),

@@ -32,7 +32,7 @@ AMONG_MANY = pairs(
         mpicomp.OneBit(),
         mpicomp.SignSGD(),
         mpicomp.PowerSGD(rank=1),
-        mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=3),
+        mpicomp.LGC(ratio=0.3, encoder=(2,), decoder=(2,), passes=1, dense_steps=0, training_steps=3),
         Above(1.5),
     ]
 )

@@ -7,7 +7,7 @@ from worlds import Ranks
 import mpicomp
 
 RANKS, SIZE = 3, 400
-CODE = {"id": "lgc", "ratio": 1.0, "code": "linear", "dense_steps": 1, "training_steps": 6}
+CODE = {"id": "lgc", "ratio": 1.0, "encoder": (2,), "decoder": (2,), "passes": 1, "dense_steps": 1, "training_steps": 6}
 
 
 def gradients_of(rng):

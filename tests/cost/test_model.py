@@ -103,12 +103,15 @@ def test_change_of_the_network_inflates_each_variance_once():
     )
 
 
+CODE = {"encoder": (2,), "decoder": (2,), "passes": 1, "dense_steps": 1, "training_steps": 2}
+
+
 @pytest.mark.parametrize(
     ("compressor", "collective"),
     [
         (mpicomp.PowerSGD(rank=2, start_step=3), "low-rank:ring"),
-        (mpicomp.LGC(ratio=0.1, code="linear", dense_steps=1, training_steps=2), "learned:ring"),
-        (mpicomp.LGC(ratio=0.1, code="linear", dense_steps=1, training_steps=2, instance="server"), "learned:ring"),
+        (mpicomp.LGC(ratio=0.1, **CODE), "learned:ring"),
+        (mpicomp.LGC(ratio=0.1, **CODE, instance="server"), "learned:ring"),
     ],
 )
 def test_first_steps_predict_the_seconds_of_later_ones(compressor, collective):

@@ -19,10 +19,8 @@ ALGORITHMS = [
     mpicomp.PowerSGD(rank=1, min_compression_rate=0.5, rows=10, wire="bf16", warm_start=False),
     mpicomp.PowerSGD(rank=1, min_compression_rate=0.5, start_step=1, layers={"b.*": 3}),
     mpicomp.SignSGD(),
-    mpicomp.LGC(**LGC, code="linear"),
-    mpicomp.LGC(**LGC, code="linear", signs=False, error="selected", wire="fp16"),
-    mpicomp.LGC(**LGC, code="linear", instance="server"),
     mpicomp.LGC(**LGC),
+    mpicomp.LGC(**LGC, signs=False, error="selected"),
     mpicomp.LGC(**LGC, instance="server"),
     mpicomp.LGC(**(LGC | {"ratio": 0.001})),  # too few values for a code
 ]
@@ -143,7 +141,7 @@ READS = [  # of the inner collective, too, which reads whether a mean is finite
     (mpicomp.PowerSGD(rank=1), 4),
     (mpicomp.PowerSGD(rank=1, iterations=2, min_compression_rate=1), 8),
     (mpicomp.SignSGD(), 0),
-    (mpicomp.LGC(**LGC, code="linear"), 6),
+    (mpicomp.LGC(**LGC), 6),
 ]
 
 

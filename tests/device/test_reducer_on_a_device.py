@@ -169,7 +169,9 @@ def test_policies_survey_arrays_of_a_device(policy, cupy):
     compare(cupy, {"lgreco": mpicomp.TopK(ratio=0.1)}.get(policy), policy=policy, steps=6)
 
 
-@pytest.mark.parametrize("compressor", [mpicomp.PowerSGD(rank=1), mpicomp.LGC(ratio=0.3, code="linear")], ids=str)
+@pytest.mark.parametrize(
+    "compressor", [mpicomp.PowerSGD(rank=1), mpicomp.LGC(ratio=0.3, encoder=(2,), decoder=(2,))], ids=str
+)
 def test_algebra_of_its_own_is_not_mixed(compressor, cupy):
     """A library's matrix products have other bits on a GPU than on the host: all ranks refuse it."""
     ranks = Ranks(2, compressor)

@@ -54,8 +54,7 @@ def decoders() -> dict[str, Decoder]:
     found["indices/elias-fano-several"] = several_codes
     for instance in ("ring", "server"):
         found[f"lead/lgc-{instance}"] = leader_message(instance)
-    for code in ("linear", "autoencoder"):
-        found[f"code/{code}"] = learned_code(code)
+    found["code/autoencoder"] = learned_code
     found["survey/spectrum"] = _spectrum
     found["survey/ranks"] = _ranks
     for policy in POLICIES.names():

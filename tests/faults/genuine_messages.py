@@ -26,7 +26,7 @@ from mpicomp.workspace import Workspace
 SIZES = 8, 300  # elements of an array
 NETWORK = 8, 16, 16, 8  # channels of the layers of a learned code, there and back
 DTYPES = np.dtype(np.float32), np.dtype(np.float64)
-LEARNED = {"code": "linear", "dense_steps": 0, "training_steps": 1, "ratio": 0.3}
+LEARNED = {"encoder": (2,), "decoder": (2,), "passes": 1, "dense_steps": 0, "training_steps": 1, "ratio": 0.3}
 
 
 @dataclass
@@ -165,31 +165,28 @@ def several_codes(rng, fence):
     return Case(codes.tobytes(), decode)
 
 
-def learned_code(kind):
-    def make(rng, fence):
-        dtype = rng.choice(DTYPES)
-        compressor = mpicomp.LGC(**LEARNED | {"code": kind, "encoder": NETWORK, "decoder": NETWORK})
-        workspace = Workspace(fence)
-        with activated(fence):
-            code = compressor.make_code(workspace, 7)
-            ranks = int(rng.integers(1, 4))
-            count = code.least + int(rng.integers(SIZES[1]))
-            length = code.length(count)
-            weights = rng.standard_normal(code.size(ranks)).astype(np.float32)
-            values = random_array(rng, length, dtype)
-        outs = [fence.zeros(count, dtype) for _ in range(2)]
-        rooms = [fence.zeros(item.nbytes, np.uint8) for item in (weights, values)]
+def learned_code(rng, fence):
+    dtype = rng.choice(DTYPES)
+    compressor = mpicomp.LGC(**LEARNED | {"encoder": NETWORK, "decoder": NETWORK})
+    workspace = Workspace(fence)
+    with activated(fence):
+        code = compressor.make_code(workspace, 7)
+        ranks = int(rng.integers(1, 4))
+        count = code.least + int(rng.integers(SIZES[1]))
+        length = code.length(count)
+        weights = rng.standard_normal(code.size(ranks)).astype(np.float32)
+        values = random_array(rng, length, dtype)
+    outs = [fence.zeros(count, dtype) for _ in range(2)]
+    rooms = [fence.zeros(item.nbytes, np.uint8) for item in (weights, values)]
 
-        def decode(message):
-            rooms[0][:], rooms[1][:] = np.split(message, [weights.nbytes])
-            with activated(fence), np.errstate(all="ignore"):
-                code.use(rooms[0].view(np.float32))
-                code.turn(int(rooms[0][0]))
-                code_values = rooms[1].view(dtype)
-                for worker in range(ranks):
-                    code.decode(code_values, outs[0], worker)
-                code.decode_near(code_values, code_values, *outs)
+    def decode(message):
+        rooms[0][:], rooms[1][:] = np.split(message, [weights.nbytes])
+        with activated(fence), np.errstate(all="ignore"):
+            code.use(rooms[0].view(np.float32))
+            code.turn(int(rooms[0][0]))
+            code_values = rooms[1].view(dtype)
+            for worker in range(ranks):
+                code.decode(code_values, outs[0], worker)
+            code.decode_near(code_values, code_values, *outs)
 
-        return Case(weights.tobytes() + values.tobytes(), decode, resizes=False)
-
-    return make
+    return Case(weights.tobytes() + values.tobytes(), decode, resizes=False)

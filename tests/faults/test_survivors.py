@@ -279,7 +279,6 @@ _LGC = {"id": "lgc", "dense_steps": 3, "training_steps": 4}
         ({"compressor": _LGC | {"training_steps": 12}}, 8, 0),  # while it learns
         ({"compressor": _LGC}, 22, 0),
         ({"compressor": _LGC | {"instance": "server"}}, 22, 0),
-        ({"compressor": _LGC | {"code": "linear"}}, 22, 1),
         ({"compressor": "topk", "collective": "hierarchical"}, 12, 2),
     ],
     ids=str,

@@ -33,7 +33,7 @@ SELECTIONS = [
     (mpicomp.Threshold(limit=2.0), "allgather"),
     (mpicomp.BlockRandomK(ratio=0.0001), "allreduce"),
     (mpicomp.RandomK(ratio=0.001), "allreduce"),
-    (mpicomp.LGC(ratio=1e-3, code="linear", dense_steps=0, training_steps=1), "learned"),
+    (mpicomp.LGC(ratio=1e-3, encoder=(2,), decoder=(2,), passes=1, dense_steps=0, training_steps=1), "learned"),
 ]
 
 

@@ -15,8 +15,8 @@ from mpicomp.systems.lgreco.layer_surveys import RankSurvey
 from mpicomp.transport import LocalWorld
 
 NEEDS = [
-    ("torch", {"id": "lgc", "code": "autoencoder"}, "auto", "static"),
-    ("torch", {"id": "lgc", "code": "autoencoder"}, "learned", "static"),
+    ("torch", "lgc", "auto", "static"),
+    ("torch", "lgc", "learned", "static"),
     ("pymoo", "topk", "auto", {"id": "flexible", "solver": "nsga2"}),
     ("pymoo", "topk", "allgather", {"id": "flexible", "solver": "nsga2"}),
 ]

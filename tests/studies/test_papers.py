@@ -73,9 +73,9 @@ def test_schedule_has_the_network_of_each_epoch():
     ("config", "collective"),
     [
         ({"id": "topk", "ratio": 0.01}, "allgather"),
-        ({"id": "lgc", "ratio": 0.01, "code": "linear"}, "learned"),
-        ({"id": "lgc", "ratio": 0.01, "code": "linear", "as_published": True}, "learned"),
-        ({"id": "lgc", "ratio": 0.01, "code": "linear", "instance": "server"}, "learned"),
+        ({"id": "lgc", "ratio": 0.01, "encoder": (2,), "decoder": (2,), "passes": 1}, "learned"),
+        ({"id": "lgc", "ratio": 0.01, "encoder": (2,), "decoder": (2,), "passes": 1, "as_published": True}, "learned"),
+        ({"id": "lgc", "ratio": 0.01, "encoder": (2,), "decoder": (2,), "passes": 1, "instance": "server"}, "learned"),
     ],
 )
 def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch):

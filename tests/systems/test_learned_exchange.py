@@ -9,7 +9,6 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.errors import IncompatiblePairError, MpicompError
-from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.transport import LocalWorld
 
 DENSE, LEARNING = 2, 3  # steps
@@ -24,17 +23,19 @@ LAYERS = [("out", 44, "sparse"), ("mid2", 600, "coded"), ("mid1", 400, "coded"),
 RATIO = 0.1
 
 
-class Halves(LearnedCode):
+class Halves:
     """The mean of every two values; a decoder repeats it, times what was learned and something of the rank's own."""
 
     least = 10
 
     def __init__(self, workspace, seed=0):
-        super().__init__(workspace, seed)
         self.gain, self.decoders, self.seen = 0.0, 1, []
 
     def length(self, count):
         return -(-count // 2)
+
+    def turn(self, step):
+        pass
 
     def encode(self, values, out):
         for place in range(out.size):
@@ -375,7 +376,7 @@ def test_every_parameter_may_have_a_bucket_of_its_own(instance):
         np.testing.assert_allclose(2 * mean + after, sum(given) + before, rtol=0, atol=1e-12)
         before = after
     notes = [bucket.reason.partition("; ")[2] for bucket in members.reducers[0].last_step.buckets]
-    coded, none = f"lgc: autoencoder code, {instance}", "lgc: no code, since no layer but the last and the first"
+    coded, none = f"lgc: coded, {instance}", "lgc: no code, since no layer but the last and the first"
     for note, start in zip(notes, [none, none, coded, coded, "lgc: dense"], strict=True):
         assert note.startswith(start)
 

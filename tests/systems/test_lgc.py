@@ -14,10 +14,12 @@ from mpicomp.systems.lgc import compressor as module
 from mpicomp.systems.lgc.compressor import Part, Selected
 from mpicomp.testing import checks
 
+pytest.importorskip("torch")
+
 QUICK = [
-    LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=2),
-    LGC(ratio=0.3, code="linear", dense_steps=1, training_steps=2, instance="server"),
-    LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=1, signs=False),
+    LGC(ratio=0.3, encoder=(2,), decoder=(2,), passes=1, dense_steps=0, training_steps=2),
+    LGC(ratio=0.3, encoder=(2,), decoder=(2,), passes=1, dense_steps=1, training_steps=2, instance="server"),
+    LGC(ratio=0.3, encoder=(2,), decoder=(2,), passes=1, dense_steps=0, training_steps=1, signs=False),
 ]
 MODEL = {
     "in.weight": (8, 1, 3, 3),
@@ -108,7 +110,6 @@ def test_an_array_of_another_length_is_one_layer():
     [
         ({"ratio": 0}, r"lgc: ratio is the kept fraction and must be in \(0, 1\], got 0"),
         ({"instance": "star"}, "lgc: instance must be 'ring' or 'server', got 'star'"),
-        ({"code": "pca"}, "lgc: code must be 'autoencoder' or 'linear', got 'pca'"),
         ({"error": None}, "lgc: error must be 'decoded' or 'selected', got None"),
         ({"innovation": 0}, r"lgc: innovation: ratio is the kept fraction and must be in \(0, 1\], got 0"),
         ({"dense_steps": -1}, "lgc: dense_steps must be an integer of at least 0, got -1"),
@@ -129,13 +130,10 @@ def test_parameters_that_cannot_be(settings, text):
         mpicomp.get_compressor({"id": "lgc"} | settings)
 
 
-def test_without_torch_there_is_a_linear_code(monkeypatch):
+def test_without_torch_it_is_refused(monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigurationError, match="lgc: code='autoencoder' is trained with torch, which is not installed"
-    ):
+    with pytest.raises(ConfigurationError, match="lgc: its code is trained with torch, which is not installed"):
         bind(LGC(), "learned")
-    bind(LGC(code="linear"), "learned")
 
 
 def gradients(rng, ranks, noise=0.3):
@@ -152,15 +150,12 @@ def coded_bytes(record):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("code", ["linear", "autoencoder"])
-def test_codes_are_shorter_than_values(ranks, code):
+def test_codes_are_shorter_than_values(ranks):
     """What ranks hand to the transport in a step, and what top-k takes for the same selection."""
-    if code == "autoencoder":
-        pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     steps = [[{n: gradient[n] for n in reversed(gradient)} for gradient in gradients(rng, ranks)] for _ in range(6)]
     topk = Ranks(ranks, mpicomp.TopK(ratio=0.1), "allgather")
-    settings = {"ratio": 0.1, "dense_steps": 1, "training_steps": 2, "passes": 1, "code": code}
+    settings = {"ratio": 0.1, "dense_steps": 1, "training_steps": 2, "passes": 1}
     ring, server = (Ranks(ranks, LGC(instance=name, **settings), "learned") for name in ("ring", "server"))
     for step in steps:
         for world in (topk, ring, server):
@@ -174,7 +169,6 @@ def test_codes_are_shorter_than_values(ranks, code):
 
 @pytest.mark.parametrize("instance", ["ring", slow("server")])
 def test_what_is_decoded_comes_nearer_while_it_learns(instance):
-    pytest.importorskip("torch")
     members = Ranks(2, LGC(ratio=0.1, instance=instance, dense_steps=2, training_steps=60), "learned")
     rng = np.random.default_rng(1)
     errors = []
@@ -191,7 +185,6 @@ def test_what_is_decoded_comes_nearer_while_it_learns(instance):
 @pytest.mark.slow
 def test_a_trained_network_does_not_let_residuals_grow():
     """They would, if it gave back nothing of what it has lost before."""
-    pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     drift = 0.5 * rng.normal(size=768)
     members = Ranks(2, LGC(ratio=0.3, dense_steps=0, training_steps=40), "learned")
@@ -206,11 +199,11 @@ def test_a_trained_network_does_not_let_residuals_grow():
 
 
 def test_lgc_without_first_phases_has_a_code_at_step_two():
-    compressor = LGC(ratio=0.3, code="linear", instance="server").bind([], [], warm_up=False)
+    compressor = LGC(ratio=0.3, encoder=(2,), decoder=(2,), passes=1, instance="server").bind([], [], warm_up=False)
     members = Ranks(2, compressor, "learned")
     for _ in range(2):
         members.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
-    assert "lgc: linear code, server" in members.reducers[0].last_step.buckets[0].reason
+    assert "lgc: coded, server" in members.reducers[0].last_step.buckets[0].reason
     placed = LGC().bind(["out", "mid", "in"], [100, 10_000, 10])
     settled = LGC().bind(["out", "mid", "in"], [100, 10_000, 10], warm_up=False)
     assert settled.selected(10_110) == placed.selected(10_110)
@@ -218,14 +211,18 @@ def test_lgc_without_first_phases_has_a_code_at_step_two():
 
 def test_lgc_learning_steps_are_never_replaced():
     """Where any collective may be chosen, dense exchange is none of them: steps would be missing."""
-    members = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=2, training_steps=20), network=Link(1e-5, 1e9))
+    members = Ranks(
+        2,
+        LGC(ratio=0.3, encoder=(2,), decoder=(2,), passes=1, dense_steps=2, training_steps=20),
+        network=Link(1e-5, 1e9),
+    )
     ran = set()
     for _ in range(30):
         members.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
         record = members.reducers[0].last_step.buckets[0]
         ran.add((record.compressor["id"], record.collective.partition(":")[0]))
     assert ran == {("lgc", "learned")}
-    assert "linear code" in record.reason
+    assert "lgc: coded" in record.reason
 
 
 def test_bytes_on_the_wire():

@@ -11,7 +11,7 @@ what the code has lost, so two laws do not hold in the third phase: that nothing
 adds up to their number times the mean.
 
 `compressor` has the settings and the selection; `exchange` the three phases; `ring` and `server` the two instances;
-`leader_message` the message of the leading rank; `autoencoder` and `linear_code` the codes, by `learned_code`.
+`leader_message` the message of the leading rank; `autoencoder` the code.
 """
 
 from mpicomp.systems.lgc.compressor import LGC

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.device import current_device
-from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.workspace import Workspace
 
 _CHANNELS = 4  # of the code
@@ -25,13 +24,22 @@ _HALVED = 100  # optimizer steps after which the learning rate is half of what i
 Shape = tuple[int, ...]
 
 
-class Autoencoder(LearnedCode):
+class Autoencoder:
     """The network of LGC (arXiv 2103.08870): convolutions that halve the length, and transposed ones that double it.
+
+    Values are ``count`` numbers of float32 or float64, scaled so that their mean square is about 1; at every step they
+    stand for other elements of the same layers, in the same order of layers and ascending by index within each. Codes
+    have the values' dtype.
+
+    `encode`, `decode` and `decode_near` are part of every step: they allocate nothing, need no torch, return the same
+    bits for the same input on every processor (kernels of `mpicomp.kernels.cpu.compile.exact`), and map infinity and
+    NaN to infinity or NaN. Their arrays are those of `mpicomp.device.current_device`; weights and states are on the
+    host.
 
     Each encoder layer has three taps and a stride of two; then channels are mixed to the four of the code. A decoder
     is the same in reverse, mixed to one channel. Behind all layers but those that mix there is a leaky rectifier.
 
-    Without a leader there is a second loss, of noise decoded by `LearnedCode.decode_near`. With a leader there is a
+    Without a leader there is a second loss, of noise decoded by `decode_near`. With a leader there is a
     decoder for each rank, and a second loss, half as heavy as the first, of the difference of ranks' codes.
 
     ``encoder`` and ``decoder`` have the channels of as many layers: n of them make the code ``4 / 2**n`` as long as the
@@ -69,7 +77,8 @@ class Autoencoder(LearnedCode):
         passes: int = 4,
         published: bool = False,
     ) -> None:
-        super().__init__(workspace, seed)
+        self.workspace = workspace
+        self.seed = seed
         self._stride: int = 2 ** len(encoder)
         self._encoder = [*_convolutions([1, *encoder]), (_CHANNELS, encoder[-1])]
         # The taps of a transposed convolution stand behind its inputs first, then its outputs.
@@ -87,15 +96,19 @@ class Autoencoder(LearnedCode):
 
     @property
     def least(self) -> int:
+        """Fewest values that it can code."""
         return 4 * self._stride  # four numbers of each channel of the code
 
     def length(self, count: int) -> int:
+        """Return the number of numbers in the code of ``count`` values."""
         return _CHANNELS * (self._padded(count) // self._stride)
 
     def turn(self, step: int) -> None:
+        """Announce the step whose values come next, the same on all ranks, before its first `encode` or `decode`."""
         self._shift = 0 if self._published else step % self._stride
 
     def encode(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
+        """Write the code of values, shape (count,), to ``out``, shape (length(count),)."""
         places = self._padded(values.size)
         layer = self._array("values", 1, places, values.dtype)
         _move(values, self._shift, layer[0])
@@ -108,6 +121,7 @@ class Autoencoder(LearnedCode):
         kernels.conv_mix(layer, weights, bias, out.reshape(_CHANNELS, places))
 
     def decode(self, code: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0) -> None:
+        """Write the values of a code to ``out``; with a decoder for each rank, those of rank ``worker``."""
         self._decode([code], [out], worker)
 
     def decode_near(
@@ -117,10 +131,19 @@ class Autoencoder(LearnedCode):
         out: NDArray[np.floating],
         out_centre: NDArray[np.floating],
     ) -> None:
-        # The rectifiers follow the mean
+        """Decode the mean of all codes, ``centre``, and this rank's code by the affine map that `decode` is around it.
+
+        So the mean of ``out`` over ranks is ``out_centre``, which equals the result of `decode` bit for bit.
+        """
         self._decode([centre, code], [out_centre, out], 0)
 
     def learn(self, values: NDArray[np.floating], leader: int | None = None) -> float:
+        """Learn from one step's values, finite, shape (ranks, count). On one rank; may allocate, and uses torch.
+
+        Without a leader the mean of all codes is decoded to the mean of all values; with one, the leader's code to
+        every rank's values, by the decoder of each. Return the squared error before learning, as a share of the energy
+        of the values: 1 is that of zeros; 0 if there was no energy.
+        """
         import torch
 
         ranks = 1 if leader is None else len(values)
@@ -149,20 +172,24 @@ class Autoencoder(LearnedCode):
         return errors[0]
 
     def size(self, ranks: int) -> int:
+        """Return the number of weights, with a decoder for each of so many ranks."""
         return _size(self._encoder, 0) + ranks * _size(self._decoder, 1)
 
     def weights(self) -> NDArray[np.float32]:
-        # Of the encoder, then of each decoder
+        """Return the weights of the encoder, then of each decoder, shape (size,). Only after `learn`."""
         return self._weights.copy()
 
     def use(self, weights: NDArray[np.float32]) -> None:
+        """Load the weights that `weights` returned, on this rank or another one."""
         self._weights = np.array(weights, np.float32)
         self._cut()
 
     def state(self) -> dict[str, Any]:
+        """Return copies of all that `learn` needs to continue as if it had never stopped."""
         return {"weights": self.weights(), "moments": self._moments.copy(), "steps": self._steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state` returned. The arrays stay the caller's."""
         self.use(state["weights"])
         self._moments = np.array(state["moments"], np.float32)
         self._steps = int(state["steps"])

@@ -13,8 +13,6 @@ from mpicomp.kernels import sizes
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice, check_flag, check_least, check_range, check_ratio
 from mpicomp.systems.lgc.autoencoder import Autoencoder
-from mpicomp.systems.lgc.learned_code import LearnedCode
-from mpicomp.systems.lgc.linear_code import LinearCode
 from mpicomp.workspace import Workspace
 
 _FEW = 0.01  # of a model's parameters: so much of it may the first layer have to travel dense
@@ -93,8 +91,6 @@ class LGC(Compressor):
     instance : {"ring", "server"}
         ``"ring"``: the mean of all ranks' codes is decoded. ``"server"``: one rank's code is decoded for each rank, and
         innovations travel as they are. Neither needs a server.
-    code : {"autoencoder", "linear"}
-        ``"autoencoder"``: that of the paper, trained with torch. ``"linear"``: principal components.
     dense_steps, training_steps : int
         Length of the first and the second phase.
     error : {"decoded", "selected"}
@@ -112,11 +108,8 @@ class LGC(Compressor):
         Optimizer steps in each step of the second phase.
     backward : bool
         Whether parameters come in the order of backward, the last layer first, as those of `mpicomp.torch` do.
-    wire : {None, "fp16", "bf16"}
-        Type of codes, values and dense layers on the wire, with ``instance="ring"`` only. They are summed in at least
-        float32, and the residual keeps the rounding.
     published : bool
-        Whether all else is the paper's; see `as_published`.
+        Set by `as_published`.
 
     Examples
     --------
@@ -137,7 +130,6 @@ class LGC(Compressor):
 
     ratio: float = 0.01
     instance: str = "ring"
-    code: str = "autoencoder"
     dense_steps: int = 50
     training_steps: int = 150
     error: str = "decoded"
@@ -148,7 +140,6 @@ class LGC(Compressor):
     learning_rate: float = 0.01
     passes: int = 4
     backward: bool = True
-    wire: str | None = None
     published: bool = field(default=False, kw_only=True)
     exceptions: tuple[str | None, str | None] | None = bound(None)
     """Names of the model's layers that travel dense, and sparse; None before the model is known."""
@@ -175,7 +166,6 @@ class LGC(Compressor):
         check_flag("lgc", "published", self.published)
         object.__setattr__(self, "ratio", check_ratio("lgc", self.ratio))
         check_choice("lgc", "instance", self.instance, ("ring", "server"))
-        check_choice("lgc", "code", self.code, ("autoencoder", "linear"))
         check_choice("lgc", "error", self.error, ("decoded", "selected"))
         check_range("lgc", "learning_rate", self.learning_rate, 0, 1)
         object.__setattr__(self, "innovation", check_ratio("lgc: innovation", self.innovation))
@@ -190,11 +180,6 @@ class LGC(Compressor):
             for number in channels:
                 check_least(self.id, f"channels in {name}", number, 1)
             object.__setattr__(self, name, tuple(channels))
-        check_choice("lgc", "wire", self.wire, (None, "fp16", "bf16"))
-        if self.wire is not None and self.instance == "server":
-            raise ConfigurationError(
-                f"lgc: wire={self.wire!r} is for sums of codes, which instance='server' has none of; leave wire out"
-            )
         if len(self.encoder) != len(self.decoder):
             raise ConfigurationError(
                 "lgc: encoder and decoder must have as many layers, "
@@ -217,7 +202,7 @@ class LGC(Compressor):
         numel = 1 << 20
         selected = self.selected(numel)
         coded = selected.count
-        code = self.make_code(Workspace()).length(coded) * (itemsize if self.wire is None else 2)
+        code = self.make_code(Workspace()).length(coded) * itemsize
         innovation = num_kept(self.innovation, coded) * (itemsize + 1) if self.instance == "server" else 0
         signs = coded / 8 if self.signs else 0
         return (code + innovation + signs + index_bytes(selected.indices, numel)) / numel
@@ -258,19 +243,14 @@ class LGC(Compressor):
         is_bucket = bool(self.parts) and self.parts[-1].stop == numel
         return Selected(self.parts if is_bucket else (Part(0, numel, num_kept(self.ratio, numel), "coded"),))
 
-    def make_code(self, workspace: Workspace, seed: int = 0) -> LearnedCode:
+    def make_code(self, workspace: Workspace, seed: int = 0) -> Autoencoder:
         """Return a code that has learned nothing yet."""
-        if self.code == "linear":
-            return LinearCode(workspace, seed)
         return Autoencoder(workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes, self.published)
 
     def check_installed(self) -> None:
         """Raise if a package that learning needs is not installed."""
-        if self.code == "autoencoder" and find_spec("torch") is None:
-            raise ConfigurationError(
-                "lgc: code='autoencoder' is trained with torch, which is not installed; install it, or use "
-                "code='linear'"
-            )
+        if find_spec("torch") is None:
+            raise ConfigurationError("lgc: its code is trained with torch, which is not installed; install it")
 
 
 def index_bytes(count: int, numel: int) -> int:

@@ -19,6 +19,7 @@ from mpicomp.device import current_device
 from mpicomp.errors import MpicompError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC, Selected
 from mpicomp.systems.lgc.leader_message import (
     LeaderMessage,
@@ -28,7 +29,6 @@ from mpicomp.systems.lgc.leader_message import (
     relative,
     share_selection,
 )
-from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.systems.lgc.ring import CodeRing
 from mpicomp.systems.lgc.server import CodeServer
 from mpicomp.workspace import Workspace
@@ -42,7 +42,7 @@ _WEIGHT = np.dtype(np.float32)
 class _BucketMemory:
     """Memory of a bucket: the same on all ranks, except for the trainer's code while it learns."""
 
-    key: str  # parts of the bucket and kind of code
+    key: str  # parts of the bucket and channels of the code
     steps: int = 0  # successful exchanges so far
     learned: dict[str, Any] | None = None  # on the trainer in the second phase: the state of the code
     weights: NDArray[np.float32] | None = None  # of the code, once all ranks have them
@@ -58,7 +58,7 @@ class _BucketMemory:
 class _LoadedCode:
     """A code in use, and the entry of the memory that it was loaded from: a restored memory has other entries."""
 
-    code: LearnedCode
+    code: Autoencoder
     entry: Any = None
 
 
@@ -76,11 +76,6 @@ class LocalLargest(Sparsifier):
 
     def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
         return Selection(*local_values(self.selected, accumulated, context))
-
-
-def gather_local(compressor: LGC, selected: Selected) -> Allgather:
-    """Return the exchange of the largest values of every rank in a bucket."""
-    return Allgather(LocalLargest(selected, wire=compressor.wire))
 
 
 @register
@@ -117,8 +112,7 @@ class Learned(Scheme[LGC]):
 
     @classmethod
     def inner_compressor(cls, compressor: Compressor) -> Compressor:
-        assert isinstance(compressor, LGC)
-        return Dense(wire=compressor.wire)
+        return Dense()
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         # For a bucket whose memory starts with step 0
@@ -133,7 +127,7 @@ class Learned(Scheme[LGC]):
             return [*broadcast, *self._instance(code).rounds(numel, dtype, group, step)]
         leader = leader_of(Context(group=group, step=step))
         if self.compressor.published:
-            tasks = gather_local(self.compressor, selected).rounds(numel, dtype, group, step)
+            tasks = Allgather(LocalLargest(selected)).rounds(numel, dtype, group, step)
         else:
             tasks = [
                 LeaderMessage(selected, numel).round(leader),
@@ -166,7 +160,7 @@ class Learned(Scheme[LGC]):
         else:
             yield from self._share(loaded, memory, context)
             result = yield from self._instance(loaded.code).exchange(accumulated, context)
-            result.note = f"lgc: {compressor.code} code, {compressor.instance}"
+            result.note = f"lgc: coded, {compressor.instance}"
         if not (result.nonfinite or result.stale):
             memory.steps += 1
             context.memory[_MEMORY] = vars(memory)
@@ -175,20 +169,18 @@ class Learned(Scheme[LGC]):
     def _key(self, selected: Selected, context: Context) -> str:
         """Return the identity of a code, which its state belongs to."""
         compressor = self.compressor
-        kind: tuple[Any, ...] = (compressor.instance, compressor.code)
-        if compressor.code == "autoencoder":
-            kind += (compressor.encoder, compressor.decoder)
+        kind: tuple[Any, ...] = (compressor.instance, compressor.encoder, compressor.decoder)
         if compressor.instance == "server":
             kind += (context.group.size,)
         parts = [(part.start, part.stop, part.kept, part.travels) for part in selected.parts]
         return f"{kind} {parts}"
 
-    def _fresh(self, context: Context) -> LearnedCode:
+    def _fresh(self, context: Context) -> Autoencoder:
         """Return a code that has learned nothing."""
         seed = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
         return self.compressor.make_code(context.workspace, seed)
 
-    def _instance(self, code: LearnedCode) -> CodeRing | CodeServer:
+    def _instance(self, code: Autoencoder) -> CodeRing | CodeServer:
         if self.compressor.instance == "server":
             return CodeServer(self.compressor, code)
         return CodeRing(self.compressor, code, self._sum)
@@ -198,7 +190,7 @@ class Learned(Scheme[LGC]):
     ) -> Rounds[tuple[Result, NDArray[np.floating]]]:
         """Average the values at one rank's indices or the largest of each rank; return this rank's, too."""
         if self.compressor.published:
-            result = yield from gather_local(self.compressor, selected).exchange(accumulated, context)
+            result = yield from Allgather(LocalLargest(selected)).exchange(accumulated, context)
             if isinstance(result.sent, Selection):
                 return result, result.sent.values
             return result, np.zeros(selected.count, accumulated.dtype)  # the message could not be parsed
@@ -254,12 +246,12 @@ class Learned(Scheme[LGC]):
             loaded.code.use(memory.weights)
             loaded.entry = memory.weights
 
-    def _weights_round(self, code: LearnedCode, group: Group) -> Round:
+    def _weights_round(self, code: Autoencoder, group: Group) -> Round:
         size = code.size(group.size if self.compressor.instance == "server" else 1)
         return Round("bcast", (size,), _WEIGHT, root=_TRAINER, once=True)
 
 
-def _why_not(selected: Selected, code: LearnedCode) -> str:
+def _why_not(selected: Selected, code: Autoencoder) -> str:
     """Return the reason why a bucket has no code."""
     if not selected.coded_count:
         return "lgc: no code, since no layer but the last and the first is in the bucket"

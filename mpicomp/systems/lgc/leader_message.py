@@ -15,8 +15,8 @@ from mpicomp.compressors.wire_format import compact
 from mpicomp.device import current_device, received_on_host, to_python
 from mpicomp.errors import MessageError
 from mpicomp.rounds import Round, Rounds
+from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import Selected, index_bytes
-from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
@@ -85,7 +85,7 @@ def leader_of(context: Context) -> int:
 
 
 def share_selection(
-    lead: LeaderMessage, accumulated: GradientWithResidual, context: Context, code: LearnedCode | None = None
+    lead: LeaderMessage, accumulated: GradientWithResidual, context: Context, code: Autoencoder | None = None
 ) -> Rounds[ReceivedSelection]:
     """Select on the leading rank and broadcast its message; as rounds."""
     workspace = context.workspace
@@ -143,7 +143,7 @@ def _write(
     lead: LeaderMessage,
     accumulated: GradientWithResidual,
     context: Context,
-    code: LearnedCode | None,
+    code: Autoencoder | None,
     message: NDArray[np.uint8],
 ) -> None:
     workspace = context.workspace

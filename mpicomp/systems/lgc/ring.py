@@ -21,12 +21,12 @@ from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResi
 from mpicomp.compressors.wire_format import DAMAGED, Selection
 from mpicomp.device import to_python
 from mpicomp.rounds import Group, Round
+from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC
 from mpicomp.systems.lgc.leader_message import LeaderMessage, leader_of, relative, share_selection
-from mpicomp.systems.lgc.learned_code import LearnedCode
 
-# Squared norms of a rank's whole array and of its uncoded values less their rounding; then the product of its coded
-# values with its share of the decoded ones, and the squared norm of this share, both before scaling.
+# Squared norms of a rank's whole array and of its uncoded values; then the product of its coded values with its share
+# of the decoded ones, and the squared norm of this share, both before scaling.
 _REPORT = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
 _DAMAGED = -1.0  # in place of the last of them, if a rank could not parse a message
 _BYTE = np.dtype(np.uint8)
@@ -39,7 +39,7 @@ class CodeRing:
     norms, from which all ranks compute the factor for decoded values that loses least energy over all ranks.
     """
 
-    def __init__(self, compressor: LGC, code: LearnedCode, inner: Scheme[Dense]) -> None:
+    def __init__(self, compressor: LGC, code: Autoencoder, inner: Scheme[Dense]) -> None:
         self._compressor = compressor
         self._code = code
         self._sum = inner
@@ -86,15 +86,11 @@ class CodeRing:
             np.multiply(decoded, received.frame, out=decoded)
         # 4. Gather how well decoded values fit, and scale them by the factor that loses least over all ranks.
         task = _report_round(group)
-        uncoded, rounded = travels[length : length + rest], 0.0
-        sparse = kernels.energy(uncoded)
-        if self._compressor.wire is not None:
-            np.subtract(uncoded, summed.sent[length:], out=uncoded)
-            rounded = kernels.energy(uncoded)
-        energy, sparse, rounded, match, decoded_energy, coded_energy = to_python(
-            moments.energy, sparse, rounded, product(values, shares), kernels.energy(shares), kernels.energy(values)
+        sparse = kernels.energy(travels[length : length + rest])
+        energy, sparse, match, decoded_energy, coded_energy = to_python(
+            moments.energy, sparse, product(values, shares), kernels.energy(shares), kernels.energy(values)
         )
-        report = (energy, sparse - rounded, float(match), decoded_energy)
+        report = (energy, sparse, float(match), decoded_energy)
         problem = received.problem or summed.problem
         if problem is not None:
             report = (*report[:3], _DAMAGED)

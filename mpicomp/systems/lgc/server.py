@@ -33,9 +33,9 @@ from mpicomp.compressors.wire_format import (
 from mpicomp.device import received_on_host, to_python
 from mpicomp.errors import MessageError
 from mpicomp.rounds import Group, Round
+from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC
 from mpicomp.systems.lgc.leader_message import LeaderMessage, ReceivedSelection, leader_of, share_selection
-from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.systems.lgc.ring import product
 
 _BYTE = np.dtype(np.uint8)
@@ -50,7 +50,7 @@ class CodeServer:
     the exact values at which decoding is most wrong. So all ranks know what each one has sent, and average that.
     """
 
-    def __init__(self, compressor: LGC, code: LearnedCode) -> None:
+    def __init__(self, compressor: LGC, code: Autoencoder) -> None:
         self._compressor = compressor
         self._code = code
 
