@@ -34,7 +34,7 @@ from mpicomp.errors import MpicompError
 from mpicomp.policies import POLICIES
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.rounds.drive import drive
-from mpicomp.systems.lgreco.layer_surveys import RankSurvey
+from mpicomp.systems.lgreco import RankSurvey
 from mpicomp.testing.examples import example, representatives
 from mpicomp.transport import LocalWorld
 

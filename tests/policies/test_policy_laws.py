@@ -56,10 +56,6 @@ SETTINGS = {
         ({"on": 3}, "on must be a policy's name or configuration, got 3"),
         ({"error": "most"}, "error must be 'mean' or 'sum', got 'most'"),
         ({"published": 1}, "published must be True or False, got 1"),
-        ({"families": "powersgd"}, "families must be a list of compressors, got 'powersgd'"),
-        ({"families": ["powersgd"], "on": "gravac"}, "takes either on or families, got both"),
-        ({"families": ["topk"]}, "families must differ in what they set, and two of them set ratio"),
-        ({"families": ["sidco"]}, "needs a compressor with a ratio, a rank or bits .* sidco has not"),
     ],
     "schedule": [
         ({"begin": 0}, r"begin: ratio is the kept fraction and must be in \(0, 1\], got 0$"),
@@ -123,18 +119,6 @@ def test_policy_compressor_that_does_not_fit_is_refused(policy, compressor, text
     ("policy", "collective", "error", "text"),
     [
         ({"id": "flexible"}, "allreduce", IncompatiblePairError, "topk: does not fit collective 'allreduce'"),
-        (
-            {"id": "lgreco", "families": ["powersgd"]},
-            "allgather",
-            ConfigurationError,
-            "no collective carries all of topk, powersgd, so none can",
-        ),
-        (
-            {"id": "lgreco", "families": [{"id": "qsgd", "norm": "l2", "bits": 2}]},
-            "auto",
-            ConfigurationError,
-            "is not contractive, so what it keeps back would grow",
-        ),
         ({"id": "schedule", "begn": 0.5}, "auto", ConfigurationError, "unknown name 'begn'; did you mean 'begin'"),
     ],
 )

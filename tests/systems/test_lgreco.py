@@ -15,8 +15,7 @@ from mpicomp.algorithms.matrix_batches import Matrix
 from mpicomp.policies import POLICIES
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.surveys import SpectrumSurvey
-from mpicomp.systems.lgreco import LGreCo
-from mpicomp.systems.lgreco.layer_surveys import RankSurvey
+from mpicomp.systems.lgreco import LGreCo, RankSurvey
 from mpicomp.transport import LocalWorld
 
 
