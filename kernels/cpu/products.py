@@ -45,7 +45,6 @@ def conv_mix(values: Floats, weights: Singles, bias: Singles, out: Floats) -> No
 
 
 @exact
-@exact
 def _halve(values, weights, bias, slope, gate, gated, scratch, out):  # type: ignore[no-untyped-def]
     number = out.dtype.type
     inputs, places = values.shape[0], out.shape[1]
