@@ -1,9 +1,8 @@
-"""Tables II and VI of Flexible Communication, and its schedules: ``python studies/papers/flexible_tables.py``."""
+"""Table VI of Flexible Communication, and its schedules: ``python studies/papers/flexible_tables.py``."""
 
 import argparse
 import itertools
 import json
-import math
 import sys
 import time
 from collections import deque
@@ -18,7 +17,6 @@ import numpy as np
 import paper_runs
 import study_rows
 from lab_jobs import Network, check_lab
-from mpicomp.bench.measure.feedback import Gradients, Selecting, make_bucket
 from mpicomp.bench.measure.timings import gather
 from study_rows import Rows
 
@@ -26,7 +24,7 @@ from mpicomp import TopK
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind
-from mpicomp.compressors import Compressor, Dense
+from mpicomp.compressors import Compressor
 from mpicomp.cost import formulas
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.setting_checks import check_least
@@ -58,25 +56,17 @@ PRINTED_VI: dict[tuple[str, float], tuple[tuple[float, ...], tuple[float, ...], 
 }
 """Milliseconds of table VI at 1 ms, by model and Gbit/s: of each of `PUBLISHED` at the ratios."""
 RATIOS = (0.1, 0.01, 0.001)
-PRINTED_II: dict[tuple[str, float, float], tuple[int, int, int]] = {
-    ("1e8", 10, 10): (525, 70, 716),
-    ("1e8", 1, 10): (4568, 111, 5773),
-    ("1e8", 1, 100): (4830, 380, 7028),
-    ("1e9", 10, 10): (5010, 482, 5774),
-    ("1e9", 1, 100): (45645, 1154, 57442),
-}
-"""Milliseconds of table II by parameters, Gbit/s and latency: allgather at 0.1 and 0.001, and dense by a ring."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A place in a table: what is sent over which of the paper's networks."""
+    """A place in the table: what is sent over which of the paper's networks."""
 
-    table: str  # "II" or "VI"
-    model: str  # or the number of parameters
+    table: str  # "VI"
+    model: str
     gbps: float
     latency_ms: float
-    ratio: float  # 1 for dense
+    ratio: float
     scale: int  # elements and bandwidth are so many times fewer here
 
     @property
@@ -85,7 +75,7 @@ class Cell:
 
     @property
     def parameters(self) -> int:
-        return MODELS.get(self.model) or int(float(self.model))
+        return MODELS[self.model]
 
     @property
     def network(self) -> Network:
@@ -93,36 +83,26 @@ class Cell:
 
 
 def cells(scale: int) -> Iterator[Cell]:
-    """Yield all places of both tables, the printed ones first."""
+    """Yield all places, the printed ones first."""
     for latency_ms in (1, 10):
         for gbps in (10, 1):
             for model in MODELS:
                 for ratio in RATIOS:
                     yield Cell("VI", model, gbps, latency_ms, ratio, scale)
-    for elements, rate, delay_ms in PRINTED_II:
-        for ratio in (0.1, 0.001, 1.0):
-            yield Cell("II", elements, rate, delay_ms, ratio, scale * (10 if elements == "1e9" else 1))
 
 
 def formula_ms(cell: Cell, hosts: int) -> dict[str, float]:
     """Return the milliseconds of the paper's formulas at full size."""
     size = 4 * cell.parameters * cell.ratio
-    if cell.ratio == 1.0:
-        found = {"ring": formulas.ring(hosts, size), "recursive-doubling": formulas.tree(hosts, size)}
-    else:
-        indices = formulas.broadcast(hosts, size)
-        ring, tree = indices + formulas.ring(hosts, size), indices + formulas.tree(hosts, size)
-        found = {_AG: formulas.allgather(hosts, 2 * size), _RING: ring, _TREE: tree}
+    indices = formulas.broadcast(hosts, size)
+    ring, tree = indices + formulas.ring(hosts, size), indices + formulas.tree(hosts, size)
+    found = {_AG: formulas.allgather(hosts, 2 * size), _RING: ring, _TREE: tree}
     return {name: 1e3 * cost.seconds(cell.latency_ms / 1e3, 8e-9 / cell.gbps) for name, cost in found.items()}
 
 
 def _plans(cell: Cell) -> dict[str, tuple[Compressor, str]]:
     """Return what is timed in a cell: those of the paper send indices of 32 bits."""
-    if cell.ratio == 1.0:
-        return {name: (Dense(), name) for name in ("ring", "recursive-doubling", "allreduce")}
     plain, coded = TopK(ratio=cell.ratio, indices="plain"), TopK(ratio=cell.ratio)
-    if cell.table == "II":
-        return {_AG: (plain, "allgather")}
     found = {name: (plain, name) for name in (*PUBLISHED, "var-topk:ring")}
     return {**found, "star-topk": (coded, "star-topk"), "allgather coded": (coded, "allgather")}
 
@@ -156,7 +136,7 @@ def communicate(tasks: Sequence[Round]) -> Rounds[None]:
 
 
 def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any]:
-    """Time the announced rounds of all plans of a cell, in turn, and the selection on one rank. Collective."""
+    """Time the announced rounds of all plans of a cell, in turn. Collective."""
     numel, group = max(1, cell.parameters // cell.scale), transport.group
     dtype = np.dtype(np.float32)
     found: dict[str, list[float]] = {}
@@ -177,57 +157,18 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
         passed = float(clocks[:, 2].max())
         if len(found) == len(rounds) and passed > (limit_s if turn >= _TURNS[0] else _LONG_S):
             break
-    select = _select_s(cell, numel) if group.rank == 0 and cell.ratio < 1 else None
-    gather(np.zeros(1), transport)
     times = {name: 1e3 * float(np.median(seconds)) for name, seconds in found.items()}
     turns = min(map(len, found.values()))
-    row = {"hosts": group.size, "numel": numel, "ms": times, "turns": turns, "select_ms": select, "seed": 0}
+    row = {"hosts": group.size, "numel": numel, "ms": times, "turns": turns, "seed": 0}
     return asdict(cell) | row
-
-
-def _select_s(cell: Cell, numel: int) -> float:
-    """Return the milliseconds of top-k with error feedback on one rank."""
-    compressor = TopK(ratio=cell.ratio)
-    bucket, selecting = make_bucket(numel, compressor, True), Selecting(compressor, numel)
-    gradients, seconds = Gradients(numel, seed=0), []
-    for _ in range(6):
-        gradient = gradients.fresh()
-        start = time.perf_counter()
-        selecting.step(bucket, gradient, message=False)
-        seconds.append(time.perf_counter() - start)
-    return 1e3 * float(np.median(seconds[2:]))
-
-
-def crossing(ratios: Sequence[float], ours: Sequence[float], theirs: Sequence[float]) -> float | None:
-    """Return the ratio below which ``ours`` is the faster one, by a line between logarithms; None where none is.
-
-    >>> round(crossing([0.1, 0.01, 0.001], [100, 10, 1], [10, 10, 10]), 4)
-    0.01
-    """
-    ahead = [math.log(one / other) for one, other in zip(ours, theirs, strict=True)]
-    for place in range(1, len(ahead)):
-        if ahead[place - 1] > 0 >= ahead[place]:
-            part = ahead[place - 1] / (ahead[place - 1] - ahead[place])
-            return math.exp(math.log(ratios[place - 1]) * (1 - part) + math.log(ratios[place]) * part)
-    return None
 
 
 def _print(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
     places = {cell.key: cell for cell in cells(scale)}
     timed = [(places[key], row) for row in rows if (key := tuple(row[name] for name in _KEY)) in places]
-    two, six, crossings = [], [], []
+    six = []
     for cell, row in timed:
         ms, formula, network = row["ms"], formula_ms(cell, row["hosts"]), _words(cell)
-        if cell.table == "II":
-            place = (0.1, 0.001, 1.0).index(cell.ratio)
-            name = _AG if cell.ratio < 1 else "ring"
-            two.append({
-                "parameters": cell.model, "network": network, "what": f"{name} {cell.ratio:g}",
-                "paper": float(PRINTED_II[cell.model, cell.gbps, cell.latency_ms][place]),
-                "formula": formula[name], "here": ms[name], "selection": row["select_ms"],
-                "other": min((took, other) for other, took in ms.items())[1] if cell.ratio == 1 else "",
-            })  # fmt: skip
-            continue
         printed, place = _printed(cell), RATIOS.index(cell.ratio)
         paper = None if printed is None else dict(zip(PUBLISHED, (times[place] for times in printed), strict=True))
         here = {name: ms[name] for name in PUBLISHED}
@@ -239,7 +180,7 @@ def _print(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
             "rule costs": here[rule] / min(here.values()), **{name: ms[name] for name in _OTHERS},
         })  # fmt: skip
     notes = [
-        f"here: {hosts} hosts of a lab; elements and bandwidth are {scale} times fewer (1e9: {10 * scale} times), "
+        f"here: {hosts} hosts of a lab; elements and bandwidth are {scale} times fewer, "
         "latency is the paper's, so every term of the cost is what it is at full size",
         "tree: recursive doubling here, log2(N) rounds of everything; the paper's tree makes twice as many",
         "milliseconds of communication alone; * is the fastest of a row's three",
@@ -251,29 +192,6 @@ def _print(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
         *notes, "rule costs: time of what the formulas say is best over the fastest of the three",
         "var-topk:ring has indices of 32 bits too; star-topk (the library's sum) and allgather coded send them coded",
     ])  # fmt: skip
-    paper_runs.show("Table II: milliseconds; the paper's have selection in them", two, {
-        "parameters": "", "network": "", "what": "", "paper": ".4g", "formula": ".4g", "here": ".4g",
-        "selection": ".3g", "other": "",
-    }, [notes[0], "other: the fastest dense collective here"])  # fmt: skip
-    for model, gbps, latency_ms in itertools.product(MODELS, (10.0, 1.0), (1.0, 10.0)):
-        wanted = ("VI", model, gbps, latency_ms)
-        same = [(cell, row) for cell, row in timed if (cell.table, cell.model, cell.gbps, cell.latency_ms) == wanted]
-        same.sort(key=lambda pair: -pair[0].ratio)
-        if [cell.ratio for cell, _ in same] != list(RATIOS):
-            continue
-        printed, formulas_ms = _printed(same[0][0]), [formula_ms(cell, row["hosts"]) for cell, row in same]
-        line: dict[str, Any] = {"model": model, "network": _words(same[0][0])}
-        for title, name in (("ring", _RING), ("tree", _TREE)):
-            place = PUBLISHED.index(name)
-            line[f"{title}: paper"] = None if printed is None else crossing(RATIOS, printed[0], printed[place])
-            for source, times in (("formula", formulas_ms), ("here", [row["ms"] for _, row in same])):
-                pair = ([ms[which] for ms in times] for which in (_AG, name))
-                line[f"{title}: {source}"] = crossing(RATIOS, *pair)
-        crossings.append(line)
-    numbers = [f"{title}: {who}" for title in ("ring", "tree") for who in ("paper", "formula", "here")]
-    paper_runs.show("Ratio below which allgather is the faster one than AR-Topk", crossings, {
-        "model": "", "network": "", **dict.fromkeys(numbers, ".2g"),
-    }, ["nothing: allgather is faster, or slower, at all of 0.1, 0.01 and 0.001"])  # fmt: skip
 
 
 def _words(cell: Cell) -> str:
@@ -290,13 +208,13 @@ def _three(ms: Mapping[str, float]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    description = "Measure tables II and VI of Flexible Communication in labs, and simulate its schedules."
+    description = "Measure table VI of Flexible Communication in labs, and simulate its schedules."
     parser = paper_runs.parser_of(_STUDY, description, steps=400, ranks=4, of="a scheduled training")
-    parser.add_argument("--hosts", type=int, default=8, metavar="N", help="of the labs of the tables (%(default)s)")
+    parser.add_argument("--hosts", type=int, default=8, metavar="N", help="of the labs of table VI (%(default)s)")
     parser.add_argument(
         "--scale", type=int, default=20, metavar="X", help="divides lengths and bandwidths (%(default)s)"
     )
-    parser.add_argument("--parts", default="VI,II,schedule", metavar="P[,..]", help="(%(default)s)")
+    parser.add_argument("--parts", default="VI,schedule", metavar="P[,..]", help="(%(default)s)")
     parser.add_argument("--schedules", default="C1,C2", metavar="C[,..]", help="(%(default)s)")
     parser.add_argument("--cells", help=argparse.SUPPRESS)
     parser.set_defaults(alone=False)  # it runs among the ranks of its labs, too

@@ -1,23 +1,17 @@
-"""Tables 2, 3 and 4 of GraVAC and ours: ``python studies/papers/gravac_tables.py``."""
+"""Table 2 of GraVAC and ours: ``python studies/papers/gravac_tables.py``."""
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-import gravac_gains
-import numpy as np
 import paper_runs
 import study_rows
-from mpicomp.bench.measure.feedback import Gradients, Selecting, make_bucket
 from paper_runs import of_seeds
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
-from mpicomp.compressors import SharedSparsifier, Sparsifier, get_compressor
-from mpicomp.policies.surveys import SpectrumSurvey
 from mpicomp.setting_checks import check_least
 
 _STUDY = "gravac_tables"
@@ -26,15 +20,13 @@ _BASE = "top-k 10x"  # what the paper's speed-ups are over
 _RATIO = 3.02  # the paper's speed-up of top-k 1000x over 10x on ResNet-101, from which the bandwidth follows
 _PROBE = 8  # steps from which computing is known
 _TIMED = 12  # steps of what is the same in all steps; the first two are left out
-_STRIDE = 16  # of GraVAC's spectra
-_SCALE = 10  # so many times fewer elements than the paper's are compressed here
 
 _STATIC = {"top-k": "topk", "DGC": "dgc", "RedSync": "redsync", "random-k": "randomk"}
 _LIMITS = {"least": 0.001, "most": 0.1, "epsilon": 0.7}
 
 
 def arms(steps: int) -> dict[str, paper_runs.Arm]:
-    """Return the exchanges of tables 2 and 4 by name, with windows as large a part of the training as the paper's."""
+    """Return the exchanges by name, with windows as large a part of the training as the paper's."""
     window = max(2, steps // 32)
     published = {"id": "gravac", "as_published": True, **_LIMITS, "window": window}
     dgc = ({"id": "dgc"}, "allgather")
@@ -74,13 +66,7 @@ PRINTED_VOLUME = {
     "GraVAC as published, 0.9": (19, 13.5, 279),
 }  # fmt: skip
 """Floats of dense over those sent."""
-PRINTED_3 = {
-    "top-k": (1.83, 1.49, 1.59), "DGC": (1.52, 1.27, 1.4), "RedSync": (1.1, 1.16, 1.5), "random-k": (1.64, 1.34, 1.5),
-}  # fmt: skip
-PRINTED_4 = ((44.5, 1.94), (22.4, 5.63), (104.2, 2.06))  # floats and time of Accordion over those of GraVAC
 PAPER_OF = {"resnet20": 0, "vgg": 1, "text-lstm": 2}
-NUMELS = {"ResNet-101": 42_500_000, "VGG-16": 132_000_000, "LSTM": 63_000_000}
-"""Parameters of the paper's models, from their megabytes."""
 
 
 def train(
@@ -98,31 +84,8 @@ def train(
     return row
 
 
-def compress(model: str, name: str) -> dict[str, Any]:
-    """Time table 3: 10x and 1000x of the dense array, 10x and then 100x of what that has left, and a spectrum."""
-    numel = NUMELS[model] // _SCALE
-    gradient = Gradients(numel, seed=0).fresh()
-    part = np.ascontiguousarray(gradient[: numel // 10])
-    found: dict[str, list[float]] = {key: [] for key in ("least", "most", "second", "spectrum")}
-    running = []
-    for key, array, ratio in (("least", gradient, 0.1), ("most", gradient, 0.001), ("second", part, 0.01)):
-        compressor = get_compressor({"id": _STATIC[name], "ratio": ratio})
-        assert isinstance(compressor, Sparsifier | SharedSparsifier)
-        running.append((key, array, Selecting(compressor, array.size), make_bucket(array.size, compressor, False)))
-    survey = SpectrumSurvey(_STRIDE)
-    for turn in range(9):
-        for key, array, selecting, bucket in running:
-            start = time.thread_time()
-            selecting.step(bucket, array, message=False)
-            found[key].append(time.thread_time() - start)
-        start = time.thread_time()
-        survey.measure(gradient, None, (numel,), turn)
-        found["spectrum"].append(time.thread_time() - start)
-    return {key: 1e3 * median(seconds[3:]) for key, seconds in found.items()}
-
-
 def _print(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
-    two, four = [], []
+    two = []
     for task in dict.fromkeys(row["task"] for row in rows if row["table"] == "train"):
         of_task = [row for row in rows if row["task"] == task]
         trained = paper_runs.grouped([row for row in of_task if row["table"] == "train"], "name")
@@ -146,18 +109,6 @@ def _print(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
                 "ratios": ", ".join(f"{fmean(third):.3g}" for third in thirds),
                 "dense steps": ", ".join(str(row["dense_steps"]) for row in same),
             })  # fmt: skip
-        accordion = {row["seed"]: row for row in trained.get("Accordion", ())}
-        for name in ("GraVAC as published", "GraVAC here"):
-            pairs = [(accordion[row["seed"]], row) for row in trained.get(name, ()) if row["seed"] in accordion]
-            if pairs and "Accordion" in seconds:
-                fewer, speedup = PRINTED_4[place]
-                four.append({
-                    "task": task, "exchange": name, "seeds": len(pairs), "paper's fewer": fewer,
-                    "fewer": of_seeds([theirs["kept"] / row["kept"] for theirs, row in pairs], ".2g"),
-                    "paper's speed-up": speedup, "speed-up": seconds["Accordion"] / seconds[name],
-                    "quality": of_seeds([row["quality"] for _, row in pairs]),
-                    "Accordion's": of_seeds([theirs["quality"] for theirs, _ in pairs]),
-                })  # fmt: skip
     networks = {(row["task"], row["bits"], row["simulated_compute_s"]) for row in rows if row["table"] == "step"}
     paper_runs.show("Table 2: quality and speed-up over top-k 10x, and floats of dense over those sent", two, {
         "task": "", "exchange": "", "seeds": "d", "paper": "", "quality": "", "paper's speed-up": ".3g",
@@ -170,55 +121,23 @@ def _print(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
         *(f"{task}: {bits / 1e6:.3g} Mbit/s, {1e3 * compute_s:.3g} ms of computing"
           for task, bits, compute_s in sorted(networks)),
         "speed-up: of seconds of as many steps; means over seeds, with the range; steps that are alike are timed once",
-        "any gain: every factor is taken, as by the gain of the paper's code, which is above 1 at all of them (below)",
+        "any gain: every factor is taken, as by the gain of the paper's code, which is above 1 at all of them",
         "ratios: mean of each third of the training; windows are a 32nd of it",
     ])  # fmt: skip
-    three = []
-    for row in [row for row in rows if row["table"] == "compress"]:
-        twice, levels = row["least"] + row["most"], row["least"] + row["second"]
-        three.append({
-            "model": row["task"], "compressor": row["name"], "twice": twice, "levels": levels,
-            "paper": PRINTED_3[row["name"]][list(NUMELS).index(row["task"])], "speed-up": twice / levels,
-            "spectrum": row["spectrum"], "with spectrum": twice / (row["least"] + row["spectrum"]),
-        })  # fmt: skip
-    paper_runs.show("Table 3: milliseconds of compressing at two factors", three, {
-        "model": "", "compressor": "", "twice": ".1f", "levels": ".1f", "paper": ".2f", "speed-up": ".2f",
-        "spectrum": ".2f", "with spectrum": ".2f",
-    }, [
-        f"elements are {_SCALE} times fewer than in the paper's models, one array; the paper: by layers, on a V100",
-        "spectrum: what GraVAC measures here in place of the second compression, at one step in four",
-    ])  # fmt: skip
-    paper_runs.show("Table 4: Accordion over GraVAC", four, {
-        "task": "", "exchange": "", "seeds": "d", "paper's fewer": ".3g", "fewer": "", "paper's speed-up": ".2f",
-        "speed-up": ".2f", "quality": "", "Accordion's": "",
-    }, ["Accordion: PowerSGD of rank 1 and 4 in the paper, DGC at 0.01 and 0.1 here"])  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
-    description = "Measure tables 2, 3 and 4 of GraVAC and show them next to its paper's."
-    parser = paper_runs.parser_of(_STUDY, description, "resnet20", 320, 4)
-    parser.add_argument(
-        "--gains", default="resnet20", metavar="T[,..]", help="tasks in which three readings of the gain are measured"
-    )
-    parser.add_argument("--models", default=",".join(NUMELS), metavar="M[,..]", help="of table 3 (%(default)s)")
-    return parser
+    description = "Measure table 2 of GraVAC and show it next to its paper's."
+    return paper_runs.parser_of(_STUDY, description, "resnet20", 320, 4)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure what is not there yet, and print the tables."""
+    """Measure what is not there yet, and print the table."""
     check_least(_STUDY, "--steps", arguments.steps, _TIMED)
     ranks, steps = check_least(_STUDY, "--ranks", arguments.ranks, 2), arguments.steps
     names = paper_runs.read_arms(_STUDY, arguments.arms, arms(steps))
     rows = study_rows.begin(_STUDY, arguments, _KEY)
     seeds = list(map(int, read_list(arguments.seeds)))
-    for model in read_list(arguments.models):
-        for name in _STATIC:
-            rows.measure(("compress", model, name, 0), compress, model, name)
-    for seed in seeds:
-        for task in read_list(arguments.gains):
-            for factor in gravac_gains.FACTORS:
-                key = ("gains", task, f"{factor}x", seed)
-                rows.measure(key, gravac_gains.train, task, factor, ranks, steps, seed)
     for seed in seeds:
         for task in read_list(arguments.tasks):
             rows.measure(("probe", task, _BASE, 0), _probe, task, ranks)
@@ -233,7 +152,6 @@ def run(arguments: argparse.Namespace) -> int:
                     timed = steps if arm == "Accordion" else _TIMED
                     rows.measure(("step", *trained), train, *trained, ranks, timed, network)
     _print(rows.made, ranks)
-    gravac_gains.show(rows.made)
     return study_rows.print_late(rows)
 
 

@@ -1,7 +1,5 @@
 """Bytes of LGC in the paper's own models, which are too large to be trained here: those that rounds announce."""
 
-import math
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +8,9 @@ import numpy as np
 from mpicomp.arrays import ArraySpec
 from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
-from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.reducer.bucket import cut
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.rounds import Group
-from mpicomp.systems.lgc.compressor import index_bytes
 
 _STEPS = 40
 MODELS = {"ResNet-50": ((3, 4, 6, 3), 1000), "ResNet-101": ((3, 4, 23, 3), 10)}
@@ -53,18 +49,6 @@ def parameters(model: str) -> list[tuple[str, int]]:
     return [*found, ("fc.weight", before * classes), ("fc.bias", classes)]
 
 
-def parts(model: str, ratio: float) -> dict[str, int]:
-    """Return the bytes that every rank sends by LGC besides indices: the first layer, the last one's values, a code.
-
-    >>> parts("ResNet-50", 0.001)
-    {'first': 37632, 'last': 8196, 'code': 23559}
-    """
-    (_, first), *others = parameters(model)
-    last = sum(num_kept(ratio, size) for name, size in others if name.startswith("fc."))
-    inner = sum(num_kept(ratio, size) for name, size in others if not name.startswith("fc."))
-    return {"first": 4 * first, "last": 4 * last, "code": inner}  # a code has a number for four values
-
-
 def step_bytes(model: str, config: Mapping[str, Any], collective: str, ranks: int, step: int) -> tuple[float, float]:
     """Return the bytes that a rank hands to the transport in a step: mean over ranks and steps, and of the least rank.
 
@@ -82,20 +66,3 @@ def step_bytes(model: str, config: Mapping[str, Any], collective: str, ranks: in
                 tasks = scheme.rounds(sum(sizes), np.dtype(np.float32), group, step + turn)
                 sent[turn, rank] += sum(task.sent_bytes(group) for task in tasks if not task.once)
     return float(sent.mean()), float(sent.min())
-
-
-def index_bits(numel: int, ratio: float) -> dict[str, float]:
-    """Return the bits of an index among ``numel``: by DEFLATE as they are, of their differences, here, and the entropy.
-
-    >>> {name: round(bits) for name, bits in index_bits(100_000, 0.01).items()}
-    {'deflate': 16, 'differences': 13, 'here': 9, 'entropy': 8}
-    """
-    count = num_kept(ratio, numel)
-    indices = np.sort(np.random.default_rng(0).choice(numel, count, replace=False)).astype(np.uint32)
-    entropy = -math.log2(ratio) - (1 - ratio) / ratio * math.log2(1 - ratio)
-    nbytes = {
-        "deflate": len(zlib.compress(indices.tobytes(), 9)),
-        "differences": len(zlib.compress(np.diff(indices, prepend=np.uint32(0)).tobytes(), 9)),
-        "here": index_bytes(count, numel),
-    }
-    return {name: 8 * size / count for name, size in nbytes.items()} | {"entropy": entropy}

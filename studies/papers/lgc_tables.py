@@ -1,4 +1,4 @@
-"""Bytes and quality of LGC at 0.001 with 2 to 8 ranks, its phases ablated: ``python studies/papers/lgc_tables.py``."""
+"""Bytes and quality of LGC at 0.001 with 2 to 8 ranks: ``python studies/papers/lgc_tables.py``."""
 
 import argparse
 import sys
@@ -13,7 +13,6 @@ import study_rows
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.setting_checks import check_least
-from mpicomp.systems.lgc import LGC
 
 _STUDY = "lgc_tables"
 _KEY = ("task", "ranks", "arm", "seed")
@@ -56,24 +55,8 @@ def arms(steps: int) -> dict[str, paper_runs.Arm]:
     }
 
 
-def ablations(steps: int) -> dict[str, paper_runs.Arm]:
-    """Return those of the ring with a phase or a part changed."""
-    phases, published = _phases(steps), LGC.as_published()
-    base = {**_HERE, **phases}
-    changed: dict[str, dict[str, Any]] = {
-        "no dense phase": {"dense_steps": 0},
-        "a quarter of learning": {"training_steps": max(1, phases["training_steps"] // 4)},
-        "never coded": {"training_steps": steps},
-        "error of what was selected": {"error": "selected"},
-        "no signs": {"signs": False},
-        "channels as published": {name: getattr(published, name) for name in ("encoder", "decoder")},
-        "rate and passes as published": {name: getattr(published, name) for name in ("learning_rate", "passes")},
-    }
-    return {f"ring, {name}": paper_runs.Arm(base | settings, "learned") for name, settings in changed.items()}
-
-
 def train(task: str, ranks: int, arm: str, seed: int, steps: int) -> dict[str, Any]:
-    row = paper_runs.train((arms(steps) | ablations(steps))[arm], task, steps, ranks, seed)
+    row = paper_runs.train(arms(steps)[arm], task, steps, ranks, seed)
     row.pop("plans")
     return row
 
@@ -140,38 +123,22 @@ def _print_models() -> None:
         "MB: handed to the transport in a step, mean over ranks and steps; least: of the rank that has least",
         "the paper's top-k counts no indices, ours does; its server's row is of the rank that sends the common code",
     ])  # fmt: skip
-    counted = []
-    for (model, ranks), printed in lgc_models.PRINTED_MB.items():
-        parts = {name: size / 1e6 for name, size in lgc_models.parts(model, _RATIO).items()}
-        both = parts["code"] + parts["last"]
-        counted.append({"model": model, "ranks": ranks, "paper": printed["ring"], "code and last": both, **parts})
-    paper_runs.show("What every rank sends by the ring in these models besides indices, MB", counted, {
-        "model": "", "ranks": "d", "first": ".4f", "last": ".4f", "code": ".4f", "code and last": ".4f", "paper": ".3f"
-    }, ["first: the first layer, dense; last: values of the last one; code: a number for four values of the others"],
-    )  # fmt: skip
-    indices = [
-        {"elements": numel, "ratio": ratio, **lgc_models.index_bits(numel, ratio)}
-        for numel, ratio in ((1_000_000, 0.01), (1_000_000, 0.001), (25_000_000, 0.001))
-    ]
-    paper_runs.show("Bits of an index", indices, {
-        "elements": "d", "ratio": "g", "deflate": ".1f", "differences": ".1f", "here": ".1f", "entropy": ".1f",
-    }, ["deflate: of indices of 32 bits as they are; differences: DEFLATE of these; at random places"])  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
-    description = "Show LGC's bytes and quality at 0.001 and its paper's. Phases are ablated with the first --ranks."
+    description = "Show LGC's bytes and quality at 0.001 and its paper's."
     return paper_runs.parser_of(_STUDY, description, "resnet20", 240, "4,2,8")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print the table."""
     steps = check_least(_STUDY, "--steps", arguments.steps, 18)
-    names = paper_runs.read_arms(_STUDY, arguments.arms, [*arms(steps), *ablations(steps)])
+    names = paper_runs.read_arms(_STUDY, arguments.arms, arms(steps))
     rows = study_rows.begin(_STUDY, arguments, _KEY)
     for seed in map(int, read_list(arguments.seeds)):
         for task in read_list(arguments.tasks):
-            for place, ranks in enumerate(map(int, read_list(arguments.ranks))):
-                for arm in [name for name in names if place == 0 or name in arms(steps)]:
+            for ranks in map(int, read_list(arguments.ranks)):
+                for arm in names:
                     rows.measure((task, ranks, arm, seed), train, task, ranks, arm, seed, steps)
     _print(rows.made)
     _print_models()

@@ -98,18 +98,6 @@ def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch)
     assert least == np.min(sent[4:])
 
 
-def test_lgc_parts_are_all_but_indices(monkeypatch):
-    """In a model of more layers than a bucket holds: the first layer, the last one's values, and a code."""
-    monkeypatch.setattr(lgc_models, "_STEPS", 1)
-    config = {"id": "lgc", "as_published": True, "dense_steps": 2, "training_steps": 4}
-    ratio = mpicomp.get_compressor(config).ratio
-    counted = lgc_models.parts("ResNet-50", ratio)
-    whole, _ = lgc_models.step_bytes("ResNet-50", config, "learned", 2, 7)
-    indices = 4 * sum(size * ratio for _, size in lgc_models.parameters("ResNet-50")) / 2
-    rest = whole - sum(counted.values())
-    assert 0 < rest < indices  # coded in less than 32 bits, and sent by one of two
-
-
 def test_sidco_estimates_are_counts_over_those_asked_for():
     labels = ["topk", "sidco.gamma.published", "redsync.binary"]
     found = sidco_estimates.measure(sidco_estimates.drawn("laplace", 4000), False, (0.1, 0.01), 3, labels)
@@ -175,7 +163,7 @@ def images():
         ("sidco_tables", ["--data", "laplace", "--estimates", "2", "--tasks", ""], 1, "redsync.binary"),
         ("lgc_correlation", ["--ranks", "2", "--steps", "2", "--every", "2"], 1, "all"),
         ("lgc_tables", ["--ranks", "2", "--steps", "18", "--arms", "top-k;ring as published"], 2, "ring as published"),
-        ("gravac_tables", ["--ranks", "2", "--steps", "12", "--models", "", "--gains", "", "--arms",
+        ("gravac_tables", ["--ranks", "2", "--steps", "12", "--arms",
                     "dense;top-k 10x;GraVAC here"], 6, "GraVAC here"),
     ],
 )  # fmt: skip
