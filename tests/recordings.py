@@ -113,10 +113,6 @@ def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **f
         "dense_step_s": 0.065,
         "gain": 0.25,
         "delay": 3.0,
-        "by_rank": [
-            {"rank": rank, "slowest": (rank + 1) * 2 / (ranks * (ranks + 1)), "phases_s": phases}
-            for rank in range(ranks)
-        ],
         "ratios": {"median": 0.01, "least": 0.01, "most": 0.01},
         "plans": [
             {"compressor": "topk", "compressor_config": config, "ratio": 0.01, "collective": "allgather", "share": 1.0}

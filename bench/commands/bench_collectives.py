@@ -179,12 +179,12 @@ def _gloo(transport: "Transport") -> Iterator["Adding"]:
 
     def load() -> Any:
         try:
-            from mpicomp.bench import peer_exchanges
+            from mpicomp.bench import peers
         except ImportError as error:
             from mpicomp.errors import ConfigurationError
 
             raise ConfigurationError(f"{_COMMAND}: gloo is PyTorch's; pip install 'mpicomp[torch]'") from error
-        return peer_exchanges
+        return peers
 
     peers = run_collectively(load, transport, _COMMAND)
     with peers.process_group(transport):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mpicomp.cli.options import add_device, add_task, start_training, table_columns
 
 if TYPE_CHECKING:
-    from mpicomp.bench.training_rows import Exchange
+    from mpicomp.bench.training import Exchange
 
 HELP = "train with several exchanges in turn and compare their throughput with that of no exchange at all"
 
@@ -36,10 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X[,..]",
         help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
         "colon where it is not auto, with -inline where it is to wait for backward, and with updates: before it to "
-        "exchange updates in place of gradients; muon for what mpicomp train has by this name; ddp, "
-        "ddp-fp16, ddp-bf16, ddp-powersgd and ddp-powersgd-1bucket for PyTorch's over gloo; torchft-ddp, and "
-        "torchft-diloco, which exchanges updates, for torchft's; plain-topk and plain-topk-mpi for a top-k written by "
-        "hand, over gloo and over MPI (%(default)s)",
+        "exchange updates in place of gradients; muon for what mpicomp train has by this name; ddp, ddp-fp16 and "
+        "ddp-powersgd for PyTorch's over gloo; torchft-diloco for torchft's, which exchanges updates (%(default)s)",
     )
     parser.add_argument(
         "--every", type=int, default=1, metavar="H", help="steps from one exchange of updates to the next (%(default)s)"
@@ -86,9 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     transport, task, device = start_training(_COMMAND, arguments)
     from mpicomp.bench import devices
-    from mpicomp.bench.exchange_replicas import Job, train_all
     from mpicomp.bench.measure import results
-    from mpicomp.bench.training_rows import Settings, rows_of
+    from mpicomp.bench.training import Settings, rows_of, train_in_turn, trainers
 
     group, hosts = transport.group, transport.hosts()
     name = "cpu" if arguments.device == "cpu" else devices.torch_name(device)
@@ -103,9 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
         say("more ranks than cores: what the processor does, forward and backward, takes longer than on a cluster")
     if name != "cpu":
         say(f"models are in the memory of GPUs; rank 0 has one {name}")
-    settings = Settings(steps, blocks, warm_up, every)
-    training = Job(task, settings, arguments.seed, transport, device)
-    trained, numel, threads = train_all(exchanges, training, say)
+    settings = Settings(steps, blocks, warm_up, every, arguments.seed)
+    with trainers(exchanges, task, settings, transport, device) as made:
+        trained = train_in_turn(made, task, settings, transport, say)
+        numel = made[0].replica.numel
     transport.close()
     wrong = [training.exchange.name for training in trained if training.is_wrong]
     if group.rank != 0:
@@ -122,7 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
     }
     found = rows_of(trained, task.batch_size * group.size, facts)
     if arguments.json is not None:
-        results.write(arguments.json, found, threads, name, job)
+        from torch import get_num_threads
+
+        results.write(arguments.json, found, get_num_threads(), name, job)
     _show(found)
     for name in wrong:
         print(f"\nWRONG: {name}: the ranks did not end with the same parameters")
@@ -131,33 +131,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _exchange(word: str, ratio: float) -> "Exchange":
     """Read the name of an exchange."""
-    from mpicomp.bench.training_rows import (
-        AUTO,
-        INLINE,
-        OTHERS,
-        PLAIN_TOPK,
-        PLAIN_TOPK_MPI,
-        PRESETS,
-        UPDATES,
-        Exchange,
-    )
+    from mpicomp.bench.training import AUTO, INLINE, MUON, MUON_COMPRESSOR, OTHERS, UPDATES, Exchange
 
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor, list_compressors
     from mpicomp.errors import ConfigurationError, UnknownNameError
     from mpicomp.policies import UserSettings, get_policy
 
-    if word in (PLAIN_TOPK, PLAIN_TOPK_MPI):
-        return Exchange(word, get_compressor({"id": "topk", "ratio": ratio}))
     if word in OTHERS:
         return Exchange(word)
-    if word in PRESETS:
-        return Exchange(word, get_compressor(PRESETS[word][0]))
+    if word == MUON:
+        return Exchange(word, get_compressor(MUON_COMPRESSOR))
     updates = word.startswith(UPDATES)
     if updates and word.endswith(INLINE):
         raise ConfigurationError(f"{_COMMAND}: updates are there after backward in any case, got '{word}'")
     name, colon, collective = word.removeprefix(UPDATES).removesuffix(INLINE).partition(":")
-    alone = (*OTHERS, *PRESETS)
+    alone = (*OTHERS, MUON)
     if name in alone:
         raise ConfigurationError(
             f"{_COMMAND}: '{name}' has no other collective, no form in line and none with updates:, got '{word}'; name "

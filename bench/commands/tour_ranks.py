@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     transport = SimulatedLinks(HOSTS, parse_bandwidth(BANDWIDTH)) if arguments.simulated else MPITransport()
     from mpicomp.bench.measure.metrics import MetricsWriter
-    from mpicomp.bench.training_run import Stopped, train
+    from mpicomp.bench.train import Stopped, train_measured
 
     first = transport.group.rank == 0
     finished: list[_Finished] = []
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             path = str(Path(folder, f"{len(finished)}.jsonl"))
             with MetricsWriter(path if first else None) as metrics:
                 task = load_task("tour", arguments, None, transport.group)
-                outcome = train(task, settings, transport, _row(first, bars, name), metrics)
+                outcome = train_measured(task, settings, transport, _row(first, bars, name), metrics)
             assert not isinstance(outcome, Stopped)
             finished.append(_Finished(name, task, settings, outcome, path))
         if first:
@@ -74,8 +74,8 @@ class _Finished:
 
 
 def _trainings(steps: int) -> Iterator[tuple[str, Any]]:
-    from mpicomp.bench.training_rows import MUON, PRESETS
-    from mpicomp.bench.training_run import Settings
+    from mpicomp.bench.train import Settings
+    from mpicomp.bench.training import MUON_COMPRESSOR, MUON_UPDATES
 
     from mpicomp.compressors import Dense, get_compressor
     from mpicomp.policies import get_policy
@@ -83,9 +83,8 @@ def _trainings(steps: int) -> Iterator[tuple[str, Any]]:
     words: dict[str, Any] = {"steps": steps, "seed": 0, "evaluate_every": max(1, steps // _LOOKS), "probes": False}
     yield _DENSE, Settings(Dense(), "auto", get_policy("static"), **words)
     yield _AUTO, Settings(None, "auto", get_policy("auto"), **words)
-    compressor, updates = PRESETS[MUON]
-    updates = updates | {"sync_every": _SYNC_EVERY}
-    yield _MUON, Settings(get_compressor(compressor), "auto", get_policy("static"), updates=updates, **words)
+    updates = MUON_UPDATES | {"sync_every": _SYNC_EVERY}
+    yield _MUON, Settings(get_compressor(MUON_COMPRESSOR), "auto", get_policy("static"), updates=updates, **words)
 
 
 def _bars(visible: bool) -> Any:
@@ -130,11 +129,11 @@ def _row(visible: bool, bars: Any, name: str) -> Any:
 
 def _show(finished: list[_Finished], report: str, is_simulated: bool) -> None:
     """Print bars and a sentence, and write the report."""
-    from mpicomp.bench.outcome import judge, run_object
     from mpicomp.bench.report.comparison import race
     from mpicomp.bench.report.numbers import amount, digits, seconds, times
     from mpicomp.bench.report.runs import Run, read_lines
     from mpicomp.bench.report.write import draw_report
+    from mpicomp.bench.train import judge, run_object
     from rich.bar import Bar
     from rich.console import Console
     from rich.table import Table

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpicomp.cli.options import add_device, add_plugin, add_task, load_task, start_training, write_json, writes_files
 
 if TYPE_CHECKING:
-    from mpicomp.bench.outcome import Outcome
     from mpicomp.bench.tasks import Task
-    from mpicomp.bench.training_run import Settings
+    from mpicomp.bench.train import Outcome, Settings
 
     from mpicomp.compressors import Compressor
     from mpicomp.policies import Policy
@@ -37,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exchange",
         default="gradients",
         help="gradients (default), or updates: ranks step by themselves and exchange what that has changed; as JSON "
-        """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}', and """
-        """"inner": "sgd" or "muon" to have ranks step by plain gradient descent, at the rates of the task's """
-        "optimizer, or by Muon and AdamW; muon: short for what docs/updates.md says of it",
+        """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}'; """
+        "muon: ranks step by Muon and AdamW, and exchange changes in one bit an element every 10 steps",
     )
     parser.add_argument(
         "--shard",
@@ -56,11 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="when a rank dies: the job ends, or the others go on (Open MPI's mpiexec --with-ft ulfm) (%(default)s)",
     )
     parser.add_argument("--every", metavar="H", help="steps from one exchange of updates to the next, or 'auto' (1)")
-    parser.add_argument(
-        "--second-moments",
-        choices=("local", "shared"),
-        help="second moments of the optimizers, with --exchange updates: kept by each rank, or shared (local)",
-    )
     parser.add_argument(
         "--lr-scale", type=float, default=1.0, metavar="X", help="times the rate that the task is tuned for (1)"
     )
@@ -122,8 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
     check_least("train", "--checkpoint-every", arguments.checkpoint_every)
     check_least("train", "--shard", arguments.shard)
-    if arguments.shard > 1:
-        _check_sharded(arguments)
+    if arguments.shard > 1 and arguments.checkpoints is not None:
+        raise ConfigurationError(
+            f"train: --checkpoints needs the whole model on each rank, and --shard {arguments.shard} cuts it; leave "
+            "one of them out; docs/pytorch.md says how a script of yours saves shards"
+        )
     if not 0 < arguments.lr_scale < math.inf:
         raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
     _expand(arguments)
@@ -149,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     transport, task, device = start_training("train", arguments, arguments.data)
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
-    from mpicomp.bench.training_run import Checkpoints, Settings, Stopped, train
+    from mpicomp.bench.train import Checkpoints, Settings, Stopped, train_measured
 
     from mpicomp.reducer.agreement import agree, run_collectively
 
@@ -208,7 +204,7 @@ def run(arguments: argparse.Namespace) -> int:
             lines, dense_lines = lines or os.path.join(folder, "run.jsonl"), os.path.join(folder, "dense.jsonl")
         writer = run_collectively(lambda: MetricsWriter(lines if first else None), transport, "train")
         with writer as metrics:
-            outcome = train(task, settings, transport, Progress(first), metrics, device)
+            outcome = train_measured(task, settings, transport, Progress(first), metrics, device)
         problem = metrics.problem
         dense = None
         if arguments.against_dense and not isinstance(outcome, Stopped):
@@ -217,7 +213,7 @@ def run(arguments: argparse.Namespace) -> int:
             task = load_task("train", arguments, arguments.data, group)
             settings_of_dense = _dense(settings)
             with MetricsWriter(dense_lines) as metrics:
-                ended = train(task, settings_of_dense, transport, Progress(first), metrics, device)
+                ended = train_measured(task, settings_of_dense, transport, Progress(first), metrics, device)
             problem = problem or metrics.problem
             assert not isinstance(ended, Stopped)  # signals stop only a training with checkpoints
             dense = _Dense(ended, settings_of_dense, dense_lines)
@@ -253,21 +249,6 @@ def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor 
             raise ConfigurationError(f"train: --against-dense trains twice, which {what} does not go with; drop one")
 
 
-def _check_sharded(arguments: argparse.Namespace) -> None:
-    """Refuse settings that need the whole model on each rank."""
-    from mpicomp.errors import ConfigurationError
-
-    advice = {
-        "checkpoints": "; docs/pytorch.md says how a script of yours saves shards",
-    }
-    for option, more in advice.items():
-        if getattr(arguments, option):
-            raise ConfigurationError(
-                f"train: --{option} needs the whole model on each rank, and --shard {arguments.shard} cuts it; leave "
-                f"one of them out{more}"
-            )
-
-
 class _Dense(NamedTuple):
     """The training with dense exchange that another one is compared with."""
 
@@ -297,7 +278,7 @@ def _report(
     dense: _Dense | None,
 ) -> None:
     """Print the results of a training, and write the requested files."""
-    from mpicomp.bench.outcome import judge, run_object, table
+    from mpicomp.bench.train import judge, run_object, table
 
     verdict = judge(outcome, None if dense is None else dense.outcome, task.quality_name)
     print(table(outcome, task.quality_name, settings.steps))
@@ -329,19 +310,15 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
 
 def _expand(arguments: argparse.Namespace) -> None:
     """Replace ``--exchange muon`` by the options that it stands for, unless these are set."""
-    from mpicomp.bench.training_rows import PRESETS
+    from mpicomp.bench.training import MUON, MUON_COMPRESSOR, MUON_UPDATES
 
-    if arguments.exchange in PRESETS:
-        compressor, updates = PRESETS[arguments.exchange]
-        ratio = {} if arguments.ratio is None else {"ratio": arguments.ratio}
-        arguments.exchange = json.dumps({"id": "updates"} | updates)
-        arguments.compressor = arguments.compressor or json.dumps(compressor | ratio)
+    if arguments.exchange == MUON:
+        arguments.exchange = json.dumps({"id": "updates"} | MUON_UPDATES)
+        arguments.compressor = arguments.compressor or json.dumps(MUON_COMPRESSOR)
 
 
 def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Return the settings of the exchange of updates; None for one of gradients."""
-    from mpicomp.bench.training_rows import PRESETS
-
     from mpicomp.cli.options import read_named
     from mpicomp.errors import ConfigurationError, UnknownNameError
     from mpicomp.setting_checks import check_least
@@ -349,29 +326,22 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
     config = read_named("train", "--exchange", arguments.exchange)
     name = config.pop("id", None)
     if name not in ("gradients", "updates"):
-        raise UnknownNameError("train: --exchange", str(name), ["gradients", "updates", *PRESETS])
+        raise UnknownNameError("train: --exchange", str(name), ["gradients", "updates", "muon"])
     if name == "gradients":
-        named = [
-            f"--{option}"
-            for option in ("every", "second-moments")
-            if getattr(arguments, option.replace("-", "_")) is not None
-        ]
-        if config or named:
-            what = named[0] if named else f"'{next(iter(config))}'"
+        if config or arguments.every is not None:
+            setting = f"'{next(iter(config))}'" if config else "--every"
             raise ConfigurationError(
-                f"train: gradients are exchanged in every step, so {what} says nothing; name --exchange updates"
+                f"train: gradients are exchanged in every step, so {setting} says nothing; name --exchange updates"
             )
         return None
-    known = ("sync_every", "outer", "second_moments", "sync_delay", "fragments", "feedback_decay", "inner")
+    known = ("sync_every", "outer", "feedback_decay", "inner")
     unknown = sorted(set(config) - set(known))
     if unknown:
         raise ConfigurationError(
             f"train: --exchange: updates have no setting '{unknown[0]}'; known: {', '.join(known)}"
         )
-    if config.get("inner", "task") not in ("task", "sgd", "muon"):
-        raise UnknownNameError("train: --exchange: inner", str(config["inner"]), ["task", "sgd", "muon"])
-    if arguments.second_moments is not None:
-        config["second_moments"] = arguments.second_moments
+    if config.get("inner", "muon") != "muon":
+        raise UnknownNameError("train: --exchange: inner", str(config["inner"]), ["muon"])
     every = config.pop("sync_every", 1) if arguments.every is None else arguments.every
     if every != "auto":
         try:

@@ -51,14 +51,6 @@ class Ratios(TypedDict):
     most: Annotated[float, "highest"]
 
 
-class RankEntry(TypedDict):
-    """Times of a rank."""
-
-    rank: Annotated[int, "its number, among the ranks that were there in the end"]
-    slowest: Annotated[float, "share of the steps in which it was busy longest outside `exchange`"]
-    phases_s: Annotated[dict[str, Any], "parts of its steps, medians"]
-
-
 class PlanEntry(TypedDict):
     """A plan that was run."""
 
@@ -117,7 +109,6 @@ class RunObject(TypedDict):
         "energy that waits over energy that a step sends, in the second half: "
         "`sum((1 - gain) * energy) / sum(gain * energy)`; null without error feedback",
     ]
-    by_rank: Annotated[list[dict[str, Any]], "what each rank took, below"]
     ratios: Annotated[dict[str, Any], "kept fraction of the whole model in a step, below"]
     plans: Annotated[list[dict[str, Any]], "what was run, from what was run most, below"]
     layers: Annotated[

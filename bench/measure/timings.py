@@ -1,8 +1,8 @@
 """Seconds of each step on every rank: gathered, and their medians."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -15,44 +15,17 @@ PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
 """Parts of a step: forward and backward; the reducer's three; the optimizer; the rest."""
 
 
-@dataclass(frozen=True)
-class RankTimes:
-    """Seconds of one rank."""
-
-    rank: int  # among those that are there in the end
-    slowest: float  # share of the steps in which it was busy longest outside the exchange, where the others wait
-    phases_s: dict[str, float]  # medians over steps
-
-
-@dataclass
-class Timings:
-    """Seconds of one rank, a row a step: the whole, its phases, and the choice of plans."""
-
-    rows: list[list[float]] = field(default_factory=list)
-
-    def add(self, seconds: float, phases: Mapping[str, float], choosing_s: float) -> None:
-        self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
-
-    def everyones(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:
-        """Return every rank's rows, as means over the steps between ends; shape (ranks, ends, columns). Collective."""
-        everyones = gather(np.array(self.rows, np.float64), transport)
-        sums = np.cumsum(everyones, axis=1)[:, np.array(ends) - 1]
-        means: NDArray[np.float64] = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]
-        return means
+def means_between(ends: Sequence[int], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the means of steps' rows between ends; shape (ranks, ends, columns)."""
+    sums = np.cumsum(rows, axis=1)[:, np.array(ends) - 1]
+    means: NDArray[np.float64] = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]
+    return means
 
 
 def of_slowest(everyones: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return every step's row of the rank that was slowest in it."""
     rows: NDArray[np.float64] = everyones[everyones[:, :, 0].argmax(axis=0), np.arange(everyones.shape[1])]
     return rows
-
-
-def by_rank(everyones: NDArray[np.float64]) -> list[RankTimes]:
-    """Return each rank's medians, and how often the others waited for it."""
-    exchange = 1 + PHASES.index("exchange")
-    busy = everyones[:, :, 1 : 1 + len(PHASES)].sum(axis=2) - everyones[:, :, exchange]
-    slowest = np.bincount(busy.argmax(axis=0), minlength=len(everyones)) / busy.shape[1]
-    return [RankTimes(rank, float(slowest[rank]), medians(rows)) for rank, rows in enumerate(everyones)]
 
 
 def medians(rows: NDArray[np.float64]) -> dict[str, float]:

@@ -40,7 +40,7 @@ def start_training(
 
     transport = MPITransport()
     task = load_task(command, arguments, data, transport.group)
-    from mpicomp.bench.replica import CPU
+    from mpicomp.bench.trainer import CPU
     from mpicomp.reducer.agreement import run_collectively
 
     device = CPU if gpu is None else run_collectively(lambda: devices.torch_device(command, gpu), transport, command)

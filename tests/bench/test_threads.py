@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mpicomp.bench.replica import threads_of_rank  # noqa: E402
+from mpicomp.bench.trainer import threads_of_rank  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,10 @@ pytest.importorskip("sklearn")
 import numpy as np
 import torch
 from marks import slow
-from mpicomp.bench.exchange_replicas import Job, train_all, trainers
-from mpicomp.bench.peer_exchanges import INTERFACE, PlainTopK, over_gloo, over_mpi, process_group
+from mpicomp.bench.peers import INTERFACE, process_group
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
-from mpicomp.bench.training_rows import (
+from mpicomp.bench.training import (
     BACKWARD,
     COMPRESS,
     DECODE,
@@ -28,10 +27,10 @@ from mpicomp.bench.training_rows import (
     rows_of,
     slowest,
     train_in_turn,
+    trainers,
 )
 
-from mpicomp import Dense, TopK
-from mpicomp.compressors import get_compressor
+from mpicomp import Dense, OneBit, TopK
 from mpicomp.errors import ConfigurationError
 from mpicomp.torch import UpdateOptimizer
 from mpicomp.transport import LocalWorld
@@ -43,11 +42,13 @@ class Scripted:
 
     order: list = []  # noqa: RUF012
     overlaps = False
+    ran = "dense ring"
 
     def __init__(self, name, seconds):
         self.exchange = Exchange(name)
         self.seconds = iter(seconds)
         self.done = 0
+        self.replica = self.model = self
 
     def block(self, steps):
         self.order.append((self.exchange.name, steps))
@@ -57,14 +58,12 @@ class Scripted:
         self.done += steps
         return numbers
 
-    def ran(self):
-        return "dense ring"
-
     def differing_ranks(self, transport):
         return []
 
-    def evaluate(self):
-        return float(self.done)
+    def evaluate(self, model):
+        """Return the quality, as the task of these trainers."""
+        return float(model.done)
 
 
 def silent(*_):
@@ -82,7 +81,7 @@ def taken(name, blocks, forward=0.0, backward=0.0, compressor=None, quality=None
 def test_train_in_turn_begins_each_round_with_another_one():
     Scripted.order = []
     trainers = [Scripted("none", [9, 1, 2, 3]), Scripted("ddp", [9, 4, 5, 6]), Scripted("topk", [9, 7, 8, 9])]
-    found = train_in_turn(trainers, Settings(2, 3, 5), LocalWorld(1).transports[0], silent)
+    found = train_in_turn(trainers, trainers[0], Settings(2, 3, 5), LocalWorld(1).transports[0], silent)
     names = [name for name, _ in Scripted.order]
     assert names[:3] == ["none", "ddp", "topk"]
     assert names[3:] == ["none", "ddp", "topk", "ddp", "topk", "none", "topk", "none", "ddp"]
@@ -120,7 +119,7 @@ def test_rows_are_those_computed_by_hand():
     assert none["task"] == "digits"
     assert (none["median_s"], none["low_s"], none["high_s"], none["mean_s"], none["p95_s"]) == (1, 1, 1, 2, 4)
     assert (none["processor_s"], dense["processor_s"]) == (1, 2)
-    assert (none["steps"], none["blocks"], none["steps_per_s"], none["samples_per_s"]) == (18, 6, 1, 64)
+    assert (none["steps"], none["blocks"], none["samples_per_s"]) == (18, 6, 64)
     assert (none["of_none"], none["of_none_low"], none["of_none_high"]) == (1, 1, 1)
     assert (dense["of_none"], dense["of_none_low"], dense["of_none_high"]) == (0.5, 0.5, 0.5)
     assert (dense["samples_per_s"], dense["forward_s"], dense["backward_s"], dense["after_s"]) == (32, 0.25, 1.5, 0.25)
@@ -159,49 +158,37 @@ def test_rows_without_partners_have_null():
     assert (row["hidden"], row["hidden_low"], row["hidden_s"], row["exchange_s"]) == (None, None, 0, 0)
 
 
-def exchanges():
-    return [
-        Exchange("none"),
-        Exchange("dense", Dense()),
-        Exchange("topk:allgather", TopK(ratio=0.05), "allgather"),
-        Exchange("ddp"),
-        Exchange("ddp-fp16"),
-        Exchange("ddp-powersgd"),
-        Exchange("ddp-powersgd-1bucket"),
-        Exchange("plain-topk", TopK(ratio=0.05)),
-        Exchange("plain-topk-mpi", TopK(ratio=0.05)),
-        Exchange("dense-inline", Dense()),
-        Exchange("updates:topk:allgather", TopK(ratio=0.05), "allgather"),
-    ]
-
-
-def train_digits(transport):
-    task = get_task("digits", 1)
-    trained, numel, threads = train_all(exchanges(), Job(task, Settings(2, 2, 3), 1, transport), silent)
-    assert threads == torch.get_num_threads()
-    return {training.exchange.name: training for training in trained}, numel
+EXCHANGES = [
+    Exchange("none"),
+    Exchange("dense", Dense()),
+    Exchange("topk:allgather", TopK(ratio=0.05), "allgather"),
+    Exchange("ddp"),
+    Exchange("ddp-fp16"),
+    Exchange("ddp-powersgd"),
+    Exchange("dense-inline", Dense()),
+    Exchange("updates:topk:allgather", TopK(ratio=0.05), "allgather"),
+]
 
 
 def test_block_of_updates_has_means_over_steps():
-    transport = LocalWorld(1).transports[0]
-    job = Job(get_task("digits", 1), Settings(6, 1, 3, every=3), 1, transport)
-    with trainers([Exchange("updates:dense", Dense())], job) as [ours]:
+    task, settings = get_task("digits", 1), Settings(6, 1, 3, every=3)
+    with trainers([Exchange("updates:dense", Dense())], task, settings, LocalWorld(1).transports[0]) as [ours]:
         numbers = ours.block(6)
-        last = ours.optimizer.reducer.last_step
+        last = ours.replica.optimizer.reducer.last_step
     assert numbers.shape == (6, FIELDS)
     assert (numbers[:3] == numbers[0]).all()
     assert (numbers[3:] == numbers[3]).all()
     assert last.step == 1  # the second exchange
-    assert ours.ran() == f"dense {last.buckets[0].collective}"
+    assert ours.ran == f"dense {last.buckets[0].collective}"
 
 
 def test_muon_is_exchanged_at_the_interval_of_the_job():
-    exchange = Exchange("muon", get_compressor("onebit"))
-    job = Job(get_task("digits", 1), Settings(4, 1, 0, every=2), 1, LocalWorld(1).transports[0])
-    with trainers([exchange], job) as [ours]:
+    exchange = Exchange("muon", OneBit())
+    settings = Settings(4, 1, 0, every=2)
+    with trainers([exchange], get_task("digits", 1), settings, LocalWorld(1).transports[0]) as [ours]:
         ours.block(4)
-        assert [type(member).__name__ for member in ours.optimizer.optimizers] == ["Muon", "AdamW"]
-        assert ours.optimizer.reducer.last_step.step == 1
+        assert [type(member).__name__ for member in ours.replica.optimizer.optimizers] == ["Muon", "AdamW"]
+        assert ours.replica.optimizer.reducer.last_step.step == 1
     assert exchange.updates
 
 
@@ -209,11 +196,11 @@ def test_muon_is_exchanged_at_the_interval_of_the_job():
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
 def test_torchft_diloco_ends_where_update_optimizer_does(comm):
+    pytest.importorskip("torchft")
     every, steps = 2, 6
     transport, task = MPITransport(comm), get_task("digits", 1)
-    job = Job(task, Settings(steps, 1, 0, every=every), 1, transport)
-    with trainers([Exchange("torchft-diloco")], job) as [theirs]:
-        numbers = theirs.block(steps)
+    with trainers([Exchange("torchft-diloco")], task, Settings(steps, 1, 0, every=every), transport) as [trainer]:
+        numbers, theirs = trainer.block(steps), trainer.replica
     ring = 2 * (comm.size - 1) / comm.size * 4 * theirs.numel
     assert numbers[:, WIRE].mean() == pytest.approx(ring / every)
 
@@ -236,8 +223,11 @@ def test_torchft_diloco_ends_where_update_optimizer_does(comm):
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_ranks_train_with_each_exchange(comm):
-    transport = MPITransport(comm)
-    trained, numel = train_digits(transport)
+    transport, task, settings = MPITransport(comm), get_task("digits", 1), Settings(2, 2, 3, seed=1)
+    with trainers(EXCHANGES, task, settings, transport) as made:
+        numel = made[0].replica.numel
+        found = train_in_turn(made, task, settings, transport, silent)
+    trained = {training.exchange.name: training for training in found}
     transport.close()
     assert trained["none"].equal == (comm.size == 1)
     assert not any(training.is_wrong for training in trained.values())
@@ -251,16 +241,14 @@ def test_ranks_train_with_each_exchange(comm):
         expected = {"none": 0, "ddp": ring, "ddp-fp16": ring / 2}
         if name in expected:
             assert wire.mean() == pytest.approx(expected[name])
-        elif name.startswith("ddp-powersgd"):
+        elif name == "ddp-powersgd":
             assert wire.mean() <= ring / 5
         else:
             assert (wire.mean() > 0) == (comm.size > 1)
-    assert trained["plain-topk"].quality == trained["plain-topk-mpi"].quality
     assert numel > 30_000
     assert trained["topk:allgather"].ran == "topk allgather"
     assert trained["ddp"].ran is None
-    for name in ("topk:allgather", "plain-topk"):
-        assert (trained[name].steps[:, :, [COMPRESS, EXCHANGE, DECODE]] >= 0).all()
+    assert (trained["topk:allgather"].steps[:, :, [COMPRESS, EXCHANGE, DECODE]] >= 0).all()
     assert np.isnan(trained["ddp"].steps[:, :, EXCHANGE]).all()
     if comm.size == 1:
         assert trained["ddp"].quality == trained["dense"].quality == trained["none"].quality
@@ -276,65 +264,13 @@ def test_ddp_averages_as_mpicomp_does(comm):
     torch.set_num_threads(1)
     transport, task = MPITransport(comm), get_task("digits", 1)
     exchanges = [Exchange("dense", Dense(), "allreduce"), Exchange("ddp")]
-    with trainers(exchanges, Job(task, Settings(3, 1, 0), 1, transport)) as made:
+    with trainers(exchanges, task, Settings(3, 1, 0), transport) as made:
         for trainer in made:
             trainer.block(3)
-        for left, right in zip(*(trainer.parameters for trainer in made), strict=True):
+        for left, right in zip(*(trainer.replica.parameters for trainer in made), strict=True):
             torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
         del trainer
     transport.close()
-
-
-@pytest.mark.mpi(max_size=3)
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("over", ["gloo", "mpi"])
-def test_plain_topk_averages_the_largest_and_keeps_the_rest(comm, over):
-    transport = MPITransport(comm)
-    shapes = [(4, 5), (3,)]
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    residuals = [[np.zeros(shape) for shape in shapes] for _ in range(comm.size)]
-    with process_group(transport):
-        plain = PlainTopK(0.2, over_gloo if over == "gloo" else over_mpi(transport))
-        for step in range(4):
-            means = [np.zeros(shape) for shape in shapes]
-            for rank in range(comm.size):  # every rank does what all do
-                random = np.random.default_rng([step, rank])
-                for place, (shape, count) in enumerate(zip(shapes, (4, 1), strict=True)):
-                    gradient = random.standard_normal(shape).astype(np.float32)
-                    if rank == comm.rank:
-                        parameters[place].grad = torch.from_numpy(gradient.copy())
-                    whole = residuals[rank][place] + gradient
-                    least = np.sort(np.abs(whole).reshape(-1))[-count]
-                    sent = np.where(np.abs(whole) >= least, whole, 0)
-                    means[place] += sent / comm.size
-                    residuals[rank][place] = whole - sent
-            plain.average(parameters)
-            for parameter, mean in zip(parameters, means, strict=True):
-                np.testing.assert_allclose(parameter.grad.numpy(), mean, rtol=1e-5, atol=1e-6)
-            assert plain.sent_bytes == 5 * (4 + 8)
-    transport.close()
-
-
-@pytest.mark.mpi(max_size=3)
-@pytest.mark.timeout(120)
-@pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
-def test_torchft_ddp_ends_where_ddp_does(comm):
-    pytest.importorskip("torchft")
-
-    transport = MPITransport(comm)
-    names = [Exchange("ddp"), Exchange("torchft-ddp")]
-    trained, _, _ = train_all(names, Job(get_task("digits", 1), Settings(2, 2, 3), 1, transport), silent)
-    transport.close()
-    assert all(training.equal for training in trained)
-    if comm.rank == 0:
-        assert trained[1].quality == pytest.approx(trained[0].quality, abs=0.01)
-
-
-def test_hook_that_pytorch_refuses_is_a_configuration_error():
-    transport = LocalWorld(1).transports[0]
-    with pytest.raises(ConfigurationError, match="ddp-bf16: PyTorch refuses this hook over gloo: "):
-        train_all([Exchange("ddp-bf16")], Job(get_task("digits", 1), Settings(2, 2, 3), 1, transport), silent)
-    torch.distributed.destroy_process_group()  # an error waits for nobody, and leaves it
 
 
 @pytest.mark.parametrize("interface", ["lo", "nonexistent0"])
@@ -355,7 +291,7 @@ SCRIPT = """
 import numpy as np
 import torch
 from mpicomp.bench.measure.timings import gather
-from mpicomp.bench.peer_exchanges import process_group
+from mpicomp.bench.peers import process_group
 from mpicomp.transport.mpi import MPITransport
 from torch import distributed
 

@@ -8,7 +8,7 @@ from golden import check_golden
 from mpicomp.bench.measure.chosen_plans import Ran
 from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.measure.timings import PHASES, Slowest
-from mpicomp.bench.outcome import Outcome, judge, table
+from mpicomp.bench.train import Outcome, judge, table
 
 import mpicomp
 

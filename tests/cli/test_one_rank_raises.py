@@ -46,7 +46,7 @@ TRAINING = ["bench", "training", "--task", "digits", "--steps", "4", "--blocks",
         slow("mpicomp.cost.link_probe:_task", 3, ["doctor"]),
         ("mpicomp.doctor.job:by_host", 1, ["doctor"]),
         slow("mpicomp.bench.tasks.digits:Digits.loss", 5, TRAIN),
-        slow("mpicomp.bench.training_run:probe", 1, TRAIN),
+        slow("mpicomp.bench.train:probe", 1, TRAIN),
         slow("mpicomp.bench.tasks.digits:Digits.loss", 9, [*TRAINING, "--exchange", "ddp,topk"]),
     ],
 )

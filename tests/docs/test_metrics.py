@@ -104,11 +104,6 @@ def test_the_object_of_a_run(run):
     compare(outcome["phases_s"], "phases_s of a line")
     compare(outcome["quality"], "quality")
     compare(outcome["ratios"], "ratios")
-    assert [item["rank"] for item in outcome["by_rank"]] == [0, 1]
-    assert sum(item["slowest"] for item in outcome["by_rank"]) == pytest.approx(1)
-    for item in outcome["by_rank"]:
-        compare(item, "An entry of by_rank")
-        compare(item["phases_s"], "phases_s of a line")
     for plan in outcome["plans"]:
         compare(plan, "An entry of plans")
     for layer in outcome["layers"]:

@@ -4,13 +4,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from mpicomp.bench import training_run
-from mpicomp.bench.exchange_replicas import Job, train_all
+from mpicomp.bench import train as measured_training
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.tasks.gpt import GPT, TextGPT
 from mpicomp.bench.tasks.updating import Updater, warm_up_and_cosine
-from mpicomp.bench.training_rows import Exchange, Settings
+from mpicomp.bench.training import Exchange, Settings, train_in_turn, trainers
 from tiny_gpt import Tiny
 
 import mpicomp
@@ -143,9 +142,9 @@ def threads():
 
 @pytest.mark.usefixtures("threads")
 def test_rate_of_the_command_follows_its_steps(tiny, tmp_path):
-    settings = training_run.Settings(mpicomp.Dense(), "auto", get_policy("static"), 5, 0, probes=False)
+    settings = measured_training.Settings(mpicomp.Dense(), "auto", get_policy("static"), 5, 0, probes=False)
     with MetricsWriter(str(tmp_path / "m.jsonl")) as metrics:
-        training_run.train(tiny, settings, LocalWorld(1).transports[0], Progress(False), metrics)
+        measured_training.train_measured(tiny, settings, LocalWorld(1).transports[0], Progress(False), metrics)
     rates = [json.loads(line)["lr"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     expected = [tiny.rate * (0.55 + 0.45 * math.cos(math.pi * step / 4)) for step in range(5)]
     assert rates == pytest.approx(expected)
@@ -154,8 +153,9 @@ def test_rate_of_the_command_follows_its_steps(tiny, tmp_path):
 @pytest.mark.usefixtures("threads")
 def test_exchanges_have_the_same_rates(tiny):
     exchanges = [Exchange("none"), Exchange("dense", mpicomp.Dense())]
-    job = Job(tiny, Settings(steps=2, blocks=2, warm_up=2), 0, LocalWorld(1).transports[0])
-    trained, _, _ = train_all(exchanges, job, lambda _: None)
+    settings, transport = Settings(steps=2, blocks=2, warm_up=2), LocalWorld(1).transports[0]
+    with trainers(exchanges, tiny, settings, transport) as made:
+        trained = train_in_turn(made, tiny, settings, transport, lambda _: None)
     model = tiny.model()
     optimizer = tiny.optimizer(model)
     train(tiny, model, optimizer, Updater(tiny, optimizer, 6).update, range(6))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from mpicomp.bench import training_run
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.progress import Progress
-from mpicomp.bench.replica import CPU, Replica
+from mpicomp.bench.train import Settings, train_measured
+from mpicomp.bench.trainer import CPU, Replica
 from sharded_models import end_groups, shards
 from tiny_gpt import Tiny
 
@@ -32,13 +32,11 @@ def task(comm, numbers):
 
 def train(task, comm, shard, compressor=None, collective="auto", **more):
     compressor = compressor or mpicomp.Dense()
-    settings = training_run.Settings(
-        compressor, collective, get_policy("static"), 8, 0, probes=False, shard=shard, **more
-    )
+    settings = Settings(compressor, collective, get_policy("static"), 8, 0, probes=False, shard=shard, **more)
     transport = connect(comm)
     threads = torch.get_num_threads()
     with MetricsWriter(None) as metrics:
-        outcome = training_run.train(task, settings, transport, Progress(False), metrics)
+        outcome = train_measured(task, settings, transport, Progress(False), metrics)
     torch.set_num_threads(threads)
     transport.close()
     return outcome

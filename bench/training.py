@@ -1,7 +1,10 @@
 """Training steps with several exchanges in turn, and with none: the share of throughput that each leaves."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -14,22 +17,19 @@ from numpy.typing import NDArray
 from mpicomp.compressors import Compressor
 from mpicomp.transport import Transport
 
-if TYPE_CHECKING:  # trainers load torch
-    from mpicomp.bench.exchange_replicas import NoExchange
+if TYPE_CHECKING:  # they load torch
+    from mpicomp.bench.tasks import Task
+    from mpicomp.bench.trainer import Replica, StepTimes
 
-NONE, AUTO = "none", "auto"
-TORCHFT_DDP, TORCHFT_DILOCO = "torchft-ddp", "torchft-diloco"
-PLAIN_TOPK, PLAIN_TOPK_MPI = "plain-topk", "plain-topk-mpi"
-DDP = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-powersgd-1bucket")
-OTHERS = (NONE, *DDP, TORCHFT_DDP, TORCHFT_DILOCO, PLAIN_TOPK, PLAIN_TOPK_MPI)  # exchanges that are not mpicomp's
+NONE, AUTO, DILOCO = "none", "auto", "torchft-diloco"
+DDP = ("ddp", "ddp-fp16", "ddp-powersgd")
+OTHERS = (NONE, *DDP, DILOCO)  # exchanges that are not mpicomp's
 INLINE = "-inline"  # suffix of the name of an exchange that waits for backward to end
 UPDATES = "updates:"
 """Prefix of the name of an exchange of updates, in place of gradients; that of the exchange follows."""
 MUON = "muon"  # name of the exchange of `mpicomp.torch.LocalMuon`
-PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    MUON: ({"id": "onebit"}, {"inner": "muon", "sync_every": 10}),
-}
-"""Compressors and settings that these names are short for, ``inner`` and the steps between exchanges among them."""
+MUON_COMPRESSOR = {"id": "onebit"}
+MUON_UPDATES: dict[str, Any] = {"inner": "muon", "sync_every": 10}
 
 SECONDS, FORWARD, BACKWARD, WIRE, PROCESSOR, COMPRESS, EXCHANGE, DECODE = range(8)
 """Columns of the numbers that a rank reports of a step: seconds, those of two parts, bytes that left the rank, seconds
@@ -61,7 +61,6 @@ class TrainingRow(TypedDict):
     high_s: Annotated[float | None, "its upper end"]
     mean_s: Annotated[float, "mean of the samples"]
     p95_s: Annotated[float, "95 % of the samples took no longer"]
-    steps_per_s: Annotated[float, "`1 / median_s`"]
     samples_per_s: Annotated[float, "of all ranks: `batch_size ranks / median_s`"]
     forward_s: Annotated[float, "median: batch and forward"]
     backward_s: Annotated[float, "median: backward, with what of the exchange goes on in it"]
@@ -103,12 +102,7 @@ class Exchange:
     @property
     def updates(self) -> bool:
         """Whether updates of the optimizers are exchanged in place of gradients."""
-        return self.name.startswith(UPDATES) or self.name in (TORCHFT_DILOCO, *PRESETS)
-
-    @property
-    def in_line(self) -> bool:
-        """Whether it is asked to wait for backward to end."""
-        return self.name.endswith(INLINE)
+        return self.name.startswith(UPDATES) or self.name in (DILOCO, MUON)
 
 
 @dataclass(frozen=True)
@@ -120,10 +114,103 @@ class Settings:
     warm_up: int  # steps of each exchange before its blocks
     # Steps from one exchange of updates to the next, of which those of a block and of the warm-up are multiples
     every: int = 1
+    seed: int = 0  # of schemes that draw random numbers
 
     @property
     def total(self) -> int:
         return self.warm_up + self.steps * self.blocks
+
+
+class Trainer:
+    """Trains one replica, block by block."""
+
+    def __init__(self, exchange: Exchange, task: "Task", replica: "Replica", settings: Settings) -> None:
+        self.exchange = exchange
+        self.replica = replica
+        self._task = task
+        self._every = settings.every if exchange.updates else 1  # steps from one exchange to the next
+        self._steps = 0
+        self._plans: Counter[str] = Counter()
+
+    @property
+    def ran(self) -> str | None:
+        """The plan that most steps ran; None where plans are not mpicomp's."""
+        return self._plans.most_common(1)[0][0] if self._plans else None
+
+    def block(self, steps: int) -> NDArray[np.float64]:
+        """Do some steps; return their numbers, as means over the steps from one exchange to the next."""
+        from mpicomp.bench.trainer import train
+
+        rows: list[list[float]] = []
+        used = time.process_time()
+
+        def on_step(_: int, times: "StepTimes") -> None:
+            nonlocal used
+            before, used = used, time.process_time()
+            phases = self.replica.phases_s or {}
+            rows.append(
+                [
+                    times.seconds,
+                    times.forward - times.start,
+                    times.backward - times.forward,
+                    self.replica.wire_bytes,
+                    used - before,
+                    *(phases.get(name, np.nan) for name in ("compress", "exchange", "decode")),
+                ]
+            )
+            record = getattr(self.replica, "record", None)
+            if record is not None:
+                self._plans.update(f"{bucket.compressor['id']} {bucket.collective}" for bucket in record.buckets)
+
+        train(self._task, self.replica, range(self._steps, self._steps + steps), on_step)
+        self._steps += steps
+        means: NDArray[np.float64] = np.array(rows).reshape(-1, self._every, FIELDS).mean(axis=1)
+        return means.repeat(self._every, axis=0)
+
+
+@contextmanager
+def trainers(
+    exchanges: Sequence[Exchange], task: "Task", settings: Settings, transport: Transport, device: Any = None
+) -> Iterator[list[Trainer]]:
+    """Return a context with a trainer for each exchange, closed before its process group. Collective."""
+    import torch
+    from mpicomp.bench import peers
+    from mpicomp.bench.trainer import CPU, MpicompReplica, Replica, threads_of_rank
+
+    device = device or CPU
+    steps = settings.total
+
+    def ours(exchange: Exchange) -> Replica:
+        words: dict[str, Any] = {}
+        if exchange.name == MUON:
+            words["updates"] = MUON_UPDATES | {"sync_every": settings.every}
+        elif exchange.updates:
+            words["updates"] = {"sync_every": settings.every}
+        else:
+            words["overlap"] = False if exchange.name.endswith(INLINE) else None
+        words |= {"compressor": exchange.compressor, "collective": exchange.collective, "seed": settings.seed}
+        return MpicompReplica(task, transport, steps, device, warmup=0, **words)  # what is named is what is timed
+
+    torch.set_num_threads(threads_of_rank(transport.cores))
+    with ExitStack() as stack:
+        if any(not exchange.ours and exchange.name != NONE for exchange in exchanges):
+            stack.enter_context(peers.process_group(transport))
+        made = []
+        for exchange in exchanges:
+            if exchange.name == DILOCO:
+                manager = stack.enter_context(peers.replica_group(transport, exchange.name))
+                replica: Replica = peers.DiLoCoReplica(manager, task, transport, steps, settings.every, device)
+            elif exchange.name in DDP:
+                replica = peers.DDPReplica(exchange.name, task, transport, steps, device)
+            elif exchange.name == NONE:
+                replica = Replica(task, transport.group, steps, device)
+            else:
+                replica = ours(exchange)
+            made.append(Trainer(exchange, task, replica, settings))
+        yield made
+        del replica
+        while made:  # none is left when the process group goes
+            made.pop().replica.close()
 
 
 @dataclass
@@ -147,36 +234,35 @@ class Trained:
 
 
 def train_in_turn(
-    trainers: "Sequence[NoExchange]", settings: Settings, transport: Transport, say: Callable[[str], None]
+    made: Sequence[Trainer], task: "Task", settings: Settings, transport: Transport, say: Callable[[str], None]
 ) -> list[Trained]:
     """Train with every exchange, block by block, another one first each round. Collective."""
-    for trainer in trainers:
+    for trainer in made:
         say(f"warming up: {trainer.exchange.name}")
         trainer.block(settings.warm_up)
-        _meet(transport)
-    blocks: dict[str, list[NDArray[np.float64]]] = {trainer.exchange.name: [] for trainer in trainers}
+        gather(np.zeros(1), transport)
+    blocks: dict[str, list[NDArray[np.float64]]] = {trainer.exchange.name: [] for trainer in made}
     link_bytes = dict.fromkeys(blocks, 0.0)
     for turn in range(settings.blocks):
-        first = turn % len(trainers)
-        for trainer in [*trainers[first:], *trainers[:first]]:
+        first = turn % len(made)
+        for trainer in [*made[first:], *made[:first]]:
             name = trainer.exchange.name
-            _meet(transport)
+            gather(np.zeros(1), transport)  # all begin a block together
             before = _sent_by_host()
             block = trainer.block(settings.steps)
-            ranks = gather(block, transport)
-            blocks[name].append(slowest(ranks))
+            blocks[name].append(slowest(gather(block, transport)))
             link_bytes[name] += _sent_by_host() - before
         done = (f"{name} {np.median(taken[-1][:, SECONDS]):.3g} s" for name, taken in blocks.items())
         say(f"round {turn + 1} of {settings.blocks}: {', '.join(done)}")
     trained = []
-    for trainer in trainers:
-        name = trainer.exchange.name
-        equal = not trainer.differing_ranks(transport)
-        quality = trainer.evaluate() if equal and transport.group.rank == 0 else None
+    for trainer in made:
+        name, replica = trainer.exchange.name, trainer.replica
+        equal = not replica.differing_ranks(transport)
+        quality = task.evaluate(replica.model) if equal and transport.group.rank == 0 else None
         link = gather(np.array([link_bytes[name] / (settings.steps * settings.blocks)]), transport).mean()
         link_or_none = float(link) if _is_in_lab() else None
-        steps, ran, overlaps = np.array(blocks[name]), trainer.ran(), trainer.overlaps
-        trained.append(Trained(trainer.exchange, steps, link_or_none, ran, overlaps, equal, quality))
+        result = np.array(blocks[name]), link_or_none, trainer.ran, replica.overlaps, equal, quality
+        trained.append(Trained(trainer.exchange, *result))
     return trained
 
 
@@ -221,7 +307,6 @@ def _row(training: Trained, batch: int) -> dict[str, Any]:
         "high_s": high,
         "mean_s": float(seconds.mean()),
         "p95_s": float(np.percentile(seconds, 95, method="inverted_cdf")),
-        "steps_per_s": 1 / median,
         "samples_per_s": batch / median,
         "forward_s": float(np.median(steps[:, :, FORWARD])),
         "backward_s": float(np.median(steps[:, :, BACKWARD])),
@@ -294,10 +379,6 @@ def hidden_parts(
     """
     overlapped_s, inline_s, none_s, backward_s = map(float, map(np.median, (overlapped, inline, none, backward)))
     return inline_s - overlapped_s, inline_s - none_s, backward_s
-
-
-def _meet(transport: Transport) -> None:
-    gather(np.zeros(1), transport)
 
 
 def _is_in_lab() -> bool:

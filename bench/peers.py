@@ -1,4 +1,4 @@
-"""Exchanges of others among the ranks of an MPI job: a process group of gloo, a manager of torchft, a plain top-k."""
+"""Replicas that others exchange: PyTorch's DistributedDataParallel and torchft's DiLoCo, over gloo."""
 
 import contextlib
 import datetime
@@ -7,21 +7,25 @@ import logging
 import os
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from mpicomp.bench.measure.timings import gather
-from mpicomp.bench.training_rows import TORCHFT_DILOCO
+from mpicomp.bench.tasks import Task
+from mpicomp.bench.trainer import CPU, Replica
 from numpy.typing import NDArray
-from torch import Tensor, distributed
+from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import run_collectively
-from mpicomp.rounds import Round
+from mpicomp.rounds import dense_ring_bytes
+from mpicomp.torch import broadcast_parameters
 from mpicomp.transport import Transport
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -119,7 +123,7 @@ def replica_group(transport: Transport, exchange: str) -> Iterator[Any]:
         load_state_dict=None,
         state_dict=None,
         min_replica_size=group.size,
-        use_async_quorum=exchange != TORCHFT_DILOCO,  # which asks for it
+        use_async_quorum=False,  # DiLoCo asks for it
         timeout=_LIMIT,
         quorum_timeout=_LIMIT,
         rank=0,
@@ -145,69 +149,73 @@ def _check_torchft(exchange: str) -> None:
         raise ConfigurationError(f"{exchange}: {error}; install it with pip install torchft") from error
 
 
-Gather = Callable[[Tensor], list[Tensor]]  # hands every rank everyone's arrays of one length, in the order of ranks
-
-
-class PlainTopK:
-    """Averages gradients by the largest magnitudes of each rank, with error feedback, a parameter at a time."""
-
-    def __init__(self, ratio: float, gather: Gather) -> None:
-        self._ratio = ratio
-        self._gather = gather
-        self._residuals: dict[int, Tensor] = {}
-        self.sent_bytes = 0
-        self.phases_s = np.zeros(3)
-
-    def average(self, parameters: Iterable[Tensor]) -> None:
-        """Write the mean into each ``grad``; set ``phases_s`` and ``sent_bytes``, a rank's payload. Collective."""
-        self.sent_bytes = 0
-        self.phases_s = np.zeros(3)
-        for place, parameter in enumerate(parameters):
-            if parameter.grad is None:
-                continue
-            start = time.perf_counter()
-            accumulated = parameter.grad.reshape(-1)
-            if place in self._residuals:
-                accumulated = accumulated + self._residuals[place]
-            count = max(1, int(accumulated.numel() * self._ratio))
-            _, indices = torch.topk(accumulated.abs(), count, sorted=False)
-            values = accumulated[indices]
-            residual = accumulated.clone()
-            residual[indices] = 0
-            self._residuals[place] = residual
-            compressed = time.perf_counter()
-            everyones_values, everyones_indices = self._gather(values), self._gather(indices)
-            gathered = time.perf_counter()
-            mean = torch.zeros_like(accumulated)
-            for their_values, their_indices in zip(everyones_values, everyones_indices, strict=True):
-                mean.index_add_(0, their_indices, their_values)
-            mean /= len(everyones_values)
-            parameter.grad.copy_(mean.view_as(parameter.grad))
-            self.sent_bytes += values.nbytes + indices.nbytes
-            self.phases_s += [compressed - start, gathered - compressed, time.perf_counter() - gathered]
-
-
-def over_gloo(array: Tensor) -> list[Tensor]:
-    """Gather by torch.distributed's default group."""
-    everyones = [torch.empty_like(array) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(everyones, array)
-    return everyones
-
-
 def add_over_gloo(array: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """Sum by torch.distributed's default group."""
     np.copyto(out, array)  # it sums in place
     distributed.all_reduce(torch.from_numpy(out))
 
 
-def over_mpi(transport: Transport) -> Gather:
-    """Return an allgather of MPI among a transport's ranks."""
-    ranks = transport.group.size
+class DDPReplica(Replica):
+    """A replica that PyTorch's DistributedDataParallel averages, with the communication hook of an exchange's name."""
 
-    def gather(array: Tensor) -> list[Tensor]:
-        send = array.numpy()
-        recv = np.empty(ranks * send.size, send.dtype)
-        task = Round("allgatherv", [send.size] * ranks, send.dtype, send=send, recv=recv)
-        return list(torch.from_numpy(transport.perform(task)).view(ranks, -1))
+    def __init__(self, exchange: str, task: Task, transport: Transport, steps: int, device: torch.device = CPU) -> None:
+        super().__init__(task, transport.group, steps, device)
+        self._powersgd: PowerSGDState | None = None
+        self._wire_fraction = 0.5 if exchange == "ddp-fp16" else 1.0  # of a dense ring
+        # PowerSGD's hook begins sums in callbacks, which ranks with several buckets may run in different orders: gloo
+        # then ends the job. So it has one bucket.
+        megabytes = self.numel // 250_000 + 1 if exchange == "ddp-powersgd" else None
+        self.network = DistributedDataParallel(self.model, bucket_cap_mb=megabytes)
+        if exchange == "ddp-fp16":
+            self.network.register_comm_hook(None, fp16_compress_hook)
+        elif exchange == "ddp-powersgd":
+            # It cannot begin earlier.
+            self._powersgd = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            self.network.register_comm_hook(self._powersgd, powerSGD_hook)
 
-    return gather
+    @property
+    def overlaps(self) -> bool:
+        return True
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes of a ring, which gloo uses and does not count."""
+        state, fraction = self._powersgd, self._wire_fraction
+        if state is not None and state.total_numel_before_compression:
+            fraction = state.total_numel_after_compression / state.total_numel_before_compression
+        return fraction * dense_ring_bytes(self.numel, self.group.size)
+
+
+class DiLoCoReplica(Replica):
+    """A replica that torchft's DiLoCo exchanges every few steps, with the outer optimizer of DiLoCo's paper."""
+
+    def __init__(
+        self,
+        manager: Any,
+        task: Task,
+        transport: Transport,
+        steps: int,
+        every: int,
+        device: torch.device = CPU,
+    ) -> None:
+        from torchft.local_sgd import DiLoCo
+
+        super().__init__(task, transport.group, steps, device)
+        broadcast_parameters(self.model, comm=transport)
+        outer = torch.optim.SGD(self.parameters, lr=0.7, momentum=0.9, nesterov=True)
+        self._every = every
+        self._steps = 0
+        self._hooks = DiLoCo(manager, [self.model], self.optimizer, outer, sync_every=every)
+        self._hooks.__enter__()
+
+    def step(self, loss: torch.Tensor) -> tuple[float, float, float]:
+        self._steps += 1
+        return super().step(loss)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes of a ring, which gloo uses and does not count."""
+        return 0.0 if self._steps % self._every else float(dense_ring_bytes(self.numel, self.group.size))
+
+    def close(self) -> None:
+        self._hooks.__exit__(None, None, None)

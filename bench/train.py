@@ -1,0 +1,577 @@
+"""Train a task with its gradients averaged by mpicomp, measure every step, and judge whether compression paid."""
+
+import contextlib
+import statistics
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from mpicomp.bench.measure.chosen_plans import Choices, Layer, Ran, chosen_table, leading
+from mpicomp.bench.measure.metrics import MetricsWriter
+from mpicomp.bench.measure.probe import Probe, probe, probe_dense
+from mpicomp.bench.measure.progress import Progress
+from mpicomp.bench.measure.run_fields import RunObject
+from mpicomp.bench.measure.timings import PHASES, Slowest, gather, means_between, medians, of_slowest
+from mpicomp.bench.tasks import Task
+from mpicomp.bench.trainer import CPU, MpicompReplica, StepTimes, threads_of_rank, train
+from numpy.typing import NDArray
+
+from mpicomp.checkpoint import load_checkpoint, save_checkpoint
+from mpicomp.compressors import Compressor, Dense
+from mpicomp.errors import ConfigurationError, MpicompError
+from mpicomp.policies import Policy
+from mpicomp.policies.warmup import read_warmup
+from mpicomp.reducer import StepRecord
+from mpicomp.reducer.trace import trace
+from mpicomp.rounds import dense_ring_bytes
+from mpicomp.torch import shard_mesh
+from mpicomp.torch.update_optimizer import AUTO
+from mpicomp.transport import Transport
+
+_MAX_START_STEPS = 5  # first steps that are not timed: they compile, agree and grow buffers
+_NOISE = 0.03  # differences below this share of a step say nothing
+_ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as run always; the rest was explored
+
+
+class Checkpoints:
+    """Checkpoints of one training, below one folder."""
+
+    def __init__(self, folder: str, every: int, run: dict[str, Any]) -> None:
+        self.folder = folder
+        self._every = every
+        self._run = run
+        self._due = False
+
+    def load(self, task: Task, replica: MpicompReplica, transport: Transport) -> int:
+        """Load the newest checkpoint, if there is one, and return the steps that were made until it. Collective."""
+        saved = load_checkpoint(self.folder, comm=transport)
+        if saved is None:
+            return 0
+        ours, theirs = self._of(task), saved["run"]
+        for name in ours:
+            if theirs.get(name) != ours[name]:
+                raise ConfigurationError(
+                    f"train: the checkpoint in '{self.folder}' is of a run with {name} {theirs.get(name)}, and this "
+                    f"one has {ours[name]}; name another folder, or start the command that wrote it"
+                )
+        replica.model.load_state_dict(saved["model"])
+        replica.optimizer.load_state_dict(saved["optimizer"])
+        replica.updater.load_state_dict(saved["updater"])
+        torch.set_rng_state(saved["random"])
+        return int(saved["step"])
+
+    def is_due(self, step: int, exchanged: bool) -> bool:
+        """Return whether to save one now: every n-th step, or the next one that exchanged."""
+        self._due = self._due or step % self._every == 0
+        return self._due and exchanged
+
+    def save(self, step: int, task: Task, replica: MpicompReplica, transport: Transport) -> None:
+        """Write a checkpoint after a step. Collective; ranks that have stepped by themselves exchange first."""
+        if replica.exchanges_updates:
+            replica.optimizer.synchronize()
+        state = {
+            "run": self._of(task),
+            "step": step,
+            "model": replica.model.state_dict(),
+            "optimizer": replica.optimizer.state_dict(),
+            "updater": replica.updater.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        save_checkpoint(self.folder, state, comm=transport)
+        self._due = False
+
+    def _of(self, task: Task) -> dict[str, Any]:
+        return {"task": task.name} | self._run
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a training run, the same on every rank."""
+
+    compressor: Compressor | None  # none lets the policy choose
+    collective: str
+    policy: Policy  # the policy; an object serves one run
+    steps: int  # at least 1
+    seed: int  # seed of the model, of the data's order and of the schemes
+    evaluate_every: int = 0  # steps from one look at the held-out data to the next; 0 looks at the end alone
+    probes: bool = True  # whether exchanges, dense ones among them, are measured by themselves after the training
+    warmup: int | str = 0
+    # Settings of `mpicomp.torch.UpdateOptimizer`, ``sync_every`` among them; None exchanges gradients.
+    # ``"inner": "muon"`` has ranks step by Muon and AdamW in place of the task's optimizer.
+    updates: dict[str, Any] | None = None
+    lr_scale: float = 1.0  # times the task's learning rate, which is tuned for dense exchange of gradients
+    on_failure: str = "abort"
+    checkpoints: Checkpoints | None = None  # where the training goes on from, and what it writes; None for neither
+    trace: str | None = None  # the file that `mpicomp.trace` writes of the steps
+    shard: int = 1  # ranks to a replica, over which the model is sharded
+
+    @property
+    def every(self) -> int:
+        """Steps from one exchange to the next, at first."""
+        return 1 if self.updates is None or self.updates["sync_every"] == AUTO else int(self.updates["sync_every"])
+
+    @property
+    def adapts(self) -> bool:
+        return self.policy.id != "static"
+
+    @property
+    def changes(self) -> bool:
+        """Whether the second half of a run may use other plans than the first."""
+        if self.warmup:
+            return True
+        if self.adapts or self.compressor is None:
+            return self.adapts
+        return self.compressor.bind([], [], warm_up=False).get_config() != self.compressor.get_config()
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A training that was asked to stop: a checkpoint was written after so many steps."""
+
+    step: int
+
+
+def train_measured(
+    task: Task,
+    settings: Settings,
+    transport: Transport,
+    progress: Progress,
+    metrics: MetricsWriter,
+    device: torch.device = CPU,
+) -> "Outcome | Stopped":
+    """Train a task, to its end or until ranks are asked to stop. Collective over the transport's ranks."""
+    torch.set_num_threads(threads_of_rank(transport.cores))
+    # Phases are to add up to the step, so nothing overlaps.
+    of_gradients = {"overlap": False} if settings.updates is None else {}
+    replica = MpicompReplica(
+        task,
+        transport,
+        settings.steps,
+        device,
+        updates=settings.updates,
+        lr_scale=settings.lr_scale,
+        mesh=None if settings.shard == 1 else shard_mesh(settings.shard, device.type, transport),
+        compressor=settings.compressor,
+        collective=settings.collective,
+        policy=settings.policy,
+        seed=settings.seed,
+        warmup=settings.warmup,
+        on_failure=settings.on_failure,
+        **of_gradients,
+    )
+    first = 0
+    if settings.checkpoints is not None:
+        first = settings.checkpoints.load(task, replica, transport)
+        if first >= settings.steps:
+            raise ConfigurationError(
+                f"train: the checkpoint in '{settings.checkpoints.folder}' was written after {first} steps, and this "
+                f"run has {settings.steps}; name more --steps, or another folder"
+            )
+        if first:
+            progress.resumed(first)
+    metrics.begin(first)
+    recording = _Recording(settings, replica, first)
+    stopped_at = None
+
+    def on_step(step: int, times: StepTimes) -> bool:
+        nonlocal stopped_at
+        record, phases = replica.record, recording.add(step, times)
+        quality = None
+        if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
+            quality = _quality(task, replica, transport, settings, task.glance)
+        if metrics.wanted:
+            fields = {"step": step, "seconds": times.seconds, "phases_s": phases, "loss": times.loss}
+            metrics.write(partial(_line, record, fields | {"quality": quality}))
+        progress.step(step, times.loss, times.seconds, record, quality)
+        saves = settings.checkpoints
+        if saves is None or step + 1 == settings.steps:
+            return False
+        # Where nothing was exchanged, ranks may not know the same: the record is an empty one.
+        if record.stop or saves.is_due(step + 1, bool(record.buckets)):
+            metrics.flush()  # a run that goes on from there has all lines before it
+            saves.save(step + 1, task, replica, transport)
+        if record.stop:
+            stopped_at = step + 1
+        return bool(record.stop)
+
+    traced = contextlib.nullcontext() if settings.trace is None else trace(settings.trace, comm=transport)
+    with progress.over(settings.steps), traced:
+        train(task, replica, range(first, settings.steps), on_step)
+    if stopped_at is not None:
+        return Stopped(stopped_at)
+    recording.finish()
+    different = replica.differing_ranks(transport)
+    if different:
+        raise MpicompError(
+            f"train: all ranks must end with the same parameters; those of ranks {different} are not rank 0's. "
+            "Please report it with the output of mpicomp doctor"
+        )
+    outcome = recording.outcome(transport)
+    progress.evaluating()
+    outcome.quality = _quality(task, replica, transport, settings)
+    if settings.shard > 1:
+        replica.close()
+    return outcome
+
+
+class _Recording:
+    """Numbers of the steps of a training on one rank."""
+
+    def __init__(self, settings: Settings, replica: MpicompReplica, first: int) -> None:
+        self._settings = settings
+        self._replica = replica
+        self._first = first  # steps that an earlier job has made
+        self._choices = Choices()
+        self._rows: list[list[float]] = []  # seconds of each step: the whole, its phases, the choice of plans
+        self._ends: list[int] = []  # steps that had been made when something was exchanged
+        self._bytes = np.zeros(3)  # sent, on the wire, and on the wire of a dense ring
+        self._once_bytes = replica.once_bytes
+        self._gains: list[float] = []
+        self._collectives: dict[str, None] = {}
+        self._warmup_steps = settings.every * read_warmup(settings.warmup)[0]
+
+    def add(self, step: int, times: StepTimes) -> dict[str, float]:
+        """Take a step's numbers; return the seconds of its phases."""
+        replica, record = self._replica, self._replica.record
+        update_s = times.end - times.synchronized
+        if replica.exchanges_updates:  # which happens in the update
+            update_s -= record.seconds
+        phases = {"compute": times.backward - times.start, "update": update_s}
+        phases |= {name: record.phases_s[name] for name in ("compress", "exchange", "decode")}
+        phases["other"] = max(0.0, times.seconds - sum(phases.values()))
+        phases = {name: phases[name] for name in PHASES}
+        self._rows.append([times.seconds, *phases.values(), record.choosing_s])
+        ring = dense_ring_bytes(replica.numel, replica.between.group.size)
+        dense = ring if replica.exchanges_updates else record.dense_wire_bytes
+        self._bytes += (record.sent_bytes, record.wire_bytes, dense)
+        self._once_bytes += round(record.once_wire_bytes)
+        self._gains += [bucket.gain for bucket in record.buckets if bucket.gain is not None]
+        if step >= self._warmup_steps:
+            self._collectives |= dict.fromkeys(bucket.collective for bucket in record.buckets)
+        if record.buckets:
+            self._choices.add(record)
+            self._ends.append(step + 1 - self._first)
+        return phases
+
+    def finish(self) -> None:
+        """Exchange what the last steps have changed where updates are exchanged. Collective."""
+        if not self._replica.exchanges_updates:
+            return
+        optimizer = self._replica.optimizer
+        before = optimizer.reducer.last_step
+        optimizer.synchronize()
+        record = optimizer.reducer.last_step
+        if record is not before:
+            self._choices.add(record)
+            self._bytes += (record.sent_bytes, record.wire_bytes, 0)
+            if len(self._rows) not in self._ends[-1:]:
+                self._ends.append(len(self._rows))
+
+    def outcome(self, transport: Transport) -> "Outcome":
+        """Return the result but for the quality. Collective: it also measures exchanges by themselves."""
+        settings, choices, replica, ends = self._settings, self._choices, self._replica, self._ends
+        reducer, between = replica.optimizer.reducer, replica.between
+        made = settings.steps - self._first
+        skipped = min(_MAX_START_STEPS, made // 4)
+        means = means_between(ends, gather(np.array(self._rows), transport))
+        slowest_rows = of_slowest(means.repeat(np.diff(ends, prepend=0), axis=1))
+        timed = means[:, np.searchsorted(ends, skipped, side="right") :]
+        warmup_steps = self._warmup_steps - self._first
+        half = max(made // 2, warmup_steps if warmup_steps < made else 0)
+        late_rows = slowest_rows[max(skipped, half) if settings.changes else skipped :]
+        timed_rows = slowest_rows[skipped:]
+        before_half = sum(end <= half for end in ends)
+        late_plans = choices.plans(before_half)
+        delay = choices.delay(before_half)
+        if not reducer.feedback and delay != 0:
+            delay = None
+        if settings.adapts:
+            plan = leading(late_plans)
+            compressor, collective = plan.compressor, plan.collective
+            probed, named, cost = _for_any_names(plan), collective, None
+        else:
+            compressor, ran = reducer.compressor, list(self._collectives)
+            collective = ran[0] if len(ran) == 1 else settings.collective
+            probed, named, cost = compressor, settings.collective, reducer.cost
+        exchange_probe = dense_probe = None
+        if settings.probes:
+            there: dict[str, Any] = {"bring": self._bring, "wait": replica.finish}
+            steady = probed.bind([], [], warm_up=False)
+            exchange_probe = probe(steady, named, replica.numel, between, cost=cost, **there)
+            dense_probe = probe_dense(replica.numel, between, **there)
+        sent, wire, dense_wire = gather(self._bytes, transport).mean(axis=0).round().astype(int).tolist()
+        return Outcome(
+            quality=np.nan,
+            parameters=sum(parameter.numel() for parameter in replica.parameters),
+            ranks=transport.group.size,
+            hosts=transport.hosts(),
+            adapts=settings.adapts,
+            compressor=compressor,
+            collective=collective,
+            median_step_s=float(np.median(timed_rows[:, 0])),
+            phases_s=medians(timed_rows),
+            choosing_s=float(timed_rows[:, -1].mean()),
+            late_step_s=float(np.median(late_rows[:, 0])),
+            late_phases_s=medians(late_rows),
+            sent_bytes=sent,
+            wire_bytes=wire,
+            dense_wire_bytes=dense_wire,
+            once_bytes=self._once_bytes,
+            gain=float(np.mean(self._gains)) if self._gains else None,
+            exchange_probe=exchange_probe,
+            dense_probe=dense_probe,
+            steps_timed=made - skipped,
+            ratios=choices.ratios,
+            plans=choices.plans(),
+            late_plans=late_plans,
+            layers=choices.layers(gather(choices.sums(), between)),
+            delay=delay,
+            every=made / len(ends),
+            resumed_at=self._first,
+            slowest=Slowest.of(timed[:, :, 0] - timed[:, :, 1 + PHASES.index("exchange")]),
+        )
+
+    def _bring(self, array: NDArray[np.float32]) -> Any:
+        """Return an array where gradients are."""
+        device = self._replica.device
+        return torch.from_numpy(array).to(device) if device.type == "cuda" else array
+
+
+def _for_any_names(plan: Ran) -> Compressor:
+    """Return a plan's compressor for an array that is none of the model's: ratios of layers become one of them all."""
+    if not getattr(plan.compressor, "layers", None):
+        return plan.compressor
+    ratio = {"ratio": plan.ratio_reached} if plan.compressor.selects_by_ratio else {}
+    return replace(plan.compressor, layers=None, **ratio)  # type: ignore[call-arg]
+
+
+def _line(record: StepRecord, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of --metrics: the record, with fields of the training."""
+    return record.to_json() | fields
+
+
+def _quality(
+    task: Task, replica: MpicompReplica, transport: Transport, settings: Settings, share: float = 1.0
+) -> float:
+    """Return the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective."""
+    everywhere = settings.shard > 1  # shards of all ranks are needed
+    quality = task.evaluate(replica.model, share) if everywhere or transport.group.rank == 0 else float("nan")
+    gather(np.zeros(1), transport)
+    return quality
+
+
+@dataclass
+class Outcome:
+    """Result of a training run; the same on every rank, except for ``quality``, which rank 0 has."""
+
+    quality: float
+    parameters: int
+    ranks: int
+    hosts: int
+    # Whether compressors might change from step to step. ``compressor`` and ``collective`` then are those of the plan
+    # that leads in the second half of the run; else they are what was named, and the collective that ran where it was
+    # one alone
+    adapts: bool
+    compressor: Compressor
+    collective: str
+    median_step_s: float  # medians over all steps that are timed
+    phases_s: dict[str, float]
+    # Mean seconds a step of choosing plans and learning from their times; mostly a part of ``other``
+    choosing_s: float
+    # Of the second half where plans might change, since ``exchange_probe`` is of that half
+    late_step_s: float
+    late_phases_s: dict[str, float]
+    sent_bytes: int
+    wire_bytes: int
+    dense_wire_bytes: int
+    once_bytes: int
+    gain: float | None
+    # The run's exchange and the fastest dense one by themselves; None where they were not asked for
+    exchange_probe: Probe | None
+    dense_probe: Probe | None
+    steps_timed: int
+    ratios: list[float]  # kept fraction of the whole in every step
+    plans: list[Ran]  # of the run, and of its second half
+    late_plans: list[Ran]
+    layers: list[Layer]  # kept elements of each parameter, mean over ranks and steps
+    # Exchanges by which gradients, or updates, were late in the second half of the run; see `Choices.delay`. None
+    # without error feedback, where what is left out does not come later
+    delay: float | None = None
+    # Steps from one exchange to the next, on the average. Seconds of steps are means over those of an exchange
+    every: float = 1.0
+    # Steps that an earlier job has made, from whose checkpoint this one went on; what is measured is of the others
+    resumed_at: int = 0
+    # The rank that the others waited for, over the steps that are timed; None where there is one rank
+    slowest: Slowest | None = None
+
+    @property
+    def exchange_s(self) -> float | None:
+        """Seconds of the exchange a step: kernels as they ran in steps, and rounds as the probe measured them."""
+        if self.exchange_probe is None:
+            return None
+        phases = self.late_phases_s
+        return phases["compress"] + self.exchange_probe.rounds_s / self.every + phases["decode"]
+
+    @property
+    def dense_step_s(self) -> float | None:
+        """Estimated seconds of a step with the best dense exchange, whose remaining work is the same."""
+        if self.exchange_s is None or self.dense_probe is None:
+            return None
+        phases = self.late_phases_s
+        return max(self.late_step_s - self.exchange_s, phases["compute"] + phases["update"]) + self.dense_probe.seconds
+
+
+def run_object(task: Task, settings: Settings, outcome: Outcome, verdict: str) -> dict[str, Any]:
+    """Return the object that ``train --json`` writes."""
+    ratios = sorted(outcome.ratios)
+    written: RunObject = {
+        "schema": 1,
+        "task": task.name,
+        "shard": settings.shard,
+        "compressor": outcome.compressor.id,
+        "compressor_config": outcome.compressor.get_config(),
+        "ratio": getattr(outcome.compressor, "ratio", 1.0),
+        "collective": outcome.collective,
+        "exchange": "gradients" if settings.updates is None else "updates",
+        "updates": settings.updates,
+        "lr_scale": settings.lr_scale,
+        "policy": settings.policy.id,
+        "policy_config": settings.policy.get_config(),
+        "warmup": settings.warmup,
+        "ranks": outcome.ranks,
+        "hosts": outcome.hosts,
+        "steps": settings.steps,
+        "resumed_at": outcome.resumed_at,
+        "seed": settings.seed,
+        "parameters": outcome.parameters,
+        "quality": {"name": task.quality_name, "value": outcome.quality, "better": task.better},
+        "median_step_s": outcome.median_step_s,
+        "phases_s": outcome.phases_s,
+        "choosing_s": outcome.choosing_s,
+        "exchange_s": outcome.exchange_s,
+        "dense_exchange_s": None if outcome.dense_probe is None else outcome.dense_probe.seconds,
+        "dense_collective": None if outcome.dense_probe is None else outcome.dense_probe.collective,
+        "dense_step_s": outcome.dense_step_s,
+        "slowest_rank": None if outcome.slowest is None else outcome.slowest.rank,
+        "slowest_costs_s": None if outcome.slowest is None else outcome.slowest.costs_s,
+        "gain": outcome.gain,
+        "delay": outcome.delay,
+        "ratios": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
+        "plans": [plan.to_json() for plan in outcome.plans],
+        "layers": [layer.to_json() for layer in outcome.layers],
+        "sent_bytes": outcome.sent_bytes,
+        "wire_bytes": outcome.wire_bytes,
+        "dense_wire_bytes": outcome.dense_wire_bytes,
+        "dense_bytes": 4 * outcome.parameters // settings.shard * (settings.steps - outcome.resumed_at),
+        "once_bytes": outcome.once_bytes,
+        "verdict": verdict,
+    }
+    return dict(written)
+
+
+def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "quality") -> str:
+    """Return whether compression paid in seconds, and gradients' delay; where plans changed, of the second half."""
+    if outcome.ranks == 1:
+        return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
+    compressed = [plan.share for plan in outcome.late_plans if not _is_exact(plan.compressor)]
+    parts = [_judge_seconds(outcome)]
+    if sum(compressed) >= 1 - _ALWAYS:
+        parts.append(_late(outcome.delay, dense is not None))
+    if dense is not None:
+        parts.append(
+            f"{quality_name} {outcome.quality:.4f}, and {dense.quality:.4f} with dense exchange from the same seed, "
+            f"whose steps took {dense.median_step_s:.3f} s"
+        )
+    slowest = outcome.slowest
+    if slowest is not None and slowest.matters(outcome.median_step_s, _NOISE):
+        parts.append(
+            f"rank {slowest.rank} is slow: a step takes it {slowest.costs_s:.3f} s more work than the middle rank, and "
+            "the others wait for it"
+        )
+    return "; ".join(parts)
+
+
+def _is_exact(compressor: Compressor) -> bool:
+    return compressor == Dense()
+
+
+def _late(delay: float | None, compared: bool) -> str:
+    """Return the delay of gradients in words, with the note that quality was not compared where it was not."""
+    late = (
+        "no delay to measure, since there is no error feedback"
+        if delay is None
+        else f"delay {_steps(delay)} steps: so many steps' worth of gradient energy wait in residuals"
+    )
+    return late if compared else f"{late}; quality was not compared with dense exchange"
+
+
+def _steps(delay: float) -> str:
+    if 0 < delay < 0.01:
+        return "under 0.01"
+    return f"{delay:.0f}" if delay >= 10 else f"{delay:.2g}"
+
+
+def _judge_seconds(outcome: Outcome) -> str:
+    times = outcome.dense_wire_bytes / outcome.wire_bytes if outcome.wire_bytes else float("inf")
+    dense, step_s = outcome.dense_step_s, outcome.late_step_s
+    fewer = f"{times:.1f} times fewer bytes left each rank than with a dense ring"
+    if _is_exact(outcome.compressor):
+        if not outcome.adapts:
+            return f"dense exchange: nothing was compressed; a step took {step_s:.3f} s"
+        share = sum(plan.share for plan in outcome.late_plans if plan.compressor.message == "dense")
+        mostly = "" if share > _ALWAYS else f" for {100 * share:.0f} % of the later steps"
+        return (
+            f"mpicomp chose dense exchange{mostly}: nothing that sends enough of the gradient beats it here; "
+            f"a step took {step_s:.3f} s"
+        )
+    if dense is None:
+        return f"none, since no dense exchange was measured: a step took {step_s:.3f} s, and {fewer}"
+    ratio = dense / step_s
+    if ratio > 1 + _NOISE:
+        return (
+            f"compression paid in seconds: a step took {step_s:.3f} s, {_faster(ratio)} than "
+            f"the {dense:.3f} s with a dense exchange here, and {fewer}"
+        )
+    if ratio < 1 - _NOISE:
+        return (
+            f"compression did not pay in seconds: a step took {step_s:.3f} s, with a dense exchange it would take "
+            f"{dense:.3f} s here, although {fewer}; use --compressor dense on this network"
+        )
+    return f"compression made no difference to the time of a step ({step_s:.3f} s), and {fewer}"
+
+
+def _faster(ratio: float) -> str:
+    return f"{ratio:.1f} times faster" if ratio >= 2 else f"{100 * (ratio - 1):.0f} % faster"
+
+
+def table(outcome: Outcome, quality_name: str, steps: int) -> str:
+    """Return the measurements that the verdict rests on, a line each."""
+    median, made = outcome.median_step_s, steps - outcome.resumed_at
+    lines = [
+        f"{quality_name}: {outcome.quality:.4f} after {steps} steps",
+        f"seconds a step: {median:.4f} (median of {outcome.steps_timed}, slowest rank), of which",
+    ]
+    lines += [
+        f"  {name:<9}{outcome.phases_s[name]:.4f}  {100 * outcome.phases_s[name] / median:5.1f} %" for name in PHASES
+    ]
+    lines.append(f"choosing plans: {outcome.choosing_s:.4f} s a step, {100 * outcome.choosing_s / median:.1f} % (mean)")
+    lines += [
+        f"bytes that left a rank: {outcome.wire_bytes / made:,.0f} a step, "
+        f"dense ring {outcome.dense_wire_bytes / made:,.0f}",
+        f"bytes at the start, once: {outcome.once_bytes:,}",
+    ]
+    if outcome.exchange_probe is not None and outcome.dense_probe is not None:
+        lines.append(
+            f"an exchange without waiting: {outcome.exchange_s:.4f} s; dense {outcome.dense_probe.seconds:.4f} s "
+            f"by {outcome.dense_probe.collective}, the fastest (medians of {outcome.exchange_probe.repeats} and "
+            f"{outcome.dense_probe.repeats})"
+        )
+    if outcome.gain is not None:
+        lines.append(f"gain (share of the accumulated gradient's energy that was sent): {outcome.gain:.3f}")
+    if outcome.delay is not None:
+        late = "energy that waits in residuals over what a step sends, second half"
+        lines.append(f"delay ({late}): {outcome.delay:.3g} steps")
+    lines.append(chosen_table(outcome.plans, outcome.layers))
+    return "\n".join(lines)
