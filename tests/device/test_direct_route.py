@@ -93,7 +93,7 @@ def directly(exchange):
     return gpu_routes.run_on_device(gpu, on_the_device(gpu, exchange), "direct")
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation(operation, transports, comm):
     dtypes = [np.uint8, np.int64, np.float32]
@@ -101,13 +101,13 @@ def test_every_operation(operation, transports, comm):
         transport.run(directly(at_once(layout, comm.rank, [operation], dtypes=dtypes)))
 
 
-@slow
+@pytest.mark.slow
 def test_rounds_pending_while_others_run(transports, comm):
     for layout, transport in transports:
         assert transport.run(directly(in_the_background(layout, comm.rank))) > 0
 
 
-@slow
+@pytest.mark.slow
 def test_in_a_thread_during_other_rounds(transports, comm):
     from mpicomp.transport.scheduler import ProgressThread
 
@@ -208,7 +208,7 @@ def compare(cupy, comm, compressor, collective, monkeypatch):
     assert not staged
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
 def test_reducers_have_the_bits_of_the_host(compressor, collective, cupy, comm, monkeypatch):
     compare(cupy, comm, compressor, collective, monkeypatch)

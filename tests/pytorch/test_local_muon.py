@@ -1,12 +1,12 @@
 """LocalMuon: which parameters Muon steps, and its steps and exchanges against the same written in NumPy."""
 
 import copy
-import tracemalloc
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from held_arrays import held_bytes
 from local_replicas import Replicas, bits, exchanges_of, loss_of, network
 from marks import slow
 from networks import Link
@@ -157,21 +157,17 @@ def loss_of_rows(model, rank, step):
     return model(torch.full((2, SIDE), 1.0 + rank + step)).square().mean()
 
 
-@slow
+@pytest.mark.slow
 def test_no_arrays_but_shared_values_bucket_and_residual():
     """Two parts of a bucket are an owner's, and four packed ones a 32nd each: of signs, and of means, of all ranks."""
     size, side = 4, SIDE
-    tracemalloc.start()
-    try:
-        ranks = ranks_of(size, square, loss_of_rows, sync_every=1, collective="two-phase")
-        for step in range(2):
-            for rank, model in enumerate(ranks.models):
-                loss_of_rows(model, rank, step).backward()
-            ranks.exchange()
-        arrays = [trace for trace in tracemalloc.take_snapshot().traces if trace.domain == np.lib.tracemalloc_domain]
-    finally:
-        tracemalloc.stop()
-    copies = sum(trace.size for trace in arrays) / (4 * side * side * size)
+    before = held_bytes()
+    ranks = ranks_of(size, square, loss_of_rows, sync_every=1, collective="two-phase")
+    for step in range(2):
+        for rank, model in enumerate(ranks.models):
+            loss_of_rows(model, rank, step).backward()
+        ranks.exchange()
+    copies = (held_bytes() - before) / (4 * side * side * size)
     assert sum(shared.numel() for shared in ranks.optimizers[0].shared().values()) == side * side
     assert 2 < copies < 2 + 2 / size + 4 / 32 + 0.1
 
