@@ -78,6 +78,7 @@ def describe(arrays: Mapping[str, Any]) -> list[ArraySpec]:
             raise ArrayTypeError(
                 f"reduce: '{name}' must be a NumPy, CuPy or torch array, got {type(array).__name__}; use numpy.asarray"
             )
+        check_not_masked(f"reduce: '{name}'", array)
         if library == "torch" and str(array.layout) != "torch.strided":
             raise ArrayTypeError(f"reduce: '{name}' must be a dense tensor, got {array.layout}; use .to_dense()")
         dtype = _name_of(array.dtype)
@@ -89,6 +90,15 @@ def describe(arrays: Mapping[str, Any]) -> list[ArraySpec]:
             )
         described.append(ArraySpec(name, dtype, tuple(int(size) for size in array.shape)))
     return described
+
+
+def check_not_masked(subject: str, array: Any) -> None:
+    """Refuse a masked array: what is masked on one rank would count on others."""
+    if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
+        raise ArrayTypeError(
+            f"{subject} is a masked array, whose mask would be lost; pass array.filled(0), and average the mask, as an "
+            "array of numbers, by itself"
+        )
 
 
 class SpecCache:

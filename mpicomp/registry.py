@@ -52,7 +52,7 @@ class Configurable(ABCMeta):
     @property
     def __signature__(cls) -> inspect.Signature:
         """The signature of a class, which is not that of `__call__`."""
-        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
         return inspect.Signature(parameters)
 
     def __call__(cls, *values: Any, **settings: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import ArraySpec
+from mpicomp.arrays import ArraySpec, check_not_masked
 from mpicomp.collectives import fitting
 from mpicomp.collectives.bounded_sum import bounded_sum, grid_of
 from mpicomp.compressors import Compressor, get_compressor
@@ -196,6 +196,7 @@ def _check_bound(array: Any, compressor: Any, error: Any, op: str, relative: boo
         )
     if not isinstance(array, np.ndarray | np.generic):
         raise ArrayTypeError(f"allreduce: error= needs a NumPy array, got {type(array).__name__}; use numpy.asarray")
+    check_not_masked("allreduce: the array", array)
     if array.dtype.name not in _REALS:
         raise ArrayTypeError(f"allreduce: error= needs one of {', '.join(_REALS)}, got {array.dtype}; cast it first")
     least, most = (_LEAST_SHARE, 1.0) if relative else (_LEAST[_REALS[array.dtype.name]], _MOST)

@@ -3,7 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "mpicomp.torch needs PyTorch, which is not installed: pip install 'mpicomp[torch]', or torch by itself for the "
+        "build of a GPU",
+        name="torch",
+    ) from None
 
 from mpicomp.reducer.trace import UNDER_NSIGHT, markers
 from mpicomp.torch.broadcast import broadcast_optimizer_state, broadcast_parameters

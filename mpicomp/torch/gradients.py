@@ -152,7 +152,7 @@ class Gradients(ExtraExchange):
         with torch.no_grad():
             try:
                 self._find_active()
-                self._problem = problem or self._overlap.find_change(self._parameters)
+                self._problem = problem or self._find_expanded() or self._overlap.find_change(self._parameters)
                 self.stale = self._problem is not None or self._overlap.obstacle != 0 or self.loaded_state.is_due
                 if not self.frozen and self.run(self._settings.begin(self.group)):
                     self.stale = True
@@ -272,6 +272,19 @@ class Gradients(ExtraExchange):
         """Return the parameters that require a gradient, or that an optimizer would step."""
         held = self._frozen_with_gradient
         return {name: p for name, p in self._parameters.items() if p.requires_grad or name in held}
+
+    def _find_expanded(self) -> ConfigurationError | None:
+        """Return an error for a gradient that a script has expanded: means cannot be written to it."""
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if gradient is None or gradient.is_sparse or gradient.is_contiguous():
+                continue
+            if any(stride == 0 < size - 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
+                return ConfigurationError(
+                    f"{_WHO}: the gradient of '{name}' is expanded, so that several of its elements are one in memory, "
+                    "and the mean cannot be written to it; assign .grad = gradient.contiguous()"
+                )
+        return None
 
     def _dense_gradients(self, exchanged: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
         """Return the dense gradients, and the names of zeros that stand for none."""

@@ -159,7 +159,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
                 _check_not_complex(parameters)
             check_shards(parameters, settings, _WHO)
             check_no_ddp(parameters, transport.group.size, _WHO)
-            check_not_nested(optimizer, _WHO)
+            check_not_nested(optimizer, _WHO, averages_gradients=True)
             if gradient_as_bucket_view:
                 _check_views(parameters, chosen, settings)
             return pairs, parameters, chosen

@@ -130,7 +130,7 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callabl
     return ((closure, *args[1:]), kwargs) if args else (args, kwargs | {"closure": closure})
 
 
-def check_not_nested(optimizer: torch.optim.Optimizer, subsystem: str) -> None:
+def check_not_nested(optimizer: torch.optim.Optimizer, subsystem: str, averages_gradients: bool) -> None:
     """Warn of an optimizer inside of an optimizer, which may be stepped by itself; refuse one that exchanges."""
     for name, inner in vars(optimizer).items():
         if isinstance(inner, OptimizerProxy):
@@ -138,10 +138,18 @@ def check_not_nested(optimizer: torch.optim.Optimizer, subsystem: str) -> None:
                 f"{subsystem}: the optimizer inside, optimizer.{name}, exchanges already; leave the outer one as it is"
             )
         if isinstance(inner, torch.optim.Optimizer):
+            kind = type(optimizer)
+            inner_name = f"optimizer.{name}"
+            inside = f"wrap {inner_name} in place of the outer one: {inner_name} = {subsystem}({inner_name}, model)"
+            if averages_gradients and hasattr(kind, "clip_and_accumulate"):  # as opacus' DPOptimizer has
+                raise ConfigurationError(
+                    f"{subsystem}: step() of {kind.__name__} computes .grad from gradients of samples, after the outer "
+                    f"one has averaged what it replaces; {inside}"
+                )
             warn_user(
-                f"{subsystem}: {type(optimizer).__name__} holds another optimizer, optimizer.{name}. step() of the "
-                "outer one exchanges; where other methods step, as in SAM, call optimizer.synchronize() before each, "
-                f"or wrap optimizer.{name} in place of the outer one",
+                f"{subsystem}: {kind.__name__} holds another optimizer, optimizer.{name}. step() of the outer one "
+                "exchanges; where other methods step, as in SAM, call optimizer.synchronize() before each; where "
+                f"step() computes .grad, {inside}"
             )
 
 

@@ -324,7 +324,7 @@ def _check_arguments(
         )
     check_no_ddp(parameters, ranks, WHO)
     for plain in optimizers_in(optimizer):
-        check_not_nested(plain, WHO)
+        check_not_nested(plain, WHO, averages_gradients=False)
     return parameters, chosen
 
 
