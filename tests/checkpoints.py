@@ -1,9 +1,6 @@
 """Checkpoints of ranks inside one process, for tests."""
 
-import json
-import struct
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -89,31 +86,7 @@ def bits(tensor):
 
 
 def file_of(folder, rank, number=1):
-    return folder / f"{number:08d}" / f"rank-{rank:05d}.safetensors"
-
-
-def write_by_hand(path, about, tree="null", arrays=()):
-    """Write a rank's file with any description and tree, which are JSON or made JSON of.
-
-    ``arrays`` has names, dtypes of safetensors, and arrays.
-    """
-    text = [part if isinstance(part, str) else json.dumps(part) for part in (about, tree)]
-    sums = "".join(f"{zlib.crc32(array.tobytes()):08x}" for _, _, array in arrays)
-    metadata = {"mpicomp": text[0], "header_crc32": "0" * 8, "crc32": sums, "state": text[1]}
-    entries, body = {"__metadata__": metadata}, b""
-    for name, dtype, array in arrays:
-        start, body = len(body), body + array.tobytes()
-        entries[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [start, len(body)]}
-    head = json.dumps(entries).encode()
-    head += b" " * (-len(head) % 8)
-    head = head.replace(b'"header_crc32": "00000000"', f'"header_crc32": "{zlib.crc32(head):08x}"'.encode(), 1)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(struct.pack("<Q", len(head)) + head + body)
-
-
-def about(**changes):
-    """Return the description in the file of a checkpoint's only rank."""
-    return {"schema": 1, "mpicomp": "0.1.0", "checkpoint": 1, "token": 7, "ranks": 1, "rank": 0} | changes
+    return folder / f"checkpoint-{number:08d}" / f"rank-{rank:05d}.safetensors"
 
 
 def gradients(step, rank, size=20):

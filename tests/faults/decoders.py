@@ -23,7 +23,6 @@ from faults.whole_exchanges import agreement, fill, leader_message, whole_exchan
 
 import mpicomp
 from mpicomp.algorithms.matrix_batches import Matrix
-from mpicomp.checkpoint.file import Header, RankFile, encode, write_file
 from mpicomp.collectives import fitting, variants
 from mpicomp.compressors import COMPRESSORS, Quantiser, compressor_class
 from mpicomp.compressors.wire_format import INDICES, VALUES, Wire
@@ -207,16 +206,15 @@ def _checkpoint(rng, fence):
         },
         "step": np.int64(7),
     }
-    tree, arrays = encode(state)
+    alone = LocalWorld(1).transports[0]
 
-    def write(path):
-        write_file(path, Header(1, 77, 1, 0), tree, arrays)
+    def write(rng, path):
+        mpicomp.save_checkpoint(path.parent.parent, state, alone)
 
     def read(path):
-        file = RankFile(path).check(Header(1, 77, 1, 0))
-        assert file.tree(file.read)["epoch"] == state["epoch"], "something else was read than was written"
+        mpicomp.load_checkpoint(path.parent.parent, alone)
 
-    return _file(lambda rng, path: write(path), read)(rng, fence)
+    return _file(write, read, "checkpoint-00000001/rank-00000.safetensors")(rng, fence)
 
 
 def _written_cost(rng, path):
@@ -226,10 +224,10 @@ def _written_cost(rng, path):
     model.save(path)
 
 
-def _file(write, read):
+def _file(write, read, name="file"):
     def make(rng, fence):
         folder = tempfile.TemporaryDirectory(prefix="mpicomp-fuzz-", dir=_shared_memory())
-        path = Path(folder.name) / "rank-00000.safetensors"
+        path = Path(folder.name) / name
         write(rng, path)
         message = path.read_bytes()
 
