@@ -203,11 +203,18 @@ def comm(request):
     world = _world(request.config)
     if world is None:
         pytest.fail("the comm fixture is for tests marked mpi, in a run with --with-mpi or --only-mpi")
-    world.Barrier()
+    _barrier(world)
     duplicate = world.Dup()
     yield duplicate
-    duplicate.Barrier()
+    _barrier(duplicate)
     duplicate.Free()
+
+
+def _barrier(comm):
+    """Wait for all ranks without keeping a core busy: MPI's own Barrier yields it in a loop while others compile."""
+    from mpicomp.transport.base import wait
+
+    wait(comm.Ibarrier().Test)
 
 
 # What launchers leave in the environment of what they start. A job that a test starts is no part of the job
