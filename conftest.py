@@ -1,6 +1,6 @@
 """Doctests of bench/ and kernels/ are collected under the names these modules have when installed.
 
-Imported a second time as ``bench.tasks.vgg``, a module would register its classes in a second registry.
+Imported a second time as ``bench.tasks.digits``, a module would register its classes in a second registry.
 """
 
 import importlib

@@ -29,15 +29,6 @@ _BEHIND_S = 200e-6  # seconds by which a dense choice may be behind the best den
 _BEHIND = 0.03  # share by which another choice may be behind the best one
 
 
-FIELDS: dict[str, tuple[str, str]] = {
-    "bandwidth": ("string", "of each link"),
-    "latency": ("string", "one way between hosts"),
-    "prediction_error": ("number or null", "of a row of `auto`: median over its cell's plans, above"),
-    "is_behind": ("boolean or null", "of a row of `auto`: whether it is behind the best dense plan, as above"),
-}
-"""What a row has besides that of ``bench collectives``."""
-
-
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="studies/regret.py",

@@ -7,8 +7,7 @@ learning rates.
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,6 @@ from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task, list_tasks
 from mpicomp.bench.tasks.updating import inner_optimizer
 from numpy.typing import NDArray
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpicomp
 from mpicomp.cli import run_program
@@ -32,8 +30,7 @@ from mpicomp.torch import UpdateOptimizer
 from mpicomp.transport import LocalWorld
 
 _STUDY = "update_exchanges"
-_KEY = ("task", "arm", "rate", "seed", "steps", "precision", "device", "ranks")
-_PRECISIONS = ("float32", "bfloat16")
+_KEY = ("task", "arm", "rate", "seed", "steps", "device", "ranks")
 _SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses are compared
 _TINY = 1e-12  # least loss whose logarithm is taken
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
@@ -95,16 +92,7 @@ def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch
     return optimizer
 
 
-@contextmanager
-def computing(precision: str, device: str) -> Iterator[None]:
-    """Return a context for forward, backward and evaluation, with products of matrices in a precision."""
-    with sdpa_kernel(SDPBackend.MATH), torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
-        yield
-
-
-def train(
-    task_name: str, arm_name: str, rate: float, seed: int, steps: int, precision: str, device: str, ranks: int
-) -> dict[str, Any]:
+def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int, device: str, ranks: int) -> dict[str, Any]:
     """Train a task with simulated ranks, all of them on torch's device; return the row."""
     arm, task, world = ARMS[arm_name], get_task(task_name, seed), LocalWorld(ranks)
     models = [task.model().to(device) for _ in range(ranks if arm.updates else 1)]
@@ -129,9 +117,8 @@ def train(
         for rank in range(ranks):
             model = models[rank % len(models)]
             model.zero_grad()
-            with computing(precision, device):
-                loss = task.loss(model, task.batch(step, rank, ranks))
-                loss.backward()  # type: ignore[no-untyped-call]
+            loss = task.loss(model, task.batch(step, rank, ranks))
+            loss.backward()  # type: ignore[no-untyped-call]
             of_step.append(float(loss.detach()))
             if not arm.updates:
                 grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
@@ -158,8 +145,7 @@ def train(
             if record is not None and record.step != counted[place]:
                 counted[place] = record.step
                 sent, wire = sent + record.sent_bytes, wire + record.wire_bytes
-    with computing(precision, device):
-        quality = task.evaluate(models[0])
+    quality = task.evaluate(models[0])
     return {
         "quality": quality, "sent_less": 4 * numel * steps / sent,
         "wire_less": dense_ring_bytes(numel, ranks) * steps / wire, "losses": losses,
@@ -232,11 +218,6 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--arms", default=",".join(ARMS), metavar="A[,..]", help="(%(default)s)")
     parser.add_argument("--rates", default="1,1.5,2", metavar="X[,..]", help="times the task's rate (%(default)s)")
-    parser.add_argument(
-        "--precision", default=_PRECISIONS[0], choices=_PRECISIONS,
-        help="of the operands of matrix products: bfloat16 takes half of the time on processors that have it, and is "
-        "to rank attempts with (%(default)s)",
-    )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="simulated ones (%(default)s)")
     add_device(parser, "where all ranks train; a row of the other kind has other bits")
     parser.add_argument("--task", default="text-gpt", metavar="T[,..]", help=f"{', '.join(list_tasks())} (%(default)s)")
@@ -256,15 +237,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None:
         check_least(_STUDY, "--steps", arguments.steps)
     rows = study_rows.begin(_STUDY, arguments, _KEY)
-    precision, device, ranks = arguments.precision, "cpu", arguments.ranks
+    device, ranks = "cpu", arguments.ranks
     if arguments.device == "gpu":
         device = devices.torch_device(_STUDY, devices.find()).type
     torch.set_num_threads(1)  # rows of different machines are to have the same bits
     tasks, seeds = read_list(arguments.task), map(int, read_list(arguments.seeds))
     for task, seed, arm, rate in itertools.product(tasks, seeds, arms, rates):
-        key = task, arm, rate, seed, arguments.steps or get_task(task).steps, precision, device, ranks
+        key = task, arm, rate, seed, arguments.steps or get_task(task).steps, device, ranks
         rows.measure(key, train, *key)
-    made = [row for row in rows.made if (row["precision"], row["device"], row["ranks"]) == (precision, device, ranks)]
+    made = [row for row in rows.made if (row["device"], row["ranks"]) == (device, ranks)]
     results.show(table(made), _COLUMNS)
     return study_rows.print_late(rows)
 
