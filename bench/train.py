@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench.measure.chosen_plans import Choices, Layer, Ran, chosen_table, leading
+from mpicomp.bench.measure.chosen_plans import Choices, Ran, chosen_table, leading
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import Probe, probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
@@ -326,7 +326,6 @@ class _Recording:
             ratios=choices.ratios,
             plans=choices.plans(),
             late_plans=late_plans,
-            layers=choices.layers(gather(choices.sums(), between)),
             delay=delay,
             every=made / len(ends),
             resumed_at=self._first,
@@ -395,7 +394,6 @@ class Outcome:
     ratios: list[float]  # kept fraction of the whole in every step
     plans: list[Ran]  # of the run, and of its second half
     late_plans: list[Ran]
-    layers: list[Layer]  # kept elements of each parameter, mean over ranks and steps
     # Exchanges by which gradients, or updates, were late in the second half of the run; see `Choices.delay`. None
     # without error feedback, where what is left out does not come later
     delay: float | None = None
@@ -460,7 +458,6 @@ def run_object(task: Task, settings: Settings, outcome: Outcome, verdict: str) -
         "delay": outcome.delay,
         "ratios": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
         "plans": [plan.to_json() for plan in outcome.plans],
-        "layers": [layer.to_json() for layer in outcome.layers],
         "sent_bytes": outcome.sent_bytes,
         "wire_bytes": outcome.wire_bytes,
         "dense_wire_bytes": outcome.dense_wire_bytes,
@@ -573,5 +570,5 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
     if outcome.delay is not None:
         late = "energy that waits in residuals over what a step sends, second half"
         lines.append(f"delay ({late}): {outcome.delay:.3g} steps")
-    lines.append(chosen_table(outcome.plans, outcome.layers))
+    lines.append(chosen_table(outcome.plans))
     return "\n".join(lines)

@@ -64,7 +64,6 @@ def bucket(place, parts, phases, ratio, energy, buckets):
         "rounds": ["allgatherv"],
         "energy": energy,
         "code_error": None,
-        "layers": parts,
     }
 
 
@@ -117,7 +116,6 @@ def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **f
         "plans": [
             {"compressor": "topk", "compressor_config": config, "ratio": 0.01, "collective": "allgather", "share": 1.0}
         ],
-        "layers": [],
         "sent_bytes": 2000 * steps,
         "wire_bytes": 2000 * steps,
         "dense_wire_bytes": 64000 * steps,

@@ -1,4 +1,4 @@
-"""Summary of the plans of a run: how often each ran, and the kept fraction of the whole and of every layer."""
+"""Summary of the plans of a run: how often each ran, and the kept fraction."""
 
 import json
 from collections import Counter, defaultdict
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.measure.results import plain
-from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.reducer import StepRecord
@@ -46,21 +45,6 @@ class Ran:
         return names | {"ratio": self.ratio, "collective": self.collective, "share": self.share}
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A parameter of the model, and what was sent of it in the mean of a run."""
-
-    name: str
-    numel: int  # its elements
-    ratio: float  # kept fraction
-    # Share of its accumulated gradient's energy that was sent, in steps in which the policy looked at that; None where
-    # there was none
-    gain: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "numel": self.numel, "ratio": self.ratio, "gain": self.gain}
-
-
 class Choices:
     """Collects the plans that steps have run, on one rank."""
 
@@ -69,8 +53,6 @@ class Choices:
         """Kept fraction of the whole in every step."""
         self._steps: list[list[tuple[tuple[str, str], int, float]]] = []  # plan, elements, kept fraction of buckets
         self._energies: list[tuple[float, float]] = []  # that wait after a step, and that were sent in it
-        self._numels: dict[str, int] = {}
-        self._sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
 
     def add(self, record: StepRecord) -> None:
         self.ratios.append(kept_share(record))
@@ -79,12 +61,6 @@ class Choices:
         for bucket in record.buckets:
             plan = json.dumps(bucket.compressor), bucket.collective
             self._steps[-1].append((plan, bucket.numel, bucket.ratio_reached))
-            layers = bucket.layers
-            gains = np.full(layers.sizes.size, np.nan) if layers.gains is None else layers.gains
-            for name, numel, ratio, gain in zip(layers.names, layers.sizes, layers.ratios, gains, strict=True):
-                self._numels[name] = int(numel)
-                looked_at = np.isfinite(gain)
-                self._sums[name] += (1, ratio, looked_at, gain if looked_at else 0.0)
 
     def delay(self, first: int = 0) -> float | None:
         """Return the energy that waits in residuals over the energy that is sent, from a step on; None without any."""
@@ -106,17 +82,6 @@ class Choices:
             found.append(Ran(compressor, ratio, plan[1], numel / elements.total(), kept[plan] / numel))
         return found
 
-    def sums(self) -> NDArray[np.float64]:
-        """Return the numbers that `layers` needs of every rank, shape (layers, 4), the same rows on all ranks."""
-        return np.array(list(self._sums.values())).reshape(-1, 4)
-
-    def layers(self, everyones: NDArray[np.float64]) -> list[Layer]:
-        """Return the model's parameters with their kept elements, in the order of exchange."""
-        found = []
-        for name, (steps, ratio, looked_at, gain) in zip(self._sums, everyones.sum(axis=0).tolist(), strict=True):
-            found.append(Layer(name, self._numels[name], ratio / steps, gain / looked_at if looked_at else None))
-        return found
-
 
 def _energies(record: StepRecord) -> tuple[float, float]:
     """Return the energy left after a step, and the energy sent in it; 0 where unknown or undone."""
@@ -136,21 +101,15 @@ def leading(plans: Sequence[Ran]) -> Ran:
 
 
 _PLANS = 8  # lines of the table of plans
-_LAYERS = 24  # lines of the table of layers
 
 
-def chosen_table(plans: Sequence[Ran], layers: Sequence[Layer]) -> str:
-    """Return a table of plans, and one of layers; of many those that count most."""
+def chosen_table(plans: Sequence[Ran]) -> str:
+    """Return a table of plans; of many those that have carried most."""
     rows = [(f"  {_label(plan.compressor)}", plan.collective, f"{100 * plan.share:.1f} %") for plan in plans[:_PLANS]]
     lines = [plain(("what was run", "collective", "of the steps"), rows, (True, True, False))]
     if len(plans) > _PLANS:
         rest = sum(plan.share for plan in plans[_PLANS:])
         lines.append(f"  and {len(plans) - _PLANS} more, {100 * rest:.1f} % in all")
-    largest = sorted(sorted(layers, key=lambda layer: -layer.numel)[:_LAYERS], key=layers.index)
-    cells = [(f"  {each.name}", f"{each.numel:,}", f"{each.ratio:.3g}", _gain(each)) for each in largest]
-    lines.append(plain(("layer", "elements", "ratio", "gain"), cells, (True, False, False, False)))
-    if len(layers) > _LAYERS:
-        lines.append(f"  and {len(layers) - _LAYERS} smaller ones")
     return "\n".join(lines)
 
 
@@ -159,7 +118,3 @@ def _label(compressor: Compressor) -> str:
     if not getattr(compressor, "layers", None):
         return repr(compressor)
     return f"{replace(compressor, layers=None)!r} by layer"  # type: ignore[call-arg]
-
-
-def _gain(layer: Layer) -> str:
-    return "not seen" if layer.gain is None else f"{layer.gain:.3f}"

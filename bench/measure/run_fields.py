@@ -26,15 +26,6 @@ class Phases(TypedDict):
     other: Annotated[float, "what is left: copies to and from buckets, the new residual"]
 
 
-class Layer(TypedDict):
-    """The sent part of a parameter; in a line that of rank 0."""
-
-    name: Annotated[str, "of the parameter"]
-    numel: Annotated[int, "elements in it"]
-    ratio: Annotated[float, "kept fraction; of thin factors, their elements over the matrix's; 1 where it went whole"]
-    gain: Annotated[float | None, "share of the energy of gradient plus residual that was sent; null where unknown"]
-
-
 class Quality(TypedDict):
     """Quality on held-out data."""
 
@@ -111,9 +102,6 @@ class RunObject(TypedDict):
     ]
     ratios: Annotated[dict[str, Any], "kept fraction of the whole model in a step, below"]
     plans: Annotated[list[dict[str, Any]], "what was run, from what was run most, below"]
-    layers: Annotated[
-        list[dict[str, Any]], "what was sent of each parameter, as in a line of `--metrics`; means over ranks and steps"
-    ]
     sent_bytes: Annotated[int, "payload that a rank handed to the transport"]
     wire_bytes: Annotated[int, "bytes that left a rank"]
     dense_wire_bytes: Annotated[int, "bytes that would have left it in a dense ring"]

@@ -135,8 +135,3 @@ def _decode(code, bits, upper, numel, out):  # type: ignore[no-untyped-def]
             count += one
             high -= one
     return count == np.uint64(out.size) and not wrong and follows <= np.uint64(numel)
-
-
-def places_among(indices: Indices, bounds: Indices) -> NDArray[np.int64]:
-    """Return the number of ascending indices below each bound."""
-    return indices.searchsorted(bounds)

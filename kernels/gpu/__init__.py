@@ -34,7 +34,7 @@ from mpicomp.kernels.gpu.codes import (
     widen_add,
 )  # fmt: skip
 from mpicomp.kernels.gpu.compile import compile_ahead
-from mpicomp.kernels.gpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices, places_among
+from mpicomp.kernels.gpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices
 from mpicomp.kernels.gpu.merge import count_reaching, intersect, merge_add, merge_subtract, norm_change, split_largest
 from mpicomp.kernels.gpu.message import sparse_add, write_header, write_pairs, write_tail
 from mpicomp.kernels.gpu.products import (

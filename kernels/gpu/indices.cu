@@ -8,21 +8,6 @@ KERNEL ascending(const u32* indices, i64 count, i64 numel, Verdict* verdict) {
   gather_faults(wrong, verdict);
 }
 
-// The number of indices below each bound.
-KERNEL places_among(const u32* indices, i64 count, const u32* bounds, i64 number, i64* places) {
-  for (const i64 b : grid_stride(number)) {
-    i64 low = 0, high = count;
-    while (low < high) {
-      const i64 middle = (low + high) / 2;
-      if (indices[middle] < bounds[b])
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    places[b] = low;
-  }
-}
-
 // The code is written before the indices are known to be right. Where they are wrong, the block that ends last clears
 // it.
 KERNEL encode(

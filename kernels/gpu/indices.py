@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.gpu.compile import launch, library, strides, twin_of
-from mpicomp.kernels.gpu.workspace import Table, Verdict, reuse, table_of_rows
+from mpicomp.kernels.gpu.workspace import Verdict, reuse, table_of_rows
 from mpicomp.kernels.sizes import layout_of
 
 
@@ -67,16 +67,6 @@ def decode_indices_of(messages, starts, counts, numel, out):
         messages, len(rows), table, start, step, *same, numel, out, verdict.memory,
     )  # fmt: skip
     return verdict.good()
-
-
-@twin_of(cpu.places_among)
-def places_among(indices, bounds):
-    places = reuse(Table, bounds.size).all(np.int64)
-    launch(
-        "indices", "places_among", np.float32, strides(bounds.size),
-        indices, indices.size, bounds, bounds.size, places,
-    )  # fmt: skip
-    return places
 
 
 def _refused() -> Any:

@@ -231,7 +231,6 @@ class LowRank(Scheme[PowerSGD]):
             kept=float(sums.rest.size + iterations * (self._left_size + self._right_size)),
             nonfinite=sums.nonfinite,
             stale=sums.stale,
-            thinned=[(m.start, m.stop, iterations * m.rank * (m.rows + m.columns)) for m in self._matrices],
         )
 
     def _factor_step(self, matrices: Stacks, ps: Stacks, qs: Stacks, sums: "_FactorSums") -> Rounds[Stacks]:

@@ -3,7 +3,7 @@
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -79,9 +79,6 @@ class Result:
         Kept elements of a rank, averaged over ranks. The same on every rank.
     nonfinite, stale : bool
         Whether some rank held NaN or infinity; whether some rank asked for a new agreement. The same on every rank.
-    thinned : sequence of (int, int, int)
-        Parts of the array, from start to stop, for all of which fewer numbers have travelled, and how many. The rest
-        of ``sent`` has travelled element by element.
     code_error : float or None
         Of a learned code: squared error of what was decoded, as a share of the energy of what was to be decoded; 1 is
         that of zeros. As this rank can tell, so it may differ between ranks; None where it cannot.
@@ -104,7 +101,6 @@ class Result:
     kept: float
     nonfinite: bool
     stale: bool
-    thinned: Sequence[tuple[int, int, int]] = ()
     code_error: float | None = None
     leaves: str = "sum"
     note: str = ""

@@ -137,9 +137,6 @@ class ElementSurvey:
         importance: Array = gains * np.repeat(factors, self._counts)
         return importance
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
-        return
-
 
 def _gather(
     accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, indices: NDArray[np.int64]

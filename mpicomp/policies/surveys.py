@@ -36,10 +36,6 @@ class Survey(Protocol):
         """
         ...
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
-        """Return the squared L2 norm of each layer on this rank, shape (layers,), or None if the survey has none."""
-        ...
-
 
 class SpectrumSurvey:
     """Counts and energies of magnitudes in logarithmic bins, layer by layer.
@@ -93,7 +89,7 @@ class SpectrumSurvey:
                 yield from zip(*(device.to_host(bins) for bins in both), strict=True)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        # With a stride exact to some percent
+        """Return the squared L2 norm of each layer on this rank; with a stride exact to some percent."""
         total: NDArray[np.float64] = measured.reshape(len(sizes), -1)[:, 1 + BINS :].sum(axis=1, dtype=np.float64)
         return total
 

@@ -1,4 +1,4 @@
-"""Buckets: several arrays that are exchanged as one, with their residual, and the sent part of each of them."""
+"""Buckets: several arrays that are exchanged as one, with their residual."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Velocity
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.device import HOST, Device, to_python
+from mpicomp.device import HOST, Device
 from mpicomp.device.driver import device_array
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Shape
@@ -25,123 +25,6 @@ from mpicomp.workspace import Workspace
 _INDEX_LIMIT = 2**32  # indices travel in 32 bits
 _RELEASE_STEPS = 8  # steps in which an array of the workspace has to be used to stay
 _FIRST_RELEASES = 2, 4  # steps that begin such a time, too: the first steps use arrays that no later one does
-_WHOLE_GAIN = 0.999  # gain from which on the gains of single parameters are not computed: each is nearly 1
-
-
-@dataclass(frozen=True, eq=False)
-class LayerBounds:
-    """The parameters of a bucket in its order: names, numbers of elements, and bounds."""
-
-    names: tuple[str, ...]
-    sizes: Sequence[int]
-    device: Device = HOST
-
-    @functools.cached_property
-    def elements(self) -> NDArray[np.int64]:
-        """Elements of each, shape (parameters,)."""
-        return np.array(self.sizes)
-
-    @functools.cached_property
-    def bounds(self) -> NDArray[np.int64]:
-        """Start of each and end of the last, shape (parameters + 1,)."""
-        return np.concatenate(([0], np.cumsum(self.sizes)))
-
-    @functools.cached_property
-    def index_bounds(self) -> Any:
-        """The same on the bucket's device, in the dtype of indices, so that these are not converted."""
-        return self.device.to_device(self.bounds.astype(np.uint32))
-
-    def places_in(self, sent: NDArray[np.floating] | Selection | None) -> Any:
-        """Return the positions of `bounds` among the indices of a selection, at the device; None for an array."""
-        if not isinstance(sent, Selection):
-            return None
-        if len(self.sizes) == 1:
-            return np.array([0, sent.indices.size])
-        with self.device.active():
-            return kernels.of(sent.indices).places_among(sent.indices, self.index_bounds)
-
-    def gains(
-        self,
-        accumulated: NDArray[np.floating],
-        sent: NDArray[np.floating] | Selection | None,
-        energies: NDArray[np.float64] | None,
-        gain: float,
-    ) -> NDArray[np.float64] | None:
-        """Return the gain of each parameter, or None without energies; the bucket's if almost nothing was lost.
-
-        With None for ``sent``, ``accumulated`` holds what was not sent.
-        """
-        if energies is None:
-            return None
-        if gain > _WHOLE_GAIN:
-            return np.full(len(self.names), gain)
-        bounds, places = self.bounds, self.places_in(sent)
-        ends = bounds if places is None else self.device.to_host(places)
-        parts = zip(energies, bounds[:-1], bounds[1:], ends[:-1], ends[1:], strict=True)
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            lost = np.array(to_python(*(_lost(accumulated, sent, *part) for part in parts)))
-            gains: NDArray[np.float64] = np.clip(1 - np.where(energies > 0, lost / energies, 0.0), 0.0, 1.0)
-        return gains
-
-
-@dataclass(frozen=True, eq=False)
-class Layers:
-    """Parameters of a bucket, and the elements and the energy that this rank has sent of each."""
-
-    names: tuple[str, ...]
-    sizes: NDArray[np.int64]
-    count: Callable[[], NDArray[np.int64]]  # returns `kept`, so that a device is not waited for before
-    gains: NDArray[np.float64] | None  # sent share of each accumulated energy here; None in a step without a survey
-
-    @functools.cached_property
-    def kept(self) -> NDArray[np.int64]:
-        """Sent elements, shape (parameters,); of a matrix sent as thin factors, their elements."""
-        return self.count()
-
-    @property
-    def ratios(self) -> NDArray[np.float64]:
-        """Kept fraction of each."""
-        shares: NDArray[np.float64] = self.kept / self.sizes
-        return shares
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Return an object for each parameter."""
-        gains = [None] * len(self.names) if self.gains is None else self.gains.tolist()
-        columns = zip(self.names, self.sizes.tolist(), self.kept.tolist(), gains, strict=True)
-        return [
-            {"name": name, "numel": numel, "ratio": kept / numel, "gain": gain} for name, numel, kept, gain in columns
-        ]
-
-
-def layers_of(
-    layers: LayerBounds, places: Any, gains: NDArray[np.float64] | None, thinned: Sequence[tuple[int, int, int]] = ()
-) -> Layers:
-    """Return sent elements and gain of each parameter; each part of ``thinned`` (see `Result`) lies in one."""
-
-    def count() -> NDArray[np.int64]:
-        kept = np.diff(layers.bounds if places is None else layers.device.to_host(places))
-        for start, stop, elements in thinned:
-            kept[np.searchsorted(layers.bounds, start, side="right") - 1] -= stop - start - elements
-        return kept
-
-    return Layers(layers.names, layers.elements, count, gains)
-
-
-def _lost(
-    accumulated: NDArray[np.floating],
-    sent: NDArray[np.floating] | Selection | None,
-    energy: float,
-    start: int,
-    stop: int,
-    low: int,
-    high: int,
-) -> Any:
-    """Return the energy not sent from ``start`` to ``stop``, where the selection has elements ``low`` to ``high``."""
-    if isinstance(sent, Selection):
-        values = sent.values[low:high]
-        return energy - np.dot(values, values)
-    left = accumulated[start:stop] if sent is None else accumulated[start:stop] - sent[start:stop]
-    return np.dot(left, left)
 
 
 @dataclass
@@ -174,7 +57,6 @@ class Bucket:
         """The last means, the specs of their steps, and the arrays that were returned."""
         self.names = tuple(member.name for member in self.members)
         self.sizes = sizes = tuple(member.numel for member in self.members)
-        self.bounds = LayerBounds(self.names, sizes, self.device)
         self.numel = sum(sizes)
         self.dtype = self.members[0].work_dtype
         self.offsets = [int(offset) for offset in np.concatenate(([0], np.cumsum(sizes)))[:-1]]

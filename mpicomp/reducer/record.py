@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpicomp.collectives import Result
 from mpicomp.errors import NonFiniteError
 from mpicomp.policies import Plan
-from mpicomp.reducer.bucket import Bucket, Layers, layers_of
+from mpicomp.reducer.bucket import Bucket
 from mpicomp.rounds import Group, Request, Round, Rounds, dense_ring_bytes
 from mpicomp.transport.base import RoundLog
 
@@ -102,8 +102,6 @@ class BucketRecord:
         Bytes that would have left this rank in a ring of 32-bit numbers.
     rounds : list of str
         MPI operations, in order.
-    layers : Layers
-        Sent elements and energy of each parameter.
     code_error : float or None
         Squared error of a learned code over the energy of its input, as far as this rank knows; 1 is that of zeros.
     energy : float or None
@@ -126,13 +124,12 @@ class BucketRecord:
     wire_bytes: float
     dense_wire_bytes: float
     rounds: list[str]
-    layers: Layers
     code_error: float | None = None
     energy: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object."""
-        return {**vars(self), "layers": self.layers.to_json()}
+        return dict(vars(self))
 
 
 @dataclass(eq=False)
@@ -153,8 +150,6 @@ class BucketExchange:
     commit_s: float = 0.0  # seconds of the residual and the mean, as if they followed the exchange at once
     survey: NDArray[np.float32] | None = None
     result: Result = field(init=False)
-    gains: NDArray[np.float64] | None = None  # see `mpicomp.reducer.bucket.LayerBounds`, also for places
-    places: Any = None
 
     def times(self, offset: float) -> tuple[float, float, float, float]:
         """Return start, end, seconds outside rounds and ``ready``, by the clock that ranks share."""
@@ -192,7 +187,6 @@ class BucketExchange:
             wire_bytes=tally.wire_bytes,
             dense_wire_bytes=dense_ring_bytes(bucket.numel, self.group.size),
             rounds=[request.operation for request, _, _ in self.requests if isinstance(request, Round)],
-            layers=layers_of(bucket.bounds, self.places, self.gains, result.thinned),
             code_error=result.code_error if result.code_error is None or np.isfinite(result.code_error) else None,
             energy=result.energy if np.isfinite(result.energy) else None,
         )

@@ -150,7 +150,6 @@ class Step:
                 with bucket.device.active():
                     array, begin = accumulated.array(), timer()
                     done.survey = survey.measure(array, accumulated.residual, bucket.sizes, reducer.count)
-                    energies = survey.energies(done.survey, bucket.sizes)
                 survey_s = timer() - begin
                 record.choosing_s += survey_s
                 last = done.start = done.start + survey_s  # as if the survey came first: it is no part of `compress_s`
@@ -196,11 +195,6 @@ class Step:
         self._agrees = self._agrees or result.stale
         if result.stale:
             done.survey = None
-        if survey is not None and done.survey is not None:
-            with bucket.device.active():
-                sent = None if result.leaves == "residual" else result.sent
-                done.gains = bucket.bounds.gains(accumulated.array(), sent, energies, result.gain)
-        done.places = bucket.bounds.places_in(result.sent)
         self._done.append(done)
         if result.nonfinite:
             self._nonfinite.append(done)

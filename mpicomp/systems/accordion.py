@@ -49,9 +49,6 @@ class NormSurvey:
         spectra = self._spectra.measure(accumulated, residual, sizes, step)
         return self._spectra.energies(spectra, sizes).astype(np.float32)
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        return measured.astype(np.float64)
-
 
 @register
 @dataclass(eq=False)

@@ -80,9 +80,6 @@ class LevelsSurvey:
         buffer = workspace.array("copy", array.size + TRAILER, array.dtype)
         return compressor.select(GradientWithResidual(buffer, None, [Piece(0, array)]), context).values
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
-        return
-
 
 @register
 @dataclass(eq=False)

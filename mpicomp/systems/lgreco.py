@@ -10,7 +10,6 @@ and another policy may give the error (``on``). docs/papers.md has all that diff
 """
 
 import glob
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -503,7 +502,7 @@ class _Matrices(Table):
         self._lost = None if self._matrices else []
 
     def _lost_in(self, surveys: NDArray[np.float32]) -> Iterable[NDArray[np.float64]]:
-        return self._survey.lost(surveys, self._shape.sizes)
+        return self._survey.lost(surveys)
 
     def settings_of(self, base: Any) -> dict[str, Any]:
         return {name: min(base.rank_of(name), matrix.rows, matrix.columns) for name, matrix in self._matrices.items()}
@@ -595,21 +594,15 @@ class SurveyPair:
         surveys = (self._first, self._second)
         return np.concatenate([survey.measure(accumulated, residual, sizes, step) for survey in surveys])
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
-        cut = self._first.width(sizes)
-        first = self._first.energies(measured[:cut], sizes)
-        return self._second.energies(measured[cut:], sizes) if first is None else first
-
 
 class TailSurvey:
-    """Energies that selections of each layer's largest elements leave out, from all elements, and layers' energies."""
+    """Energies that selections of each layer's largest elements leave out, from all elements."""
 
     def __init__(self, counts: Sequence[NDArray[np.int64]]) -> None:
         self._counts = tuple(counts)  # of elements that each layer keeps, ascending
 
     def width(self, sizes: Sequence[int]) -> int:
-        # For each layer its energy, then the energy left out at each count
-        return sum(1 + counts.size for counts in self._counts)
+        return sum(counts.size for counts in self._counts)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
@@ -618,19 +611,13 @@ class TailSurvey:
         parts = []
         for layer, counts in zip(np.split(flat, np.cumsum(sizes)[:-1]), self._counts, strict=True):
             below = np.concatenate(([0.0], np.cumsum(np.sort(np.square(layer)))))  # of the smallest ones
-            parts.append(below[layer.size - np.concatenate(([0], counts))])
+            parts.append(below[layer.size - counts])
         with np.errstate(over="ignore"):
             return np.concatenate(parts).astype(np.float32)
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        starts = np.cumsum([0, *(1 + counts.size for counts in self._counts)])[:-1]
-        energies: NDArray[np.float64] = measured[starts].astype(np.float64)
-        return energies
-
     def lost(self, surveys: NDArray[np.float32]) -> list[NDArray[np.float64]]:
         """Return the energy that all ranks leave out of each layer at each count; surveys: (ranks, width)."""
-        ends = np.cumsum([1 + part.size for part in self._counts])[:-1]
-        return [part[1:] for part in np.split(surveys.astype(np.float64).sum(axis=0), ends)]
+        return np.split(surveys.astype(np.float64).sum(axis=0), np.cumsum([part.size for part in self._counts])[:-1])
 
 
 class SumSurvey:
@@ -669,12 +656,9 @@ class SumSurvey:
         whole = accumulated if self._sum is None or not self._steps else self._sum
         return self._inner.measure(whole, None, sizes, step)
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
-        return
-
 
 class RankSurvey:
-    """Energies that approximations of a bucket's matrices leave out at several ranks, and energies of all layers.
+    """Energies that approximations of a bucket's matrices leave out at several ranks.
 
     The leading directions come from a subspace iteration that starts at random, the same on all ranks. It leaves out at
     least as much as the best approximation, and at high ranks of slowly falling singular values some percent more.
@@ -685,33 +669,27 @@ class RankSurvey:
         self._ranks = tuple(ranks)  # the lowest and the highest rank of each matrix; all between are measured
 
     def width(self, sizes: Sequence[int]) -> int:
-        # Energies of the layers, then each matrix's by rank
-        return len(sizes) + sum(most - least + 1 for least, most in self._ranks)
+        return sum(most - least + 1 for least, most in self._ranks)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
         # NaN for matrices that hold it or infinity
-        bounds = np.cumsum([0, *sizes])
-        layers = [accumulated[start:stop] for start, stop in itertools.pairwise(bounds)]
-        parts = [np.array(to_python(*(kernels.energy(layer) for layer in layers)))]
+        parts = []
         for matrix, (least, most) in zip(self._matrices, self._ranks, strict=True):
             values = accumulated[matrix.start : matrix.stop].reshape(matrix.rows, matrix.columns)
             parts.append(_lost_at_ranks(values, most)[least - 1 :])
         with np.errstate(over="ignore"):
             return np.concatenate(parts).astype(np.float32)
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        return measured[: len(sizes)].astype(np.float64)
-
-    def lost(self, surveys: NDArray[np.float32], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
+    def lost(self, surveys: NDArray[np.float32]) -> list[NDArray[np.float64]]:
         """Return the energy that each matrix loses at each rank of its factors; surveys: (ranks, width)."""
-        cuts = np.cumsum([len(sizes), *(most - least + 1 for least, most in self._ranks)])
-        return np.split(surveys.astype(np.float64).sum(axis=0), cuts)[1:-1]
+        cuts = np.cumsum([most - least + 1 for least, most in self._ranks])[:-1]
+        return np.split(surveys.astype(np.float64).sum(axis=0), cuts)
 
 
 class BitsSurvey:
-    """Energies that a quantizer leaves out of each layer at several bits, and energies of the layers."""
+    """Energies that a quantizer leaves out of each layer at several bits."""
 
     def __init__(self, quantisers: Sequence[Quantiser], bucket: int, stride: int = 1) -> None:
         self._quantisers = tuple(quantisers)  # one for each number of bits
@@ -720,24 +698,20 @@ class BitsSurvey:
         self._workspaces: dict[Device, Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
-        # For each layer its energy, then the energy left out at each number of bits
-        return len(sizes) * (1 + len(self._quantisers))
+        return len(sizes) * len(self._quantisers)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
         # NaN or infinity for layers that hold it
-        out = np.zeros((len(sizes), 1 + len(self._quantisers)))
+        out = np.zeros((len(sizes), len(self._quantisers)))
         workspace = self._workspaces.setdefault(current_device(), Workspace(current_device()))
         for row, start, size in zip(out, np.cumsum([0, *sizes]), sizes, strict=False):
             sample = self._sample(accumulated[start : start + size], workspace, step)
             sent = workspace.array("sent", sample.size, sample.dtype)
-            [energy] = to_python(kernels.energy(sample))
-            lost = []
-            for quantiser in self._quantisers:
+            for place, quantiser in enumerate(self._quantisers):
                 message = workspace.array("message", quantiser.packed_bytes(sample.size), np.dtype(np.uint8))
-                lost.append(quantiser.pack(sample, message, sent, step))
-            row[:] = [energy, *lost]
+                row[place] = quantiser.pack(sample, message, sent, step)
             row *= size / max(1, sample.size)
         with np.errstate(over="ignore"):
             return out.reshape(-1).astype(np.float32)
@@ -751,13 +725,9 @@ class BitsSurvey:
         sample.reshape(buckets, self._bucket)[:] = rows[:, step % self._stride]
         return sample
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        # Exact to some percent with a stride
-        return measured.reshape(len(sizes), -1)[:, 0].astype(np.float64)
-
     def lost(self, surveys: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
         """Return the energy that all ranks lose, shape (layers, quantizers); surveys: (ranks, width)."""
-        lost: NDArray[np.float64] = surveys.astype(np.float64).sum(axis=0).reshape(len(sizes), -1)[:, 1:]
+        lost: NDArray[np.float64] = surveys.astype(np.float64).sum(axis=0).reshape(len(sizes), -1)
         return lost
 
 

@@ -126,25 +126,11 @@ def check_choices(result, lines):
         assert plan["compressor"] == plan["compressor_config"]["id"]
         assert plan["ratio"] == plan["compressor_config"].get("ratio", 1.0)
     assert sum(plan["share"] for plan in result["plans"]) == pytest.approx(1)
-    layers = {layer["name"]: layer for layer in result["layers"]}
-    assert sum(layer["numel"] for layer in layers.values()) == result["parameters"]
-    ran = {plan["collective"].partition(":")[0] for plan in result["plans"] if plan["compressor"] != "dense"}
-    if not ran & {"star-topk", "var-topk", "oktopk"}:  # in which more is kept than comes to be sent, or less
-        mean = sum(layer["ratio"] * layer["numel"] for layer in layers.values()) / result["parameters"]
-        assert mean == pytest.approx(np.mean(ratios), rel=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "surveys_layers"),
-    [
-        slow('{"id": "auto", "fidelity": 0.5}', False),  # auto surveys elements of whole buckets
-        ("auto", False),
-        slow("lgreco", True),
-        slow("static", False),
-    ],
-)
-def test_policy_with_a_compressor_runs_it_or_dense(mpiexec, tmp_path, policy, surveys_layers):
+@pytest.mark.parametrize("policy", [slow('{"id": "auto", "fidelity": 0.5}'), "auto", slow("lgreco"), slow("static")])
+def test_policy_with_a_compressor_runs_it_or_dense(mpiexec, tmp_path, policy):
     arguments = ["--task", "digits", "--steps", "40", "--compressor", "topk", "--policy", policy]
     done, result, lines = train(mpiexec, tmp_path, 2, *arguments)
     assert done.returncode == 0, done.stderr
@@ -160,7 +146,6 @@ def test_policy_with_a_compressor_runs_it_or_dense(mpiexec, tmp_path, policy, su
         assert result["collective"] in {bucket["collective"] for bucket in half}
     if "auto" in policy:
         assert lines[0]["buckets"][0]["compressor"]["id"] == "dense"  # careful at first
-    assert {layer["gain"] is not None for layer in result["layers"]} == {surveys_layers}
     if "fidelity" in policy:
         assert result["policy_config"] == {"id": "auto", "fidelity": 0.5}
     check_choices(result, lines)
@@ -169,7 +154,7 @@ def test_policy_with_a_compressor_runs_it_or_dense(mpiexec, tmp_path, policy, su
 @pytest.mark.slow
 def test_progress_shows_what_each_step_ran(mpiexec, tmp_path):
     arguments = ["--task", "digits", "--steps", "20", "--compressor", "topk", "--ratio", "0.05"]
-    done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--collective", "allgather")
+    done, _, lines = train(mpiexec, tmp_path, 2, *arguments, "--collective", "allgather")
     shown = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(shown) >= 10
     for text in shown:
@@ -178,8 +163,6 @@ def test_progress_shows_what_each_step_ran(mpiexec, tmp_path):
     table = done.stdout[done.stdout.index("what was run") :].splitlines()
     assert table[1].split("  ")[1].strip() == "TopK(ratio=0.05)"
     assert table[1].endswith("100.0 %")
-    names = [line.split()[0] for line in table[3:]]
-    assert names[: len(result["layers"])] == [layer["name"] for layer in result["layers"]]
 
 
 @pytest.mark.slow

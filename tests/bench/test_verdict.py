@@ -32,7 +32,7 @@ def outcome(**changed):
         "collective": "allgather", "median_step_s": 0.12, "phases_s": parts, "choosing_s": 0.001, "late_step_s": 0.12,
         "late_phases_s": parts, "sent_bytes": 100, "wire_bytes": 100, "dense_wire_bytes": 1000, "once_bytes": 0,
         "gain": 0.5, "exchange_probe": Probe("allgather", 0.02, 0.011, 5), "dense_probe": Probe("ring", 0.2, 0.2, 5),
-        "steps_timed": 95, "ratios": [0.01] * 100, "plans": [plan], "late_plans": [plan], "layers": [], "delay": 4.9,
+        "steps_timed": 95, "ratios": [0.01] * 100, "plans": [plan], "late_plans": [plan], "delay": 4.9,
     }  # fmt: skip
     return Outcome(**(settings | changed))
 

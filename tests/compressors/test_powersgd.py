@@ -153,11 +153,6 @@ def test_powersgd_bytes_are_those_of_the_factors(settings, left, right):
     assert record.rounds == ["allreduce"] * rounds
     assert record.sent_bytes == 4 * (left + right + rest + 4 * rounds)
     assert record.ratio_reached == (left + right + rest) / record.numel
-    # Vectors and small matrices travel whole.
-    ranks = {"wide": compressor.rank, "conv": (compressor.layers or {}).get("conv", compressor.rank)}
-    sent = dict(zip(SHAPES, (record.layers.ratios * record.layers.sizes).tolist(), strict=True))
-    factors = {name: compressor.iterations * ranks[name] * sides for name, sides in (("wide", 46), ("conv", 39))}
-    assert sent == {"b": 7, "small": 6, "s": 1} | factors
 
 
 def test_powersgd_predicts_its_bytes_an_element():
@@ -174,7 +169,7 @@ def test_powersgd_bucket_without_a_matrix_is_recorded_as_dense():
         both = [gradients(1, rank, shapes)[name].astype(np.float64) for rank in range(2)]
         np.testing.assert_allclose(means[1][name], np.mean(both, axis=0), rtol=1e-6)
     record = first.last_step.buckets[0]
-    assert (record.rounds, record.ratio_reached, record.layers.ratios.tolist()) == (["allreduce"], 1.0, [1.0, 1.0])
+    assert (record.rounds, record.ratio_reached) == (["allreduce"], 1.0)
     assert not first.residual("b").any()
 
 

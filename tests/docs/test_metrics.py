@@ -28,8 +28,6 @@ def test_a_step_record():
     for bucket in line["buckets"]:
         compare(bucket, "An entry of buckets")
         assert list(bucket["phases_s"]) == ["compress", "exchange", "decode"]
-        for layer in bucket["layers"]:
-            compare(layer, "An entry of layers")
 
 
 def test_scalars_for_a_writer():
@@ -94,8 +92,6 @@ def test_the_lines_of_a_run(run):
         compare(line["phases_s"], "phases_s of a line")
         for bucket in line["buckets"]:
             compare(bucket, "An entry of buckets")
-            for layer in bucket["layers"]:
-                compare(layer, "An entry of layers")
 
 
 def test_the_object_of_a_run(run):
@@ -106,8 +102,6 @@ def test_the_object_of_a_run(run):
     compare(outcome["ratios"], "ratios")
     for plan in outcome["plans"]:
         compare(plan, "An entry of plans")
-    for layer in outcome["layers"]:
-        compare(layer, "An entry of layers")
     assert "with dense exchange from the same seed" in outcome["verdict"]
     assert "not compared" not in outcome["verdict"]
     assert outcome["dense_bytes"] == 4 * outcome["parameters"] * outcome["steps"]

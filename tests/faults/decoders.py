@@ -149,7 +149,7 @@ def _ranks(rng, fence):
     sent = survey.measure(random_array(rng, sum(sizes), np.float32), None, sizes, 0)
 
     def decode(message):
-        [lost] = survey.lost(message.view(np.float32).reshape(1, -1), sizes)
+        [lost] = survey.lost(message.view(np.float32).reshape(1, -1))
         assert lost.shape == (3,)
 
     return Case(sent.tobytes(), decode, resizes=False)

@@ -89,6 +89,5 @@ def test_layers_with_a_ratio_of_their_own_keep_it():
         1, mpicomp.TopK(layers={"*.bias": 1.0}), policy={"id": "schedule", "begin": 0.5, "end": 0.1, "steps": 1}
     )
     for ratio in (0.5, 0.1):
-        ranks.reduce([{"fc.weight": np.arange(100, dtype=np.float32), "fc.bias": np.ones(10, np.float32)}])
-        [bucket] = ranks.reducers[0].last_step.buckets
-        assert bucket.layers.ratios.tolist() == pytest.approx([ratio, 1.0])
+        [means] = ranks.reduce([{"fc.weight": np.arange(100, dtype=np.float32), "fc.bias": np.ones(10, np.float32)}])
+        assert [np.count_nonzero(mean) / mean.size for mean in means.values()] == pytest.approx([ratio, 1.0])

@@ -66,8 +66,8 @@ def test_layers_are_exchanged_before_the_root(comm, overlap):
         hybrid = Hybrid(comm, mesh, Rooted(), sharding={"inside": "layers"}, overlap=overlap, bucket_bytes=64)
         hybrid.run(range(4))
         hybrid.check()
-        buckets = hybrid.optimizer.reducer.last_step.buckets
-        order = [name.split(".")[0] for bucket in buckets for name in bucket.layers.names]
+        buckets = hybrid.optimizer.reducer.layout.buckets
+        order = [name.split(".")[0] for bucket in buckets for name in bucket.names]
         assert order == 4 * ["layers"] + order[4:]
         assert sorted(order[4:]) == 2 * ["first"] + 2 * ["last"]
 

@@ -7,17 +7,13 @@ import pytest
 from mpicomp.bench.measure.chosen_plans import Choices, chosen_table, in_short, kept_share, leading
 
 import mpicomp
-from mpicomp.reducer.bucket import Layers
 from mpicomp.transport import LocalWorld
 
 
-def bucket(names, numel, kept, compressor, collective="allgather", gain=0.5, gains=None):
-    """Return the record of a bucket whose parameters are equally long and equally sent."""
-    share = numel // len(names)
-    layers = Layers(tuple(names), np.full(len(names), share), lambda: np.full(len(names), kept // len(names)), gains)
+def bucket(names, numel, kept, compressor, collective="allgather", gain=0.5):
     return mpicomp.BucketRecord(
         0, len(names), numel, compressor.get_config(), collective, "", getattr(compressor, "ratio", None),
-        kept / numel, gain, {}, None, None, 0, 0.0, 0.0, [], layers,
+        kept / numel, gain, {}, None, None, 0, 0.0, 0.0, [],
     )  # fmt: skip
 
 
@@ -117,36 +113,17 @@ def test_leading_plan_is_of_the_leading_compressor():
     assert leading(choices.plans()).compressor == mpicomp.TopK(ratio=0.1 / 8)
 
 
-def test_layers_are_means_over_ranks_and_steps():
-    reported = []
-    for rank in range(2):
-        choices = Choices()
-        for step in range(4):
-            gains = np.array([0.2 + 0.2 * rank, 0.5]) if step == 2 else None
-            choices.add(record(bucket(["a", "b"], 20, 2 if step % 2 else 4 + 2 * rank, TOPK, gains=gains)))
-        reported.append(choices.sums())
-    first, second = choices.layers(np.array(reported))
-    # Kept of the 10 elements: 1 in odd steps, in even ones 2 on one rank and 3 on the other.
-    assert (first.name, first.numel, first.ratio) == ("a", 10, pytest.approx((1 + 1 + 2 + 3) / 4 / 10))
-    assert (first.gain, second.gain) == pytest.approx((0.3, 0.5))
-    reported = Choices()
-    reported.add(record(bucket(["a"], 10, 1, TOPK)))
-    assert reported.layers(reported.sums()[None])[0].gain is None
-
-
 def test_table_of_many_plans_is_short():
     choices = Choices()
     for step in range(12):
         names = [f"layer{number}" for number in range(40)]
         choices.add(record(bucket(names, 4000, 400, mpicomp.TopK(ratio=0.1 / (1 + step)))))
-    lines = chosen_table(choices.plans(), choices.layers(choices.sums()[None])).splitlines()
+    lines = chosen_table(choices.plans()).splitlines()
     assert sum("TopK" in line for line in lines) == 8
     assert "  and 4 more, 33.3 % in all" in lines
-    assert sum("  layer" in line for line in lines) == 24
-    assert lines[-1] == "  and 16 smaller ones"
 
 
 def test_plan_with_ratios_of_layers_is_printed_by_layer():
     choices = Choices()
     choices.add(record(bucket(["a", "b"], 110, 20, mpicomp.TopK(ratio=0.1, layers={"b": 1.0}))))
-    assert "  TopK(ratio=0.1) by layer  " in chosen_table(choices.plans(), [])
+    assert "  TopK(ratio=0.1) by layer  " in chosen_table(choices.plans())
