@@ -4,7 +4,6 @@ from typing import Any
 
 from mpicomp import torch as torch
 from mpicomp._version import __version__ as __version__
-from mpicomp.algorithms.powersgd import PowerSGD as PowerSGD
 from mpicomp.checkpoint import load_checkpoint as load_checkpoint
 from mpicomp.checkpoint import save_checkpoint as save_checkpoint
 from mpicomp.collectives import list_collectives as list_collectives
@@ -22,6 +21,7 @@ from mpicomp.compressors import Sparsifier as Sparsifier
 from mpicomp.compressors import TopK as TopK
 from mpicomp.compressors import get_compressor as get_compressor
 from mpicomp.compressors import list_compressors as list_compressors
+from mpicomp.compressors.powersgd import PowerSGD as PowerSGD
 from mpicomp.errors import MpicompError as MpicompError
 from mpicomp.policies import get_policy as get_policy
 from mpicomp.policies import list_policies as list_policies

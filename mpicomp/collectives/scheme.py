@@ -288,6 +288,4 @@ def gain_of(lost: float, energy: float) -> float:
     return 1 - float(lost) / float(energy)
 
 
-COLLECTIVES: Registry[Scheme[Any]] = Registry(
-    "collective", ["mpicomp.collectives", "mpicomp.algorithms", "mpicomp.systems"]
-)
+COLLECTIVES: Registry[Scheme[Any]] = Registry("collective", ["mpicomp.collectives", "mpicomp.systems"])

@@ -7,13 +7,13 @@ from mpicomp.compressors.base_compressor import COMPRESSORS, Compressor, Entry
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.dgc import DGC
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser, SharedSparsifier, Sparsifier
 from mpicomp.compressors.onebit import OneBit
 from mpicomp.compressors.quantize import QSGD
 from mpicomp.compressors.randomk import RandomK
 from mpicomp.compressors.sidco import SIDCo
+from mpicomp.compressors.thresholds import DGC
 from mpicomp.compressors.topk import TopK
 from mpicomp.compressors.wire_format import Selection
 

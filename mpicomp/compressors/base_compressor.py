@@ -181,9 +181,7 @@ class Compressor(metaclass=Configurable):
         return cls(**parameters)
 
 
-COMPRESSORS: Registry[Compressor] = Registry(
-    "compressor", ["mpicomp.compressors", "mpicomp.algorithms", "mpicomp.systems"]
-)
+COMPRESSORS: Registry[Compressor] = Registry("compressor", ["mpicomp.compressors", "mpicomp.systems"])
 
 
 @functools.cache

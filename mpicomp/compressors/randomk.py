@@ -116,8 +116,8 @@ class GlobalRandKMaxNorm(RandomK):
 
     Notes
     -----
-    Different from the paper and its code: error feedback; positions drawn anew in each step in place of a stored
-    permutation; each rank has a grid of its own; and in the code each rank keeps its gradient where nothing is
+    Different from the paper and its code: error feedback; positions of each step drawn on their own in place of a
+    stored permutation; each rank has a grid of its own; and in the code each rank keeps its gradient where nothing is
     selected, so that models of different ranks diverge.
     """
 

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.algorithms.matrix_batches import Matrix, orthogonalize
 from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.compressors.base_compressor import match_layer_setting, num_kept
 from mpicomp.compressors.kinds import Quantiser, packers
+from mpicomp.compressors.powersgd import Matrix, orthogonalize
 from mpicomp.compressors.quantize import MOST_BITS
 from mpicomp.compressors.wire_format import message_bytes
 from mpicomp.cost import CostModel

@@ -8,9 +8,9 @@ from networks import Link
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.algorithms.matrix_batches import Matrix, orthogonalize, stacked
 from mpicomp.collectives import Context, bind
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.powersgd import Matrix, orthogonalize, stacked
 from mpicomp.errors import ConfigurationError
 from mpicomp.transport import LocalWorld
 

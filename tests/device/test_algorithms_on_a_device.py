@@ -7,7 +7,7 @@ from device.steps_on_a_device import compare_steps, gradients_of, host, reduced,
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.algorithms.matrix_batches import Matrix, stacked
+from mpicomp.compressors.powersgd import Matrix, stacked
 
 SHAPES = {
     "d.weight": (8, 12), "d.bias": (8,), "c.weight": (8, 12), "c.bias": (8,), "b.weight": (30, 20), "b.bias": (30,),

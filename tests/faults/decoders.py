@@ -22,9 +22,9 @@ from faults.genuine_messages import (
 from faults.whole_exchanges import agreement, fill, leader_message, whole_exchange
 
 import mpicomp
-from mpicomp.algorithms.matrix_batches import Matrix
 from mpicomp.collectives import fitting, variants
 from mpicomp.compressors import COMPRESSORS, Quantiser, compressor_class
+from mpicomp.compressors.powersgd import Matrix
 from mpicomp.compressors.wire_format import INDICES, VALUES, Wire
 from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import CostModel

@@ -16,8 +16,8 @@ import mpicomp
 from mpicomp.compressors import sidco as rule
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.thresholds import Search
 
 DTYPES = [np.float32, slow(np.float64)]
 DISTRIBUTIONS = ["exponential", "gamma", "pareto"]

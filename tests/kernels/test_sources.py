@@ -23,8 +23,8 @@ from mpicomp.kernels.gpu.select import DIGIT, Field, Rule, Source, Turn
 from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, sampled_of
 from mpicomp.kernels.gpu.workspace import Fit, Word
 
-from mpicomp.compressors import estimator
 from mpicomp.compressors import sidco as rule
+from mpicomp.compressors import thresholds
 
 FOLDER = Path(gpu.__file__).parent
 KINDS = {"select", "sidco"}  # those with most registers: a selection, and an estimate
@@ -127,7 +127,7 @@ def test_numbers_of_the_estimate_are_those_of_the_compressor():
     assert (float(there["FIRST"]), float(there["FEW"])) == (rule._FIRST, rule._FEW)
     assert (float(there["NEAR"]), int(there["CORRECTIONS"])) == (rule._BAND / 2, rule._CORRECTIONS)
     assert (CORRECTIONS, SMALL, SAMPLE) == (rule._CORRECTIONS, rule._SMALL, rule._SAMPLE)
-    assert (LIMIT, SLACK) == (estimator._LIMIT, estimator._SLACK)
+    assert (LIMIT, SLACK) == (thresholds._LIMIT, thresholds._SLACK)
     for stride, numel in itertools.product((1, 2, 3), (1, 1024, 5000, 123_456)):
         assert sampled_of(numel, stride) == rule._seen(numel, stride)
 

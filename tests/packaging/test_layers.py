@@ -20,7 +20,7 @@ LAYERS = [
     ["mpicomp.torch", "mpicomp.testing", "mpicomp.checkpoint"],
     ["mpicomp.reducer"],
     ["mpicomp.policies", "mpicomp.doctor"],
-    ["mpicomp.algorithms", "mpicomp.cost"],
+    ["mpicomp.cost"],
     ["mpicomp.collectives"],
     ["mpicomp.compressors", "mpicomp.transport"],
     ["mpicomp.rounds"],

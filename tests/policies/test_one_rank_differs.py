@@ -9,7 +9,7 @@ from networks import Link
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.algorithms.matrix_batches import Matrix
+from mpicomp.compressors.powersgd import Matrix
 from mpicomp.errors import ConfigurationError
 from mpicomp.systems.lgreco import RankSurvey
 from mpicomp.transport import LocalWorld

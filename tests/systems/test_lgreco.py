@@ -11,7 +11,7 @@ from oracle import kept
 from worlds import CheckedRanks
 
 import mpicomp
-from mpicomp.algorithms.matrix_batches import Matrix
+from mpicomp.compressors.powersgd import Matrix
 from mpicomp.policies import POLICIES
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.surveys import SpectrumSurvey

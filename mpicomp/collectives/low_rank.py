@@ -1,155 +1,27 @@
-"""PowerSGD: a matrix travels as the product of two thin ones, which are summed one after the other."""
+"""The exchange of PowerSGD: factors of all matrices are summed one after the other."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator
 from math import prod
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.algorithms.matrix_batches import Matrix, Stack, multiply, orthogonalize, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
-from mpicomp.compressors.base_compressor import BucketParameters, Compressor, bound, match_layer_setting
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
+from mpicomp.compressors.powersgd import PowerSGD, Stack, multiply, orthogonalize, stacked
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.setting_checks import check_choice, check_layers, check_least, check_range
 
 Stacks = list[NDArray[np.floating]]
-
-
-@register
-@dataclass(frozen=True, repr=False)
-class PowerSGD(Compressor):
-    """PowerSGD (arXiv 1905.13727): each matrix is sent as the product of two thin ones, which follow it over steps.
-
-    ::
-
-        P = mean_over_ranks(M @ Q)  # Q: of the step before, or random
-        P, _ = np.linalg.qr(P)
-        Q = mean_over_ranks(M.T @ P); mean = P @ Q.T
-
-    A parameter is the matrix of its first dimension against all others. Where that would not save enough, and in one
-    dimension, it travels dense.
-
-    Parameters
-    ----------
-    rank : int
-        Columns of the factors, at most the matrix's smaller side. The default is the least power of two with which a
-        language model of 300 steps ends within 2 % of dense, see docs/compressors.md.
-    min_compression_rate : float
-        A matrix is compressed if ``(rows + columns) * rank * iterations * min_compression_rate < rows * columns``.
-    start_step : int
-        Steps before this one are dense.
-    warm_start : bool
-        Whether a step begins with the factor of the step before, and not with a random one.
-    layers : mapping of str to int, optional
-        Other ranks for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
-        pattern that matches counts.
-    iterations : int
-        Power iterations in a step, each of which takes two sums and sends both factors. With a warm start one is enough
-        where gradients change slowly; more come nearer to the best approximation of this rank.
-    rows : int, optional
-        A matrix with more rows is cut into several of at most this many, each of this rank: more directions for more
-        bytes, as for an embedding, whose rows have little in common.
-    wire : {None, "fp16", "bf16"}
-        Format of factors; the 16-bit forms are summed in at least float32.
-
-    Notes
-    -----
-    Names and defaults are those of PyTorch's hook, but for ``iterations``, ``rows``, ``rank`` (the paper's word; there
-    ``matrix_approximation_rank``, 1) and ``start_step`` (there ``start_powerSGD_iter``, 1000).
-    Different from the paper and published code:
-
-    - A rank has sent the product of the common factor with **its** other one, not with the mean: nothing is lost over
-      all ranks, and the residual is the error of the projection.
-    - Factors are made orthonormal by a QR decomposition in float64, which accepts rank-deficient and zero matrices.
-    - Several iterations are the paper's power method on the ranks' mean. The authors' later package does half of one in
-      a step, in which one factor travels, and then the next half on the error.
-
-    Every rank multiplies the sums with NumPy's library: the mean is the same bits on every rank if they all have the
-    same library on the same kind of processor.
-
-    Examples
-    --------
-    >>> compressor = PowerSGD(rank=2).bind(["w", "b"], [64 * 32, 64], [(64, 32), (64,)])
-    >>> compressor.matrices
-    (Matrix(start=0, rows=64, columns=32, rank=2),)
-    """
-
-    id: ClassVar[str] = "powersgd"
-    family: ClassVar[str] = "low rank"
-    message: ClassVar[str] = "factors"
-    needs_identical_blas: ClassVar[bool] = True
-    paper: ClassVar[str] = (
-        "Vogels et al. 2019, arXiv 1905.13727; residuals are of each rank's projection, QR in float64"
-    )
-
-    layer_setting: ClassVar[str | None] = "rank"
-
-    rank: int = 16
-    min_compression_rate: float = 2.0
-    start_step: int = 0
-    warm_start: bool = True
-    layers: Mapping[str, int] | None = None
-    iterations: int = 1
-    rows: int | None = None
-    wire: str | None = field(default=None, kw_only=True)
-    matrices: tuple[Matrix, ...] = bound(())  # the compressed matrices of a bucket
-
-    def __post_init__(self) -> None:
-        for name, least in (("rank", 1), ("start_step", 0), ("iterations", 1)):
-            check_least("powersgd", name, getattr(self, name), least)
-        if self.rows is not None:
-            check_least("powersgd", "rows", self.rows, 1)
-        check_choice("powersgd", "warm_start", self.warm_start, (True, False))
-        check_choice("powersgd", "wire", self.wire, (None, "fp16", "bf16"))
-        self._set(
-            layers=check_layers("powersgd", "ranks", self.layers, partial(check_least, "powersgd")),
-            min_compression_rate=check_range(
-                "powersgd", "min_compression_rate", self.min_compression_rate, 0, float("inf")
-            ),
-            warm_start=bool(self.warm_start),
-        )
-
-    feedback = True  # the residual keeps the error of the projection
-
-    def wire_bytes_per_element(self, itemsize: int) -> float:
-        side = 1 << 10
-        rows = min(self.rows or side, side)
-        return (1 / rows + 1 / side) * self.rank * self.iterations * (itemsize if self.wire is None else 2)
-
-    def bind_to(self, bucket: BucketParameters) -> Self:
-        found, start = [], 0
-        for name, size, shape in zip(bucket.names, bucket.sizes, bucket.shapes, strict=True):
-            if len(shape) > 1 and size:
-                rows, columns = shape[0], prod(shape[1:])
-                most = self.rows or rows
-                for first in range(0, rows, most):
-                    height = min(most, rows - first)
-                    if rank := self._rank_within(name, height, columns):
-                        found.append(Matrix(start + first * columns, height, columns, rank))
-            start += size
-        return replace(self, start_step=self.start_step if bucket.warm_up else 0, matrices=tuple(found))
-
-    def _rank_within(self, name: str, rows: int, columns: int) -> int:
-        """Return the rank of a matrix; 0 if it travels dense."""
-        rank = min(self.rank_of(name), rows, columns)
-        saves = (rows + columns) * rank * self.iterations * self.min_compression_rate < rows * columns
-        return rank if saves else 0
-
-    def rank_of(self, name: str) -> int:
-        """Return the rank asked for a parameter of this name, whatever its shape."""
-        return int(match_layer_setting(self.layers, name, self.rank))
 
 
 @register
