@@ -63,7 +63,6 @@ def bucket(place, parts, phases, ratio, energy, buckets):
         "dense_wire_bytes": 8000.0,
         "rounds": ["allgatherv"],
         "energy": energy,
-        "code_error": None,
     }
 
 

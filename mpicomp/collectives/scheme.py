@@ -79,9 +79,6 @@ class Result:
         Kept elements of a rank, averaged over ranks. The same on every rank.
     nonfinite, stale : bool
         Whether some rank held NaN or infinity; whether some rank asked for a new agreement. The same on every rank.
-    code_error : float or None
-        Of a learned code: squared error of what was decoded, as a share of the energy of what was to be decoded; 1 is
-        that of zeros. As this rank can tell, so it may differ between ranks; None where it cannot.
     leaves : {"sum", "residual", "mean"}
         What the exchange has left in the accumulated array, which then stands for ``sent`` too: ``"residual"`` is
         ``accumulated - sent``; with ``"mean"`` all was sent. Other than the sum only if
@@ -101,7 +98,6 @@ class Result:
     kept: float
     nonfinite: bool
     stale: bool
-    code_error: float | None = None
     leaves: str = "sum"
     note: str = ""
     problem: MessageError | None = None

@@ -102,8 +102,6 @@ class BucketRecord:
         Bytes that would have left this rank in a ring of 32-bit numbers.
     rounds : list of str
         MPI operations, in order.
-    code_error : float or None
-        Squared error of a learned code over the energy of its input, as far as this rank knows; 1 is that of zeros.
     energy : float or None
         Squared norm of gradient plus residual, over all ranks; None after an overflow.
     """
@@ -124,7 +122,6 @@ class BucketRecord:
     wire_bytes: float
     dense_wire_bytes: float
     rounds: list[str]
-    code_error: float | None = None
     energy: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -187,7 +184,6 @@ class BucketExchange:
             wire_bytes=tally.wire_bytes,
             dense_wire_bytes=dense_ring_bytes(bucket.numel, self.group.size),
             rounds=[request.operation for request, _, _ in self.requests if isinstance(request, Round)],
-            code_error=result.code_error if result.code_error is None or np.isfinite(result.code_error) else None,
             energy=result.energy if np.isfinite(result.energy) else None,
         )
 

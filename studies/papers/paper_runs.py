@@ -172,8 +172,9 @@ def train(
         shared.set_gradients(world.run(exchanges)[0])
         record = reducers[0].last_step
         assert record is not None
-        learning = [bucket for bucket in record.buckets if "learning" in bucket.reason]
-        code_errors.extend(bucket.code_error for bucket in learning if bucket.code_error is not None)
+        if any("learning" in bucket.reason for bucket in record.buckets):
+            memories = [bucket.memory.get("lgc", {}) for bucket in reducers[0].layout.buckets]
+            code_errors.extend(memory["error"] for memory in memories if memory.get("error") is not None)
         if is_trial:
             shared.optimizer.step()  # the rate stays what it is
         else:

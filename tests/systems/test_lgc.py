@@ -174,7 +174,7 @@ def test_what_is_decoded_comes_nearer_while_it_learns(instance):
     errors = []
     for _ in range(70):
         members.reduce([{n: gradient[n] for n in reversed(gradient)} for gradient in gradients(rng, 2)])
-        errors.append(members.reducers[0].last_step.buckets[0].code_error)
+        errors.append(members.reducers[0].layout.buckets[0].memory["lgc"]["error"])
     assert errors[:2] == [None, None]
     learning, coded = errors[2:62], errors[62:]
     assert np.mean(learning[-10:]) < 0.5 * np.mean(learning[:3])

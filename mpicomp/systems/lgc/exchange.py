@@ -40,12 +40,15 @@ _WEIGHT = np.dtype(np.float32)
 
 @dataclass
 class _BucketMemory:
-    """Memory of a bucket: the same on all ranks, except for the trainer's code while it learns."""
+    """Memory of a bucket: the same on all ranks, except for the trainer's code while it learns, and for the error."""
 
     key: str  # parts of the bucket and channels of the code
     steps: int = 0  # successful exchanges so far
     learned: dict[str, Any] | None = None  # on the trainer in the second phase: the state of the code
     weights: NDArray[np.float32] | None = None  # of the code, once all ranks have them
+    # Squared error of what was decoded in the last step, over the energy of what was to be decoded, as this rank knows
+    # it: 1 is that of zeros. None before, and on ranks that do not learn
+    error: float | None = None
 
     @classmethod
     def load(cls, key: str, context: Context) -> "_BucketMemory":
@@ -155,11 +158,11 @@ class Learned(Scheme[LGC]):
             result.note = "lgc: learning"
             usable = everyones is not None and not (result.nonfinite or result.stale)
             if everyones is not None and usable and np.isfinite(everyones).all():  # a message may be damaged
-                result.code_error = self._learn(loaded, memory, everyones, selected, context)
+                memory.error = self._learn(loaded, memory, everyones, selected, context)
         # Phase 3: rank 0 broadcasts the weights, once; values travel in the code.
         else:
             yield from self._share(loaded, memory, context)
-            result = yield from self._instance(loaded.code).exchange(accumulated, context)
+            result, memory.error = yield from self._instance(loaded.code).exchange(accumulated, context)
             result.note = f"lgc: coded, {compressor.instance}"
         if not (result.nonfinite or result.stale):
             memory.steps += 1

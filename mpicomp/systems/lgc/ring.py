@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.scheme import (
-    Exchange,
     LazyMean,
     Result,
     Scheme,
@@ -20,7 +19,7 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import DAMAGED, Selection
 from mpicomp.device import to_python
-from mpicomp.rounds import Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC
 from mpicomp.systems.lgc.leader_message import LeaderMessage, leader_of, relative, share_selection
@@ -54,7 +53,7 @@ class CodeRing:
             _report_round(group),
         ]
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Rounds[tuple[Result, float]]:
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel)
         # 1. One rank, drawn at random, broadcasts its indices and the divisors of values.
@@ -113,7 +112,7 @@ class CodeRing:
         sent[: coded.start] = summed.sent[length : length + coded.start]
         sent[coded.stop :] = summed.sent[length + coded.start :]
         [mean_finite] = to_python(np.isfinite(mean).all())
-        return Result(
+        result = Result(
             mean=LazyMean.of(accumulated.numel, received.indices, mean),
             sent=Selection(received.indices, received.values if self._compressor.error == "selected" else sent),
             energy=summed.energy,
@@ -121,8 +120,8 @@ class CodeRing:
             kept=float(received.values.size),
             nonfinite=summed.nonfinite or not finite or not mean_finite,
             stale=summed.stale,
-            code_error=1 - gain_of(missed, coded_energy),  # of this rank's share in what is decoded
         )
+        return result, 1 - gain_of(missed, coded_energy)  # of this rank's share in what is decoded
 
     def _lead(self, numel: int) -> LeaderMessage:
         return LeaderMessage(self._compressor.selected(numel), numel, frame=True, signs=self._compressor.signs)

@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.scheme import (
-    Exchange,
     LazyMean,
     Result,
     check_undamaged,
@@ -32,7 +31,7 @@ from mpicomp.compressors.wire_format import (
 )
 from mpicomp.device import received_on_host, to_python
 from mpicomp.errors import MessageError
-from mpicomp.rounds import Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC
 from mpicomp.systems.lgc.leader_message import LeaderMessage, ReceivedSelection, leader_of, share_selection
@@ -58,7 +57,7 @@ class CodeServer:
         lead = self._lead(numel, dtype)
         return [lead.round(leader_of(Context(group=group, step=step))), self._gather(lead, dtype, group)]
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Rounds[tuple[Result, float]]:
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel, dtype)
         coded = lead.selected.coded
@@ -108,11 +107,11 @@ class CodeServer:
             flags |= NONFINITE * (not far_from_largest(parsed.energy + parsed.lost, dtype))
         check_undamaged("learned", flags, None)
         if unread is not None:
-            return undelivered(accumulated, unread, stale=False)
+            return undelivered(accumulated, unread, stale=False), 1.0
         with np.errstate(under="ignore", invalid="ignore"):
             np.multiply(mean, dtype.type(1 / group.size), out=mean)
         [mean_finite] = to_python(np.isfinite(mean).all())
-        return Result(
+        result = Result(
             mean=LazyMean.of(accumulated.numel, received.indices, mean),
             sent=Selection(received.indices, received.values if self._compressor.error == "selected" else sent),
             energy=energy,
@@ -120,8 +119,8 @@ class CodeServer:
             kept=float(received.values.size),
             nonfinite=bool(flags & NONFINITE) or not mean_finite,
             stale=bool(flags & STALE),
-            code_error=1 - gain_of(missed, coded_energy),  # of this rank's values, innovation included
         )
+        return result, 1 - gain_of(missed, coded_energy)  # of this rank's values, innovation included
 
     def _decode(
         self, common: NDArray[np.floating], rank: int, received: ReceivedSelection, out: NDArray[np.floating]
