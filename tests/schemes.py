@@ -90,27 +90,25 @@ def pairs(compressors):
     return [(compressor, name) for compressor in compressors for name in fitting(compressor)]
 
 
-REPRESENTED = pairs(REPRESENTATIVES + UNBIASED_REPRESENTATIVES + USERS)
-OTHER_PAIRS = pairs(OTHERS + UNBIASED_OTHERS)
-
-
 def in_turn(compressors):
     """Every compressor with one collective, so that they have all of them among themselves."""
     return [(entry, fitting(entry)[number % len(fitting(entry))]) for number, entry in enumerate(compressors)]
 
 
-def everywhere(few, many, rest=(), represented=REPRESENTED, others=OTHER_PAIRS):
+REPRESENTED = pairs(REPRESENTATIVES + UNBIASED_REPRESENTATIVES + USERS)
+OTHER_PAIRS = in_turn(OTHERS + UNBIASED_OTHERS)
+
+
+def everywhere(few, many, represented=REPRESENTED, others=OTHER_PAIRS):
     """Cases of a law: representatives with many settings, and all other compressors with a few and one collective.
 
-    Each is a compressor, a collective, and the setting. What is left of the whole product, that with the rest of the
-    settings too, is slow; representatives with the few are quick.
+    Each is a compressor, a collective, and the setting. Representatives with the few are quick. All compressors with
+    all collectives are what `mpicomp.testing.checks` gives for a compressor.
     """
-    marked, fast = [], {id(entry): name for entry, name in in_turn(OTHERS + UNBIASED_OTHERS)}
+    cases = []
     for chosen, settings in ((represented, many), (others, few)):
         for pair in chosen:
-            for setting in [*many, *rest]:
-                is_fast = setting in settings and (chosen is represented or fast[id(pair[0])] == pair[1])
-                marks = [] if is_fast else [pytest.mark.slow]
-                marks += [pytest.mark.quick] if chosen is represented and setting in few else []
-                marked.append(pytest.param(*pair, *setting, marks=marks))
-    return marked
+            for setting in settings:
+                marks = [pytest.mark.quick] if chosen is represented and setting in few else []
+                cases.append(pytest.param(*pair, *setting, marks=marks))
+    return cases

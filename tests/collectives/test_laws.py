@@ -18,7 +18,6 @@ MANY = [8, slow(16), slow(33), slow(64)]
 
 SUMS = [(1, True), (2, True), (3, True), (3, False)]
 """Numbers of ranks, and whether an Allreduce gives all of them the same bits."""
-MORE_SUMS = [(4, True), (5, True), (2, False), (5, False)]
 SOME_SUMS = [(3, True), (3, False)]
 
 CASE = ("compressor", "collective", "ranks", "identical_sums")
@@ -73,7 +72,7 @@ def check_laws(compressor, collective, ranks, dtype, numel, **settings):
         np.testing.assert_array_equal(after, arrays)
 
 
-@pytest.mark.parametrize(CASE, everywhere([(3, True)], SUMS, MORE_SUMS), ids=str)
+@pytest.mark.parametrize(CASE, everywhere([(3, True)], SUMS), ids=str)
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_nothing_is_lost_and_ranks_hold_the_same_bits(compressor, collective, ranks, identical_sums, dtype):
     for numel in LENGTHS:
@@ -107,7 +106,7 @@ def check_flags(compressor, collective, ranks, numel, **settings):
             assert (result.stale, result.nonfinite) == (False, True)
 
 
-@pytest.mark.parametrize(CASE, everywhere([(3, True)], SOME_SUMS, [(1, True), (2, True), (4, True)]), ids=str)
+@pytest.mark.parametrize(CASE, everywhere([(3, True)], SOME_SUMS), ids=str)
 def test_flags_of_one_rank_reach_all(compressor, collective, ranks, identical_sums):
     check_flags(compressor, collective, ranks, 50, identical_sums=identical_sums)
 
@@ -127,7 +126,7 @@ def check_second_bytes(compressor, collective, ranks, **settings):
     check_bytes(collective, Outcome(scheme, transports, results, arrays, after), step=2)
 
 
-@pytest.mark.parametrize(CASE, everywhere([(3, True)], SOME_SUMS, [(1, True), (2, True), *MORE_SUMS]), ids=str)
+@pytest.mark.parametrize(CASE, everywhere([(3, True)], SOME_SUMS), ids=str)
 def test_bytes_executed_are_those_of_rounds(compressor, collective, ranks, identical_sums):
     check_second_bytes(compressor, collective, ranks, identical_sums=identical_sums)
 
