@@ -195,11 +195,3 @@ def as_kind_of(like: Any, array: Any) -> Any:
 def narrow(mean: NDArray[np.floating], dtype: str, out: NDArray[np.uint16]) -> None:
     """Round to ``"float16"`` or ``"bfloat16"``; larger numbers become the largest one, not infinity."""
     kernels.narrow(mean, "fp16" if dtype == "float16" else "bf16", out)
-
-
-def empty_like(array: Any) -> Any:
-    """Return a contiguous array of the same shape and dtype on the same device, from torch or CuPy."""
-    if _library(array) == "torch":
-        return sys.modules["torch"].empty(array.shape, dtype=array.dtype, device=array.device)
-    with array.device:
-        return sys.modules["cupy"].empty(array.shape, array.dtype)

@@ -84,7 +84,7 @@ class Device:
 
     def unflatten(self, mean: Any, parts: Sequence[MeanPart]) -> list[Any]:
         """Return parts of a flat mean of this device as the kinds of arrays that came in."""
-        raise NotImplementedError("means on the host are unflattened by mpicomp.transport.staging")
+        raise NotImplementedError("means on the host are unflattened by mpicomp.arrays.from_host")
 
     def received_on_host(self, array: Any) -> NDArray[Any]:
         """Return a short part of what a round has received, in host memory."""

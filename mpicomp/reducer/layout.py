@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import ArraySpec, SpecCache
+from mpicomp.arrays import ArraySpec, SpecCache, from_host, to_host
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.device import HOST, Device, MeanPart, common_device
+from mpicomp.device.driver import device_array
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.reducer.bucket import Bucket, make_buckets
-from mpicomp.transport.staging import Staging
 
 LARGE_BUCKET = 32 << 20  # bytes of a bucket by default
 _STATES = ("residuals", "velocities")  # arrays that live from step to step, each a method of Bucket
@@ -38,8 +38,8 @@ class Layout:
         self.entry = entry
         self.describer = SpecCache()
         self.empty: list[ArraySpec] = []  # arrays without elements, which are in no bucket
-        self._staging = Staging()
-        self.stages = False  # whether some array passes through the staging
+        self._copies: dict[str, NDArray[Any]] = {}  # of this step: arrays of GPUs that are exchanged on the host
+        self.stages = False  # whether some array is converted
         self._threads = threads
         self._kept: dict[str, dict[str, NDArray[np.floating]]] = {kind: {} for kind in _STATES}
         self._memories: dict[str, dict[str, Any]] = {}
@@ -104,10 +104,13 @@ class Layout:
 
     def begin_step(self) -> None:
         """Note that copies of arrays are out of date."""
-        self._staging.begin()
+        self._copies.clear()
 
     def prefetch(self, gradients: Mapping[str, Any]) -> None:
-        """Begin to copy gradients to the devices of their buckets, in the thread that made them, without waiting."""
+        """Bring gradients to the devices of their buckets, in the thread that made them: its stream is the current one.
+
+        A bucket on a GPU begins to copy, without waiting; a GPU's gradients without CuPy are copied to the host.
+        """
         if self.describer.on_host:
             return
         there: dict[Device, list[Any]] = {}
@@ -116,8 +119,8 @@ class Layout:
             device = self.device_of(name)
             if device is not HOST:
                 there.setdefault(device, []).append(gradient)
-            elif self.has(name):
-                self._staging.start(name, gradient)
+            elif self.has(name) and name not in self._copies and device_array(gradient) is not None:
+                self._copies[name] = to_host(gradient)
         for device, arrays in there.items():
             device.wait_stream(arrays)
 
@@ -126,7 +129,10 @@ class Layout:
         if bucket.device is not HOST or self.describer.on_host:
             return gradients
         self.stages = True
-        return [self._staging.host(name, gradient) for name, gradient in zip(bucket.names, gradients, strict=True)]
+        return [
+            self._copies[name] if name in self._copies else to_host(gradient)
+            for name, gradient in zip(bucket.names, gradients, strict=True)
+        ]
 
     def clip_factor(self, gradients: Mapping[str, Any], scale: float, ranks: int) -> float:
         """Return the factor that clips this rank's scaled gradients: 1 without clipping, or if they are not finite."""
@@ -179,12 +185,15 @@ class Layout:
         wanted = [
             MeanPart(start, member, gradients[member.name], self.delivered.get(member.name)) for member, start in parts
         ]
-        means = self._staging.unflatten(mean, wanted) if device is HOST else device.unflatten(mean, wanted)
+        if device is HOST:
+            means = [from_host(part.of(mean), part.described, part.like, part.out) for part in wanted]
+        else:
+            means = device.unflatten(mean, wanted)
         return {part.described.name: array for part, array in zip(wanted, means, strict=True)}
 
     def close(self) -> None:
-        """Wait for copies under way, whose memory is released then."""
-        self._staging.close()
+        """Release copies of arrays."""
+        self._copies.clear()
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return a copy of an array's residual; see `mpicomp.Reducer.residual`."""
