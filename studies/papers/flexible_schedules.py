@@ -1,17 +1,12 @@
 """The schedules C1 and C2 of Flexible Communication: ResNet-20 is trained on a simulated network that changes."""
 
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
-from statistics import fmean, median
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import paper_runs
-from numpy.typing import NDArray
-
-from mpicomp.systems.flexible import Objectives, evolve, pareto_front, weighted
 
 _FAR, _NEAR = 50, 1  # milliseconds
 SCHEDULES: dict[str, list[tuple[int, float, float]]] = {
@@ -81,27 +76,6 @@ def train(schedule: str, arm: str, steps: int, ranks: int, seed: int = 0) -> dic
     return row | {"phases": found, "ranks": ranks}
 
 
-def search_ms() -> dict[str, float]:
-    """Return milliseconds of a core that a choice takes: by NSGA-II, and by comparing sixteen options."""
-    table = np.random.default_rng(0).random((16, 3))
-    grid = np.arange(16.0)
-
-    def evaluate(variables: NDArray[np.float64]) -> Objectives:
-        return np.stack([np.interp(variables[:, 0], grid, column) for column in table.T], axis=1)
-
-    ways: dict[str, Callable[[], object]] = {
-        "NSGA-II": lambda: evolve(evaluate, [0.0], [15.0]),
-        "all options": lambda: weighted(table[pareto_front(table)], (0.6, 0.6, 0.4)),
-    }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(7):
-        for name, way in ways.items():
-            start = time.thread_time()
-            way()
-            found[name].append(1e3 * (time.thread_time() - start))
-    return {name: median(times[1:]) for name, times in found.items()}
-
-
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the tables of those rows that are of schedules, means over seeds."""
     found, parts = [], []
@@ -136,8 +110,6 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         f"seconds: of rounds, by formulas, and {1e3 * _COMPUTE_S:g} ms of computing in each step; trials: steps of "
         "searches, which are undone and come besides, of each seed",
     ])  # fmt: skip
-    if find_spec("pymoo") is not None and rows:
-        print("\n" + ", ".join(f"a choice by {name}: {ms:.2g} ms of a core" for name, ms in search_ms().items()))
     paper_runs.show("Schedules C1 and C2 by network: mean milliseconds of a step, median ratio, collectives", parts, {
         "schedule": "", "arm": "", "network": "", "step": ".0f", "ratio": "", "steps": "d", "trials": "d", "by": "",
     })  # fmt: skip
