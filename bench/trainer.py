@@ -174,7 +174,7 @@ class MpicompReplica(Replica):
 
     @property
     def overlaps(self) -> bool:
-        return bool(self.optimizer.overlaps)
+        return bool(getattr(self.optimizer, "overlaps", False))  # an optimizer of updates has none
 
     @property
     def wire_bytes(self) -> float:

@@ -104,7 +104,7 @@ def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int, dev
             UpdateOptimizer(optimizer, model.named_parameters(), compressor=arm.compressor, comm=end, **settings)
             for optimizer, model, end in zip(inner, models, world.transports, strict=True)
         ]
-        reducers = optimizers[0].reducers
+        reducers = [optimizers[0].reducer]
     else:
         policy = {"warmup": settings.pop("warmup")}
         of_ranks = [mpicomp.Reducer(arm.compressor, policy=policy, comm=end, **settings) for end in world.transports]

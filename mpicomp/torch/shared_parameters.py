@@ -9,15 +9,12 @@ from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
-from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Rounds
 from mpicomp.torch.arguments import as_real
 from mpicomp.torch.replica_checks import BROADCAST_ADVICE, Fingerprint, SettingsCheck, check_same
-from mpicomp.torch.second_moments import SharedMoments
 from mpicomp.torch.shards import ShardGroup, exchanged, spec_of
 from mpicomp.torch.states import to_arrays
 from mpicomp.torch.step_watch import sample_of
-from mpicomp.transport.scheduler import ProgressThread
 
 _WHO = "UpdateOptimizer"
 
@@ -26,8 +23,8 @@ class SharedParameters(ExtraExchange):
     """Some parameters of a model, and their shared values, which are the same bits on all ranks.
 
     Each rank's parameters leave the shared values as its optimizer steps. An exchange moves the shared values by the
-    mean of all ranks' changes, or by what ``outer``, settings of a `torch.optim.SGD`, make of it; the parameters become
-    equal to them again, but for steps of the rank during the exchange.
+    mean of all ranks' changes, or by what ``outer``, settings of a `torch.optim.SGD`, make of it, and the parameters
+    become equal to them again.
     """
 
     def __init__(
@@ -39,13 +36,11 @@ class SharedParameters(ExtraExchange):
         outer: Mapping[str, Any] | None = None,
         compare_every: int = 0,
         same_batches: bool = False,
-        moments: SharedMoments | None = None,
     ) -> None:
         self.reducer = reducer
         self.fresh = True  # parameters equal the shared values: no step was made since the last exchange
         # float32 for 16 bits, pairs of reals for complex ones; without parameters that never required a gradient.
         self.values: dict[str, torch.Tensor] = {}
-        self._moments = moments
         self._fingerprint = Fingerprint(compare_every, _WHO, same_batches)
         self._settings_check = SettingsCheck(optimizer, _WHO)
         self._settings = settings
@@ -55,22 +50,13 @@ class SharedParameters(ExtraExchange):
         self._versions: dict[str, int] = {}
         self._compared = self._enabling_join = False
         self._scale = 1.0
-        self._changes: dict[str, torch.Tensor] = {}  # in the current exchange
         self._uncompared: Mapping[str, torch.Tensor] = {}  # changes of the latest exchange, until they are compared
-        self._stream: Stream | None = None
-        self._means: dict[str, torch.Tensor] | None = None
-        self._lr: float | None = None
         outer = None if outer is None else dict(outer)
         self._takes_sign = bool(outer and outer.pop("sign", False))
         self._outer_settings = outer
         self._outer: torch.optim.SGD | None = None
         self._momenta: dict[str, torch.Tensor] = {}  # loaded, of the outer optimizer, until it is made
         self.add(parameters)
-
-    @property
-    def is_exchanging(self) -> bool:
-        """Whether an exchange has begun and is not applied yet."""
-        return bool(self._changes)
 
     def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Add parameters, on all ranks, between exchanges."""
@@ -87,7 +73,7 @@ class SharedParameters(ExtraExchange):
     @torch.no_grad()
     def copy_written(self) -> None:
         """Copy writes of a script since the last exchange to the shared values; the next exchange compares ranks."""
-        if not self.fresh or self.is_exchanging:
+        if not self.fresh:
             return
         for name, shared in self.values.items():
             values = as_real(self._parameters[name])
@@ -98,11 +84,6 @@ class SharedParameters(ExtraExchange):
                     self._compared = False
                 self._versions[name] = values._version
         self.fresh = False
-
-    def after_step(self) -> None:
-        """Update moments after a step of this rank's optimizer."""
-        if self._moments is not None:
-            self._moments.after_step(self.trained())
 
     def enable_join(self) -> Rounds[None]:
         """Check that all ranks may run out of batches from now on."""
@@ -122,45 +103,11 @@ class SharedParameters(ExtraExchange):
         self._settings.pop("join()", None)
         self._scale, self.frozen, self.idle = 1.0, False, False
 
-    def start(self, lr: float | None, thread: ProgressThread | None) -> Rounds[None]:
-        """Begin the exchange of changes, by a thread where there is one; steps may be made until `finish`."""
-        yield from self._prepare()
-        with torch.no_grad():
-            self._uncompared = changes = {name: self._change(name) for name in self.values}
-        self._lr = lr
-        self._stream = None if thread is None else self.reducer.stream(thread, self._scale, self)
-        if self._stream is None:
-            self._means = yield from self._averaged(changes, lr)
-        else:
-            self._shards.begin()
-            for name, change in changes.items():
-                self._stream.put(name, change)
-        self._changes = changes
-
-    def finish(self) -> None:
-        """Wait for the exchange that `start` has begun, and apply it. Collective where a thread exchanges."""
-        changes, means = self._changes, self._means
-        self._changes, self._means = {}, None
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            try:
-                means = stream.finish(changes, self._lr, list(changes) if self.idle else [])
-            except BaseException as error:
-                self._restore()
-                self._shards.fail(error)
-                raise
-        assert means is not None
-        with torch.no_grad():
-            since = {name: self._change(name) for name in self.values}
-            self._move(means, self._lr)
-            for name, change in since.items():
-                self._write(name, change.sub_(changes[name]).add_(self.values[name]))
-
-    def exchange_now(self, lr: float | None) -> Rounds[None]:
+    def exchange_changes(self, lr: float | None) -> Rounds[None]:
         """Exchange changes and apply them; after a failure the parameters equal the shared values, unmoved."""
         yield from self._prepare()
         with torch.no_grad():
-            self._uncompared = changes = {name: self._change(name, in_place=True) for name in self.values}
+            self._uncompared = changes = {name: self._change(name) for name in self.values}
         means = yield from self._averaged(changes, lr)
         with torch.no_grad():
             self._move(means, lr)
@@ -173,8 +120,6 @@ class SharedParameters(ExtraExchange):
         ]
         group = self.reducer.transport.group
         settings = {"join()": False} | self._settings
-        if self._moments is not None:
-            settings["steps, and when moments are averaged next,"] = self._moments.progress
         yield from agree(Signature(settings, specs), None, group, _WHO)
         if self._enabling_join:
             return None
@@ -190,9 +135,7 @@ class SharedParameters(ExtraExchange):
         yield from self._fingerprint.compare(self.values, group, () if self.frozen else self._uncompared.values())
         self._uncompared = {}
         yield from self._settings_check.finish(group)
-        if self._moments is None:
-            return True
-        return (yield from self._moments.average(self._scale))
+        return True
 
     def agree_finite(self, finite: bool) -> bool:
         return self._shards.agree_finite(finite)
@@ -216,7 +159,6 @@ class SharedParameters(ExtraExchange):
             "shared": {name: shared.clone() for name, shared in self.values.items()},
             "fresh": self.fresh,
             "outer": self._outer_momenta(),
-            "second_moments": None if self._moments is None else self._moments.state_dict(),
         }
 
     def _outer_momenta(self) -> dict[str, torch.Tensor]:
@@ -246,7 +188,6 @@ class SharedParameters(ExtraExchange):
         self.fresh = bool(state["fresh"])
         self._compared = False
         self._outer, self._momenta = None, dict(state["outer"])
-        self.load_moments(state["second_moments"])
 
     @torch.no_grad()
     def drop_loaded_state(self) -> None:
@@ -255,19 +196,10 @@ class SharedParameters(ExtraExchange):
         for name, shared in self.values.items():
             shared.copy_(as_real(self._parameters[name]))
             self._versions[name] = self._parameters[name]._version
-        self.fresh, self._outer, self._momenta = True, None, {}
-        self.load_moments(None)
-
-    def load_moments(self, state: Mapping[str, Any] | None) -> None:
-        """Load shared second moments; None begins with those in the optimizer's state."""
-        if self._moments is not None:
-            self._moments.load_state_dict(state, self._parameters)
-            self._compared = False
+        self.fresh, self._compared, self._outer, self._momenta = True, False, None, {}
 
     def close(self) -> None:
         self.reducer.close()
-        if self._moments is not None:
-            self._moments.close()
 
     def _share_trained(self) -> None:
         """Share parameters that require a gradient by now."""
@@ -286,14 +218,12 @@ class SharedParameters(ExtraExchange):
         self.stale = not self._compared
         if not self.frozen and (yield from self._settings_check.begin(self.reducer.transport.group)):
             self.stale = True
-        if self._moments is not None:
-            self._moments.prepare(self.trained(), self.idle)
 
-    def _change(self, name: str, in_place: bool = False) -> torch.Tensor:
-        """Return the change of a parameter in the dtype of its shared values; in place where dtypes are equal."""
+    def _change(self, name: str) -> torch.Tensor:
+        """Return the change of a parameter in the dtype of its shared values; in its memory where dtypes are equal."""
         values, shared = as_real(self._parameters[name].detach()), self.values[name]
         if values.dtype == shared.dtype:
-            return values.sub_(shared) if in_place else values.sub(shared)
+            return values.sub_(shared)
         return values.to(shared.dtype).sub_(shared.to(values.dtype))  # parameters began as the rounded shared values
 
     def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Rounds[Any]:
@@ -311,8 +241,6 @@ class SharedParameters(ExtraExchange):
         record = self.reducer.last_step
         if record is not None and record.skipped:
             return
-        if self._moments is not None:
-            self._moments.apply(self.trained())
         if self._outer_settings is None:
             for name, mean in means.items():
                 self.values[name].add_(mean)

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import to_tensors
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
 from mpicomp.transport import Transport
-from mpicomp.transport.scheduler import ProgressThread
 
 WHO = "UpdateOptimizer"
 
@@ -35,9 +34,7 @@ class UpdateProxy(OptimizerProxy):
     _mpicomp_steps: int
     _mpicomp_chooses: bool  # whether the policy chooses the number of steps to an exchange
     _mpicomp_every: int
-    _mpicomp_delay: int
-    _mpicomp_fragments: list[SharedParameters]
-    _mpicomp_thread: ProgressThread | None
+    _mpicomp_shared: SharedParameters
     _mpicomp_skips: bool
     _mpicomp_transport: Transport
     _mpicomp_owns_transport: bool
@@ -51,24 +48,15 @@ class UpdateProxy(OptimizerProxy):
 
     @property
     def reducer(self) -> Reducer:
-        return self._mpicomp_fragments[0].reducer
-
-    @property
-    def reducers(self) -> list[Reducer]:
-        return [fragment.reducer for fragment in self._mpicomp_fragments]
+        return self._mpicomp_shared.reducer
 
     @property
     def sync_every(self) -> int:
         return self._mpicomp_every
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether a thread exchanges while later steps are computed."""
-        return self._mpicomp_thread is not None
-
     def shared(self) -> dict[str, torch.Tensor]:
         """Return the shared parameters by name, the same bits on all ranks; do not write to them."""
-        return {name: shared for fragment in self._mpicomp_fragments for name, shared in fragment.shared().items()}
+        return self._mpicomp_shared.shared()
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -87,8 +75,7 @@ class UpdateProxy(OptimizerProxy):
                 self.step()
         finally:
             self._mpicomp_join, self._mpicomp_idle = None, False
-            for fragment in self._mpicomp_fragments:
-                fragment.leave_join()
+            self._mpicomp_shared.leave_join()
 
     def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
         """Make a step as a generator of rounds, for ranks that live in one process."""
@@ -101,23 +88,18 @@ class UpdateProxy(OptimizerProxy):
         return loss
 
     def synchronize(self) -> None:
-        """Exchange all changes, and wait for all exchanges. Collective."""
+        """Exchange all changes. Collective."""
         self._mpicomp_transport.run(self.synchronizing())
 
     def synchronizing(self) -> Rounds[None]:
         """Synchronize as a generator of rounds, for ranks that live in one process."""
-        for fragment in self._mpicomp_fragments:
-            if fragment.is_exchanging:
-                fragment.finish()
-        for fragment in self._mpicomp_fragments:
-            if not fragment.fresh:
-                yield from fragment.exchange_now(learning_rate(self))
+        if not self._mpicomp_shared.fresh:
+            yield from self._mpicomp_shared.exchange_changes(learning_rate(self))
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Copy writes of a script to parameters, and hide gradients that are not finite."""
         self._mpicomp_watch.begin_step()
-        for fragment in self._mpicomp_fragments:
-            fragment.copy_written()
+        self._mpicomp_shared.copy_written()
         of_scaler: dict[str, Any] = {
             name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
         }
@@ -148,7 +130,7 @@ class UpdateProxy(OptimizerProxy):
         if overflowed is not None:
             is_spoilt = bool(overflowed)
         else:
-            is_spoilt = self._mpicomp_skips and not self._mpicomp_fragments[0].is_finite(
+            is_spoilt = self._mpicomp_skips and not self._mpicomp_shared.is_finite(
                 all(_is_finite(local_of(gradient)) for _, gradient in gradients)
             )
         if is_spoilt or self._mpicomp_idle:
@@ -159,8 +141,6 @@ class UpdateProxy(OptimizerProxy):
     def _mpicomp_after(self) -> None:
         self._mpicomp_watch.end_step()
         of_scaler, gradients = self._mpicomp_hidden
-        for fragment in self._mpicomp_fragments:
-            fragment.after_step()
         self.__dict__.update(of_scaler)  # the scaler removes them
         for parameter, gradient in gradients:
             parameter.grad = gradient
@@ -172,40 +152,32 @@ class UpdateProxy(OptimizerProxy):
             self._mpicomp_transport.run(self._mpicomp_rounds())
 
     def _mpicomp_rounds(self) -> Rounds[None]:
-        every, delay, lr = self._mpicomp_every, self._mpicomp_delay, learning_rate(self)
-        fragments = self._mpicomp_fragments
-        ages = [(self._mpicomp_steps + place * every // len(fragments)) % every for place in range(len(fragments))]
-        if self._mpicomp_join is not None and 0 in ages:
+        if self._mpicomp_steps % self._mpicomp_every:
+            return
+        if self._mpicomp_join is not None:
             yield from self._mpicomp_find_active(self._mpicomp_join)
             if self._mpicomp_join.is_over:
                 return
-        for fragment, age in zip(fragments, ages, strict=True):
-            if fragment.is_exchanging and age == delay % every:
-                fragment.finish()
-        for fragment, age in zip(fragments, ages, strict=True):
-            if age == 0:
-                yield from fragment.start(lr, self._mpicomp_thread) if delay else fragment.exchange_now(lr)
-        if self._mpicomp_chooses and ages == [0]:
+        yield from self._mpicomp_shared.exchange_changes(learning_rate(self))
+        if self._mpicomp_chooses:
             self._mpicomp_steps, self._mpicomp_every = 0, self.reducer.local_steps
 
     def _mpicomp_find_active(self, join: "JoinProgress") -> Rounds[None]:
         """Agree on the ranks that have had batches since the last exchange."""
         if not join.is_enabled:
-            yield from self._mpicomp_fragments[0].enable_join()
+            yield from self._mpicomp_shared.enable_join()
             join.is_enabled = True
         rows = yield from gather_rows(np.uint8(join.batches > 0), self._mpicomp_transport.group)
         active, idle = int(rows.sum()), join.batches == 0
         join.batches, join.is_over = 0, active == 0
-        for fragment in self._mpicomp_fragments:
-            fragment.set_active(max(active, 1), idle)
+        self._mpicomp_shared.set_active(max(active, 1), idle)
 
     def _mpicomp_add(self, parameters: dict[str, torch.Tensor]) -> None:
-        self._mpicomp_fragments[-1].add(parameters)
+        self._mpicomp_shared.add(parameters)
         self._mpicomp_hooks |= hook_gradients(parameters, self._mpicomp_watch.filled)
 
     def state_dict(self) -> dict[str, Any]:
-        self._mpicomp_check_idle("state_dict()")
-        if not self._mpicomp_state_reported and has_own_steps(self._mpicomp_fragments, self._mpicomp_transport.group):
+        if not self._mpicomp_state_reported and has_own_steps(self._mpicomp_shared, self._mpicomp_transport.group):
             self._mpicomp_state_reported = True
             say(
                 f"rank {self._mpicomp_transport.group.rank}: {WHO}: state_dict() between two exchanges has steps of "
@@ -213,29 +185,19 @@ class UpdateProxy(OptimizerProxy):
                 "ranks first"
             )
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        fragments = [fragment.state_dict() for fragment in self._mpicomp_fragments]
-        counters, rows = self._mpicomp_counters(), rows_of(self._mpicomp_trained())
-        return state | {"mpicomp": to_tensors(counters | ({"rows": rows} if rows else {}) | {"fragments": fragments})}
+        rows = rows_of(self._mpicomp_shared.trained())
+        own = self._mpicomp_progress() | ({"rows": rows} if rows else {}) | self._mpicomp_shared.state_dict()
+        return state | {"mpicomp": to_tensors(own)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         state = to_tensors(state_dict.get("mpicomp"))
         if state is not None:
-            found = len(state.get("fragments", ()))
-            if found != len(self._mpicomp_fragments):
-                raise ConfigurationError(
-                    f"{WHO}: the state has {found} fragments and the optimizer {len(self._mpicomp_fragments)}; make it "
-                    f"with fragments={found}"
-                )
-            check_rows(state.get("rows", {}), self._mpicomp_trained(), WHO)
-            for fragment, of_fragment in zip(self._mpicomp_fragments, state["fragments"], strict=True):
-                fragment.check_fits(of_fragment)
+            check_rows(state.get("rows", {}), self._mpicomp_shared.trained(), WHO)
+            self._mpicomp_shared.check_fits(state)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
         if state is None:
-            for fragment in self._mpicomp_fragments:
-                fragment.load_moments(None)
             return
-        for fragment, of_fragment in zip(self._mpicomp_fragments, state["fragments"], strict=True):
-            fragment.load_state_dict(of_fragment)
+        self._mpicomp_shared.load_state_dict(state)
         self._mpicomp_steps = int(state["steps"])
         if self._mpicomp_chooses:
             self._mpicomp_every = int(state["sync_every"])
@@ -244,28 +206,14 @@ class UpdateProxy(OptimizerProxy):
         return self.reducer.loaded is not None
 
     def _mpicomp_drop_loaded(self) -> None:
-        for fragment in self._mpicomp_fragments:
-            fragment.drop_loaded_state()
-
-    def _mpicomp_trained(self) -> dict[str, torch.Tensor]:
-        return {name: p for fragment in self._mpicomp_fragments for name, p in fragment.trained().items()}
-
-    def _mpicomp_counters(self) -> dict[str, Any]:
-        return {"steps": self._mpicomp_steps, "sync_every": self._mpicomp_every}
+        self._mpicomp_shared.drop_loaded_state()
 
     def _mpicomp_progress(self) -> dict[str, Any]:
         """Return what `mpicomp.torch.broadcast_optimizer_state` sends besides state and settings."""
-        self._mpicomp_check_idle("broadcast_optimizer_state()")
-        return self._mpicomp_counters()
+        return {"steps": self._mpicomp_steps, "sync_every": self._mpicomp_every}
 
     def _mpicomp_load_progress(self, progress: Mapping[str, Any]) -> None:
         self._mpicomp_steps, self._mpicomp_every = progress["steps"], progress["sync_every"]
-
-    def _mpicomp_check_idle(self, before: str) -> None:
-        if any(fragment.is_exchanging for fragment in self._mpicomp_fragments):
-            raise ConfigurationError(
-                f"{WHO}: an exchange is under way; call synchronize() on all ranks before {before}"
-            )
 
     def close(self) -> None:
         self._mpicomp_closed = True
@@ -274,23 +222,19 @@ class UpdateProxy(OptimizerProxy):
         self._mpicomp_end.detach()
         while self._mpicomp_hooks:
             self._mpicomp_hooks.popitem()[1].remove()
-        if self._mpicomp_thread is not None:
-            self._mpicomp_thread.stop()
-            self._mpicomp_thread = None
-        for fragment in self._mpicomp_fragments:
-            fragment.close()
+        self._mpicomp_shared.close()
         if self._mpicomp_owns_transport:
             self._mpicomp_transport.close()
 
 
-def has_own_steps(fragments: Sequence[SharedParameters], group: Group) -> bool:
+def has_own_steps(shared: SharedParameters, group: Group) -> bool:
     """Return whether this rank has made steps that were not exchanged with others."""
-    return group.size > 1 and not all(fragment.fresh and not fragment.is_exchanging for fragment in fragments)
+    return group.size > 1 and not shared.fresh
 
 
-def report_own_steps(fragments: Sequence[SharedParameters], group: Group) -> None:
+def report_own_steps(shared: SharedParameters, group: Group) -> None:
     """Tell the user where an optimizer ends between two exchanges."""
-    if abort.status == 0 and has_own_steps(fragments, group):
+    if abort.status == 0 and has_own_steps(shared, group):
         say(
             f"rank {group.rank}: {WHO} ends with steps that were not exchanged, so that the ranks' models differ; call "
             "optimizer.synchronize() on all ranks after the last step"

@@ -163,8 +163,7 @@ if folder:
     settings["collective"] = "allgather"  # "auto" follows measured seconds, and sums have another order then
 if kind == "muon":
     optimizer = mpicomp.torch.LocalMuon(model, compressor=compressor, sync_every=2, on_failure="shrink")
-elif kind in ("updates", "moments"):
-    settings |= {"second_moments": {"sync_every": 1}} if kind == "moments" else {}
+elif kind == "updates":
     optimizer = mpicomp.torch.UpdateOptimizer(optimizer, model.named_parameters(), **settings)
 else:
     settings |= {"overlap": kind == "overlap", "bucket_bytes": 200_000}
@@ -221,7 +220,6 @@ def check_survivors(printed, victims, ranks=4):
         slow("inline", "dense"),
         slow("overlap", None),
         slow("updates", None),
-        slow("moments", "topk"),
         slow("muon", "onebit"),
     ],
     ids=str,

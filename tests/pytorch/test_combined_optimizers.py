@@ -148,22 +148,6 @@ def test_overflow_skips_the_steps_of_all():
     np.testing.assert_allclose(ranks.values()[0], plain.shared, rtol=2e-4, atol=1e-5)
 
 
-def test_second_moments_of_one_of_them_are_shared():
-    moments = {"sync_every": 1, "compressor": "dense"}
-    ranks = Updates(2, pair, compressor="dense", second_moments=moments)
-    squares = {}
-    ranks.backward(0)
-    for name in ("0.bias", "2.bias"):
-        squares[name] = torch.stack([dict(model.named_parameters())[name].grad ** 2 for model in ranks.models]).mean(0)
-    ranks.exchange()
-    averages = ranks.optimizers[0].state_dict()["mpicomp"]["fragments"][0]["second_moments"]["averages"]
-    assert set(averages) == set(squares)  # momentum has none
-    for name, square in squares.items():
-        torch.testing.assert_close(averages[name], square)
-    with pytest.raises(ConfigurationError, match="SGD has none"):
-        Updates(2, lambda model: [torch.optim.SGD(model.parameters(), lr=0.1)], second_moments=moments)
-
-
 def wrapped(model):
     alone = LocalWorld(1).transports[0]
     return mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), comm=alone)

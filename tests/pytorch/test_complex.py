@@ -82,31 +82,11 @@ def test_complex_gradients_and_updates_are_averaged(comm, make, dtype):
     optimizer.close()
 
 
-@pytest.mark.mpi(max_size=3)
-def test_complex_second_moments_are_shared(comm):
-    """Ranks with the same batches have the same moments, so that sharing them changes nothing."""
-    model, plain = Spectral(), Spectral()
-    moments = {"sync_every": 1, "compressor": "dense"}
-    optimizer = updating(model, comm, adam(model), 1, "dense", second_moments=moments, same_batches=True)
-    members = ((model, optimizer), (plain, adam(plain)))
-    for step in range(5):
-        for member, stepped in members:
-            stepped.zero_grad()
-            square(member, step, 0).backward()
-            resolve(member)
-            stepped.step()
-    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5)
-    optimizer.close()
-
-
 WRAPPERS = {
     "distributed": lambda model, comm: distribute(
         model, comm, sgd(model), mpicomp.TopK(0.2), "allgather", overlap=False
     ),
-    "updates": lambda model, comm: updating(
-        model, comm, sgd(model), 2, mpicomp.TopK(0.2), "allgather", sync_delay=1, warmup=0
-    ),
+    "updates": lambda model, comm: updating(model, comm, sgd(model), 2, mpicomp.TopK(0.2), "allgather", warmup=0),
 }
 
 

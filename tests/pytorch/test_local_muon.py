@@ -293,9 +293,8 @@ def test_ranks_have_the_same_bits_and_learn(make, loss, size):
 
 
 PASSED_ON = [
-    {"sync_every": 4, "sync_delay": 1, "fragments": 2},
+    {"sync_every": 4, "compare_every": 1},
     {"sync_every": 2, "outer": {"lr": 0.7, "momentum": 0.6}, "feedback_decay": 0.95},
-    {"sync_every": 2, "second_moments": "shared", "compare_every": 1},
     {"sync_every": 3, "compressor": {"id": "topk", "ratio": 0.1}, "nonfinite": "skip"},
 ]
 
@@ -433,9 +432,8 @@ def test_rank_with_other_matrices_is_refused():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("settings", [{"sync_every": 2}, {"sync_every": 4, "sync_delay": 2, "fragments": 2}], ids=str)
-def test_bits_equal_those_of_ranks_in_one_process(comm, settings):
-    settings = settings | {"collective": "two-phase"}
+def test_bits_equal_those_of_ranks_in_one_process(comm):
+    settings = {"sync_every": 2, "collective": "two-phase"}
     model = hidden(torch.float32)
     optimizer = LocalMuon(model, comm=comm, **settings)
     for step in range(9):

@@ -22,9 +22,6 @@ def muon(_, named, **settings):
 UPDATES = {
     "every step": {},
     "diloco": {"sync_every": 2, "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
-    "fragments": {"sync_every": 2, "fragments": 2},
-    "delayed": {"sync_every": 4, "sync_delay": 2},
-    "moments": {"second_moments": {"compressor": "dense", "sync_every": 2}},
 }
 
 

@@ -184,11 +184,7 @@ def test_added_groups_and_schedulers():
     ("settings", "match"),
     [
         ({"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
-        ({"sync_delay": 2}, r"sync_delay must be at most sync_every // fragments = 1"),
-        ({"fragments": 2}, "fragments must be at most sync_every=1, got 2"),
-        ({"fragments": 5, "sync_every": 8}, "fragments must be at most 4, as many as parameters"),
         ({"sync_every": "often"}, "sync_every must be an integer of at least 1, or 'auto', got 'often'"),
-        ({"sync_every": "auto", "sync_delay": 1}, "every='auto' chooses again after each exchange"),
         ({"sync_every": "auto", "policy": "static"}, "chosen by policy='auto' or 'interval', got policy='static'"),
         ({"outer": {"rate": 1}}, "outer must have some of lr, momentum"),
         ({"outer": {"sign": 1.0}}, r"outer\['sign'\] must be True or False, got 1.0"),
