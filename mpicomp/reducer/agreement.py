@@ -207,7 +207,7 @@ GradientInput = tuple[Mapping[str, Any], Collection[str]]
 
 
 class ExtraExchange:
-    """Exchanges that belong to a step but to none of its buckets, such as sparse gradients; by default none."""
+    """Exchanges that belong to a step but to none of its buckets, such as comparisons of replicas; by default none."""
 
     stale = False  # whether ranks must compare arrays and settings in this step, for a reason that arrays do not show
     idle = False  # whether this rank has no gradients: its arrays are absent, and do not become conditional for that

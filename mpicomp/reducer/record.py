@@ -248,8 +248,7 @@ class StepRecord:
         that run once, such as the broadcast of a learned code; in no sum.
     overhead_bytes : int
         Payload of rounds outside the buckets' exchanges since the last step: agreement, exchanges that it cut short,
-        telemetry, and further exchanges of PyTorch's wrappers: rows of sparse gradients, second moments, the comparison
-        of parameters, and flags.
+        telemetry, and further exchanges of PyTorch's wrappers: the comparison of parameters, and flags.
     overhead_wire_bytes : float
         Bytes that left this rank in them.
     """

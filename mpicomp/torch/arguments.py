@@ -109,7 +109,7 @@ def check_kind(name: str, parameter: torch.Tensor, subsystem: str, takes_shards:
         advice = "call model.to_empty(device=...) and load or initialise it before the optimizer is made"
     elif parameter.layout != torch.strided:
         found = f"has the layout {parameter.layout}"
-        advice = "keep it as a dense parameter; its gradients may be sparse"
+        advice = "keep it as a dense parameter"
     elif parameter.is_quantized or parameter.dtype not in _SERVED_DTYPES:
         served = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SERVED_DTYPES)
         found = f"is of {dtype_name(parameter)}"

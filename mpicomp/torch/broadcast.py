@@ -16,7 +16,6 @@ from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.torch.arguments import array_specs, to_pairs
 from mpicomp.torch.optimizer_proxy import OptimizerProxy
 from mpicomp.torch.shards import exchanged, is_sharded, local_of, refusal_of, shard_like, spec_of
-from mpicomp.torch.sparse_tensors import dense_parts
 from mpicomp.transport.connect import run_over
 
 _BYTE, _SIZE = np.dtype(np.uint8), np.dtype(np.int64)
@@ -299,24 +298,14 @@ def _kind(name: str, tensor: Any) -> str:
 @torch.no_grad()
 def _sparse_from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[None]:
     """Overwrite a sparse tensor with the root's, of any number of elements."""
-    is_root = group.rank == root
-    parts = dense_parts(tensor) if is_root else []
-    form = [tensor.layout == torch.sparse_coo and tensor.is_coalesced(), [part.to("meta") for part in parts]]
-    content = _packed(form, _PARAMETERS, "a sparse tensor", "make it dense") if is_root else None
-    coalesced, like = _unpacked((yield from _bytes_from_root(content, root, group)))
-    if not is_root:
-        parts = [torch.empty_like(part, device="cpu") for part in like]
-    for part in parts:
-        yield from from_root(part, root, group)
-    if is_root:
+    content = None
+    if group.rank == root:
+        content = _packed(tensor.detach().cpu(), _PARAMETERS, "a sparse tensor", "make it dense")
+    new = _unpacked((yield from _bytes_from_root(content, root, group))).to(tensor.device)
+    if group.rank == root:
         return
-    if tensor.layout == torch.sparse_coo:
-        new = torch.sparse_coo_tensor(parts[0], parts[1], tensor.shape, is_coalesced=coalesced, check_invariants=True)
-    else:
-        new = torch.sparse_compressed_tensor(
-            parts[0], parts[1], parts[2], tensor.shape, layout=tensor.layout, check_invariants=True
-        )
-        tensor.resize_as_sparse_(new.to(tensor.device))
+    if tensor.layout != torch.sparse_coo:
+        tensor.resize_as_sparse_(new)
     tensor.copy_(new)  # of a detached one it would reach neither indices nor values
 
 

@@ -79,8 +79,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> 
 
 def _norm(gradients: list[torch.Tensor], order: float, shards: ShardGroup, group: Group) -> Rounds[float]:
     """Return the norm of all shards' gradients, as the first replica has computed it."""
-    local = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    norms = [_wide_norm(values, order).cpu() for values in local if values.numel()]
+    norms = [_wide_norm(values, order).cpu() for values in gradients if values.numel()]
     total = float(_wide_norm(torch.stack(norms), order)) if norms else 0.0
     norm = float(_wide_norm(torch.tensor(shards.gather(total), dtype=torch.float64), order))
     send = np.array([norm])

@@ -185,7 +185,7 @@ def _check(model: Any, allow_nccl: bool, ranks: int) -> None:
 def _no_sparse(name: str) -> str:
     return (
         f"{_WHO}: '{name or 'the model'}' has sparse gradients, which DistributedDataParallel's hooks cannot exchange; "
-        "make it with sparse=False, or use DistributedOptimizer in place of DistributedDataParallel, which serves them"
+        "make it with sparse=False, or use DistributedOptimizer in place of the wrapper, which makes them dense"
     )
 
 

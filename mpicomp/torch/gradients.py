@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mpicomp.arrays import as_kind_of
-from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError
+from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError, warn_user
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
 from mpicomp.reducer.stream import Stream
@@ -26,7 +26,6 @@ from mpicomp.torch.replica_checks import (
     check_same,
 )
 from mpicomp.torch.shards import ShardGroup, exchanged
-from mpicomp.torch.sparse_tensors import Rows, as_sparse, mean_of_sparse
 from mpicomp.torch.step_watch import StepWatch, hook_gradients
 from mpicomp.transport.base import Value
 from mpicomp.transport.scheduler import ProgressThread
@@ -36,7 +35,6 @@ _JOIN_ADVICE = (
     "while some ranks had no batches left, others changed it outside the optimizer's step: do so in a hook of "
     "register_step_post_hook, which runs on all ranks"
 )
-_NO_GRADIENT, _DENSE, _SPARSE = range(3)
 
 _joined: "Gradients | None" = None  # of the optimizer of this process whose ranks may run out of batches now
 
@@ -74,8 +72,7 @@ class Gradients(ExtraExchange):
         self._agreed: list[str] | None = None  # names of exchanged parameters
         self._compared = False  # whether values were compared, too
         self._frozen_with_gradient: set[str] = set()  # on some rank, in the last step
-        self._sparse: set[str] = set()  # parameters with sparse gradients on some rank
-        self._mean_rows: dict[str, Rows | None] = {}  # of sparse gradients
+        self._has_warned = False  # of a sparse gradient
         # Ranks that run out of batches.
         self._settings_at_join: dict[str, Any] | None = None
         self._enabling_join = self._join_enabled = False
@@ -151,6 +148,8 @@ class Gradients(ExtraExchange):
         self._shards.begin()
         with torch.no_grad():
             try:
+                for name, parameter in self._parameters.items():
+                    self._make_dense(name, parameter)
                 self._find_active()
                 self._problem = problem or self._find_expanded() or self._overlap.find_change(self._parameters)
                 self.stale = self._problem is not None or self._overlap.obstacle != 0 or self.loaded_state.is_due
@@ -160,7 +159,7 @@ class Gradients(ExtraExchange):
                 exchanged = self._exchanged()
                 self.stale = self.stale or held != self._frozen_with_gradient
                 self.stale = self.stale or not self._compared or list(exchanged) != self._agreed
-                dense, absent = self._dense_gradients(exchanged)
+                dense, absent = self._gradients(exchanged)
                 means = self._exchange(dense, lr, absent)
             except MpicompError as error:
                 self._shards.fail(error)
@@ -218,11 +217,9 @@ class Gradients(ExtraExchange):
         if not self.frozen:  # ranks without batches receive the settings of one that has some
             yield from self._settings.compare(self.group)
         flags = [not self._compared, self._overlap.obstacle, self.loaded_state.is_due]
-        kinds = {name: _kind_of(parameter.grad) for name, parameter in (trained | frozen).items()}
-        columns = (yield from gather_rows(np.array([*flags, *kinds.values()], np.uint8), self.group)).T
-        uncompared, obstacles, loaded, *kinds_of_ranks = columns
-        found = {name: int(column.max()) for name, column in zip(kinds, kinds_of_ranks, strict=True)}
-        self._frozen_with_gradient = {name for name in frozen if found[name] != _NO_GRADIENT}
+        flags += [parameter.grad is not None for parameter in frozen.values()]
+        uncompared, obstacles, loaded, *held = (yield from gather_rows(np.array(flags, np.uint8), self.group)).T
+        self._frozen_with_gradient = {name for name, ranks in zip(frozen, held, strict=True) if ranks.any()}
         if uncompared.any():
             yield from self._compare(BROADCAST_ADVICE)
         if loaded.any():
@@ -232,9 +229,7 @@ class Gradients(ExtraExchange):
             yield from self._order_by_arrival()
         exchanged = self._exchanged()
         self._compared, self._agreed = True, list(exchanged)
-        sparse_now = {name for name in exchanged if found[name] == _SPARSE}
-        self._sparse = sparse_now | (self._sparse & exchanged.keys())  # also one that is not used in this step
-        return self._dense_gradients(exchanged)
+        return self._gradients(exchanged)
 
     def _order_by_arrival(self) -> Rounds[None]:
         """Order parameters as backward of the first rank has come to them: FSDP reduces its root's at last."""
@@ -252,13 +247,7 @@ class Gradients(ExtraExchange):
         advice = _JOIN_ADVICE if self._has_empty_steps else DRIFT_ADVICE
         yield from self._fingerprint.compare(exchanged, self.group, gradients, advice)
         yield from self._settings.finish(self.group)
-        self._mean_rows = {}
-        for name, parameter in exchanged.items():
-            if name in self._sparse:
-                gradient = None if self.idle else parameter.grad
-                factor = self._active_factor()
-                self._mean_rows[name] = yield from mean_of_sparse(gradient, parameter, factor, self.group)
-        return all(mean is None or bool(np.isfinite(mean[1]).all()) for mean in self._mean_rows.values())
+        return True
 
     def agree_finite(self, finite: bool) -> bool:
         return self._shards.agree_finite(finite)
@@ -277,7 +266,7 @@ class Gradients(ExtraExchange):
         """Return an error for a gradient that a script has expanded: means cannot be written to it."""
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
-            if gradient is None or gradient.is_sparse or gradient.is_contiguous():
+            if gradient is None or gradient.is_contiguous():
                 continue
             if any(stride == 0 < size - 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
                 return ConfigurationError(
@@ -286,18 +275,16 @@ class Gradients(ExtraExchange):
                 )
         return None
 
-    def _dense_gradients(self, exchanged: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """Return the dense gradients, and the names of zeros that stand for none."""
+    def _gradients(self, exchanged: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """Return the gradients, and the names of zeros that stand for none."""
         dense: dict[str, torch.Tensor] = {}
         absent: set[str] = set()
         for name, parameter in exchanged.items():
-            if name in self._sparse:
-                continue
             if parameter.grad is None or self.idle:
                 absent.add(name)
                 dense[name] = _zeros_like(parameter)
             else:
-                dense[name] = as_real(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+                dense[name] = as_real(parameter.grad)
         return dense, absent
 
     def _exchange(self, dense: dict[str, torch.Tensor], lr: Any, absent: set[str]) -> dict[str, torch.Tensor]:
@@ -324,7 +311,7 @@ class Gradients(ExtraExchange):
         overflowed = record.skipped and self._loss_scale is not None
         for name, mean in means.items():
             parameter = self._parameters[name]
-            if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.is_conj():
+            if parameter.grad is None or parameter.grad.is_conj():
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad.data_ptr() != mean.data_ptr():
                 as_real(parameter.grad).copy_(mean)
@@ -332,10 +319,6 @@ class Gradients(ExtraExchange):
                 parameter.grad.fill_(torch.inf)  # what a GradScaler looks for
             elif factor != 1:
                 parameter.grad.mul_(factor)
-        for name, mean_rows in self._mean_rows.items():
-            if mean_rows is not None:
-                parameter = self._parameters[name]
-                parameter.grad = as_sparse(mean_rows, parameter, record.skipped)
 
     def _new_stream(self, thread: ProgressThread) -> Stream | None:
         return self._reducer.stream(thread, self._scale(), self)
@@ -369,12 +352,24 @@ class Gradients(ExtraExchange):
 
     def _move(self, name: str, parameter: torch.Tensor) -> None:
         view, gradient = self._views.get(name), parameter.grad
-        if view is None or gradient is None or gradient.is_sparse or gradient.data_ptr() == view.data_ptr():
+        if view is None or gradient is None or gradient.data_ptr() == view.data_ptr():
             return
         parameter.grad = view.copy_(gradient.detach())
 
+    def _make_dense(self, name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is None or not parameter.grad.is_sparse:
+            return
+        parameter.grad = parameter.grad.to_dense()
+        if not self._has_warned and self.group.rank == 0:
+            warn_user(
+                f"{_WHO}: the gradient of '{name}' is sparse and is made dense before it is exchanged; leave out "
+                "sparse=True, or use mpicomp.torch.UpdateOptimizer, whose ranks step on sparse gradients"
+            )
+        self._has_warned = True
+
     def _filled(self, name: str, parameter: torch.Tensor) -> None:
         self.averaged = False
+        self._make_dense(name, parameter)
         self._move(name, parameter)
         if self._accumulating:
             return
@@ -454,18 +449,11 @@ class Gradients(ExtraExchange):
         """Check that all ranks have entered `join`. Collective, also with ranks that are in a plain step."""
         self._enabling_join = self.stale = True
         self._problem = None
-        dense = {name: p for name, p in self._exchanged().items() if name not in self._sparse}
         try:
-            self._exchange({name: _zeros_like(parameter) for name, parameter in dense.items()}, None, set())
+            self._exchange({name: _zeros_like(parameter) for name, parameter in self._exchanged().items()}, None, set())
         finally:
             self._enabling_join = False
         self._join_enabled = True
-
-
-def _kind_of(gradient: torch.Tensor | None) -> int:
-    if gradient is None:
-        return _NO_GRADIENT
-    return _SPARSE if gradient.is_sparse else _DENSE
 
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:

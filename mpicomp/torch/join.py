@@ -10,7 +10,6 @@ from mpicomp.torch.arguments import members_of
 from mpicomp.torch.broadcast import from_root
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.replica_checks import settings_of
-from mpicomp.torch.sparse_tensors import gradient_of_parts, gradient_parts
 
 
 def run_empty_steps(optimizer: Any, gradients: Gradients, scaler: torch.amp.GradScaler | None) -> None:
@@ -37,22 +36,23 @@ def copy_active_step(optimizer: Any, gradients: Gradients) -> Rounds[None]:
     root = gradients.first_active
     is_root = gradients.group.rank == root
     changed = gradients.changed_gradients() if is_root else {}
-    parts = {name: gradient_parts(gradient) for name, gradient in changed.items()}
-    shapes = {name: [list(part.shape) for part in tensors] for name, tensors in parts.items()}
-    content = {"groups": settings_of(optimizer), "shapes": shapes}
+    content = {
+        "groups": settings_of(optimizer),
+        "changed": {name: gradient is not None for name, gradient in changed.items()},
+    }
     received = yield from from_one(content, gradients.group, "join", root)
     if gradients.idle:
         for group, settings in zip(optimizer.param_groups, received["groups"], strict=True):
             _set_settings(group, settings)
-    for name, part_shapes in received["shapes"].items():
+    for name, has_gradient in received["changed"].items():
         parameter = gradients.parameter(name)
-        dtypes = [torch.int64, parameter.dtype] if len(part_shapes) == 2 else [parameter.dtype]
-        empty = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(part_shapes, dtypes, strict=False)]
-        tensors = parts[name] if is_root else empty
-        for tensor in tensors:
-            yield from from_root(tensor, root, gradients.group)
+        gradient = None
+        if has_gradient:
+            gradient = changed[name] if is_root else torch.empty_like(parameter)
+            assert gradient is not None
+            yield from from_root(gradient, root, gradients.group)
         if gradients.idle:
-            parameter.grad = gradient_of_parts(tensors, parameter)
+            parameter.grad = gradient
 
 
 def _set_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:

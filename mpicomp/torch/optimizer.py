@@ -70,8 +70,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     """Make an optimizer average its gradients over the ranks, compressed, before every step.
 
     Collective over ``comm``, as are the steps of the returned optimizer. A parameter that has no gradient on some rank
-    counts as zeros there, and one that has none on any rank stays without. Sparse gradients are averaged row by row,
-    uncompressed.
+    counts as zeros there, and one that has none on any rank stays without. Sparse gradients are made dense.
 
     A bucket is exchanged during backward, as soon as its gradients are complete: they must not be written to before
     ``step()`` or ``synchronize()``, and backward must reach each once a step, unless it runs inside ``accumulate()``.
@@ -391,6 +390,11 @@ def _check_optimizer(optimizer: Any) -> None:
             raise ConfigurationError(f"{_WHO}: this optimizer is distributed already; close() it first")
     elif isinstance(optimizer, OptimizerProxy):
         raise ConfigurationError(f"{_WHO}: {type(optimizer).__name__} exchanges by itself; use it as it is")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigurationError(
+            f"{_WHO}: SparseAdam takes no dense gradients, and means are dense; use torch.optim.Adam, or "
+            "mpicomp.torch.UpdateOptimizer, whose ranks step on sparse gradients"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
             f"{_WHO}: LBFGS asks for gradients many times in a step; use mpicomp.torch.UpdateOptimizer, which serves "

@@ -86,7 +86,7 @@ class BackwardOverlap:
         self._taken[name] = gradient, self._mark(parameter)
         if isinstance(parameter, LocalShard):
             self._samples[name] = _bits_of_sample(gradient)
-        if self._stream is not None and not gradient.is_sparse:
+        if self._stream is not None:
             self._stream.put(name, as_real(gradient.detach()))
 
     def clear(self) -> None:

@@ -296,7 +296,6 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
     sums = []
     for tensor in tensors:
         values = tensor.detach()
-        values = values.coalesce().values() if values.is_sparse else values
         values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
         sums.append(values.reshape(-1).view(WORDS[values.element_size()]).sum(dtype=torch.int64))
     if not sums:

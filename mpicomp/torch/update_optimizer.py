@@ -239,8 +239,8 @@ def _check_arguments(
     return parameters, chosen
 
 
-def _check_outer(outer: Any) -> None:
-    unknown = sorted(set(outer) - set(_OUTER)) if isinstance(outer, Mapping) else [outer]
+def _check_outer(outer: Mapping[str, Any]) -> None:
+    unknown = sorted(set(outer) - set(_OUTER))
     if unknown:
         raise ConfigurationError(f"{WHO}: outer must have some of {', '.join(_OUTER)}, got {unknown[0]!r}")
     check_flag(WHO, "outer['sign']", outer.get("sign", False))

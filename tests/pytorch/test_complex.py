@@ -135,21 +135,6 @@ def test_join_averages_complex_gradients_of_active_ranks(comm):
     pair.check(**CLOSE)
 
 
-@pytest.mark.mpi
-def test_sparse_complex_gradients_are_averaged_by_rows(comm):
-    weight = torch.nn.Parameter(torch.zeros(5, 2, dtype=torch.complex64))
-    optimizer = mpicomp.torch.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), {"weight": weight}, comm=comm)
-    rows = torch.tensor([[1j * (comm.rank + 1), 2.0]])
-    weight.grad = torch.sparse_coo_tensor([[comm.rank]], rows, weight.shape, check_invariants=True)
-    optimizer.step()
-    expected = torch.zeros_like(weight)
-    for rank in range(comm.size):
-        expected[rank] = -torch.tensor([1j * (rank + 1), 2.0]) / comm.size
-    torch.testing.assert_close(weight.detach(), expected.detach())
-    assert weight.grad.is_sparse
-    optimizer.close()
-
-
 def test_residuals_of_complex_parameters_are_pairs():
     def make(model):
         return distribute(model, LocalWorld(1).transports[0], sgd(model), mpicomp.TopK(0.1), "allgather")

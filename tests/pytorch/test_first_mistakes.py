@@ -42,6 +42,10 @@ MISTAKES = {
     "scaler": (scale, r"use torch\.autocast with bfloat16"),
     "momentum": (lambda m, **c: wrap(momentum(m), m, mpicomp.DGC(momentum=0.9), **c), TWICE),
     "momentum_id": (lambda m, **c: wrap(momentum(m), m, {"id": "dgc", "momentum": 0.9}, **c), TWICE),
+    "sparse_adam": (
+        lambda m, **c: wrap(torch.optim.SparseAdam(m.parameters()), m, **c),
+        "SparseAdam takes no dense gradients",
+    ),
     "lbfgs": (lambda m, **c: wrap(torch.optim.LBFGS(m.parameters()), m, **c), "use mpicomp.torch.UpdateOptimizer"),
 }
 
@@ -142,9 +146,9 @@ class TwoEmbeddings(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(5)
-        self.words = torch.nn.Embedding(30, 3, sparse=True)
+        self.words = torch.nn.Embedding(30, 3)
         self.head = torch.nn.Linear(3, 9)
-        self.more = torch.nn.Embedding(20, 9, sparse=True)
+        self.more = torch.nn.Embedding(20, 9)
 
 
 def embeddings_loss(model, step, rank):

@@ -8,7 +8,6 @@ from replicas import (
     BATCHES,
     Branches,
     UnevenPair,
-    Words,
     assert_replicas,
     assert_same_state,
     batch,
@@ -21,7 +20,6 @@ from replicas import (
     square,
     steps_of,
     train,
-    words_loss,
 )
 
 import mpicomp
@@ -112,20 +110,6 @@ def replace(model):
     model[2].bias.grad = torch.ones(8) - model[2].bias.grad
 
 
-def check_layout(model):
-    assert model.words.weight.grad.is_sparse == model.words.sparse
-
-
-def halve(model):
-    check_layout(model)
-    for parameter in model.parameters():
-        parameter.grad.mul_(0.5)
-
-
-def words_pair(comm, **settings):
-    return UnevenPair(comm, Words(words=30), descent, words_loss, Words(sparse=False, words=30), **settings)
-
-
 def branches_pair(comm, **settings):
     """With momentum and decay a parameter that no rank with batches used has to stay as it is."""
     return UnevenPair(comm, Branches(), decaying, branches_loss, batches=[9, 5, 2, 7], **settings)
@@ -134,8 +118,6 @@ def branches_pair(comm, **settings):
 CHANGES = {
     "clipped": (UnevenPair, clip),
     "replaced": (lambda comm, **settings: UnevenPair(comm, None, decaying, **settings), replace),
-    "sparse": (words_pair, check_layout),
-    "sparse halved": (words_pair, halve),
     "unused": (branches_pair, None),
 }
 

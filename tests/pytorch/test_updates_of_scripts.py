@@ -190,7 +190,7 @@ def test_added_groups_and_schedulers():
         ({"outer": {"sign": 1.0}}, r"outer\['sign'\] must be True or False, got 1.0"),
         ({"outer": {"sign": True, "momentum": 0.9}}, "outer has momentum and takes the sign of changes"),
         ({"outer": {"lr": -1}}, "outer: Invalid learning rate"),
-        ({"outer": 0.7}, "outer must have some of"),
+        ({"outer": 0.7}, "outer must be a mapping or None, got 0.7"),
         ({"compressor": {"id": "dgc", "momentum": 0.9}}, "applies momentum to gradients"),
         ({"feedback_decay": 1.5, "compressor": "topk"}, "feedback_decay must be a number from 0 to 1, got 1.5"),
         ({"feedback_decay": 0.9, "compressor": "dense"}, "has no residual to act on, since dense runs without"),
