@@ -63,7 +63,6 @@ OTHERS = [
     mpicomp.QSGD(),
     mpicomp.QSGD(bits=3, bucket=1024, rounding="nearest"),
     mpicomp.Uniform(),
-    mpicomp.Natural(),
     mpicomp.MaxNorm(bits=8, rounding="nearest"),
 ]
 UNBIASED_REPRESENTATIVES = [  # refused with error feedback

@@ -196,7 +196,7 @@ def test_biased_compressors_are_found():
 
     @mpicomp.register
     @dataclass(frozen=True)
-    class Shrinking(mpicomp.Natural):
+    class Shrinking(mpicomp.QSGD):
         """Right but for a hundredth, towards zero."""
 
         id: ClassVar[str] = "test-shrinking"

@@ -10,7 +10,6 @@ import typing
 from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
-from mpicomp.kernels.cpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
 from mpicomp.kernels.cpu.grid import pack_grid, pack_range, unpack_grid, unpack_grid_add
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices
 from mpicomp.kernels.cpu.merge import count_reaching, intersect, merge_add, merge_subtract, norm_change, split_largest

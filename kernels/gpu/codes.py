@@ -1,4 +1,4 @@
-"""Codes of a few bits an element: 16-bit floats, signs, exponents, levels and grids."""
+"""Codes of a few bits an element: 16-bit floats, signs, levels and grids."""
 
 from typing import Any, NamedTuple
 
@@ -89,28 +89,6 @@ def unpack_signs_add(scales, words, block, factor, out, afresh=False):
         scales, scales.strides[0] // scales.itemsize, words, words.strides[0] // words.itemsize, words.shape[0],
         block, float(factor), int(afresh), out, out.size,
     )  # fmt: skip
-
-
-@twin_of(cpu.pack_exponents)
-def pack_exponents(array, words, exponents, sent, key):
-    blocks = strides(64 * words.size)
-    partials = reuse(Partials, blocks, 1)
-    launch(
-        "exponents", "pack_exponents", array.dtype, blocks,
-        array, array.size, *map(int, halves(key)), words, 2 * words.size, exponents, sent, partials.memory,
-    )  # fmt: skip
-    return partials.total(0)
-
-
-@twin_of(cpu.unpack_exponents)
-def unpack_exponents(words, exponents, out):
-    launch("exponents", "unpack_exponents", out.dtype, strides(out.size), words, exponents, out, out.size)
-
-
-@twin_of(cpu.unpack_exponents_add)
-def unpack_exponents_add(words, exponents, factor, out):
-    name, blocks = "unpack_exponents_add", strides(out.size)
-    launch("exponents", name, out.dtype, blocks, words, exponents, float(factor), out, out.size)
 
 
 # Means are summed in another order than on the host: a base or a step, which travels with the codes, may differ in its

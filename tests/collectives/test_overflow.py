@@ -25,7 +25,6 @@ COMPRESSORS = [
     mpicomp.OneBit(block=None),
     mpicomp.QSGD(norm="l2", rounding="nearest", bucket=64),
     mpicomp.Uniform(),
-    mpicomp.Natural(),
     mpicomp.PowerSGD(rank=2, iterations=2, wire="bf16"),
     mpicomp.TernGrad(),
 ]

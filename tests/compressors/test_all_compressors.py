@@ -155,8 +155,6 @@ def test_momentum_without_feedback_is_refused():
     ("compressor", "sizes"),
     [  # words of 64 signs, then a magnitude, padded to 8
         (mpicomp.OneBit(block=None), {0: 0, 1: 16, 64: 16, 65: 24, 1024: 136}),
-        # words of 64 signs, then exponents of a byte, padded to 8
-        (mpicomp.Natural(), {0: 0, 1: 16, 8: 16, 9: 24, 64: 72, 65: 88, 1024: 1152}),
         # words of 64 signs, then magnitudes of 4 bytes in pairs
         (mpicomp.OneBit(block=64), {0: 0, 1: 16, 64: 16, 65: 24, 128: 24}),
         (mpicomp.OneBit(block=1024), {1024: 136, 2049: 280}),
@@ -177,7 +175,6 @@ def test_quantiser_packs_into_the_bytes_of_its_format(compressor, sizes):
     [
         (mpicomp.OneBit(block=None), 1),
         *((mpicomp.OneBit(bits=bits), bits * (1 + 32 / 1024)) for bits in (2, 4)),
-        (mpicomp.Natural(), 9),
         *((mpicomp.QSGD(bits=b, bucket=n), b + 32 / n) for b in range(2, 9) for n in (64, 128, 1024)),
         *((mpicomp.Uniform(bits=b, bucket=n), b + 64 / n) for b in range(1, 9) for n in (64, 256, 1024)),
     ],
@@ -192,7 +189,6 @@ def test_quantiser_takes_the_promised_bits_an_element(compressor, bits):
     ("compressor", "itemsize", "expected"),
     [
         (mpicomp.GlobalRandKMaxNorm(ratio=0.05), 4, 0.05),
-        (mpicomp.Natural(), 4, 9 / 8),
         (mpicomp.OneBit(), 4, 1 / 8 + 4 / 1024),
         (mpicomp.OneBit(block=4096), 8, 1 / 8 + 4 / 4096),
         *((mpicomp.QSGD(bits=b, bucket=n), 8, b / 8 + 4 / n) for b in range(2, 9) for n in (64, 128, 1024)),

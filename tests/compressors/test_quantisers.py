@@ -10,7 +10,7 @@ from lockstep import run
 from marks import slow
 from worlds import Ranks
 
-from mpicomp import QSGD, MaxNorm, Natural, OneBit, SignSGD, TernGrad, Uniform
+from mpicomp import QSGD, MaxNorm, OneBit, SignSGD, TernGrad, Uniform
 from mpicomp.compressors.kinds import packers
 from mpicomp.errors import ConfigurationError
 
@@ -83,8 +83,6 @@ def test_uniform_worst_bucket_loses_the_stated_energy(bits, bucket):
 
 def contracts(compressor):
     """The rule of the docstrings."""
-    if isinstance(compressor, Natural):
-        return True
     if isinstance(compressor, Uniform):
         return (compressor.bucket or math.inf) < 2 * (2**compressor.bits - 1) ** 2
     always = compressor.norm == "max" and compressor.rounding == "nearest"
@@ -97,7 +95,7 @@ ROUNDINGS = [{"bucket": bucket, "rounding": rounding} for bucket in BUCKETS for 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_quantiser_declares_whether_it_contracts(bits):
-    forms = [Natural(), *(Uniform(bits=bits, **settings) for settings in ROUNDINGS)]
+    forms = [*(Uniform(bits=bits, **settings) for settings in ROUNDINGS)]
     if bits > 1:
         forms += [QSGD(bits=bits, norm=norm, **settings) for norm in ("max", "l2") for settings in ROUNDINGS]
     for compressor in forms:

@@ -92,7 +92,6 @@ SAME_BITS = [
     slow(mpicomp.RandomK(ratio=0.1), "allreduce"),
     slow(mpicomp.QSGD(rounding="nearest"), "packed-allgather"),
     (mpicomp.OneBit(block=64), "packed-allgather"),
-    slow(mpicomp.Natural(), "packed-allgather"),
     (mpicomp.MaxNorm(bits=8, rounding="nearest"), "packed-allgather"),
     slow(mpicomp.SignSGD(), "packed-allgather"),
 ]

@@ -69,7 +69,7 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
 @pytest.mark.parametrize(
     "source",
     [
-        *(slow("products"), slow("exponents"), "grid", slow("message"), "scatter", slow("signs")),
+        *(slow("products"), "grid", slow("message"), "scatter", slow("signs")),
         slow("squares"),
     ],
 )

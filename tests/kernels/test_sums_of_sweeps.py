@@ -20,7 +20,6 @@ SWEEPS = {
     "narrow": ["narrow_fp16"],
     "pack_signs": ["pack_signs"],
     "pack_grid": ["measure_norms", "pack_codes"],
-    "pack_exponents": ["pack_exponents"],
 }
 
 
@@ -48,7 +47,6 @@ def arguments_of(place, name, array):
             *(there, 512, 4, "max", place.empty(-(-size // 512), np.float32)),
             *(place.empty(4 * words.size, np.uint64), out, 3),
         ),
-        "pack_exponents": lambda: (there, words, place.empty(size, np.uint8), out, 5),
     }[name]()
 
 
