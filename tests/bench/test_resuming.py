@@ -91,7 +91,7 @@ def test_checkpoints_have_an_interval_and_one_run(comm, shared_folder):
     run(comm, shared_folder, "often", UPDATES, every=4)
     # After 6 and 9 steps: the first exchanges behind 4 and 8. None after the last step, which has its outcome.
     assert mpicomp.load_checkpoint(shared_folder / "often", comm)["step"] == 9
-    assert sorted(path.name for path in (shared_folder / "often").iterdir()) == ["00000002"]
+    assert sorted(path.name for path in (shared_folder / "often").iterdir()) == ["checkpoint-00000002"]
     with pytest.raises(ConfigurationError, match="is of a run with seed 0, and this one has 1"):
         run(comm, shared_folder, "often", UPDATES, seed=1)
     with pytest.raises(ConfigurationError, match="was written after 9 steps, and this run has 9; name more --steps"):

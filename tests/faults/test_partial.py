@@ -235,7 +235,7 @@ def test_full_disk_is_one_error_and_keeps_the_last_checkpoint(mpiexec, disk):
     assert "No space left on device" in said[0]
     assert "Those before are as they were" in said[0]
     assert done.stdout.count("goes on") == 3
-    assert [path.name for path in disk.iterdir()] == ["00000001"]
+    assert [path.name for path in disk.iterdir()] == ["checkpoint-00000001"]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ runpy.run_path({str(SLURM / "train.py")!r}, run_name="__main__")
 
 def states(folder):
     """Return each rank's part of the one checkpoint of a folder."""
-    [checkpoint] = folder.glob("[0-9]*")
+    [checkpoint] = folder.glob("checkpoint-*")
     files = sorted(checkpoint.iterdir())
     assert len(files) == RANKS
     return [load_file(file) for file in files]
