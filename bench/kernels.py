@@ -238,7 +238,7 @@ def _step_messages(ratio: float, gradients: Gradients) -> tuple[Any, int, list[A
         selection = compressor.select(accumulated, context)
         messages.append(write_plain(selection, accumulated, context).copy())
         array = accumulated.array().copy()
-        kernel.bucket.commit(selection, finite=True)
+        kernel.bucket.keep(selection, finite=True)
     return array, selection.indices.size, messages
 
 

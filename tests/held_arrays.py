@@ -1,4 +1,4 @@
-"""Memory of NumPy's arrays, counted without tracemalloc: that crashes Python 3.11 beside threads of torch and gloo."""
+"""Memory of NumPy's arrays, counted without tracemalloc: that crashes Python 3.11 next to threads of torch and gloo."""
 
 import gc
 

@@ -56,7 +56,7 @@ class Selecting:
         else:
             sent = self._select(self.compressor, accumulated, message)
             count = int(sent.indices.size)
-        bucket.commit(sent, self.finite or accumulated.finite, "residual" if in_place else "sum")
+        bucket.keep(sent, self.finite or accumulated.finite, "residual" if in_place else "sum")
         self.context.step += 1
         return count
 

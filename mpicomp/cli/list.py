@@ -6,6 +6,8 @@ from typing import Any
 
 from mpicomp.cli.options import add_plugin
 
+_NUMEL = 1 << 22  # elements of the bucket whose memory is listed
+
 HELP = "list every compressor, collective and policy, and what fits with what"
 
 
@@ -27,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
             "message": collective_class(name).messages,
             "compressors": [entry["name"] for entry in compressors if name in entry["collectives"]],
             "inner": _inner(name),
+            "memory": _memory(name, compressors),
             "paper": collective_class(name).paper,
             "plugin": COLLECTIVES.plugin(name),
         }
@@ -61,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"    carries {entry['message']} messages of {', '.join(entry['compressors'])}")
         if entry["inner"]:
             print(f"    built on another, which may follow a colon: {', '.join(entry['inner'])}")
+        scratch, held = entry["memory"].values()
+        print(f"    memory on 4 ranks, in gradients: {scratch:g} in an exchange, {held:g} in a step")
         _print_origin(entry)
     print("policies (defaults in brackets)")
     for entry in policies:
@@ -98,6 +103,20 @@ def compressor_entries() -> list[dict[str, Any]]:
             }
         )
     return entries
+
+
+def _memory(collective: str, compressors: list[dict[str, Any]]) -> dict[str, float]:
+    """Return what a collective needs, in bucket lengths, with a compressor that it carries."""
+    import numpy as np
+
+    from mpicomp.collectives import bind
+    from mpicomp.compressors import get_compressor
+    from mpicomp.rounds import Group
+
+    carried = [entry["name"] for entry in compressors if collective in entry["collectives"]]
+    name = min(carried, key=lambda name: name not in ("dense", "topk", "onebit"))
+    needed = bind(get_compressor(name), collective).memory(_NUMEL, np.dtype(np.float32), Group(0, 4))
+    return {key: round(nbytes / (4 * _NUMEL), 3) for key, nbytes in needed._asdict().items()}
 
 
 def _print_origin(entry: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from mpicomp import kernels
 from mpicomp.collectives.scheme import (
     Exchange,
     LazyMean,
+    Memory,
     Result,
     Scheme,
     count_round,
@@ -202,6 +203,11 @@ class Allgather(Scheme[Sparsifier]):
         size = message_bytes(count, numel, dtype, self.compressor.wire_for(count, numel))
         gather = Round("allgatherv", [size] * group.size, _BYTE)
         return [gather] if self.compressor.count(numel) is not None else [count_round(group), gather]
+
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        count, needed = self.compressor.expected(numel), super().memory(numel, dtype, group)
+        decoded = 0 if self.compressor.wire_for(count, numel) == _PLAIN else count * (4 + dtype.itemsize)
+        return needed._replace(held=needed.held + group.size * decoded)
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, workspace, numel = context.group, context.workspace, accumulated.numel

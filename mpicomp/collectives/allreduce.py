@@ -3,11 +3,22 @@
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite, plus, undelivered
+from mpicomp.collectives.scheme import (
+    Exchange,
+    LazyMean,
+    Memory,
+    Result,
+    Scheme,
+    gain_of,
+    is_finite,
+    plus,
+    undelivered,
+)
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
@@ -31,12 +42,21 @@ class ScatterReduce(Scheme[Dense]):
     precedence: ClassVar[int] = 3
     paper: ClassVar[str] = "Rabenseifner 2004 in shape; summed in rank order"
     messages: ClassVar[str] = "dense"
+    overwrites: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         parts = parts_of(numel, group.size)
         known = {part: dense_bytes(part, dtype, self.compressor.wire) for part in set(parts)}
         counts = [known[part] for part in parts]
         return [Round(operation, counts, np.dtype(np.uint8)) for operation in ("alltoallv", "allgatherv")]
+
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        wire, part = self.compressor.wire, max(parts_of(numel, group.size))
+        size = dense_bytes(part, dtype, wire)
+        whole, total = size * group.size, part * dtype.itemsize
+        if wire is None:
+            return Memory(2 * whole + size + total, 0)
+        return Memory(2 * whole + size + 2 * total + numel * dtype.itemsize, whole)
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
@@ -47,9 +67,9 @@ class ScatterReduce(Scheme[Dense]):
         bounds = np.concatenate(([0], np.cumsum(parts)))
         scatter, gather = self.rounds(numel, dtype, group)
         places = np.concatenate(([0], np.cumsum(scatter.counts)))
-        sent = array if wire is None else workspace.array("sent", numel, dtype)
+        sent = array if wire is None else workspace.scratch("sent", numel, dtype)
 
-        outgoing = workspace.array("outgoing", places[-1], np.uint8)
+        outgoing = workspace.scratch("outgoing", places[-1], np.uint8)
         left_out, moments = accumulated.lost, accumulated.device_moments
         for rank in range(group.size):
             part = slice(bounds[rank], bounds[rank + 1])
@@ -60,35 +80,46 @@ class ScatterReduce(Scheme[Dense]):
             left_out = 0.0  # said once
         size = scatter.counts[group.rank]
         scatter.send = outgoing
-        scatter.recv = workspace.array("incoming", size * group.size, np.uint8)
+        scatter.recv = workspace.scratch("incoming", size * group.size, np.uint8)
         incoming = (yield scatter).reshape(group.size, size)
 
         flags, energy, lost, problem = read_sent(self.id, incoming, parts[group.rank])
         mine = slice(bounds[group.rank], bounds[group.rank + 1])
-        total = workspace.array("total", parts[group.rank], dtype)
+        total = workspace.scratch("total", parts[group.rank], dtype)
         total[:] = 0
         for message in incoming:
             add(message, wire, total)
         finite = kernels.scale(total, 1 / group.size)
 
-        reply = workspace.array("reply", size, np.uint8)
-        delivered = total if wire is None else workspace.array("delivered", total.size, dtype)
+        reply = workspace.scratch("reply", size, np.uint8)
+        delivered = total if wire is None else workspace.scratch("delivered", total.size, dtype)
         pack(total, wire, reply, delivered)
         if wire is not None and total.size:
             # The second rounding was of the mean: it took its error from every rank's share of it.
             lost += kernels.share_rounding(total, delivered, group.size, array[mine], sent[mine])
         write_header(reply, parts[group.rank], flags, energy, lost, finite)
         gather.send = reply
-        gather.recv = workspace.array("replies", places[-1], np.uint8)
+        # Answers in 16 bits hold the mean until it is written; others are read at once, and come to where what was sent
+        # is no longer needed.
+        gather.recv = outgoing if wire is None else workspace.array("replies", places[-1], np.uint8)
         replies = yield gather
 
         flags, energy, lost, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
         if problem is not None:
             return undelivered(accumulated, problem, stale=False)
-        mean = workspace.array("mean", numel, dtype)
-        for rank in range(group.size):
-            unpack(replies[places[rank] : places[rank + 1]], wire, mean[bounds[rank] : bounds[rank + 1]])
-        return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
+
+        def write(out: NDArray[np.floating]) -> None:
+            for rank in range(group.size):
+                unpack(replies[places[rank] : places[rank + 1]], wire, out[bounds[rank] : bounds[rank + 1]])
+
+        if wire is not None:
+            mean = LazyMean(numel, dtype, write)
+            return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
+        overwrites = accumulated.may_be_overwritten
+        whole = array if overwrites else workspace.array("mean", numel, dtype)
+        write(whole)
+        leaves = "mean" if overwrites else "sum"
+        return Result.from_headers(whole, sent, float(numel), flags, energy, lost, leaves=leaves)
 
 
 @register
@@ -109,6 +140,9 @@ class Allreduce(Scheme[Dense]):
         if not self._summable(group):
             return ScatterReduce(self.compressor).rounds(numel, dtype, group, step)
         return [Round("allreduce", (numel + TRAILER,), dtype)]
+
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        return Memory(0, 0) if self._summable(group) else ScatterReduce(self.compressor).memory(numel, dtype, group)
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, numel = context.group, accumulated.numel

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange, LazyMean, Result, Scheme, check_counts, undelivered
+from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, check_counts, undelivered
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
@@ -37,6 +37,11 @@ class ARTopk(Scheme[Sparsifier]):
     def inner_compressor(cls, compressor: Compressor) -> Compressor:
         assert isinstance(compressor, Sparsifier)
         return Dense(wire=compressor.wire)
+
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        count, needed = self.compressor.expected(numel), super().memory(numel, dtype, group)
+        inner, values = self._sum.memory(count, dtype, group), count * dtype.itemsize
+        return Memory(needed.scratch + inner.scratch, needed.held + inner.held + 2 * values)
 
     def _rounds_at(self, leader: int, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
         """Return the rounds of `_exchange_at`."""
@@ -190,9 +195,10 @@ def exchange_at(
     if problem is not None:
         return undelivered(accumulated, problem, result.stale)
     assert not isinstance(result.sent, Selection)
+    values[:] = result.sent  # which may be scratch; often it is these values
     return Result(
-        mean=LazyMean.of(accumulated.numel, indices, result.mean_in(context.workspace)),
-        sent=Selection(indices, result.sent),
+        mean=LazyMean.of(accumulated.numel, indices, result.mean_in(context.workspace, "mean of positions")),
+        sent=Selection(indices, values),
         energy=result.energy,
         gain=result.gain,
         kept=float(indices.size),

@@ -11,6 +11,8 @@ from mpicomp import kernels
 from mpicomp.collectives.allreduce import ScatterReduce
 from mpicomp.collectives.scheme import (
     Exchange,
+    LazyMean,
+    Memory,
     Result,
     Scheme,
     cause_of,
@@ -64,6 +66,7 @@ class Hierarchical(Scheme[Compressor]):
         "none: two-level allreduce, as in MPI libraries; an owner for every slice, compressed between hosts only"
     )
     messages: ClassVar[str] = "any"
+    overwrites: ClassVar[bool] = True
     needs_whole_message: ClassVar[bool] = True  # slices, by collectives for which it is
 
     def __init__(self, compressor: Compressor, inner: Scheme[Any]) -> None:
@@ -105,6 +108,18 @@ class Hierarchical(Scheme[Compressor]):
             Round("allgatherv", slices + none, dtype, group=HOST),
         ]
 
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        if group.hosts == 1:
+            return ScatterReduce(Dense()).memory(numel, dtype, group)
+        host, across = _groups(group)
+        owned = max(_slices(numel, group))
+        inner = Memory(0, 0) if across is None else self._inner.memory(owned, dtype, across)
+        if host.size == 1:
+            return inner
+        part = (owned + TRAILER) * dtype.itemsize
+        # What arrives, the host's sum and what is sent of it; the mean, and what is kept back.
+        return Memory((host.size + 2) * part + inner.scratch, inner.held + 2 * part)
+
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group = context.group
         if group.hosts == 1:
@@ -115,8 +130,8 @@ class Hierarchical(Scheme[Compressor]):
             if not self._sparse:
                 accumulated.array()  # owners on other hosts have made their sums, and all have to divide alike
             result, damaged = yield from self._between_hosts(accumulated, context, across)
-            mean = result.mean_in(context.workspace)
-            alone = _put_together(self._report(result, damaged, True), mean, result.sent, result.problem)
+            report = self._report(result, damaged, True)
+            alone = _put_together(report, result.mean, result.sent, result.problem, accumulated.numel)
             return replace(alone, leaves=result.leaves)
         return (yield from self._exchange(accumulated, context, host, across))
 
@@ -136,7 +151,7 @@ class Hierarchical(Scheme[Compressor]):
         scatter, *_, report_round, gather = self.rounds(numel, dtype, group, context.step)
         scatter.send = accumulated.with_trailer()
         width = owned + TRAILER * last
-        scatter.recv = workspace.array("incoming", width * host.size, dtype)
+        scatter.recv = workspace.scratch("incoming", width * host.size, dtype)
         incoming = (yield scatter).reshape(host.size, width)
 
         report, problem = np.zeros(_REPORT if owner else 0), None
@@ -144,26 +159,29 @@ class Hierarchical(Scheme[Compressor]):
         sent: NDArray[np.floating] | Selection = accumulated.array()
         if self._sparse:
             sent = Selection(workspace.array("none", 0, np.uint32), mean)
+        # The mean takes the place of the sum; what is kept back of it is in this rank's slice alone.
+        overwrites, kept_back = accumulated.may_be_overwritten, None
         if owner and self._exchanged(owned):
             assert across is not None
             part = self._part(accumulated, incoming, owned_slice, group.hosts, workspace)
             result, damaged = yield from self._between_hosts(part, context, across)
             report, mean, problem = self._report(result, damaged, last), result.mean_in(workspace), result.problem
+            exact = not self._sparse and np.may_share_memory(result.sent, part.array())
+            if overwrites and not exact:
+                kept_back = workspace.array("kept back", owned, dtype)
+                kept_back[:] = part.array()
+                _subtract(result.sent, kept_back)
             if self._sparse and isinstance(result.sent, Selection):
                 indices = workspace.array("indices", result.sent.indices.size, np.uint32)
                 np.add(result.sent.indices, np.uint32(owned_slice.start), out=indices)
                 sent = Selection(indices, result.sent.values)
-            elif isinstance(result.sent, Selection) or not np.may_share_memory(result.sent, part.array()):
-                kept_back = part.array()
-                sent = workspace.array("sent", numel, dtype)
+            elif not (overwrites or exact):
+                left = part.array()
+                sent = workspace.scratch("sent", numel, dtype)
                 sent[:] = accumulated.array()
-                with np.errstate(over="ignore", invalid="ignore"):
-                    if isinstance(result.sent, Selection):
-                        kernels.subtract_at(result.sent.indices, result.sent.values, kept_back)
-                    else:
-                        np.subtract(kept_back, result.sent, out=kept_back)
-                    np.subtract(sent[owned_slice], kept_back, out=sent[owned_slice])
-        if self._sparse:
+                _subtract(result.sent, left)
+                _subtract(left, sent[owned_slice])
+        if self._sparse and not overwrites:
             array = accumulated.array()
             array[: owned_slice.start] = 0
             array[owned_slice.stop :] = 0
@@ -172,8 +190,12 @@ class Hierarchical(Scheme[Compressor]):
         report_round.recv = workspace.host_array("reports", _REPORT * len(slices), _NUMBER)
         reports = yield report_round
         gather.send = mean
-        gather.recv = workspace.array("mean", numel, dtype)
-        return _put_together(reports, (yield gather), sent, problem)
+        gather.recv = accumulated.array() if overwrites else workspace.array("mean", numel, dtype)
+        joined = _put_together(reports, (yield gather), sent, problem, numel)
+        if overwrites:
+            joined.leaves = "mean"
+            joined.kept_back = None if kept_back is None else (owned_slice.start, kept_back)
+        return joined
 
     @property
     def _sparse(self) -> bool:
@@ -204,7 +226,7 @@ class Hierarchical(Scheme[Compressor]):
                 buffer = accumulated.with_trailer(*[0.0] * TRAILER)[owned_slice.start : owned_slice.stop + TRAILER]
                 pieces = [Piece(0, incoming[-1, :owned])]
                 return GradientWithResidual(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
-        buffer = workspace.array("slice", owned + TRAILER, accumulated.dtype)
+        buffer = workspace.scratch("slice", owned + TRAILER, accumulated.dtype)
         moments = kernels.accumulate(incoming[-1, :owned], total[:owned], buffer[:owned], accumulated.threads)
         energy_there, finite_there = to_python(moments.energy, moments.finite)
         if total.size == owned:
@@ -223,7 +245,7 @@ class Hierarchical(Scheme[Compressor]):
             context,
             group=across,
             memory=context.memory.setdefault("hierarchical", {}),
-            workspace=context.workspace.made("hierarchical", lambda: Workspace(current_device())),
+            workspace=context.workspace.inner("hierarchical"),
         )
 
         def address(asked: Request) -> None:
@@ -251,6 +273,14 @@ class Hierarchical(Scheme[Compressor]):
         return np.array([energy, lost, result.kept, result.nonfinite, result.stale, damaged, alone], _NUMBER)
 
 
+def _subtract(sent: NDArray[np.floating] | Selection, array: NDArray[np.floating]) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        if isinstance(sent, Selection):
+            kernels.subtract_at(sent.indices, sent.values, array)
+        else:
+            np.subtract(array, sent, out=array)
+
+
 def _groups(group: Group) -> tuple[Group, Group | None]:
     host = group.part(HOST)
     assert host is not None
@@ -275,9 +305,10 @@ def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], e
 
 def _put_together(
     reports: NDArray[np.float64],
-    mean: NDArray[np.floating],
+    mean: NDArray[np.floating] | LazyMean,
     sent: NDArray[np.floating] | Selection,
     problem: MessageError | None,
+    numel: int,
 ) -> Result:
     """Return the result from the reports of a host's owners; ``problem`` is what this rank could not read as one."""
     numbers = (float(number) for number in reports.reshape(-1, _REPORT).sum(axis=0))
@@ -285,10 +316,8 @@ def _put_together(
     if problem is not None:
         problem = MessageError(f"hierarchical: between hosts: {problem}")
     check_undamaged("hierarchical", DAMAGED * (damaged > 0), problem)
-    if problem is None and not 0 <= kept <= mean.size:
-        problem = MessageError(
-            f"hierarchical: inside the host: kept elements must be from 0 to {mean.size}, got {kept}"
-        )
+    if problem is None and not 0 <= kept <= numel:
+        problem = MessageError(f"hierarchical: inside the host: kept elements must be from 0 to {numel}, got {kept}")
     if alone > 0 and problem is None:
         problem = MessageError("hierarchical: the owner of a slice on this rank's host was sent a damaged message")
     return Result(

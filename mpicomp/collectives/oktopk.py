@@ -13,6 +13,7 @@ from mpicomp.collectives.regions import even_bounds, mean_bounds, overlaps, quan
 from mpicomp.collectives.scheme import (
     Exchange,
     LazyMean,
+    Memory,
     Result,
     Scheme,
     check_counts,
@@ -47,6 +48,8 @@ _RENEW_REGIONS = 64  # exchanges of a bucket after which regions are balanced ag
 _RENEW_THRESHOLD = 32  # exchanges of a bucket after which the threshold is found again
 _ADJUST = 1.008  # factor by which the threshold changes in between
 
+_COPIES = 5  # of the elements that travel, at most
+_RESULTS = ("sent", "sent.rounded", "delivered.all")  # selections that are needed after the exchange
 _WORTH_BYTES = 1 << 14  # by which sharing out has to shorten the longest message: about two rounds' latency
 
 _Span = tuple[int, int]  # start and end of a part of the array
@@ -98,6 +101,11 @@ class Oktopk(Scheme[Sparsifier]):
             Round("allgatherv", sizes, _BYTE),
             *([] if self.compressor.wire is None else [Round("allgatherv", [1] * size, _ENERGY)]),
         ]
+
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        selection = self.selection_memory(numel, dtype)
+        merged = _COPIES * self.buffer_bytes(numel, dtype, group)  # messages, their elements, sums by halves
+        return Memory(selection.scratch + merged, 2 * selection.held)
 
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         return (yield from _Step(self, accumulated, context).run())
@@ -185,7 +193,7 @@ class _Step:
         target = max(min(selected, 1), (2 * selected + ranks) // (2 * ranks))  # at least 1 where there is any
 
         sizes = [self._bytes(count, region) for count, region in zip(counts, regions, strict=True)]
-        outgoing = self.workspace.array("outgoing", sum(sizes), _BYTE)
+        outgoing = self.workspace.scratch("outgoing", sum(sizes), _BYTE)
         kept = kernels.energy(selection.values)
         for part, region, out in zip(pairwise(cuts), regions, _cut(outgoing, sizes), strict=True):
             span = slice(*part)
@@ -193,7 +201,7 @@ class _Step:
             self._write(piece, region, out, self.accumulated.energy, kept)
         received = [self._bytes(count, kept_region) for count in coming]
         scatter = Round("alltoallv", sizes, _BYTE, send=outgoing, received=received)
-        scatter.recv = self.workspace.array("incoming", sum(received), _BYTE)
+        scatter.recv = self.workspace.scratch("incoming", sum(received), _BYTE)
         incoming = yield scatter
         return target, self._read(incoming, received, coming, [(0, kept_region[1] - kept_region[0])] * ranks, "arrived")
 
@@ -237,7 +245,7 @@ class _Step:
         due = state["exchanges"] % _RENEW_THRESHOLD == 0
         if sum(found) > 0 and (due or reached > 2 * target or 2 * reached < target):
             gather = Round("allgatherv", found, self.dtype, send=sums.values)
-            gather.recv = self.workspace.array("magnitudes", sum(found), self.dtype)
+            gather.recv = self.workspace.scratch("magnitudes", sum(found), self.dtype)
             magnitudes = yield gather
             [bits] = to_python(kernels.kth_magnitude(magnitudes, max(1, min(target, magnitudes.size))))
             threshold = kernels.magnitude_of(bits, self.dtype)
@@ -267,9 +275,9 @@ class _Step:
     def _round(self, chosen: Selection, wire: str) -> NDArray[np.floating]:
         """Round means to 16 bits, in place; return what that takes from their sums over ranks."""
         size = chosen.values.size
-        rounded = self.workspace.array("rounded", size, self.dtype)
-        error = self.workspace.array("error", size, self.dtype)
-        kernels.narrow(chosen.values, wire, self.workspace.array("halves", size, np.uint16), rounded)
+        rounded = self.workspace.scratch("rounded", size, self.dtype)
+        error = self.workspace.scratch("error", size, self.dtype)
+        kernels.narrow(chosen.values, wire, self.workspace.scratch("halves", size, np.uint16), rounded)
         with np.errstate(invalid="ignore", over="ignore"):
             np.subtract(chosen.values, rounded, out=error)
             np.multiply(error, self.dtype.type(self.group.size), out=error)
@@ -282,11 +290,11 @@ class _Step:
         going = overlaps(counts, even, rank)
         coming = [overlaps(counts, even, source)[rank] for source in range(ranks)]
         sizes, received = ([self._bytes(count, whole) for count in pieces] for pieces in (going, coming))
-        outgoing = self.workspace.array("pieces.out", sum(sizes), _BYTE)
+        outgoing = self.workspace.scratch("pieces.out", sum(sizes), _BYTE)
         for (start, stop), out in zip(pairwise([0, *accumulate(going)]), _cut(outgoing, sizes), strict=True):
             self._write(Selection(chosen.indices[start:stop], chosen.values[start:stop]), whole, out, 0.0, 0.0)
         move = Round("alltoallv", sizes, _BYTE, send=outgoing, received=received)
-        move.recv = self.workspace.array("pieces.in", sum(received), _BYTE)
+        move.recv = self.workspace.scratch("pieces.in", sum(received), _BYTE)
         self._read((yield move), received, coming, [whole] * ranks, "pieces")
         return _room(self.workspace, "pieces", even[rank], self.dtype)
 
@@ -295,10 +303,10 @@ class _Step:
     ) -> Rounds[tuple[Selection, float]]:
         """Return all delivered means, in order, and the energy that owners lost."""
         sizes = [self._bytes(count, span) for count, span in zip(counts, spans, strict=True)]
-        message = self.workspace.array("message", sizes[self.group.rank], _BYTE)
+        message = self.workspace.scratch("message", sizes[self.group.rank], _BYTE)
         self._write(held, spans[self.group.rank], message, energy, kept)
         gather = Round("allgatherv", sizes, _BYTE, send=message)
-        gather.recv = self.workspace.array("messages", sum(sizes), _BYTE)
+        gather.recv = self.workspace.scratch("messages", sum(sizes), _BYTE)
         messages = self._read((yield gather), sizes, counts, spans, "delivered.all")
         everything = _room(self.workspace, "delivered.all", sum(counts), self.dtype)
         return everything, sum(part.lost for part in messages)
@@ -312,7 +320,7 @@ class _Step:
             write_damaged(out)
             return
         length = span[1] - span[0]
-        indices = self.workspace.array("relative", part.indices.size, np.uint32)
+        indices = self.workspace.scratch("relative", part.indices.size, np.uint32)
         np.subtract(part.indices, np.uint32(span[0]), out=indices)
         wire = self.scheme.compressor.wire_for(indices.size, length)
         write_message(out, Selection(indices, part.values), length, wire, self.flags, energy, kept)
@@ -360,9 +368,8 @@ def _cut(array: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
 
 def _room(workspace: Workspace, name: str, size: int, dtype: np.dtype[Any]) -> Selection:
     """Return room for a selection; it is the caller's until the same name is asked for again."""
-    return Selection(
-        workspace.array(f"{name}.indices", size, np.uint32), workspace.array(f"{name}.values", size, dtype)
-    )
+    make = workspace.array if name in _RESULTS else workspace.scratch
+    return Selection(make(f"{name}.indices", size, np.uint32), make(f"{name}.values", size, dtype))
 
 
 def _added(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_header
-from mpicomp.collectives.scheme import Exchange, LazyMean, Result, Scheme, far_from_largest, plus, undelivered
+from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, far_from_largest, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser, packers
@@ -37,6 +37,11 @@ class PackedAllgather(Scheme[Quantiser]):
         [packer] = packers(self.compressor, [numel])
         return [Round("allgatherv", [HEADER_BYTES + packer.packed_bytes] * group.size, _BYTE)]
 
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        [packer] = packers(self.compressor, [numel])
+        size = HEADER_BYTES + packer.packed_bytes
+        return Memory(size + (0 if packer.packs_in_place else numel * dtype.itemsize), group.size * size)
+
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
@@ -44,12 +49,12 @@ class PackedAllgather(Scheme[Quantiser]):
         [gather] = self.rounds(numel, dtype, group)
         size = gather.counts[group.rank]
         in_place = accumulated.may_be_overwritten and packer.packs_in_place
-        message = workspace.array("message", size, _BYTE)
+        message = workspace.scratch("outgoing", size, _BYTE)
         packed, key = message[HEADER_BYTES:], context.key(False)
         if in_place:
             lost, sent = packer.pack_in_place(accumulated, 0, packed, key), accumulated.array()
         else:
-            sent = workspace.array("sent", numel, dtype)
+            sent = workspace.scratch("sent", numel, dtype)
             lost = packer.pack(accumulated.array(), packed, sent, key)
         moments, lost = accumulated.device_moments, plus(lost, accumulated.lost)
         write_header(message, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
@@ -66,7 +71,11 @@ class PackedAllgather(Scheme[Quantiser]):
             packer.unpack_sum(messages, HEADER_BYTES, 1 / group.size, out)
 
         mean = LazyMean(numel, dtype, write)
-        bad = not (far_from_largest(energy * group.size, dtype) or np.isfinite(mean.in_workspace(workspace)).all())
+        bad = False
+        if not far_from_largest(energy * group.size, dtype):
+            written = workspace.scratch("written mean", numel, dtype)
+            mean.write(written)
+            bad = not np.isfinite(written).all()
         leaves = "residual" if in_place else "sum"
         if self.compressor.message == "votes":  # what wins is every rank's share, whatever its own sign
             sent, lost = mean.in_workspace(workspace), math.nan

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.regions import SegmentedMean
-from mpicomp.collectives.scheme import Exchange, Scheme
+from mpicomp.collectives.scheme import Exchange, Memory, Scheme
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
@@ -35,6 +35,7 @@ class RecursiveDoubling(Scheme[Dense]):
         "Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521; segments summed as they arrive"
     )
     messages: ClassVar[str] = "dense"
+    overwrites: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
@@ -47,23 +48,27 @@ class RecursiveDoubling(Scheme[Dense]):
             for peers in _peers(group)
         ]
 
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        return Memory((numel + TRAILER) * dtype.itemsize, 0)
+
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, whole, dtype = context.group, accumulated.numel + TRAILER, accumulated.dtype
         workspace = context.workspace
         segments = SegmentedMean(accumulated, group.size)
         tasks = self.rounds(accumulated.numel, dtype, group)
-        mean = workspace.array("mean", whole, dtype)
-        spare = workspace.array("spare", whole if len(tasks) > 1 else 0, dtype)
-        mine = accumulated.with_trailer()  # only read: the part that was sent is subtracted later
+        mine = accumulated.with_trailer()
+        overwrites = accumulated.may_be_overwritten
+        # Sums are made in two arrays in turn. The one that is returned may be this rank's own, which was sent by then.
+        mean = mine if overwrites else workspace.array("mean", whole, dtype)
+        other = workspace.scratch("incoming", whole, dtype)
         beyond = group.rank >= _power_of_two(group.size)
         last = len(tasks) - 1 - (group.size > _power_of_two(group.size))
         total = mine
         if not tasks:
-            total = mean
-            total[:] = mine
-            segments.divide(total, 0, whole)
+            mean[:] = mine
+            segments.divide(mean, 0, whole)
         for place, task in enumerate(tasks):
-            received = spare if total is mean else mean
+            received = mean if total is other else other
             task.send, task.recv = total[: task.counts[0]], received[: task.counts[1]]
             if beyond:
                 task.arrived = segments.sees(received, 0)
@@ -72,7 +77,9 @@ class RecursiveDoubling(Scheme[Dense]):
             yield task
             if task.peers[1] is not None:
                 total = received
-        return segments.result(total)
+        if total is other:
+            mean[:] = other
+        return segments.result(mean)
 
 
 def _cut(array: NDArray[np.floating], start: int, stop: int) -> NDArray[np.floating]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.collectives.regions import SegmentedMean
-from mpicomp.collectives.scheme import Exchange, Scheme
+from mpicomp.collectives.scheme import Exchange, Memory, Scheme
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
@@ -70,13 +70,19 @@ class Ring(Scheme[Dense]):
             tasks.insert(len(tasks) // 2 + 1, Round("allgatherv", [TRAILER] * size, dtype, background=True))
         return tasks
 
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        size = group.size
+        longest = max(map(max, _lengths(numel, _halved(numel, dtype, size), size)))
+        elements = (1 + _halved(numel, dtype, size)) * longest if size > 1 else 0
+        return Memory((elements + TRAILER * size) * dtype.itemsize, 0)
+
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         size, workspace = group.size, context.workspace
         segments = SegmentedMean(accumulated, size)
         mean = accumulated.memory if accumulated.may_be_overwritten else workspace.array("mean", numel + TRAILER, dtype)
         halved = _halved(numel, dtype, size)
-        tails = workspace.array("tails", size * TRAILER if halved else 0, dtype)
+        tails = workspace.scratch("tails", size * TRAILER if halved else 0, dtype)
         if not halved:
             accumulated.with_trailer()
         if size == 1:
@@ -84,7 +90,7 @@ class Ring(Scheme[Dense]):
             segments.divide(mean, 0, numel)
         turns = 1 + halved  # exchanges of a step, and of those under way
         longest = max(map(max, _lengths(numel, halved, size)))
-        incoming = workspace.array("incoming", turns * longest if size > 1 else 0, dtype).reshape(turns, -1)
+        incoming = workspace.scratch("incoming", turns * longest if size > 1 else 0, dtype).reshape(turns, -1)
         spans = iter(_spans(numel, halved, group))
         under_way: deque[Pending] = deque()
         begun = 0

@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ Exchange = Rounds["Result"]
 """Yields rounds, is sent what they received, and returns a `Result`."""
 
 _COUNT = np.dtype(np.int64)
+_CANDIDATES = 5  # elements for each selected one that a compressor may list while it searches
+_LATE_STEP = 1 << 30  # a step in the long run: first steps may have other rounds
 
 
 class LazyMean:
@@ -52,9 +54,9 @@ class LazyMean:
         """Return the mean with these values at these indices, and zeros elsewhere."""
         return cls.sum_of(numel, values.dtype, functools.partial(kernels.scatter_add, indices, values, 1.0))
 
-    def in_workspace(self, workspace: Workspace) -> NDArray[np.floating]:
+    def in_workspace(self, workspace: Workspace, name: str = "written mean") -> NDArray[np.floating]:
         """Return it in an array of a workspace's."""
-        out: NDArray[np.floating] = workspace.array("written mean", self.numel, self.dtype)
+        out: NDArray[np.floating] = workspace.array(name, self.numel, self.dtype)
         self.write(out)
         return out
 
@@ -81,8 +83,11 @@ class Result:
         Whether some rank held NaN or infinity; whether some rank asked for a new agreement. The same on every rank.
     leaves : {"sum", "residual", "mean"}
         What the exchange has left in the accumulated array, which then stands for ``sent`` too: ``"residual"`` is
-        ``accumulated - sent``; with ``"mean"`` all was sent. Other than the sum only if
+        ``accumulated - sent``; with ``"mean"`` all was sent but ``kept_back``. Other than the sum only if
         `GradientWithResidual.may_be_overwritten`.
+    kept_back : (int, array) or None
+        Of an exchange that leaves the mean and has not sent all: where the part begins that has a residual, and that
+        residual. It is zero elsewhere.
     note : str
         Text that the record appends to the reason of the plan; empty where there is nothing to say.
     problem : MessageError or None
@@ -99,6 +104,7 @@ class Result:
     nonfinite: bool
     stale: bool
     leaves: str = "sum"
+    kept_back: tuple[int, NDArray[np.floating]] | None = None
     note: str = ""
     problem: MessageError | None = None
 
@@ -119,9 +125,18 @@ class Result:
         gain = gain_of(lost, energy)
         return cls(mean, sent, energy, gain, kept, bad, stale, leaves=leaves)
 
-    def mean_in(self, workspace: Workspace) -> NDArray[np.floating]:
+    def mean_in(self, workspace: Workspace, name: str = "written mean") -> NDArray[np.floating]:
         """Return the mean as an array, in a workspace if it has to be written first."""
-        return self.mean.in_workspace(workspace) if isinstance(self.mean, LazyMean) else self.mean
+        return self.mean.in_workspace(workspace, name) if isinstance(self.mean, LazyMean) else self.mean
+
+
+class Memory(NamedTuple):
+    """Bytes that an exchange needs besides the gradient and the residual of its bucket, at most on any rank."""
+
+    scratch: int
+    """Until the exchange ends: the next one, of another bucket, takes the same."""
+    held: int
+    """Until the step ends, for each bucket."""
 
 
 CompressorType = TypeVar("CompressorType", bound=Compressor)
@@ -178,6 +193,23 @@ class Scheme(ABC, Generic[CompressorType]):
 
         Where the number of selected elements depends on the values, the expected number stands for it.
         """
+
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        """Return the bytes that `exchange` needs; by default those of the rounds' arrays, held, and of a selection."""
+        selection = self.selection_memory(numel, dtype)
+        return selection._replace(held=selection.held + self.buffer_bytes(numel, dtype, group))
+
+    def buffer_bytes(self, numel: int, dtype: np.dtype[Any], group: Group) -> int:
+        """Return the bytes of the arrays of all rounds, on the rank where they are most."""
+        parts = ((task, group.part(task.group)) for task in self.rounds(numel, dtype, group, _LATE_STEP))
+        return sum(task.buffer_bytes(part) for task, part in parts if part is not None)
+
+    def selection_memory(self, numel: int, dtype: np.dtype[Any]) -> Memory:
+        """Return the bytes of what the compressor selects, and of the candidates among which it looks."""
+        if self.compressor.family != "sparsifier":
+            return Memory(0, 0)
+        selected = self.compressor.expected(numel) * (4 + dtype.itemsize)
+        return Memory(_CANDIDATES * selected, 2 * selected)
 
     @abstractmethod
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, LazyMean, Result, Scheme, plus, undelivered
+from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, plus, undelivered
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
-from mpicomp.compressors.kinds import CACHED, Quantiser, packers
+from mpicomp.compressors.kinds import CACHED, LARGEST_KEY, Quantiser, packers
 from mpicomp.compressors.wire_format import NONFINITE, STALE
 from mpicomp.device import to_python
 from mpicomp.kernels import cpu
@@ -47,6 +47,13 @@ class TwoPhase(Scheme[Quantiser]):
         ]
         return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
 
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        packed = packers(self.compressor, parts_of(numel, group.size))
+        size = HEADER_BYTES + max(packer.packed_bytes for packer in packed)
+        piece = max(packer.numel for whole in packed for *_, packer in whole.pieces)
+        sent = 0 if all(packer.packs_in_place for packer in packed) else numel * dtype.itemsize
+        return Memory((2 * group.size + 1) * size + 2 * piece * dtype.itemsize + sent, group.size * size)
+
     def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
@@ -57,9 +64,9 @@ class TwoPhase(Scheme[Quantiser]):
         scatter, gather = self.rounds(numel, dtype, group)
         places = [0, *accumulate(scatter.counts)]
         in_place = accumulated.may_be_overwritten and all(packer.packs_in_place for packer in packed)
-        sent = None if in_place else workspace.array("sent", numel, dtype)
+        sent = None if in_place else workspace.scratch("sent", numel, dtype)
 
-        outgoing = workspace.array("outgoing", places[-1], _BYTE)
+        outgoing = workspace.scratch("outgoing", places[-1], _BYTE)
         losses: list[float] = []
         for rank in range(group.size):
             part = slice(bounds[rank], bounds[rank + 1])
@@ -79,32 +86,36 @@ class TwoPhase(Scheme[Quantiser]):
             write_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
         size = scatter.counts[group.rank]
         scatter.send = outgoing
-        scatter.recv = workspace.array("incoming", size * group.size, _BYTE)
+        scatter.recv = workspace.scratch("incoming", size * group.size, _BYTE)
         incoming = (yield scatter).reshape(group.size, size)
 
         flags, energy, others_lost, problem = read_sent(self.id, incoming, parts[group.rank])
         share = 1 / group.size
-        total = workspace.array("total", parts[group.rank], dtype)
-        np.multiply(own_part, dtype.type(share), out=total)
-        for others in (incoming[: group.rank], incoming[group.rank + 1 :]):
-            packed[group.rank].unpack_add_all(others, HEADER_BYTES, share, total)
-
-        reply = workspace.array("reply", size, _BYTE)
-        delivered = workspace.array("delivered", total.size, dtype)
-        packed[group.rank].pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
-        # This packing was of the mean: it took its error from every rank's share of it.
+        reply = workspace.scratch("reply", size, _BYTE)
         if sent is not None:
             sent[mine] = own_part
-        chunk = CACHED if accumulated.kernels is cpu else max(1, total.size)
         losses = []
-        for start in range(0, total.size, chunk):
-            part = slice(start, start + chunk)
-            owned = own_part[part]
-            sent_part = owned.copy() if sent is None else sent[mine][part]
-            losses.append(kernels.share_rounding(total[part], delivered[part], group.size, owned, sent_part))
-            if sent is None:
-                with np.errstate(over="ignore", invalid="ignore"):
-                    np.subtract(owned, sent_part, out=owned)
+        key = context.key(False, group.rank)
+        for elements, packed_bytes, number, packer in packed[group.rank].pieces:
+            owned_piece = own_part[elements]
+            total = workspace.scratch("total", packer.numel, dtype)
+            np.multiply(owned_piece, dtype.type(share), out=total)
+            place = HEADER_BYTES + packed_bytes.start
+            for others in (incoming[: group.rank], incoming[group.rank + 1 :]):
+                packer.unpack_add_all(others, place, share, total)
+            delivered = workspace.scratch("delivered", total.size, dtype)
+            message = reply[place : HEADER_BYTES + packed_bytes.stop]
+            packer.pack(total, message, delivered, key + number & LARGEST_KEY)
+            # This packing was of the mean: it took its error from every rank's share of it.
+            chunk = CACHED if accumulated.kernels is cpu else max(1, total.size)
+            for start in range(0, total.size, chunk):
+                part = slice(start, start + chunk)
+                owned = owned_piece[part]
+                sent_part = owned.copy() if sent is None else sent[mine][elements][part]
+                losses.append(kernels.share_rounding(total[part], delivered[part], group.size, owned, sent_part))
+                if sent is None:
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        np.subtract(owned, sent_part, out=owned)
         lost = sum(to_python(*losses))
         finite = math.isfinite(lost)
         if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer

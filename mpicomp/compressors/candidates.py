@@ -38,7 +38,7 @@ class Candidates:
         self._word = word = _WORDS[accumulated.dtype]
         self._scratch: NDArray[Any] | None = None  # listed magnitudes, the k largest last, once k were selected
         room = min(room, self.numel) if bound > 0 else 0
-        index, bits = workspace.array(name + ".index", room, np.uint32), workspace.array(name + ".bits", room, word)
+        index, bits = workspace.scratch(name + ".index", room, np.uint32), workspace.scratch(name + ".bits", room, word)
         bound_bits = cpu.magnitude_bits(bound, accumulated.dtype) if room else 0
         self.region = Region(part.start, part.stop, bound_bits, index, bits)
 
@@ -119,7 +119,7 @@ class Candidates:
             self._list_more(k)
             listed = self.listed
         if k <= listed:
-            self._scratch = scratch = self._workspace.array(self._name + ".scratch", listed, self._word)
+            self._scratch = scratch = self._workspace.scratch(self._name + ".scratch", listed, self._word)
             index, bits = region.index[:listed], region.bits[:listed]
             threshold = kernels.select_candidates(index, bits, scratch, array, selection.indices, selection.values)
         else:

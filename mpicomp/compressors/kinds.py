@@ -1,5 +1,6 @@
 """Kinds of compressors by message: each base class names the methods to implement for a new one."""
 
+import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ Bytes = NDArray[np.uint8]
 
 CACHED = 1 << 16
 """Elements that, with their gradient and residual, stay in the second-level cache."""
-_LARGEST_KEY = (1 << 64) - 1
+PIECE = 1 << 19
+"""Elements of a part that are packed by themselves where no grid reaches across, so that a whole part needs no copy."""
+LARGEST_KEY = (1 << 64) - 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -249,12 +252,27 @@ class Packer:
             stop, end = start + size, self.packed_bytes + quantiser.packed_bytes(size)
             self._parts.append((quantiser, slice(start, stop), slice(self.packed_bytes, end)))
             start, self.packed_bytes = stop, end
+        self.numel = start
+
+    @functools.cached_property
+    def pieces(self) -> "list[tuple[slice, slice, int, Packer]]":
+        """Packers of runs of parts, of about `PIECE` elements: elements, bytes, number of the first part, packer."""
+        pieces, run = [], list[tuple[int, Quantiser]]()
+        first = start = place = size = 0
+        for number, (quantiser, part, packed) in enumerate(self._parts, 1):
+            run.append((part.stop - part.start, quantiser))
+            size += part.stop - part.start
+            if size >= PIECE or number == len(self._parts):
+                packer = Packer(run)
+                pieces.append((slice(start, start + size), slice(place, packed.stop), first, packer))
+                run, first, start, place, size = [], number, part.stop, packed.stop, 0
+        return pieces
 
     def pack(self, array: Floats, message: Bytes, sent: Floats, key: int) -> float:
         """Pack the piece as `Quantiser.pack` does."""
         lost: list[float] = []
         for number, (quantiser, part, packed) in enumerate(self._parts):
-            lost.append(quantiser.pack(array[part], message[packed], sent[part], key + number & _LARGEST_KEY))
+            lost.append(quantiser.pack(array[part], message[packed], sent[part], key + number & LARGEST_KEY))
         return sum_numbers(lost)
 
     @property
@@ -267,7 +285,7 @@ class Packer:
         lost: list[float] = []
         for number, (quantiser, part, packed) in enumerate(self._parts):
             place = slice(start + part.start, start + part.stop)
-            lost.append(quantiser.pack_in_place(accumulated, place, message[packed], key + number & _LARGEST_KEY))
+            lost.append(quantiser.pack_in_place(accumulated, place, message[packed], key + number & LARGEST_KEY))
         return sum_numbers(lost)
 
     def unpack(self, message: Bytes, out: Floats) -> None:
@@ -286,6 +304,14 @@ class Packer:
             quantiser.unpack_sum(messages, slice(start + packed.start, start + packed.stop), factor, out[part])
 
 
+def _cut(quantiser: Quantiser, size: int) -> list[tuple[int, Quantiser]]:
+    """Return the parts of a long piece that share no grid."""
+    grid = getattr(quantiser, "bucket", None) or getattr(quantiser, "block", None)
+    if grid is None or PIECE % grid:
+        return [(size, quantiser)]
+    return [(PIECE, quantiser)] * (size // PIECE) + ([(size % PIECE, quantiser)] if size % PIECE or not size else [])
+
+
 def sum_numbers(numbers: list[float]) -> float:
     """Return the sum of numbers; on a device that of one is no launch."""
     return sum(numbers[1:], numbers[0]) if numbers else 0.0
@@ -294,7 +320,7 @@ def sum_numbers(numbers: list[float]) -> float:
 def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:
     """Return the packer of each piece of an array; parts that ``compressor`` is bound to are packed separately."""
     if sum(size for size, _ in compressor.parts) != sum(sizes):
-        known = {size: Packer([(size, compressor)]) for size in set(sizes)}
+        known = {size: Packer(_cut(compressor, size)) for size in set(sizes)}
         return [known[size] for size in sizes]
     left = list(reversed(compressor.parts))
     made = []

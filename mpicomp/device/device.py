@@ -1,6 +1,7 @@
 """The base class of devices, which is the host."""
 
 import contextlib
+import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mpicomp.arrays import ArraySpec
+
+_MAPPED_BYTES = 1 << 20  # from which on memory is the system's again once it is released: malloc may keep it for long
 
 
 class MeanPart(NamedTuple):
@@ -45,11 +48,11 @@ class Device:
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:
         """Return a new array, shape (size,), not cleared."""
-        return np.empty(size, dtype)
+        return _mapped(size, dtype) if size * np.dtype(dtype).itemsize >= _MAPPED_BYTES else np.empty(size, dtype)
 
     def zeros(self, size: int, dtype: DTypeLike) -> Any:
         """Return a new array of zeros, shape (size,)."""
-        return np.zeros(size, dtype)
+        return _mapped(size, dtype) if size * np.dtype(dtype).itemsize >= _MAPPED_BYTES else np.zeros(size, dtype)
 
     def active(self) -> AbstractContextManager[Any]:
         """Make the device and its stream current in this thread."""
@@ -90,6 +93,14 @@ class Device:
         """Return a short part of what a round has received, in host memory."""
         host: NDArray[Any] = array
         return host
+
+
+def _mapped(size: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Return an array of zeros in a mapping of its own, whose pages are there once they are written to."""
+    memory = mmap.mmap(-1, size * np.dtype(dtype).itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype)
 
 
 HOST: Device = Device()

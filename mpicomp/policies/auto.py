@@ -172,7 +172,7 @@ class Auto(MeasuredPolicy):
             is_narrow = any(getattr(compressor, "wire", None) == "bf16" for compressor in self._wires)
             self._dense = [Dense(wire="bf16"), Dense()] if is_narrow else [Dense()]
         levels = self._levels(transport.group)  # the same for all buckets
-        yield from self._selector.start([levels] * len(shapes), self._shapes, transport)
+        yield from self._selector.start([levels] * len(shapes), self._shapes, transport, len(levels) - 1)
         self._sends_jointly = [
             np.array([scheme.may_drop_selected for scheme in table.schemes]) for table in self._selector.tables
         ]

@@ -38,7 +38,9 @@ _UNTIMED_STEPS = 2  # first steps of a plan, not timed: buffers are allocated, a
 _MAX_SILENT_STEPS = 6  # one step of so many at least is compared with its prediction: a change is followed within ten
 _LEARNING_INTERVAL_S = 0.1  # seconds between two steps that are learned from, which takes 1 ms: 1 % of that
 _MEDIAN_STEPS = 5  # intervals between steps whose median counts
-_TOO_SLOW_RATIO = 3.0  # of predicted seconds over the least: slower plans are not run to check the prediction
+_MEMORY_SHARE = 0.5  # of all gradients, that a plan may need besides them and the residuals
+_SMALL_BYTES = 48 << 20  # that any plan may need: 8 bits through two-phase in buckets of the default length
+_TOO_SLOW_RATIO = 2.0  # of predicted seconds over the least: slower plans are not run to check the prediction
 
 
 @dataclass
@@ -61,6 +63,7 @@ class PlanTable:
     levels: NDArray[np.int64]  # by row
     kept: NDArray[np.float64]  # by level, the elements that it is expected to keep
     numel: int  # of the bucket
+    memory: list[int]  # by row, bytes besides gradient and residual
     candidates: Candidates | None = None  # the rows' predicted seconds; None if nothing can be measured
     _bound: dict[int, Scheme[Any]] = field(default_factory=dict)
 
@@ -159,13 +162,19 @@ class PlanSelector:
 
     def start(
         self, ladders: Sequence[Sequence[tuple[Compressor, Sequence[str]]]], shapes: Sequence[Shape],
-        transport: Transport,
+        transport: Transport, num_optional: int = 0,
     ) -> Rounds[None]:  # fmt: skip
-        """Build the tables of new buckets, from the level that keeps least; measure what is not known. As rounds."""
+        """Build the tables of new buckets, from the level that keeps least; measure what is not known. As rounds.
+
+        The first ``num_optional`` levels are left out where all of their plans need much memory.
+        """
         group = transport.group
         self.measured = False
         self._unknown.clear()
-        self.tables = [_table(ladder, shape.numel) for ladder, shape in zip(ladders, shapes, strict=True)]
+        total = sum(shape.numel * shape.dtype.itemsize for shape in shapes)
+        self.tables = [
+            _table(ladder, shape, total, group, num_optional) for ladder, shape in zip(ladders, shapes, strict=True)
+        ]
         self._states = [BucketState(0, known=True) for _ in self.tables]
         cost = yield from self.share_cost(transport)
         if cost is None:
@@ -341,13 +350,41 @@ def collectives_for(compressor: Compressor, group: Group, complete: bool = False
     return delivering or names
 
 
-def _table(ladder: Sequence[tuple[Compressor, Sequence[str]]], numel: int) -> PlanTable:
-    schemes, levels = [], []
+def _table(
+    ladder: Sequence[tuple[Compressor, Sequence[str]]],
+    shape: Shape,
+    total_bytes: int,
+    group: Group,
+    num_optional: int,
+) -> PlanTable:
+    schemes, levels, memory = [], [], []
     for level, (compressor, names) in enumerate(ladder):
-        schemes += [bind(compressor, name) for name in names]
-        levels += [level] * len(names)
-    kept = np.array([max(1, compressor.expected(numel)) for compressor, _ in ladder], float)
-    return PlanTable(schemes, np.array(levels), kept, numel)
+        of_level = [bind(compressor, name) for name in names]
+        fitting, needed = _fitting(of_level, shape, total_bytes, group, level < num_optional)
+        schemes += fitting
+        memory += needed
+        levels += [level] * len(fitting)
+    kept = np.array([max(1, compressor.expected(shape.numel)) for compressor, _ in ladder], float)
+    return PlanTable(schemes, np.array(levels), kept, shape.numel, memory)
+
+
+def _fitting(
+    schemes: Sequence[Scheme[Any]], shape: Shape, total_bytes: int, group: Group, may_be_empty: bool
+) -> tuple[list[Scheme[Any]], list[int]]:
+    """Return the schemes that need little memory, and their bytes in this bucket.
+
+    Where none does, the one that needs least, unless the result ``may_be_empty``. What is held is counted as if all
+    buckets ran the same scheme.
+    """
+    needed, everywhere = [], []
+    for scheme in schemes:
+        by_view = [scheme.memory(shape.numel, shape.dtype, view) for view in sample_views(group)]
+        scratch, held = (max(column) for column in zip(*by_view, strict=True))
+        needed.append(scratch + held)
+        everywhere.append(scratch + held * total_bytes / max(1, shape.numel * shape.dtype.itemsize))
+    limit = max(_MEMORY_SHARE * total_bytes, _SMALL_BYTES, 0 if may_be_empty else min(everywhere))
+    kept = [place for place, wanted in enumerate(everywhere) if wanted <= limit]
+    return [schemes[place] for place in kept], [needed[place] for place in kept]
 
 
 def _nominal_seconds(table: PlanTable, shape: Shape, group: Group) -> NDArray[np.float64]:

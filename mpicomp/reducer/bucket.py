@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.arrays import ArraySpec
-from mpicomp.collectives.scheme import LazyMean
+from mpicomp.collectives.scheme import LazyMean, Result, Scheme
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Velocity
@@ -20,11 +20,9 @@ from mpicomp.device.driver import device_array
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Shape
 from mpicomp.rounds import Group
-from mpicomp.workspace import Workspace
+from mpicomp.workspace import Scratch, Workspace
 
 _INDEX_LIMIT = 2**32  # indices travel in 32 bits
-_RELEASE_STEPS = 8  # steps in which an array of the workspace has to be used to stay
-_FIRST_RELEASES = 2, 4  # steps that begin such a time, too: the first steps use arrays that no later one does
 
 
 @dataclass
@@ -37,6 +35,8 @@ class Bucket:
 
     With ``holds_gradients``, gradients may lie where the sum is made (`gradient`), and the two arrays keep their
     places: the next residual is copied, and a lazy mean is written over the gradients.
+
+    ``scratch`` is what all buckets of a reducer on this device share.
     """
 
     index: int
@@ -48,9 +48,12 @@ class Bucket:
     memory: dict[str, Any] = field(default_factory=dict)
     decay: float = 1.0
     holds_gradients: bool = False
+    scratch: Scratch | None = None
 
     def __post_init__(self) -> None:
-        self.workspace = Workspace(self.device)
+        self.scratch = self.scratch or Scratch(self.device)
+        self.workspace = Workspace(self.device, self.scratch)
+        self._needs: tuple[Scheme[Any] | None, bool] = (None, False)  # the last scheme, and whether it might overwrite
         self._tables: dict[str, Any] = {}  # see `GradientWithResidual`
         self._context: Context | None = None
         self.returned: list[tuple[Any, Any, dict[str, Any]]] = []
@@ -68,7 +71,7 @@ class Bucket:
             )
         self._accumulated = self.device.zeros(self.numel + TRAILER, self.dtype)
         self._residual = self.device.zeros(self.numel + TRAILER if self.feedback else 0, self.dtype)
-        self._residual_is_zero = False  # known to be, so that it need not be added
+        self._residual_is_zero = True  # known to be, so that it need not be added, and its memory not be touched
         self._parts = {id(flat): flat[: self.numel] for flat in (self._accumulated, self._residual)}
         self._decayed = self.device.zeros(self._residual.size if self.decay != 1 else 0, self.dtype)
         self._velocity = self.device.zeros(self.numel if self.entry.momentum else 0, self.dtype)
@@ -86,8 +89,6 @@ class Bucket:
             context = Context(group, step, self.index, seed, self.memory, self.workspace)
             self._context = context
         context.step, context.memory = step, self.memory
-        if step % _RELEASE_STEPS == 0 or step in _FIRST_RELEASES:
-            self.workspace.release_unused()
         return context
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> GradientWithResidual:
@@ -95,7 +96,7 @@ class Bucket:
         if gradients is None:
             zeros = self._accumulated
             if self.holds_gradients:
-                zeros = self.workspace.array("zeros of a stale rank", zeros.size, self.dtype)
+                zeros = self.device.empty(zeros.size, self.dtype)
             return GradientWithResidual(zeros, None, [], stale=True)
         residual = self._residual[: self.numel] if self.feedback and not self._residual_is_zero else None
         if residual is not None and self.decay != 1:
@@ -164,14 +165,23 @@ class Bucket:
         with self.device.active():
             return GradientWithResidual(self._accumulated, None, pieces, threads=self.threads).energy
 
-    def commit(
+    def commit(self, result: Result, finite: bool) -> Any:
+        """Make the finite elements of ``accumulated - sent`` the residual, and return the mean's array."""
+        self.keep(result.sent, finite, result.leaves, result.kept_back)
+        if not isinstance(result.mean, LazyMean):
+            return result.mean
+        out = self._parts[id(self._accumulated)]
+        result.mean.write(out)
+        return out
+
+    def keep(
         self,
         sent: NDArray[np.floating] | Selection,
         finite: bool,
         leaves: str = "sum",
-        mean: NDArray[np.floating] | LazyMean | None = None,
-    ) -> Any:
-        """Make the finite elements of ``accumulated - sent`` the residual, and return the mean's array."""
+        kept_back: tuple[int, NDArray[np.floating]] | None = None,
+    ) -> None:
+        """Make the finite elements of ``accumulated - sent`` the residual; see `Result`."""
         if self.feedback and self.entry.momentum:
             self._keep_velocity(sent, finite)
         left = self._parts[id(self._accumulated)]
@@ -179,6 +189,12 @@ class Bucket:
             if not self._residual_is_zero:
                 self._residual[: self.numel] = 0
             self._residual_is_zero = True
+            if kept_back is not None:
+                start, values = kept_back
+                if not finite:
+                    values[~np.isfinite(values)] = 0
+                self._residual[start : start + values.size] = values
+                self._residual_is_zero = False
         elif self.feedback:
             if isinstance(sent, Selection):
                 kernels.of(left).subtract_at(sent.indices, sent.values, left)
@@ -192,11 +208,6 @@ class Bucket:
             else:
                 self._accumulated, self._residual = self._residual, self._accumulated
             self._residual_is_zero = False
-        if isinstance(mean, LazyMean):
-            out = self._parts[id(self._accumulated)]
-            mean.write(out)
-            return out
-        return mean
 
     def skip(self, mean: NDArray[np.floating] | LazyMean) -> Any:
         """Return zeros in place of the mean of a step that is undone."""
@@ -210,6 +221,33 @@ class Bucket:
         if not finite:
             self._next_velocity[~np.isfinite(self._next_velocity)] = 0
         self._velocity, self._next_velocity = self._next_velocity, self._velocity
+
+    def changes(self, scheme: Scheme[Any], overwrites: bool) -> bool:
+        """Return whether the exchange that comes needs other arrays than the last one."""
+        return scheme is not self._needs[0] or overwrites is not self._needs[1]
+
+    def release(self, scheme: Scheme[Any], overwrites: bool) -> None:
+        """Release what the last exchange needed, before what comes is there."""
+        assert self.scratch is not None
+        self.workspace.clear()
+        self.scratch.clear()
+        self._needs = scheme, overwrites
+
+    def settle(self, accumulated: GradientWithResidual, result: Result) -> None:
+        """Subtract what was sent from the sum, as it is in scratch, or keep it if the sum may not be overwritten."""
+        sent = result.sent
+        if isinstance(sent, Selection) or result.leaves != "sum" or _is_all_of(accumulated.array(), sent):
+            return
+        if not self.feedback:
+            result.sent = accumulated.array()
+        elif accumulated.may_be_overwritten:
+            left = accumulated.array()
+            with np.errstate(invalid="ignore", over="ignore"):
+                np.subtract(left, sent, out=left)
+            result.sent, result.leaves = left, "residual"
+        else:
+            result.sent = self.workspace.array("kept sent", self.numel, self.dtype)
+            result.sent[:] = sent
 
     def memory_on_host(self) -> dict[str, Any]:
         """Return the memory with every array in it copied to the host."""
@@ -268,11 +306,13 @@ def make_buckets(
     decay: float = 1.0,
 ) -> list[Bucket]:
     """Cut arrays into buckets, see `cut`; ``device_of`` returns the device of a bucket of some arrays."""
-    groups = cut(members, limit_bytes)
-    return [
-        Bucket(index, group, feedback, entry, threads, device_of(group), decay=decay)
-        for index, group in enumerate(groups)
-    ]
+    scratches: dict[Device, Scratch] = {}
+    buckets = []
+    for index, group in enumerate(cut(members, limit_bytes)):
+        device = device_of(group)
+        scratch = scratches.setdefault(device, Scratch(device))
+        buckets.append(Bucket(index, group, feedback, entry, threads, device, decay=decay, scratch=scratch))
+    return buckets
 
 
 def _on_host(value: Any, device: Device) -> Any:

@@ -231,7 +231,7 @@ class Layout:
 
     def _restore(self) -> None:
         for kind in _STATES:
-            for name, array in self._held(kind).items():
+            for name, array in self._held(kind).items() if self._kept[kind] else ():
                 if name in self._kept[kind]:
                     values = self._kept[kind].pop(name).reshape(-1).astype(array.dtype, copy=False)
                     self.device_of(name).assign(array, values)

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from mpicomp.collectives import Result
 from mpicomp.errors import NonFiniteError
 from mpicomp.policies import Plan
 from mpicomp.reducer.bucket import Bucket
-from mpicomp.rounds import Group, Request, Round, Rounds, dense_ring_bytes
+from mpicomp.rounds import Group, Pending, Request, Round, Rounds, dense_ring_bytes
 from mpicomp.transport.base import RoundLog
 
 Value = TypeVar("Value")
@@ -100,6 +100,9 @@ class BucketRecord:
         Bytes that left this rank.
     dense_wire_bytes : float
         Bytes that would have left this rank in a ring of 32-bit numbers.
+    memory_bytes : int
+        Bytes that the plan needs besides the gradient and the residual of the bucket, at most on any rank: scratch,
+        which all buckets share, and what is held until the step ends.
     rounds : list of str
         MPI operations, in order.
     energy : float or None
@@ -121,6 +124,7 @@ class BucketRecord:
     sent_bytes: int
     wire_bytes: float
     dense_wire_bytes: float
+    memory_bytes: int
     rounds: list[str]
     energy: float | None = None
 
@@ -161,6 +165,10 @@ class BucketExchange:
                 tally.add(request, self.group)
         return tally
 
+    def release_buffers(self) -> None:
+        """Drop the arrays of its rounds, whose shapes and times stay."""
+        self.requests = [(_without_buffers(request), begin, end) for request, begin, end in self.requests]
+
     @functools.cached_property
     def record(self) -> BucketRecord:
         bucket, plan, result = self.bucket, self.plan, self.result
@@ -183,9 +191,26 @@ class BucketExchange:
             sent_bytes=tally.sent_bytes,
             wire_bytes=tally.wire_bytes,
             dense_wire_bytes=dense_ring_bytes(bucket.numel, self.group.size),
+            memory_bytes=sum(plan.scheme.memory(bucket.numel, bucket.dtype, self.group)),
             rounds=[request.operation for request, _, _ in self.requests if isinstance(request, Round)],
             energy=result.energy if np.isfinite(result.energy) else None,
         )
+
+
+class _Ended(Pending):
+    """A round that has ended, without its arrays."""
+
+    def __init__(self, task: Round) -> None:
+        self.task = task
+
+    def test(self) -> bool:
+        return True
+
+
+def _without_buffers(request: Request) -> Request:
+    if isinstance(request, Round):
+        return replace(request, send=None, recv=None, arrived=None)
+    return _Ended(replace(request.task, send=None, recv=None, arrived=None))
 
 
 def nonfinite_error(step: int, nonfinite: Sequence[BucketExchange], overflowed: bool) -> NonFiniteError:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mpicomp.reducer.reducer import Reducer
 
 _FLAG = np.dtype(np.uint8)
+_NOTHING = np.empty(0, np.float32)
 _ACTIVITY = "step %d, bucket %d ('%s' ...) by %s"
 
 
@@ -153,6 +154,9 @@ class Step:
                 survey_s = timer() - begin
                 record.choosing_s += survey_s
                 last = done.start = done.start + survey_s  # as if the survey came first: it is no part of `compress_s`
+            if bucket.changes(plan.scheme, may_be_overwritten):
+                self._release_buffers()
+                bucket.release(plan.scheme, may_be_overwritten)
             context = bucket.context_of(transport.group, reducer.count, reducer.seed)
             exchange = plan.scheme.exchange(accumulated, context)
             if bucket.device is not HOST:
@@ -188,16 +192,26 @@ class Step:
         finally:
             if show is not None:
                 show(None)
-        accumulated.may_be_overwritten = result.leaves != "sum"  # where it is not, the sum is still there
         done.result, done.end = result, timer()
         done.decode_s = done.end - last
         self._damaged = self._damaged or result.problem
         self._agrees = self._agrees or result.stale
         if result.stale:
             done.survey = None
+        with bucket.device.active():
+            bucket.settle(accumulated, result)
+        accumulated.may_be_overwritten = result.leaves != "sum"  # where it is not, the sum is still there
         self._done.append(done)
         if result.nonfinite:
             self._nonfinite.append(done)
+
+    def _release_buffers(self) -> None:
+        """Drop arrays that records hold, as a bucket's plan changes: what the last one needed is released."""
+        for done in self._done:
+            done.release_buffers()
+        for done in self._reducer.last_step.exchanges if self._reducer.last_step is not None else ():
+            done.release_buffers()
+            done.result.mean = done.result.sent = _NOTHING
 
     def _do_all_hold(self, bucket: Bucket, gradients: Sequence[Any] | None) -> Rounds[bool]:
         """Ask before gradients are overwritten whether all ranks hold them in the bucket. As rounds."""
@@ -274,12 +288,11 @@ class Step:
         means: dict[str, Any] = {}
         for bucket, done in zip(layout.buckets, self._done, strict=True):
             begin, result = timer(), done.result
-            of_step = result.sent, finite, result.leaves, result.mean
             if bucket.device is HOST:
-                mean = bucket.skip(result.mean) if record.skipped else bucket.commit(*of_step)
+                mean = bucket.skip(result.mean) if record.skipped else bucket.commit(result, finite)
             else:
                 with bucket.device.active():
-                    mean = bucket.skip(result.mean) if record.skipped else bucket.commit(*of_step)
+                    mean = bucket.skip(result.mean) if record.skipped else bucket.commit(result, finite)
             means |= layout.unflatten(bucket, mean, self._gradients, unused)
             done.commit_s = timer() - begin
         if layout.empty:
@@ -337,7 +350,7 @@ class Step:
             if id(done.bucket) in kept:
                 bucket, result = done.bucket, done.result
                 with bucket.device.active():
-                    mean = bucket.commit(result.sent, not result.nonfinite, result.leaves, result.mean)
+                    mean = bucket.commit(result, not result.nonfinite)
                     bucket.replace_gradients(mean, self._scale)
         self._memories = [(bucket, memory) for bucket, memory in self._memories if id(bucket) not in kept]
         self._sums = [(bucket, accumulated) for bucket, accumulated in self._sums if id(bucket) not in kept]

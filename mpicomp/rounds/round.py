@@ -80,6 +80,19 @@ class Round:
                 elements = self.counts[0]
         return elements * self.dtype.itemsize
 
+    def buffer_bytes(self, group: Group) -> int:
+        """Return the bytes of ``send`` and ``recv`` together, on the rank where they are most."""
+        match self.operation:
+            case "allgatherv" | "gatherv":
+                elements = max(self.counts) + sum(self.counts)
+            case "alltoallv":
+                elements = sum(self.counts) + max(self.counts) * group.size
+            case "sendrecv":
+                elements = sum(self.counts)
+            case _:
+                elements = 2 * self.counts[0]
+        return elements * self.dtype.itemsize
+
     def wire_bytes(self, group: Group) -> float:
         """Return the bytes that leave this rank.
 
