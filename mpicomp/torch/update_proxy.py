@@ -186,8 +186,8 @@ class UpdateProxy(OptimizerProxy):
             )
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         rows = rows_of(self._mpicomp_shared.trained())
-        own = self._mpicomp_progress() | ({"rows": rows} if rows else {}) | self._mpicomp_shared.state_dict()
-        return state | {"mpicomp": to_tensors(own)}
+        added = self._mpicomp_progress() | ({"rows": rows} if rows else {}) | self._mpicomp_shared.state_dict()
+        return state | {"mpicomp": to_tensors(added)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         state = to_tensors(state_dict.get("mpicomp"))
