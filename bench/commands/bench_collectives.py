@@ -65,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_device(parser, "where gradients are, and are compressed")
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object, after every cell")
-    parser.add_argument("--csv", metavar="F", help="write the rows to F, a line each")
     parser.add_argument(
         "--calibrate",
         metavar="F",
@@ -95,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"{_COMMAND}: --calibrate measures what --from reads; give one of them")
     if gloo and arguments.device == "gpu":
         raise ConfigurationError(f"{_COMMAND}: gloo sums arrays of the host; leave it out, or --device gpu")
-    check_writable(_COMMAND, arguments.json, arguments.csv, arguments.calibrate)
+    check_writable(_COMMAND, arguments.json, arguments.calibrate)
     errors = _errors(arguments)
 
     from mpicomp.bench import devices
@@ -109,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     transport = MPITransport()
     first = transport.group.rank == 0
-    measures = any((arguments.numel, arguments.compressor, arguments.collective, arguments.json, arguments.csv))
+    measures = any((arguments.numel, arguments.compressor, arguments.collective, arguments.json))
     try:
         if errors:
             return _measure_bounds(arguments, numels, errors, transport)
@@ -285,8 +284,6 @@ class _Printer:
             return
         if self.arguments.json is not None:
             results.write(self.arguments.json, found, 1, self.device, self.job)
-        if self.arguments.csv is not None:
-            results.write_csv(self.arguments.csv, found)
 
     def end(self, found: Sequence[Mapping[str, Any]]) -> int:
         """Print the tables, and return the exit status."""

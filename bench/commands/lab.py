@@ -50,9 +50,6 @@ examples:
         "--loss", default="0%", metavar="P%", help="percentage of packets that get lost, of 1,500 bytes then (0%%)"
     )
     run_parser.add_argument("--seed", type=int, default=0, metavar="K", help="of which packets these are (0)")
-    run_parser.add_argument(
-        "--counters", metavar="FILE", help="write the bytes and packets of each host's eth0 as JSON"
-    )
     run_parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs")
 
 
@@ -73,7 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
             command,
             mpi=arguments.mpi,
             schedule=arguments.schedule,
-            counters=arguments.counters,
             loss=arguments.loss,
             seed=arguments.seed,
         )

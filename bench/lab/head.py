@@ -5,7 +5,6 @@ with the last process of a namespace go its interfaces and mounts.
 """
 
 import contextlib
-import json
 import os
 import select
 import shlex
@@ -150,10 +149,7 @@ class Head:
         os.chmod(agent, 0o700)
         return agent
 
-    def counters(self) -> list[dict[str, int]]:
-        return [network.read_counters(pid) for pid in self.pids.values()]
-
-    def run(self, life: int) -> tuple[int, float]:
+    def run(self, life: int) -> int:
         """Run the command; `life` brings signals to pass on, and its end means that the lab's caller is gone."""
         environment = launch.environment(self.mpi, self.settings.hosts, self.settings.ppn, os.environ)
         # An ordinary user's lab has no priority over its ranks, so these stand back.
@@ -182,12 +178,12 @@ class Head:
             ended = _reap()
             now = time.monotonic()
             if job.pid in ended:
-                return ended[job.pid], now - begin
+                return ended[job.pid]
             if self.forwarder.pid in ended:
                 print("lab: the process that carries packets has ended, and so has the lab", file=sys.stderr)
-                return 1, now - begin
+                return 1
             if deadline is not None and now >= deadline:
-                return 137, now - begin
+                return 137
             while pending and begin + pending[0].at_s <= now:
                 self.forwarder.set_links(pending.pop(0).links)
                 now = time.monotonic()
@@ -200,7 +196,7 @@ class Head:
             if life in readable:
                 numbers = os.read(life, 1)
                 if not numbers or deadline is not None:
-                    return 137, time.monotonic() - begin
+                    return 137
                 deadline = time.monotonic() + _GRACE_S
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(job.pid, numbers[0])
@@ -230,13 +226,8 @@ def main(settings: Settings, mpi: str, launcher: Path, life: int, report: int) -
     """Run a lab as PID 1 of new namespaces.
 
     `life` is the read end of a pipe from the caller: a byte for each signal to pass on, closed when the caller is gone.
-    `report` is the write end of one to the caller, for a JSON object: `error`, or `hosts` and `wall_s`.
+    `report` is the write end of one to the caller, for the text of an error.
     """
-
-    def report_to_caller(values: dict[str, object]) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(report, json.dumps(values).encode())
-
     # The caller receives signals and forwards them by `life`.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -244,15 +235,7 @@ def main(settings: Settings, mpi: str, launcher: Path, life: int, report: int) -
     try:
         head.make()
     except OSError as error:
-        report_to_caller({"error": str(error)})
+        with contextlib.suppress(BrokenPipeError):
+            os.write(report, str(error).encode())
         return 2
-    before = head.counters()
-    status, wall_s = head.run(life)
-    hosts: list[dict[str, object]] = []
-    # Without the process that carries packets there is no eth0 any more.
-    with contextlib.suppress(OSError):
-        for index, (first, last) in enumerate(zip(before, head.counters(), strict=True)):
-            passed: dict[str, object] = {key: value - first[key] for key, value in last.items()}
-            hosts.append({"host": network.host_name(index), **passed})
-    report_to_caller({"hosts": hosts, "wall_s": wall_s})
-    return status
+    return head.run(life)

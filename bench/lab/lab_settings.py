@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,10 +11,6 @@ class LabError(ValueError):
     """Something the user has to change; its text says what and how, without the leading ``lab:``."""
 
 
-_NUMBER = r"(?P<number>\d+(?:\.\d*)?|\.\d+)"
-_BANDWIDTH = re.compile(_NUMBER + r"(?P<unit>bit|kbit|mbit|gbit)", re.IGNORECASE)
-_LATENCY = re.compile(_NUMBER + r"(?P<unit>ns|us|ms|s)", re.IGNORECASE)
-_LOSS = re.compile(_NUMBER + "%")
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _NANOSECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 
@@ -25,22 +21,22 @@ _MOST_LOSS = 0.5  # beyond, TCP gives connections up
 _MOST_LATENCY_NS = 10 * 10**9
 
 
+def _parse(option: str, text: str, units: Mapping[str, float], example: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d*)?|\.\d+)({'|'.join(units)})", text.strip(), re.IGNORECASE)
+    if match is None:
+        names = " or ".join(", ".join(units).rsplit(", ", 1))
+        raise LabError(f"{option} must be a number with {names}, got {text!r}; write for example {example}")
+    return float(match[1]) * units[match[2].lower()]
+
+
 def parse_bandwidth(text: str, may_be_down: bool = False) -> int:
     """Return a bandwidth in bits a second.
 
     >>> parse_bandwidth("2.5gbit")
     2500000000
     """
-    match = _BANDWIDTH.fullmatch(text.strip())
-    if may_be_down and (text.strip() == "0" or (match is not None and float(match["number"]) == 0)):
-        return 0
-    if match is None:
-        raise LabError(
-            f"--bandwidth must be a number with bit, kbit, mbit or gbit, got {text!r}; "
-            "write for example 1gbit or 200mbit"
-        )
-    bits = round(float(match["number"]) * _BITS[match["unit"].lower()])
-    if not _LEAST_BANDWIDTH <= bits <= _MOST_BANDWIDTH:
+    bits = 0 if text.strip() == "0" and may_be_down else round(_parse("--bandwidth", text, _BITS, "1gbit or 200mbit"))
+    if not (_LEAST_BANDWIDTH <= bits <= _MOST_BANDWIDTH or (bits == 0 and may_be_down)):
         raise LabError(f"--bandwidth must be between 8kbit and 1000gbit, got {text!r}")
     return bits
 
@@ -51,9 +47,8 @@ def parse_loss(text: str) -> float:
     >>> parse_loss("0.5%")
     0.005
     """
-    match = _LOSS.fullmatch(text.strip())
-    share = float(match["number"]) / 100 if match is not None else -1.0
-    if not 0 <= share <= _MOST_LOSS:
+    share = _parse("--loss", text, {"%": 0.01}, "1%")
+    if share > _MOST_LOSS:
         raise LabError(f"--loss must be a percentage from 0% to {_MOST_LOSS:.0%}, got {text!r}; write for example 1%")
     return share
 
@@ -64,10 +59,7 @@ def parse_latency(text: str) -> int:
     >>> parse_latency("50us")
     50000
     """
-    match = _LATENCY.fullmatch(text.strip())
-    if match is None:
-        raise LabError(f"--latency must be a number with ns, us, ms or s, got {text!r}; write for example 50us or 0us")
-    nanoseconds = round(float(match["number"]) * _NANOSECONDS[match["unit"].lower()])
+    nanoseconds = round(_parse("--latency", text, _NANOSECONDS, "50us or 0us"))
     if nanoseconds > _MOST_LATENCY_NS:
         raise LabError(f"--latency must be at most 10s, got {text!r}")
     return nanoseconds
@@ -118,7 +110,6 @@ class Settings:
     command: tuple[str, ...]
     mpi: str | None = None
     schedule: tuple[Change, ...] = field(default=())
-    counters: Path | None = None
     loss: float = 0.0  # share of packets that get lost on the way; with any, packets are as large as Ethernet's
     seed: int = 0  # seed of the choice of lost packets
 
@@ -159,7 +150,6 @@ def make_settings(
     command: Sequence[str],
     mpi: str | None = None,
     schedule: str | None = None,
-    counters: str | None = None,
     loss: str = "0%",
     seed: int = 0,
 ) -> Settings:
@@ -181,7 +171,6 @@ def make_settings(
         command=tuple(command),
         mpi=mpi,
         schedule=changes,
-        counters=Path(counters) if counters is not None else None,
         loss=parse_loss(loss),
         seed=seed,
     )

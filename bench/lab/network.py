@@ -168,19 +168,3 @@ def configure_host(index: int, pid: int, mtu: int) -> None:
         ],
         pid,
     )
-
-
-def read_counters(pid: int) -> dict[str, int]:
-    """Return bytes and packets that passed eth0 on the host of `pid`."""
-    with open(f"/proc/{pid}/net/dev", encoding="ascii") as file:
-        for line in file:
-            name, _, values = line.partition(":")
-            if name.strip() == "eth0":
-                numbers = [int(value) for value in values.split()]
-                return {
-                    "tx_bytes": numbers[8],
-                    "rx_bytes": numbers[0],
-                    "tx_packets": numbers[9],
-                    "rx_packets": numbers[1],
-                }
-    raise OSError("eth0 is gone")

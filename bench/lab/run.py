@@ -1,7 +1,6 @@
 """Runs a command on an emulated cluster, and removes all of it afterwards."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from mpicomp.bench.lab import head, launch, namespaces, network
 from mpicomp.bench.lab.forwarder import TUN, can_open_tun
@@ -123,23 +121,10 @@ def run_lab(settings: Settings) -> int:
     warn_of_limits(settings)
     launcher = launch.find_launcher()
     mpi = launch.check_mpi(settings.mpi, launcher)
-    if settings.counters is None:
-        return _run(settings, mpi, launcher)[0]
-    try:
-        # Opened before the job runs: a bad path must not cost an hour.
-        file = settings.counters.open("w", encoding="utf-8")
-    except OSError as error:
-        raise LabError(
-            f"--counters must be a file that can be written, got {str(settings.counters)!r}: {error.strerror}"
-        ) from None
-    with file:
-        status, report = _run(settings, mpi, launcher)
-        json.dump(report, file, indent=1)
-        file.write("\n")
-    return status
+    return _run(settings, mpi, launcher)
 
 
-def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, Any]]:
+def _run(settings: Settings, mpi: str, launcher: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     life_reader, life_writer = os.pipe()
@@ -160,7 +145,7 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, A
                 namespaces.enter_user_namespace()
             namespaces.unshare(namespaces.ALL)
         except OSError as error:
-            os.write(report_writer, json.dumps({"error": str(error)}).encode())
+            os.write(report_writer, str(error).encode())
             return 2
         first = namespaces.fork(begin)
         os.close(report_writer)
@@ -175,21 +160,18 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, A
     os.close(life_reader)
     os.close(report_writer)
     with _passing_on(life_writer) as received:
-        text = b""
+        problem = b""
         while piece := os.read(report_reader, 65536):
-            text += piece
+            problem += piece
         status = _wait(supervisor)
     os.close(report_reader)
     os.close(life_writer)
-    report = json.loads(text) if text else {}
-    if "error" in report:
+    if problem:
         raise LabError(
-            f"needs a kernel with namespaces, veth, bridge and tun, and leave to use them: {report['error']}; "
+            f"needs a kernel with namespaces, veth, bridge and tun, and leave to use them: {problem.decode()}; "
             f"{_IN_A_CONTAINER}"
         )
-    if received:
-        return 128 + received[0], report
-    return status, report
+    return 128 + received[0] if received else status
 
 
 def _wait(pid: int) -> int:

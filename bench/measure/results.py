@@ -1,6 +1,5 @@
 """Output of benchmarks: rows as tables and files, with the environment in which they were measured."""
 
-import csv
 import importlib.metadata
 import json
 import os
@@ -115,18 +114,6 @@ def write(
     with whole_file(path) as file:
         json.dump(written, file, indent=1)
         file.write("\n")
-
-
-def write_csv(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows with a line of names above them; what is no number and no text is written as JSON."""
-    with whole_file(path, newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
-        writer.writeheader()
-        for row in rows:
-            plain_values = {
-                name: json.dumps(value) if isinstance(value, dict) else value for name, value in row.items()
-            }
-            writer.writerow(plain_values)
 
 
 def show(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:

@@ -1,6 +1,5 @@
 """Real labs: what a job sees, how fast the links are, and that nothing stays."""
 
-import json
 import os
 import re
 import shlex
@@ -47,30 +46,15 @@ def test_latency_without_tun_devices_is_refused(lab, user_namespaces):
 
 
 @pytest.mark.slow
-def test_shared_memory_only_inside_a_host(program, tmp_path):
+def test_shared_memory_only_inside_a_host(program):
     rows = program("--hosts", "2", "--ppn", "2", name="hosts")
     assert [(row[0], row[2]) for row in rows] == [("host0", 2), ("host0", 2), ("host1", 2), ("host1", 2)]
 
     # From rank 0 to rank 3, on the other host, and then to a neighbour.
-    file = tmp_path / "counters"
-    options = ("--hosts", "2", "--ppn", "2", "--counters", str(file))
-    program(*options, name="send", arguments=(1_000_000, 10))
-    sent = json.loads(file.read_text())["hosts"][0]["tx_bytes"]
-    assert 1.0 <= sent / 10e6 <= 1.05
-    program("--hosts", "1", "--ppn", "2", "--counters", str(file), name="send", arguments=(1_000_000, 10))
-    assert json.loads(file.read_text())["hosts"][0]["tx_bytes"] < 10_000
-
-
-@pytest.mark.slow
-def test_counters_agree_with_payload(program, tmp_path):
-    file = tmp_path / "counters"
-    program("--hosts", "2", "--counters", str(file), name="send", arguments=(100_000, 100))
-    report = json.loads(file.read_text())
-    sender, receiver = report["hosts"]
-    assert set(sender) == {"host", "tx_bytes", "rx_bytes", "tx_packets", "rx_packets"}
-    for nbytes in (sender["tx_bytes"], receiver["rx_bytes"]):
-        assert 1.0 <= nbytes / 10e6 <= 1.05
-    assert 0 < report["wall_s"] < 60
+    first, *_ = program("--hosts", "2", "--ppn", "2", name="send", arguments=(1_000_000, 10))
+    assert 1.0 <= first["tx_bytes"] / 10e6 <= 1.05
+    first, _ = program("--hosts", "1", "--ppn", "2", name="send", arguments=(1_000_000, 10))
+    assert first["tx_bytes"] < 10_000
 
 
 def best_rounds(program, options, arguments, least, most, **more):
@@ -146,11 +130,10 @@ def test_link_that_was_down_delivers(program, tmp_path):
 
 
 @pytest.mark.parametrize("loss", [slow("0%"), "2%"])
-def test_packets_that_get_lost_are_sent_again(program, tmp_path, loss):
-    file = tmp_path / "counters"
-    options = ("--hosts", "2", "--bandwidth", "100mbit", "--loss", loss, "--counters", str(file))
-    program(*options, name="send", arguments=(100_000, 50))
-    sender, receiver = json.loads(file.read_text())["hosts"]
+def test_packets_that_get_lost_are_sent_again(program, loss):
+    options = ("--hosts", "2", "--bandwidth", "100mbit", "--loss", loss)
+    sender, receiver = program(*options, name="send", arguments=(100_000, 50))
+    assert 1.0 <= sender["tx_bytes"] / 5e6 <= 1.1
     sent, lost = sender["tx_packets"], sender["tx_packets"] - receiver["rx_packets"]
     if loss == "0%":
         assert lost == 0
@@ -185,12 +168,6 @@ def test_other_mpi_is_refused(lab):
     done = lab("--hosts", "2", "--mpi", other, command=["true"])
     assert done.returncode == 2
     assert done.stderr.startswith(f"lab: --mpi must name the MPI next to Python, which is {found}, got '{other}'")
-
-
-def test_counters_that_cannot_be_written(lab):
-    done = lab("--hosts", "2", "--counters", "/nowhere/file", command=["true"])
-    assert done.returncode == 2
-    assert "--counters must be a file that can be written" in done.stderr
 
 
 def processes_with(marker):

@@ -73,7 +73,7 @@ BAD_BANDWIDTHS = ("", "1", "gbit", "1 gbit", "1gb", "-1gbit", "1gbps", "nanbit",
         (parse_bandwidth, ["1kbit"], "between 8kbit and 1000gbit"),
         (parse_latency, ["", "5", "0", "ms", "5 ms", "-5ms", "5min", "infs", "11s"], "--latency must be .*got"),
         (parse_latency, ["5"], "^--latency must be a number with ns, us, ms or s, got '5'; write"),
-        (parse_loss, ["", "1", "-1%", "51%", "one%", "nan%"], "--loss must be a percentage from 0% to 50%, got"),
+        (parse_loss, ["", "1", "-1%", "51%", "one%", "nan%"], "--loss must be .*got"),
     ],
 )
 def test_bad_units_are_refused(parse, texts, message):
