@@ -118,5 +118,5 @@ def test_replicas_are_compared(comm, compressor):
 @pytest.mark.parametrize("every", [-1, 1.5, None, True])
 def test_impossible_interval_is_refused(wrap, every):
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(ConfigurationError, match="compare_every must be an integer of at least 0"):
+    with pytest.raises(ConfigurationError, match="compare_every must be an integer"):
         wrap(descent(model), model, comm=LocalWorld(1).transports[0], compare_every=every)
