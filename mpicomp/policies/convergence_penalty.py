@@ -62,15 +62,16 @@ class ElementSurvey:
     def __init__(self, sizes: Sequence[int], quantisers: Sequence[Quantiser] = ()) -> None:
         numel = sum(sizes)
         random = np.random.default_rng(numel)
-        self._indices = np.arange(numel)
-        if numel > _MAX_SAMPLE:
-            self._indices = np.unique(random.integers(0, numel, _MAX_SAMPLE))
+        many = numel > _MAX_SAMPLE  # then a list of all would take more memory than the gradient
+        self._indices = np.unique(random.integers(0, numel, _MAX_SAMPLE)) if many else np.arange(numel)
         parameters = np.searchsorted(np.cumsum(sizes), self._indices, "right")  # of each element that is followed
         _, self._starts, self._counts = np.unique(parameters, return_index=True, return_counts=True)
-        self._packed = np.arange(numel if quantisers else 0)
-        if self._packed.size > _MAX_PACKED:
+        num_packed = numel if quantisers else 0
+        if num_packed > _MAX_PACKED:
             runs = np.unique(random.integers(0, numel // _RUN, _MAX_PACKED // _RUN))
             self._packed = (runs[:, None] * _RUN + np.arange(_RUN)).reshape(-1)
+        else:
+            self._packed = np.arange(num_packed)
         self._quantisers = tuple(quantisers)
         self._workspace = Workspace()
         self._residuals = [np.zeros(self._packed.size, np.float32) for _ in quantisers]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import Scheme, bind, variants
-from mpicomp.compressors import Compressor
+from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import (
     Candidates,
     CostModel,
@@ -38,8 +38,10 @@ _UNTIMED_STEPS = 2  # first steps of a plan, not timed: buffers are allocated, a
 _MAX_SILENT_STEPS = 6  # one step of so many at least is compared with its prediction: a change is followed within ten
 _LEARNING_INTERVAL_S = 0.1  # seconds between two steps that are learned from, which takes 1 ms: 1 % of that
 _MEDIAN_STEPS = 5  # intervals between steps whose median counts
-_MEMORY_SHARE = 0.5  # of all gradients, that a plan may need besides them and the residuals
-_SMALL_BYTES = 48 << 20  # that any plan may need: 8 bits through two-phase in buckets of the default length
+# What a plan may need besides gradients and residuals: a share of all gradients, or so many bytes. 48 MB are those of 8
+# bits through two-phase in buckets of the default length; of dense plans some need next to nothing.
+_MEMORY_SHARE, _MEMORY_BYTES = 0.5, 48 << 20
+_DENSE_SHARE, _DENSE_BYTES = 0.25, 8 << 20
 _TOO_SLOW_RATIO = 2.0  # of predicted seconds over the least: slower plans are not run to check the prediction
 
 
@@ -382,7 +384,9 @@ def _fitting(
         scratch, held = (max(column) for column in zip(*by_view, strict=True))
         needed.append(scratch + held)
         everywhere.append(scratch + held * total_bytes / max(1, shape.numel * shape.dtype.itemsize))
-    limit = max(_MEMORY_SHARE * total_bytes, _SMALL_BYTES, 0 if may_be_empty else min(everywhere))
+    dense = schemes[0].compressor == Dense()
+    share, some = (_DENSE_SHARE, _DENSE_BYTES) if dense else (_MEMORY_SHARE, _MEMORY_BYTES)
+    limit = max(share * total_bytes, some, 0 if may_be_empty else min(everywhere))
     kept = [place for place, wanted in enumerate(everywhere) if wanted <= limit]
     return [schemes[place] for place in kept], [needed[place] for place in kept]
 

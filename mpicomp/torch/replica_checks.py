@@ -297,7 +297,11 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
     for tensor in tensors:
         values = tensor.detach()
         values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-        sums.append(values.reshape(-1).view(WORDS[values.element_size()]).sum(dtype=torch.int64))
+        words = values.reshape(-1).view(WORDS[values.element_size()])
+        if words.device.type == "cpu":  # where torch would make a copy in 64 bits first
+            sums.append(torch.tensor(words.numpy().sum(dtype=np.int64)))
+        else:
+            sums.append(words.sum(dtype=torch.int64))
     if not sums:
         return np.int64(0)
     host = torch.stack([part.to(sums[0].device) for part in sums]).cpu().numpy()
