@@ -13,7 +13,7 @@ def held_bytes():
     found, holders = {}, gc.get_objects()
     while holders:
         for value in gc.get_referents(holders.pop()):
-            while isinstance(value, np.ndarray) and value.base is not None:
+            while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
                 value = value.base
             if isinstance(value, np.ndarray) and value.nbytes >= _MIN_BYTES:
                 found[id(value)] = value.nbytes

@@ -97,7 +97,10 @@ class Device:
 
 def _mapped(size: int, dtype: DTypeLike) -> NDArray[Any]:
     """Return an array of zeros in a mapping of its own, whose pages are there once they are written to."""
-    memory = mmap.mmap(-1, size * np.dtype(dtype).itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size * np.dtype(dtype).itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # then NumPy's error says how much was asked for
+        return np.zeros(size, dtype)
     with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype)

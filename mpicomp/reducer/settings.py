@@ -76,7 +76,8 @@ def check_arguments(
             if twice:
                 raise ConfigurationError(f"{subsystem}: {twice[0]} was passed twice, by its place and by its name")
             known = {**named, **{name: entry for other in others for name, entry in _settings_of(other).items()}}
-            check_settings(given, given.get("compressor"), subsystem, [name for name in known if name != "self"])
+            passed = {name: value for name, value in given.items() if name != "self"}
+            check_settings(passed, given.get("compressor"), subsystem, [name for name in known if name != "self"])
             missing = [name for name in needed if name not in given]
             if missing:
                 example = ", such as model.named_parameters()" if missing[0] == "named_parameters" else ""

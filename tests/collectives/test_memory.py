@@ -12,7 +12,7 @@ import mpicomp
 from mpicomp.collectives import Context, bind, variants
 from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.device import HOST
-from mpicomp.policies import Plan, Policy, Shape
+from mpicomp.policies import POLICIES, Plan, Policy, Shape
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Scratch, Workspace
 
@@ -90,12 +90,11 @@ def test_buckets_share_one_scratch_and_hold_nothing_that_is_dense(collective):
         assert buckets[0].scratch.nbytes <= reducer.last_step.buckets[0].memory_bytes
 
 
-@mpicomp.register
 @dataclass(eq=False)
-class InTurn(Policy):
+class DenseInTurn(Policy):
     """Every dense collective for a step."""
 
-    id: ClassVar[str] = "test-in-turn"
+    id: ClassVar[str] = "test-dense-in-turn"
 
     def configure(self, settings):
         self.compressor, self.feedback = mpicomp.Dense(), True
@@ -109,9 +108,12 @@ class InTurn(Policy):
         return Plan(self._schemes[self._step % len(DENSE)], "in turn")
 
 
-def test_what_another_plan_needed_is_released():
+def test_what_another_plan_needed_is_released(monkeypatch):
     """Of collectives in turn the scratch of none is left, nor an array that a record holds."""
-    world, reducers = reducers_of(3, policy="test-in-turn")
+    POLICIES.names()  # built-in ones are there
+    monkeypatch.setattr(POLICIES, "_classes", dict(POLICIES._classes))
+    mpicomp.register(DenseInTurn)
+    world, reducers = reducers_of(3, policy=DenseInTurn.id)
     gradients = {name: np.ones(100_000, np.float32) for name in "abcd"}
     before = []
     for step in range(2 * len(DENSE)):

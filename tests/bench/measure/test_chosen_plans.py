@@ -13,7 +13,7 @@ from mpicomp.transport import LocalWorld
 def bucket(names, numel, kept, compressor, collective="allgather", gain=0.5):
     return mpicomp.BucketRecord(
         0, len(names), numel, compressor.get_config(), collective, "", getattr(compressor, "ratio", None),
-        kept / numel, gain, {}, None, None, 0, 0.0, 0.0, [],
+        kept / numel, gain, {}, None, None, 0, 0.0, 0.0, 0, [],
     )  # fmt: skip
 
 
