@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
 
 LAYOUTS = {"2x2": HOSTS, "1x4": [[0, 1, 2, 3]], "4x1": [[0], [1], [2], [3]]}  # replicas x shards
 SPARSE = {"compressor": mpicomp.TopK(ratio=0.1), "collective": "allgather", "warmup": 0, "overlap": False}
-PLAIN = {"compressor": "topk", "warmup": 0, "overlap": False}
+PLAIN = {"compressor": "topk", "collective": "allgather", "warmup": 0, "overlap": False}
 DILOCO = {"wrap": UpdateOptimizer, "outer": {"lr": 0.7, "momentum": 0.9}}
 MUON = {"wrap": lambda _, named, **settings: LocalMuon(named, **settings), "sync_every": 2, "compressor": "onebit"}
 
