@@ -107,7 +107,7 @@ def test_convolutions_train_as_well_by_muon_in_one_bit(comm, monkeypatch):
     assert error < 0.06
 
 
-# A script of nanoGPT's shape, in which {part} stands where a part of the diff on the page is.
+# A script of nanoGPT's shape, in which {part} stands where a part of nanogpt.diff is.
 NANOGPT = """
 import os
 from contextlib import nullcontext
@@ -146,9 +146,8 @@ trained = torch.cat([parameter.detach().flatten() for parameter in raw_model.par
 
 
 def parts_of_nanogpt(signs):
-    """Return the lines of each part of the diff on the page that begin with one of the signs."""
-    page = (FOLDER.parents[1] / "pytorch.md").read_text()
-    diff = page.partition("**nanoGPT's train.py.**")[2].partition("```diff\n")[2].partition("```")[0]
+    """Return the lines of each part of the diff that begin with one of the signs."""
+    diff = (FOLDER / "nanogpt.diff").read_text()
     parts = re.findall(r"^@@ (\w+)\n((?:[ +-].*\n)+)", diff, flags=re.MULTILINE)
     return {name: "\n".join(line[1:] for line in part.splitlines() if line[0] in signs) for name, part in parts}
 
