@@ -8,17 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.measure.exchanges import (
-    GLOO,
-    MPI,
-    Adding,
-    LibraryRunner,
-    Plan,
-    Residuals,
-    Runner,
-    add_over_mpi,
-    in_turn,
-)
+from mpicomp.bench.measure.exchanges import MPI, LibraryRunner, Plan, Residuals, Runner, in_turn
 from mpicomp.bench.measure.feedback import Gradients
 from mpicomp.bench.measure.interleaved import without_garbage
 from mpicomp.bench.measure.intervals import LEAST, is_narrow, ratio_interval
@@ -56,7 +46,6 @@ class Settings:
     collectives: Sequence[str] | None = None
     auto: bool = True  # whether to measure the plans that ``collective="auto"`` chooses for each compressor, too
     limit_s: float = 10.0  # seconds of timing a plan, unless it is slower than that
-    gloo: Adding | None = None  # sums of gloo, to be measured, too
 
 
 def measure(
@@ -113,7 +102,6 @@ class _Bench:
         self.ranks, self.hosts = transport.group.size, transport.hosts()
         self.residuals = Residuals(transport.group.rank)
         self.compiled: list[Plan] = []
-        self.libraries = {MPI: add_over_mpi(transport)} | ({GLOO: settings.gloo} if settings.gloo else {})
 
     def array(self, numel: int, done: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
         settings = self.settings
@@ -131,16 +119,15 @@ class _Bench:
             others.append(self._expect(plans, numel, words))
         everything = [*dense, *(timing for timings in others for timing in timings)]
         self._time_all(dense, everything, [], gradients)
-        on_host = self.device is HOST
-        others_sums = [self._timed(Plan(Dense(), name), numel, "") for name in self.libraries if on_host]
-        self._time_all(others_sums, everything, dense, gradients)
-        rows = rows_of([*dense, *others_sums], dense)
+        library = [self._timed(Plan(Dense(), MPI), numel, "")] if self.device is HOST else []
+        self._time_all(library, everything, dense, gradients)
+        rows = rows_of([*dense, *library], dense)
         done(rows)
         for compressor, words, timings in zip(settings.compressors, differences, others, strict=True):
             self._time_all(timings, [*dense, *timings], dense, gradients)
             if settings.auto:
                 fixed = [*dense, *timings]
-                timings.append(self._auto(Plan(compressor, AUTO), words, fixed, dense, others_sums, gradients))
+                timings.append(self._auto(Plan(compressor, AUTO), words, fixed, dense, library, gradients))
             rows += rows_of(timings, dense)
             done(rows)
         return rows
@@ -228,17 +215,17 @@ class _Bench:
         settings: str,
         fixed: Sequence[TimedPlan],
         dense: Sequence[TimedPlan],
-        others_sums: Sequence[TimedPlan],
+        library: Sequence[TimedPlan],
         gradients: Gradients,
     ) -> TimedPlan:
-        """Time ``auto`` in its steady state, in turn with the best plans and other libraries' sums without a model."""
+        """Time ``auto`` in its steady state, in turn with the best plans and MPI's sum without a model."""
         numel, limit = gradients.numel, self.settings.limit_s
         choosable = [timing for timing in fixed if may_choose(timing.plan)]
         best, best_dense = (min(timings, key=lambda timing: timing.median_s) for timings in (choosable, dense))
         timing = self._timed(plan, numel, settings)
         timing.runner = auto = self._runner(plan, gradients, self._copy())
         plans = [best.plan]
-        for other in (best_dense, *others_sums):
+        for other in (best_dense, *library):
             if other.plan not in plans and other.median_s <= _TOO_SLOW * best.median_s:
                 plans.append(other.plan)
         rivals = [self._runner(plan, gradients, None) for plan in plans]
@@ -274,7 +261,6 @@ class _Bench:
             "best_dense_s": dense_s,
             "behind_dense": timing.median_s / dense_s - 1,
             "mpi_s": medians.get(MPI),
-            "gloo_s": medians.get(GLOO),
         }
         for runner in runners:
             runner.close()
@@ -295,8 +281,8 @@ class _Bench:
         return TimedPlan(plan, numel, self.ranks, self.hosts, settings, device)
 
     def _runner(self, plan: Plan, gradients: Gradients, model: CostModel | None) -> Runner:
-        if plan.collective in self.libraries:
-            return LibraryRunner(plan.collective, self.libraries[plan.collective], gradients, self.transport)
+        if plan.collective == MPI:
+            return LibraryRunner(gradients, self.transport)
         return Runner(plan, gradients, self.transport, self.residuals, model)
 
     def _copy(self) -> CostModel | None:

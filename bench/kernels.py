@@ -17,7 +17,6 @@ from mpicomp.bench.timed_kernels import (
     Copy,
     Decode,
     DecodeOnGpu,
-    Indices,
     Pack,
     Spectrum,
     TorchTopk,
@@ -29,7 +28,6 @@ from mpicomp.compressors import (
     Compressor,
     Context,
     Quantiser,
-    Selection,
     SharedSparsifier,
     Sparsifier,
     TopK,
@@ -46,7 +44,6 @@ SUITED = {"threshold": {"limit": 14.0}}
 """Parameters without which a compressor has no sensible ratio on these gradients: here about 1 %."""
 
 _RANKS = 4  # number of messages that are decoded into a mean
-_STRIDE = 8  # of the sampled spectrum: one group of elements in so many is looked at
 _SETTLING_NUMEL = 1 << 18  # of the array on which a residual is brought to its steady state
 _MAX_NUMEL = 1 << 32  # indices travel in 32 bits
 _AHEAD_S = 1e-3  # seconds of other work before a call, in which the host gets ahead of the device
@@ -160,18 +157,14 @@ def _host_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
     arrays = []
     selecting_kernels: list[Kernel] = []
     for ratio in settings.ratios:
-        array, selection, messages = _rank_messages(ratio, gradients, short)
+        array, k, messages = _rank_messages(ratio, gradients, short)
         arrays.append(array)
-        k = selection.indices.size
         selecting_kernels += [
             Decode("decode", messages, numel, ratio=ratio),
-            Indices("indices.encode", selection.indices, numel, False, ratio=ratio),
-            Indices("indices.decode", selection.indices, numel, True, ratio=ratio),
             *_torch_topk(array, k, HOST, ratio, threads),
             Argpartition("numpy.argpartition", array, k, magnitudes, ratio=ratio),
         ]
-    yield Spectrum("spectrum", arrays[0], 1, HOST, threads=threads)
-    yield Spectrum("spectrum.sampled", arrays[0], _STRIDE, HOST, threads=threads)
+    yield Spectrum("spectrum", arrays[0], HOST, threads=threads)
     yield from sorted(selecting_kernels, key=lambda kernel: kernel.name)
 
 
@@ -187,8 +180,7 @@ def _gpu_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
         arrays.append(array)
         selecting_kernels.append(DecodeOnGpu("decode", messages, numel, device, ratio=ratio, threads=None))
         selecting_kernels += _torch_topk(array, k, device, ratio, None)
-    yield Spectrum("spectrum", arrays[0], 1, device, threads=None)
-    yield Spectrum("spectrum.sampled", arrays[0], _STRIDE, device, threads=None)
+    yield Spectrum("spectrum", arrays[0], device, threads=None)
     yield from sorted(selecting_kernels, key=lambda kernel: kernel.name)
 
 
@@ -213,8 +205,8 @@ def _torch_topk(array: Any, k: int, device: Device, ratio: float, threads: int |
 
 def _rank_messages(
     ratio: float, gradients: Gradients, short: Gradients
-) -> tuple[NDArray[np.float32], Selection, list[NDArray[np.uint8]]]:
-    """Return the accumulated gradient and the selection of the last rank, and the messages of all."""
+) -> tuple[NDArray[np.float32], int, list[NDArray[np.uint8]]]:
+    """Return the accumulated gradient and the kept elements of the last rank, and the messages of all."""
     numel, compressor = gradients.numel, TopK(ratio=ratio)
     settled = Settled(compressor, short)
     bucket = make_bucket(numel, compressor, True)
@@ -224,7 +216,7 @@ def _rank_messages(
         accumulated, context = bucket.accumulate([gradients.fresh()]), Context(group=Group(rank, rank + 1))
         selection = compressor.select(accumulated, context)
         messages.append(write_plain(selection, accumulated, context))
-    return accumulated.array(), selection, messages
+    return accumulated.array(), selection.indices.size, messages
 
 
 def _step_messages(ratio: float, gradients: Gradients) -> tuple[Any, int, list[Any]]:

@@ -15,7 +15,6 @@ import torch
 from mpicomp.bench.measure.timings import gather
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.trainer import CPU, Replica
-from numpy.typing import NDArray
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -147,12 +146,6 @@ def _check_torchft(exchange: str) -> None:
         import torchft  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(f"{exchange}: {error}; install it with pip install torchft") from error
-
-
-def add_over_gloo(array: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """Sum by torch.distributed's default group."""
-    np.copyto(out, array)  # it sums in place
-    distributed.all_reduce(torch.from_numpy(out))
 
 
 class DDPReplica(Replica):

@@ -1,4 +1,4 @@
-"""Kernels that are timed: copies, compressors, decoding, codes of indices, spectra, and other libraries' top-k."""
+"""Kernels that are timed: copies, compressors, decoding, spectra, and other libraries' top-k."""
 
 import contextlib
 import importlib
@@ -166,41 +166,17 @@ class DecodeOnGpu(Kernel):
 
 
 @dataclass
-class Indices(Kernel):
-    """Encoding of the indices of a selection, or the way back."""
-
-    indices: NDArray[np.uint32]
-    numel: int
-    back: bool
-
-    def __post_init__(self) -> None:
-        self._code = np.zeros(cpu.index_bytes(self.indices.size, self.numel), np.uint8)
-        self._out = np.zeros_like(self.indices)
-        cpu.encode_indices(self.indices, self.numel, self._code)
-
-    def run(self) -> None:
-        if self.back:
-            cpu.decode_indices(self._code, self.indices.size, self.numel, self._out)
-        else:
-            cpu.encode_indices(self.indices, self.numel, self._code)
-
-    def facts(self) -> dict[str, Any]:
-        return {"bits_per_index": 8 * self._code.size / self.indices.size}
-
-
-@dataclass
 class Spectrum(Kernel):
     """Counts and energies of magnitudes."""
 
     array: Any
-    stride: int
     device: Device
 
     def __post_init__(self) -> None:
         self._counts, self._energies = self.device.zeros(cpu.BINS, np.int64), self.device.zeros(cpu.BINS, np.float64)
 
     def run(self) -> None:
-        kernels.spectrum(self.array, self._counts, self._energies, self.stride, self.threads or 1)
+        kernels.spectrum(self.array, self._counts, self._energies, 1, self.threads or 1)
 
 
 @dataclass

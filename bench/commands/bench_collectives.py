@@ -1,15 +1,12 @@
 """``mpicomp bench collectives``: exchanges among real ranks, and the choice of ``auto``."""
 
 import argparse
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpicomp.cli.options import add_device, count, table_columns
 
 if TYPE_CHECKING:
-    from mpicomp.bench.measure.exchanges import Adding
-
     from mpicomp.compressors import Compressor
     from mpicomp.cost import CostModel
     from mpicomp.transport import Transport
@@ -28,7 +25,7 @@ _BOUND_COLUMNS = table_columns(
 )
 _AUTO_COLUMNS = table_columns(
     "compressor ratio:g numel:d chosen median_s:.4g best best_s:.4g regret:+.1% regret_low:+.1% regret_high:+.1% "
-    "best_dense best_dense_s:.4g behind_dense:+.1% mpi_s:.4g gloo_s:.4g"
+    "best_dense best_dense_s:.4g behind_dense:+.1% mpi_s:.4g"
 )
 
 
@@ -53,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--collective",
         metavar="X[,..]",
         help="names from `mpicomp list`, with those that they are built on as in star-topk:ring; "
-        "all for all that fit; auto for the one that mpicomp chooses at every step; gloo for sums of PyTorch's gloo "
-        "next to them (all,auto)",
+        "all for all that fit; auto for the one that mpicomp chooses at every step (all,auto)",
     )
     parser.add_argument(
         "--limit",
@@ -85,15 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
     ratios = read_ratios(_COMMAND, arguments.ratio)
     words = read_list("topk" if arguments.compressor is None else arguments.compressor)
     compressors = read_compressors(_COMMAND, words, ratios)
-    collectives, auto, gloo = _collectives(arguments.collective, compressors)
+    collectives, auto = _collectives(arguments.collective, compressors)
     if not compressors:
         raise ConfigurationError(f"{_COMMAND}: --compressor names nothing; see `mpicomp list`")
     if not 0 < arguments.limit < float("inf"):
         raise ConfigurationError(f"{_COMMAND}: --limit must be a number of seconds above 0, got {arguments.limit}")
     if arguments.known is not None and arguments.calibrate is not None:
         raise ConfigurationError(f"{_COMMAND}: --calibrate measures what --from reads; give one of them")
-    if gloo and arguments.device == "gpu":
-        raise ConfigurationError(f"{_COMMAND}: gloo sums arrays of the host; leave it out, or --device gpu")
     check_writable(_COMMAND, arguments.json, arguments.calibrate)
     errors = _errors(arguments)
 
@@ -120,10 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         name = devices.device_name(_COMMAND) if on_gpu else "cpu"
         printer = _Printer(arguments, transport, name)
-        with _gloo(transport) if gloo else contextlib.nullcontext() as add:
-            settings = Settings(numels, compressors, collectives, auto, arguments.limit, add)
-            printer.head(settings)
-            found = measure(settings, transport, model, printer.say, printer.write, device)
+        settings = Settings(numels, compressors, collectives, auto, arguments.limit)
+        printer.head(settings)
+        found = measure(settings, transport, model, printer.say, printer.write, device)
     finally:
         transport.close()
     return printer.end(found)
@@ -171,41 +164,22 @@ def _measure_bounds(
     return 0 if all(row["correct"] for row in found) else 1
 
 
-@contextlib.contextmanager
-def _gloo(transport: "Transport") -> Iterator["Adding"]:
-    """Return gloo's sum, in a context in which there is a process group. Collective."""
-    from mpicomp.reducer.agreement import run_collectively
-
-    def load() -> Any:
-        try:
-            from mpicomp.bench import peers
-        except ImportError as error:
-            from mpicomp.errors import ConfigurationError
-
-            raise ConfigurationError(f"{_COMMAND}: gloo is PyTorch's; pip install 'mpicomp[torch]'") from error
-        return peers
-
-    peers = run_collectively(load, transport, _COMMAND)
-    with peers.process_group(transport):
-        yield peers.add_over_gloo
-
-
-def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool, bool]:
-    """Return the fixed collectives, None for all, and whether auto and gloo were named."""
+def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool]:
+    """Return the fixed collectives, None for all, and whether auto was named."""
     from mpicomp.cli.options import read_list
     from mpicomp.collectives import bind, collective_class
     from mpicomp.compressors import Dense
     from mpicomp.errors import ConfigurationError, IncompatiblePairError
 
     if text is None:
-        return None, True, False
+        return None, True
     names = list(dict.fromkeys(read_list(text)))
     if not names:
         raise ConfigurationError(f"{_COMMAND}: --collective names nothing; see `mpicomp list`")
-    auto, gloo = "auto" in names, "gloo" in names
+    auto = "auto" in names
     if "all" in names:
-        return None, auto, gloo
-    fixed = [name for name in names if name not in ("auto", "gloo")]
+        return None, auto
+    fixed = [name for name in names if name != "auto"]
     for name in fixed:
         for part in name.split(":"):
             collective_class(part)
@@ -217,7 +191,7 @@ def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple
                 reasons.append(error)
         if len(reasons) > len(compressors):
             raise reasons[0]
-    return fixed, auto, gloo
+    return fixed, auto
 
 
 def _model(arguments: argparse.Namespace, transport: "Transport") -> "CostModel | None":

@@ -11,9 +11,9 @@ HELP = "time every sparsifier, quantiser and kernel on this machine, in multiple
 
 _COMMAND = "bench kernels"
 _COLUMNS = table_columns(
-    "name ratio:g median_s:.3g copies:.2f p25_s:.3g p75_s:.3g repeats:d threads:d ratio_reached:.3g bits_per_index:.2f"
+    "name ratio:g median_s:.3g copies:.2f p25_s:.3g p75_s:.3g repeats:d threads:d ratio_reached:.3g"
 )
-_ON_A_GPU = {name: form for name, form in _COLUMNS.items() if name not in ("threads", "bits_per_index")}
+_ON_A_GPU = {name: form for name, form in _COLUMNS.items() if name != "threads"}
 _ON_A_GPU |= {"behind_s": ".3g", "behind_copies": ".2f"}
 
 

@@ -20,7 +20,7 @@ from mpicomp.rounds import Round, dense_ring_bytes
 from mpicomp.transport import Transport
 
 NAME = "gradient"
-MPI, GLOO = LIBRARIES = "MPI_Allreduce", "gloo"  # stand for a collective in plans that are another library's alone
+MPI = "MPI_Allreduce"  # stands for a collective in the plan of the library's own sum
 Adding = Callable[[NDArray[Any], NDArray[Any]], None]
 """Writes the sum of all ranks' arrays, the first one, to the second one."""
 SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)
@@ -167,15 +167,15 @@ class Runner:
 
 
 class LibraryRunner(Runner):
-    """Another library's sum of the same gradients: no mean, and nothing of mpicomp's before or after it."""
+    """MPI's own sum of the same gradients: no mean, and nothing of mpicomp's before or after it."""
 
-    def __init__(self, name: str, add: Adding, gradients: Gradients, transport: Transport) -> None:
-        self.plan = Plan(Dense(), name)
+    def __init__(self, gradients: Gradients, transport: Transport) -> None:
+        self.plan = Plan(Dense(), MPI)
         self.steps, self.checks, self.ran = [], [], []
         self.predicted, self.gains, self.route = [], [], None
         self._gradients, self._transport = gradients, transport
         self._sum = np.empty(gradients.numel, DTYPE)
-        self._add = add
+        self._add = add_over_mpi(transport)
         self._last = None
 
     def step(self, check: bool = False) -> None:

@@ -28,7 +28,6 @@ class KernelRow(TypedDict):
     behind_s: Annotated[float | None, "median behind other work of the GPU, as of a backward pass; null on the host"]
     behind_copies: Annotated[float | None, "`behind_s` over that of `memcpy`"]
     ratio_reached: Annotated[float | None, "mean kept fraction of the timed calls; null where nothing is selected"]
-    bits_per_index: Annotated[float | None, "length of the code; of `indices.encode` and `indices.decode`; in bits"]
     config: Annotated[dict[str, Any] | None, "the compressor's configuration, as `mpicomp.get_compressor` takes it"]
 
 
@@ -63,7 +62,7 @@ class Kernel(ABC):
 
     def row(self, numel: int, unit: float) -> dict[str, Any]:
         low, median, high = (float(value) for value in np.percentile(self.seconds, [25, 50, 75]))
-        empty = dict.fromkeys(("behind_s", "behind_copies", "ratio_reached", "bits_per_index", "config"))
+        empty = dict.fromkeys(("behind_s", "behind_copies", "ratio_reached", "config"))
         return {
             "name": self.name,
             "numel": numel,

@@ -10,7 +10,7 @@ from mpicomp.bench.measure.exchanges import (
     COMPRESS,
     DECODE,
     EXCHANGE,
-    LIBRARIES,
+    MPI,
     SECONDS,
     SENT,
     WIRE,
@@ -21,9 +21,9 @@ from mpicomp.bench.measure.intervals import median_interval
 
 
 class _Which(TypedDict):
-    compressor: Annotated[str, "name; `none` for another library's sum"]
+    compressor: Annotated[str, "name; `none` for MPI's own sum"]
     ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
-    collective: Annotated[str, "name, with what it is built on after a colon; `auto`; `MPI_Allreduce` or `gloo`"]
+    collective: Annotated[str, "name, with what it is built on after a colon; `auto`; or `MPI_Allreduce`"]
     numel: Annotated[int, "length of the array"]
     ranks: Annotated[int, "that took part"]
     hosts: Annotated[int, "that they are on"]
@@ -71,7 +71,6 @@ class _OfAuto(TypedDict):
     best_dense_s: Annotated[float | None, "its median, timed in turn where it is not three times slower than the best"]
     behind_dense: Annotated[float | None, "`median_s / best_dense_s - 1`"]
     mpi_s: Annotated[float | None, "median of `MPI_Allreduce`, timed in turn where it is not three times slower"]
-    gloo_s: Annotated[float | None, "the same of gloo, where it was named"]
 
 
 class PlanRow(_Which, _Measured, _OfAuto):
@@ -113,7 +112,7 @@ class TimedPlan:
         ratio = getattr(self.plan.compressor, "ratio", None)
         at = "" if ratio is None else f" at {ratio:g}"
         which = f" ({self.settings})" if self.settings else ""
-        exchange = "" if self.plan.collective in LIBRARIES else f"{self.plan.compressor.id}{at}{which}, "
+        exchange = "" if self.plan.collective == MPI else f"{self.plan.compressor.id}{at}{which}, "
         return f"{self.numel:,} elements, {exchange}{self.plan.collective}"
 
     @property
@@ -133,7 +132,7 @@ def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
     """Return a plan's row; ``base`` is the median of the best dense one."""
     plan, runner = timing.plan, timing.runner
     row: dict[str, Any] = {
-        "compressor": "none" if plan.collective in LIBRARIES else plan.compressor.id,
+        "compressor": "none" if plan.collective == MPI else plan.compressor.id,
         "ratio": getattr(plan.compressor, "ratio", None),
         "collective": plan.collective,
         "numel": timing.numel,
@@ -240,7 +239,7 @@ def osu_blocks(rows: Sequence[Mapping[str, Any]], where: str) -> str:
     for (compressor, ratio, settings, collective), of_plan in plans.items():
         at = "" if ratio is None else f" at ratio {ratio:g}"
         which = "" if settings is None else f" ({settings})"
-        exchange = collective if collective in LIBRARIES else f"mpicomp {compressor}{at}{which}, {collective}"
+        exchange = collective if collective == MPI else f"mpicomp {compressor}{at}{which}, {collective}"
         lines += [f"# {exchange}: float32, {where}"]
         lines += [OSU_HEADER + "".join(name.rjust(14) for name in (*_TIME_COLUMNS, *_LAST_COLUMNS))]
         lines += [_osu_line(row) for row in sorted(of_plan, key=lambda row: int(row["numel"]))]

@@ -70,7 +70,7 @@ def scripted(monkeypatch):
         seconds["dense MPI_Allreduce"] = [library]
         monkeypatch.setattr(collectives, "Runner", Scripted)
         plan = Plan(Dense(), "MPI_Allreduce")
-        make = lambda name, add, gradients, transport: Scripted(plan, gradients, transport, None, None)  # noqa: E731
+        make = lambda gradients, transport: Scripted(plan, gradients, transport, None, None)  # noqa: E731
         monkeypatch.setattr(collectives, "LibraryRunner", make)
         monkeypatch.setattr(
             collectives,

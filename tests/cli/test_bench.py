@@ -74,7 +74,6 @@ def test_compressors_are_named_or_configured(tmp_path):
         ([*COLLECTIVES, "--collective", "allgathr"], "unknown name 'allgathr'; did you mean 'allgather'?"),
         ([*COLLECTIVES, "--collective", "star-topk:rin"], "unknown name 'rin'"),
         ([*COLLECTIVES, "--collective", "star-topk:allgather"], "dense: does not fit collective 'allgather'"),
-        ([*COLLECTIVES, "--collective", "gloo", "--device", "gpu"], "bench collectives: gloo sums arrays of the host"),
         ([*COLLECTIVES, "--limit", "0"], "bench collectives: --limit must be a number of seconds above 0, got 0.0"),
         ([*COLLECTIVES, "--calibrate", "a", "--from", "b"], "--calibrate measures what --from reads; give one of them"),
         ([*TRAINING, "--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'?"),
@@ -146,12 +145,12 @@ def test_kernels_are_measured_by_one_rank(mpiexec, tmp_path):
 @pytest.mark.parametrize("ranks", [slow(1), slow(2), 3])
 def test_collectives_are_timed_and_printed_once(mpiexec, tmp_path, ranks):
     json_path = tmp_path / "out.json"
-    words = [*COLLECTIVES, "--collective", "allgather,allreduce,auto,gloo", "--json", json_path]
+    words = [*COLLECTIVES, "--collective", "allgather,allreduce,auto", "--json", json_path]
     done = mpiexec(ranks, "-m", "mpicomp", *words, timeout=100)
     assert done.returncode == 0, done.stderr
     written = json.loads(json_path.read_text())["rows"]
     assert [row["collective"] for row in written if row["compressor"] == "topk"] == ["allgather", "auto"]
-    assert [row["collective"] for row in written if row["compressor"] == "none"] == ["MPI_Allreduce", "gloo"]
+    assert [row["collective"] for row in written if row["compressor"] == "none"] == ["MPI_Allreduce"]
     assert {row["ranks"] for row in written} == {ranks}
     assert all(row["correct"] for row in written if row["compressor"] != "none")
     assert done.stdout.count("left out: topk: does not fit collective 'allreduce'") == 1
