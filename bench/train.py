@@ -2,6 +2,7 @@
 
 import contextlib
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -140,7 +141,7 @@ def train_measured(
     progress: Progress,
     metrics: MetricsWriter,
     device: torch.device = CPU,
-) -> "Outcome | Stopped":
+) -> "Trained | Stopped":
     """Train a task, to its end or until ranks are asked to stop. Collective over the transport's ranks."""
     torch.set_num_threads(threads_of_rank(transport.cores))
     # Phases are to add up to the step, so nothing overlaps.
@@ -208,12 +209,12 @@ def train_measured(
             f"train: all ranks must end with the same parameters; those of ranks {different} are not rank 0's. "
             "Please report it with the output of mpicomp doctor"
         )
-    outcome = recording.outcome(transport)
+    trained = recording.outcome(task, transport)
     progress.evaluating()
-    outcome.quality = _quality(task, replica, transport, settings)
+    trained.run.quality["value"] = _quality(task, replica, transport, settings)
     if settings.shard > 1:
         replica.close()
-    return outcome
+    return trained
 
 
 class _Recording:
@@ -269,7 +270,7 @@ class _Recording:
             if len(self._rows) not in self._ends[-1:]:
                 self._ends.append(len(self._rows))
 
-    def outcome(self, transport: Transport) -> "Outcome":
+    def outcome(self, task: Task, transport: Transport) -> "Trained":
         """Return the result but for the quality. Collective: it also measures exchanges by themselves."""
         settings, choices, replica, ends = self._settings, self._choices, self._replica, self._ends
         reducer, between = replica.optimizer.reducer, replica.between
@@ -295,42 +296,70 @@ class _Recording:
             compressor, ran = reducer.compressor, list(self._collectives)
             collective = ran[0] if len(ran) == 1 else settings.collective
             probed, named, cost = compressor, settings.collective, reducer.cost
-        exchange_probe = dense_probe = None
+        late_step_s = float(np.median(late_rows[:, 0]))
+        exchange_probe = dense_probe = exchange_s = dense_step_s = None
         if settings.probes:
             there: dict[str, Any] = {"bring": self._bring, "wait": replica.finish}
             steady = probed.bind([], [], warm_up=False)
             exchange_probe = probe(steady, named, replica.numel, between, cost=cost, **there)
             dense_probe = probe_dense(replica.numel, between, **there)
+            every = made / len(ends)
+            exchange_s, dense_step_s = estimate(late_step_s, medians(late_rows), exchange_probe, dense_probe, every)
         sent, wire, dense_wire = gather(self._bytes, transport).mean(axis=0).round().astype(int).tolist()
-        return Outcome(
-            quality=np.nan,
-            parameters=sum(parameter.numel() for parameter in replica.parameters),
+        slowest = Slowest.of(timed[:, :, 0] - timed[:, :, 1 + PHASES.index("exchange")])
+        plans, parameters = choices.plans(), sum(parameter.numel() for parameter in replica.parameters)
+        run = RunObject(
+            **self._settings_of_run(task),
+            compressor=compressor.id,
+            compressor_config=compressor.get_config(),
+            ratio=getattr(compressor, "ratio", 1.0),
+            collective=collective,
             ranks=transport.group.size,
             hosts=transport.hosts(),
-            adapts=settings.adapts,
-            compressor=compressor,
-            collective=collective,
+            parameters=parameters,
             median_step_s=float(np.median(timed_rows[:, 0])),
             phases_s=medians(timed_rows),
             choosing_s=float(timed_rows[:, -1].mean()),
-            late_step_s=float(np.median(late_rows[:, 0])),
-            late_phases_s=medians(late_rows),
+            exchange_s=exchange_s,
+            dense_exchange_s=None if dense_probe is None else dense_probe.seconds,
+            dense_collective=None if dense_probe is None else dense_probe.collective,
+            dense_step_s=dense_step_s,
+            slowest_rank=None if slowest is None else slowest.rank,
+            slowest_costs_s=None if slowest is None else slowest.costs_s,
+            gain=float(np.mean(self._gains)) if self._gains else None,
+            delay=delay,
+            ratios={
+                "median": statistics.median(choices.ratios), "least": min(choices.ratios), "most": max(choices.ratios)
+            },
+            plans=[plan.entry() for plan in plans],
             sent_bytes=sent,
             wire_bytes=wire,
             dense_wire_bytes=dense_wire,
+            dense_bytes=4 * parameters // settings.shard * made,
             once_bytes=self._once_bytes,
-            gain=float(np.mean(self._gains)) if self._gains else None,
-            exchange_probe=exchange_probe,
-            dense_probe=dense_probe,
-            steps_timed=made - skipped,
-            ratios=choices.ratios,
-            plans=choices.plans(),
-            late_plans=late_plans,
-            delay=delay,
-            every=made / len(ends),
-            resumed_at=self._first,
-            slowest=Slowest.of(timed[:, :, 0] - timed[:, :, 1 + PHASES.index("exchange")]),
-        )
+        )  # fmt: skip
+        return Trained(
+            run, settings.adapts, compressor, made - skipped, late_step_s, plans, late_plans, exchange_probe,
+            dense_probe, slowest,
+        )  # fmt: skip
+
+    def _settings_of_run(self, task: Task) -> dict[str, Any]:
+        """Return the fields of the written object that are known before the training."""
+        settings = self._settings
+        return {
+            "task": task.name,
+            "shard": settings.shard,
+            "policy": settings.policy.id,
+            "policy_config": settings.policy.get_config(),
+            "exchange": "gradients" if settings.updates is None else "updates",
+            "updates": settings.updates,
+            "lr_scale": settings.lr_scale,
+            "warmup": settings.warmup,
+            "steps": settings.steps,
+            "resumed_at": self._first,
+            "seed": settings.seed,
+            "quality": {"name": task.quality_name, "value": np.nan, "better": task.better},
+        }
 
     def _bring(self, array: NDArray[np.float32]) -> Any:
         """Return an array where gradients are."""
@@ -362,127 +391,52 @@ def _quality(
 
 
 @dataclass
-class Outcome:
-    """Result of a training run; the same on every rank, except for ``quality``, which rank 0 has."""
+class Trained:
+    """A training that has ended: what is written of it, and what the verdict and the table need besides."""
 
-    quality: float
-    parameters: int
-    ranks: int
-    hosts: int
-    # Whether compressors might change from step to step. ``compressor`` and ``collective`` then are those of the plan
-    # that leads in the second half of the run; else they are what was named, and the collective that ran where it was
-    # one alone
-    adapts: bool
-    compressor: Compressor
-    collective: str
-    median_step_s: float  # medians over all steps that are timed
-    phases_s: dict[str, float]
-    # Mean seconds a step of choosing plans and learning from their times; mostly a part of ``other``
-    choosing_s: float
-    # Of the second half where plans might change, since ``exchange_probe`` is of that half
-    late_step_s: float
-    late_phases_s: dict[str, float]
-    sent_bytes: int
-    wire_bytes: int
-    dense_wire_bytes: int
-    once_bytes: int
-    gain: float | None
-    # The run's exchange and the fastest dense one by themselves; None where they were not asked for
-    exchange_probe: Probe | None
-    dense_probe: Probe | None
+    run: RunObject
+    adapts: bool  # whether compressors might change from step to step
+    compressor: Compressor  # the named one, or that of the plan that leads in the second half of the run
     steps_timed: int
-    ratios: list[float]  # kept fraction of the whole in every step
+    late_step_s: float  # median, of the second half where plans might change, since `exchange_probe` is of that half
     plans: list[Ran]  # of the run, and of its second half
     late_plans: list[Ran]
-    # Exchanges by which gradients, or updates, were late in the second half of the run; see `Choices.delay`. None
-    # without error feedback, where what is left out does not come later
-    delay: float | None = None
-    # Steps from one exchange to the next, on the average. Seconds of steps are means over those of an exchange
-    every: float = 1.0
-    # Steps that an earlier job has made, from whose checkpoint this one went on; what is measured is of the others
-    resumed_at: int = 0
+    # The run's exchange and the fastest dense one by themselves; None where they were not asked for
+    exchange_probe: Probe | None = None
+    dense_probe: Probe | None = None
     # The rank that the others waited for, over the steps that are timed; None where there is one rank
     slowest: Slowest | None = None
 
-    @property
-    def exchange_s(self) -> float | None:
-        """Seconds of the exchange a step: kernels as they ran in steps, and rounds as the probe measured them."""
-        if self.exchange_probe is None:
-            return None
-        phases = self.late_phases_s
-        return phases["compress"] + self.exchange_probe.rounds_s / self.every + phases["decode"]
 
-    @property
-    def dense_step_s(self) -> float | None:
-        """Estimated seconds of a step with the best dense exchange, whose remaining work is the same."""
-        if self.exchange_s is None or self.dense_probe is None:
-            return None
-        phases = self.late_phases_s
-        return max(self.late_step_s - self.exchange_s, phases["compute"] + phases["update"]) + self.dense_probe.seconds
+def estimate(
+    step_s: float, phases_s: Mapping[str, float], exchange: Probe, dense: Probe, every: float = 1.0
+) -> tuple[float, float]:
+    """Return the seconds of the exchange in a step, and of a step with the best dense exchange.
+
+    Kernels take what they took in steps, and rounds what the probe measured, once in ``every`` steps; the remaining
+    work of a dense step is the same.
+    """
+    exchange_s = phases_s["compress"] + exchange.rounds_s / every + phases_s["decode"]
+    return exchange_s, max(step_s - exchange_s, phases_s["compute"] + phases_s["update"]) + dense.seconds
 
 
-def run_object(task: Task, settings: Settings, outcome: Outcome, verdict: str) -> dict[str, Any]:
-    """Return the object that ``train --json`` writes."""
-    ratios = sorted(outcome.ratios)
-    written: RunObject = {
-        "schema": 1,
-        "task": task.name,
-        "shard": settings.shard,
-        "compressor": outcome.compressor.id,
-        "compressor_config": outcome.compressor.get_config(),
-        "ratio": getattr(outcome.compressor, "ratio", 1.0),
-        "collective": outcome.collective,
-        "exchange": "gradients" if settings.updates is None else "updates",
-        "updates": settings.updates,
-        "lr_scale": settings.lr_scale,
-        "policy": settings.policy.id,
-        "policy_config": settings.policy.get_config(),
-        "warmup": settings.warmup,
-        "ranks": outcome.ranks,
-        "hosts": outcome.hosts,
-        "steps": settings.steps,
-        "resumed_at": outcome.resumed_at,
-        "seed": settings.seed,
-        "parameters": outcome.parameters,
-        "quality": {"name": task.quality_name, "value": outcome.quality, "better": task.better},
-        "median_step_s": outcome.median_step_s,
-        "phases_s": outcome.phases_s,
-        "choosing_s": outcome.choosing_s,
-        "exchange_s": outcome.exchange_s,
-        "dense_exchange_s": None if outcome.dense_probe is None else outcome.dense_probe.seconds,
-        "dense_collective": None if outcome.dense_probe is None else outcome.dense_probe.collective,
-        "dense_step_s": outcome.dense_step_s,
-        "slowest_rank": None if outcome.slowest is None else outcome.slowest.rank,
-        "slowest_costs_s": None if outcome.slowest is None else outcome.slowest.costs_s,
-        "gain": outcome.gain,
-        "delay": outcome.delay,
-        "ratios": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
-        "plans": [plan.to_json() for plan in outcome.plans],
-        "sent_bytes": outcome.sent_bytes,
-        "wire_bytes": outcome.wire_bytes,
-        "dense_wire_bytes": outcome.dense_wire_bytes,
-        "dense_bytes": 4 * outcome.parameters // settings.shard * (settings.steps - outcome.resumed_at),
-        "once_bytes": outcome.once_bytes,
-        "verdict": verdict,
-    }
-    return dict(written)
-
-
-def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "quality") -> str:
+def judge(trained: Trained, dense: RunObject | None = None) -> str:
     """Return whether compression paid in seconds, and gradients' delay; where plans changed, of the second half."""
-    if outcome.ranks == 1:
+    run = trained.run
+    if run.ranks == 1:
         return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
-    compressed = [plan.share for plan in outcome.late_plans if not _is_exact(plan.compressor)]
-    parts = [_judge_seconds(outcome)]
+    compressed = [plan.share for plan in trained.late_plans if not _is_exact(plan.compressor)]
+    parts = [_judge_seconds(trained)]
     if sum(compressed) >= 1 - _ALWAYS:
-        parts.append(_late(outcome.delay, dense is not None))
+        parts.append(_late(run.delay, dense is not None))
     if dense is not None:
         parts.append(
-            f"{quality_name} {outcome.quality:.4f}, and {dense.quality:.4f} with dense exchange from the same seed, "
+            f"{run.quality['name']} {run.quality['value']:.4f}, and {dense.quality['value']:.4f} with dense exchange "
+            "from the same seed, "
             f"whose steps took {dense.median_step_s:.3f} s"
         )
-    slowest = outcome.slowest
-    if slowest is not None and slowest.matters(outcome.median_step_s, _NOISE):
+    slowest = trained.slowest
+    if slowest is not None and slowest.matters(run.median_step_s, _NOISE):
         parts.append(
             f"rank {slowest.rank} is slow: a step takes it {slowest.costs_s:.3f} s more work than the middle rank, and "
             "the others wait for it"
@@ -510,14 +464,15 @@ def _steps(delay: float) -> str:
     return f"{delay:.0f}" if delay >= 10 else f"{delay:.2g}"
 
 
-def _judge_seconds(outcome: Outcome) -> str:
-    times = outcome.dense_wire_bytes / outcome.wire_bytes if outcome.wire_bytes else float("inf")
-    dense, step_s = outcome.dense_step_s, outcome.late_step_s
+def _judge_seconds(trained: Trained) -> str:
+    run, step_s = trained.run, trained.late_step_s
+    times = run.dense_wire_bytes / run.wire_bytes if run.wire_bytes else float("inf")
+    dense = run.dense_step_s
     fewer = f"{times:.1f} times fewer bytes left each rank than with a dense ring"
-    if _is_exact(outcome.compressor):
-        if not outcome.adapts:
+    if _is_exact(trained.compressor):
+        if not trained.adapts:
             return f"dense exchange: nothing was compressed; a step took {step_s:.3f} s"
-        share = sum(plan.share for plan in outcome.late_plans if plan.compressor.message == "dense")
+        share = sum(plan.share for plan in trained.late_plans if plan.compressor.message == "dense")
         mostly = "" if share > _ALWAYS else f" for {100 * share:.0f} % of the later steps"
         return (
             f"mpicomp chose dense exchange{mostly}: nothing that sends enough of the gradient beats it here; "
@@ -543,32 +498,30 @@ def _faster(ratio: float) -> str:
     return f"{ratio:.1f} times faster" if ratio >= 2 else f"{100 * (ratio - 1):.0f} % faster"
 
 
-def table(outcome: Outcome, quality_name: str, steps: int) -> str:
+def table(trained: Trained) -> str:
     """Return the measurements that the verdict rests on, a line each."""
-    median, made = outcome.median_step_s, steps - outcome.resumed_at
+    run = trained.run
+    median, made = run.median_step_s, run.steps - run.resumed_at
     lines = [
-        f"{quality_name}: {outcome.quality:.4f} after {steps} steps",
-        f"seconds a step: {median:.4f} (median of {outcome.steps_timed}, slowest rank), of which",
+        f"{run.quality['name']}: {run.quality['value']:.4f} after {run.steps} steps",
+        f"seconds a step: {median:.4f} (median of {trained.steps_timed}, slowest rank), of which",
     ]
+    lines += [f"  {name:<9}{run.phases_s[name]:.4f}  {100 * run.phases_s[name] / median:5.1f} %" for name in PHASES]
+    lines.append(f"choosing plans: {run.choosing_s:.4f} s a step, {100 * run.choosing_s / median:.1f} % (mean)")
     lines += [
-        f"  {name:<9}{outcome.phases_s[name]:.4f}  {100 * outcome.phases_s[name] / median:5.1f} %" for name in PHASES
+        f"bytes that left a rank: {run.wire_bytes / made:,.0f} a step, dense ring {run.dense_wire_bytes / made:,.0f}",
+        f"bytes at the start, once: {run.once_bytes:,}",
     ]
-    lines.append(f"choosing plans: {outcome.choosing_s:.4f} s a step, {100 * outcome.choosing_s / median:.1f} % (mean)")
-    lines += [
-        f"bytes that left a rank: {outcome.wire_bytes / made:,.0f} a step, "
-        f"dense ring {outcome.dense_wire_bytes / made:,.0f}",
-        f"bytes at the start, once: {outcome.once_bytes:,}",
-    ]
-    if outcome.exchange_probe is not None and outcome.dense_probe is not None:
+    if trained.exchange_probe is not None and trained.dense_probe is not None:
         lines.append(
-            f"an exchange without waiting: {outcome.exchange_s:.4f} s; dense {outcome.dense_probe.seconds:.4f} s "
-            f"by {outcome.dense_probe.collective}, the fastest (medians of {outcome.exchange_probe.repeats} and "
-            f"{outcome.dense_probe.repeats})"
+            f"an exchange without waiting: {run.exchange_s:.4f} s; dense {run.dense_exchange_s:.4f} s "
+            f"by {run.dense_collective}, the fastest (medians of {trained.exchange_probe.repeats} and "
+            f"{trained.dense_probe.repeats})"
         )
-    if outcome.gain is not None:
-        lines.append(f"gain (share of the accumulated gradient's energy that was sent): {outcome.gain:.3f}")
-    if outcome.delay is not None:
+    if run.gain is not None:
+        lines.append(f"gain (share of the accumulated gradient's energy that was sent): {run.gain:.3f}")
+    if run.delay is not None:
         late = "energy that waits in residuals over what a step sends, second half"
-        lines.append(f"delay ({late}): {outcome.delay:.3g} steps")
-    lines.append(chosen_table(outcome.plans))
+        lines.append(f"delay ({late}): {run.delay:.3g} steps")
+    lines.append(chosen_table(trained.plans))
     return "\n".join(lines)

@@ -78,11 +78,16 @@ def write_lines(path, steps, layers=8, buckets=1, seed=0, every=10, change=None,
             file.write(json.dumps(record) + "\n")
 
 
-def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **fields):
+def write_outcome(path, steps, **fields):
     """Write a file of --json."""
+    path.write_text(json.dumps(outcome(steps, **fields)))
+
+
+def outcome(steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **fields):
+    """Return the object of --json."""
     phases = {name: step_s * share for name, share in zip(PHASES, (0.4, 0.1, 0.3, 0.05, 0.1, 0.05), strict=True)}
     config = {"id": "topk", "ratio": 0.01, "layers": None, "wire": None, "indices": "auto"}
-    summary = {
+    return {
         "schema": 1,
         "task": "digits",
         "shard": 1,
@@ -99,6 +104,7 @@ def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **f
         "ranks": ranks,
         "hosts": ranks,
         "steps": steps,
+        "resumed_at": 0,
         "seed": 0,
         "parameters": 1000 * layers,
         "quality": {"name": "held-out accuracy", "value": quality, "better": "higher"},
@@ -109,6 +115,8 @@ def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **f
         "dense_exchange_s": 0.05,
         "dense_collective": "ring",
         "dense_step_s": 0.065,
+        "slowest_rank": 1,
+        "slowest_costs_s": 0.0001,
         "gain": 0.25,
         "delay": 3.0,
         "ratios": {"median": 0.01, "least": 0.01, "most": 0.01},
@@ -123,4 +131,3 @@ def write_outcome(path, steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **f
         "verdict": "compression paid in seconds: a step took 0.020 s; delay 3 steps",
         **fields,
     }
-    path.write_text(json.dumps(summary))

@@ -7,7 +7,6 @@ import argparse
 import math
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,31 +45,20 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.train import Stopped, train_measured
 
     first = transport.group.rank == 0
-    finished: list[_Finished] = []
+    finished: list[tuple[str, Any, str]] = []  # name, training, file of its lines on rank 0
     with tempfile.TemporaryDirectory() as folder, _bars(first) as bars:
         for name, settings in _trainings(arguments.steps):
             path = str(Path(folder, f"{len(finished)}.jsonl"))
             with MetricsWriter(path if first else None) as metrics:
                 task = load_task("tour", arguments, None, transport.group)
-                outcome = train_measured(task, settings, transport, _row(first, bars, name), metrics)
-            assert not isinstance(outcome, Stopped)
-            finished.append(_Finished(name, task, settings, outcome, path))
+                trained = train_measured(task, settings, transport, _row(first, bars, name), metrics)
+            assert not isinstance(trained, Stopped)
+            finished.append((name, trained, path))
         if first:
             bars.stop()
             _show(finished, arguments.report, arguments.simulated)
     transport.close()
     return 0
-
-
-@dataclass(frozen=True)
-class _Finished:
-    """A training that has ended, and the file of its lines on rank 0."""
-
-    name: str
-    task: Any
-    settings: Any
-    outcome: Any
-    path: str
 
 
 def _trainings(steps: int) -> Iterator[tuple[str, Any]]:
@@ -127,23 +115,22 @@ def _row(visible: bool, bars: Any, name: str) -> Any:
     return Row(visible)
 
 
-def _show(finished: list[_Finished], report: str, is_simulated: bool) -> None:
+def _show(finished: list[tuple[str, Any, str]], report: str, is_simulated: bool) -> None:
     """Print bars and a sentence, and write the report."""
     from mpicomp.bench.report.comparison import race
     from mpicomp.bench.report.numbers import amount, digits, seconds, times
     from mpicomp.bench.report.runs import Run, read_lines
     from mpicomp.bench.report.write import draw_report
-    from mpicomp.bench.train import judge, run_object
+    from mpicomp.bench.train import judge
     from rich.bar import Bar
     from rich.console import Console
     from rich.table import Table
 
-    dense, what = finished[0].outcome, finished[0].task.quality_name
-    runs = []
-    for training in finished:
-        verdict = judge(training.outcome, None if training.outcome is dense else dense, what)
-        outcome = run_object(training.task, training.settings, training.outcome, verdict)
-        runs.append(Run(training.name, outcome, read_lines(training.path)))
+    dense, runs = finished[0][1].run, []
+    what = dense.quality["name"]
+    for name, trained, path in finished:
+        trained.run.verdict = judge(trained, None if trained.run is dense else dense)
+        runs.append(Run(name, trained.run, read_lines(path)))
     found = race(runs)
     if found is None:
         raise MpicompError(f"tour: {what} is not finite in two of the trainings, so that nothing can be compared")
@@ -151,18 +138,18 @@ def _show(finished: list[_Finished], report: str, is_simulated: bool) -> None:
     drawn = {run.name: min(needed[run.name], float(run.elapsed[-1])) for run in runs}
     table = Table("", "", "seconds", "bytes of a host", "in the end", box=None, pad_edge=False)
     parts = []
-    for name, outcome in ((training.name, training.outcome) for training in finished):
+    for name, outcome in ((name, trained.run) for name, trained, _ in finished):
         gets_there = math.isfinite(needed[name])
         bar = Bar(max(drawn.values()), 0, drawn[name], width=_BAR_WIDTH)
         reached = f"{needed[name]:.1f}" if gets_there else "not reached"
-        table.add_row(name, bar, reached, amount(outcome.wire_bytes), f"{outcome.quality:.3f}")
+        table.add_row(name, bar, reached, amount(outcome.wire_bytes), f"{outcome.quality['value']:.3f}")
         part = f"{name} {f'took {seconds(needed[name])}' if gets_there else 'did not get there'}"
         if outcome is not dense and gets_there:
             ratio = needed[_DENSE] / needed[name]
             part += f" ({times(ratio)} faster)" if ratio >= 1 else f" ({times(1 / ratio)} as long)"
         if outcome is not dense and outcome.wire_bytes:
             part += f", sent {times(dense.wire_bytes / outcome.wire_bytes)} fewer bytes"
-        parts.append(f"{part} and ended at {digits(outcome.quality, 4)}")
+        parts.append(f"{part} and ended at {digits(outcome.quality['value'], 4)}")
     links = f"{BANDWIDTH} a host" + (", simulated links" if is_simulated else "")
     print(f"\nSeconds to a {what} of {digits(found.level)}, four hosts, {links}:", flush=True)
     Console().print(table)

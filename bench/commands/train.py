@@ -6,13 +6,12 @@ import json
 import math
 import os
 import tempfile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mpicomp.cli.options import add_device, add_plugin, add_task, load_task, start_training, write_json, writes_files
 
 if TYPE_CHECKING:
-    from mpicomp.bench.tasks import Task
-    from mpicomp.bench.train import Outcome, Settings
+    from mpicomp.bench.train import Settings, Trained
 
     from mpicomp.compressors import Compressor
     from mpicomp.policies import Policy
@@ -204,34 +203,33 @@ def run(arguments: argparse.Namespace) -> int:
             lines, dense_lines = lines or os.path.join(folder, "run.jsonl"), os.path.join(folder, "dense.jsonl")
         writer = run_collectively(lambda: MetricsWriter(lines if first else None), transport, "train")
         with writer as metrics:
-            outcome = train_measured(task, settings, transport, Progress(first), metrics, device)
+            trained = train_measured(task, settings, transport, Progress(first), metrics, device)
         problem = metrics.problem
         dense = None
-        if arguments.against_dense and not isinstance(outcome, Stopped):
+        if arguments.against_dense and not isinstance(trained, Stopped):
             if first:
                 print("the same with dense exchange:", flush=True)
             task = load_task("train", arguments, arguments.data, group)
-            settings_of_dense = _dense(settings)
             with MetricsWriter(dense_lines) as metrics:
-                ended = train_measured(task, settings_of_dense, transport, Progress(first), metrics, device)
+                ended = train_measured(task, _dense(settings), transport, Progress(first), metrics, device)
             problem = problem or metrics.problem
             assert not isinstance(ended, Stopped)  # signals stop only a training with checkpoints
-            dense = _Dense(ended, settings_of_dense, dense_lines)
+            dense = ended, dense_lines
         if transport.group.rank == 0:  # of the surviving ranks
             try:
-                if isinstance(outcome, Stopped):
+                if isinstance(trained, Stopped):
                     print(
-                        f"stopped after step {outcome.step} of {steps}: a checkpoint is in '{arguments.checkpoints}', "
+                        f"stopped after step {trained.step} of {steps}: a checkpoint is in '{arguments.checkpoints}', "
                         f"and the same command goes on from it (exit status {STOPPED})",
                         flush=True,
                     )
                 else:
-                    _report(outcome, task, settings, arguments, lines if first else None, dense)
+                    _report(trained, arguments, lines if first else None, dense)
             except FileWriteError as error:
                 problem = problem or error
         transport.run(agree(None, problem, transport.group, "train"))
         transport.close()
-    return STOPPED if isinstance(outcome, Stopped) else 0
+    return STOPPED if isinstance(trained, Stopped) else 0
 
 
 def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor | None") -> None:
@@ -249,14 +247,6 @@ def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor 
             raise ConfigurationError(f"train: --against-dense trains twice, which {what} does not go with; drop one")
 
 
-class _Dense(NamedTuple):
-    """The training with dense exchange that another one is compared with."""
-
-    outcome: "Outcome"
-    settings: "Settings"
-    lines: str | None
-
-
 def _dense(settings: "Settings") -> "Settings":
     """Return the settings of the same training with dense exchange of gradients."""
     from dataclasses import replace
@@ -270,30 +260,27 @@ def _dense(settings: "Settings") -> "Settings":
 
 
 def _report(
-    outcome: "Outcome",
-    task: "Task",
-    settings: "Settings",
-    arguments: argparse.Namespace,
-    lines: str | None,
-    dense: _Dense | None,
+    trained: "Trained", arguments: argparse.Namespace, lines: str | None, dense: "tuple[Trained, str | None] | None"
 ) -> None:
-    """Print the results of a training, and write the requested files."""
-    from mpicomp.bench.train import judge, run_object, table
+    """Print the results of a training, and write the requested files; ``dense`` is what it is compared with."""
+    import msgspec
+    from mpicomp.bench.train import judge, table
 
-    verdict = judge(outcome, None if dense is None else dense.outcome, task.quality_name)
-    print(table(outcome, task.quality_name, settings.steps))
-    print(f"verdict: {verdict}", flush=True)
-    result = run_object(task, settings, outcome, verdict)
+    run = trained.run
+    run.verdict = judge(trained, None if dense is None else dense[0].run)
+    print(table(trained))
+    print(f"verdict: {run.verdict}", flush=True)
     if arguments.json is not None:
-        write_json(arguments.json, result)
+        write_json(arguments.json, msgspec.structs.asdict(run))
     if arguments.report is not None:
-        from mpicomp.bench.report.write import report_of_run
+        from mpicomp.bench.report.runs import Run, read_lines
+        from mpicomp.bench.report.write import draw_report, plan_name
 
-        dense_files = None
+        runs = [Run(plan_name(run), run, read_lines(lines) if lines else [])]
         if dense is not None:
-            dense_object = run_object(task, dense.settings, dense.outcome, judge(dense.outcome))
-            dense_files = dense_object, dense.lines
-        report_of_run(result, lines, arguments.report, dense_files)
+            dense[0].run.verdict = judge(dense[0])
+            runs.append(Run("dense", dense[0].run, read_lines(dense[1]) if dense[1] else []))
+        draw_report(runs, arguments.report)
 
 
 def _compressor(arguments: argparse.Namespace) -> "Compressor | None":

@@ -4,10 +4,10 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from mpicomp.bench.measure.results import plain
+from mpicomp.bench.measure.run_fields import PlanEntry
 
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.reducer import StepRecord
@@ -39,10 +39,15 @@ class Ran:
     share: float  # of the elements that were exchanged. With one bucket that is the share of steps
     ratio_reached: float  # kept fraction, mean over what it has carried
 
-    def to_json(self) -> dict[str, Any]:
-        config = self.compressor.get_config()
-        names = {"compressor": config["id"], "compressor_config": config}
-        return names | {"ratio": self.ratio, "collective": self.collective, "share": self.share}
+    def entry(self) -> PlanEntry:
+        """Return what ``train --json`` writes of it."""
+        return {
+            "compressor": self.compressor.id,
+            "compressor_config": self.compressor.get_config(),
+            "ratio": self.ratio,
+            "collective": self.collective,
+            "share": self.share,
+        }
 
 
 class Choices:

@@ -1,6 +1,8 @@
-"""The fields of what ``mpicomp train`` writes; the tables in docs/observability.md are made of them."""
+"""What ``mpicomp train`` writes, and reports read; the tables in docs/observability.md are made of it."""
 
 from typing import Annotated, Any, TypedDict
+
+import msgspec
 
 
 class Line(TypedDict):
@@ -52,10 +54,10 @@ class PlanEntry(TypedDict):
     share: Annotated[float, "share of the steps; where there are several buckets, weighted by their elements"]
 
 
-class RunObject(TypedDict):
-    """The object that ``train --json`` writes."""
+class RunObject(msgspec.Struct, kw_only=True):
+    """The object that ``train --json`` writes; the same on every rank, except for the quality, which rank 0 has."""
 
-    schema: Annotated[int, "version of this table, 1"]
+    schema: Annotated[int, "version of this table, 1"] = 1
     task: Annotated[str, "name of the task"]
     shard: Annotated[int, "ranks to a replica of the model, `--shard`: bytes are those that one of them exchanges"]
     compressor: Annotated[
@@ -77,9 +79,9 @@ class RunObject(TypedDict):
     resumed_at: Annotated[int, "steps that an earlier run made before its checkpoint: `--checkpoints`; 0 for none"]
     seed: Annotated[int, "of the model, the batches and the schemes"]
     parameters: Annotated[int, "elements of the model"]
-    quality: Annotated[dict[str, Any], "what the model reached on held-out data, below"]
+    quality: Annotated[Quality, "what the model reached on held-out data, below"]
     median_step_s: Annotated[float, "a step"]
-    phases_s: Annotated[dict[str, Any], "medians of the parts of a step; they do not add up to `median_step_s`"]
+    phases_s: Annotated[dict[str, float], "medians of the parts of a step; they do not add up to `median_step_s`"]
     choosing_s: Annotated[float, "for choosing plans and learning from them, mean over steps; part of `other`"]
     exchange_s: Annotated[
         float | None,
@@ -100,8 +102,8 @@ class RunObject(TypedDict):
         "energy that waits over energy that a step sends, in the second half: "
         "`sum((1 - gain) * energy) / sum(gain * energy)`; null without error feedback",
     ]
-    ratios: Annotated[dict[str, Any], "kept fraction of the whole model in a step, below"]
-    plans: Annotated[list[dict[str, Any]], "what was run, from what was run most, below"]
+    ratios: Annotated[Ratios, "kept fraction of the whole model in a step, below"]
+    plans: Annotated[list[PlanEntry], "what was run, from what was run most, below"]
     sent_bytes: Annotated[int, "payload that a rank handed to the transport"]
     wire_bytes: Annotated[int, "bytes that left a rank"]
     dense_wire_bytes: Annotated[int, "bytes that would have left it in a dense ring"]
@@ -109,4 +111,4 @@ class RunObject(TypedDict):
     once_bytes: Annotated[
         int, "wire bytes sent once: first parameters, measuring the network, a learned code; not counted above"
     ]
-    verdict: Annotated[str, "what is printed last: seconds and bytes against dense exchange, and the delay"]
+    verdict: Annotated[str, "what is printed last: seconds and bytes against dense exchange, and the delay"] = ""

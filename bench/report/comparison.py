@@ -22,7 +22,7 @@ def verdict(runs: Sequence[Run]) -> list[str]:
 
 def _single(run: Run) -> list[str]:
     if run.outcome is not None:
-        return [f"{capital(part)}." for part in str(run.outcome["verdict"]).split("; ", 1)]
+        return [f"{capital(part)}." for part in run.outcome.verdict.split("; ", 1)]
     sent, dense = run.bytes_per_step
     fewer = f", {times(dense / sent)} fewer than with a dense ring" if sent else ""
     return [
@@ -89,7 +89,7 @@ def _race(runs: Sequence[Run]) -> str | None:
 
 
 def _final_quality(runs: Sequence[Run]) -> str | None:
-    values = {run.name: float(run.outcome["quality"]["value"]) for run in runs if run.outcome}
+    values = {run.name: run.outcome.quality["value"] for run in runs if run.outcome}
     if len(values) < 2:
         return None
     name, better = next(run.quality for run in runs if run.outcome)
@@ -109,7 +109,7 @@ def _differences(runs: Sequence[Run]) -> str:
     """Return the settings that differ besides what is compared, and how much one run of each can show."""
     differ = []
     for key in ("ranks", "shard", "hosts", "steps", "seed", "exchange", "lr_scale"):
-        values = {run.name: run.outcome[key] for run in runs if run.outcome and key in run.outcome}
+        values = {run.name: getattr(run.outcome, key) for run in runs if run.outcome}
         if len(set(map(str, values.values()))) > 1:
             differ.append(f"{key} ({', '.join(f'{name} {value}' for name, value in values.items())})")
     note = "One run of each: only runs of other seeds show what differs by chance."

@@ -106,7 +106,7 @@ def loss(runs: Sequence[Run]) -> Picture | None:
 def phases(runs: Sequence[Run]) -> Picture:
     """Return the median seconds of a step by phase."""
     names = [run.name for run in runs]
-    dense_s = runs[0].outcome.get("dense_step_s") if len(runs) == 1 and runs[0].outcome else None
+    dense_s = runs[0].outcome.dense_step_s if len(runs) == 1 and runs[0].outcome else None
     figure, axes = _bars([*names, *(["dense, estimate"] if dense_s else [])])
     left = np.zeros(len(runs))
     for phase, color in zip(PHASES, _PHASE_COLORS, strict=True):

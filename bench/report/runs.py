@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
+from mpicomp.bench.measure.run_fields import RunObject
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError
@@ -24,10 +24,6 @@ PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
 MAX_RUNS = 8  # as many as there are colors that can be distinguished
 _MAX_START_STEPS = 5
 _NOT_JSON = re.compile(rb"(?<=[:\[,])\s*-?(NaN|Infinity)(?=\s*[,\]}])")  # numbers that Python's json module writes
-_REQUIRED_FIELDS = {
-    *("task", "policy", "ranks", "hosts", "steps", "seed", "quality", "median_step_s", "phases_s", "wire_bytes"),
-    *("dense_wire_bytes", "plans", "verdict"),
-}
 
 
 class Bucket(msgspec.Struct, gc=False):
@@ -58,7 +54,7 @@ class Run:
     """One training, by its object of --json, its lines of --metrics, or both."""
 
     name: str  # short and unique
-    outcome: dict[str, Any] | None = None
+    outcome: RunObject | None = None
     lines: list[Line] = field(default_factory=list)
 
     def column(self, name: str) -> Array:
@@ -81,13 +77,13 @@ class Run:
     def step_s(self) -> float:
         """Median seconds of a step: of the slowest rank with --json, of rank 0 without."""
         if self.outcome is not None:
-            return float(self.outcome["median_step_s"])
+            return self.outcome.median_step_s
         return float(np.median(self.column("seconds")[self.start :]))
 
     @property
     def phases_s(self) -> dict[str, float]:
         if self.outcome is not None:
-            return {name: float(self.outcome["phases_s"][name]) for name in PHASES}
+            return self.outcome.phases_s
         rows = [[line.phases_s.get(name, 0.0) for name in PHASES] for line in self.lines[self.start :]]
         return dict(zip(PHASES, np.median(rows, axis=0).tolist(), strict=True))
 
@@ -95,13 +91,13 @@ class Run:
     def bytes_per_step(self) -> tuple[float, float]:
         """Bytes that left a rank in a step, and those of a dense ring."""
         if self.outcome is not None:
-            steps = self.outcome["steps"]
-            return self.outcome["wire_bytes"] / steps, self.outcome["dense_wire_bytes"] / steps
+            steps = self.outcome.steps
+            return self.outcome.wire_bytes / steps, self.outcome.dense_wire_bytes / steps
         return float(self.column("wire_bytes").mean()), float(self.column("dense_wire_bytes").mean())
 
     @property
     def steps(self) -> int:
-        return len(self.lines) or int((self.outcome or {})["steps"])
+        return len(self.lines) if self.lines or self.outcome is None else self.outcome.steps
 
     @cached_property
     def shares(self) -> dict[str, Array]:
@@ -124,21 +120,22 @@ class Run:
             whole = sum(float(share.sum()) for share in self.shares.values())
             return Counter({name: float(share.sum()) / whole for name, share in self.shares.items()})
         plans: Counter[str] = Counter()
-        for plan in (self.outcome or {})["plans"]:
-            plans[plan_in_words(plan["compressor_config"], plan["collective"])] += plan["share"]
+        for plan in self.outcome.plans if self.outcome is not None else ():
+            plans[plan_in_words(plan["compressor_config"], plan["collective"])] += plan["share"]  # type: ignore[assignment]
         return plans
 
     @property
     def is_dense(self) -> bool:
         """Whether dense exchange was asked for, not chosen."""
-        is_chosen = self.outcome is not None and self.outcome["policy"] != "static"
+        is_chosen = self.outcome is not None and self.outcome.policy != "static"
         return not is_chosen and all(plan.partition(" ")[0] == "dense" for plan in self.plans)
 
     @property
     def quality(self) -> tuple[str, str]:
         """The name of the quality, and whether ``higher`` or ``lower`` is better; the loss without --json."""
-        quality = self.outcome["quality"] if self.outcome else {"name": "training loss", "better": "lower"}
-        return quality["name"], quality["better"]
+        if self.outcome is None:
+            return "training loss", "lower"
+        return self.outcome.quality["name"], self.outcome.quality["better"]
 
 
 def plan_in_words(compressor: dict[str, object], collective: str) -> str:
@@ -188,11 +185,11 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
         key = str(Path(path).with_suffix(""))
         read = _read(path)
         run = found.setdefault(key, Run(Path(path).stem))
-        if (run.outcome and isinstance(read, dict)) or (run.lines and isinstance(read, list)):
+        if (run.outcome and isinstance(read, RunObject)) or (run.lines and isinstance(read, list)):
             raise ConfigurationError(
                 f"report: two files of the run '{key}' are of the same kind; name one of --json and one of --metrics"
             )
-        if isinstance(read, dict):
+        if isinstance(read, RunObject):
             run.outcome = read
         else:
             run.lines = read
@@ -200,12 +197,12 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     if len(runs) > MAX_RUNS:
         raise ConfigurationError(f"report: at most {MAX_RUNS} runs can be distinguished in a picture, got {len(runs)}")
     for run in runs:
-        if run.outcome and run.lines and run.outcome["steps"] != len(run.lines):
+        if run.outcome and run.lines and run.outcome.steps != len(run.lines):
             raise ConfigurationError(
-                f"report: the files of '{run.name}' are of different runs: --json has {run.outcome['steps']} "
+                f"report: the files of '{run.name}' are of different runs: --json has {run.outcome.steps} "
                 f"steps, --metrics {len(run.lines)}; name the files of each run differently"
             )
-    tasks = {run.outcome["task"]: run.name for run in runs if run.outcome}
+    tasks = {run.outcome.task: run.name for run in runs if run.outcome}
     if len(tasks) > 1:
         got = " and ".join(f"{task} ({name})" for task, name in tasks.items())
         raise ConfigurationError(f"report: runs of one task can be compared, got {got}; make a report of each")
@@ -213,7 +210,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     return runs
 
 
-def _read(path: str) -> dict[str, Any] | list[Line]:
+def _read(path: str) -> RunObject | list[Line]:
     try:
         if path.endswith("l"):
             return read_lines(path)
@@ -225,15 +222,12 @@ def _read(path: str) -> dict[str, Any] | list[Line]:
             return read_lines(path)
     except OSError as error:
         raise ConfigurationError(f"report: '{path}' cannot be read: {error.strerror}") from error
-    if not isinstance(outcome, dict):
-        raise ConfigurationError(f"report: '{path}' is no file that train has written with --json or --metrics")
-    missing = sorted(_REQUIRED_FIELDS - set(outcome))
-    if missing:
+    try:
+        return msgspec.convert(outcome, RunObject)
+    except msgspec.ValidationError as error:
         raise ConfigurationError(
-            f"report: '{path}' has no field '{missing[0]}', so train has not written it with --json; name a file of "
-            "--json or --metrics"
-        )
-    return outcome
+            f"report: '{path}' was not written by train ({error}); name a file of --json or --metrics"
+        ) from error
 
 
 def _shorten_names(runs: Sequence[Run]) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import jinja2
 import matplotlib
 from matplotlib.figure import Figure
+from mpicomp.bench.measure.run_fields import Quality, RunObject
 from mpicomp.bench.report.comparison import verdict
 from mpicomp.bench.report.numbers import amount, digits, seconds, times
 from mpicomp.bench.report.plots import STYLE, chosen, loss, phases, plans_in_words, sent_bytes
-from mpicomp.bench.report.runs import PHASES, Run, read_lines, read_runs
+from mpicomp.bench.report.runs import PHASES, Run, read_runs
 
 from mpicomp._version import __version__
 from mpicomp.system import whole_file
@@ -22,14 +23,6 @@ from mpicomp.system import whole_file
 def write_report(paths: Sequence[str], output: str, folder: str | None = None) -> int:
     """Write the report of one run, or of several compared; return the number of its pictures."""
     return draw_report(read_runs(paths), output, folder)
-
-
-def report_of_run(
-    outcome: dict[str, Any], lines: str | None, output: str, dense: tuple[dict[str, Any], str | None] | None = None
-) -> int:
-    """Write the report of a run that has just ended."""
-    found = [(_plan_name(outcome), outcome, lines), *([("dense", *dense)] if dense else [])]
-    return draw_report([Run(name, result, read_lines(path) if path else []) for name, result, path in found], output)
 
 
 def draw_report(runs: list[Run], output: str, folder: str | None = None) -> int:
@@ -54,7 +47,7 @@ def draw_report(runs: list[Run], output: str, folder: str | None = None) -> int:
         chosen=None if "chosen" in sources else plans_in_words(runs),
         names=[run.name for run in runs],
         rows=[row for name, form in _ROWS.items() if any((row := [name, *map(form, runs)])[1:])],
-        verdicts={run.name: run.outcome["verdict"] for run in runs if run.outcome} if len(runs) > 1 else {},
+        verdicts={run.name: run.outcome.verdict for run in runs if run.outcome} if len(runs) > 1 else {},
     )
     with whole_file(output) as file:
         file.write(text)
@@ -67,17 +60,18 @@ def _data_url(figure: Figure) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _plan_name(outcome: dict[str, Any]) -> str:
-    return str(outcome["policy"] if outcome["policy"] != "static" else outcome["compressor"])
+def plan_name(outcome: RunObject) -> str:
+    """Return the policy, or the compressor that was named."""
+    return outcome.policy if outcome.policy != "static" else outcome.compressor
 
 
 def _title(runs: Sequence[Run]) -> str:
-    task = next((str(run.outcome["task"]) for run in runs if run.outcome), None)
+    task = next((run.outcome.task for run in runs if run.outcome), None)
     training = f"Training {task}" if task else "Training"
     if len(runs) > 1:
         return f"{training}: {len(runs)} runs compared"
     outcome = runs[0].outcome
-    return f"{training}: {runs[0].name}" if outcome is None else f"{training} with {_plan_name(outcome)}"
+    return f"{training}: {runs[0].name}" if outcome is None else f"{training} with {plan_name(outcome)}"
 
 
 def _size(runs: Sequence[Run]) -> str:
@@ -85,27 +79,26 @@ def _size(runs: Sequence[Run]) -> str:
     outcomes = [run.outcome for run in runs if run.outcome]
     if outcomes:
         for key in ("ranks", "hosts"):
-            values = sorted({int(outcome[key]) for outcome in outcomes})
+            values = sorted({getattr(outcome, key) for outcome in outcomes})
             parts.append(f"{' or '.join(map(str, values))} {key.removesuffix('s') if values == [1] else key}")
-        if "parameters" in outcomes[0]:
-            parts.append(f"{outcomes[0]['parameters']:,} parameters")
+        parts.append(f"{outcomes[0].parameters:,} parameters")
     steps = sorted({run.steps for run in runs})
     return " · ".join([*parts, f"{' or '.join(f'{count:,}' for count in steps)} steps"])
 
 
 def _facts(run: Run) -> list[tuple[str, str, str]]:
-    outcome = run.outcome or {}
-    dense_s = outcome.get("dense_step_s")
+    outcome = run.outcome
+    dense_s = None if outcome is None else outcome.dense_step_s
     estimate = "" if dense_s is None else f"about {seconds(dense_s)} with dense exchange"
     facts = [("a step, median", seconds(run.step_s), estimate)]
-    if outcome:
-        quality = outcome["quality"]
+    if outcome is not None:
+        quality = outcome.quality
         facts.append((quality["name"], digits(quality["value"]), f"{quality['better']} is better"))
     sent, dense = run.bytes_per_step
     fewer = f"{times(dense / sent)} fewer than a dense ring" if 0 < sent < dense else f"{amount(dense)} in a dense ring"
     facts.append(("bytes that left a rank in a step", amount(sent), fewer if dense else ""))
-    if outcome.get("delay") is not None:
-        facts.append(("behind", f"{digits(outcome['delay'], 2)} steps", "of progress wait in residuals"))
+    if outcome is not None and outcome.delay is not None:
+        facts.append(("behind", f"{digits(outcome.delay, 2)} steps", "of progress wait in residuals"))
     skipped = sum(line.skipped for line in run.lines)
     if skipped:
         facts.append(("skipped", f"{skipped} steps", "a gradient was not finite"))
@@ -117,13 +110,13 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
 
 def _field(key: str, form: Callable[[Any], str] = str) -> Callable[[Run], str]:
     def text(run: Run) -> str:
-        value = (run.outcome or {}).get(key)
+        value = getattr(run.outcome, key, None)
         return "" if value is None else form(value)
 
     return text
 
 
-def _quality(quality: dict[str, Any]) -> str:
+def _quality(quality: Quality) -> str:
     return f"{quality['name']} {digits(quality['value'])}"
 
 

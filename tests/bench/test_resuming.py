@@ -74,15 +74,15 @@ def test_stopped_training_resumes_with_the_same_bits(comm, shared_folder, update
     stopped = first.step
     assert stopped == 6
     second, lines = run(comm, shared_folder, "stopped", updates)
-    assert second.resumed_at == stopped
+    assert second.run.resumed_at == stopped
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
     if comm.rank == 0:
-        assert second.quality == straight.quality
+        assert second.run.quality == straight.run.quality
     wire = sum(line["wire_bytes"] for line in lines[stopped:])
     assert comm.size > 1 or wire == 0
     if comm.rank == 0 and updates is None:
-        assert second.wire_bytes == pytest.approx(wire, rel=0.02)
+        assert second.run.wire_bytes == pytest.approx(wire, rel=0.02)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

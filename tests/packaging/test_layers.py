@@ -13,8 +13,8 @@ LAYERS = [
     ["mpicomp.bench.commands"],
     ["mpicomp.cli"],
     ["mpicomp.bench"],
-    ["mpicomp.bench.measure"],
     ["mpicomp.bench.report"],
+    ["mpicomp.bench.measure"],
     ["mpicomp.bench.lab", "mpicomp.bench.tasks"],
     ["mpicomp.systems"],
     ["mpicomp.torch", "mpicomp.testing", "mpicomp.checkpoint"],
@@ -53,7 +53,12 @@ HOMES = {
         "studies/update_exchanges.py",
     ),
     "matplotlib": ("bench/report/", "studies/"),
-    "msgspec": ("bench/report/runs.py", "bench/measure/metrics.py"),
+    "msgspec": (
+        "bench/report/runs.py",
+        "bench/measure/metrics.py",
+        "bench/measure/run_fields.py",
+        "bench/commands/train.py",
+    ),
     "cupy": ("mpicomp/device/cuda.py",),
 }
 

@@ -94,7 +94,7 @@ def test_plans_by_the_elements_that_they_have_carried():
     assert found[TOPK, "allgather"] == pytest.approx((18 / 32, 0.1))
     assert found[LESS, "allgather"] == pytest.approx((6 / 32, 0.05))
     assert found[DENSE, "ring"] == pytest.approx((8 / 32, 1.0))
-    assert choices.plans()[0].to_json() == {
+    assert choices.plans()[0].entry() == {
         "compressor": "topk",
         "compressor_config": TOPK.get_config(),
         "ratio": 0.1,

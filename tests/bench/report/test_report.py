@@ -64,8 +64,8 @@ def test_read_lines_with_a_torn_line_and_not_json_numbers(tmp_path, number):
     [
         ({"a.jsonl": '{"step": 0}\n'}, "line 1 of '.*a.jsonl' is no step of --metrics"),
         ({"a.jsonl": ""}, "holds no step"),
-        ({"a.json": '{"rows": []}'}, "has no field 'dense_wire_bytes', so train has not written it"),
-        ({"a.json": "[1]"}, "is no file that train has written"),
+        ({"a.json": '{"rows": []}'}, "was not written by train .*missing required field `task`"),
+        ({"a.json": "[1]"}, "was not written by train .*got `array`"),
         ({}, "cannot be read: No such file"),
     ],
 )
@@ -111,8 +111,8 @@ def test_verdict_ranks_runs_by_quality(tmp_path):
     for name, step_s, best in (("dense", 0.1, 0.97), ("quick", 0.001, 0.6), ("auto", 0.01, 0.97)):
         write_lines(tmp_path / f"{name}.jsonl", 100, step_s=step_s, change=reaching(best))
         config = {"id": "dense"} if name == "dense" else {"id": "topk", "ratio": 0.01}
-        plans = [{"compressor": config["id"], "compressor_config": config, "collective": "ring", "share": 1.0}]
-        write_outcome(tmp_path / f"{name}.json", 100, step_s=step_s, quality=best, plans=plans)
+        plan = {"compressor": config["id"], "compressor_config": config, "ratio": 1.0, "collective": "ring"}
+        write_outcome(tmp_path / f"{name}.json", 100, step_s=step_s, quality=best, plans=[plan | {"share": 1.0}])
     write_outcome(tmp_path / "quick.json", 100, step_s=0.001, quality=0.6, ranks=4)
     sentences = verdict(read_runs([str(path) for path in sorted(tmp_path.iterdir())]))
     assert re.match(r"auto comes first: it reaches a held-out accuracy of 0\.9\d+ after", sentences[0])
