@@ -120,7 +120,7 @@ class Registry(Generic[Object]):
             raise ConfigurationError(
                 f"{self._kind}: a configuration names its {self._kind} under 'id', got {parameters!r}"
             ) from None
-        cls = self._class(name)
+        cls: Any = self.cls(name)
         published = parameters.pop("as_published", False)
         check_flag(name, "as_published", published)
         if published and not hasattr(cls, "as_published"):
@@ -135,7 +135,10 @@ class Registry(Generic[Object]):
 
     def cls(self, name: str) -> type[Object]:
         """Return the class with a name."""
-        found: type[Object] = self._class(name)
+        self._load()
+        if name not in self._classes:
+            raise UnknownNameError(self._kind, name, self._classes)
+        found: type[Object] = self._classes[name]
         return found
 
     def classes(self) -> list[type[Object]]:
@@ -144,13 +147,7 @@ class Registry(Generic[Object]):
 
     def plugin(self, name: str) -> str | None:
         """Return the file of a class, or its module without one; None for a built-in class."""
-        return None if self._class(name).__module__.startswith("mpicomp.") else self._origins[name][0]
-
-    def _class(self, name: str) -> Any:
-        self._load()
-        if name not in self._classes:
-            raise UnknownNameError(self._kind, name, self._classes)
-        return self._classes[name]
+        return None if self.cls(name).__module__.startswith("mpicomp.") else self._origins[name][0]
 
     def _load(self) -> None:
         """Import modules that register classes, which may look up names themselves."""

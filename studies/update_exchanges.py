@@ -17,7 +17,6 @@ import torch
 from mpicomp.bench import devices
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task, list_tasks
-from mpicomp.bench.tasks.updating import inner_optimizer
 from numpy.typing import NDArray
 
 import mpicomp
@@ -27,6 +26,7 @@ from mpicomp.errors import UnknownNameError
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.setting_checks import check_least
 from mpicomp.torch import UpdateOptimizer
+from mpicomp.torch.local_muon import muon_and_adamw
 from mpicomp.transport import LocalWorld
 
 _STUDY = "update_exchanges"
@@ -86,7 +86,8 @@ ARMS = {
 
 def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch.optim.Optimizer:
     """Return a rank's optimizer, with a multiple of its rates."""
-    optimizer = inner_optimizer(task, model, arm.inner)
+    muon = arm.inner == "muon"
+    optimizer = muon_and_adamw(list(model.named_parameters()), model) if muon else task.optimizer(model)
     for group in optimizer.param_groups:
         group["lr"] *= rate
     return optimizer

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from mpicomp.bench.tasks.task import Task
 
-from mpicomp.torch.local_muon import muon_and_adamw
-
 
 class Updater:
     """Updates a model as its task wants it."""
@@ -38,16 +36,6 @@ class Updater:
         """Load what `state_dict` returned, after the optimizer's own."""
         if self._schedule is not None:
             self._schedule.load_state_dict(state)
-
-
-def inner_optimizer(task: Task, model: torch.nn.Module, inner: str) -> torch.optim.Optimizer:
-    """Return a task's optimizer; or, for ``"sgd"``, plain gradient descent at its rates; or ``"muon"`` with AdamW."""
-    if inner == "muon":
-        return muon_and_adamw(list(model.named_parameters()), model)
-    optimizer = task.optimizer(model)
-    if inner == "sgd":
-        return torch.optim.SGD([{"params": group["params"], "lr": group["lr"]} for group in optimizer.param_groups])
-    return optimizer
 
 
 _WARM_UP = 0.1  # share of the steps in which the rate rises

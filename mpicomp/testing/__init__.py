@@ -22,7 +22,7 @@ from mpicomp.policies import Policy
 from mpicomp.testing import collective_laws, compressor_laws, policy_laws
 from mpicomp.testing.examples import accumulated, awkward, example
 
-__all__ = ["Check", "accumulated", "awkward", "check_compressor", "checks", "example"]
+__all__ = ["Check", "accumulated", "awkward", "checks", "example"]
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,3 @@ def checks(compressor: Compressor | type[Scheme[Any]] | Policy) -> list[Check]:
             f"testing: checks are for a compressor, a collective's class or a policy, got {compressor!r}"
         )
     return [Check(law, compressor) for law in laws]
-
-
-def check_compressor(compressor: Compressor) -> None:
-    """Check every law of `checks`, in order.
-
-    Raises
-    ------
-    AssertionError
-        At the first law that is broken, with the result and the array.
-
-    Examples
-    --------
-    >>> import mpicomp
-    >>> check_compressor(mpicomp.TopK(ratio=0.05))
-    """
-    for check in checks(compressor):
-        check()
