@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -209,8 +209,8 @@ class _Ended(Pending):
 
 def _without_buffers(request: Request) -> Request:
     if isinstance(request, Round):
-        return replace(request, send=None, recv=None, arrived=None)
-    return _Ended(replace(request.task, send=None, recv=None, arrived=None))
+        return request.shape()
+    return _Ended(request.task.shape())
 
 
 def nonfinite_error(step: int, nonfinite: Sequence[BucketExchange], overflowed: bool) -> NonFiniteError:

@@ -207,6 +207,8 @@ class Step:
 
     def _release_buffers(self) -> None:
         """Drop arrays that records hold, as a bucket's plan changes: what the last one needed is released."""
+        for entry in self._transport.log:
+            entry.task = entry.task.shape()
         for done in self._done:
             done.release_buffers()
         for done in self._reducer.last_step.exchanges if self._reducer.last_step is not None else ():

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -79,6 +79,10 @@ class Round:
             case _:
                 elements = self.counts[0]
         return elements * self.dtype.itemsize
+
+    def shape(self) -> "Round":
+        """Return the round without arrays."""
+        return replace(self, send=None, recv=None, arrived=None)
 
     def buffer_bytes(self, group: Group) -> int:
         """Return the bytes of ``send`` and ``recv`` together, on the rank where they are most."""

@@ -37,8 +37,9 @@ class StartedRound(Pending):
         self.task = task
         self.some: _Some = MPI.Request.Testsome
         self.number = 0  # number of the round on its channel, from 1
-        # Rounds under way on its channel, this one among them: a test of one of them moves all on.
-        self.under_way: Collection[StartedRound] = (self,)
+        # Rounds under way on its channel, this one among them: a test of one of them moves all on. Empty where it is
+        # alone: a reference to itself would keep its arrays until Python looks for cycles.
+        self.under_way: Collection[StartedRound] = ()
 
     def test(self) -> bool:
         try:
@@ -55,7 +56,7 @@ class StartedRound(Pending):
             near, far = Naps(meanwhile=meanwhile), Naps(_EAGER, meanwhile, _LONGEST_S)
             before = None
             while not self.test():
-                left = sum(started.left for started in self.under_way)
+                left = sum(started.left for started in self.under_way or (self,))
                 rests = far if left > _RECEIVES + _SENDS else near
                 if left != before:
                     rests.reset()  # what comes next begins with a handshake, which must not be slept through
