@@ -352,7 +352,7 @@ def _policy(arguments: argparse.Namespace, compressor: "Compressor | None", choo
     from mpicomp.policies import UserSettings, get_policy
     from mpicomp.policies.warmup import WarmUp, read_warmup
 
-    default = "auto" if compressor is None else "interval" if chooses_steps else "static"
+    default = "interval" if chooses_steps else "auto" if compressor is None else "static"
     config = read_named("train", "--policy", arguments.policy or default)
     policy = get_policy(config)
     if arguments.warmup is not None and read_warmup(arguments.warmup)[0]:

@@ -25,7 +25,6 @@ class StepTimes:
     """Seconds of a step outside of exchanges, by telemetry of the slowest rank."""
 
     def __init__(self) -> None:
-        self._steps_after: dict[int, int] = {}  # by exchange since the last report, the steps before the next one
         self.clear()
 
     def clear(self) -> None:
@@ -33,19 +32,17 @@ class StepTimes:
         self._compute_s: deque[float] = deque(maxlen=_COMPUTE_STEPS)
         self._last: tuple[int, float] | None = None  # exchange, and when its last bucket was ready
 
-    def on_step_end(self, step: int, local_steps: int) -> None:
-        """Note how many steps are made before the next exchange, if more than one may be."""
-        self._steps_after[step] = local_steps
-
     def observe(self, report: StepReport) -> None:
         ready, end = float(report.latest[-1, 3]), float(report.latest[-1, 1])
         if self._last is not None and report.step > self._last[0]:
             last_step, last_ready = self._last
-            steps = [self._steps_after.get(step, 1) for step in range(last_step, report.step)]
-            compute_s = (ready - last_ready) - len(steps) * (end - ready)
-            self._compute_s.append(compute_s / sum(steps))
-        self._steps_after = {step: steps for step, steps in self._steps_after.items() if step >= report.step}
+            compute_s = (ready - last_ready) - (report.step - last_step) * (end - ready)
+            self._compute_s.append(compute_s / self.steps_between(last_step, report.step))
         self._last = report.step, ready
+
+    def steps_between(self, exchange: int, later: int) -> int:
+        """Return the steps from one exchange to a later one."""
+        return later - exchange
 
     @property
     def compute_s(self) -> float:

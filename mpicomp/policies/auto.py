@@ -15,7 +15,7 @@ from mpicomp.cost import CostModel
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.adaptive import MeasuredPolicy
-from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey, local_steps_penalty
+from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
 from mpicomp.policies.plan_selector import SWITCH_MARGIN, PlanSelector, collectives_for
 from mpicomp.policies.plan_tradeoff import MIN_GAIN, PlanTradeoff
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
@@ -57,8 +57,7 @@ class Auto(MeasuredPolicy):
 
     Candidates are selections at many ratios, all elements in few bits, and dense. Seconds come from the cost model, in
     the order in which buckets become ready. A dynamic program over the penalty (L-GreCo's, with the end of the last
-    bucket in place of bytes) finds the best plans. If ranks exchange updates of local steps, their number is chosen,
-    too.
+    bucket in place of bytes) finds the best plans.
 
     Parameters
     ----------
@@ -73,7 +72,6 @@ class Auto(MeasuredPolicy):
         "collectives"
     )
     resumes: ClassVar[bool] = False
-    local_choices: ClassVar[Sequence[int]] = (1, 2, 4, 8, 16)  # the harm of more is not known well enough
 
     fidelity: float = 0.7
 
@@ -103,9 +101,6 @@ class Auto(MeasuredPolicy):
         if not is_dense:
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, settings.feedback)
-        self._local_choices = self.local_choices if settings.local_steps else (1,)
-        self._local_steps = self._local_choices[0]
-        self._executed = 1  # steps that ranks have made since the last exchange
         self._compresses = not is_dense
         self._chooses = False  # whether there are plans that are not dense: not on one rank
         self._ladder = self._ratios = np.array([])  # of one wire; of all levels that have a ratio
@@ -121,7 +116,7 @@ class Auto(MeasuredPolicy):
         self._allowed: list[NDArray[np.int64]] = []  # by bucket, the rows that may run
         self._sends_jointly: list[NDArray[np.bool_]] = []  # by bucket and row, whether all ranks send the same elements
         self._reason = "dense: no gradient statistics yet"
-        self._age = self._trained = 0  # exchanges, and the steps that ranks have made
+        self._age = 0  # exchanges
         self._reset_surveys()
         self._search_is_due = False
         self._ready: NDArray[np.float64] | None = None  # of buckets, relative to the last one
@@ -132,10 +127,6 @@ class Auto(MeasuredPolicy):
         self._surveyed_step = -1  # of the second one of two surveys in a row
         self._survey_lr: float | None = None  # the learning rate since which surveys are scheduled
         self._searched_s = math.nan  # predicted seconds of the plans of the last search
-
-    @property
-    def local_steps(self) -> int:
-        return self._local_steps
 
     def survey(self, bucket: int) -> Survey | None:
         """Return the survey of a bucket until statistics are known, and then in two steps in a row now and then."""
@@ -210,10 +201,6 @@ class Auto(MeasuredPolicy):
             self._surveyed_step = step
             self._schedule_next_search(_INTERVAL_GROWTH * self._interval)
         self._age += 1
-        self._trained += self._executed
-        self._executed = self._local_steps
-        if len(self._local_choices) > 1 and self._selector.measured:
-            self.step_times.on_step_end(step, self._local_steps)
         self._step += 1
 
     def on_telemetry(self, report: StepReport) -> None:
@@ -251,12 +238,7 @@ class Auto(MeasuredPolicy):
             self._statistics[bucket].observe(surveys)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "age": self._age,
-            "trained": self._trained,
-            "local_steps": self._local_steps,
-            "elements": self._statistics_by_name(),
-        }
+        return {"age": self._age, "elements": self._statistics_by_name()}
 
     def _statistics_by_name(self) -> dict[str, Mapping[str, Any]]:
         """Return the statistics of each bucket by its first parameter."""
@@ -265,9 +247,6 @@ class Auto(MeasuredPolicy):
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         self._age = int(state.get("age", 0))
-        self._trained = int(state.get("trained", self._age))
-        if state.get("local_steps") in self._local_choices:
-            self._local_steps = int(state["local_steps"])
         self._search_is_due = True
         self._allow_dense()
         self._restored = {str(name): statistics for name, statistics in state.get("elements", {}).items()}
@@ -326,23 +305,14 @@ class Auto(MeasuredPolicy):
         return int(rows[self._selector.seconds(bucket)[rows].argmin()])
 
     def _search_plans(self) -> None:
-        """Search for better plans with the current state, and for the number of local steps."""
+        """Search for better plans with the current state."""
         self._searched_s = math.nan
-        tradeoff = self._tradeoff(self._local_steps)
+        tradeoff = self._tradeoff()
         if tradeoff is None:
             if self._is_known:  # else plans stay until the signal is known again after a jump
                 self._allow_dense()
             return
         rows = self._best_rows(tradeoff)
-        least = (1 - SWITCH_MARGIN) * tradeoff.cost(rows)
-        # Fewer exchanges save nothing that is known before the time outside of them is.
-        for steps in self._local_choices if self._selector.measured and self.step_times.compute_s else ():
-            other = None if steps == self._local_steps else self._tradeoff(steps)
-            if other is not None:
-                other_rows = self._best_rows(other)
-                if other.cost(other_rows) < least:
-                    self._local_steps, tradeoff, rows = steps, other, other_rows
-                    least = other.cost(other_rows)
         self._allowed = [
             np.flatnonzero((penalties <= penalties[row] * (1 + 1e-9)) & (selects <= selects[row]))
             for penalties, selects, row in zip(tradeoff.penalties, self._selecting(), rows, strict=True)
@@ -353,24 +323,20 @@ class Auto(MeasuredPolicy):
             f"convergence penalty {tradeoff.penalty(rows):.2g} of at most {tradeoff.limit:.2g}, "
             f"signal is {signal:.2g} of the energy"
         )
-        if len(self._local_choices) > 1:
-            self._reason += f", {self._local_steps} local steps"
 
-    def _tradeoff(self, local_steps: int) -> PlanTradeoff | None:
-        """Return time against penalty of all rows with so many local steps; None if too little is known."""
+    def _tradeoff(self) -> PlanTradeoff | None:
+        """Return time against penalty of all rows; None if too little is known."""
         if not self._chooses or not self._is_known or all(statistics.is_zero for statistics in self._statistics):
             return None
         buckets = range(len(self._shapes))
         total = sum(statistics.importance for statistics in self._statistics)
         return PlanTradeoff(
-            penalties=[self._penalties(bucket, self._trained / local_steps) for bucket in buckets],
+            penalties=[self._penalties(bucket, self._age) for bucket in buckets],
             seconds=[self._selector.seconds(bucket) for bucket in buckets],
             weights=[statistics.importance / total for statistics in self._statistics],
             ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
             compute_s=self.step_times.compute_s,
             limit=1 - self.fidelity,
-            local_steps=local_steps,
-            local_penalty=local_steps_penalty(local_steps, self._trained),
         )
 
     def _best_rows(self, tradeoff: PlanTradeoff) -> list[int]:

@@ -24,7 +24,6 @@ Array = NDArray[np.float64]
 # -zeta(1/2) / sqrt(2 pi); Siegmund 1979, doi:10.2307/1426855.
 _OVERSHOOT = 0.5826
 _LOSS_FACTOR = 1.5  # a loss counts more than that of the elements alone, which others depend on: docs/policies.md
-_STEPS_PER_LOCAL_STEP = 5.0  # by which training falls behind for each local step beyond the first: docs/policies.md
 _THRESHOLDS = 48  # that are tried; penalties between them are interpolated
 _THRESHOLD_RANGE = 0.1, 1e4  # times the smallest and the largest scale: none, and one that hardly anything exceeds
 
@@ -341,12 +340,6 @@ def delay_penalty(delay: float, signal: float, ranks: int, age: float, normalise
     efficiency = 1 / np.sqrt(burst / (signal + (1 - signal) / ranks)) if normalises else 1.0
     lost = 1 - efficiency * (1 - min(1.0, delay / max(age, 1.0)))
     return float(min(_LOSS_FACTOR * lost, 1.0))
-
-
-def local_steps_penalty(steps: int, trained: float) -> float:
-    """Return the penalty of ``steps`` local steps from one exchange to the next, after ``trained`` steps."""
-    # The gradients of other ranks come late, which is a large share of the steps at the beginning only
-    return float(min(_STEPS_PER_LOCAL_STEP * (steps - 1) / max(trained, 1.0), 1.0))
 
 
 def _joint_bursts(steps: Array, signals: Array, ranks: int) -> Array:

@@ -8,7 +8,7 @@ from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies.adaptive import MeasuredPolicy
+from mpicomp.policies.adaptive import MeasuredPolicy, StepTimes
 from mpicomp.policies.plan_selector import PlanSelector, collectives_for
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of, model_of
 from mpicomp.registry import register
@@ -16,8 +16,20 @@ from mpicomp.rounds import Rounds
 from mpicomp.setting_checks import is_number
 from mpicomp.transport.base import Transport
 
+_STEPS = 1, 2, 5, 10, 20, 40  # docs/updates.md has what they cost
 _BITS = 1, 2, 4
 _STAY_RATIO = 1.2  # of the share that the last choice may take, so that noise in seconds changes nothing
+
+
+class _LocalStepTimes(StepTimes):
+    """Seconds of a step where ranks make several from one exchange to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps_after: dict[int, int] = {}  # by exchange since the last report
+
+    def steps_between(self, exchange: int, later: int) -> int:
+        return sum(self.steps_after.pop(number, 1) for number in range(exchange, later))
 
 
 @register
@@ -38,9 +50,13 @@ class Interval(MeasuredPolicy):
     id: ClassVar[str] = "interval"
     paper: ClassVar[str] = "none"
     resumes: ClassVar[bool] = False
-    local_choices: ClassVar[Sequence[int]] = (1, 2, 5, 10, 20, 40)  # docs/updates.md has what they cost
 
     share: float = 0.25
+
+    def __post_init__(self) -> None:
+        self.chooses_steps = False  # set by the optimizer that makes `sync_every` steps before the next exchange
+        super().__post_init__()
+        self.step_times: _LocalStepTimes = _LocalStepTimes()
 
     def check(self) -> None:
         if not is_number(self.share) or not 0 < self.share <= 1:
@@ -52,13 +68,13 @@ class Interval(MeasuredPolicy):
         self._pinned = None if settings.collective == "auto" else settings.collective
         bind(self.compressor, self._pinned or fitting(self.compressor)[0])
         self._selector = PlanSelector(self.id, self.feedback, settings.cost)
-        self._choices = self.local_choices if settings.local_steps else (1,)
-        self._chosen = self._choices[0], 0  # local steps, and the level of what is exchanged after them
+        self._chosen = 1, 0  # steps before the next exchange, and the level of what is exchanged after them
         self._reason = "no step was timed yet"
         self._is_due = False
 
     @property
-    def local_steps(self) -> int:
+    def sync_every(self) -> int:
+        """Steps until the next exchange, the same on all ranks."""
         return self._chosen[0]
 
     def levels(self) -> list[Compressor]:
@@ -93,17 +109,18 @@ class Interval(MeasuredPolicy):
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         if self._selector.measured:
-            self.step_times.on_step_end(step, self.local_steps)
+            self.step_times.steps_after[step] = self.sync_every
 
     def on_telemetry(self, report: StepReport) -> None:
         self._is_due |= self._learn(report)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"local_steps": self.local_steps, "level": self._chosen[1]}
+        return {"sync_every": self.sync_every, "level": self._chosen[1]}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        if state.get("local_steps") in self._choices and state.get("level") in range(len(self.levels()) + 1):
-            self._chosen = int(state["local_steps"]), int(state["level"])
+        choices = _STEPS if self.chooses_steps else (1,)
+        if state.get("sync_every") in choices and state.get("level") in range(len(self.levels()) + 1):
+            self._chosen = int(state["sync_every"]), int(state["level"])
         super().load_state_dict(state, cost)
 
     def _choose(self) -> None:
@@ -112,12 +129,13 @@ class Interval(MeasuredPolicy):
         step_s = self.step_times.compute_s
         if not step_s:
             return
+        choices = _STEPS if self.chooses_steps else (1,)
         tables = [(table, self._selector.seconds(bucket)) for bucket, table in enumerate(self._selector.tables)]
         levels = range(tables[0][0].kept.size)
         exchange_s = [sum(float(seconds[table.of(level)].min()) for table, seconds in tables) for level in levels]
         fits = [
             (steps, level)
-            for steps in self._choices
+            for steps in choices
             for level in levels
             if exchange_s[level] <= self.share * steps * step_s * (_STAY_RATIO if (steps, level) == self._chosen else 1)
         ]
@@ -125,7 +143,7 @@ class Interval(MeasuredPolicy):
             steps = fits[0][0]
             self._chosen = max(choice for choice in fits if choice[0] == steps)
         else:
-            self._chosen = self._choices[-1], min(levels, key=exchange_s.__getitem__)
+            self._chosen = choices[-1], min(levels, key=exchange_s.__getitem__)
         steps, level = self._chosen
         share = exchange_s[level] / (steps * step_s)
         self._reason = (

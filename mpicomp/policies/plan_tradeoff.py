@@ -32,20 +32,18 @@ class PlanTradeoff:
     ready: Sequence[float]  # seconds at which each bucket is ready, relative to the last one
     compute_s: float  # seconds of a step outside of exchanges
     limit: float  # the largest share of steps that may be lost
-    local_steps: int = 1  # from one exchange to the next
-    local_penalty: float = 0.0  # share of steps that is lost by these, whatever is exchanged
 
     def penalty(self, rows: Sequence[int]) -> float:
         """Return the share of steps that is lost with a row for every bucket."""
         parts = zip(self.penalties, rows, self.weights, strict=True)
-        return self.local_penalty + float(sum(penalty[row] * weight for penalty, row, weight in parts))
+        return float(sum(penalty[row] * weight for penalty, row, weight in parts))
 
     def seconds_of_step(self, rows: Sequence[int]) -> float:
         """Return the seconds of a step with a row for every bucket."""
         end = -math.inf
         for seconds, row, ready in zip(self.seconds, rows, self.ready, strict=True):
             end = max(end, ready) + seconds[row]
-        return float((self.local_steps * self.compute_s + end) / self.local_steps)
+        return float(self.compute_s + end)
 
     def cost(self, rows: Sequence[int]) -> float:
         """Return what the best rows have least of: seconds of a step over the square of its progress."""
@@ -64,10 +62,9 @@ class PlanTradeoff:
         parts = zip(self.penalties, rows, self.weights, strict=True)
         penalties = [penalty[kept] * weight for penalty, kept, weight in parts]
         seconds = [of_bucket[kept] for of_bucket, kept in zip(self.seconds, rows, strict=True)]
-        limit = max(0.0, self.limit - self.local_penalty)
-        ends, choice_at = least_makespan(penalties, seconds, self.ready, limit, _PENALTY_BINS)
-        totals = self.local_penalty + np.minimum(np.arange(ends.size) / _PENALTY_BINS, 1.0) * limit
-        costs = (self.local_steps * self.compute_s + ends) / np.maximum(1 - totals, _MIN_PROGRESS) ** _CAUTION
+        ends, choice_at = least_makespan(penalties, seconds, self.ready, self.limit, _PENALTY_BINS)
+        totals = np.minimum(np.arange(ends.size) / _PENALTY_BINS, 1.0) * self.limit
+        costs = (self.compute_s + ends) / np.maximum(1 - totals, _MIN_PROGRESS) ** _CAUTION
         choice = choice_at(int(costs.argmin()))
         return [int(kept[setting]) for kept, setting in zip(rows, choice, strict=True)]
 

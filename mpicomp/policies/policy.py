@@ -85,8 +85,6 @@ class UserSettings:
         See `mpicomp.Reducer`.
     normalises : bool
         See `mpicomp.Reducer`.
-    local_steps : bool
-        Whether the policy chooses the number of local steps between two exchanges.
     """
 
     compressor: Compressor | None = None
@@ -94,7 +92,6 @@ class UserSettings:
     feedback: bool | None = None
     cost: CostModel | str | None = None
     normalises: bool = True
-    local_steps: bool = False
 
 
 class BucketOutcome(NamedTuple):
@@ -155,8 +152,6 @@ class Policy(metaclass=Configurable):
     """The paper that the policy comes from, and the deviations from it."""
     resumes: ClassVar[bool] = True
     """Whether plans are the same after a checkpoint as without one; not if gradients are surveyed again first."""
-    local_choices: ClassVar[Sequence[int]] = (1,)
-    """Numbers of local steps between two exchanges of updates that it can choose from, ascending."""
 
     def __post_init__(self) -> None:
         self.compressor: Compressor
@@ -188,11 +183,6 @@ class Policy(metaclass=Configurable):
     def cost(self) -> CostModel | None:
         """The cost model that predicts seconds; None before the first step, or if the policy predicts none."""
         return None
-
-    @property
-    def local_steps(self) -> int:
-        """Local steps until the next exchange, the same on all ranks."""
-        return 1
 
     @property
     def bucket_bytes(self) -> int | None:

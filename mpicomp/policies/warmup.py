@@ -141,10 +141,6 @@ class WarmUp(Policy):
         return self.then.cost
 
     @property
-    def local_steps(self) -> int:
-        return self._active.local_steps
-
-    @property
     def bucket_bytes(self) -> int | None:
         return self.then.bucket_bytes
 

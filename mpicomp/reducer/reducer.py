@@ -112,7 +112,7 @@ class Reducer:
     """
 
     _normalises = True  # see `mpicomp.reducer.special_reducers.TrainingReducer`
-    _local_steps = False
+    _default_policy: str | None = None
 
     @check_arguments("reducer")
     def __init__(
@@ -164,9 +164,8 @@ class Reducer:
         if self.nonfinite not in _NONFINITE:
             raise UnknownNameError("nonfinite", self.nonfinite, _NONFINITE)
         compressor = None if self._compressor is None else get_compressor(self._compressor)
-        policy, planner, warmup = make_planner(
-            named, UserSettings(compressor, self._collective, self._feedback, None, self._normalises, self._local_steps)
-        )
+        user_settings = UserSettings(compressor, self._collective, self._feedback, None, self._normalises)
+        policy, planner, warmup = make_planner(named, user_settings, self._default_policy)
         self.seed = to_whole("reducer", "seed", self._seed)
         cut_bytes = None if self._bucket_bytes is None else to_whole("reducer", "bucket_bytes", self._bucket_bytes, 1)
         decay = to_decay(self._decay)
@@ -189,7 +188,6 @@ class Reducer:
             "bucket_bytes": planner.bucket_bytes or cut_bytes,
             "seed": self.seed,
             "normalises": bool(self._normalises),
-            "local_steps": bool(self._local_steps),
             "feedback_decay": decay,
         }
         """Settings that have to be the same on all ranks."""
@@ -223,11 +221,6 @@ class Reducer:
     def cost(self) -> CostModel | None:
         """The cost model of links, operations and kernels; None before the first step or where nothing is predicted."""
         return self.planner.cost
-
-    @property
-    def local_steps(self) -> int:
-        """Steps that ranks are to make by themselves until they call `reduce` again; the same on all ranks."""
-        return self.planner.local_steps
 
     def reduce(
         self,

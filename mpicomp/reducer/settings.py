@@ -138,20 +138,15 @@ def check_settings(settings: Mapping[str, Any], compressor: Any, subsystem: str,
 
 
 def make_planner(
-    named: Policy | str | Mapping[str, Any] | None, settings: UserSettings
+    named: Policy | str | Mapping[str, Any] | None, settings: UserSettings, default: str | None = None
 ) -> tuple[Policy, Policy, int | str]:
     """Return the configured policy, the policy that plans first (the warm-up, if any), and the warm-up's setting."""
-    default = "auto" if settings.compressor is None else "interval" if settings.local_steps else "static"
+    default = default or ("auto" if settings.compressor is None else "static")
     policy = get_policy({"id": default} | dict(named) if isinstance(named, Mapping) else named or default)
     if policy.serves:
         raise ConfigurationError(
             f"reducer: this policy ({policy.id}) serves another reducer; make a second object, or pass its name or "
             "configuration"
-        )
-    if settings.local_steps and len(policy.local_choices) == 1:
-        raise ConfigurationError(
-            "reducer: the number of steps that ranks make between exchanges is chosen by policy='auto' or 'interval', "
-            f"got policy='{policy.id}'; name one number of steps"
         )
     chosen = None if isinstance(named, Mapping) and "id" not in named else named
     warmup = choose_warmup(policy.warmup, settings.compressor, settings.collective, chosen, settings.feedback)

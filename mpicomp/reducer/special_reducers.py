@@ -32,12 +32,11 @@ class TrainingReducer(Reducer):
     """A reducer of a training loop, which knows how its optimizer uses means.
 
     ``normalises`` is whether the optimizer divides the mean by the root of its mean square, as Adam does: late
-    gradients then arrive in bursts that make its steps smaller. With ``local_steps`` the policy chooses how many there
-    are from one `reduce` to the next; see `Reducer.local_steps`.
+    gradients then arrive in bursts that make its steps smaller. ``default_policy`` is the policy where none is named.
     """
 
-    def __init__(self, *args: Any, normalises: bool = True, local_steps: bool = False, **settings: Any) -> None:
-        self._normalises, self._local_steps = normalises, local_steps
+    def __init__(self, *args: Any, normalises: bool = True, default_policy: str | None = None, **settings: Any) -> None:
+        self._normalises, self._default_policy = normalises, default_policy
         super().__init__(*args, **settings)
 
 

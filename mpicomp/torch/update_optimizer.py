@@ -9,7 +9,8 @@ import torch
 from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies import Policy
+from mpicomp.policies import Policy, get_policy
+from mpicomp.policies.interval import Interval
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.settings import check_arguments
@@ -70,11 +71,10 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         ``model.named_parameters()`` or the model, with every parameter of the optimizer that requires a gradient. One
         that is frozen later has a change of zero. Complex ones are exchanged as pairs of reals.
     sync_every : int or "auto"
-        Steps from one exchange to the next. ``"auto"`` begins with one and increases it, up to 16, where measured
-        seconds predict that training gets further in the same time. With a compressor it is the least of 1, 2, 5, 10,
-        20 and 40 with which the exchange is predicted to take at most a quarter of the steps before it, and a
-        compressor with a number of bits gets as many as fit in that quarter: its own, 2, 4, or dense. Both are chosen
-        again whenever seconds are measured; the record has the reason.
+        Steps from one exchange to the next. ``"auto"`` is the policy ``interval``: it begins with one, and takes the
+        least of 1, 2, 5, 10, 20 and 40 with which the exchange, dense without a compressor, is predicted to take at
+        most a quarter of the steps before it. A compressor with a number of bits gets as many as fit in that quarter:
+        its own, 2, 4, or dense. Both are chosen again whenever seconds are measured; the record has the reason.
     compressor, collective, policy, feedback, feedback_decay, comm, warmup
         See `mpicomp.Reducer`; its steps are exchanges.
     outer : mapping, optional
@@ -152,6 +152,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             pairs = named_pairs(named_parameters, WHO, ranks)
             one: Any = CombinedOptimizer(optimizer, WHO) if isinstance(optimizer, list | tuple) else optimizer
             found = _check_arguments(one, pairs, sync_every, compressor, outer, compare_every, settings, ranks)
+            if sync_every == AUTO and policy is not None:
+                _check_chooses(policy)
             return one, pairs, *found
 
         inner, pairs, parameters, chosen = make_for_replicas(check, lambda made: made[2], transport, WHO)
@@ -171,14 +173,16 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             nonfinite,
             transport,
             normalises=False,
-            local_steps=sync_every == AUTO,
+            default_policy=Interval.id if sync_every == AUTO else None,
             **settings,
         )
+        if sync_every == AUTO:
+            reducer.policy.chooses_steps = True  # type: ignore[attr-defined]
         shared = SharedParameters(reducer, parameters, compared, inner, outer, compare_every, same_batches)
     wrapped = wrap(inner, UpdateProxy, "Updating")
     wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in pairs}
     wrapped._mpicomp_steps = 0
-    wrapped._mpicomp_chooses = sync_every == AUTO
+    wrapped._mpicomp_interval = reducer.policy if sync_every == AUTO else None
     wrapped._mpicomp_every = 1 if sync_every == AUTO else sync_every
     wrapped._mpicomp_shared = shared
     wrapped._mpicomp_skips = nonfinite == "skip"
@@ -237,6 +241,14 @@ def _check_arguments(
     for plain in optimizers_in(optimizer):
         check_not_nested(plain, WHO, averages_gradients=False)
     return parameters, chosen
+
+
+def _check_chooses(policy: Policy | str | Mapping[str, Any]) -> None:
+    named = get_policy({"id": Interval.id} | dict(policy) if isinstance(policy, Mapping) else policy)
+    if not isinstance(named, Interval):
+        raise ConfigurationError(
+            f"{WHO}: sync_every='{AUTO}' is policy '{Interval.id}', got policy='{named.id}'; name a number of steps"
+        )
 
 
 def _check_outer(outer: Mapping[str, Any]) -> None:

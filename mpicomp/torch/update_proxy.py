@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mpicomp.errors import ConfigurationError
+from mpicomp.policies.interval import Interval
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.system import abort, say
@@ -32,7 +33,7 @@ class UpdateProxy(OptimizerProxy):
     _mpicomp_exchanges = True
     _step_supports_amp_scaling = True  # a GradScaler calls step() also where this rank's gradients overflowed
     _mpicomp_steps: int
-    _mpicomp_chooses: bool  # whether the policy chooses the number of steps to an exchange
+    _mpicomp_interval: Interval | None  # the policy that chooses the number of steps to an exchange
     _mpicomp_every: int
     _mpicomp_shared: SharedParameters
     _mpicomp_skips: bool
@@ -159,8 +160,8 @@ class UpdateProxy(OptimizerProxy):
             if self._mpicomp_join.is_over:
                 return
         yield from self._mpicomp_shared.exchange_changes(learning_rate(self))
-        if self._mpicomp_chooses:
-            self._mpicomp_steps, self._mpicomp_every = 0, self.reducer.local_steps
+        if self._mpicomp_interval is not None:
+            self._mpicomp_steps, self._mpicomp_every = 0, self._mpicomp_interval.sync_every
 
     def _mpicomp_find_active(self, join: "JoinProgress") -> Rounds[None]:
         """Agree on the ranks that have had batches since the last exchange."""
@@ -199,7 +200,7 @@ class UpdateProxy(OptimizerProxy):
             return
         self._mpicomp_shared.load_state_dict(state)
         self._mpicomp_steps = int(state["steps"])
-        if self._mpicomp_chooses:
+        if self._mpicomp_interval is not None:
             self._mpicomp_every = int(state["sync_every"])
 
     def _mpicomp_has_loaded(self) -> bool:

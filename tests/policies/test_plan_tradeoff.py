@@ -203,15 +203,6 @@ def test_where_nothing_may_be_lost():
     assert tradeoff.best() == [1]
 
 
-def test_local_steps_share_one_exchange():
-    """From the definition: four steps of 1 s and 2 s of exchange are 1.5 s a step, of which 3/4 count, squared."""
-    rows = [np.array([0.25, 0.0])], [np.array([2.0, 6.0])]
-    tradeoff = PlanTradeoff(*rows, [1.0], [0.0], compute_s=1.0, limit=0.5, local_steps=4)
-    assert tradeoff.cost([0]) == pytest.approx(1.5 / 0.75**2)
-    assert tradeoff.cost([1]) == pytest.approx(2.5)
-    assert tradeoff.best() == [1]
-
-
 @pytest.mark.parametrize(
     ("seconds", "penalties", "selecting", "expected"),
     [

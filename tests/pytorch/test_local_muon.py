@@ -399,7 +399,7 @@ BAD = [
     (hidden, {"lr": -1.0}, "LocalMuon: lr must be at least 0, got -1.0"),
     (hidden, {"adamw_lr": 0}, "adamw_lr must be above 0, since that of Muon is kept as a ratio"),
     (hidden, {"adamw_lr": float("nan")}, "LocalMuon: adamw_lr must be at least 0, got nan"),
-    (hidden, {"sync_every": "auto", "policy": "static"}, "by policy='auto' or 'interval', got policy='static'"),
+    (hidden, {"sync_every": "auto", "policy": "static"}, "sync_every='auto' is policy 'interval', got policy='static'"),
     (hidden, {"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
     (lambda: [nn.Parameter(torch.ones(3, 3))], {}, "got a parameter without a name"),
 ]

@@ -125,7 +125,7 @@ UPDATES = {
     "outer": {"compressor": "topk", "sync_every": 2, "outer": {"lr": 0.7, "momentum": 0.9}, "feedback_decay": 0.95},
     "powersgd": {"compressor": "powersgd", "sync_every": 3},
     "random": {"compressor": "qsgd", "sync_every": 2},
-    "auto": {"sync_every": "auto", "policy": "auto"},
+    "auto": {"policy": "auto"},
 }
 
 

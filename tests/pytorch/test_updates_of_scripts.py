@@ -185,7 +185,7 @@ def test_added_groups_and_schedulers():
     [
         ({"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
         ({"sync_every": "often"}, "sync_every must be an integer of at least 1, or 'auto', got 'often'"),
-        ({"sync_every": "auto", "policy": "static"}, "chosen by policy='auto' or 'interval', got policy='static'"),
+        ({"sync_every": "auto", "policy": "static"}, "sync_every='auto' is policy 'interval', got policy='static'"),
         ({"outer": {"rate": 1}}, "outer must have some of lr, momentum"),
         ({"outer": {"sign": 1.0}}, r"outer\['sign'\] must be True or False, got 1.0"),
         ({"outer": {"sign": True, "momentum": 0.9}}, "outer has momentum and takes the sign of changes"),
