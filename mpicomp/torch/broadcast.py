@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.serialization import default_restore_location
 
 from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError, warn_user
@@ -21,6 +22,7 @@ from mpicomp.transport.connect import run_over
 _BYTE, _SIZE = np.dtype(np.uint8), np.dtype(np.int64)
 _PARAMETERS, _STATE = "broadcast_parameters", "broadcast_optimizer_state"
 _NOT_SENT = ("params", "param_names")
+_SHARD = "this rank's rows of a DTensor"
 
 
 @check_arguments(_PARAMETERS)
@@ -87,10 +89,13 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
 def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:
     problem: MpicompError | None = None
     specs: list[ArraySpec] | None = None
+    states: dict[str, bytes] = {}
     try:
         modules = dict(_modules_with_state(model))
         tensors = _tensors_of(model, modules, group)
-        states = {name: _packed_state(name, module) for name, module in modules.items()} if group.rank == root else {}
+        advice = "pass the model's tensors alone: model.named_parameters()"
+        for name, module in modules.items() if group.rank == root else ():
+            states[name] = _packed(module.get_extra_state(), _PARAMETERS, f"'{name}'", advice)
         specs = [ArraySpec(name, _kind(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
         specs += [ArraySpec(name, "extra state", ()) for name in modules]
         tensors = {name: exchanged(tensor) for name, tensor in tensors.items()}
@@ -111,44 +116,34 @@ def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:
 
 def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
     problem: MpicompError | None = None
-    signature, content = None, None
-    state: dict[str, Any] = {}
+    signature: Signature | None = None
     try:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(f"{_STATE}: a torch optimizer is needed, got {type(optimizer).__name__}")
         settings = {"root": root, "class of the optimizer": type(optimizer).__name__}
         settings |= {"len(param_groups)": len(optimizer.param_groups)}
         signature = Signature(settings, array_specs(dict(_members(optimizer))))
-        state = _state_of(optimizer)
         if group.rank == root:
-            _check_state(state, optimizer)
-            kinds = [(local_of(tensor).device.type == "cpu", is_sharded(tensor)) for tensor in _leaves(state)]
-            what = f"the state of {type(optimizer).__name__}"
-            content = _packed([kinds, _skeleton(state)], _STATE, what, "load the checkpoint on every rank")
+            _check_state(optimizer)
     except MpicompError as error:
         problem = error
     yield from agree(signature, _check_root(root, group, _STATE) or problem, group, _STATE)
     if isinstance(optimizer, OptimizerProxy):
         yield from _drop_partial_load(optimizer, group)
-    kinds, like = _unpacked((yield from _bytes_from_root(content, root, group)))
-    left = iter(kinds)
-    groups = []
-    for root_settings, settings in zip(like["groups"], state["groups"], strict=True):
-        groups.append((yield from _filled(root_settings, settings, torch.empty(0), left, root, group)))
-    states = []
-    for (_, parameter), root_state, present in zip(_members(optimizer), like["states"], state["states"], strict=True):
-        states.append((yield from _filled(root_state, present, parameter, left, root, group)))
-    if group.rank == root:
-        return
-    for member, settings in zip(optimizer.param_groups, groups, strict=True):
-        member.update(settings)
-    for (_, parameter), filled in zip(_members(optimizer), states, strict=True):
-        if filled is None:
+    for settings in optimizer.param_groups:
+        sent = yield from _value_from_root(_settings_of(settings), torch.empty(0), root, group)
+        if group.rank != root:
+            settings.update(_filled(sent, settings, None))
+    for _, parameter in _members(optimizer):  # one at a time, since all of them may be larger than the model
+        sent = yield from _value_from_root(optimizer.state.get(parameter), parameter, root, group)
+        if sent is None:
             optimizer.state.pop(parameter, None)
-        else:
-            optimizer.state[parameter] = filled
-    if like["progress"]:
-        optimizer._mpicomp_load_progress(like["progress"])
+        elif group.rank != root:
+            optimizer.state[parameter] = _filled(sent, optimizer.state.get(parameter), parameter)
+    if hasattr(optimizer, "_mpicomp_progress"):
+        progress = yield from _value_from_root(optimizer._mpicomp_progress(), torch.empty(0), root, group)
+        if group.rank != root:
+            optimizer._mpicomp_load_progress(progress)
 
 
 def _drop_partial_load(optimizer: OptimizerProxy, group: Group) -> Rounds[None]:
@@ -205,21 +200,26 @@ def _bytes_from_root(content: bytes | None, root: int, group: Group) -> Rounds[b
 
 def _packed(value: Any, subsystem: str, what: str, advice: str) -> bytes:
     """Return a value as bytes that run no code when they are read, or raise the error of another value."""
-    file = io.BytesIO()
     try:
-        torch.save(value, file)
-        _unpacked(file.getvalue())
+        content = _saved(value)
+        _unpacked(content)
     except Exception as error:
         text = str(error).partition("\n")[0]
         raise ConfigurationError(
             f"{subsystem}: {what} must consist of tensors, numbers, strings, dicts and lists, and cannot be sent "
             f"({type(error).__name__}: {text:.80}); {advice}"
         ) from None
+    return content
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
     return file.getvalue()
 
 
-def _unpacked(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=True)
+def _unpacked(content: Any, place: Any = None) -> Any:
+    return torch.load(io.BytesIO(content), map_location=place, weights_only=True)
 
 
 def _modules_with_state(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -228,11 +228,6 @@ def _modules_with_state(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         for name, module in model.named_modules():
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                 yield f"{name}{'.' if name else ''}_extra_state", module
-
-
-def _packed_state(name: str, module: torch.nn.Module) -> bytes:
-    advice = "pass the model's tensors alone: model.named_parameters()"
-    return _packed(module.get_extra_state(), _PARAMETERS, f"'{name}'", advice)
 
 
 def _without_others(entries: Mapping[str, Any], group: Group) -> dict[str, Any]:
@@ -298,10 +293,7 @@ def _kind(name: str, tensor: Any) -> str:
 @torch.no_grad()
 def _sparse_from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[None]:
     """Overwrite a sparse tensor with the root's, of any number of elements."""
-    content = None
-    if group.rank == root:
-        content = _packed(tensor.detach().cpu(), _PARAMETERS, "a sparse tensor", "make it dense")
-    new = _unpacked((yield from _bytes_from_root(content, root, group))).to(tensor.device)
+    new = yield from _value_from_root(tensor, tensor, root, group)
     if group.rank == root:
         return
     if tensor.layout != torch.sparse_coo:
@@ -317,82 +309,70 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]
     ]
 
 
-def _state_of(optimizer: Any) -> dict[str, Any]:
-    progress = getattr(optimizer, "_mpicomp_progress", dict)
-    return {
-        "groups": [
-            {key: value for key, value in group.items() if key not in _NOT_SENT} for group in optimizer.param_groups
-        ],
-        "states": [optimizer.state.get(parameter) for _, parameter in _members(optimizer)],
-        "progress": progress(),
-    }
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_SENT}
 
 
-def _check_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse sparse tensors, and shards that are not of the same rows as the parameter."""
-    parameters: list[Any] = [*[None] * len(state["groups"]), *(parameter for _, parameter in _members(optimizer))]
-    for parameter, held in zip(parameters, [*state["groups"], *state["states"]], strict=True):
-        for tensor in _leaves(held):
-            problem = f"of layout {tensor.layout}" if tensor.layout != torch.strided else None
-            if is_sharded(tensor) and not (is_sharded(parameter) and _cut_of(tensor) == _cut_of(parameter)):
-                problem = f"a DTensor {_cut_of(tensor)}"
-            if problem is not None:
-                raise ConfigurationError(
-                    f"{_STATE}: state tensors must be dense, and sharded as their parameter or not at all, got one "
-                    f"that is {problem}"
-                )
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a state that cannot be sent, and shards that are not of the same rows as the parameter."""
+    states = [(parameter, optimizer.state.get(parameter)) for _, parameter in _members(optimizer)]
+    held = [(None, _settings_of(group)) for group in optimizer.param_groups] + states
+    plain = [_plain(value, parameter, with_values=False) for parameter, value in held]
+    _packed(plain, _STATE, f"the state of {type(optimizer).__name__}", "load the checkpoint on every rank")
 
 
 def _cut_of(tensor: Any) -> str:
     return f"of shape {tuple(tensor.shape)} with placements {tuple(tensor.placements)} on {tensor.device_mesh}"
 
 
-def _leaves(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
+def _plain(value: Any, parameter: Any, with_values: bool = True) -> Any:
+    """Return a copy of what ``torch.load`` reads by its defaults: a shard is its rank's tensor in a dict."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(inner)
-
-
-def _skeleton(value: Any) -> Any:
-    """Return a copy whose tensors have no values."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty(local_of(value).shape, dtype=value.dtype, device="meta")
+        if not is_sharded(value):
+            return value.detach().clone() if with_values else torch.empty(0)  # of a view all its memory would be saved
+        if not (is_sharded(parameter) and _cut_of(value) == _cut_of(parameter)):
+            raise ConfigurationError(
+                f"{_STATE}: state tensors must be sharded as their parameter or not at all, got one that is a DTensor "
+                f"{_cut_of(value)}"
+            )
+        return {_SHARD: _plain(local_of(value), None, with_values)}
     if isinstance(value, dict):
-        return {key: _skeleton(inner) for key, inner in value.items()}
+        return {key: _plain(inner, parameter, with_values) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_skeleton(inner) for inner in value] if isinstance(value, list) else tuple(map(_skeleton, value))
+        items = [_plain(inner, parameter, with_values) for inner in value]
+        return items if isinstance(value, list) else tuple(items)
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _filled(
-    like: Any, present: Any, parameter: torch.Tensor, kinds: Iterator[tuple[bool, bool]], root: int, group: Group
-) -> Rounds[Any]:
-    """Return the root's value, in this rank's tensors where they fit.
+def _value_from_root(value: Any, parameter: torch.Tensor, root: int, group: Group) -> Rounds[Any]:
+    """Return the root's value, with its tensors on the host or on the parameter's device."""
+    content = None
+    if group.rank == root:
+        content = _saved(_plain(value, parameter))
+    content = yield from _bytes_from_root(content, root, group)
+    if group.rank == root:
+        return value
+    restore: Any = default_restore_location  # which has no types
+    device = str(local_of(parameter).device)
+    return _unpacked(content, lambda data, place: restore(data, place if place == "cpu" else device))
 
-    ``kinds`` say of each tensor whether it is on the host, and whether it is a shard like the parameter.
-    """
-    if isinstance(like, torch.Tensor):
-        is_on_host, is_shard = next(kinds)
+
+@torch.no_grad()
+def _filled(sent: Any, present: Any, parameter: Any) -> Any:
+    """Return the root's value, in this rank's tensors where they fit."""
+    if isinstance(sent, torch.Tensor):
         present = local_of(present)
-        fits = isinstance(present, torch.Tensor) and (present.dtype, present.shape) == (like.dtype, like.shape)
-        fits = fits and present.layout == torch.strided and 0 not in present.stride()
-        if not fits and group.rank != root:
-            present = torch.empty_like(like, device="cpu" if is_on_host else local_of(parameter).device)
-        yield from from_root(present, root, group)
-        return shard_like(parameter, present) if is_shard else present
-    if isinstance(like, dict):
+        fits = isinstance(present, torch.Tensor) and (present.dtype, present.shape) == (sent.dtype, sent.shape)
+        fits = fits and present.layout == sent.layout == torch.strided and 0 not in present.stride()
+        return present.copy_(sent) if fits else sent
+    if isinstance(sent, dict):
+        if sent.keys() == {_SHARD}:
+            return shard_like(parameter, _filled(sent[_SHARD], present, None))
         known = present if isinstance(present, dict) else {}
-        members: dict[Any, Any] = {}
-        for key, inner in like.items():
-            members[key] = yield from _filled(inner, known.get(key), parameter, kinds, root, group)
-        return members
-    if isinstance(like, list | tuple):
-        matches = isinstance(present, list | tuple) and len(present) == len(like)
-        items = []
-        for inner, item in zip(like, present if matches else [None] * len(like), strict=True):
-            items.append((yield from _filled(inner, item, parameter, kinds, root, group)))
-        return items if isinstance(like, list) else tuple(items)
-    return like
+        return {key: _filled(inner, known.get(key), parameter) for key, inner in sent.items()}
+    if isinstance(sent, list | tuple):
+        matches = isinstance(present, list | tuple) and len(present) == len(sent)
+        pairs = zip(sent, present if matches else [None] * len(sent), strict=True)
+        items = [_filled(inner, item, parameter) for inner, item in pairs]
+        return items if isinstance(sent, list) else tuple(items)
+    return sent
