@@ -14,7 +14,6 @@ from torch import nn
 
 from mpicomp.errors import ConfigurationError, DisagreementError
 from mpicomp.torch import LocalMuon, Muon
-from mpicomp.torch.local_muon import orthogonalize
 from mpicomp.transport import LocalWorld
 
 
@@ -202,17 +201,6 @@ def test_muon_takes_convolutions_as_matrices(shape):
     torch.testing.assert_close(whole.flatten(1), flat)
 
 
-@pytest.mark.parametrize("shape", [(5, 40), (40, 5), (12, 12)], ids=str)
-def test_orthogonalize_keeps_singular_vectors(shape):
-    matrix = np.random.default_rng(0).normal(size=shape)
-    left, _, right = np.linalg.svd(matrix, full_matrices=False)
-    rotated = left.T @ orthogonalize(torch.from_numpy(matrix)).double().numpy() @ right.T
-    singular = np.diag(rotated)
-    assert np.abs(rotated - np.diag(singular)).max() < 0.05
-    assert singular.min() > 0.5
-    assert singular.max() < 1.3
-
-
 class Tied(nn.Module):
     """A language model whose output is the embedding, and what else has no gradient."""
 
@@ -311,29 +299,6 @@ def test_resumed_run_has_the_same_bits(settings):
     assert others.bits() == ranks.bits()
     ranks.world.run([optimizer.synchronizing() for optimizer in ranks.optimizers])
     assert ranks.same()
-
-
-def test_scaled_16_bit_training():
-    """A GradScaler and autocast: an overflow on one rank leaves out its step of both optimizers."""
-    ranks = ranks_of(2, lambda: hidden(torch.float32), sync_every=1)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
-    for number in range(3):
-        with torch.autocast("cpu", torch.bfloat16):
-            ranks.scaled_step(scalers, number)
-        assert ranks.same()
-    assert [scaler.get_scale() for scaler in scalers] == [2.0**10, 2.0**9]
-    assert [int(optimizer.state[model[0].bias]["step"]) for model, optimizer in ranks.pairs] == [3, 2]
-    assert np.isfinite(ranks.values()).all()
-
-
-def test_compiled_models_train_as_plain_ones():
-    plain, compiled = ranks_of(2, sync_every=3), ranks_of(2, sync_every=3)
-    forward = {id(model): torch.compile(model, backend="aot_eager") for model in compiled.models}
-    compiled.loss = lambda model, rank, step: loss_of(forward[id(model)], rank, step)
-    plain.run(range(6))
-    compiled.run(range(6))
-    np.testing.assert_allclose(compiled.values(), plain.values(), rtol=0, atol=1e-3)  # products round to bfloat16
-    assert compiled.same()
 
 
 def test_unused_parameters_stay_as_they_are():
@@ -461,18 +426,6 @@ def test_ranks_choose_the_same_steps_and_bits(comm):
         assert len(set(comm.allgather((optimizer.sync_every, str(record.compressor), record.reason)))) == 1
         assert len(set(comm.allgather(bits(model)))) == 1
         assert (" local steps of " in record.reason) == (comm.size > 1)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_run_out_of_batches(comm):
-    model = hidden()
-    with LocalMuon(model, comm=comm, sync_every=2) as optimizer:
-        with optimizer.join():
-            for step in range(2 + 2 * comm.rank):
-                optimizer.zero_grad()
-                loss_of(model, comm.rank, step).backward()
-                optimizer.step()
-        assert len(set(comm.allgather(bits(model)))) == 1
 
 
 @pytest.mark.mpi(min_size=2)

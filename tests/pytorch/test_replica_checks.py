@@ -24,7 +24,6 @@ from replicas import (
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.transport import LocalWorld
 
 
@@ -89,23 +88,6 @@ def test_rate_that_differs_is_refused_in_that_step(comm, wrap, scheduled, tensor
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 2
     train(model, optimizer, range(71, 75), comm.rank)
     assert_replicas(model, comm)
-
-
-def test_settings_in_tensors_are_noticed_when_written():
-    world, betas = LocalWorld(2), [(torch.tensor(0.9), torch.tensor(0.99)) for _ in range(2)]
-    groups = [end.group for end in world.transports]
-    plain = [torch.optim.Adam(network().parameters(), lr=0.1, betas=pair, capturable=True) for pair in betas]
-    checks = [SettingsCheck(optimizer, "X") for optimizer in plain]
-
-    def call(method):
-        return world.run([getattr(check, method)(group) for check, group in zip(checks, groups, strict=True)])
-
-    call("compare")
-    assert call("begin") == [False, False]
-    betas[1][1].fill_(0.5)
-    assert call("begin") == [False, True]
-    with pytest.raises(DisagreementError, match=r"\['betas'\] must be the same on all ranks"):
-        call("compare")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -101,19 +101,6 @@ def test_residuals_are_in_units_of_the_unscaled_gradient(comm):
 
 
 @pytest.mark.mpi(max_size=2)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_after_the_step(comm, set_to_none):
-    pair = Pair(comm)
-    for step in range(4):
-        square(pair.model, step, comm.rank).backward()
-        pair.optimizer.step()
-        pair.optimizer.zero_grad(set_to_none=set_to_none)
-        assert all((p.grad is None) == set_to_none for p in pair.model.parameters())
-        pair.reference.step(square, step)
-    pair.check()
-
-
-@pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_mean_that_was_not_used_is_no_mean_of_the_next_backward(comm, overlap):
     pair = Pair(comm, overlap=overlap)
