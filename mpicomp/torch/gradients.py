@@ -16,6 +16,7 @@ from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.rounds.reports import from_one
 from mpicomp.torch.arguments import array_specs, as_real
+from mpicomp.torch.join import JOIN_ADVICE, Join
 from mpicomp.torch.overlap import BackwardOverlap
 from mpicomp.torch.replica_checks import (
     BROADCAST_ADVICE,
@@ -31,12 +32,6 @@ from mpicomp.transport.base import Value
 from mpicomp.transport.scheduler import ProgressThread
 
 _WHO = "DistributedOptimizer"
-_JOIN_ADVICE = (
-    "while some ranks had no batches left, others changed it outside the optimizer's step: do so in a hook of "
-    "register_step_post_hook, which runs on all ranks"
-)
-
-_joined: "Gradients | None" = None  # of the optimizer of this process whose ranks may run out of batches now
 
 
 class Gradients(ExtraExchange):
@@ -73,12 +68,7 @@ class Gradients(ExtraExchange):
         self._compared = False  # whether values were compared, too
         self._frozen_with_gradient: set[str] = set()  # on some rank, in the last step
         self._has_warned = False  # of a sparse gradient
-        # Ranks that run out of batches.
-        self._settings_at_join: dict[str, Any] | None = None
-        self._enabling_join = self._join_enabled = False
-        self._active_known = False  # whether ranks know in this step which of them have batches
-        self._active = np.ones(self.group.size, bool)
-        self._has_empty_steps = False  # whether some rank has made a step without a batch
+        self.join = Join(self.group.size)
         self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # means, and their versions
         # Gradients that lie in the reducer's buckets.
         reducer.layout.holds_gradients = as_views
@@ -95,18 +85,13 @@ class Gradients(ExtraExchange):
         return self._overlap.overlaps
 
     @property
-    def joined(self) -> bool:
-        """Whether ranks may run out of batches."""
-        return self._settings_at_join is not None
+    def has_begun(self) -> bool:
+        """Whether a part of this step's exchange has begun, during backward."""
+        return self._overlap.has_begun
 
     @property
     def group(self) -> Group:
         return self._reducer.transport.group
-
-    @property
-    def first_active(self) -> int:
-        """The first rank that has batches in this step."""
-        return int(self._active.argmax())
 
     def parameter(self, name: str) -> torch.Tensor:
         return self._parameters[name]
@@ -150,7 +135,7 @@ class Gradients(ExtraExchange):
             try:
                 for name, parameter in self._parameters.items():
                     self._make_dense(name, parameter)
-                self._find_active()
+                self.join.find_active(self)
                 self._problem = problem or self._find_expanded() or self._overlap.find_change(self._parameters)
                 self.stale = self._problem is not None or self._overlap.obstacle != 0 or self.loaded_state.is_due
                 if not self.frozen and self.run(self._settings.begin(self.group)):
@@ -165,7 +150,7 @@ class Gradients(ExtraExchange):
                 self._shards.fail(error)
                 raise
             finally:
-                self._active_known = False
+                self.join.is_known = False
                 self._step_watch.end_step()
             self._write(means)
             self._move_into_buckets()
@@ -190,7 +175,9 @@ class Gradients(ExtraExchange):
                 changed[name] = gradient
         return changed
 
-    def run(self, exchange: Rounds[Value]) -> Value:
+    def run(self, exchange: Rounds[Value], activity: str | None = None) -> Value:
+        if activity is not None:
+            self._reducer.transport.set_activity(activity)
         return self._reducer.transport.run(self._reducer.counting_bytes(exchange))
 
     def close(self) -> None:
@@ -205,13 +192,13 @@ class Gradients(ExtraExchange):
         as_views = self._reducer.layout.holds_gradients
         settings = {
             "compare_every": self._fingerprint.every,
-            "join()": self.joined,
+            "join()": self.join.settings is not None,
             "gradient_as_bucket_view": as_views,
         }
-        if self._enabling_join:
-            settings |= self._settings_at_join or {}
+        if self.join.is_beginning:
+            settings |= self.join.settings or {}
         yield from agree(Signature(settings, array_specs(trained)), self._problem, self.group, _WHO)
-        if self._enabling_join:
+        if self.join.is_beginning:
             return None
         yield from agree(Signature({}, array_specs(frozen)), None, self.group, f"{_WHO}: frozen parameters")
         if not self.frozen:  # ranks without batches receive the settings of one that has some
@@ -221,7 +208,7 @@ class Gradients(ExtraExchange):
         uncompared, obstacles, loaded, *held = (yield from gather_rows(np.array(flags, np.uint8), self.group)).T
         self._frozen_with_gradient = {name for name, ranks in zip(frozen, held, strict=True) if ranks.any()}
         if uncompared.any():
-            yield from self._compare(BROADCAST_ADVICE)
+            yield from self.compare(BROADCAST_ADVICE)
         if loaded.any():
             yield from self.loaded_state.compare(loaded, self.group)
         self._overlap.handle_obstacles(obstacles, self.group)
@@ -236,7 +223,8 @@ class Gradients(ExtraExchange):
         order = yield from from_one({"names": [*self._arrived, *self._parameters]}, self.group, _WHO)
         self._parameters = {name: self._parameters[name] for name in order["names"]}
 
-    def _compare(self, advice: str) -> Rounds[None]:
+    def compare(self, advice: str) -> Rounds[None]:
+        """Compare all ranks' parameters bit for bit."""
         yield from check_same(dict(reversed(list(self._exchanged().items()))), self.group, _WHO, advice)
 
     # The exchange.
@@ -244,7 +232,7 @@ class Gradients(ExtraExchange):
     def exchange(self) -> Rounds[bool]:
         exchanged = self._exchanged()
         gradients = [] if self.frozen else [p.grad for p in exchanged.values() if p.grad is not None]
-        advice = _JOIN_ADVICE if self._has_empty_steps else DRIFT_ADVICE
+        advice = JOIN_ADVICE if self.join.has_empty_steps else DRIFT_ADVICE
         yield from self._fingerprint.compare(exchanged, self.group, gradients, advice)
         yield from self._settings.finish(self.group)
         return True
@@ -299,10 +287,19 @@ class Gradients(ExtraExchange):
                     raise
         if means is None:
             means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), extra=self)
-        if self._active.size != self.group.size:  # ranks were lost
-            self._active = np.ones(self.group.size, bool)
+        if self.join.active.size != self.group.size:  # ranks were lost
+            self.join.active = np.ones(self.group.size, bool)
         self._overlap.end_exchange()
         return means
+
+    def exchange_zeros(self) -> None:
+        """Let all ranks agree, those in a step among them. Collective."""
+        self.stale, self._problem = True, None
+        self._exchange({name: _zeros_like(parameter) for name, parameter in self._exchanged().items()}, None, set())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the optimizer's settings by name."""
+        return self._settings.settings()
 
     def _write(self, means: Mapping[str, torch.Tensor]) -> None:
         record = self._reducer.last_step
@@ -324,11 +321,9 @@ class Gradients(ExtraExchange):
         return self._reducer.stream(thread, self._scale(), self)
 
     def _scale(self) -> float:
-        return self._active_factor() / (1.0 if self._loss_scale is None else self._loss_scale())
-
-    def _active_factor(self) -> float:
-        """Return the factor from a mean over all ranks to one over those that have batches."""
-        return self.group.size / int(self._active.sum()) if self.frozen else 1.0
+        """Return the factor from a mean over all ranks to one over those with batches, of unscaled gradients."""
+        of_active = self.group.size / int(self.join.active.sum()) if self.frozen else 1.0
+        return of_active / (1.0 if self._loss_scale is None else self._loss_scale())
 
     def _add_hooks(self) -> None:
         """Add hooks to parameters that require a gradient by now."""
@@ -377,83 +372,8 @@ class Gradients(ExtraExchange):
         if self._agreed is None:
             self._arrived[name] = None
         if self.overlaps and not self._overlap.has_begun:
-            self._find_active()
+            self.join.find_active(self)
         self._overlap.take(name, parameter, self._new_stream)
-
-    # Ranks that run out of batches.
-
-    def join(self) -> None:
-        """Let ranks run out of batches from now on; not collective."""
-        global _joined
-        if self._shards.exists:
-            raise ConfigurationError(
-                "join: the model is sharded, and torch would wait for the shards of a rank that has no batches left; "
-                "give all ranks equally many, as torch.utils.data.DistributedSampler does"
-            )
-        if _joined is not None:
-            raise ConfigurationError(
-                "join: one optimizer's join() at a time: a rank that has no batches left takes part in the steps of one"
-            )
-        if self._overlap.has_begun:
-            raise ConfigurationError(
-                "join: it began between backward() and step(), when the exchange had begun already; put the whole loop "
-                "into it"
-            )
-        _joined = self
-        self._settings_at_join = self._settings.settings()  # names after "join()", which an error so names first
-        self._join_enabled = self._active_known = self._has_empty_steps = False
-
-    def leave_join(self) -> None:
-        global _joined
-        _joined = None
-        self._settings_at_join = None
-        self._active_known = self.idle = self.frozen = False
-
-    def step_without_batch(self) -> bool:
-        """Begin a step of a rank that has no batches left; return False where no rank has any. Collective."""
-        self.idle = True
-        if self._overlap.has_begun:
-            self.average(
-                None,
-                ConfigurationError(
-                    "join: the loop of this rank ended between backward() and step(), when the exchange had begun "
-                    "already; step after every backward, or put it into `with optimizer.accumulate():`"
-                ),
-            )
-        self._find_active()
-        if self._active.any():
-            return True
-        if self._has_empty_steps:
-            self.run(self._compare(_JOIN_ADVICE))
-        return False
-
-    def _find_active(self) -> None:
-        """Find out which ranks have batches in this step. Collective where some may have none."""
-        if _joined is not None and _joined is not self and self.group.size > 1:
-            raise ConfigurationError(
-                "join: another optimizer than the one that joins is exchanged inside of it, where ranks that have no "
-                "batches left do not take part; one optimizer a loop can be served"
-            )
-        if not self.joined or self._active_known:
-            return
-        if not self._join_enabled:
-            self._enable_join()
-        self._reducer.transport.set_activity("join(): who has batches left")
-        rows = self.run(gather_rows(np.uint8(not self.idle), self.group))
-        self._active = rows.astype(bool)
-        self._has_empty_steps = self._has_empty_steps or self.frozen
-        self.frozen = not self._active.all()
-        self._active_known = True
-
-    def _enable_join(self) -> None:
-        """Check that all ranks have entered `join`. Collective, also with ranks that are in a plain step."""
-        self._enabling_join = self.stale = True
-        self._problem = None
-        try:
-            self._exchange({name: _zeros_like(parameter) for name, parameter in self._exchanged().items()}, None, set())
-        finally:
-            self._enabling_join = False
-        self._join_enabled = True
 
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,23 +1,115 @@
-"""Ranks that run out of batches at different times."""
+"""Ranks that run out of batches at different times: one without any steps with zeros until none has any."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from mpicomp.rounds import Rounds
+from mpicomp.errors import ConfigurationError
+from mpicomp.rounds import Rounds, gather_rows
 from mpicomp.rounds.reports import from_one
 from mpicomp.torch.arguments import members_of
 from mpicomp.torch.broadcast import from_root
-from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.replica_checks import settings_of
 
+if TYPE_CHECKING:
+    from mpicomp.torch.gradients import Gradients
 
-def run_empty_steps(optimizer: Any, gradients: Gradients, scaler: torch.amp.GradScaler | None) -> None:
+JOIN_ADVICE = (
+    "while some ranks had no batches left, others changed it outside the optimizer's step: do so in a hook of "
+    "register_step_post_hook, which runs on all ranks"
+)
+
+_joined: "Join | None" = None  # of the optimizer of this process whose ranks may run out of batches now
+
+
+class Join:
+    """Which ranks have batches, while the loops of all run inside of an optimizer's ``join()``."""
+
+    def __init__(self, size: int) -> None:
+        self.settings: dict[str, Any] | None = None  # of the optimizer when its loop began; None outside of one
+        self.is_beginning = False  # while ranks agree that all have entered
+        self.is_known = False  # whether ranks know in this step which of them have batches
+        self.active = np.ones(size, bool)
+        self.has_empty_steps = False  # whether some rank has made a step without a batch
+        self._has_begun = False
+
+    @contextmanager
+    def entered(self, gradients: "Gradients") -> Iterator[None]:
+        """Let ranks run out of batches inside; not collective."""
+        global _joined
+        if gradients.has_shards:
+            raise ConfigurationError(
+                "join: the model is sharded, and torch would wait for the shards of a rank that has no batches left; "
+                "give all ranks equally many, as torch.utils.data.DistributedSampler does"
+            )
+        if _joined is not None:
+            raise ConfigurationError(
+                "join: one optimizer's join() at a time: a rank that has no batches left takes part in the steps of one"
+            )
+        if gradients.has_begun:
+            raise ConfigurationError(
+                "join: it began between backward() and step(), when the exchange had begun already; put the whole loop "
+                "into it"
+            )
+        self.settings = gradients.settings()  # names after "join()", which an error so names first
+        self._has_begun = self.is_known = self.has_empty_steps = False
+        _joined = self
+        try:
+            yield
+        finally:
+            _joined = self.settings = None
+            self.is_known = gradients.idle = gradients.frozen = False
+
+    def find_active(self, gradients: "Gradients") -> None:
+        """Find out which ranks have batches in this step. Collective where some may have none."""
+        if _joined is not None and _joined is not self and gradients.group.size > 1:
+            raise ConfigurationError(
+                "join: another optimizer than the one that joins is exchanged inside of it, where ranks that have no "
+                "batches left do not take part; one optimizer a loop can be served"
+            )
+        if self.settings is None or self.is_known:
+            return
+        if not self._has_begun:
+            self.is_beginning = True
+            try:
+                gradients.exchange_zeros()  # ranks that have not entered are in a step
+            finally:
+                self.is_beginning = False
+            self._has_begun = True
+        has_batch = gather_rows(np.uint8(not gradients.idle), gradients.group)
+        self.active = gradients.run(has_batch, "join(): who has batches left").astype(bool)
+        self.has_empty_steps = self.has_empty_steps or gradients.frozen
+        gradients.frozen = not self.active.all()
+        self.is_known = True
+
+    def begin_empty_step(self, gradients: "Gradients") -> bool:
+        """Begin a step of a rank that has no batches left; return False where no rank has any. Collective."""
+        gradients.idle = True
+        if gradients.has_begun:
+            gradients.average(
+                None,
+                ConfigurationError(
+                    "join: the loop of this rank ended between backward() and step(), when the exchange had begun "
+                    "already; step after every backward, or put it into `with optimizer.accumulate():`"
+                ),
+            )
+        self.find_active(gradients)
+        if self.active.any():
+            return True
+        if self.has_empty_steps:
+            gradients.run(gradients.compare(JOIN_ADVICE))
+        return False
+
+
+def run_empty_steps(optimizer: Any, gradients: "Gradients", scaler: torch.amp.GradScaler | None) -> None:
     """Take part in the steps of ranks that have batches left, until none has."""
     parameters = list(members_of(optimizer))
     before = [parameter.grad for parameter in parameters]
     try:
-        while gradients.step_without_batch():
+        while gradients.join.begin_empty_step(gradients):
             for parameter in parameters:
                 parameter.grad = None
             if scaler is None:
@@ -31,9 +123,9 @@ def run_empty_steps(optimizer: Any, gradients: Gradients, scaler: torch.amp.Grad
             parameter.grad = gradient
 
 
-def copy_active_step(optimizer: Any, gradients: Gradients) -> Rounds[None]:
+def copy_active_step(optimizer: Any, gradients: "Gradients") -> Rounds[None]:
     """Copy the first active rank's settings and changed means to idle ranks, such as learning rates and clipping."""
-    root = gradients.first_active
+    root = int(gradients.join.active.argmax())
     is_root = gradients.group.rank == root
     changed = gradients.changed_gradients() if is_root else {}
     content = {

@@ -227,12 +227,10 @@ class _Distributed(OptimizerProxy):
         done. Means are those of the ranks that have batches. While some rank has none, policies keep their plans. An
         error that leaves the loop communicates nothing.
         """
-        self._mpicomp_gradients.join()
-        try:
+        gradients = self._mpicomp_gradients
+        with gradients.join.entered(gradients):
             yield
-            run_empty_steps(self, self._mpicomp_gradients, self._mpicomp_scaler)
-        finally:
-            self._mpicomp_gradients.leave_join()
+            run_empty_steps(self, gradients, self._mpicomp_scaler)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         plain_step = super(OptimizerProxy, self).step  # type: ignore[misc]
