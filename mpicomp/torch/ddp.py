@@ -33,20 +33,11 @@ class DDPState:
     ----------
     model : torch.nn.parallel.DistributedDataParallel
         The model that the hook is registered with; its process group has the ranks of ``comm``.
-    compressor, collective, policy, comm
-        See `mpicomp.Reducer`.
-    overlap : bool, optional
-        Whether buckets are exchanged during backward; False exchanges all of them with the last one, as None does where
-        all ranks are on one host and torch's threads use all of its cores.
+    compressor, collective, policy, comm, overlap, warmup, same_batches, **settings
+        See `mpicomp.torch.DistributedOptimizer`. Without ``overlap`` all buckets are exchanged with the last one.
     allow_nccl : bool
         Whether the process group may be on NCCL. Its kernels and an MPI call that waits for the same device can wait
         for each other forever; pass True only where the two never run at the same time.
-    same_batches : bool
-        Whether ranks are meant to draw the same batches: else there is a warning.
-    warmup : int, str or None
-        The policy's, see `mpicomp.Reducer`.
-    **settings
-        Further settings of `mpicomp.Reducer`.
 
     Attributes
     ----------
@@ -192,17 +183,7 @@ def _no_sparse(name: str) -> str:
 def ddp_comm_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of DistributedDataParallel over MPI, compressed, with error feedback.
 
-    Parameters
-    ----------
-    state : DDPState
-        The model's.
-    bucket : torch.distributed.GradBucket
-        From DistributedDataParallel.
-
-    Returns
-    -------
-    torch.futures.Future
-        For the bucket's buffer with the mean; it is set after the last bucket of the step.
+    The future that it returns has the bucket's buffer with the mean; it is set after the last bucket of the step.
 
     Examples
     --------
