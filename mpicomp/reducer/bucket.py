@@ -234,9 +234,10 @@ class Bucket:
         self._needs = scheme, overwrites
 
     def settle(self, accumulated: GradientWithResidual, result: Result) -> None:
-        """Subtract what was sent from the sum, as it is in scratch, or keep it if the sum may not be overwritten."""
+        """Subtract a sent array from the sum, as it is in scratch, or keep it if the sum may not be overwritten."""
         sent = result.sent
-        if isinstance(sent, Selection) or result.leaves != "sum" or _is_all_of(accumulated.array(), sent):
+        assert not isinstance(sent, Selection)
+        if _is_all_of(accumulated.array(), sent):
             return
         if not self.feedback:
             result.sent = accumulated.array()

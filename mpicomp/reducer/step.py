@@ -13,6 +13,7 @@ from mpicomp.arrays import ArraySpec, is_finite
 from mpicomp.collectives import Result
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.compressors.gradient_with_residual import GradientWithResidual
+from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import HOST
 from mpicomp.errors import AgreedRankFailure, MessageError, MpicompError, RankFailedError
 from mpicomp.policies import BucketOutcome, StepReport
@@ -198,8 +199,9 @@ class Step:
         self._agrees = self._agrees or result.stale
         if result.stale:
             done.survey = None
-        with bucket.device.active():
-            bucket.settle(accumulated, result)
+        if result.leaves == "sum" and not isinstance(result.sent, Selection):
+            with bucket.device.active():
+                bucket.settle(accumulated, result)
         accumulated.may_be_overwritten = result.leaves != "sum"  # where it is not, the sum is still there
         self._done.append(done)
         if result.nonfinite:
