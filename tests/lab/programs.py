@@ -64,7 +64,11 @@ def send(comm, size, repetitions):
         elif comm.rank == comm.size - 1:
             comm.Recv(data, 0)
     comm.Barrier()
-    return comm.gather({name: value - before[name] for name, value in counted().items()})
+    after: dict[str, int] = {}
+    while (now := counted()) != after:  # packets that were sent again may still be on the way
+        after = now
+        time.sleep(0.3)
+    return comm.gather({name: value - before[name] for name, value in after.items()})
 
 
 def rates(comm, size, seconds):
