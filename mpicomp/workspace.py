@@ -93,7 +93,7 @@ class Workspace:
         self.device = device
         self._scratch = Scratch(device) if scratch is None else scratch
         self.scratch = self._scratch.array
-        """Return ``size`` uninitialised elements for a name, dtype too, valid until the exchange ends."""
+        """See `Scratch.array`; the arrays are valid until the exchange ends."""
         self._arrays: dict[tuple[str, Any, bool], Any] = {}
         self.last_layout: Any = None
         """Layout of the messages of the last exchange, prepared by the collective that is used again."""
@@ -114,7 +114,7 @@ class Workspace:
     def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """Return ``size`` uninitialised elements on the workspace's device, valid until the next exchange.
 
-        What is not needed after the exchange belongs into `scratch`.
+        Arrays that are not needed after the exchange come from `scratch`.
         """
         key = name, dtype, True
         array: NDArray[Any] | None = self._arrays.get(key)

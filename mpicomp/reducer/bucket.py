@@ -36,7 +36,7 @@ class Bucket:
     With ``holds_gradients``, gradients may lie where the sum is made (`gradient`), and the two arrays keep their
     places: the next residual is copied, and a lazy mean is written over the gradients.
 
-    ``scratch`` is what all buckets of a reducer on this device share.
+    All buckets of a reducer on one device share ``scratch``.
     """
 
     index: int
@@ -223,18 +223,18 @@ class Bucket:
         self._velocity, self._next_velocity = self._next_velocity, self._velocity
 
     def changes(self, scheme: Scheme[Any], overwrites: bool) -> bool:
-        """Return whether the exchange that comes needs other arrays than the last one."""
+        """Return whether the next exchange needs other arrays than the last one."""
         return scheme is not self._needs[0] or overwrites is not self._needs[1]
 
     def release(self, scheme: Scheme[Any], overwrites: bool) -> None:
-        """Release what the last exchange needed, before what comes is there."""
+        """Release the arrays of the last exchange, before those of the next one are allocated."""
         assert self.scratch is not None
         self.workspace.clear()
         self.scratch.clear()
         self._needs = scheme, overwrites
 
     def settle(self, accumulated: GradientWithResidual, result: Result) -> None:
-        """Subtract a sent array from the sum, as it is in scratch, or keep it if the sum may not be overwritten."""
+        """Subtract a sent array from the sum, or copy it if the sum may not be overwritten: it may lie in scratch."""
         sent = result.sent
         assert not isinstance(sent, Selection)
         if _is_all_of(accumulated.array(), sent):
