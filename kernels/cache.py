@@ -1,9 +1,9 @@
 """Cache of compiled functions, shared by the processes of one host.
 
 Numba alone keeps compiled code next to the source or in the home folder. On a cluster both lie on a file system that
-all hosts share, or that none may write to: then every rank compiles, hosts with other processors overwrite each other's
-files, and without any place to write to the import fails. Here each host has its folder, the first process that needs
-a function compiles it while the others wait, and a fault of a file costs time and nothing else.
+all hosts share, or that none may write to: then every rank compiles, hosts overwrite each other's files, and without
+any place to write to the import fails. Here each host has a folder, the first process that needs a function compiles
+it while the others wait, and a damaged file is compiled again.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import socket
-import stat
 import tempfile
 import threading
 import time
@@ -25,11 +24,11 @@ from numba.core.runtime import rtsys
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-PATIENCE_S = 60.0  # no function takes as long to compile: the process that is waited for was stopped or failed
-_POLL_S = 0.02  # between two looks whether another process has compiled a function
+MAX_WAIT_S = 60.0  # no function takes as long to compile: the process that is waited for was stopped or failed
+_POLL_S = 0.02
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
-_setting = threading.Lock()  # of Numba's folder, while one of its caches looks at it
+_setting = threading.Lock()  # of Numba's folder, while one of its caches reads it
 _compiler_is_loaded = False  # in this process: that takes as long as to compile several functions
 
 
@@ -51,11 +50,6 @@ class HostCache(NullCache):  # type: ignore[misc]
         self._function = function
         self._lock: Any = None  # held while this process compiles
 
-    @property
-    def cache_path(self) -> str | None:
-        """Where the files are."""
-        return None if self._files is None else str(self._files.cache_path)
-
     def load_overload(self, signature: Any, context: Any) -> Any:
         """Return the code compiled for a signature, or None if this process is to compile it; wait if another does."""
         global _compiler_is_loaded
@@ -65,14 +59,10 @@ class HostCache(NullCache):  # type: ignore[misc]
         if found is None:
             if not _compiler_is_loaded:
                 time.sleep(_POLL_S)  # a process that has loaded its compiler goes first, so that most never load theirs
-            code = self._function.__code__
-            name = f"{self._files.cache_path}/{Path(code.co_filename).name}:{code.co_firstlineno}"
-            digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-            self._lock = self._lock or host_lock(f"{self._function.__name__}-{digest}")
+            self._lock = self._lock or host_lock(self._files._cache_file._index_path)
             found = self._load(signature, context) if self._lock else None
-            if found is None:
-                _compiler_is_loaded = True
-            else:
+            _compiler_is_loaded |= found is None
+            if found is not None:
                 self._release()
         return found
 
@@ -80,16 +70,15 @@ class HostCache(NullCache):  # type: ignore[misc]
         """Write the compiled code if this process has the lock: files of two writers would get mixed."""
         if self._lock is None:
             return
-        try:
-            self._files.save_overload(signature, compiled)
-        except OSError:  # a full disk, a quota
-            pass
-        except Exception:  # the index cannot be read, see _load: it starts again
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a full disk, a quota
+            try:
+                self._files.save_overload(signature, compiled)
+            except OSError:
+                raise
+            except Exception:  # a damaged index cannot be read: write a new one
                 self._files.flush()
                 self._files.save_overload(signature, compiled)
-        finally:
-            self._release()
+        self._release()
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -98,7 +87,7 @@ class HostCache(NullCache):  # type: ignore[misc]
 
     @functools.cached_property
     def _files(self) -> Any:
-        """Numba's cache in this host's folder, or None where it cannot be."""
+        """Numba's cache in this host's folder, or None without one."""
         place = folder()
         if place is None:
             return None
@@ -123,7 +112,7 @@ class HostCache(NullCache):  # type: ignore[misc]
 
 
 def host_lock(name: str) -> Any:
-    """Return a held lock among this user's processes on this host, after at most `PATIENCE_S`; None without one.
+    """Return a held lock among this user's processes on this host, after at most `MAX_WAIT_S`; None without one.
 
     Its file is local to the node: not every shared file system has locks. A process that dies releases it.
     """
@@ -132,9 +121,10 @@ def host_lock(name: str) -> Any:
         return None
     from filelock import FileLock  # here: most processes find all functions compiled
 
-    lock = FileLock(place / f"{name}.lock", mode=0o600, thread_local=False)
+    digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    lock = FileLock(place / f"{digest}.lock", mode=0o600, thread_local=False)
     try:
-        lock.acquire(timeout=PATIENCE_S, poll_interval=_POLL_S)
+        lock.acquire(timeout=MAX_WAIT_S, poll_interval=_POLL_S)
     except (OSError, NotImplementedError):  # Timeout is one of the first; no locks, or no space
         return None
     return lock
@@ -143,12 +133,9 @@ def host_lock(name: str) -> Any:
 @functools.cache
 def folder() -> Path | None:
     """Return this user's folder of compiled functions on this host; None where none can be made."""
-    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
-        if os.environ.get(name):
-            found = private(Path(os.environ[name]) / f"mpicomp-{os.getuid()}-{socket.gethostname()}")
-            if found is not None:
-                return found
-    return local_folder()
+    name = f"mpicomp-{os.getuid()}-{socket.gethostname()}"
+    named = [os.environ[variable] for variable in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME") if os.environ.get(variable)]
+    return next(filter(None, (_private(Path(parent) / name) for parent in named)), None) or local_folder()
 
 
 @functools.cache
@@ -161,22 +148,17 @@ def local_folder() -> Path | None:
     try:
         boot = os.environ.get("MPICOMP_BOOT_ID")
         boot = boot or (_BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname())
-        return private(Path(tempfile.gettempdir()) / f"mpicomp-{os.getuid()}-{boot}")
+        return _private(Path(tempfile.gettempdir()) / f"mpicomp-{os.getuid()}-{boot}")
     except OSError:
         return None
 
 
-def private(path: Path) -> Path | None:
-    """Make a folder of this user alone, and return it; None where it cannot be made, written to or trusted.
-
-    Its files are run as code. In a folder for all, such as ``/tmp``, another user may have made it first.
-    """
+def _private(path: Path) -> Path | None:
+    """Make a folder of this user alone; None where that fails or another user made it: its files are run as code."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(0o700)
+        path.mkdir(0o700, parents=True, exist_ok=True)
         found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        if path.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
             return None
         tempfile.TemporaryFile(dir=path).close()
     except OSError:
