@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 
 from mpicomp import Context
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 
 AWKWARD = {
     "zeros": np.zeros(3000),
@@ -35,7 +35,7 @@ def accumulated(gradient, residual=None, cuts=()):
     parts = np.split(gradient, cuts)
     offsets = np.concatenate(([0], cuts)).astype(int)
     pieces = [Piece(int(offset), part) for offset, part in zip(offsets, parts, strict=True)]
-    return GradientWithResidual(np.full(gradient.size + TRAILER, np.nan, gradient.dtype), residual, pieces)
+    return Accumulated(np.full(gradient.size + TRAILER, np.nan, gradient.dtype), residual, pieces)
 
 
 def select(compressor, array, context):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpicomp.collectives import Context, Scheme, bind
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.rounds import Round, observe
 from mpicomp.transport import LocalWorld
@@ -39,7 +39,7 @@ def run(
     for rank, array in enumerate(arrays):
         buffer = np.full(array.size + TRAILER, np.nan, array.dtype)
         residual = None if residuals is None else residuals[rank]
-        accumulated.append(GradientWithResidual(buffer, residual, [Piece(0, array)], stale=rank in stale))
+        accumulated.append(Accumulated(buffer, residual, [Piece(0, array)], stale=rank in stale))
         accumulated[-1].may_be_overwritten = in_place
         memory = {} if memories is None else memories[rank]
         context = Context(group=world.transports[rank].group, step=step, memory=memory)

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.arrays import ArraySpec
 from mpicomp.compressors import (
+    Accumulated,
     Compressor,
     Context,
-    GradientWithResidual,
     Quantiser,
     Selection,
     SharedSparsifier,
@@ -60,7 +60,7 @@ class Selecting:
         self.context.step += 1
         return count
 
-    def _pack(self, compressor: Quantiser, accumulated: GradientWithResidual) -> NDArray[np.floating]:
+    def _pack(self, compressor: Quantiser, accumulated: Accumulated) -> NDArray[np.floating]:
         message = self.context.workspace.array("packed", compressor.packed_bytes(self.numel), np.uint8)
         key = self.context.key(shared=False)
         if compressor.packs_in_place:
@@ -70,9 +70,7 @@ class Selecting:
         compressor.pack(accumulated.array(), message, sent, key)
         return sent
 
-    def _select(
-        self, compressor: Sparsifier | SharedSparsifier, accumulated: GradientWithResidual, message: bool
-    ) -> Selection:
+    def _select(self, compressor: Sparsifier | SharedSparsifier, accumulated: Accumulated, message: bool) -> Selection:
         context = self.context
         if isinstance(compressor, SharedSparsifier):
             count = compressor.count(self.numel)
@@ -90,7 +88,7 @@ class Selecting:
 
 
 def write_plain(
-    selection: Selection, accumulated: GradientWithResidual, context: Context, wire: Wire = _PLAIN
+    selection: Selection, accumulated: Accumulated, context: Context, wire: Wire = _PLAIN
 ) -> NDArray[np.uint8]:
     """Write the message of a selection into the workspace, as plain 32-bit pairs by default."""
     numel, dtype = accumulated.numel, accumulated.dtype

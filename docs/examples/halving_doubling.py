@@ -6,8 +6,8 @@ import numpy as np
 
 import mpicomp
 from mpicomp.collectives import Context, Exchange, Result, Scheme, gain_of, is_finite
-from mpicomp.compressors import GradientWithResidual
-from mpicomp.compressors.gradient_with_residual import TRAILER
+from mpicomp.compressors import Accumulated
+from mpicomp.compressors.accumulated import TRAILER
 from mpicomp.rounds import Group, Round
 
 Move = tuple[tuple[int | None, int | None], slice, slice]  # to whom and from whom, and which part of the array
@@ -36,7 +36,7 @@ class HalvingDoubling(Scheme[mpicomp.Dense]):
             for peers, out, into in _moves(numel + TRAILER, group)
         ]
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Sum parts, divide the part that is kept, and pass means on."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         total = context.workspace.array("total", numel + TRAILER, dtype)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import mpicomp
-from mpicomp.compressors import Context, GradientWithResidual
+from mpicomp.compressors import Accumulated, Context
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.setting_checks import check_ratio
 
@@ -34,6 +34,6 @@ class SignTopK(mpicomp.Sparsifier):
         """Return k, which depends on the length alone, so that ranks exchange no lengths."""
         return num_kept(self.ratio, numel)
 
-    def select(self, accumulated: GradientWithResidual, context: Context) -> mpicomp.Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> mpicomp.Selection:
         """Select what top-k does. The message makes signs of the values; what that takes stays in the residual."""
         return mpicomp.TopK(self.ratio).select(accumulated, context)

@@ -24,8 +24,8 @@ from mpicomp.collectives.scheme import (
     is_finite,
     undelivered,
 )
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import (
     DAMAGED,
@@ -64,7 +64,7 @@ class MessageLayout:
     """Places of the ranks' messages in the memory that is gathered; it serves all steps with the same counts."""
 
     def __init__(
-        self, compressor: Sparsifier, group: Group, counts: list[int], context: Context, like: GradientWithResidual
+        self, compressor: Sparsifier, group: Group, counts: list[int], context: Context, like: Accumulated
     ) -> None:
         self.compressor, self.group, self.counts = compressor, group, counts
         self.is_fixed = False
@@ -209,7 +209,7 @@ class Allgather(Scheme[Sparsifier]):
         decoded = 0 if self.compressor.wire_for(count, numel) == _PLAIN else count * (4 + dtype.itemsize)
         return needed._replace(held=needed.held + group.size * decoded)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, workspace, numel = context.group, context.workspace, accumulated.numel
         message: NDArray[np.uint8] | None = None  # on the host, where it is there before the round
         uncounted = self.compressor.select_uncounted(accumulated, context)
@@ -263,7 +263,7 @@ class Allgather(Scheme[Sparsifier]):
         )
 
     def _pack_and_count(
-        self, found: UncountedSelection, accumulated: GradientWithResidual, context: Context
+        self, found: UncountedSelection, accumulated: Accumulated, context: Context
     ) -> tuple[Selection, NDArray[np.uint8]]:
         """Pack a selection on the device; return it and its message on the host, with one wait for both."""
         compressor, numel, dtype = self.compressor, accumulated.numel, accumulated.dtype

@@ -19,9 +19,9 @@ from mpicomp.collectives.scheme import (
     plus,
     undelivered,
 )
+from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import STALE
 from mpicomp.device import received_on_host, to_python
 from mpicomp.registry import register
@@ -58,7 +58,7 @@ class ScatterReduce(Scheme[Dense]):
             return Memory(2 * whole + size + total, 0)
         return Memory(2 * whole + size + 2 * total + numel * dtype.itemsize, whole)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         wire = self.compressor.wire
         workspace = context.workspace
@@ -144,7 +144,7 @@ class Allreduce(Scheme[Dense]):
     def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
         return Memory(0, 0) if self._summable(group) else ScatterReduce(self.compressor).memory(numel, dtype, group)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, numel = context.group, accumulated.numel
         if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))

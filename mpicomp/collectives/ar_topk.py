@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, check_counts, undelivered
+from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device, to_python
@@ -49,7 +49,7 @@ class ARTopk(Scheme[Sparsifier]):
         return [self._share(leader, count, numel), *self._sum.rounds(count, dtype, group, step)]
 
     def _exchange_at(
-        self, leader: int, count: int, chosen: Selection | None, accumulated: GradientWithResidual, context: Context
+        self, leader: int, count: int, chosen: Selection | None, accumulated: Accumulated, context: Context
     ) -> Exchange:
         """Average the values at the leader's indices, ``chosen`` on that rank."""
         workspace, numel = context.workspace, accumulated.numel
@@ -96,7 +96,7 @@ class StarTopk(ARTopk):
         asked = [] if self.compressor.count(numel) is not None else [self._ask(leader)]
         return [*asked, *self._rounds_at(leader, numel, dtype, group, step)]
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         leader = context.step % context.group.size
         leads = context.group.rank == leader
         chosen = self.compressor.select(accumulated, context) if leads else None
@@ -133,7 +133,7 @@ class VarTopk(ARTopk):
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         return [self._compare(group), *self._rounds_at(0, numel, dtype, group, step)]
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group = context.group
         chosen = self.compressor.select(accumulated, context)
         compare = self._compare(group)
@@ -155,7 +155,7 @@ class VarTopk(ARTopk):
 def exchange_at(
     indices: NDArray[np.uint32],
     weights: NDArray[np.floating] | float,
-    accumulated: GradientWithResidual,
+    accumulated: Accumulated,
     context: Context,
     inner: Scheme[Any],
     problem: MessageError | None = None,
@@ -189,7 +189,7 @@ def exchange_at(
     else:
         lost = max(0.0, accumulated.energy - kept)
     stale = accumulated.stale or problem is not None
-    part = GradientWithResidual.ready(buffer, accumulated.energy, lost, accumulated.finite, stale)
+    part = Accumulated.ready(buffer, accumulated.energy, lost, accumulated.finite, stale)
     result = yield from inner.exchange(part, context)
     problem = problem or result.problem
     if problem is not None:

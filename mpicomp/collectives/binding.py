@@ -8,10 +8,10 @@ from mpicomp.collectives.allreduce import ScatterReduce
 from mpicomp.collectives.ar_topk import exchange_at
 from mpicomp.collectives.scheme import COLLECTIVES, Exchange, Scheme
 from mpicomp.collectives.two_phase import TwoPhase
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.wire_format import SHARING
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
@@ -138,7 +138,7 @@ class SharedPositions(Scheme[SharedSparsifier]):
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         return self._inner.rounds(self.compressor.count(numel), dtype, group, step)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         numel = accumulated.numel
         indices = context.workspace.array("indices", self.compressor.count(numel), np.uint32)
         self.compressor.positions(numel, context, indices)

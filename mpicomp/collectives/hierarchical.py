@@ -21,10 +21,10 @@ from mpicomp.collectives.scheme import (
     gain_of,
     undelivered,
 )
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import DAMAGED, Selection
 from mpicomp.device import current_device, to_python
@@ -120,7 +120,7 @@ class Hierarchical(Scheme[Compressor]):
         # What arrives, the host's sum and what is sent of it; the mean, and what is kept back.
         return Memory((host.size + 2) * part + inner.scratch, inner.held + 2 * part)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group = context.group
         if group.hosts == 1:
             return (yield from ScatterReduce(Dense()).exchange(accumulated, context))
@@ -135,9 +135,7 @@ class Hierarchical(Scheme[Compressor]):
             return replace(alone, leaves=result.leaves)
         return (yield from self._exchange(accumulated, context, host, across))
 
-    def _exchange(
-        self, accumulated: GradientWithResidual, context: Context, host: Group, across: Group | None
-    ) -> Exchange:
+    def _exchange(self, accumulated: Accumulated, context: Context, host: Group, across: Group | None) -> Exchange:
         group, workspace = context.group, context.workspace
         numel, dtype = accumulated.numel, accumulated.dtype
         slices = _slices(numel, group)
@@ -207,12 +205,12 @@ class Hierarchical(Scheme[Compressor]):
 
     def _part(
         self,
-        accumulated: GradientWithResidual,
+        accumulated: Accumulated,
         incoming: NDArray[np.floating],
         owned_slice: slice,
         hosts: int,
         workspace: Workspace,
-    ) -> GradientWithResidual:
+    ) -> Accumulated:
         """Sum an owned slice over the host, in rank order."""
         owned = owned_slice.stop - owned_slice.start
         with np.errstate(over="ignore", invalid="ignore"):
@@ -225,7 +223,7 @@ class Hierarchical(Scheme[Compressor]):
             if self._sparse:
                 buffer = accumulated.with_trailer(*[0.0] * TRAILER)[owned_slice.start : owned_slice.stop + TRAILER]
                 pieces = [Piece(0, incoming[-1, :owned])]
-                return GradientWithResidual(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
+                return Accumulated(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
         buffer = workspace.scratch("slice", owned + TRAILER, accumulated.dtype)
         moments = kernels.accumulate(incoming[-1, :owned], total[:owned], buffer[:owned], accumulated.threads)
         energy_there, finite_there = to_python(moments.energy, moments.finite)
@@ -235,11 +233,9 @@ class Hierarchical(Scheme[Compressor]):
         if finite and self.compressor != Dense():
             # The part of the host's sum that is kept back is subtracted from the owner's sent array.
             finite = _differ_finitely(buffer[:owned], accumulated.array()[owned_slice], energy_there, hosts)
-        return GradientWithResidual.ready(buffer, energy, lost, finite, stale > 0)
+        return Accumulated.ready(buffer, energy, lost, finite, stale > 0)
 
-    def _between_hosts(
-        self, part: GradientWithResidual, context: Context, across: Group
-    ) -> Rounds[tuple[Result, bool]]:
+    def _between_hosts(self, part: Accumulated, context: Context, across: Group) -> Rounds[tuple[Result, bool]]:
         """Return the inner collective's result, over ranks, and whether an owner was sent a damaged message."""
         inner = replace(
             context,

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
+from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.powersgd import PowerSGD, Stack, multiply, orthogonalize, stacked
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device, to_python
@@ -58,7 +58,7 @@ class LowRank(Scheme[PowerSGD]):
         sizes[0] += numel - self._held
         return [task for size in sizes for task in self._sum.rounds(size, dtype, group, step)]
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         if not self._compresses(context.step):
             return (yield from self._sum.exchange(accumulated, context))
         numel, workspace = accumulated.numel, context.workspace
@@ -168,7 +168,7 @@ class _FactorSums:
     """Averages of a step's factors over ranks, and the faults and energies of these exchanges."""
 
     def __init__(
-        self, inner: Scheme[Dense], accumulated: GradientWithResidual, context: Context, sizes: tuple[int, int, int]
+        self, inner: Scheme[Dense], accumulated: Accumulated, context: Context, sizes: tuple[int, int, int]
     ) -> None:
         left, right, rest = sizes
         dtype, workspace = accumulated.dtype, context.workspace
@@ -225,7 +225,7 @@ class _FactorSums:
 
     def _sum(self, factors: NDArray[np.floating], energy: Any, lost: float, finite: Any) -> Exchange:
         asks = self._accumulated.stale or self.problem is not None
-        part = GradientWithResidual.ready(factors, energy, lost, finite, asks)
+        part = Accumulated.ready(factors, energy, lost, finite, asks)
         result = yield from self._inner.exchange(part, self._context)
         self.problem = self.problem or result.problem
         self.nonfinite |= result.nonfinite

@@ -21,8 +21,8 @@ from mpicomp.collectives.scheme import (
     flags_of,
     undelivered,
 )
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import (
     DAMAGED,
@@ -107,7 +107,7 @@ class Oktopk(Scheme[Sparsifier]):
         merged = _COPIES * self.buffer_bytes(numel, dtype, group)  # messages, their elements, sums by halves
         return Memory(selection.scratch + merged, 2 * selection.held)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         return (yield from _Step(self, accumulated, context).run())
 
     def bytes_of(self, count: int, length: int, dtype: np.dtype[Any]) -> int:
@@ -118,7 +118,7 @@ class Oktopk(Scheme[Sparsifier]):
 class _Step:
     """One exchange on one rank."""
 
-    def __init__(self, scheme: Oktopk, accumulated: GradientWithResidual, context: Context) -> None:
+    def __init__(self, scheme: Oktopk, accumulated: Accumulated, context: Context) -> None:
         self.scheme = scheme
         self.accumulated = accumulated
         self.context = context

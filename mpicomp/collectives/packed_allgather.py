@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_header
 from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, far_from_largest, plus, undelivered
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser, packers
 from mpicomp.compressors.wire_format import STALE
 from mpicomp.errors import MessageError
@@ -42,7 +42,7 @@ class PackedAllgather(Scheme[Quantiser]):
         size = HEADER_BYTES + packer.packed_bytes
         return Memory(size + (0 if packer.packs_in_place else numel * dtype.itemsize), group.size * size)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
         [packer] = packers(self.compressor, [numel])

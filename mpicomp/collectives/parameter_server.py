@@ -9,9 +9,9 @@ from mpicomp import kernels
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, plus, undelivered
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import STALE
 from mpicomp.errors import MessageError
 from mpicomp.registry import register
@@ -46,7 +46,7 @@ class ParameterServer(Scheme[Dense]):
         rounded = 0 if wire is None else 3 * numel * dtype.itemsize
         return Memory((group.size + 2 + (wire is None)) * size + rounded, 0 if wire is None else size)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, workspace, wire = context.group, context.workspace, self.compressor.wire
         numel, dtype = accumulated.numel, accumulated.dtype
         gather, reply = self.rounds(numel, dtype, group)

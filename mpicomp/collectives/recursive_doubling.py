@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.regions import SegmentedMean
 from mpicomp.collectives.scheme import Exchange, Memory, Scheme
+from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -51,7 +51,7 @@ class RecursiveDoubling(Scheme[Dense]):
     def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
         return Memory((numel + TRAILER) * dtype.itemsize, 0)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, whole, dtype = context.group, accumulated.numel + TRAILER, accumulated.dtype
         workspace = context.workspace
         segments = SegmentedMean(accumulated, group.size)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import read_header, read_headers
 from mpicomp.collectives.scheme import Result, check_undamaged, gain_of
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
+from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.wire_format import DAMAGED
 from mpicomp.device import pick, received_on_host, to_python
 from mpicomp.errors import MessageError
@@ -97,7 +97,7 @@ def read_answers(
 class SegmentedMean:
     """Adds and divides segments as they arrive, and notes whether they are finite; trailers are summed alone."""
 
-    def __init__(self, accumulated: GradientWithResidual, ranks: int) -> None:
+    def __init__(self, accumulated: Accumulated, ranks: int) -> None:
         self._accumulated = accumulated
         self._ranks = ranks
         self._finite: Any = True

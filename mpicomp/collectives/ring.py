@@ -9,10 +9,10 @@ import numpy as np
 
 from mpicomp.collectives.regions import SegmentedMean
 from mpicomp.collectives.scheme import Exchange, Memory, Scheme
+from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Pending, Round, parts_of
 
@@ -76,7 +76,7 @@ class Ring(Scheme[Dense]):
         elements = (1 + _halved(numel, dtype, size)) * longest if size > 1 else 0
         return Memory((elements + TRAILER * size) * dtype.itemsize, 0)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         size, workspace = group.size, context.workspace
         segments = SegmentedMean(accumulated, size)

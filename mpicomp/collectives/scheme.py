@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, SHARING, STALE, Selection
 from mpicomp.device import current_device
 from mpicomp.errors import MessageError
@@ -84,7 +84,7 @@ class Result:
     leaves : {"sum", "residual", "mean"}
         What the exchange has left in the accumulated array, which then stands for ``sent`` too: ``"residual"`` is
         ``accumulated - sent``; with ``"mean"`` all was sent but ``kept_back``. Other than the sum only if
-        `GradientWithResidual.may_be_overwritten`.
+        `Accumulated.may_be_overwritten`.
     kept_back : (int, array) or None
         Of an exchange that leaves the mean and has not sent all: where the part begins that has a residual, and that
         residual. It is zero elsewhere.
@@ -212,7 +212,7 @@ class Scheme(ABC, Generic[CompressorType]):
         return Memory(_CANDIDATES * selected, 2 * selected)
 
     @abstractmethod
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Average over the ranks; see `Result`. ``accumulated`` is not empty.
 
         Raises
@@ -223,7 +223,7 @@ class Scheme(ABC, Generic[CompressorType]):
         """
 
 
-def flags_of(accumulated: GradientWithResidual) -> int:
+def flags_of(accumulated: Accumulated) -> int:
     """Return the flags that this rank puts into a header."""
     return NONFINITE * (not accumulated.finite) | STALE * accumulated.stale
 
@@ -233,7 +233,7 @@ def plus(number: float, more: float) -> float:
     return number + more if more != 0 else number
 
 
-def undelivered(accumulated: GradientWithResidual, problem: MessageError, stale: bool) -> Result:
+def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) -> Result:
     """Return the result of an exchange in which this rank could not read a message."""
     return Result(
         mean=current_device().zeros(accumulated.numel, accumulated.dtype),

@@ -11,8 +11,8 @@ from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, plus, undelivered
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import CACHED, LARGEST_KEY, Quantiser, packers
 from mpicomp.compressors.wire_format import NONFINITE, STALE
 from mpicomp.device import to_python
@@ -54,7 +54,7 @@ class TwoPhase(Scheme[Quantiser]):
         sent = 0 if all(packer.packs_in_place for packer in packed) else numel * dtype.itemsize
         return Memory((2 * group.size + 1) * size + 2 * piece * dtype.itemsize + sent, group.size * size)
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
         parts = parts_of(numel, group.size)

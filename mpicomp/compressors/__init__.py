@@ -3,11 +3,11 @@
 The names here are those of base classes and of the compressors that other parts of the library use; `mpicomp` has all.
 """
 
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import COMPRESSORS, Compressor, Entry
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Quantiser, SharedSparsifier, Sparsifier
 from mpicomp.compressors.onebit import OneBit
 from mpicomp.compressors.quantize import QSGD
@@ -21,12 +21,12 @@ __all__ = [
     "COMPRESSORS",
     "DGC",
     "QSGD",
+    "Accumulated",
     "Candidates",
     "Compressor",
     "Context",
     "Dense",
     "Entry",
-    "GradientWithResidual",
     "OneBit",
     "Quantiser",
     "RandomK",

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.compressors.accumulated import Accumulated, Region
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual, Region
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import to_python
 from mpicomp.kernels import cpu
@@ -27,7 +27,7 @@ class Candidates:
     """
 
     def __init__(
-        self, accumulated: GradientWithResidual, scope: Context, bound: float, room: int, part: slice, place: int
+        self, accumulated: Accumulated, scope: Context, bound: float, room: int, part: slice, place: int
     ) -> None:
         self._accumulated = accumulated
         self._workspace = workspace = scope.workspace
@@ -186,7 +186,7 @@ class Candidates:
 
 
 def list_candidates(
-    accumulated: GradientWithResidual, context: Context, parts: Sequence[tuple[slice, float, int]]
+    accumulated: Accumulated, context: Context, parts: Sequence[tuple[slice, float, int]]
 ) -> list[Candidates]:
     """Return the candidates of each part (slice, bound, room), listed while the sum is computed, if that is now."""
     found, regions = [], []

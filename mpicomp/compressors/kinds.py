@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor, bound, num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import INDICES, VALUES, Selection, UncountedSelection, Wire, compact, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
@@ -83,12 +83,12 @@ class Sparsifier(Compressor):
         return (indices + value_bytes(count, np.dtype(f"f{itemsize}"), self.wire)) / numel
 
     @abstractmethod
-    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Choose the elements that are sent.
 
         Parameters
         ----------
-        accumulated : GradientWithResidual
+        accumulated : Accumulated
             Gradient plus residual; ``accumulated.array()`` is the plain array. Not empty.
         context : Context
             Step, seed, this bucket's memory, and a workspace for arrays that are needed at every step.
@@ -99,7 +99,7 @@ class Sparsifier(Compressor):
             Valid until the next call for the same bucket.
         """
 
-    def select_uncounted(self, accumulated: GradientWithResidual, context: Context) -> UncountedSelection | None:
+    def select_uncounted(self, accumulated: Accumulated, context: Context) -> UncountedSelection | None:
         """Do what `select` does, but leave the number of elements on the device; None where it cannot."""
         return None
 
@@ -223,7 +223,7 @@ class Quantiser(Compressor):
     def unpack(self, message: Bytes, out: Floats) -> None:
         """Write the packed values to an array of the same length and dtype; refuse messages by `check_length`."""
 
-    def pack_in_place(self, accumulated: GradientWithResidual, place: slice, message: Bytes, key: int) -> float:
+    def pack_in_place(self, accumulated: Accumulated, place: slice, message: Bytes, key: int) -> float:
         """Compute a part of a sum, pack it as `pack` does, and leave in its place what the message lacks of it."""
         raise NotImplementedError(f"{self.id}: does not pack in place")
 
@@ -280,7 +280,7 @@ class Packer:
         """Whether all of its quantisers do."""
         return all(quantiser.packs_in_place for quantiser, _, _ in self._parts)
 
-    def pack_in_place(self, accumulated: GradientWithResidual, start: int, message: Bytes, key: int) -> float:
+    def pack_in_place(self, accumulated: Accumulated, start: int, message: Bytes, key: int) -> float:
         """Pack the piece of a sum that begins at ``start`` as `Quantiser.pack_in_place` does."""
         lost: list[float] = []
         for number, (quantiser, part, packed) in enumerate(self._parts):

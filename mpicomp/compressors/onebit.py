@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser, sum_numbers
 from mpicomp.compressors.wire_format import SIGNS
 from mpicomp.errors import ConfigurationError
@@ -108,7 +108,7 @@ class OneBit(Quantiser):
         self.unpack(message, sent)
         return lost[-1]
 
-    def pack_in_place(self, accumulated: GradientWithResidual, place: slice, message: Bytes, key: int) -> float:
+    def pack_in_place(self, accumulated: Accumulated, place: slice, message: Bytes, key: int) -> float:
         numel = place.stop - place.start
         [(words, scales)] = self._planes_to_fill(message, numel)
         block = self._block_of(numel)

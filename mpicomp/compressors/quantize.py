@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, match_layer_setting
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser, sum_numbers
 from mpicomp.compressors.wire_format import SIGNS
 from mpicomp.device import to_python
@@ -121,7 +121,7 @@ class Grid(Quantiser):
     def packs_in_place(self) -> bool:
         return self.rounding == "nearest"
 
-    def pack_in_place(self, accumulated: GradientWithResidual, place: slice, message: Bytes, key: int) -> float:
+    def pack_in_place(self, accumulated: Accumulated, place: slice, message: Bytes, key: int) -> float:
         message[-8:] = 0  # padding
         numel = place.stop - place.start
         words, (bases, steps) = self._parts(message, numel)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.thresholds import Estimator, Search, most_of
 from mpicomp.compressors.topk import bounds_for, scratch_for
 from mpicomp.compressors.wire_format import Selection, UncountedSelection
@@ -98,7 +98,7 @@ class SIDCo(Estimator):
     def bounded(self) -> bool:
         return self.corrections or not self.published
 
-    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         found = self._fused(accumulated, context)
         if found is None:
             return super().select(accumulated, context)
@@ -106,10 +106,10 @@ class SIDCo(Estimator):
         found.counted(reached)
         return Selection(found.indices[:count], found.values[:count])
 
-    def select_uncounted(self, accumulated: GradientWithResidual, context: Context) -> UncountedSelection | None:
+    def select_uncounted(self, accumulated: Accumulated, context: Context) -> UncountedSelection | None:
         return self._fused(accumulated, context) if self.wire is None else None
 
-    def _fused(self, accumulated: GradientWithResidual, context: Context) -> UncountedSelection | None:
+    def _fused(self, accumulated: Accumulated, context: Context) -> UncountedSelection | None:
         """Sum, estimate and select in one kernel, where there is one."""
         if not self.corrections or accumulated.is_computed or not hasattr(accumulated.kernels, "sidco"):
             return None

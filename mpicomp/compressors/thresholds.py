@@ -12,10 +12,10 @@ from typing import ClassVar, Self
 import numpy as np
 
 from mpicomp import kernels
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, Entry, num_kept
 from mpicomp.compressors.candidates import list_candidates
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device, to_python
@@ -49,7 +49,7 @@ class Search:
     """
 
     def __init__(
-        self, name: str, accumulated: GradientWithResidual, context: Context, k: int, ranks: Sequence[int] = ()
+        self, name: str, accumulated: Accumulated, context: Context, k: int, ranks: Sequence[int] = ()
     ) -> None:
         self.accumulated = accumulated
         self.k = k
@@ -170,7 +170,7 @@ class Estimator(Sparsifier):
 
     ratio: float = 0.01
 
-    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         search = Search(self.id, accumulated, context, num_kept(self.ratio, accumulated.numel), self.ranks)
         if not accumulated.finite:
             return search.largest()
@@ -340,7 +340,7 @@ class MSTopK(Sparsifier):
     def count(self, numel: int) -> int:
         return num_kept(self.ratio, numel)
 
-    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         k, numel = self.count(accumulated.numel), accumulated.numel
         search = Search("mstopk", accumulated, context, k, (1, k, min(k + 1, numel)))
         selection = self._bracketed(search, context) if accumulated.finite else None
@@ -525,7 +525,7 @@ class DGC(Sparsifier):
     def bind_to(self, bucket: BucketParameters) -> Self:
         return self if bucket.warm_up else replace(self, warmup_steps=0)
 
-    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         ratio = self.ratio_at(context.step)
         search = Search("dgc", accumulated, context, num_kept(ratio, accumulated.numel))
         size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / ratio)))
@@ -544,7 +544,7 @@ class DGC(Sparsifier):
             count = search.count(threshold, search.k + 1)
         return search.largest() if count > search.k else search.above(threshold)
 
-    def _estimate(self, accumulated: GradientWithResidual, stride: int, ratio: float, context: Context) -> float:
+    def _estimate(self, accumulated: Accumulated, stride: int, ratio: float, context: Context) -> float:
         """Return the smallest of a sample's largest magnitudes."""
         start = int(context.random(shared=False).integers(stride))
         sample = accumulated.array()[start::stride]
@@ -596,7 +596,7 @@ class Threshold(Sparsifier):
     def expected(self, numel: int) -> int:
         return num_kept(_ASSUMED_SHARE, numel)  # the fraction that the limit keeps is known only from the data
 
-    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         # Elements above the next smaller magnitude are those that reach the limit.
         below = cpu.magnitude_of(max(0, cpu.magnitude_bits(self.limit, accumulated.dtype) - 1), accumulated.dtype)
         room = context.memory.get("threshold.room", self.expected(accumulated.numel))

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, bound, match_layer_setting, num_kept
 from mpicomp.compressors.candidates import list_candidates
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device
@@ -93,7 +93,7 @@ class TopK(Sparsifier):
     def count(self, numel: int) -> int:
         return sum([k for _, k in self._parts(numel)]) if self.parts else num_kept(self.ratio, numel)
 
-    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         if not self.parts:
             numel = accumulated.numel
             return largest_of_parts(accumulated, context, [(0, numel, num_kept(self.ratio, numel))])
@@ -110,9 +110,7 @@ class TopK(Sparsifier):
         return self.parts if is_bound else [(numel, num_kept(self.ratio, numel))]
 
 
-def largest_of_parts(
-    accumulated: GradientWithResidual, context: Context, parts: Sequence[tuple[int, int, int]]
-) -> Selection:
+def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence[tuple[int, int, int]]) -> Selection:
     """Select the k largest elements of each part of a bucket, exactly; valid until the next call for the same bucket.
 
     Parts are (start, stop, k): ascending, disjoint, none empty. The memory keeps what bounds the next step's
@@ -154,7 +152,7 @@ def largest_of_parts(
     return Selection(indices, values)
 
 
-def scratch_for(accumulated: GradientWithResidual, context: Context, k: int) -> Any:
+def scratch_for(accumulated: Accumulated, context: Context, k: int) -> Any:
     """Return the scratch of fused kernels for about k candidates, in powers of two so that a varying k needs few."""
     numel, dtype = accumulated.numel, accumulated.dtype
     room = 1 << (_ROOM * k - 1).bit_length()
@@ -162,7 +160,7 @@ def scratch_for(accumulated: GradientWithResidual, context: Context, k: int) -> 
     return context.workspace.made(("fused", numel, room, dtype), lambda: make(numel, room, dtype))
 
 
-def bounds_for(accumulated: GradientWithResidual, context: Context, name: str) -> tuple[Any, Any]:
+def bounds_for(accumulated: Accumulated, context: Context, name: str) -> tuple[Any, Any]:
     """Return the array of one number that bounds a step's candidates, and another for the next step's bound.
 
     A step that is undone brings the first one back.
@@ -173,7 +171,7 @@ def bounds_for(accumulated: GradientWithResidual, context: Context, name: str) -
     return bound, following
 
 
-def _fused(accumulated: GradientWithResidual, context: Context, k: int) -> Selection:
+def _fused(accumulated: Accumulated, context: Context, k: int) -> Selection:
     """Sum and select in one kernel, of which the host reads no number."""
     topk = accumulated.kernels.topk
     scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(accumulated, context, "topk.bound")

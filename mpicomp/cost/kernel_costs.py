@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.collectives.scheme import LazyMean
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.device import HOST, Device
 from mpicomp.rounds import Group
 from mpicomp.transport.gpu_routes import run_on_device
@@ -100,7 +100,7 @@ def _step_seconds(
         context = Context(group=Group(0, 1), step=step, memory=memory, workspace=workspace)
         device.wait()  # a step begins after the end of the one before
         start = clock()
-        accumulated = GradientWithResidual(buffer, residual if feedback else None, [Piece(0, gradient)])
+        accumulated = Accumulated(buffer, residual if feedback else None, [Piece(0, gradient)])
         accumulated.may_be_overwritten = True
         result = transport.run(run_on_device(device, scheme.exchange(accumulated, context)))
         if isinstance(result.mean, LazyMean):

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.arrays import ArraySpec
 from mpicomp.collectives.scheme import LazyMean, Result, Scheme
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Velocity
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Velocity
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import HOST, Device
 from mpicomp.device.driver import device_array
@@ -54,7 +54,7 @@ class Bucket:
         self.scratch = self.scratch or Scratch(self.device)
         self.workspace = Workspace(self.device, self.scratch)
         self._needs: tuple[Scheme[Any] | None, bool] = (None, False)  # the last scheme, and whether it might overwrite
-        self._tables: dict[str, Any] = {}  # see `GradientWithResidual`
+        self._tables: dict[str, Any] = {}  # see `Accumulated`
         self._context: Context | None = None
         self.returned: list[tuple[Any, Any, dict[str, Any]]] = []
         """The last means, the specs of their steps, and the arrays that were returned."""
@@ -91,13 +91,13 @@ class Bucket:
         context.step, context.memory = step, self.memory
         return context
 
-    def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> GradientWithResidual:
+    def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
         """Return gradient plus residual; None for the gradients makes it stale, and ``scale`` multiplies them first."""
         if gradients is None:
             zeros = self._accumulated
             if self.holds_gradients:
                 zeros = self.device.empty(zeros.size, self.dtype)
-            return GradientWithResidual(zeros, None, [], stale=True)
+            return Accumulated(zeros, None, [], stale=True)
         residual = self._residual[: self.numel] if self.feedback and not self._residual_is_zero else None
         if residual is not None and self.decay != 1:
             with self.device.active():
@@ -106,7 +106,7 @@ class Bucket:
         if self.entry.momentum:
             velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
         pieces, tables = self._pieces_of(gradients), self._tables
-        return GradientWithResidual(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
+        return Accumulated(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
 
     def _pieces_of(self, gradients: Sequence[Any]) -> list[tuple[int, Any]]:
         """Return gradients on the device of the bucket, with their offsets; those in place on a GPU as one array."""
@@ -145,7 +145,7 @@ class Bucket:
         memory: NDArray[np.floating] = self._accumulated[self._spans[name]]
         return memory
 
-    def restore_gradients(self, accumulated: GradientWithResidual, scale: float) -> None:
+    def restore_gradients(self, accumulated: Accumulated, scale: float) -> None:
         """Subtract the residual from the sum, so that gradients that lie there can be exchanged again."""
         if accumulated.is_computed and not accumulated.may_be_overwritten:
             with self.device.active():
@@ -163,7 +163,7 @@ class Bucket:
         """Return the squared L2 norm of gradients; overwrites the sum of `accumulate`."""
         pieces = [(offset, self.device.to_device(array)) for offset, array in zip(self.offsets, gradients, strict=True)]
         with self.device.active():
-            return GradientWithResidual(self._accumulated, None, pieces, threads=self.threads).energy
+            return Accumulated(self._accumulated, None, pieces, threads=self.threads).energy
 
     def commit(self, result: Result, finite: bool) -> Any:
         """Make the finite elements of ``accumulated - sent`` the residual, and return the mean's array."""
@@ -233,7 +233,7 @@ class Bucket:
         self.scratch.clear()
         self._needs = scheme, overwrites
 
-    def settle(self, accumulated: GradientWithResidual, result: Result) -> None:
+    def settle(self, accumulated: Accumulated, result: Result) -> None:
         """Subtract a sent array from the sum, or copy it if the sum may not be overwritten: it may lie in scratch."""
         sent = result.sent
         assert not isinstance(sent, Selection)

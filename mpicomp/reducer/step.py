@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpicomp.arrays import ArraySpec, is_finite
 from mpicomp.collectives import Result
 from mpicomp.collectives.scheme import cause_of
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import HOST
 from mpicomp.errors import AgreedRankFailure, MessageError, MpicompError, RankFailedError
@@ -59,7 +59,7 @@ class Step:
         self._overflowed = False  # whether finite gradients have become infinite in the exchange
         self._damaged: MessageError | None = None  # error of this rank in reading a message
         self._memories: list[tuple[Bucket, dict[str, Any]]] = []
-        self._sums: list[tuple[Bucket, GradientWithResidual]] = []  # made over gradients that lie in a bucket
+        self._sums: list[tuple[Bucket, Accumulated]] = []  # made over gradients that lie in a bucket
         self._transport.log.clear()
         if self._layout.stages:
             self._layout.begin_step()

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.compressors import Compressor, Context, SharedSparsifier, Sparsifier
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.base_compressor import num_kept
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.cost import CostModel
 from mpicomp.device import Device, current_device, to_python
 from mpicomp.policies.adaptive import Adaptive
@@ -78,7 +78,7 @@ class LevelsSurvey:
             return values
         assert isinstance(compressor, Sparsifier)
         buffer = workspace.array("copy", array.size + TRAILER, array.dtype)
-        return compressor.select(GradientWithResidual(buffer, None, [Piece(0, array)]), context).values
+        return compressor.select(Accumulated(buffer, None, [Piece(0, array)]), context).values
 
 
 @register

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomp.collectives import Context, Result, Scheme, bind, collective_class, fitting
 from mpicomp.compressors import Compressor, Selection, Sparsifier
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.testing.examples import DTYPES, Array, norm2, representatives
 from mpicomp.transport import LocalWorld, Transport
 from mpicomp.workspace import Workspace
@@ -156,7 +156,7 @@ def _exchange(
     accumulated, exchanges = [], []
     for rank, (array, end) in enumerate(zip(arrays, world.transports, strict=True)):
         buffer = np.full(array.size + TRAILER, np.nan, array.dtype)
-        accumulated.append(GradientWithResidual(buffer, None, [Piece(0, array)], stale=rank == stale))
+        accumulated.append(Accumulated(buffer, None, [Piece(0, array)], stale=rank == stale))
         memory = {} if memories is None else memories[rank]
         exchanges.append(scheme.exchange(accumulated[-1], Context(group=end.group, step=step, memory=memory)))
     before = [array.copy() for array in arrays]

@@ -20,7 +20,7 @@ from mpicomp.compressors import (
     compressor_class,
     get_compressor,
 )
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.wire_format import message_bytes, parse_message, write_message
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Group
@@ -70,7 +70,7 @@ def check_selection(compressor: Sparsifier) -> None:
     whole, half, strided = rng.normal(size=500).astype("f4"), rng.normal(size=50).astype("f2"), rng.normal(size=(9, 20))
     pieces = [Piece(0, whole), Piece(500, half), Piece(550, strided.astype("f4")[:, ::2])]
     residual = rng.normal(size=640).astype("f4")
-    state = GradientWithResidual(np.empty(640 + TRAILER, "f4"), residual, pieces)
+    state = Accumulated(np.empty(640 + TRAILER, "f4"), residual, pieces)
     selection = compressor.select(state, Context())
     expected = np.concatenate([whole, half.astype("f4"), strided.astype("f4")[:, ::2].ravel()]) + residual
     _check_selection(compressor, expected, selection)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors import COMPRESSORS, Compressor, Sparsifier, get_compressor
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
@@ -60,7 +60,7 @@ def _narrow(compressor: Compressor) -> list[Compressor]:
     return found
 
 
-def accumulated(array: Array, residual: Array | None = None) -> GradientWithResidual:
+def accumulated(array: Array, residual: Array | None = None) -> Accumulated:
     """Wrap an array as the input of `Sparsifier.select`.
 
     Parameters
@@ -70,7 +70,7 @@ def accumulated(array: Array, residual: Array | None = None) -> GradientWithResi
     residual : array, shape (n,), optional
         The residual.
     """
-    return GradientWithResidual(np.full(array.size + TRAILER, np.nan, array.dtype), residual, [Piece(0, array)])
+    return Accumulated(np.full(array.size + TRAILER, np.nan, array.dtype), residual, [Piece(0, array)])
 
 
 def awkward() -> dict[str, Array]:

@@ -10,7 +10,7 @@ import pytest
 
 import mpicomp
 from mpicomp.collectives import Context, bind, variants
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.device import HOST
 from mpicomp.policies import POLICIES, Plan, Policy, Shape
 from mpicomp.transport import LocalWorld
@@ -44,7 +44,7 @@ def taken(compressor, collective, ranks, hosts, identical_sums=True, numel=NUMEL
         exchanges = []
         for rank, group in enumerate(groups):
             array = np.random.default_rng([step, rank]).standard_normal(numel).astype(np.float32)
-            accumulated = GradientWithResidual(buffers[rank], None, [Piece(0, array)])
+            accumulated = Accumulated(buffers[rank], None, [Piece(0, array)])
             accumulated.may_be_overwritten = True
             context = Context(group=group, step=step, memory=memories[rank], workspace=workspaces[rank])
             exchanges.append(scheme.exchange(accumulated, context))

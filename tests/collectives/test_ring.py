@@ -5,7 +5,7 @@ from lockstep import run
 
 import mpicomp
 from mpicomp.collectives import Context, bind, ring
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.rounds import Pending, Round, observe
 from mpicomp.transport import LocalWorld
 
@@ -55,7 +55,7 @@ def test_halves_are_announced_and_two_are_under_way(ranks, halved):
     exchanges = []
     for end, tasks in zip(world.transports, asked, strict=True):
         array = np.ones(NUMEL, np.float32)
-        accumulated = GradientWithResidual(np.full(NUMEL + TRAILER, np.nan, np.float32), None, [Piece(0, array)])
+        accumulated = Accumulated(np.full(NUMEL + TRAILER, np.nan, np.float32), None, [Piece(0, array)])
         exchanges.append(observe(scheme.exchange(accumulated, Context(group=end.group)), before=tasks.append))
     world.run(exchanges)
     for end, tasks in zip(world.transports, asked, strict=True):
@@ -81,7 +81,7 @@ def test_first_half_is_accumulated_before_a_send(halved):
     size = 4
     group = LocalWorld(size).transports[1].group
     buffer = np.full(NUMEL + TRAILER, np.nan, np.float32)
-    accumulated = GradientWithResidual(buffer, None, [Piece(0, np.ones(NUMEL, np.float32))])
+    accumulated = Accumulated(buffer, None, [Piece(0, np.ones(NUMEL, np.float32))])
     first = next(bind(mpicomp.Dense(), "ring").exchange(accumulated, Context(group=group)))
     assert first.send.size == np.count_nonzero(~np.isnan(buffer)) == 8
     assert not accumulated.is_computed

@@ -9,7 +9,7 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import Context, bind
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.powersgd import Matrix, orthogonalize, stacked
 from mpicomp.errors import ConfigurationError
 from mpicomp.transport import LocalWorld
@@ -206,7 +206,7 @@ def test_powersgd_rank_that_changes_keeps_known_columns(before, after):
     for step, rank in enumerate([before] * 30 + [after]):
         compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=0.1).bind(["w"], [36], [(6, 6)])
         scheme = bind(compressor, "low-rank")
-        accumulated = GradientWithResidual(np.empty(36 + TRAILER, np.float32), None, [Piece(0, matrix)])
+        accumulated = Accumulated(np.empty(36 + TRAILER, np.float32), None, [Piece(0, matrix)])
         world = LocalWorld(1)
         (result,) = world.run([scheme.exchange(accumulated, Context(step=step, memory=memory))])
     found = result.mean.reshape(6, 6)

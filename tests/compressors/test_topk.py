@@ -7,8 +7,8 @@ from estimates import accumulated
 from worlds import Ranks
 
 from mpicomp import TopK, get_compressor
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece, Velocity
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
 from mpicomp.errors import ConfigurationError
 
 
@@ -37,7 +37,7 @@ def test_topk_of_strided_and_narrow_pieces_selects_of_the_sum():
     swapped = np.array([7.0, -900.0], ">f4")
     buffer = np.empty(20 + TRAILER, np.float32)
     pieces = [Piece(0, wide), Piece(10, half), Piece(15, brain.astype(np.uint16)), Piece(18, swapped)]
-    state = GradientWithResidual(buffer, np.ones(20, np.float32), pieces)
+    state = Accumulated(buffer, np.ones(20, np.float32), pieces)
     expected = np.concatenate((wide, half, [0, 100, 200], [7, -900])) + 1
     selection = TopK(ratio=0.1).select(state, Context())
     np.testing.assert_array_equal(state.array(), expected)
@@ -122,9 +122,7 @@ def make_sum(dtype=np.float32, momentum=False, turned=False):
     pieces = [Piece(offset, array) for offset, array in zip((0, 7, 8), arrays, strict=True)]
     velocity = Velocity(np.ones(numel, np.float32), np.zeros(numel, np.float32), 0.9, True) if momentum else None
     residual = rng.normal(size=numel).astype(np.float32)
-    return GradientWithResidual(
-        np.full(numel + TRAILER, np.nan, np.float32), residual, pieces, scale=0.5, velocity=velocity
-    )
+    return Accumulated(np.full(numel + TRAILER, np.nan, np.float32), residual, pieces, scale=0.5, velocity=velocity)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
@@ -149,6 +147,6 @@ def test_sum_of_a_part_computes_nothing_else():
 
 
 def test_sum_of_a_stale_rank_is_zeros():
-    stale = GradientWithResidual(np.full(3 + TRAILER, np.nan, np.float32), None, [], stale=True)
+    stale = Accumulated(np.full(3 + TRAILER, np.nan, np.float32), None, [], stale=True)
     assert stale.part(1, 3).tolist() == [0, 0]
     assert stale.is_computed

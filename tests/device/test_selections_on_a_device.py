@@ -12,8 +12,8 @@ from mpicomp.kernels import gpu
 
 import mpicomp
 from mpicomp import kernels
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece, Velocity
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece, Velocity
 from mpicomp.device.cuda import CudaDevice
 from mpicomp.device.device import Device, activated
 from mpicomp.workspace import Workspace
@@ -57,13 +57,13 @@ LISTED = [  # with the most reads that a step may take, after the first ones
 def select_on_both(opaque, compressor, here, there, gradient, residual=None, cuts=()):
     """Select on the host and on the device, compare, and return the host's sum and selection."""
     size, dtype = gradient.size, gradient.dtype
-    host = GradientWithResidual(np.empty(size + TRAILER, dtype), residual, [Piece(0, gradient)])
+    host = Accumulated(np.empty(size + TRAILER, dtype), residual, [Piece(0, gradient)])
     with activated(Device()):
         expected = compressor.select(host, here)
     pieces = [Piece(a, opaque.cupy.asarray(gradient[a:b])) for a, b in pairwise((0, *cuts, size))]
     memory = None if residual is None else opaque.cupy.asarray(residual)
     before = opaque.cupy.reads
-    found = compressor.select(GradientWithResidual(opaque.cupy.empty(size + TRAILER, dtype), memory, pieces), there)
+    found = compressor.select(Accumulated(opaque.cupy.empty(size + TRAILER, dtype), memory, pieces), there)
     assert opaque.cupy.reads == before, "numbers are read one by one"
     np.testing.assert_array_equal(found.indices.get(), expected.indices)
     alike(found.values.get(), expected.values)
@@ -160,7 +160,7 @@ def put(there, gradient, residual=None, pieces=1, **settings):
     bounds = np.linspace(0, gradient.size, pieces + 1).astype(int)
     parts = [Piece(int(a), there.place.put(gradient[a:b])) for a, b in pairwise(bounds)]
     memory = None if residual is None else there.place.put(residual)
-    return GradientWithResidual(there.empty(gradient.size + TRAILER, dtype), memory, parts, **settings)
+    return Accumulated(there.empty(gradient.size + TRAILER, dtype), memory, parts, **settings)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
@@ -241,7 +241,7 @@ def test_pieces_of_all_kinds_are_gathered_first(there, dtype, scale, factor):
     def velocity(bring):
         return None if factor is None else Velocity(bring(before), bring(np.zeros(size, np.float32)), factor, False)
 
-    host = GradientWithResidual(
+    host = Accumulated(
         np.empty(size + TRAILER, np.float32), residual, [Piece(0, wide)], scale=scale, velocity=velocity(np.copy)
     )
     with activated(Device()):
@@ -265,7 +265,7 @@ def test_pieces_of_all_kinds_are_gathered_first(there, dtype, scale, factor):
 def test_a_rank_that_has_nothing_to_give_selects_zeros(there):
     context = Context(workspace=Workspace(there))
     for compressor in (mpicomp.TopK(ratio=0.01), mpicomp.SIDCo(ratio=0.01)):
-        accumulated = GradientWithResidual(there.empty(3000 + TRAILER, np.float32), None, [], stale=True)
+        accumulated = Accumulated(there.empty(3000 + TRAILER, np.float32), None, [], stale=True)
         selection = compressor.select(accumulated, context)
         assert not selection.values.get().any()
         assert not accumulated.array().get().any()
@@ -280,7 +280,7 @@ def test_an_estimate_takes_one_read(there, distribution, size):
     rng, residual = np.random.default_rng(0), np.zeros(size, np.float32)
     for step in range(7):
         gradient = rng.laplace(size=size).astype(np.float32)
-        host = GradientWithResidual(np.empty(size + TRAILER, np.float32), residual, [Piece(0, gradient)])
+        host = Accumulated(np.empty(size + TRAILER, np.float32), residual, [Piece(0, gradient)])
         with activated(Device()):
             expected = compressor.select(host, here)
         accumulated = put(there, gradient, residual, 2)

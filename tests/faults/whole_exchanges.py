@@ -10,7 +10,7 @@ import mpicomp
 from mpicomp.arrays import ArraySpec
 from mpicomp.collectives import Context, bind
 from mpicomp.compressors import Selection
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.device.device import activated
 from mpicomp.errors import DisagreementError
 from mpicomp.reducer.agreement import Signature, agree
@@ -36,7 +36,7 @@ def _accumulated(fence, array):
     """Return a maker of the same input: a new one for each exchange."""
 
     def make():
-        return GradientWithResidual(fence.empty(array.size + TRAILER, array.dtype), None, [Piece(0, array)])
+        return Accumulated(fence.empty(array.size + TRAILER, array.dtype), None, [Piece(0, array)])
 
     return make
 

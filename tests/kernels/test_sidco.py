@@ -14,9 +14,9 @@ from scipy import special
 
 import mpicomp
 from mpicomp.compressors import sidco as rule
+from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual, Piece
 from mpicomp.compressors.thresholds import Search
 
 DTYPES = [np.float32, slow(np.float64)]
@@ -34,7 +34,7 @@ SAMPLES = {
 
 
 def summed(gradient, residual=None):
-    return GradientWithResidual(np.empty(gradient.size + TRAILER, gradient.dtype), residual, [Piece(0, gradient)])
+    return Accumulated(np.empty(gradient.size + TRAILER, gradient.dtype), residual, [Piece(0, gradient)])
 
 
 def on_the_cpu(gradient, compressor):

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from mpicomp.collectives.allgather import Allgather
 from mpicomp.collectives.ar_topk import exchange_at
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
 from mpicomp.device import current_device
@@ -77,7 +77,7 @@ class LocalLargest(Sparsifier):
     def count(self, numel: int) -> int:
         return self.selected.count
 
-    def select(self, accumulated: GradientWithResidual, context: Context) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         return Selection(*local_values(self.selected, accumulated, context))
 
 
@@ -138,7 +138,7 @@ class Learned(Scheme[LGC]):
             ]
         return [*tasks, _collect(selected, dtype, group)] if able else tasks
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Exchange:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         compressor = self.compressor
         selected = compressor.selected(accumulated.numel)
         memory = _BucketMemory.load(self._key(selected, context), context)
@@ -189,7 +189,7 @@ class Learned(Scheme[LGC]):
         return CodeRing(self.compressor, code, self._sum)
 
     def _exchange_values(
-        self, selected: Selected, accumulated: GradientWithResidual, context: Context
+        self, selected: Selected, accumulated: Accumulated, context: Context
     ) -> Rounds[tuple[Result, NDArray[np.floating]]]:
         """Average the values at one rank's indices or the largest of each rank; return this rank's, too."""
         if self.compressor.published:

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.topk import largest_of_parts
 from mpicomp.compressors.wire_format import compact
 from mpicomp.device import current_device, received_on_host, to_python
@@ -85,7 +85,7 @@ def leader_of(context: Context) -> int:
 
 
 def share_selection(
-    lead: LeaderMessage, accumulated: GradientWithResidual, context: Context, code: Autoencoder | None = None
+    lead: LeaderMessage, accumulated: Accumulated, context: Context, code: Autoencoder | None = None
 ) -> Rounds[ReceivedSelection]:
     """Select on the leading rank and broadcast its message; as rounds."""
     workspace = context.workspace
@@ -117,7 +117,7 @@ def share_selection(
 
 
 def local_values(
-    selected: Selected, accumulated: GradientWithResidual, context: Context
+    selected: Selected, accumulated: Accumulated, context: Context
 ) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
     """Return the ascending indices of this rank's largest values and of all dense elements, and the values."""
     workspace, lead = context.workspace, LeaderMessage(selected, accumulated.numel)
@@ -141,7 +141,7 @@ def relative(values: NDArray[np.floating], frame: NDArray[np.floating], out: NDA
 
 def _write(
     lead: LeaderMessage,
-    accumulated: GradientWithResidual,
+    accumulated: Accumulated,
     context: Context,
     code: Autoencoder | None,
     message: NDArray[np.uint8],
@@ -213,7 +213,7 @@ def _on_device(start: int, stop: int) -> NDArray[np.uint32]:
 
 
 def _gathered(
-    listed: NDArray[np.uint32], accumulated: GradientWithResidual, workspace: Workspace
+    listed: NDArray[np.uint32], accumulated: Accumulated, workspace: Workspace
 ) -> tuple[NDArray[np.floating], bool]:
     """Return the values at some indices, and whether all of these are in the array: a flag on the device."""
     values: NDArray[np.floating] = workspace.array("listed.values", listed.size, accumulated.dtype)

@@ -14,9 +14,9 @@ from mpicomp.collectives.scheme import (
     far_from_largest,
     gain_of,
 )
+from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.gradient_with_residual import TRAILER, GradientWithResidual
 from mpicomp.compressors.wire_format import DAMAGED, Selection
 from mpicomp.device import to_python
 from mpicomp.rounds import Group, Round, Rounds
@@ -53,7 +53,7 @@ class CodeRing:
             _report_round(group),
         ]
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Rounds[tuple[Result, float]]:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Rounds[tuple[Result, float]]:
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel)
         # 1. One rank, drawn at random, broadcasts its indices and the divisors of values.
@@ -72,7 +72,7 @@ class CodeRing:
         travels[length : length + coded.start] = received.values[: coded.start]
         travels[length + coded.start : length + rest] = received.values[coded.stop :]
         moments = accumulated.device_moments
-        part = GradientWithResidual.ready(travels, moments.energy, 0.0, moments.finite, accumulated.stale)
+        part = Accumulated.ready(travels, moments.energy, 0.0, moments.finite, accumulated.stale)
         summed = yield from self._sum.exchange(part, context)
         assert not isinstance(summed.sent, Selection)
         summed_mean = summed.mean_in(workspace)

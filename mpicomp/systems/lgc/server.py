@@ -14,9 +14,9 @@ from mpicomp.collectives.scheme import (
     gain_of,
     undelivered,
 )
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.gradient_with_residual import GradientWithResidual
 from mpicomp.compressors.wire_format import (
     DAMAGED,
     NONFINITE,
@@ -57,7 +57,7 @@ class CodeServer:
         lead = self._lead(numel, dtype)
         return [lead.round(leader_of(Context(group=group, step=step))), self._gather(lead, dtype, group)]
 
-    def exchange(self, accumulated: GradientWithResidual, context: Context) -> Rounds[tuple[Result, float]]:
+    def exchange(self, accumulated: Accumulated, context: Context) -> Rounds[tuple[Result, float]]:
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel, dtype)
         coded = lead.selected.coded
@@ -134,7 +134,7 @@ class CodeServer:
         lead: LeaderMessage,
         received: ReceivedSelection,
         decoded: NDArray[np.floating],
-        accumulated: GradientWithResidual,
+        accumulated: Accumulated,
         context: Context,
         message: NDArray[np.uint8],
     ) -> tuple[float, float]:

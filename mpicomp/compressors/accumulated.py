@@ -51,7 +51,7 @@ class Velocity:
     nesterov: bool
 
 
-class GradientWithResidual:
+class Accumulated:
     """The input of a compressor under error feedback: gradients, the residual, and room for their sum.
 
     The sum is computed once, by `array`, `part`, `sweep` or `fused`, whichever is called first: a compressor can search
@@ -117,7 +117,7 @@ class GradientWithResidual:
     @classmethod
     def ready(
         cls, buffer: NDArray[np.floating], energy: float, lost: float, finite: bool, stale: bool
-    ) -> "GradientWithResidual":
+    ) -> "Accumulated":
         """Wrap values that were taken out of a larger array, to be exchanged in its place.
 
         ``energy`` and ``finite`` are those of the larger array, and ``lost`` is the energy left out of it.
