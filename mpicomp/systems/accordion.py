@@ -4,14 +4,11 @@
 of its gradient is compared with that of the period before: where it has changed by a threshold, or the learning rate
 has dropped, the layer is in a critical regime and gets the larger setting, else the smaller one.
 
-**Here** a period is a number of steps, and its norm the mean over steps of the norm of the accumulated gradient of all
-ranks, in place of the norm of an epoch's sum on rank 0. The norm of a step arrives while the next one runs, so a period
-counts from the second step after it. There is no published form apart from this: periods of an epoch are set by
-``every``.
+Here a period is ``every`` steps, and its norm the mean over steps of the norm of the accumulated gradient of all ranks,
+in place of the norm of an epoch's sum on rank 0. A step's norm arrives while the next one runs.
 """
 
 import glob
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -55,11 +52,10 @@ class NormSurvey:
 class Accordion(Adaptive):
     """Two ratios: the larger one for parts of the model whose gradients change much, the smaller one for the others.
 
-    A part is a layer with top-k, which is then selected by itself, and a bucket with every other compressor. Where its
-    norm differs from that of the period before by ``threshold`` of that or more, or if that was 0, the part gets
-    ``most``, else ``least``. It gets ``most`` in the first period, too. When the learning rate drops to half of its
-    highest value since the start or since the last such drop, a period begins in which every part gets ``most``. In
-    large layers one element in eight is measured.
+    A part is a layer with top-k, which is then selected by itself, and a bucket with every other compressor. It gets
+    ``most`` in the first period, and where its norm differs from that of the period before by ``threshold`` of that or
+    more, or if that was 0; else ``least``. When the learning rate drops to half of its highest value since the start or
+    since the last such drop, a period begins in which every part gets ``most``.
 
     Parameters
     ----------
@@ -94,12 +90,12 @@ class Accordion(Adaptive):
     def configure(self, settings: UserSettings) -> None:
         super().configure(settings)
         self._survey = NormSurvey(_STRIDE)
-        self._looked = 0  # steps of this period
+        self._counted = 0  # steps of this period
         self._sums: dict[str, float] = {}  # of norms in this period, by part
         self._norms: dict[str, float] = {}  # means of the period before
         self._quiet: set[str] = set()  # parts that get the smaller ratio
-        self._highest: float | None = None  # learning rate
-        self._current: dict[int, Compressor] = {}
+        self._highest_lr: float | None = None
+        self._current: dict[int, Compressor] = {}  # by bucket
         self._delivered: set[int] = set()  # steps that were not undone, whose report has not arrived
 
     @property
@@ -114,7 +110,7 @@ class Accordion(Adaptive):
         self._current.clear()
         yield from super().start(shapes, transport)
         if self._sums.keys() != {part for bucket in range(len(shapes)) for part in self._parts(bucket)}:
-            self._begin()
+            self._begin_period()
 
     def levels(self) -> list[Compressor]:
         # With a ratio for each layer, a bucket's ratio may be anywhere between the two
@@ -131,41 +127,46 @@ class Accordion(Adaptive):
         return self._current[bucket], f"gradients of {quiet} of {len(parts)} layers change little"
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        # Not called for a step that was undone
         self._delivered.add(step)
 
     def on_telemetry(self, report: StepReport) -> None:
         super().on_telemetry(report)
-        if self._has_dropped(report.lr):
-            self._quiet = set()
-            self._begin()
-        norms = self._norms_of(report)
+        if report.lr is not None:
+            dropped = self._highest_lr is not None and report.lr <= _DROP * self._highest_lr
+            self._highest_lr = report.lr if dropped else max(report.lr, self._highest_lr or report.lr)
+            if dropped:
+                self._quiet = set()
+                self._begin_period()
         delivered = report.step in self._delivered
         self._delivered = {step for step in self._delivered if step > report.step}
-        if norms is None or not delivered:
+        if not delivered or len(report.surveys) < len(self._shapes):
             return
-        self._looked += 1
-        for part, norm in norms.items():
-            self._sums[part] = self._sums.get(part, 0.0) + norm
-        if self._looked == self.every:
+        norms: dict[str, float] = {}
+        for bucket, surveys in report.surveys.items():
+            energies = surveys.sum(axis=0, dtype=np.float64)
+            squares = energies if self.by_layer else energies.sum(keepdims=True)
+            norms |= zip(self._parts(bucket), np.sqrt(squares).tolist(), strict=True)
+        if not np.isfinite(list(norms.values())).all():
+            return
+        self._counted += 1
+        self._sums = {part: self._sums.get(part, 0.0) + norm for part, norm in norms.items()}
+        if self._counted == self.every:
             self._compare()
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "looked": self._looked,
+            "looked": self._counted,
             "sums": dict(self._sums),
             "norms": dict(self._norms),
             "quiet": sorted(self._quiet),
-            "highest_lr": self._highest,
+            "highest_lr": self._highest_lr,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         super().load_state_dict(state, cost)
-        self._looked = int(state.get("looked", 0))
-        self._sums = {str(part): float(value) for part, value in state.get("sums", {}).items()}
-        self._norms = {str(part): float(value) for part, value in state.get("norms", {}).items()}
+        self._counted, self._highest_lr = int(state.get("looked", 0)), state.get("highest_lr")
+        self._sums, self._norms = dict(state.get("sums", {})), dict(state.get("norms", {}))
         self._quiet = set(state.get("quiet", []))
-        self._highest = state.get("highest_lr")
         self._current.clear()
         self._delivered.clear()
 
@@ -184,36 +185,16 @@ class Accordion(Adaptive):
         layered = replace(self.compressor, ratio=kept / shape.numel, layers=patterns)  # type: ignore[call-arg]
         return layered.bind(shape.names, shape.sizes, shape.shapes)
 
-    def _has_dropped(self, lr: float | None) -> bool:
-        if lr is None:
-            return False
-        dropped = self._highest is not None and lr <= _DROP * self._highest
-        self._highest = lr if self._highest is None or dropped else max(lr, self._highest)
-        return dropped
-
-    def _norms_of(self, report: StepReport) -> dict[str, float] | None:
-        """Return the norm of every part in a step; None unless all are known."""
-        norms: dict[str, float] = {}
-        for bucket in range(len(self._shapes)):
-            if bucket not in report.surveys:
-                return None
-            energies = report.surveys[bucket].sum(axis=0, dtype=np.float64)
-            squares = energies if self.by_layer else energies.sum(keepdims=True)
-            norms |= zip(self._parts(bucket), np.sqrt(squares).tolist(), strict=True)
-        return norms if all(math.isfinite(norm) for norm in norms.values()) else None
-
-    def _begin(self) -> None:
-        """Begin a period."""
-        self._looked, self._sums = 0, {}
+    def _begin_period(self) -> None:
+        self._counted, self._sums = 0, {}
         self._current.clear()
 
     def _compare(self) -> None:
-        """Compare this period with the one before, and begin the next one."""
-        norms = {part: total / self._looked for part, total in self._sums.items()}
+        """Compare this period with the one before."""
+        before, self._norms = self._norms, {part: total / self._counted for part, total in self._sums.items()}
         self._quiet = {
             part
-            for part, norm in norms.items()
-            if self._norms.get(part, 0.0) > 0 and abs(self._norms[part] - norm) < self.threshold * self._norms[part]
+            for part, norm in self._norms.items()
+            if before.get(part, 0.0) > 0 and abs(before[part] - norm) < self.threshold * before[part]
         }
-        self._norms = norms
-        self._begin()
+        self._begin_period()

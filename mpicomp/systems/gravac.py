@@ -1,24 +1,23 @@
 """GraVAC: the ratio that sends most of the gradient per second, found while training.
 
-**The paper** (Tyagi and Swany 2023, arXiv 2305.12201). Training has a candidate ratio and a floor, the ratio to fall
-back to, which starts at the largest one. A step is sent at the candidate if its gain is at least epsilon, else at the
-floor if the gain there is, else dense. Every window of steps the next lower ratio becomes the candidate, and
+**The paper** (Tyagi and Swany 2023, arXiv 2305.12201). Training has a candidate ratio and a floor, which starts at the
+largest ratio. A step is sent at the candidate if its gain is at least epsilon, else at the floor if the gain there is,
+else dense. Every window of steps the next lower ratio becomes the candidate, and
 
 - where the gain at the candidate is within omega of that at the floor, the candidate becomes the floor;
 - where the two highest throughputs, gain over seconds of a step, are within omega of each other, the higher one of
   their ratios becomes the candidate and the search ends: from then on epsilon alone decides.
 
 The gain comes from two compressions on each rank: the gradient at the floor, and what that selects at the candidate.
-
-Without `as_published` gains of all candidates come from one spectrum in one step of four, a throughput is the median of
-a window, and a bucket is dense where that is predicted to be faster. docs/papers.md has all that differs, then too.
+Here gains of all candidates come from one spectrum in one step of four, and a throughput is the median of a window.
+docs/papers.md has all that differs, also with `GraVAC.as_published`.
 """
 
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,19 +38,17 @@ from mpicomp.setting_checks import check_choice, check_flag, check_least, check_
 from mpicomp.transport.base import Transport
 from mpicomp.workspace import Workspace
 
-_SCALINGS = ("exponential", "geometric")
-_GAINS = ("spectrum", "multilevel")
 _STRIDE = 16  # a survey reads one group of elements in so many
 _MIN_STEPS = 3  # at a ratio: of fewer, an interrupted one could be the median
 
 
 class LevelsSurvey:
-    """Energies of a bucket, of a selection of it, and of a smaller one from that; estimators start afresh in each."""
+    """Energies of a bucket, of its selection at the floor, and of what the candidate selects of that."""
 
-    def __init__(self, compressor: Compressor, ratio: float, less: float) -> None:
+    def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
-        self._ratio, self._less = ratio, less
-        self._workspaces: dict[tuple[Device, str], Workspace] = {}
+        self.ratios = 1.0, 1.0  # floor and candidate
+        self._workspaces: dict[tuple[Device, int], Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
         return 3
@@ -59,17 +56,17 @@ class LevelsSurvey:
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        first = self._selected(accumulated, self._ratio, step, "first")
-        most = num_kept(self._less, accumulated.size)
-        second = first if first.size <= most else self._selected(first, most / first.size, step, "second")
+        floor, candidate = self.ratios
+        first = self._selected(accumulated, floor, step, 0)
+        most = num_kept(candidate, accumulated.size)
+        second = first if first.size <= most else self._selected(first, most / first.size, step, 1)
         with np.errstate(over="ignore"):
             return np.array(to_python(*(kernels.energy(values) for values in (accumulated, first, second))), np.float32)
 
-    def _selected(self, array: NDArray[np.floating], ratio: float, step: int, level: str) -> NDArray[np.floating]:
-        """Return the values that a ratio of an array selects."""
+    def _selected(self, array: NDArray[np.floating], ratio: float, step: int, level: int) -> NDArray[np.floating]:
         compressor = at_ratio(self._compressor, ratio)
         workspace = self._workspaces.setdefault((current_device(), level), Workspace(current_device()))
-        context = Context(step=step, bucket=int(level == "second"), workspace=workspace)
+        context = Context(step=step, bucket=level, workspace=workspace)  # estimators start afresh
         if isinstance(compressor, SharedSparsifier):
             places = workspace.array("positions", compressor.count(array.size), np.uint32)
             compressor.positions(array.size, context, places)
@@ -81,6 +78,19 @@ class LevelsSurvey:
         return compressor.select(Accumulated(buffer, None, [Piece(0, array)]), context).values
 
 
+class _Choice(NamedTuple):
+    level: int | None  # that was sent; None is dense
+    floor: int
+    candidate: int
+
+
+class _TimedStep(NamedTuple):
+    step: int
+    began: float
+    level: int
+    gain: float
+
+
 @register
 @dataclass(eq=False)
 class GraVAC(Adaptive):
@@ -88,9 +98,8 @@ class GraVAC(Adaptive):
 
     Candidates are fractions of ``most``, down to ``least``: with ``"exponential"`` 1/2, 1/4, 1/16, 1/256 ..., with
     ``"geometric"`` 1/2, 1/4, 1/8, 1/16 ... Gains are those of the accumulated gradients of all ranks, averaged over
-    steps; until there are gains, steps are dense. The seconds of a step last from its last rank's start to that of the
-    next step. Without seconds (one rank, or ranks of one process without a simulated network) the search continues down
-    to ``least``.
+    steps; until there are gains, steps are dense. Without seconds (one rank, or ranks of one process without a
+    simulated network) the search continues down to ``least``.
 
     Parameters
     ----------
@@ -108,11 +117,9 @@ class GraVAC(Adaptive):
         Share of a step in the average of gains, in (0, 1]; None is a hundredth for every rank, and 1 at most.
     every : int
         Steps from one measurement of gains to the next, which stands for all of them; 1 is the paper's.
-    gains : {"spectrum", "multilevel"}
-        ``"spectrum"``: gains of all candidates from one element in sixteen of large layers. ``"multilevel"``: gains of
-        the floor and the candidate from the paper's two compressions.
     published : bool
-        Whether all else is the paper's; see `as_published`.
+        Set by `as_published`: gains from two compressions, throughputs of one step, a bucket for each array, never
+        dense for its speed.
     """
 
     id: ClassVar[str] = "gravac"
@@ -129,20 +136,17 @@ class GraVAC(Adaptive):
     epsilon: float = 0.7
     smoothing: float | None = None
     every: int = 4
-    gains: str = "spectrum"
     published: bool = field(default=False, kw_only=True)
 
     @classmethod
     def as_published(cls, **settings: Any) -> Self:
         """Return the paper's GraVAC, but for ``settings``."""
-        values: dict[str, Any] = {"published": True, "window": 500, "every": 1, "gains": "multilevel"}
-        return cls.from_config(values | settings)
+        return cls.from_config({"published": True, "window": 500, "every": 1} | settings)
 
     def check(self) -> None:
         check_flag(self.id, "published", self.published)
         check_ratios(self.id, self.least, self.most)
-        check_choice(self.id, "scaling", self.scaling, _SCALINGS)
-        check_choice(self.id, "gains", self.gains, _GAINS)
+        check_choice(self.id, "scaling", self.scaling, ("exponential", "geometric"))
         check_least(self.id, "window", self.window)
         check_least(self.id, "every", self.every)
         check_range(self.id, "omega", self.omega, 0, 1)
@@ -156,9 +160,9 @@ class GraVAC(Adaptive):
         super().configure(settings)
         self._ratios = self._candidates()
         self._compressors = [at_ratio(self.compressor, ratio) for ratio in self._ratios]
-        self._surveys: dict[tuple[int, int, int], Survey] = {}  # by bucket, floor and candidate
         self._timed = False
-        self._share = 1.0
+        self._share = 1.0  # of a step in the average of gains
+        self._survey = LevelsSurvey(self.compressor) if self.published else SpectrumSurvey(_STRIDE)
         self._floor, self._candidate = 0, min(1, len(self._ratios) - 1)
         self._ended = False
         self._steps = 0  # with gains
@@ -170,8 +174,8 @@ class GraVAC(Adaptive):
         self._level: int | None = 0 if self.published else None  # of the next step; None is dense
         first = f"floor {self.most:.4g}" if self.published else "dense"
         self._reason = f"{first}: no gradient statistics yet"
-        self._run: dict[int, _Run] = {}  # of steps that were not undone, until their report arrives
-        self._before: _Step | None = None
+        self._choices: dict[int, _Choice] = {}  # of steps that were not undone, until their report arrives
+        self._last: _TimedStep | None = None  # whose end is not known yet
 
     @property
     def wants_telemetry(self) -> bool:
@@ -182,20 +186,16 @@ class GraVAC(Adaptive):
         # At every step until there are gains, then every few steps
         if self._gains is not None and self._unsurveyed + 1 < self.every:
             return None
-        if self.gains == "spectrum":
-            return self._surveys.setdefault((0, 0, 0), SpectrumSurvey(_STRIDE))
-        key = bucket, self._floor, self._candidate
-        if key not in self._surveys:
-            self._surveys = {old: survey for old, survey in self._surveys.items() if old[1:] == key[1:]}
-            self._surveys[key] = LevelsSurvey(self.compressor, *(self._ratios[level] for level in key[1:]))
-        return self._surveys[key]
+        if isinstance(self._survey, LevelsSurvey):
+            self._survey.ratios = self._ratios[self._floor], self._ratios[self._candidate]
+        return self._survey
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         # The search continues: it is about the whole model
         group = transport.group
         self._timed = transport.probes and group.size > 1
         self._share = min(1.0, group.size / 100) if self.smoothing is None else self.smoothing
-        self._before = None
+        self._last = None
         yield from super().start(shapes, transport)
 
     @property
@@ -214,25 +214,24 @@ class GraVAC(Adaptive):
         return None if self._level is None else self._compressors[self._level], self._reason
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        # Remember the decision until the report of this step arrives
-        self._run[step] = _Run(self._level, self._floor, self._candidate)
+        self._choices[step] = _Choice(self._level, self._floor, self._candidate)
         self._unsurveyed = 0 if self.survey(0) is not None else self._unsurveyed + 1
 
     def on_telemetry(self, report: StepReport) -> None:
         super().on_telemetry(report)
         began = float(report.latest[0, 0])
-        if self._before is not None and report.step == self._before.step + 1 and began > self._before.began:
-            self._throughputs[self._before.level].append(self._before.gain / (began - self._before.began))
-        self._before = None
-        run = self._run.get(report.step)
-        self._run = {step: past for step, past in self._run.items() if step > report.step}
-        if run is None:
+        last, self._last = self._last, None
+        if last is not None and report.step == last.step + 1 and began > last.began:
+            self._throughputs[last.level].append(last.gain / (began - last.began))
+        choice = self._choices.get(report.step)
+        self._choices = {step: past for step, past in self._choices.items() if step > report.step}
+        if choice is None:
             return
-        self._update_gains(report, run)
+        self._update_gains(report, choice)
         if self._gains is None:
             return
-        if run.level is not None and self._timed:
-            self._before = _Step(report.step, began, run.level, float(self._gains[run.level]))
+        if choice.level is not None and self._timed:
+            self._last = _TimedStep(report.step, began, choice.level, float(self._gains[choice.level]))
         self._steps += 1
         if self._steps % self.window == 0 and not self._ended:
             self._search(self._gains)
@@ -257,8 +256,8 @@ class GraVAC(Adaptive):
         self._floor, self._candidate = int(state["floor"]), int(state["candidate"])
         self._ended, self._steps = bool(state["ended"]), int(state["steps"])
         self._throughputs = [deque(values, maxlen=self._timings) for values in state["throughputs"]]
-        self._before = None
-        self._run.clear()
+        self._last = None
+        self._choices.clear()
         if state["gains"] is not None:
             self._gains = np.array(state["gains"], float)  # None becomes NaN
             self._decide(self._gains)
@@ -271,37 +270,32 @@ class GraVAC(Adaptive):
             exponent = 2 * exponent if self.scaling == "exponential" else exponent + 1
         return ratios
 
-    def _update_gains(self, report: StepReport, run: "_Run") -> None:
+    def _update_gains(self, report: StepReport, choice: _Choice) -> None:
         """Average the gains of a step, if it was surveyed."""
         if len(report.surveys) < len(self._shapes):
             return
-        gains = self._gains_of(report) if self.gains == "spectrum" else self._gains_at(report, run)
-        if gains is None:
+        gains = np.full(len(self._ratios), np.nan)
+        if self.published:
+            surveys = (survey.astype(np.float64).sum(axis=0) for survey in report.surveys.values())
+            energy, *selected = sum(surveys).tolist()
+            if 0 < energy < np.inf:
+                gains[[choice.floor, choice.candidate]] = np.array(selected) / energy
+        else:
+            lost, energy = np.zeros(gains.size), 0.0
+            for bucket, survey in report.surveys.items():
+                spectra = Spectra(self._shapes[bucket].sizes, survey)
+                bucket_energy = float(spectra.energies.sum())
+                lost += bucket_energy * lost_share(self.compressor, spectra, self._ratios)
+                energy += bucket_energy
+            if 0 < energy < np.inf:
+                gains = 1 - lost / energy
+        if not 0 < energy < np.inf:
             return
         before = gains if self._gains is None else self._gains
         average = before + (1 - (1 - self._share) ** max(1, report.step - self._surveyed)) * (gains - before)
         # A level that is known only from this step, or only from before, has nothing to average
         self._gains = np.where(np.isnan(gains), before, np.where(np.isnan(before), gains, average))
         self._surveyed = report.step
-
-    def _gains_at(self, report: StepReport, run: "_Run") -> NDArray[np.float64] | None:
-        """Return the gains of a step at its floor and its candidate, NaN elsewhere; None if unknown."""
-        energy, *selected = sum(surveys.astype(np.float64).sum(axis=0) for surveys in report.surveys.values()).tolist()
-        if not 0 < energy < np.inf:
-            return None
-        gains = np.full(len(self._ratios), np.nan)
-        gains[[run.floor, run.candidate]] = np.array(selected) / energy
-        return gains
-
-    def _gains_of(self, report: StepReport) -> NDArray[np.float64] | None:
-        """Return the gain of each candidate in a step, over all buckets; None if unknown."""
-        lost, energy = np.zeros(len(self._ratios)), 0.0
-        for bucket, surveys in report.surveys.items():
-            spectra = Spectra(self._shapes[bucket].sizes, surveys)
-            bucket_energy = float(spectra.energies.sum())
-            lost += bucket_energy * lost_share(self.compressor, spectra, self._ratios)
-            energy += bucket_energy
-        return 1 - lost / energy if 0 < energy < np.inf else None
 
     def _search(self, gains: NDArray[np.float64]) -> None:
         """Try the next candidate, raise the floor, or end the search."""
@@ -327,26 +321,5 @@ class GraVAC(Adaptive):
                 self._level = level
                 self._reason = f"{name} {self._ratios[level]:.4g} {state}, gain {gains[level]:.3f}"
                 return
-        self._level = None
-        self._reason = (
-            f"dense, gain {gains[self._floor]:.3f} at the floor {self._ratios[self._floor]:.4g} is too little"
-        )
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Levels of a step."""
-
-    level: int | None  # None is dense
-    floor: int
-    candidate: int
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A step whose end is not known yet."""
-
-    step: int
-    began: float
-    level: int
-    gain: float
+        self._level, floor = None, self._ratios[self._floor]
+        self._reason = f"dense, gain {gains[self._floor]:.3f} at the floor {floor:.4g} is too little"

@@ -38,7 +38,6 @@ SETTINGS = {
         ({"epsilon": 1.1}, "epsilon must be a number from 0 to 1, got 1.1"),
         ({"smoothing": 0.0}, "smoothing must be above 0, got 0.0"),
         ({"scaling": "linear"}, "scaling must be 'exponential' or 'geometric', got 'linear'"),
-        ({"gains": "both"}, "gains must be 'spectrum' or 'multilevel', got 'both'"),
         ({"published": "yes"}, "published must be True or False, got 'yes'"),
     ],
     "interval": [
