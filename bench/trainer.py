@@ -20,6 +20,7 @@ from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_param
 from mpicomp.torch.local_muon import muon_and_adamw
 from mpicomp.torch.shards import local_of
 from mpicomp.transport import Transport
+from mpicomp.transport.base import RoundLog
 from mpicomp.transport.connect import connect
 
 CPU = torch.device("cpu")
@@ -163,9 +164,10 @@ class MpicompReplica(Replica):
         self.exchanges_updates = updates is not None
         self.between = transport if mesh is None else connect(replicas(self.model))  # ranks with the same shard
         self._owns_transport = mesh is not None
-        self.between.log.clear()
+        broadcast: list[RoundLog] = []
+        self.between.log = broadcast
         broadcast_parameters(self.model, comm=self.between)
-        self.once_bytes = round(sum(entry.wire_bytes for entry in self.between.log))
+        self.once_bytes = round(sum(entry.wire_bytes for entry in broadcast))
         settings |= {"named_parameters": self.model.named_parameters(), "comm": self.between}
         wrap: Any = DistributedOptimizer if updates is None else UpdateOptimizer
         self.optimizer = wrap(self.optimizer, **settings, **of_updates)

@@ -415,6 +415,7 @@ class Reducer:
         """Release its MPI resources. It waits for no other rank, and a second call does nothing."""
         if not self._closed:
             self._closed = True
+            self.transport.log = None
             self.layout.close()
             if self._owned:
                 self.transport.close()

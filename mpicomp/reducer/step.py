@@ -60,7 +60,7 @@ class Step:
         self._damaged: MessageError | None = None  # error of this rank in reading a message
         self._memories: list[tuple[Bucket, dict[str, Any]]] = []
         self._sums: list[tuple[Bucket, Accumulated]] = []  # made over gradients that lie in a bucket
-        self._transport.log.clear()
+        self._transport.log = []
         if self._layout.stages:
             self._layout.begin_step()
 
@@ -209,7 +209,7 @@ class Step:
 
     def _release_buffers(self) -> None:
         """Drop arrays that records hold, as a bucket's plan changes: what the last one needed is released."""
-        for entry in self._transport.log:
+        for entry in self._transport.log or ():
             entry.task = entry.task.shape()
         for done in self._done:
             done.release_buffers()
@@ -377,8 +377,7 @@ class Step:
     def _agree(self) -> Rounds[bool]:
         """Compare the ranks' arrays, lay out new buckets, and exchange them; False if the step ends here. As rounds."""
         record, layout, outside = self._record, self._layout, self._reducer.outside_tally
-        log = self._transport.log
-        log.clear()
+        log = self._transport.log = []
         cut_short = Tally()
         for done in self._done:
             cut_short.merge(done.tally())

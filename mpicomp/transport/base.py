@@ -56,10 +56,9 @@ class Transport(ABC):
     user: int = 0  # number from `enter` of the user that the next rounds belong to; 0 before a call
     timer: Callable[[], float] = time.perf_counter  # returns seconds on this rank's clock
     cores: float = math.inf  # cores for each rank on the host where they are fewest; the same on all ranks
-
-    def __init__(self) -> None:
-        self.log: list[RoundLog] = []  # of every round but those in the background; its reader may clear it
-        self.offset = 0.0  # seconds by which the first rank's clock is ahead of this one's
+    offset: float = 0.0  # seconds by which the first rank's clock is ahead of this one's
+    log: list[RoundLog] | None = None
+    """Rounds that were run, but those in the background, with their arrays: a list of whoever reads them, or None."""
 
     @abstractmethod
     def start(self, task: Round) -> Pending:
@@ -112,9 +111,7 @@ class Transport(ABC):
                         start = timer()
                         reply = self.perform(request)
                         seconds = timer() - start
-                        if request.group == WORLD:
-                            self.log.append(RoundLog(request, self.group, seconds))
-                        else:
+                        if self.log is not None:
                             self.note(request, seconds)
                     else:
                         reply = self.start(request) if isinstance(request, Round) else self.wait(request)
@@ -128,10 +125,11 @@ class Transport(ABC):
             raise
 
     def note(self, task: Round, seconds: float) -> None:
-        """Write a round to the log."""
-        group = self.group if task.group == WORLD else self.group.part(task.group)
-        assert group is not None
-        self.log.append(RoundLog(task, group, seconds))
+        """Write a round to the log, if there is one."""
+        if self.log is not None:
+            group = self.group if task.group == WORLD else self.group.part(task.group)
+            assert group is not None
+            self.log.append(RoundLog(task, group, seconds))
 
     def set_activity(self, text: str, *values: object) -> None:  # noqa: B027, a transport may have no watchdog
         """Note the purpose of the rounds, ``text % values``, for messages about ranks that wait."""

@@ -34,7 +34,7 @@ class LocalTransport(Transport):
     concurrent = False
 
     def __init__(self, group: Group, members: dict[str, tuple[int, ...]], network: Network | None) -> None:
-        super().__init__()
+        self.log = []
         self.group = group
         self.members = members
         self.network = network

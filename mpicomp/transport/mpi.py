@@ -75,7 +75,6 @@ class MPITransport(Transport):
 
     def _open(self, pool: Pool, front: ChannelSet, back: ChannelSet, naps: bool) -> None:
         """Use channels, which return to the pool when this is closed or collected; ``back`` for the background."""
-        super().__init__()
         self._pool = pool
         self._front = front.channels
         self._back = back.channels

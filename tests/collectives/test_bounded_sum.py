@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from held_arrays import held_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -443,3 +444,13 @@ def test_ranks_with_and_without_a_bound_get_an_error(comm):
         mpicomp.allreduce(ONES, error=0.1 if comm.rank else None, comm=comm)
     with pytest.raises(ArrayTypeError, match="on rank 1"):
         mpicomp.allreduce(ONES if comm.rank != 1 else ONES.astype(np.float16), error=0.1, comm=comm)
+
+
+@pytest.mark.mpi
+def test_calls_keep_no_array():
+    array = np.ones(100_000, np.float32)
+    mpicomp.allreduce(array, error=0.1)
+    before = held_bytes()
+    for _ in range(10):
+        mpicomp.allreduce(array, error=0.1)
+    assert held_bytes() - before < array.nbytes
