@@ -28,7 +28,7 @@ from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import shard_mesh
-from mpicomp.torch.update_optimizer import AUTO
+from mpicomp.torch.updates import AUTO
 from mpicomp.transport import Transport
 
 _MAX_START_STEPS = 5  # first steps that are not timed: they compile, agree and grow buffers

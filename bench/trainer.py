@@ -17,7 +17,7 @@ from mpicomp.bench.tasks.updating import Updater
 from mpicomp.reducer import StepRecord
 from mpicomp.rounds import Group
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters, replicas
-from mpicomp.torch.local_muon import muon_and_adamw
+from mpicomp.torch.muon import muon_and_adamw
 from mpicomp.torch.shards import local_of
 from mpicomp.transport import Transport
 from mpicomp.transport.base import RoundLog

@@ -33,7 +33,7 @@ Rows = Mapping[str, Sequence[int]]  # first row, end and number of rows of shard
 SCHEMA = 1
 STATES = ("residuals", "velocities")  # keys of a reducer's state whose arrays belong to one rank
 
-_NAME = re.compile(r"checkpoint-([0-9]{8,18})(\.part)?")
+_NAME = re.compile(r"checkpoint-([0-9]{8,18})")
 _STORED = {"bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64"}  # safetensors' name of each dtype
 _STORED |= {
     f"{name}{bits}": f"{sign}{bits}" for name, sign in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)
@@ -229,14 +229,14 @@ def _file_name(rank: int) -> str:
 def _numbers(folder: Path) -> list[int]:
     """Return the numbers of the complete checkpoints in a folder, oldest first."""
     matches = [_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
-    return sorted(int(match[1]) for match in matches if match and not match[2])
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _begin(folder: Path) -> int:
     """Remove what a crash has left half written, make the folder of a new checkpoint, and return its number."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("checkpoint-*.part"):
-        if _NAME.fullmatch(path.name):
+        if _NAME.fullmatch(path.stem):
             shutil.rmtree(path)
     number = max([0, *_numbers(folder)]) + 1
     (folder / f"{_name(number)}.part").mkdir()
@@ -276,9 +276,7 @@ def _newest(folder: Path) -> list[int]:
         number = max(_numbers(folder), default=0)
     except FileNotFoundError:
         number = 0
-    if number == 0:
-        return [0, 0, 0, 0]
-    return [number, *_RankFile(folder / _name(number) / _file_name(0)).header[1:]]
+    return [number, *_RankFile(folder / _name(number) / _file_name(0)).header[1:]] if number else [0] * 4
 
 
 class _Header(NamedTuple):
@@ -384,7 +382,7 @@ def _write(folder: Path, header: _Header, tree: str, arrays: Sequence[tuple[_Lea
 
 
 class _RankFile:
-    """A rank's file of a checkpoint, open for reading; one that is missing, torn or foreign is refused."""
+    """A rank's file of a checkpoint, open for reading; one that is missing or torn is refused."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -398,11 +396,9 @@ class _RankFile:
         try:
             about = json.loads(metadata["mpicomp"])
             schema, wrote = about["schema"], about["mpicomp"]
-            self._tree = json.loads(metadata["state"])
             if schema == SCHEMA:
-                self.header = _Header(*(about[field] for field in _Header._fields))
-                if any(type(number) is not int or not 0 <= number < 1 << 63 for number in self.header):
-                    raise ValueError(about)
+                self._tree = json.loads(metadata["state"])
+                self.header = _Header(*(int(np.int64(about[field])) for field in _Header._fields))
         except Exception:
             raise self._error("is a safetensors file, but not one of a checkpoint of mpicomp") from None
         if schema != SCHEMA:
@@ -417,12 +413,12 @@ class _RankFile:
             raise self._error(f"is the file of {self.header}, where that of {header} must be")
         return self
 
-    def tree(self, fetch: Callable[[_Leaf], Any] = lambda leaf: leaf) -> Any:
-        """Return the tree, with the results of ``fetch`` in place of arrays."""
-        return self._guarded(lambda: _decode(self._tree, fetch))
+    def tree(self) -> Any:
+        """Return the tree, with descriptions in place of arrays."""
+        return self._guarded(_decode, self._tree)
 
     def read(self, leaf: _Leaf) -> Any:
-        return self._guarded(lambda: self._read(leaf))
+        return self._guarded(self._read, leaf)
 
     def _read(self, leaf: _Leaf) -> Any:
         stored = self._file.get_tensor(leaf.name)
@@ -440,9 +436,9 @@ class _RankFile:
         array = (stored if stored.dtype == dtype else stored.view(dtype)).reshape(leaf.shape)
         return array[()] if leaf.kind == "scalar" else array
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
+    def _guarded(self, work: Callable[[Any], Any], value: Any) -> Any:
         try:
-            return work()
+            return work(value)
         except CheckpointError:
             raise
         except Exception as error:
@@ -455,68 +451,57 @@ class _RankFile:
         )
 
 
-def _decode(node: Any, fetch: Callable[[_Leaf], Any]) -> Any:
+def _decode(node: Any) -> Any:
     if isinstance(node, list):
-        return [_decode(inner, fetch) for inner in node]
+        return [_decode(inner) for inner in node]
     if not isinstance(node, dict):
         return node
     if "dict" in node:
-        return {key: _decode(inner, fetch) for key, inner in node["dict"]}
+        return {key: _decode(inner) for key, inner in node["dict"]}
     if "tuple" in node:
-        return tuple(_decode(inner, fetch) for inner in node["tuple"])
+        return tuple(_decode(inner) for inner in node["tuple"])
     (kind,) = node.keys() - {"dtype", "shape"}
-    return fetch(_Leaf(kind, node[kind], node["dtype"], tuple(node["shape"])))
+    return _Leaf(kind, node[kind], node["dtype"], tuple(node["shape"]))
 
 
 class _Redistribution:
-    """What a rank of ``group`` that holds ``rows`` reads of a checkpoint's files; None for a whole model.
+    """Reads the part of a checkpoint's files that belongs to a rank of ``group``, which holds ``rows``, if any.
 
-    Arrays of sharded parameters are put together by name and row, each from the ranks that held its rows, one in every
+    Arrays of sharded parameters are concatenated by name and row, each from the ranks that held its rows, one in every
     replica. What replicas do not share, `STATES`, is averaged over them by `weights`; the rest is that of one replica.
     """
 
     def __init__(self, folder: Path, header: _Header, rows: Rows | None, group: Group) -> None:
         self._folder, self._header, self._group, self._rows = folder, header, group, rows or {}
-        self._opened: dict[int, tuple[_RankFile, dict[str, _Leaf]]] = {}
-        self._written = written = header.ranks
-        _RankFile(folder / _file_name(written - 1))  # the number of ranks may be that of a damaged file
-        held = [] if rows is None else [_rows_in(self._file(rank)[0].tree()) for rank in range(written)]
-        self._pieces = {name: self._pieces_of(name, length, held) for name, (_, _, length) in self._rows.items()}
-        sharing = [ranks for pieces in self._pieces.values() for ranks in pieces.values()] or [list(range(written))]
-        self._replica = group.rank * len(sharing[0]) // group.size
-        self._same = [
-            rank
-            for rank in range(written)
-            if all(
-                (first, end) == tuple(held[rank].get(name, (0, length))[:2])
-                for name, (first, end, length) in self._rows.items()
-            )
-        ]
-        if self._same:
-            self._nearest = self._same[self._replica * (len(self._same) // len(sharing[0]))]
-        else:
-            overlapping = [
-                ranks
-                for name, (first, end, _) in self._rows.items()
-                for (low, high), ranks in self._pieces[name].items()
-                if low < end and first < high
-            ]
-            self._nearest = (overlapping or sharing)[0][self._replica]
+        self._opened: dict[int, tuple[_RankFile, Any]] = {}
+        self._leaves: dict[int, dict[str, _Leaf]] = {}
+        _RankFile(folder / _file_name(header.ranks - 1))  # the number of ranks may be that of a damaged file
+        self._pieces: dict[str, dict[tuple[int, int], list[int]]] = {}  # of a parameter, by rows those who held them
+        shared_rows, self._is_same = [0] * header.ranks, [True] * header.ranks
+        held = [{} if rows is None else _rows_in(self._file(rank)[1]) for rank in range(header.ranks)]
+        for name, (first, end, length) in self._rows.items():
+            self._pieces[name] = self._pieces_of(name, length, held)
+            for (low, high), ranks in self._pieces[name].items():
+                for rank in ranks:
+                    shared_rows[rank] += max(0, min(end, high) - max(first, low))
+            for rank in range(header.ranks):
+                self._is_same[rank] &= (first, end) == tuple(held[rank].get(name, (0, length)))[:2]
+        nearest = [rank for rank in range(header.ranks) if shared_rows[rank] == max(shared_rows)]
+        self._nearest = nearest[group.rank * len(nearest) // group.size]
         self._averaged: set[str] = set()  # places of dicts whose arrays are averaged
 
     def read(self) -> Any:
         """Return the state."""
-        file, _ = self._file(self._nearest)
-        tree = file.tree()
-        if not self._rows and self._group.size != self._written and _rows_in(tree):
+        file, tree = self._file(self._nearest)
+        if not self._rows and self._group.size != self._header.ranks and _rows_in(tree):
             raise CheckpointError(
-                f"load_checkpoint: '{file.path.parent}' was written by {self._written} ranks with shards of a model, "
-                f"and {self._group.size} load it; pass comm=mpicomp.torch.replicas(model) and "
+                f"load_checkpoint: '{file.path.parent}' was written by {self._header.ranks} ranks with shards of a "
+                f"model, and {self._group.size} load it; pass comm=mpicomp.torch.replicas(model) and "
                 "rows=optimizer.state_dict()['mpicomp']['rows']"
             )
         self._averaged = {f"{place}[{kind!r}]" for place, _ in _reducer_states(tree) for kind in STATES}
         state = self._made(tree, "state")
-        if not self._same:
+        if not self._is_same[self._nearest]:
             for _, reducer_state in _reducer_states(state):
                 reducer_state["memories"] = {}  # what compressors have learned of buckets with other rows
         return state
@@ -535,13 +520,12 @@ class _Redistribution:
                 pieces.setdefault((first, end), []).append(rank)
         return dict(sorted(pieces.items()))
 
-    def _file(self, rank: int) -> tuple[_RankFile, dict[str, _Leaf]]:
-        """Return a rank's file and the arrays in it by their places."""
+    def _file(self, rank: int) -> tuple[_RankFile, Any]:
+        """Return a rank's file and the tree in it."""
         if rank not in self._opened:
             file = _RankFile(self._folder / _file_name(rank)).check(self._header._replace(rank=rank))
-            leaves: dict[str, _Leaf] = {}
-            file.tree(lambda leaf: leaves.setdefault(leaf.name, leaf))
-            self._opened[rank] = file, leaves
+            self._opened[rank] = file, file.tree()
+            self._leaves[rank] = {leaf.name: leaf for _, leaf in _walk(file.tree()) if isinstance(leaf, _Leaf)}
         return self._opened[rank]
 
     def _made(self, node: Any, place: str) -> Any:
@@ -570,7 +554,7 @@ class _Redistribution:
     def _array(self, name: str, place: str, averaged: bool) -> Any:
         """Return this rank's rows of an array by the name of a parameter; None where there is no such array."""
         if name not in self._rows:
-            return self._mean(range(self._written), place, averaged)
+            return self._mean(range(self._header.ranks), place, averaged)
         parts: list[Any] = []
         first, end, _ = self._rows[name]
         for (low, high), ranks in self._pieces[name].items():
@@ -585,13 +569,15 @@ class _Redistribution:
 
     def _mean(self, ranks: Sequence[int], place: str, averaged: bool) -> Any:
         """Return an array of this rank's replica, or the mean of those of the replicas that it continues."""
-        shares = weights(self._group.rank, self._group.size, len(ranks)) if averaged else {self._replica: 1.0}
+        rank, size = self._group.rank, self._group.size
+        shares = weights(rank, size, len(ranks)) if averaged else {rank * len(ranks) // size: 1.0}
         arrays = []
         for replica in shares:
-            file, leaves = self._file(ranks[replica])
-            if place not in leaves:
+            file, _ = self._file(ranks[replica])
+            leaf = self._leaves[ranks[replica]].get(place)
+            if leaf is None:
                 return None
-            arrays.append(file.read(leaves[place]))
+            arrays.append(file.read(leaf))
         if len(arrays) == 1:
             return arrays[0]
         wide = [to_host(array).astype(np.float64) for array in arrays]
@@ -599,16 +585,32 @@ class _Redistribution:
         return _like(arrays[0], mean)
 
 
+def _walk(tree: Any, place: str = "state") -> Iterator[tuple[str, Any]]:
+    """Yield every part of a tree with its place."""
+    yield place, tree
+    if isinstance(tree, dict | list | tuple) and not isinstance(tree, _Leaf):
+        for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _walk(inner, f"{place}[{key!r}]")
+
+
 def _rows_in(tree: Any) -> dict[str, list[int]]:
     """Return the rows of all sharded parameters that states of optimizers in a tree are of."""
     found: dict[str, list[int]] = {}
-    if isinstance(tree, dict):
-        rows = tree.get("rows")
+    for _, node in _walk(tree):
+        rows = node.get("rows") if isinstance(node, dict) else None
         if isinstance(rows, dict) and all(isinstance(held, list) and len(held) == 3 for held in rows.values()):
             found |= rows
-    for inner in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
-        found |= _rows_in(inner)
     return found
+
+
+def _reducer_states(tree: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return every result of ``Reducer.state_dict()`` in a tree, with its place."""
+
+    def holds_arrays(value: Any) -> bool:  # or their descriptions
+        return isinstance(value, dict) and all(hasattr(array, "shape") for array in value.values())
+
+    nodes = [(place, node) for place, node in _walk(tree) if isinstance(node, dict) and "schema" in node]
+    return [(place, node) for place, node in nodes if all(holds_arrays(node.get(kind)) for kind in STATES)]
 
 
 def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
@@ -625,26 +627,6 @@ def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
         source: (min(stop, (source + 1) * ranks) - max(start, source * ranks)) / written
         for source in range(start // ranks, -(-stop // ranks))
     }
-
-
-def _reducer_states(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every result of ``Reducer.state_dict()`` in a tree, with its place."""
-    if isinstance(tree, dict):
-        if "schema" in tree and all(_holds_arrays(tree.get(kind)) for kind in STATES):
-            yield path, tree
-            return
-        for key, inner in tree.items():
-            yield from _reducer_states(inner, f"{path}[{key!r}]")
-    elif isinstance(tree, list | tuple):
-        for place, inner in enumerate(tree):
-            yield from _reducer_states(inner, f"{path}[{place}]")
-
-
-def _holds_arrays(value: Any) -> bool:
-    """Return whether it is a dict of NumPy arrays, tensors, or descriptions of either."""
-    return isinstance(value, dict) and all(
-        hasattr(array, "dtype") and hasattr(array, "shape") for array in value.values()
-    )
 
 
 def _like(old: Any, values: NDArray[np.float64]) -> Any:

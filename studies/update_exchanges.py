@@ -26,7 +26,7 @@ from mpicomp.errors import UnknownNameError
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.setting_checks import check_least
 from mpicomp.torch import UpdateOptimizer
-from mpicomp.torch.local_muon import muon_and_adamw
+from mpicomp.torch.muon import muon_and_adamw
 from mpicomp.transport import LocalWorld
 
 _STUDY = "update_exchanges"

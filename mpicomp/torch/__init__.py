@@ -18,10 +18,10 @@ from mpicomp.reducer.trace import UNDER_NSIGHT, markers
 from mpicomp.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpicomp.torch.clipping import clip_grad_norm_
 from mpicomp.torch.ddp import DDPState, ddp_comm_hook
-from mpicomp.torch.local_muon import LocalMuon, Muon
+from mpicomp.torch.muon import LocalMuon, Muon
 from mpicomp.torch.optimizer import DistributedOptimizer
-from mpicomp.torch.replica_communicator import replicas, shard_mesh
-from mpicomp.torch.update_optimizer import UpdateOptimizer
+from mpicomp.torch.shards import replicas, shard_mesh
+from mpicomp.torch.updates import UpdateOptimizer
 
 __all__ = [
     "DDPState",

@@ -8,7 +8,7 @@ import torch
 
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.torch.arguments import members_of
+from mpicomp.torch.parameters import members_of
 from mpicomp.torch.shards import ShardGroup, exchanged, local_of
 
 _WHO = "clip_grad_norm_"

@@ -12,12 +12,13 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import with_warmup
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import run_collectively
+from mpicomp.reducer.agreement import ExtraExchange, GradientInput, run_collectively
 from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.stream import Stream
-from mpicomp.torch.arguments import as_real, check_forward, check_kind
+from mpicomp.rounds import Group, Rounds
+from mpicomp.torch.checks import BROADCAST_ADVICE, COMPARE_EVERY, Fingerprint, check_same
 from mpicomp.torch.overlap import start_overlap_thread
-from mpicomp.torch.replica_checks import ReplicaChecks
+from mpicomp.torch.parameters import as_real, check_forward, check_kind
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.transport.connect import connected
 
@@ -80,7 +81,7 @@ class DDPState:
         self._names = {id(parameter): name for name, parameter in named}
         self._thread, _ = start_overlap_thread(self.reducer, overlap)
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self._checks = ReplicaChecks(_WHO, lambda: trained, transport.group, same_batches=same_batches)
+        self._checks = _Comparison(trained, transport.group, same_batches)
         self._stream: Stream | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
@@ -131,22 +132,38 @@ class DDPState:
             shape = as_real(parameter.detach()).shape
             gradients[name] = flat[start : start + shape.numel()].view(shape)
             start += shape.numel()
-        if start != flat.numel():
-            raise ConfigurationError(
-                f"{_WHO}: a bucket of {flat.numel()} elements holds parameters of {start}, so that their places in it "
-                "are unknown; use DistributedOptimizer without DistributedDataParallel"
-            )
+        assert start == flat.numel(), "torch pads buckets now"
         return gradients
 
     def _finish(self) -> None:
         gradients, stream, waiting = self._gradients, self._stream, self._waiting
         self._gradients, self._stream, self._waiting = {}, None, []
-        self._checks.gradients = gradients.values()
+        self._checks.gradients = gradients
         means = self.reducer.reduce(gradients, extra=self._checks) if stream is None else stream.finish(gradients)
         for name, gradient in gradients.items():
             gradient.copy_(means[name])
         for future, buffer in waiting:
             future.set_result(buffer)
+
+
+class _Comparison(ExtraExchange):
+    """Comparison of the ranks' parameters and batches, in the steps of a hook."""
+
+    stale = True
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], group: Group, same_batches: bool) -> None:
+        self.gradients: Mapping[str, torch.Tensor] = {}
+        self._parameters, self._group = parameters, group
+        self._fingerprint = Fingerprint(COMPARE_EVERY, _WHO, same_batches)
+
+    def agree(self, given: GradientInput) -> Rounds[GradientInput]:
+        yield from check_same(self._parameters, self._group, _WHO, BROADCAST_ADVICE)
+        self.stale = False
+        return given
+
+    def exchange(self) -> Rounds[bool]:
+        yield from self._fingerprint.compare(self._parameters, self._group, self.gradients.values())
+        return True
 
 
 def _check(model: Any, allow_nccl: bool, ranks: int) -> None:

@@ -15,19 +15,20 @@ from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, a
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.rounds.reports import from_one
-from mpicomp.torch.arguments import array_specs, as_real
-from mpicomp.torch.join import JOIN_ADVICE, Join
-from mpicomp.torch.overlap import BackwardOverlap
-from mpicomp.torch.replica_checks import (
+from mpicomp.torch.checks import (
     BROADCAST_ADVICE,
     DRIFT_ADVICE,
     Fingerprint,
     LoadedStateCheck,
     SettingsCheck,
+    StepWatch,
     check_same,
+    hook_gradients,
 )
-from mpicomp.torch.shards import ShardGroup, exchanged
-from mpicomp.torch.step_watch import StepWatch, hook_gradients
+from mpicomp.torch.join import JOIN_ADVICE, Join
+from mpicomp.torch.overlap import BackwardOverlap
+from mpicomp.torch.parameters import as_real
+from mpicomp.torch.shards import ShardGroup, array_specs, exchanged
 from mpicomp.transport.base import Value
 from mpicomp.transport.scheduler import ProgressThread
 

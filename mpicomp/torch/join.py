@@ -10,9 +10,9 @@ import torch
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Rounds, gather_rows
 from mpicomp.rounds.reports import from_one
-from mpicomp.torch.arguments import members_of
 from mpicomp.torch.broadcast import from_root
-from mpicomp.torch.replica_checks import settings_of
+from mpicomp.torch.checks import settings_of
+from mpicomp.torch.parameters import members_of
 
 if TYPE_CHECKING:
     from mpicomp.torch.gradients import Gradients
@@ -40,20 +40,21 @@ class Join:
     def entered(self, gradients: "Gradients") -> Iterator[None]:
         """Let ranks run out of batches inside; not collective."""
         global _joined
+        problem = None
         if gradients.has_shards:
-            raise ConfigurationError(
-                "join: the model is sharded, and torch would wait for the shards of a rank that has no batches left; "
-                "give all ranks equally many, as torch.utils.data.DistributedSampler does"
+            problem = (
+                "the model is sharded, and torch would wait for the shards of a rank that has no batches left; give "
+                "all ranks equally many, as torch.utils.data.DistributedSampler does"
             )
-        if _joined is not None:
-            raise ConfigurationError(
-                "join: one optimizer's join() at a time: a rank that has no batches left takes part in the steps of one"
+        elif _joined is not None:
+            problem = "one optimizer's join() at a time: a rank that has no batches left takes part in the steps of one"
+        elif gradients.has_begun:
+            problem = (
+                "it began between backward() and step(), when the exchange had begun already; put the whole loop into "
+                "it"
             )
-        if gradients.has_begun:
-            raise ConfigurationError(
-                "join: it began between backward() and step(), when the exchange had begun already; put the whole loop "
-                "into it"
-            )
+        if problem is not None:
+            raise ConfigurationError(f"join: {problem}")
         self.settings = gradients.settings()  # names after "join()", which an error so names first
         self._has_begun = self.is_known = self.has_empty_steps = False
         _joined = self
@@ -85,31 +86,25 @@ class Join:
         gradients.frozen = not self.active.all()
         self.is_known = True
 
-    def begin_empty_step(self, gradients: "Gradients") -> bool:
-        """Begin a step of a rank that has no batches left; return False where no rank has any. Collective."""
-        gradients.idle = True
-        if gradients.has_begun:
-            gradients.average(
-                None,
-                ConfigurationError(
-                    "join: the loop of this rank ended between backward() and step(), when the exchange had begun "
-                    "already; step after every backward, or put it into `with optimizer.accumulate():`"
-                ),
-            )
-        self.find_active(gradients)
-        if self.active.any():
-            return True
-        if self.has_empty_steps:
-            gradients.run(gradients.compare(JOIN_ADVICE))
-        return False
-
 
 def run_empty_steps(optimizer: Any, gradients: "Gradients", scaler: torch.amp.GradScaler | None) -> None:
-    """Take part in the steps of ranks that have batches left, until none has."""
+    """Step without gradients until no rank has batches left. Collective."""
+    join, gradients.idle = gradients.join, True
+    if gradients.has_begun:
+        gradients.average(
+            None,
+            ConfigurationError(
+                "join: the loop of this rank ended between backward() and step(), when the exchange had begun already; "
+                "step after every backward, or put it into `with optimizer.accumulate():`"
+            ),
+        )
     parameters = list(members_of(optimizer))
     before = [parameter.grad for parameter in parameters]
     try:
-        while gradients.join.begin_empty_step(gradients):
+        while True:
+            join.find_active(gradients)
+            if not join.active.any():
+                break
             for parameter in parameters:
                 parameter.grad = None
             if scaler is None:
@@ -118,6 +113,8 @@ def run_empty_steps(optimizer: Any, gradients: "Gradients", scaler: torch.amp.Gr
                 scaler.scale(torch.zeros((), device=parameters[0].device))  # it may never have had a loss
                 scaler.step(optimizer)
                 scaler.update()
+        if join.has_empty_steps:
+            gradients.run(gradients.compare(JOIN_ADVICE))
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -126,38 +123,26 @@ def run_empty_steps(optimizer: Any, gradients: "Gradients", scaler: torch.amp.Gr
 def copy_active_step(optimizer: Any, gradients: "Gradients") -> Rounds[None]:
     """Copy the first active rank's settings and changed means to idle ranks, such as learning rates and clipping."""
     root = int(gradients.join.active.argmax())
-    is_root = gradients.group.rank == root
-    changed = gradients.changed_gradients() if is_root else {}
-    content = {
-        "groups": settings_of(optimizer),
-        "changed": {name: gradient is not None for name, gradient in changed.items()},
-    }
+    changed = gradients.changed_gradients() if gradients.group.rank == root else {}
+    has_gradient = {name: gradient is not None for name, gradient in changed.items()}
+    content = {"groups": settings_of(optimizer), "changed": has_gradient}
     received = yield from from_one(content, gradients.group, "join", root)
-    if gradients.idle:
-        for group, settings in zip(optimizer.param_groups, received["groups"], strict=True):
-            _set_settings(group, settings)
-    for name, has_gradient in received["changed"].items():
+    for name, is_present in received["changed"].items():
         parameter = gradients.parameter(name)
-        gradient = None
-        if has_gradient:
-            gradient = changed[name] if is_root else torch.empty_like(parameter)
-            assert gradient is not None
+        gradient = changed[name] if name in changed else torch.empty_like(parameter) if is_present else None
+        if gradient is not None:
             yield from from_root(gradient, root, gradients.group)
         if gradients.idle:
             parameter.grad = gradient
-
-
-def _set_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    for key, value in settings.items():
-        present = group.get(key)
-        if isinstance(present, list | tuple):
-            group[key] = type(present)(_like(old, new) for old, new in zip(present, value, strict=True))
-        else:
-            group[key] = _like(present, value)
+    if gradients.idle:
+        for group, settings in zip(optimizer.param_groups, received["groups"], strict=True):
+            group.update({key: _like(group.get(key), value) for key, value in settings.items()})
 
 
 def _like(present: Any, value: Any) -> Any:
     """Return a value as a setting; one in a tensor is written to that tensor."""
+    if isinstance(present, list | tuple):
+        return type(present)(_like(old, new) for old, new in zip(present, value, strict=True))
     if isinstance(present, torch.Tensor):
         with torch.no_grad():
             return present.copy_(torch.tensor(value, dtype=present.dtype))

@@ -16,7 +16,10 @@ from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.special_reducers import TrainingReducer
 from mpicomp.setting_checks import check_least
-from mpicomp.torch.arguments import (
+from mpicomp.torch.checks import COMPARE_EVERY, SettingsCheck
+from mpicomp.torch.gradients import Gradients
+from mpicomp.torch.join import copy_active_step, run_empty_steps
+from mpicomp.torch.parameters import (
     NamedParameters,
     as_real,
     check_no_ddp,
@@ -26,9 +29,7 @@ from mpicomp.torch.arguments import (
     named_pairs,
     parameters_by_name,
 )
-from mpicomp.torch.gradients import Gradients
-from mpicomp.torch.join import copy_active_step, run_empty_steps
-from mpicomp.torch.optimizer_proxy import (
+from mpicomp.torch.proxy import (
     Arguments,
     OptimizerProxy,
     check_not_nested,
@@ -36,7 +37,6 @@ from mpicomp.torch.optimizer_proxy import (
     with_closure,
     wrap,
 )
-from mpicomp.torch.replica_checks import COMPARE_EVERY, SettingsCheck
 from mpicomp.torch.shards import check_rows, check_shards, is_sharded, local_of, make_for_replicas, rows_of
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.transport import Transport

@@ -11,10 +11,9 @@ from mpicomp.errors import ConfigurationError, LaunchError, MpicompError, warn_u
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Group, gather_rows
-from mpicomp.torch.arguments import as_real
-from mpicomp.torch.replica_checks import WORDS, sum_of_bits
+from mpicomp.torch.checks import WORDS, sample_of, sum_of_bits
+from mpicomp.torch.parameters import as_real
 from mpicomp.torch.shards import LocalShard, whole_of
-from mpicomp.torch.step_watch import sample_of
 from mpicomp.transport.scheduler import ProgressThread
 
 _TRIAL_STEPS = 2  # steps that are exchanged after backward, to see whether the script allows an exchange during it

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -126,9 +125,7 @@ def job(command):
     ("compressor", "collective", "when", "victim"),
     [
         ("topk", "allgather", 0, 2),
-        slow("topk", "star-topk:ring", 1, 0),
         ({"id": "powersgd", "rank": 1}, "low-rank:ring", 2, 3),
-        slow("dense", "ring", 1, 1),
         slow({"id": "qsgd", "rounding": "nearest"}, "two-phase", 1, 0),
     ],
     ids=str,
@@ -151,16 +148,11 @@ import torch
 import mpicomp.torch
 
 torch.set_num_threads(1)
-kind, compressor, step_of_death, delay, victims, steps = json.loads(sys.argv[1])
-folder, names = (Path(sys.argv[2]), json.loads(sys.argv[3])) if len(sys.argv) > 2 else (None, [0, 1, 2, 3])
-rank = names[rank]  # what this rank is called in the first job
-first = 0
+kind, compressor, step_of_death, delay, victims = json.loads(sys.argv[1])
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[layer for _ in range(5) for layer in (torch.nn.Linear(200, 200), torch.nn.Tanh())])
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 settings = {"compressor": compressor, "warmup": 0, "on_failure": "shrink"}
-if folder:
-    settings["collective"] = "allgather"  # "auto" follows measured seconds, and sums have another order then
 if kind == "muon":
     optimizer = mpicomp.torch.LocalMuon(model, compressor=compressor, sync_every=2, on_failure="shrink")
 elif kind == "updates":
@@ -168,33 +160,21 @@ elif kind == "updates":
 else:
     settings |= {"overlap": kind == "overlap", "bucket_bytes": 200_000}
     optimizer = mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters(), **settings)
-lost, seconds = [], 0.0
-if len(names) < 4:  # to go on from what those that are left held
-    held = torch.load(folder / f"{rank}", weights_only=False)
-    first = held["step"]
-    model.load_state_dict(held["model"])
-    optimizer.load_state_dict(held["optimizer"])
-for step in range(first, steps):
-    if folder and step >= step_of_death and not lost and len(names) == 4:
-        held = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        held = copy.deepcopy(held)
+lost = []
+for step in range(60):
     if step == step_of_death and rank in victims:
         threading.Timer(delay, die).start()
     inputs = torch.randn(8, 200, generator=torch.Generator().manual_seed(10 * step + rank))
     optimizer.zero_grad()
-    loss = (model(inputs) - inputs).square().mean()
-    loss.backward()
-    before, begin = optimizer.reducer.last_step, time.monotonic()
+    (model(inputs) - inputs).square().mean().backward()
+    before = optimizer.reducer.last_step
     optimizer.step()
     record = optimizer.reducer.last_step
-    if record is not before and record.lost_ranks:
+    if record is not before:
         lost += record.lost_ranks
-        seconds = max(seconds, time.monotonic() - begin)
-        if folder:
-            torch.save(held, folder / f"{rank}")
     if step >= step_of_death and not lost:
         time.sleep(0.005)  # so that death comes before the end
-report(optimizer.reducer, lost, [value.detach().numpy() for value in model.parameters()], seconds, float(loss))
+report(optimizer.reducer, lost, [value.detach().numpy() for value in model.parameters()])
 optimizer.close()
 """
 
@@ -219,13 +199,12 @@ def check_survivors(printed, victims, ranks=4):
         ("updates", "topk"),
         slow("inline", "dense"),
         slow("overlap", None),
-        slow("updates", None),
         slow("muon", "onebit"),
     ],
     ids=str,
 )
 def test_optimizers_survive_a_death(job, kind, compressor):
-    check_survivors(job(4, TORCH, json.dumps([kind, compressor, 20, 0.013, [1], 60])), [1])
+    check_survivors(job(4, TORCH, json.dumps([kind, compressor, 20, 0.013, [1]])), [1])
 
 
 ENDED = (
@@ -234,19 +213,18 @@ ENDED = (
 )
 
 
-def two_die_at_once(job):
-    """Return whether the other two went on; if not, the job has ended with the error that says why."""
-    printed = job(4, TORCH, json.dumps(["inline", "topk", 20, 0.01, [0, 2], 60]), status=None)
-    assert rows(printed) or any(text in printed for text in ENDED), printed
-    if rows(printed):
-        check_survivors(printed, [0, 2])
-    return bool(rows(printed))
-
-
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize(("pairs", "least"), [(1, 0), slow(10, 7)])
 def test_two_deaths_at_once_are_survived_or_end_the_job(job, pairs, least):
-    assert sum(two_die_at_once(job) for _ in range(pairs)) >= least
+    survived = 0
+    for _ in range(pairs):
+        printed = job(4, TORCH, json.dumps(["inline", "topk", 20, 0.01, [0, 2]]), status=None)
+        if rows(printed):
+            check_survivors(printed, [0, 2])
+            survived += 1
+        else:
+            assert any(text in printed for text in ENDED), printed
+    assert survived >= least
 
 
 KINDS = """
@@ -270,13 +248,9 @@ _LGC = {"id": "lgc", "dense_steps": 3, "training_steps": 4}
     ("settings", "step", "victim"),
     [
         ({}, 12, 1),
-        ({"policy": {"id": "gravac"}, "compressor": "topk"}, 12, 1),
         ({"policy": {"id": "lgreco"}}, 12, 0),
-        ({"policy": {"id": "flexible"}}, 12, 0),
-        ({"policy": {"id": "accordion"}, "compressor": "topk"}, 12, 3),
         ({"compressor": _LGC | {"training_steps": 12}}, 8, 0),  # while it learns
         ({"compressor": _LGC}, 22, 0),
-        ({"compressor": _LGC | {"instance": "server"}}, 22, 0),
         ({"compressor": "topk", "collective": "hierarchical"}, 12, 2),
     ],
     ids=str,
@@ -337,37 +311,6 @@ def test_rank_that_crashes_dies_at_once(job):
     assert printed.count("row 1.0") == 2
     assert "Fatal Python error: Segmentation fault" in printed
     assert "*** Process received signal ***" not in printed
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_thirty_kills_equal_restarts(job, tmp_path):
-    """At random moments, in random ranks; ten of them while a thread exchanges during backward.
-
-    The end has the bits of a run that has had three ranks from the step on in which the fourth died.
-    """
-    random.seed(1)
-    seconds = []
-    for number in range(30):
-        kind = "overlap" if number < 10 else random.choice(["inline", "updates"])
-        victim, step, delay = random.randrange(4), random.randrange(5, 30), random.uniform(0, 0.05)
-        folder = tmp_path / f"{number}"
-        folder.mkdir()
-        words = json.dumps([kind, "topk", step, delay, [victim], 60])
-        left = [number for number in range(4) if number != victim]
-        reports = check_survivors(job(4, TORCH, words, folder, [0, 1, 2, 3]), [victim])
-        restarted = rows(job(3, TORCH, words, folder, left))
-        assert {row[1] for row in restarted} == {row[1] for row in reports}, (
-            number,
-            kind,
-            victim,
-            step,
-            reports,
-            restarted,
-        )
-        seconds.append(max(row[3] for row in reports))
-    print("seconds of the steps in which a rank died:", sorted(round(duration, 2) for duration in seconds))
-    assert len(seconds) == 30
 
 
 # Rank 0 completes the exchange in which rank 1 dies, and rank 2 does not: what each of them counts by then differs.

@@ -8,7 +8,7 @@ from replicas import close_at_end, descent
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.torch.replica_checks import Fingerprint
+from mpicomp.torch.checks import Fingerprint
 from mpicomp.transport import LocalWorld
 
 

@@ -7,7 +7,7 @@ from replicas import close_at_end, network, sgd
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
-from mpicomp.torch import DDPState, DistributedOptimizer, LocalMuon, UpdateOptimizer
+from mpicomp.torch import DDPState, DistributedOptimizer, LocalMuon, Muon, UpdateOptimizer
 from mpicomp.torch import broadcast_optimizer_state as broadcast_state
 from mpicomp.torch import broadcast_parameters as broadcast
 
@@ -101,6 +101,9 @@ def test_wrong_kind_or_name_on_one_rank_is_refused_by_name_on_all(comm, call, wr
         (lambda m: DistributedOptimizer(sgd(m), m, "topk", "auto", None, True), "policy is the last .* got 6 of them"),
         (lambda m: DistributedOptimizer(sgd(m), m, named_parameters=m), "named_parameters was passed twice"),
         (lambda m: LocalMuon(m, 0.02, 0.003), "LocalMuon: lr is the last argument without a name, got 3 of them"),
+        (lambda m: Muon([m[0].weight], lr="0.02"), "Muon: lr must be a number, got '0.02'; convert it to a number"),
+        (lambda m: Muon([m[0].weight], momentum=None), "Muon: momentum must be a number, got None"),
+        (lambda m: Muon([m[0].weight], momentum=1.0), "Muon: momentum must be at least 0 and below 1, got 1.0"),
         (lambda m: mpicomp.allreduce(), "allreduce: array is missing"),
         (lambda m: DDPState(m, compressor=mpicomp.TopK), "ddp_comm_hook: compressor must be .*the class TopK"),
         (lambda m: mpicomp.torch.ddp_comm_hook(None, None), r"must be a DDPState, got NoneType; .*register_comm_hook"),

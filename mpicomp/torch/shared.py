@@ -10,11 +10,10 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
 from mpicomp.rounds import Rounds
-from mpicomp.torch.arguments import as_real
-from mpicomp.torch.replica_checks import BROADCAST_ADVICE, Fingerprint, SettingsCheck, check_same
+from mpicomp.torch.checks import BROADCAST_ADVICE, Fingerprint, SettingsCheck, check_same, sample_of
+from mpicomp.torch.parameters import as_real
 from mpicomp.torch.shards import ShardGroup, exchanged, spec_of
 from mpicomp.torch.states import to_arrays
-from mpicomp.torch.step_watch import sample_of
 
 _WHO = "UpdateOptimizer"
 

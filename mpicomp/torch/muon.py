@@ -12,11 +12,12 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.settings import check_arguments
-from mpicomp.torch.arguments import NamedParameters, check_kind, named_pairs
-from mpicomp.torch.combined_optimizer import CombinedOptimizer
+from mpicomp.setting_checks import check_kind as check_kind_of_setting
+from mpicomp.torch.combined import CombinedOptimizer
+from mpicomp.torch.parameters import NamedParameters, check_kind, named_pairs
 from mpicomp.torch.shards import from_whole, is_sharded
 from mpicomp.torch.states import name_of
-from mpicomp.torch.update_optimizer import UpdateOptimizer
+from mpicomp.torch.updates import UpdateOptimizer
 from mpicomp.transport.connect import connected
 
 LR, ADAMW_LR, WEIGHT_DECAY, SYNC_EVERY, COMPRESSOR = 0.02, 3e-3, 0.1, 10, "onebit"
@@ -64,8 +65,8 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, lr: float = LR, weight_decay: float = WEIGHT_DECAY, momentum: float = 0.95) -> None:
-        _check_at_least_zero("Muon", lr=lr, weight_decay=weight_decay)
-        if not 0 <= momentum < 1:
+        _check_at_least_zero("Muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
+        if not momentum < 1:
             raise ConfigurationError(f"Muon: momentum must be at least 0 and below 1, got {momentum!r}")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "lr_ratio": 1.0})
 
@@ -292,5 +293,5 @@ def _module_of(name: str) -> str:
 
 def _check_at_least_zero(subsystem: str, **settings: float) -> None:
     for name, value in settings.items():
-        if not value >= 0:
+        if not check_kind_of_setting(subsystem, name, value, (float,)) >= 0:
             raise ConfigurationError(f"{subsystem}: {name} must be at least 0, got {value!r}")

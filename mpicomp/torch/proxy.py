@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpicomp.errors import ConfigurationError, warn_user
-from mpicomp.torch.arguments import named_group, split_group
+from mpicomp.torch.parameters import named_group, split_group
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a step, without the optimizer itself
 

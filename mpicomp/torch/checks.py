@@ -1,4 +1,4 @@
-"""Checks that replicas have the same settings and parameters, and different batches."""
+"""Checks that replicas have the same settings, states and parameters, different batches, and steps that exchange."""
 
 import contextlib
 import hashlib
@@ -11,44 +11,56 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.errors import DisagreementError, warn_user
-from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
+from mpicomp.errors import ConfigurationError, DisagreementError, warn_user
+from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Group, Pending, Round, Rounds, gather_rows
-from mpicomp.torch.arguments import MAX_NORM_ADVICE, array_specs
 from mpicomp.torch.broadcast import as_bytes
-from mpicomp.torch.combined_optimizer import optimizers_in
+from mpicomp.torch.combined import optimizers_in
+from mpicomp.torch.parameters import MAX_NORM_ADVICE
+from mpicomp.torch.shards import array_specs, exchanged
 
 COMPARE_EVERY = 500  # default steps from one comparison of replicas to the next: it costs under a thousandth
+BROADCAST_ADVICE = "call mpicomp.torch.broadcast_parameters(model) before training"
 DRIFT_ADVICE = (
     "replicas have drifted: load the last checkpoint, and write the same to parameters on all ranks between steps"
 )
-BROADCAST_ADVICE = "call mpicomp.torch.broadcast_parameters(model) before training"
-
-_BYTE = np.dtype(np.uint8)
-_DIGEST_BYTES = 16  # of a tensor
-_SETTINGS_DIGEST_BYTES = 8
-_BATCH_STEPS = 2  # steps of which gradients are compared: those of the first step may be the same by design
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_DIGEST_BYTES, _SETTINGS_DIGEST_BYTES = 16, 8
+_BATCH_STEPS = 2  # steps of which gradients are compared: those of the first step may be the same by design
 _WATCHED_STEPS = 64  # steps without a change after which settings cost nothing again: a schedule changes every step
-_RATE_ADVICE = (
-    "a schedule has to follow from what all ranks share, such as the mean of their losses; after a state was loaded on "
-    "one rank call mpicomp.torch.broadcast_optimizer_state(optimizer)"
-)
+_SAMPLED_AT, _REPORTED_AT = 10, 20  # times that backward has filled a gradient since the last step
+_SAMPLE_SIZE = 64  # elements of a parameter that are compared
+_FILLED = f"backward has filled gradients {_REPORTED_AT} times without a step() or synchronize()"
+_MESSAGES = {
+    "values": "parameter '{name}' has other values on {ranks} than on rank 0; {advice}",
+    "renormed": f". If it belongs to one: {MAX_NORM_ADVICE}",
+    "batches": "the gradients of all {size} ranks were the same in the first steps, bit for bit, so all ranks draw the "
+    "same batches and their number gains nothing; give each rank a share of the data, as by "
+    "torch.utils.data.DistributedSampler(dataset, ranks, rank), or seed what draws batches by the rank. Pass "
+    "same_batches=True if that is intended",
+    "rate": "a schedule has to follow from what all ranks share, such as the mean of their losses; after a state was "
+    "loaded on one rank call mpicomp.torch.broadcast_optimizer_state(optimizer)",
+    "state": "load the same file on all ranks, or call mpicomp.torch.broadcast_optimizer_state(optimizer)",
+    "residuals": "all {size} ranks have loaded the residuals of one rank, which then count {size} times, and those of "
+    "the others are lost; save and load a file of each rank, or delete state['mpicomp'] to start residuals at zero",
+    "stepped": f"{_FILLED}, and parameters have changed meanwhile: they are stepped by another method, such as "
+    "first_step of SAM, and nothing was exchanged. Call optimizer.synchronize() before each of these, or wrap the "
+    "optimizer inside, whose step() they call",
+    "filled": f"{_FILLED}, so nothing was exchanged; if gradients are accumulated, put every backward but the last one "
+    "into `with optimizer.accumulate():`",
+}
 
 
 def check_same(tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str, advice: str) -> Rounds[None]:
     """Raise an error that ends in ``advice`` on all ranks where tensors, alike in name and shape, differ in a bit."""
-    digests = np.frombuffer(b"".join(map(_digest_of_tensor, tensors.values())), _BYTE)
+    digests = np.frombuffer(b"".join(map(_digest_of_tensor, tensors.values())), np.uint8)
     rows = (yield from gather_rows(digests, group)).reshape(group.size, len(tensors), _DIGEST_BYTES)
-    differs = (rows != rows[0]).any(axis=2)
-    for name, ranks in zip(tensors, differs.T, strict=True):
-        if ranks.any():
+    for name, differs in zip(tensors, (rows != rows[0]).any(axis=2).T, strict=True):
+        if differs.any():
             renormed = yield from gather_rows(np.uint8(_is_renormed(tensors[name])), group)
-            hint = f". If it belongs to one: {MAX_NORM_ADVICE}" if renormed.any() else ""
-            raise DisagreementError(
-                f"{subsystem}: parameter '{name}' has other values on {ranks_text(ranks)} than on rank 0; "
-                f"{advice}{hint}"
-            )
+            text = _MESSAGES["values"].format(name=name, ranks=ranks_text(differs), advice=advice)
+            raise DisagreementError(f"{subsystem}: {text}{_MESSAGES['renormed'] if renormed.any() else ''}")
 
 
 class Fingerprint:
@@ -70,7 +82,6 @@ class Fingerprint:
         return self.every > 0 and not self.same_batches and self._steps < _BATCH_STEPS
 
     def restart(self) -> None:
-        """Count steps from here."""
         self._steps = -1
         self._equal_steps = 0  # in which all ranks had the same gradients
 
@@ -92,16 +103,9 @@ class Fingerprint:
         rows = yield from gather_rows(sums, group)
         if (rows[:, 0] != rows[0, 0]).any():
             yield from check_same(tensors, group, self._subsystem, advice)
-        if not compares_batches:
-            return
-        self._equal_steps += bool(rows[0, 1] and (rows[:, 1] == rows[0, 1]).all())
-        if self._equal_steps == _BATCH_STEPS and group.rank == 0:
-            warn_user(
-                f"{self._subsystem}: the gradients of all {group.size} ranks were the same in the first steps, bit "
-                "for bit, so all ranks draw the same batches and their number gains nothing; give each rank a "
-                "share of the data, as by torch.utils.data.DistributedSampler(dataset, ranks, rank), or seed what "
-                "draws batches by the rank. Pass same_batches=True if that is intended",
-            )
+        self._equal_steps += bool(compares_batches and rows[0, 1] and (rows[:, 1] == rows[0, 1]).all())
+        if compares_batches and self._equal_steps == _BATCH_STEPS and group.rank == 0:
+            warn_user(f"{self._subsystem}: {_MESSAGES['batches'].format(size=group.size)}")
 
 
 class SettingsCheck:
@@ -112,31 +116,28 @@ class SettingsCheck:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, subsystem: str) -> None:
-        self._weak_optimizer = weakref.ref(optimizer)
+        self._weak_optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._subsystem = subsystem
         kinds = [type(member) for member in optimizers_in(optimizer)]
         plain = [kind.__bases__[-1] if hasattr(kind, "_mpicomp_before") else kind for kind in kinds]
         self._kind = " + ".join(kind.__name__ for kind in plain)
         self._values: list[Any] = []
         self._digest = b""
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was compared, and the message of a step that a death has ended, which never comes."""
         self._compared = b""  # the digest that all ranks had last
         self._watched_steps = 0
         self._message: Pending | None = None
 
-    def restart(self) -> None:
-        """Forget what was compared, and the message of a step that a death has ended, which never comes."""
-        self._compared, self._watched_steps, self._message = b"", 0, None
-
     def settings(self) -> dict[str, Any]:
-        groups = settings_of(self._optimizer)
-        named = {
-            f"param_groups[{index}]['{key}']": value
-            for index, group in enumerate(groups)
-            for key, value in group.items()
-        }
+        optimizer = self._weak_optimizer()
+        groups = settings_of(optimizer)
+        named = {f"param_groups[{index}]['{key}']": group[key] for index, group in enumerate(groups) for key in group}
         sizes = {
             f"the number of elements in group {index}": sum(parameter.numel() for parameter in group["params"])
-            for index, group in enumerate(self._optimizer.param_groups)
+            for index, group in enumerate(optimizer.param_groups)
         }
         return {"optimizer": self._kind, "param_groups": len(groups)} | sizes | named
 
@@ -153,11 +154,10 @@ class SettingsCheck:
             return False
         if self._watched_steps == 0:
             return self._digest != self._compared
-        send = np.frombuffer(self._digest, _BYTE)
-        recv = np.empty(group.size * send.size, _BYTE)
-        self._message = yield Round(
-            "allgatherv", [send.size] * group.size, _BYTE, send=send, recv=recv, background=True
-        )
+        send = np.frombuffer(self._digest, np.uint8)
+        recv = np.empty(group.size * send.size, np.uint8)
+        lengths = [send.size] * group.size
+        self._message = yield Round("allgatherv", lengths, send.dtype, send=send, recv=recv, background=True)
         return False
 
     def finish(self, group: Group) -> Rounds[None]:
@@ -178,23 +178,18 @@ class SettingsCheck:
             yield from agree(Signature(settings, []), None, group, self._subsystem)
         except DisagreementError as error:
             if "param_groups[" in str(error):
-                raise DisagreementError(f"{error}; {_RATE_ADVICE}") from None
+                raise DisagreementError(f"{error}; {_MESSAGES['rate']}") from None
             raise
         self._values, self._digest = self._current(), _digest_of_settings(settings)
         if self._compared and self._digest != self._compared:
             self._watched_steps = _WATCHED_STEPS
         self._compared = self._digest
 
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self._weak_optimizer()
-        assert optimizer is not None
-        return optimizer
-
     def _current(self) -> list[Any]:
         """Return the settings, with versions in place of tensors."""
-        keys = _setting_names(self._optimizer)
-        return [_version(group[key]) for group in self._optimizer.param_groups for key in keys if key in group]
+        optimizer = self._weak_optimizer()
+        keys = _setting_names(optimizer)
+        return [_version(group[key]) for group in optimizer.param_groups for key in keys if key in group]
 
 
 class LoadedStateCheck:
@@ -217,62 +212,77 @@ class LoadedStateCheck:
         state, who = self.optimizer_state(), f"{self._subsystem}: the optimizer's state"
         if not loaded.all():
             who += f", which was loaded on {ranks_text(loaded)} alone"
-        advice = "load the same file on all ranks, or call mpicomp.torch.broadcast_optimizer_state(optimizer)"
         try:
             yield from agree(Signature({}, array_specs(state)), None, group, who)
         except DisagreementError as error:
-            raise DisagreementError(f"{error}; {advice}") from None
-        yield from check_same(state, group, who, advice)
+            raise DisagreementError(f"{error}; {_MESSAGES['state']}") from None
+        yield from check_same(state, group, who, _MESSAGES["state"])
         sums = yield from gather_rows(self._residual_sum, group)
         are_copies = group.size > 1 and sums.any() and (sums == sums[0]).all()
         if are_copies and not self._same_batches and group.rank == 0:
-            warn_user(
-                f"{self._subsystem}: all {group.size} ranks have loaded the residuals of one rank, which then count "
-                f"{group.size} times, and those of the others are lost; save and load a file of each rank, or delete "
-                "state['mpicomp'] to start residuals at zero",
-            )
+            warn_user(f"{self._subsystem}: {_MESSAGES['residuals'].format(size=group.size)}")
         self.is_due, self._residual_sum = False, np.int64(0)
 
 
-class ReplicaChecks(ExtraExchange):
-    """Checks of an optimizer or hook whose ranks hold the same ``parameters()``; gradients of None are in ``.grad``."""
+class StepWatch:
+    """Counts how often backward fills gradients between two steps; ``accumulates`` allows any number."""
 
-    def __init__(
-        self,
-        subsystem: str,
-        parameters: Callable[[], Mapping[str, torch.Tensor]],
-        group: Group,
-        settings: SettingsCheck | None = None,
-        same_batches: bool = False,
-    ) -> None:
-        self.stale = True
-        self.gradients: Iterable[torch.Tensor] | None = None
+    def __init__(self, subsystem: str, accumulates: bool = False) -> None:
         self._subsystem = subsystem
-        self._parameters = parameters
-        self._settings = settings
-        self._fingerprint = Fingerprint(COMPARE_EVERY, subsystem, same_batches)
-        self._group = group
+        self._warned = accumulates
+        self._is_in_step = False
+        self._fills: dict[str, int] = {}
+        self._samples: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # a parameter, its values at the tenth fill
 
-    def begin(self) -> Rounds[None]:
-        if self._settings is not None and (yield from self._settings.begin(self._group)):
-            self.stale = True
+    def filled(self, name: str, parameter: torch.Tensor) -> None:
+        """Note that backward has filled a gradient; refuse parameters that change without an exchange."""
+        if self._is_in_step:
+            return
+        count = self._fills[name] = self._fills.get(name, 0) + 1
+        if count == _SAMPLED_AT:
+            self._samples[name] = parameter, sample_of(parameter).clone()
+        elif count == _REPORTED_AT:
+            if not any(torch.equal(sample_of(parameter), values) for parameter, values in self._samples.values()):
+                raise ConfigurationError(f"{self._subsystem}: {_MESSAGES['stepped']}")
+            if not self._warned:
+                self._warned = True
+                warn_user(f"{self._subsystem}: {_MESSAGES['filled']}")
 
-    def agree(self, given: GradientInput) -> Rounds[GradientInput]:
-        if self._settings is not None:
-            yield from self._settings.compare(self._group)
-        yield from check_same(self._parameters(), self._group, self._subsystem, BROADCAST_ADVICE)
-        self.stale = False
-        return given
+    def begin_step(self) -> None:
+        self._is_in_step = True  # a closure may fill gradients many times, as that of LBFGS
 
-    def exchange(self) -> Rounds[bool]:
-        parameters = self._parameters()
-        gradients = self.gradients
-        if gradients is None:
-            gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-        yield from self._fingerprint.compare(parameters, self._group, gradients)
-        if self._settings is not None:
-            yield from self._settings.finish(self._group)
-        return True
+    def end_step(self) -> None:
+        self._is_in_step = False
+        self._fills.clear()
+        self._samples.clear()
+
+
+def hook_gradients(
+    parameters: Mapping[str, torch.Tensor], method: Callable[[str, torch.Tensor], None]
+) -> dict[str, Any]:
+    """Call a bound method for each gradient that backward completes; return the handles of hooks by name."""
+    weak_method = weakref.WeakMethod(method)  # a model may outlive its optimizer
+    disable: Callable[[Any], Any] = torch.compiler.disable  # torch.compile would trace into it
+
+    def hook_of(name: str) -> Any:
+        def hook(parameter: torch.Tensor) -> None:
+            alive = weak_method()
+            if alive is not None:
+                alive(name, parameter)
+
+        return disable(hook)
+
+    return {
+        name: exchanged(parameter).register_post_accumulate_grad_hook(hook_of(name))  # type: ignore[no-untyped-call]
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    }
+
+
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some evenly spaced elements."""
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLE_SIZE)]
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
@@ -285,10 +295,6 @@ def settings_of(optimizer: Any) -> list[dict[str, Any]]:
                 settings[key] = _to_json(group[key])
         groups.append(settings)
     return groups
-
-
-def _setting_names(optimizer: torch.optim.Optimizer) -> set[str]:
-    return {name for member in optimizers_in(optimizer) for name in member.defaults}
 
 
 def sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
@@ -313,6 +319,10 @@ def ranks_text(flags: NDArray[Any]) -> str:
     """Return the ranks whose flags are set, for a message."""
     ranks = np.flatnonzero(flags).tolist()
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _setting_names(optimizer: torch.optim.Optimizer) -> set[str]:
+    return {name for member in optimizers_in(optimizer) for name in member.defaults}
 
 
 def _is_renormed(tensor: torch.Tensor) -> bool:

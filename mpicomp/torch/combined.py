@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.torch.optimizer_proxy import OptimizerProxy
+from mpicomp.torch.proxy import OptimizerProxy
 
 
 class CombinedOptimizer(torch.optim.Optimizer):

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ConfigurationError
-from mpicomp.torch.shards import is_sharded, refusal_of, spec_of
+from mpicomp.torch.shards import is_sharded, refusal_of
 from mpicomp.torch.states import name_of
 
 NamedParameters = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -26,11 +25,6 @@ _SERVED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, t
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a complex tensor as pairs of reals, in the same memory unless conjugated lazily; others unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def array_specs(tensors: Mapping[str, torch.Tensor]) -> list[ArraySpec]:
-    """Return names, dtypes and shapes, for ranks to compare; of shards their rows, too."""
-    return [spec_of(name, tensor) for name, tensor in tensors.items()]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
