@@ -196,7 +196,7 @@ def launcher() -> tuple[list[str], dict[str, str]]:
     """Return how to start ranks with the MPI of this Python, and the environment for a small machine."""
     mpiexec = Path(sys.executable).with_name("mpiexec")
     command = [str(mpiexec) if mpiexec.exists() else "mpiexec"]
-    env = dict(ALONE)
+    env = ALONE | {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # MPICH's ranks that wait sleep, with more ranks than cores
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
     if "open mpi" in version.lower() or "openrte" in version.lower() or "prte" in version.lower():
         # Bound ranks would all sit on the first cores, where another job's sit too.

@@ -88,6 +88,16 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     return None
 
 
+def ranks_of_host(environ: Mapping[str, str] | None = None) -> int:
+    """Return the number of the job's ranks on this host; 1 if the launcher does not say.
+
+    >>> ranks_of_host({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    4
+    """
+    environ = os.environ if environ is None else environ
+    return _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or 1
+
+
 def describe(launch: Launch) -> str:
     """Name a launcher for people."""
     names = {

@@ -7,7 +7,7 @@ from typing import Any
 from mpicomp.errors import ConfigurationError, LaunchError
 from mpicomp.rounds import Group, Rounds
 from mpicomp.system import abort
-from mpicomp.transport.base import Transport, Value
+from mpicomp.transport.base import Transport, Value, wait
 
 _EXPECTED = "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD"
 
@@ -66,7 +66,9 @@ def split(comm: Any, color: int, key: int) -> Any:
     """Return the communicator of the ranks of ``comm`` with the same color, in the order of their keys. Collective."""
     from mpi4py import MPI
 
-    return (MPI.COMM_WORLD if comm is None else comm).Split(color, key)
+    comm = MPI.COMM_WORLD if comm is None else comm
+    wait(comm.Ibarrier().Test)  # Split keeps a core busy until all ranks have come
+    return comm.Split(color, key)
 
 
 def _check_comm(comm: Any) -> None:

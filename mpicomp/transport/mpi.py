@@ -250,7 +250,7 @@ class MPITransport(Transport):
         names = (WORLD, HOST, ACROSS) if is_split(group) else (WORLD,)
         mine = [n not in self._front or sums_are_identical(self._front[n].comm, self._naps) for n in names]
         everyones = np.empty(len(names), np.int32)
-        self._front[WORLD].comm.Allreduce(np.array(mine, np.int32), everyones, MPI.MIN)
+        wait(self._front[WORLD].comm.Iallreduce(np.array(mine, np.int32), everyones, MPI.MIN).Test)
         identical = dict(zip(names, everyones.astype(bool).tolist(), strict=True))
         parts = (replace(p, identical_sums=identical.get(p.name, identical[WORLD])) for p in group.parts)
         return replace(group, identical_sums=identical[WORLD], parts=tuple(parts))
@@ -271,13 +271,25 @@ _CORES = 1 << 12  # cores of one machine; those with higher numbers do not count
 
 
 def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
-    """Return the allowed cores for each rank on the host where they are fewest, the same on all ranks. Collective."""
+    """Return the allowed cores for each rank on the host where they are fewest, the same on all ranks. Collective.
+
+    Ranks that are bound to no cores share them with ranks of the job that are not in ``comm``.
+    """
+    cores = os.sched_getaffinity(0)
     mine = np.zeros(_CORES, np.bool_)
-    mine[[core for core in os.sched_getaffinity(0) if core < _CORES]] = True
-    everyones = np.empty((comm.size, _CORES // 8), np.uint8)
-    comm.Allgather(np.packbits(mine), everyones)
-    by_host = [everyones[np.array(hosts) == host] for host in set(hosts)]
-    return float(min(np.unpackbits(np.bitwise_or.reduce(masks)).sum() / len(masks) for masks in by_host))
+    mine[[core for core in cores if core < _CORES]] = True
+    sharing = launcher.ranks_of_host() if cores == os.sched_getaffinity(os.getppid()) else 1
+    row = np.concatenate([np.packbits(mine), np.array([sharing], np.int32).view(np.uint8)])
+    everyones = np.empty((comm.size, row.size), np.uint8)
+    wait(comm.Iallgather(row, everyones).Test)
+    masks, shares = everyones[:, : _CORES // 8], everyones[:, _CORES // 8 :].copy().view(np.int32)
+    on_host = [np.array(hosts) == host for host in set(hosts)]
+    return float(
+        min(
+            np.unpackbits(np.bitwise_or.reduce(masks[ranks])).sum() / max(ranks.sum(), shares[ranks].max())
+            for ranks in on_host
+        )
+    )
 
 
 def takes_naps(comm: MPI.Comm, cores: float) -> bool:
@@ -285,7 +297,7 @@ def takes_naps(comm: MPI.Comm, cores: float) -> bool:
     wanted = variables.flag_or_none("MPICOMP_NAPS")
     mine = cores < 1 if wanted is None else wanted
     everyones = np.empty(1, np.int32)
-    comm.Allreduce(np.array([mine], np.int32), everyones, MPI.MAX)
+    wait(comm.Iallreduce(np.array([mine], np.int32), everyones, MPI.MAX).Test)
     return bool(everyones[0])
 
 
@@ -306,5 +318,5 @@ def sums_are_identical(comm: MPI.Comm, naps: bool) -> bool:
         digests.append(hashlib.blake2b(sums.tobytes(), digest_size=8).digest())
     mine = np.frombuffer(b"".join(digests), np.uint8)
     everyones = np.empty((comm.size, mine.size), np.uint8)
-    comm.Allgather(mine, everyones)
+    wait(comm.Iallgather(mine, everyones).Test)
     return bool((everyones == everyones[0]).all())

@@ -315,10 +315,10 @@ def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
     """Return the host of each rank, numbered in the order in which they first appear. Collective."""
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     first = np.array([comm.rank], np.int64)
-    shared.Bcast(first, 0)
+    wait(shared.Ibcast(first, 0).Test)
     shared.Free()
     firsts = np.empty(comm.size, np.int64)
-    comm.Allgather(first, firsts)
+    wait(comm.Iallgather(first, firsts).Test)
     numbers = {rank: number for number, rank in enumerate(dict.fromkeys(firsts.tolist()))}
     return [numbers[rank] for rank in firsts.tolist()]
 

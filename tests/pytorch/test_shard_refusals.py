@@ -82,8 +82,8 @@ KINDS = {
 )
 def test_model_that_is_sharded_otherwise_is_refused(comm, make, wrap):
     with shards(comm):
-        model = make(network())
         same = comm.Split(comm.rank % 2, comm.rank)
+        model = make(network())
         with pytest.raises(ConfigurationError, match=KINDS[make]):
             wrap(sgd(model), model.named_parameters(), comm=same)
 

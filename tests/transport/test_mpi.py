@@ -94,7 +94,18 @@ def test_cores_shared_by_ranks_of_a_host_count_once(comm, hosts, one_core):
 def test_ranks_that_may_run_anywhere_share_all_cores(comm):
     from mpicomp.transport.mpi import cores_of_a_rank
 
-    assert cores_of_a_rank(comm, [0] * comm.size) == len(os.sched_getaffinity(0)) / comm.size
+    expected = len(os.sched_getaffinity(0)) / comm.size
+    assert cores_of_a_rank(comm, [0] * comm.size) == expected
+    some = comm.Split(comm.rank % 2, comm.rank)  # whose ranks share the cores with the others
+    assert cores_of_a_rank(some, [0] * some.size) == expected
+    some.Free()
+
+
+def test_ranks_on_hosts_of_their_own_share_no_cores(comm, monkeypatch):
+    from mpicomp.transport.mpi import cores_of_a_rank
+
+    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.setenv(name, "1")
     assert cores_of_a_rank(comm, list(range(comm.size))) == len(os.sched_getaffinity(0))
 
 
