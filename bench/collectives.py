@@ -17,8 +17,8 @@ from mpicomp.bench.measure.timed_plan import TimedPlan, differing_settings, rows
 from mpicomp.collectives import bind, variants
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel, measure_kernels
-from mpicomp.device import HOST, Device
 from mpicomp.errors import IncompatiblePairError
+from mpicomp.gpu import HOST, Device
 from mpicomp.transport import Transport
 
 AUTO = "auto"

@@ -3,9 +3,8 @@
 import importlib
 from typing import Any
 
-from mpicomp.device import driver as cuda
-from mpicomp.device.cuda import CudaDevice
 from mpicomp.errors import ConfigurationError, LaunchError, MpicompError
+from mpicomp.gpu.cuda import CudaDevice
 from mpicomp.system import gpus
 
 Found = int | MpicompError  # the number of a rank's GPU, or the reason for which it has none
@@ -33,11 +32,6 @@ def device_on(command: str, found: Found) -> CudaDevice:
     """Return a device on a GPU, which is made the current one."""
     cupy = cupy_of(command)
     number = _number(command, found)
-    if cuda.driver() is None:
-        raise ConfigurationError(
-            f"{command}: --device gpu needs CUDA's driver, and libcuda.so.1 cannot be loaded; install NVIDIA's driver, "
-            "or use --device cpu"
-        )
     try:
         cupy.cuda.Device(number).use()
     except RuntimeError as error:  # CuPy's own is one

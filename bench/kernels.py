@@ -34,8 +34,8 @@ from mpicomp.compressors import (
     compressor_class,
     list_compressors,
 )
-from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError
+from mpicomp.gpu import HOST, Device
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace

@@ -17,7 +17,7 @@ from mpicomp import kernels
 from mpicomp.collectives.allgather import mean_of_messages
 from mpicomp.compressors import Quantiser
 from mpicomp.compressors.wire_format import parse_header, parse_message
-from mpicomp.device import Device, to_python
+from mpicomp.gpu import Device, to_python
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.workspace import Workspace
 
@@ -212,7 +212,7 @@ class TorchTopk(Kernel):
         """Set torch's threads to those of the row, or its stream to that of the GPU."""
         if self.device.number is not None:
             with self._torch.cuda.stream(
-                self._torch.cuda.ExternalStream(self.device.stream, device=self.device.number)
+                self._torch.cuda.ExternalStream(self.device.stream.ptr, device=self.device.number)
             ):
                 yield
             return

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mpicomp.device import HOST, Device
+from mpicomp.gpu import HOST, Device
 
 Made = TypeVar("Made")
 

@@ -25,7 +25,7 @@ from mpicomp.bench.measure import results
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_writable
-from mpicomp.device import driver as device_driver
+from mpicomp.errors import ConfigurationError
 
 _STUDY = "gpu_first_hour"
 _ROOT = Path(__file__).resolve().parents[1]
@@ -168,14 +168,11 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable(_STUDY, arguments.json)
     begin, device, lines = time.monotonic(), "a stand-in", list[Line]()
     if not arguments.emulated:
-        driver = device_driver.driver()
-        why = "" if driver is not None and driver.count() else "there is none here"
-        if importlib.util.find_spec("cupy") is None:
-            why = why or "CuPy is not installed; pip install 'mpicomp[cuda12]' or 'mpicomp[cuda13]'"
-        if why:
-            print(f"{_STUDY}: no GPU to use: {why}; --emulated tries this script without one", flush=True)
+        try:
+            device = device_name("gpu_first_hour")
+        except ConfigurationError as error:
+            print(f"{error}; --emulated tries this script without a GPU", flush=True)
             return NO_GPU
-        device = device_name("gpu_first_hour")
     print(f"{_STUDY}: {device}", flush=True)
     for check in CHECKS:
         left_s = _TOTAL_S - (time.monotonic() - begin)

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from mpicomp.bench import devices
 
-    from mpicomp.device import HOST
+    from mpicomp.gpu import HOST
     from mpicomp.reducer.agreement import run_collectively
 
     on_gpu = arguments.device == "gpu"

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure import results
 
     from mpicomp.cli.options import check_writable, read_ratios
-    from mpicomp.device import HOST
+    from mpicomp.gpu import HOST
     from mpicomp.setting_checks import check_least
 
     check_least(_COMMAND, "--numel", arguments.numel)

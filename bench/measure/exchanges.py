@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mpicomp.arrays import to_host
 from mpicomp.compressors import Compressor, Dense, SharedSparsifier, Sparsifier
 from mpicomp.cost import CostModel
-from mpicomp.device import HOST, Device
+from mpicomp.gpu import HOST, Device
 from mpicomp.reducer import Reducer, StepRecord
 from mpicomp.rounds import Round, dense_ring_bytes
 from mpicomp.transport import Transport

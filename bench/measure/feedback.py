@@ -18,7 +18,7 @@ from mpicomp.compressors import (
     Sparsifier,
 )
 from mpicomp.compressors.wire_format import STALE, Wire, message_bytes, write_message
-from mpicomp.device import HOST, Device
+from mpicomp.gpu import HOST, Device
 from mpicomp.reducer.bucket import Bucket
 
 DTYPE = np.dtype(np.float32)

@@ -48,8 +48,8 @@ from mpicomp.compressors.wire_format import (
     write_message,
     write_pairs,
 )
-from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
+from mpicomp.gpu import current_device, to_python
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round

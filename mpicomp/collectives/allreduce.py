@@ -23,7 +23,7 @@ from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.wire_format import STALE
-from mpicomp.device import received_on_host, to_python
+from mpicomp.gpu import received_on_host, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 

@@ -13,8 +13,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
+from mpicomp.gpu import current_device, to_python
 from mpicomp.kernels import sizes
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round

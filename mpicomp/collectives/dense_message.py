@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, STALE
-from mpicomp.device import received_on_host
 from mpicomp.errors import MessageError
+from mpicomp.gpu import received_on_host
 
 VERSION = 1
 HEADER_BYTES = 24  # bytes of the header of a message

@@ -27,8 +27,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import DAMAGED, Selection
-from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
+from mpicomp.gpu import current_device, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import ACROSS, HOST, Group, Request, Round, Rounds, observe, parts_of
 from mpicomp.workspace import Workspace

@@ -33,8 +33,8 @@ from mpicomp.compressors.wire_format import (
     write_damaged,
     write_message,
 )
-from mpicomp.device import current_device, to_python
 from mpicomp.errors import MessageError
+from mpicomp.gpu import current_device, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds, gather_rows, parts_of
 from mpicomp.workspace import Workspace

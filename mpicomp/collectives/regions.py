@@ -12,8 +12,8 @@ from mpicomp.collectives.dense_message import read_header, read_headers
 from mpicomp.collectives.scheme import Result, check_undamaged, gain_of
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.wire_format import DAMAGED
-from mpicomp.device import pick, received_on_host, to_python
 from mpicomp.errors import MessageError
+from mpicomp.gpu import pick, received_on_host, to_python
 from mpicomp.rounds import parts_of
 
 

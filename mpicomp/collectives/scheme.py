@@ -15,8 +15,8 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, SHARING, STALE, Selection
-from mpicomp.device import current_device
 from mpicomp.errors import MessageError
+from mpicomp.gpu import current_device
 from mpicomp.registry import Registry
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.workspace import Workspace

@@ -15,7 +15,7 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import CACHED, LARGEST_KEY, Quantiser, packers
 from mpicomp.compressors.wire_format import NONFINITE, STALE
-from mpicomp.device import to_python
+from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of

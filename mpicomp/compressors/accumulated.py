@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.device import to_python
+from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
 
 TRAILER = 4

@@ -10,7 +10,7 @@ from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated, Region
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.device import to_python
+from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
 
 _WORDS: dict[np.dtype[Any], np.dtype[Any]] = {

@@ -149,7 +149,7 @@ class SharedSparsifier(Compressor):
         """Write ``count(numel)`` positions, ascending without repetition, the same on all ranks.
 
         They may depend on the seed, the step and the bucket, as ``context.random(shared=True)`` does. ``out`` is on the
-        bucket's device: copy positions drawn on the host by ``mpicomp.device.current_device().assign``.
+        bucket's device: copy positions drawn on the host by ``mpicomp.gpu.current_device().assign``.
         """
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:

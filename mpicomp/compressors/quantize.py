@@ -14,8 +14,8 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, match_layer_setting
 from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser, sum_numbers
 from mpicomp.compressors.wire_format import SIGNS
-from mpicomp.device import to_python
 from mpicomp.errors import ConfigurationError
+from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice, check_layers, check_multiple, is_integer, is_number

@@ -11,8 +11,8 @@ from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.quantize import MaxNorm
-from mpicomp.device import current_device
 from mpicomp.errors import ConfigurationError
+from mpicomp.gpu import current_device
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice
 

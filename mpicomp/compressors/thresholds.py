@@ -18,8 +18,8 @@ from mpicomp.compressors.candidates import list_candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.device import current_device, to_python
 from mpicomp.errors import ConfigurationError
+from mpicomp.gpu import current_device, to_python
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice, check_least, check_range

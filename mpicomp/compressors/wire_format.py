@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.device import received_on_host, to_python
 from mpicomp.errors import MessageError
+from mpicomp.gpu import received_on_host, to_python
 from mpicomp.kernels import sizes
 from mpicomp.setting_checks import check_choice
 from mpicomp.workspace import Workspace

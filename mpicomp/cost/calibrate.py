@@ -11,8 +11,8 @@ from mpicomp.cost.kernel_costs import KernelCost, measure_kernel, run_kernels
 from mpicomp.cost.link_probe import probe
 from mpicomp.cost.model import CostModel, scheme_key
 from mpicomp.cost.network_model import Network
-from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError
+from mpicomp.gpu import HOST, Device
 from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.rounds.reports import from_one
 from mpicomp.system import variables

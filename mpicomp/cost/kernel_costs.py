@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.collectives.scheme import LazyMean
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
-from mpicomp.device import HOST, Device
+from mpicomp.gpu import HOST, Device
+from mpicomp.gpu.routes import run_on_device
 from mpicomp.rounds import Group
-from mpicomp.transport.gpu_routes import run_on_device
 from mpicomp.transport.local import LocalWorld
 from mpicomp.workspace import Workspace
 

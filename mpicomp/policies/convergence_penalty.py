@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.kinds import Quantiser
-from mpicomp.device import current_device
+from mpicomp.gpu import current_device
 from mpicomp.workspace import Workspace
 
 Array = NDArray[np.float64]

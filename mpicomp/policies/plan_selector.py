@@ -24,7 +24,7 @@ from mpicomp.cost import (
     share_model,
 )
 from mpicomp.cost.network_model import MIN_CHANGE_LOG
-from mpicomp.device import HOST
+from mpicomp.gpu import HOST
 from mpicomp.policies.policy import Plan, Shape, StepReport
 from mpicomp.rounds import Group, Rounds
 from mpicomp.transport.base import Transport

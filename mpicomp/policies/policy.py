@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from mpicomp.collectives import Scheme
 from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Prediction
-from mpicomp.device import HOST, Device
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.gpu import HOST, Device
 from mpicomp.policies.surveys import Survey
 from mpicomp.registry import Configurable, Registry
 from mpicomp.rounds import Rounds

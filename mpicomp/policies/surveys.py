@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.device import HOST, Device, current_device
 from mpicomp.errors import MessageError
+from mpicomp.gpu import HOST, Device, current_device
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 

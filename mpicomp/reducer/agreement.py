@@ -11,8 +11,8 @@ import numpy as np
 from mpicomp import errors, plugins
 from mpicomp.arrays import ArraySpec
 from mpicomp.cost import CostModel
-from mpicomp.device import on_device
 from mpicomp.errors import ConfigurationError, DisagreementError, MessageError, MpicompError, OutOfMemoryError
+from mpicomp.gpu import on_device
 from mpicomp.policies import Policy
 from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.rounds.reports import checked_lengths, read_object

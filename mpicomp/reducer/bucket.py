@@ -15,9 +15,8 @@ from mpicomp.compressors.accumulated import TRAILER, Accumulated, Velocity
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.device import HOST, Device
-from mpicomp.device.driver import device_array
 from mpicomp.errors import ConfigurationError
+from mpicomp.gpu import HOST, Device, device_array
 from mpicomp.policies import Shape
 from mpicomp.rounds import Group
 from mpicomp.workspace import Scratch, Workspace

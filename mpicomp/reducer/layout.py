@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from mpicomp.arrays import ArraySpec, SpecCache, from_host, to_host
 from mpicomp.compressors.base_compressor import Entry
-from mpicomp.device import HOST, Device, MeanPart, common_device
-from mpicomp.device.driver import device_array
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.gpu import HOST, Device, MeanPart, common_device, device_array
 from mpicomp.reducer.bucket import Bucket, make_buckets
 
 LARGE_BUCKET = 32 << 20  # bytes of a bucket by default

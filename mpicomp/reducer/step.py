@@ -14,8 +14,9 @@ from mpicomp.collectives import Result
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.device import HOST
 from mpicomp.errors import AgreedRankFailure, MessageError, MpicompError, RankFailedError
+from mpicomp.gpu import HOST
+from mpicomp.gpu.routes import choose_routes, run_on_device
 from mpicomp.policies import BucketOutcome, StepReport
 from mpicomp.reducer import trace
 from mpicomp.reducer.agreement import NO_EXTRA, ExtraExchange, Signature, agree, no_memory, settings_of_step
@@ -25,7 +26,6 @@ from mpicomp.reducer.record import BucketExchange, StepRecord, Tally, nonfinite_
 from mpicomp.rounds import Round, Rounds, gather_rows
 from mpicomp.setting_checks import to_number
 from mpicomp.system import stopping
-from mpicomp.transport.gpu_routes import choose_routes, run_on_device
 
 if TYPE_CHECKING:
     from mpicomp.reducer.reducer import Reducer

@@ -26,7 +26,7 @@ _LAUNCHERS = ("PMI", "PMIX_", "OMPI_COMM_", "OMPI_FILE_", "MPI_LOCAL", "HYD", "P
 # libmpi_mpifh and their like, which only stand on it.
 _LIBRARY = re.compile(r"/(libmpi|libmpi_abi|libmpich|libmpi_(gnu|cray|intel|nvidia)\w*)\.(so|dylib)[.\d]*$")
 NO_GPU = 3  # exit status of a probe that found no GPU to try it with
-PROBE = "mpicomp.transport.gpu_routes"
+PROBE = "mpicomp.gpu.routes"
 
 
 class Awareness(NamedTuple):

@@ -27,7 +27,7 @@ from mpicomp.compressors import Compressor, Context, SharedSparsifier, Sparsifie
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.cost import CostModel
-from mpicomp.device import Device, current_device, to_python
+from mpicomp.gpu import Device, current_device, to_python
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, lost_share

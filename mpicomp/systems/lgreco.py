@@ -28,8 +28,8 @@ from mpicomp.compressors.powersgd import Matrix, orthogonalize
 from mpicomp.compressors.quantize import MOST_BITS
 from mpicomp.compressors.wire_format import message_bytes
 from mpicomp.cost import CostModel
-from mpicomp.device import Device, current_device, to_python
 from mpicomp.errors import ConfigurationError
+from mpicomp.gpu import Device, current_device, to_python
 from mpicomp.policies import get_policy
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.plan_tradeoff import least_total, total

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from mpicomp.device.driver import make_current
 from mpicomp.errors import RankFailedError
+from mpicomp.gpu.cuda import make_current
 from mpicomp.system import abort, processors, say
 from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant
 

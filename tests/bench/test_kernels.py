@@ -7,8 +7,6 @@ import json
 import platform
 import shutil
 import sys
-import time
-import types
 from importlib.util import find_spec
 
 import numpy as np
@@ -21,7 +19,7 @@ from mpicomp.bench.measure.feedback import Gradients
 from mpicomp.cli import main
 from mpicomp.compressors import TopK, get_compressor
 from mpicomp.compressors.kinds import Quantiser
-from mpicomp.device.cuda import CudaDevice
+from mpicomp.gpu.cuda import CudaDevice
 
 SHORT = 3000
 NUMEL = 20_000
@@ -92,14 +90,6 @@ def test_rows_of_compressors_have_ratio_and_config(rows):
 # ---- on a GPU
 
 
-class Event:
-    def record(self):
-        self.seconds = time.perf_counter()
-
-    def synchronize(self):
-        pass
-
-
 @pytest.fixture(params=["emulated", "device"])
 def cupy(request, monkeypatch):
     """Install a stand-in for CuPy, with the calls of the benchmark; or the real one on a GPU."""
@@ -114,15 +104,6 @@ def cupy(request, monkeypatch):
         pytest.skip("the emulation needs g++ and x86-64")
     cupy = fake_cuda.install(monkeypatch, emulated=True)
     cupy.__version__ = "0"
-    cupy.cuda.runtime = types.SimpleNamespace(
-        getDevice=lambda: 0,
-        setDevice=lambda number: None,
-        getDeviceCount=lambda: 1,
-        getDeviceProperties=lambda number: {"name": b"Emulated"},
-    )
-    cupy.cuda.Event = Event
-    cupy.cuda.get_elapsed_time = lambda start, stop: 1e3 * (stop.seconds - start.seconds)
-    monkeypatch.setattr(fake_cuda._Device, "use", lambda self: None, raising=False)
     if find_spec("torch") is not None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     return cupy

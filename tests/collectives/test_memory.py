@@ -11,7 +11,7 @@ import pytest
 import mpicomp
 from mpicomp.collectives import Context, bind, variants
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
-from mpicomp.device import HOST
+from mpicomp.gpu import HOST
 from mpicomp.policies import POLICIES, Plan, Policy, Shape
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Scratch, Workspace

@@ -9,16 +9,16 @@ import contextlib
 import functools
 import sys
 import threading
+import time
 import weakref
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 from device import emulator
-from device.fake_driver import RUBBISH, Driver
+from device.fake_driver import FROM_HOST, RUBBISH, TO_HOST, Driver
 from mpicomp.kernels import cpu, gpu
 
 from mpicomp import kernels
-from mpicomp.device import driver as device_driver
 
 LEGACY = 1
 
@@ -247,6 +247,9 @@ class _Device:
     def __hash__(self):
         return self.id
 
+    def use(self):
+        ndarray.cupy.current_device = self.id
+
     def __enter__(self):
         self.before, ndarray.cupy.current_device = ndarray.cupy.current_device, self.id
         return self
@@ -288,9 +291,10 @@ class Cupy(ModuleType):
         ndarray.cupy = self
         outer = self
 
-        class ExternalStream:
-            def __init__(self, ptr, device_id=-1):
-                self.ptr = ptr
+        class Stream:
+            def __init__(self, non_blocking=False):
+                assert non_blocking, "it would wait for the default stream"
+                self.ptr = driver.stream()
 
             def __enter__(self):
                 outer.stack().append(self.ptr)
@@ -300,16 +304,43 @@ class Cupy(ModuleType):
                 outer.stack().pop()
 
             def synchronize(self):
-                outer.driver.finish(self.ptr)
+                driver.finish(self.ptr)
+
+            def wait_event(self, event):
+                driver.wait_event(self.ptr, event.ptr)
+
+        class Event:
+            def __init__(self, disable_timing=False):
+                self.ptr = driver.event()
+
+            def record(self, stream=None):
+                self.seconds = time.perf_counter()
+                driver.record(self.ptr, outer.stream_in_use() if stream is None else stream.ptr)
+
+            def synchronize(self):
+                driver.wait(self.ptr)
 
         self.ndarray = ndarray
         self.cuda = SimpleNamespace(
             Device=_Device,
-            ExternalStream=ExternalStream,
+            Event=Event,
+            get_elapsed_time=lambda start, stop: 1e3 * (stop.seconds - start.seconds),
+            Stream=Stream,
             PythonFunctionAllocator=_Allocator,
             using_allocator=self.using_allocator,
             get_current_stream=lambda: SimpleNamespace(ptr=self.stream_in_use()),
-            runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda number: None),
+            runtime=SimpleNamespace(
+                getDevice=lambda: 0,
+                getDeviceCount=lambda: 1,
+                getDeviceProperties=lambda number: {"name": b"Stand-in"},
+                setDevice=lambda number: None,
+                eventRecord=lambda event, stream: driver.record(event, stream),
+                memcpyAsync=driver.copy,
+                memcpyHostToDevice=FROM_HOST,
+                memcpyDeviceToHost=TO_HOST,
+                pointerGetAttributes=lambda address: SimpleNamespace(device=driver.device_of(address)),
+                streamWaitEvent=driver.wait_event,
+            ),
         )
 
     @contextlib.contextmanager
@@ -493,7 +524,7 @@ def install(monkeypatch, schedule="eager", seed=0, emulated=False, guarded=False
         guards.install(monkeypatch)
     driver = Driver(schedule, seed)
     cupy = Cupy(driver)
-    monkeypatch.setattr(device_driver, "driver", lambda: driver)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=lambda size, dtype: driver.pinned(size)))
     monkeypatch.setitem(kernels._modules, ndarray, gpu if emulated else HostKernels(cupy))
     return cupy

@@ -15,6 +15,7 @@ from collections import deque
 import numpy as np
 
 RUBBISH = 0xC9
+FROM_HOST, TO_HOST = 1, 2  # kinds of copies, by CUDA's numbers
 _numbers = itertools.count(1 << 20)
 
 
@@ -31,9 +32,6 @@ class Driver:
         self.on_host = {}  # address: array
         self.waits = self.allocated = 0
         self.to_host_bytes = self.from_host_bytes = 0
-
-    def count(self):
-        return 1
 
     def place(self, array, device):
         """Let an array be known as memory of a device until it is gone."""
@@ -54,12 +52,12 @@ class Driver:
         self.allocated += 1
         return array
 
-    def stream(self, device):
+    def stream(self):
         number = next(_numbers)
         self.streams[number] = deque()
         return number
 
-    def event(self, device):
+    def event(self):
         number = next(_numbers)
         self.events[number] = None
         return number
@@ -72,16 +70,16 @@ class Driver:
             elif self.schedule == "random" and self.random.random() < 0.3:
                 self.finish(self.random.choice(list(self.streams)))
 
-    def record(self, device, event, stream):
+    def record(self, event, stream):
         marker = object()
         self.events[event] = stream, marker
         self.put(stream, marker)
 
-    def wait_event(self, device, stream, event):
+    def wait_event(self, stream, event):
         mark = self.events[event]
         self.put(stream, lambda: self._come_to(mark))
 
-    def wait(self, device, event):
+    def wait(self, event):
         with self.lock:
             self.waits += 1
             self._come_to(self.events[event])
@@ -103,17 +101,16 @@ class Driver:
         if callable(done):
             done()
 
-    def fetch(self, device, host, address, nbytes, stream):
-        self._check(device, host, address, nbytes)
-        self.to_host_bytes += nbytes
-        self.put(stream, lambda: ctypes.memmove(host, address, nbytes))
+    def copy(self, to, start, nbytes, kind, stream):
+        host, device = (to, start) if kind == TO_HOST else (start, to)
+        assert nbytes == 0 or self.device_of(device, nbytes) is not None
+        if kind == TO_HOST:
+            self.to_host_bytes += nbytes
+        else:
+            self.from_host_bytes += nbytes
+        self._check_pinned(host, nbytes)
+        self.put(stream, lambda: ctypes.memmove(to, start, nbytes))
 
-    def send(self, device, address, host, nbytes, stream):
-        self._check(device, host, address, nbytes)
-        self.from_host_bytes += nbytes
-        self.put(stream, lambda: ctypes.memmove(address, host, nbytes))
-
-    def _check(self, device, host, address, nbytes):
-        assert nbytes == 0 or self.device_of(address, nbytes) == device
+    def _check_pinned(self, host, nbytes):
         spans = [(start, start + array.nbytes) for start, array in self.on_host.items()]
         assert any(start <= host and host + nbytes <= stop for start, stop in spans), "not pinned, or too short"

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 import numpy as np
 from device import emulator, fake_cuda
 
-from mpicomp.transport import gpu_routes
+from mpicomp.gpu import routes as gpu_routes
 
 PAGE = mmap.PAGESIZE
 _SIZE = 1 << 30  # of the address space alone, until it is written to

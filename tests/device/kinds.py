@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import platform
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from device import emulator
 from mpicomp.kernels import cpu, gpu
 
-from mpicomp.device import cuda
+from mpicomp.gpu import cuda
 
 GPUS = ["emulated", "cuda"] if importlib.util.find_spec("cupy") else ["emulated"]
 """Without CuPy no test is collected for a GPU; one test says so, in place of every second one."""
@@ -86,6 +87,17 @@ class Joining(Emulated):
     cupy = emulator.joining
 
 
+def has_gpu():
+    """Return whether CuPy is installed and finds a GPU."""
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    cupy = importlib.import_module("cupy")
+    try:
+        return cupy.cuda.runtime.getDeviceCount() > 0
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return False
+
+
 class Cuda:
     """A GPU, with the real CuPy."""
 
@@ -94,13 +106,9 @@ class Cuda:
     flushing = staticmethod(contextlib.nullcontext)
 
     def __init__(self):
-        self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
-        try:
-            count = self.cupy.cuda.runtime.getDeviceCount()
-        except self.cupy.cuda.runtime.CUDARuntimeError as error:
-            pytest.skip(f"no GPU: {error}")
-        if count == 0:
-            pytest.skip("no GPU")
+        if not has_gpu():
+            pytest.skip("no GPU, or no CuPy")
+        self.cupy = importlib.import_module("cupy")
 
 
 class Place:

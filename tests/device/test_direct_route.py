@@ -14,10 +14,10 @@ from device.steps_on_a_device import gradients_of, host, on_host
 from exchanges import LAYOUTS, OPERATIONS, at_once, in_the_background, of
 
 import mpicomp
-from mpicomp.device.cuda import CudaDevice
+from mpicomp.gpu import routes as gpu_routes
+from mpicomp.gpu.cuda import CudaDevice
+from mpicomp.gpu.routes import RouteTable
 from mpicomp.rounds import Returned, Round, advance
-from mpicomp.transport import gpu_routes
-from mpicomp.transport.gpu_routes import RouteTable
 
 pytestmark = pytest.mark.mpi
 slow = pytest.mark.slow  # what guarded memory and four kinds of messages leave over

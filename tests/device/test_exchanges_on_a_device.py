@@ -18,8 +18,8 @@ from schemes import OTHER_PAIRS, REPRESENTED
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.device.cuda import CudaDevice
-from mpicomp.transport.gpu_routes import DeviceBuffer, RouteTable
+from mpicomp.gpu.cuda import CudaDevice
+from mpicomp.gpu.routes import DeviceBuffer, RouteTable
 
 SHAPES = {"first": (40, 25), "second": (7,), "third": (3, 5, 2)}
 STEPS = 3
@@ -392,8 +392,8 @@ def test_routes_are_measured_where_no_rank_must_stage(on_device, takes, measured
     ],
 )
 def test_sums_that_are_slow_or_differ_are_staged(identical, operation, dtype, route, cupy):
+    from mpicomp.gpu.routes import faster_route
     from mpicomp.rounds import Round
-    from mpicomp.transport.gpu_routes import faster_route
 
     device, sums = CudaDevice(0), ({"direct": (9.0,), "staged": (3.0,)},) if identical else ()
     device.routes = RouteTable((1,), {"direct": (1.0,), "staged": (2.0,)}, identical, *sums)

@@ -4,7 +4,6 @@ Where there is no GPU those run on the stand-in that mean something there. With 
 and no speed is judged. Rank 0 appends its lines to the file that ``FIRST_HOUR_LINES`` names.
 """
 
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -19,25 +18,18 @@ import time
 import numpy as np
 import pytest
 from device import fake_cuda
+from device.kinds import has_gpu
 from mpicomp.kernels import of
 from mpicomp.kernels.gpu import compile as gpu_compile
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.device import HOST
-from mpicomp.device import driver as device_driver
+from mpicomp.gpu import HOST
+from mpicomp.gpu.routes import ROUTES, RouteTable
 from mpicomp.system import launcher
 from mpicomp.transport import LocalWorld
-from mpicomp.transport.gpu_routes import ROUTES, RouteTable
 
 QUICK = os.environ.get("FIRST_HOUR") == "quick"
-
-
-def has_gpu():
-    if importlib.util.find_spec("cupy") is None:
-        return False
-    driver = device_driver.driver()
-    return driver is not None and driver.count() > 0
 
 
 NEEDS_GPU = pytest.mark.skipif(not has_gpu(), reason="no GPU, or no CuPy")
@@ -315,23 +307,24 @@ def test_routes_direct_and_staged_have_the_same_bits(compressor, collective, com
 
 @NEEDS_GPU
 def test_pinned_copies_are_fast_and_exact(gpu, line):
-    driver = device_driver.driver()
-    memory, array = driver.pinned(PINNED_BYTES), gpu.zeros(PINNED_BYTES, np.uint8)
+    from cupyx import empty_pinned
+
+    cuda, memory, array = gpu.cuda, empty_pinned(PINNED_BYTES, np.uint8), gpu.zeros(PINNED_BYTES, np.uint8)
     memory[:] = 7
     array[:1].get()
-    stream, event = driver.stream(0), driver.event(0)
+    stream, event = cuda.Stream(non_blocking=True), cuda.Event(disable_timing=True)
     host, there = memory.ctypes.data, array.data.ptr
     copies = {
-        "to the GPU": functools.partial(driver.send, 0, there, host),
-        "to the host": functools.partial(driver.fetch, 0, host, there),
+        "to the GPU": (there, host, PINNED_BYTES, cuda.runtime.memcpyHostToDevice),
+        "to the host": (host, there, PINNED_BYTES, cuda.runtime.memcpyDeviceToHost),
     }
     for name, copy in copies.items():
         times = []
         for _ in range(6):
             start = time.perf_counter()
-            copy(PINNED_BYTES, stream)
-            driver.record(0, event, stream)
-            driver.wait(0, event)
+            cuda.runtime.memcpyAsync(*copy, stream.ptr)
+            event.record(stream)
+            event.synchronize()
             times.append(time.perf_counter() - start)
         if name == "to the GPU":
             memory[:] = 0

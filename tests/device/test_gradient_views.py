@@ -11,8 +11,8 @@ from device.steps_on_a_device import fetched, gradients_of, host, ranks_of, redu
 from marks import slow
 
 import mpicomp
-from mpicomp.device.cuda import CudaDevice
 from mpicomp.errors import NonFiniteError
+from mpicomp.gpu.cuda import CudaDevice
 from mpicomp.system import stopping
 from mpicomp.transport import LocalWorld
 
@@ -161,7 +161,7 @@ def test_optimizer_of_torch_puts_gradients_into_buckets(monkeypatch):
 
     expected = train(False)
     cupy = fake_cuda.install(monkeypatch, "eager")
-    stream, memory = SimpleNamespace(cuda_stream=cupy.driver.stream(0)), TorchMemory()
+    stream, memory = SimpleNamespace(cuda_stream=cupy.driver.stream()), TorchMemory()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", memory.caching_allocator_alloc)
     monkeypatch.setattr(torch.cuda, "caching_allocator_delete", memory.caching_allocator_delete)

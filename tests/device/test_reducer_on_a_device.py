@@ -111,7 +111,7 @@ def test_ranks_on_host_and_device_together(compressor, cupy):
 
 def test_what_another_stream_makes_is_waited_for(cupy):
     """The array names the stream that is current; what is given back can be used in it at once."""
-    stream = cupy.driver.stream(0)
+    stream = cupy.driver.stream()
     ranks = Ranks(1, mpicomp.TopK(ratio=1.0))
     for step in range(3):
         with cupy.stream(stream):
@@ -123,7 +123,7 @@ def test_what_another_stream_makes_is_waited_for(cupy):
 def test_each_array_is_handed_over_in_the_stream_that_makes_it(cupy):
     """The current stream of the thread that exchanges does not count."""
     reducer = Ranks(1, mpicomp.TopK(ratio=1.0), bucket_bytes=80).reducers[0]
-    streams = {name: cupy.driver.stream(0) for name in "abc"}
+    streams = {name: cupy.driver.stream() for name in "abc"}
     reducer.reduce({name: cupy.asarray(np.zeros(20, np.float32)) for name in streams})
     with ProgressThread(reducer.transport, channels=1) as thread:
         for step in range(3):

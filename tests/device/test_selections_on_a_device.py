@@ -14,8 +14,8 @@ import mpicomp
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece, Velocity
 from mpicomp.compressors.context import Context
-from mpicomp.device.cuda import CudaDevice
-from mpicomp.device.device import Device, activated
+from mpicomp.gpu.cuda import CudaDevice
+from mpicomp.gpu.device import Device, activated
 from mpicomp.workspace import Workspace
 
 STEPS = 5

@@ -1,5 +1,6 @@
-"""Arrays of a GPU without CuPy through a reducer: copied to the host whole."""
+"""Gradients of GPU tensors without CuPy: copied to the host whole, by torch, in the thread that passes them."""
 
+import sys
 import threading
 
 import numpy as np
@@ -8,181 +9,98 @@ from device import fake_cuda
 
 import mpicomp
 from mpicomp import Reducer, TopK
-from mpicomp.device import cuda
-from mpicomp.device import driver as device
-from mpicomp.errors import ArrayTypeError, NonFiniteError
-from mpicomp.reducer import layout
+from mpicomp.errors import ArrayTypeError
+from mpicomp.gpu import arrays, cuda
 from mpicomp.transport import LocalWorld
 from mpicomp.transport.scheduler import ProgressThread
 
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """Return a library whose arrays are taken for those of CuPy by a mpicomp that finds no CuPy."""
-    monkeypatch.setattr(cuda, "_has_cupy", lambda: False)
-    return fake_cuda.install(monkeypatch, "lazy")
+torch = pytest.importorskip("torch")
 
 
-def alone(**settings):
-    return Reducer("dense", comm=LocalWorld(1).transports[0], **settings)
+class OnGPU(torch.Tensor):
+    """A tensor of the host that takes itself for one of a GPU, which `cpu` alone copies."""
+
+    is_cuda = True
+    copying: list[int]  # the thread of each copy
+
+    def cpu(self):
+        OnGPU.copying.append(threading.get_ident())
+        return self.as_subclass(torch.Tensor).clone()
 
 
-def reduce_on_all(world, reducers, gradients):
-    pairs = zip(reducers, gradients, strict=True)
-    return world.run([reducer.rounds({"w": gradient}) for reducer, gradient in pairs])
+@pytest.fixture(autouse=True)
+def copying(monkeypatch):
+    """Have no CuPy, and return the threads of the copies."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cuda._has_cupy.cache_clear()
+    monkeypatch.setattr(OnGPU, "copying", [], raising=False)
+    yield OnGPU.copying
+    cuda._has_cupy.cache_clear()
 
 
-@pytest.mark.parametrize("stream", [1, 2, "new"])
-def test_what_is_still_computed_is_waited_for(cupy, stream):
-    number = cupy.driver.stream(0) if stream == "new" else stream
-    reducer = alone()
-    with cupy.stream(number):
-        for step in range(3):
-            values = np.arange(5, dtype=np.float32) + step
-            mean = reducer.reduce({"w": cupy.asarray(values)})["w"]
-            np.testing.assert_array_equal(mean.get(), values)
-    reducer.close()
+def on_gpu(values):
+    return torch.from_numpy(np.array(values)).as_subclass(OnGPU)
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_arrays_that_name_no_stream(cupy, version):
-    """Version 2 knows none, so the legacy stream is waited for; with None there is nothing to wait for."""
-    array = cupy.asarray(np.arange(6, dtype=np.float32))
-    cupy.version = version
-    with cupy.stream(None):
-        assert device.streams_of([array]) == ({1} if version == 2 else set())
-
-
-def test_stream_0_is_refused(cupy):
-    array = cupy.asarray(np.ones(3, np.float32))
-    expected = r"device: .* must name its stream as None, 1, 2 or an address, got 0"
-    with cupy.stream(0), pytest.raises(ArrayTypeError, match=expected):
-        device.streams_of([array])
-
-
+@pytest.mark.filterwarnings("ignore:mpicomp. gradients are on a GPU")
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_the_same_as_on_the_host(cupy, dtype, ranks):
-    shapes = {"matrix": (7, 9), "scalar": (), "long": (301,), "empty": (0, 3)}
-    rng = np.random.default_rng(ranks)
-    worlds = [LocalWorld(ranks) for _ in range(2)]
-    reducers = [
-        [Reducer(TopK(ratio=0.3), comm=end, bucket_bytes=600, policy={"warmup": 0}) for end in world.transports]
-        for world in worlds
-    ]
-    for _ in range(4):
-        gradients = [
-            {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()} for _ in range(ranks)
-        ]
-        staged = [{name: cupy.asarray(gradient) for name, gradient in mine.items()} for mine in gradients]
+def test_the_same_as_on_the_host_with_one_copy_of_each(copying, dtype):
+    rng, shapes = np.random.default_rng(0), {"matrix": (7, 9), "scalar": (), "long": (301,), "empty": (0, 3)}
+    worlds = [LocalWorld(2) for _ in range(2)]
+    reducers = [[Reducer(TopK(ratio=0.3), comm=end, bucket_bytes=600) for end in world.transports] for world in worlds]
+    for _ in range(3):
+        gradients = [{name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()} for _ in range(2)]
+        staged = [{name: on_gpu(gradient) for name, gradient in mine.items()} for mine in gradients]
+        copying.clear()
         expected, means = (
             world.run([reducer.rounds(mine) for reducer, mine in zip(some, inputs, strict=True)])
             for world, some, inputs in zip(worlds, reducers, (gradients, staged), strict=True)
         )
-        for ours, theirs in zip(means, expected, strict=True):
-            assert list(ours) == list(theirs)
+        assert len(copying) == 2 * 3  # none of the empty one
+        for ours, theirs, mine, kept in zip(means, expected, staged, gradients, strict=True):
             for name in shapes:
-                assert isinstance(ours[name], cupy.ndarray)
-                assert ours[name].dtype == dtype
-                np.testing.assert_array_equal(ours[name].get(), theirs[name])
+                np.testing.assert_array_equal(ours[name].numpy(), theirs[name])
+                np.testing.assert_array_equal(mine[name].as_subclass(torch.Tensor).numpy(), kept[name])
 
 
-def test_gradients_are_not_modified(cupy):
-    values = np.linspace(-1, 1, 11, dtype=np.float32)
-    gradient = cupy.asarray(values)
-    alone().reduce({"w": gradient})
-    np.testing.assert_array_equal(gradient.get(), values)
+def test_a_warning_names_the_package():
+    with pytest.warns(RuntimeWarning, match=r"CuPy is not installed, .* pip install 'mpicomp\[cuda12\]'"):
+        mpicomp.allreduce(on_gpu(np.ones(3, np.float32)), "dense", comm=LocalWorld(1).transports[0])
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda array: array.transpose(),
-        lambda array: array[::-1, ::2],
-        lambda array: array[1:2],
-        lambda array: array[:, 3],
-        lambda array: array[2:, ::-3],
-    ],
-)
-def test_strides(cupy, view):
-    values = np.arange(42, dtype=np.float32).reshape(6, 7)
-    whole = cupy.asarray(values)
-    mean = alone().reduce({"w": view(whole)})["w"]
-    np.testing.assert_array_equal(mean.get(), view(values))
-
-
-def counted_copies(monkeypatch):
-    """Return a list to which each copy of a gradient adds its thread."""
-    copying, to_host = [], layout.to_host
-    monkeypatch.setattr(layout, "to_host", lambda array: (copying.append(threading.get_ident()), to_host(array))[1])
-    return copying
-
-
-def test_gradients_are_copied_by_the_thread_that_passes_them(cupy, monkeypatch):
+@pytest.mark.filterwarnings("ignore:mpicomp. gradients are on a GPU")
+def test_gradients_are_copied_by_the_thread_that_passes_them(copying):
     """Its stream is the one to wait for, and not that of the thread that exchanges."""
-    reducer = alone(bucket_bytes=40)
-    reducer.reduce({name: cupy.asarray(np.zeros(10, np.float32)) for name in "ab"})
-    copying = counted_copies(monkeypatch)
-    gradients = {name: cupy.empty(10, np.float32) for name in "ab"}
-    with ProgressThread(reducer.transport, channels=1) as thread, cupy.stream(cupy.driver.stream(0)):
+    reducer = Reducer("dense", comm=LocalWorld(1).transports[0], bucket_bytes=40)
+    gradients = {name: on_gpu(np.full(10, 7, np.float32)) for name in "ab"}
+    reducer.reduce(gradients)
+    copying.clear()
+    with ProgressThread(reducer.transport, channels=1) as thread:
         stream = reducer.stream(thread)
         for name, gradient in gradients.items():
-            gradient.fill(7)
             stream.put(name, gradient)
         means = stream.finish(gradients)
-        assert [means[name].get().tolist() for name in "ab"] == [[7] * 10] * 2
+    assert [means[name].tolist() for name in "ab"] == [[7] * 10] * 2
     assert copying == [threading.get_ident()] * 2
-
-
-def test_every_array_is_copied_once(cupy, monkeypatch):
-    reducer = Reducer(mpicomp.DGC(ratio=0.5, clip=1.0), "allgather", comm=LocalWorld(1).transports[0])  # looks twice
-    gradients = {name: cupy.asarray(np.ones(50, np.float32)) for name in "abc"}
-    reducer.reduce(gradients)
-    copying = counted_copies(monkeypatch)
-    reducer.reduce(gradients)
-    assert len(copying) == 3
-
-
-def test_a_step_that_is_undone(cupy):
-    world = LocalWorld(2)
-    reducers = [Reducer(TopK(ratio=0.5), "allgather", comm=end) for end in world.transports]
-    good = [cupy.asarray(np.array([4, 1], np.float32)) for _ in range(2)]
-    reduce_on_all(world, reducers, good)
-    with pytest.raises(NonFiniteError):
-        reduce_on_all(world, reducers, [cupy.asarray(np.array([np.nan, 1], np.float32)), good[0]])
-    np.testing.assert_array_equal(reducers[0].residual("w"), [0, 1])
-    means = reduce_on_all(world, reducers, good)
-    assert means[1]["w"].get().tolist() == [4, 0]
-
-
-def test_arrays_of_the_host_cost_nothing(cupy):
-    reducer = alone()
-    mean = reducer.reduce({"w": np.ones(3, np.float32)})["w"]
-    assert isinstance(mean, np.ndarray)
-    assert cupy.driver.allocated == cupy.driver.waits == 0
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("compressor", "collective"), [("dense", "allreduce"), ({"id": "topk", "ratio": 0.25}, "allgather")]
-)
-def test_over_mpi(cupy, comm, compressor, collective):
-    """MPI is given host memory alone: a device's would be read before it is written."""
-    reducer = Reducer(compressor, collective, comm=comm)
-    rng = np.random.default_rng(0)
-    residuals = np.zeros((comm.size, 40), np.float32)
-    number = cupy.driver.stream(0)
-    with cupy.stream(number):
-        for _ in range(3):
-            everyones = rng.normal(size=(comm.size, 40)).astype(np.float32)
-            mean = reducer.reduce({"w": cupy.asarray(everyones[comm.rank])})["w"].get()
-            accumulated = everyones + residuals
-            if compressor != "dense":
-                sent = np.zeros_like(accumulated)
-                for row, out in zip(accumulated, sent, strict=True):
-                    top = np.argsort(-np.abs(row), kind="stable")[:10]
-                    out[top] = row[top]
-                residuals = accumulated - sent
-                accumulated = sent
-            np.testing.assert_allclose(mean, accumulated.mean(0), rtol=1e-5, atol=1e-6)
     reducer.close()
+
+
+# Streams of arrays, by their interface.
+
+
+@pytest.mark.parametrize(("version", "streams"), [(2, {1}), (3, set())])
+def test_arrays_that_name_no_stream(monkeypatch, version, streams):
+    """Version 2 knows none, so the legacy stream is waited for; with None there is nothing to wait for."""
+    cupy = fake_cuda.install(monkeypatch)
+    array = cupy.asarray(np.arange(6, dtype=np.float32))
+    cupy.version = version
+    with cupy.stream(None):
+        assert arrays.streams_of([array]) == streams
+
+
+def test_stream_0_is_refused(monkeypatch):
+    cupy = fake_cuda.install(monkeypatch)
+    array = cupy.asarray(np.ones(3, np.float32))
+    expected = r"device: .* must name its stream as None, 1, 2 or an address, got 0"
+    with cupy.stream(0), pytest.raises(ArrayTypeError, match=expected):
+        arrays.streams_of([array])

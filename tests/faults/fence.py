@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from mpicomp.device import Device
+from mpicomp.gpu import Device
 from mpicomp.workspace import Workspace
 
 PAGE = mmap.PAGESIZE

@@ -20,7 +20,7 @@ from mpicomp.compressors.wire_format import (
     parse_message,
     write_message,
 )
-from mpicomp.device.device import activated
+from mpicomp.gpu.device import activated
 from mpicomp.workspace import Workspace
 
 SIZES = 8, 300  # elements of an array

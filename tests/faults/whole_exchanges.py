@@ -11,8 +11,8 @@ from mpicomp.arrays import ArraySpec
 from mpicomp.collectives import Context, bind
 from mpicomp.compressors import Selection
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
-from mpicomp.device.device import activated
 from mpicomp.errors import DisagreementError
+from mpicomp.gpu.device import activated
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Round, observe
 from mpicomp.rounds.drive import Returned, advance

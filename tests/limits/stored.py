@@ -4,7 +4,7 @@ import tempfile
 
 import numpy as np
 
-from mpicomp.device import Device
+from mpicomp.gpu import Device
 
 LONG = 256 << 20  # bytes of an array that is long
 

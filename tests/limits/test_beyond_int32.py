@@ -11,8 +11,8 @@ from marks import slow
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.device import Device
 from mpicomp.errors import ConfigurationError
+from mpicomp.gpu import Device
 
 NUMEL = 2**31 + 2**18 + 3
 WINDOWS = [slice(0, 1 << 17), slice(2**31 - (1 << 16), 2**31 + (1 << 16)), slice(NUMEL - (1 << 17), NUMEL)]

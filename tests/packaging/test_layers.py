@@ -22,10 +22,11 @@ LAYERS = [
     ["mpicomp.policies", "mpicomp.doctor"],
     ["mpicomp.cost"],
     ["mpicomp.collectives"],
-    ["mpicomp.compressors", "mpicomp.transport"],
+    ["mpicomp.compressors", "mpicomp.gpu.routes"],
+    ["mpicomp.transport"],
     ["mpicomp.rounds"],
     ["mpicomp.workspace"],
-    ["mpicomp.device"],
+    ["mpicomp.gpu"],
     ["mpicomp.arrays", "mpicomp.registry"],
     ["mpicomp.plugins", "mpicomp.kernels"],
     ["mpicomp.system", "mpicomp.setting_checks"],
@@ -35,7 +36,7 @@ LAYERS = [
 HOMES = {
     "mpi4py": (
         "mpicomp/transport/mpi",
-        "mpicomp/transport/gpu_routes.py",
+        "mpicomp/gpu/routes.py",
         "mpicomp/transport/connect.py",
         "mpicomp/system/abort.py",
         "mpicomp/doctor/",
@@ -59,7 +60,8 @@ HOMES = {
         "bench/measure/run_fields.py",
         "bench/commands/train.py",
     ),
-    "cupy": ("mpicomp/device/cuda.py",),
+    "cupy": ("mpicomp/gpu/",),
+    "cupyx": ("mpicomp/gpu/",),
 }
 
 FILES = [

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.device import current_device
+from mpicomp.gpu import current_device
 from mpicomp.workspace import Workspace
 
 _CHANNELS = 4  # of the code
@@ -33,7 +33,7 @@ class Autoencoder:
 
     `encode`, `decode` and `decode_near` are part of every step: they allocate nothing, need no torch, return the same
     bits for the same input on every processor (kernels of `mpicomp.kernels.cpu.compile.exact`), and map infinity and
-    NaN to infinity or NaN. Their arrays are those of `mpicomp.device.current_device`; weights and states are on the
+    NaN to infinity or NaN. Their arrays are those of `mpicomp.gpu.current_device`; weights and states are on the
     host.
 
     Each encoder layer has three taps and a stride of two; then channels are mixed to the four of the code. A decoder

@@ -15,8 +15,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
-from mpicomp.device import current_device
 from mpicomp.errors import MpicompError
+from mpicomp.gpu import current_device
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder

@@ -12,8 +12,8 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.topk import largest_of_parts
 from mpicomp.compressors.wire_format import compact
-from mpicomp.device import current_device, received_on_host, to_python
 from mpicomp.errors import MessageError
+from mpicomp.gpu import current_device, received_on_host, to_python
 from mpicomp.rounds import Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import Selected, index_bytes

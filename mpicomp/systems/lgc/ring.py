@@ -18,7 +18,7 @@ from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.wire_format import DAMAGED, Selection
-from mpicomp.device import to_python
+from mpicomp.gpu import to_python
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC

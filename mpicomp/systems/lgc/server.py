@@ -29,8 +29,8 @@ from mpicomp.compressors.wire_format import (
     write_damaged,
     write_message,
 )
-from mpicomp.device import received_on_host, to_python
 from mpicomp.errors import MessageError
+from mpicomp.gpu import received_on_host, to_python
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC

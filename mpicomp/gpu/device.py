@@ -39,7 +39,7 @@ class Device:
     ----------
     number : int or None
         Number of the GPU; None for the host.
-    routes : mpicomp.transport.gpu_routes.RouteTable or None
+    routes : mpicomp.gpu.routes.RouteTable or None
         Measured seconds of its routes to MPI; without it messages are staged.
     """
 

@@ -4,10 +4,10 @@ An exchange asks for rounds on arrays of its device. On the ``staged`` route the
 memory of the host, both ways; on the ``direct`` route MPI reads and writes the device's memory. Transports know
 neither: the arrays that they get behave as arrays of the host do.
 
-``python -m mpicomp.transport.gpu_routes`` passes MPI a pointer to GPU memory: one rank sends an array of a device to
-itself, and sums it. It exits with 0 where the numbers are right, 1 where they are wrong, and
-`mpicomp.system.cuda_aware.NO_GPU` without a GPU. A library that takes the pointer for one of the host ends the process,
-so `mpicomp.system.cuda_aware.probe` starts it as a child.
+``python -m mpicomp.gpu.routes`` passes MPI a pointer to GPU memory: one rank sends an array of a device to itself, and
+sums it. It exits with 0 where the numbers are right, 1 where they are wrong, and `mpicomp.system.cuda_aware.NO_GPU`
+without a GPU or CuPy. A library that takes the pointer for one of the host ends the process, so
+`mpicomp.system.cuda_aware.probe` starts it as a child.
 """
 
 import sys
@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.device import HOST, Device
-from mpicomp.device.driver import Driver, driver
+from mpicomp.gpu.device import HOST, Device
 from mpicomp.rounds import Pending, Returned, Round, Rounds, advance, gather_rows
 from mpicomp.system.cuda_aware import NO_GPU
 from mpicomp.transport.base import Transport, received
@@ -299,41 +298,32 @@ def _sums_are_identical(device: Device, transport: Transport) -> Rounds[bool]:
     return bool((rows == rows[0]).all())
 
 
-def mpi_takes_pointers(cuda: Driver) -> bool:
+def mpi_takes_pointers(cupy: Any) -> bool:
     """Return whether numbers come out of MPI as they went in, through pointers to GPU memory."""
     from mpi4py import MPI  # starts MPI, which only a process with a GPU has to
 
-    numbers = cuda.pinned(4 * _SELF_TEST_ELEMENTS).view(np.float32)
-    stream, event = cuda.stream(0), cuda.event(0)
-    first, second = (cuda.memory(0, numbers.nbytes) for _ in range(2))
-
-    def copy(values: NDArray[np.float32], address: int) -> None:
-        numbers[:] = values
-        cuda.send(0, address, numbers.ctypes.data, numbers.nbytes, stream)
-        cuda.record(0, event, stream)
-        cuda.wait(0, event)
-
-    def arrived(values: NDArray[np.float32]) -> bool:
-        numbers[:] = 0
-        cuda.fetch(0, numbers.ctypes.data, second, numbers.nbytes, stream)
-        cuda.record(0, event, stream)
-        cuda.wait(0, event)
-        return bool(np.array_equal(numbers, values))
-
-    buffers = [[MPI.memory.fromaddress(address, numbers.nbytes), MPI.FLOAT] for address in (first, second)]
-    values = np.arange(_SELF_TEST_ELEMENTS, dtype=np.float32)
-    copy(values, first)
-    copy(-values, second)
+    values = cupy.arange(_SELF_TEST_ELEMENTS, dtype=np.float32)
+    found = -values
+    cupy.cuda.get_current_stream().synchronize()
+    buffers = [[MPI.memory.fromaddress(array.data.ptr, array.nbytes), MPI.FLOAT] for array in (values, found)]
     MPI.COMM_SELF.Sendrecv(buffers[0], 0, 0, buffers[1], 0, 0)
-    if not arrived(values):
+    if not np.array_equal(found.get(), values.get()):
         return False
-    copy(-values, second)
+    found.fill(-1)
+    cupy.cuda.get_current_stream().synchronize()
     MPI.COMM_SELF.Allreduce(buffers[0], buffers[1])
-    return arrived(values)
+    return np.array_equal(found.get(), values.get())
+
+
+def _main() -> int:
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDevice()
+    except (ImportError, RuntimeError):  # CuPy's own errors are RuntimeErrors
+        return NO_GPU
+    return 0 if mpi_takes_pointers(cupy) else 1
 
 
 if __name__ == "__main__":
-    found = driver()
-    if found is None or not found.count():
-        sys.exit(NO_GPU)
-    sys.exit(0 if mpi_takes_pointers(found) else 1)
+    sys.exit(_main())

@@ -5,6 +5,7 @@ import functools
 import struct
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from mpicomp import kernels
 from mpicomp.arrays import as_kind_of, narrow, to_host
-from mpicomp.device import driver as cuda
-from mpicomp.device.device import HOST, Device, MeanPart, activated
+from mpicomp.gpu.arrays import DeviceArray, device_array, streams_of
+from mpicomp.gpu.device import HOST, Device, MeanPart, activated
 
 _BATCH_NUMBERS = 8  # numbers of 8 bytes that `collect` packs for one read
 _FORMATS: dict[type, str] = {
@@ -23,26 +24,30 @@ _FORMATS: dict[type, str] = {
     np.int64: "q", np.uint64: "Q", np.float64: "d",
 }  # fmt: skip
 """Format of the word of `collect`, by type of number: the lowest bytes of the word are the number's."""
+_in_use: list[int] = []  # number of the first GPU that a bucket lived on
 
 
 def common_device(arrays: Sequence[Any]) -> Device:
     """Return the GPU that all arrays of a bucket are on, else the host, to which they are then copied whole."""
-    driver = cuda.driver()
-    numbers = set()
-    for array in arrays:
-        found = cuda.device_array(array)
-        if found is None or driver is None:
-            return HOST
-        if found.size:
-            numbers.add(driver.device_of(found.address))
-    if len(numbers) != 1 or not _has_cupy():
+    found = [device_array(array) for array in arrays]
+    if None in found or not found or not _has_cupy():
+        return HOST
+    attributes = sys.modules["cupy"].cuda.runtime.pointerGetAttributes
+    numbers = {attributes(array.address).device for array in found if array is not None and array.size}
+    if len(numbers) != 1:
         return HOST
     return CudaDevice(numbers.pop(), of_torch=all(getattr(array, "is_cuda", False) for array in arrays))
 
 
 def on_device(arrays: Iterable[Any]) -> bool:
     """Return whether a bucket of some of these arrays would live on a GPU."""
-    return cuda.driver() is not None and any(cuda.device_array(array) is not None for array in arrays) and _has_cupy()
+    return any(device_array(array) is not None for array in arrays) and _has_cupy()
+
+
+def make_current() -> None:
+    """Make the GPU in use current in this thread: Intel MPI, which calls CUDA, ends the job where none is."""
+    if _in_use:
+        sys.modules["cupy"].cuda.runtime.setDevice(_in_use[0])
 
 
 @functools.cache
@@ -82,7 +87,7 @@ class _Pinned:
     """Pinned memory, with the event after which it may be written to."""
 
     memory: NDArray[np.uint8]
-    free: int
+    free: Any
     busy: bool = False
 
 
@@ -95,32 +100,33 @@ class CudaDevice(Device):
     """
 
     def __init__(self, number: int, of_torch: bool = False) -> None:
-        driver = cuda.driver()
-        assert driver is not None, "an array on a GPU comes with its driver"
-        self._driver = driver
         self._cupy = sys.modules["cupy"]
+        self._cuda = cuda = self._cupy.cuda
         self.number: int = number
-        self.stream = driver.stream(number)
+        if not _in_use:
+            _in_use.append(number)
+        with cuda.Device(number):
+            self.stream = cuda.Stream(non_blocking=True)
+            # A thread that sleeps until an event would be woken late, for each short message.
+            self._mark, self._other_mark = (cuda.Event(disable_timing=True) for _ in range(2))
         # How often the host has waited for numbers, and bytes that were copied.
         self.reads = self.to_host_bytes = self.from_host_bytes = 0
-        with self._cupy.cuda.Device(number):
-            self._cupy_stream = self._cupy.cuda.ExternalStream(self.stream)
-        self._allocator = _allocator_of_torch(self._cupy, self.stream) if of_torch else None
-        self._mark = driver.event(number)  # of this stream, for others
-        self._other_mark = driver.event(number)  # of another stream, for this one
+        self._allocator = _allocator_of_torch(self._cupy, self.stream.ptr) if of_torch else None
         self._reading_streams: set[int] = set()  # streams that may still read the last means
         self._pinned: list[_Pinned] = []
         self._head: _Pinned | None = None
         self._landed: list[tuple[int, NDArray[np.uint8], _Pinned]] = []
+        # Pinned memory goes back to CuPy's pool with this object: not before the copies are done.
+        weakref.finalize(self, self.stream.synchronize).atexit = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(activated(self))
-            stack.enter_context(self._cupy.cuda.Device(self.number))
-            stack.enter_context(self._cupy_stream)
+            stack.enter_context(self._cuda.Device(self.number))
+            stack.enter_context(self.stream)
             if self._allocator is not None:
-                stack.enter_context(self._cupy.cuda.using_allocator(self._allocator))
+                stack.enter_context(self._cuda.using_allocator(self._allocator))
             yield
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:
@@ -166,7 +172,7 @@ class CudaDevice(Device):
     def to_device(self, array: Any) -> Any:
         if isinstance(array, self._cupy.ndarray) and array.dtype.kind != "V":
             return array
-        found = cuda.device_array(array)
+        found = device_array(array)
         if found is not None:
             return self._view(array, found)
         host = np.ascontiguousarray(to_host(array))
@@ -208,11 +214,12 @@ class CudaDevice(Device):
         return self.to_host(array)
 
     def wait_stream(self, arrays: Sequence[Any]) -> None:
-        streams = cuda.streams_of(arrays) | self._reading_streams
+        streams = streams_of(arrays) | self._reading_streams
         self._reading_streams.clear()
-        for stream in streams - {self.stream}:
-            self._driver.record(self.number, self._other_mark, stream)
-            self._driver.wait_event(self.number, self.stream, self._other_mark)
+        with self._cuda.Device(self.number):  # whose default streams 1 and 2 stand for
+            for stream in streams - {self.stream.ptr}:
+                self._cuda.runtime.eventRecord(self._other_mark.ptr, stream)
+                self.stream.wait_event(self._other_mark)
 
     def unflatten(self, mean: Any, parts: Sequence[MeanPart]) -> list[Any]:
         # Work that is put into the libraries' current streams from now on finds the means there.
@@ -220,17 +227,18 @@ class CudaDevice(Device):
             for part in parts:
                 if part.out is not None:
                     narrow(part.of(mean), part.described.dtype, part.out)
-        streams = cuda.streams_of(part.like for part in parts)
+        streams = streams_of(part.like for part in parts)
         if streams:
-            self._driver.record(self.number, self._mark, self.stream)
-        for stream in streams:
-            self._driver.wait_event(self.number, stream, self._mark)
+            self._mark.record(self.stream)
+            with self._cuda.Device(self.number):
+                for stream in streams:
+                    self._cuda.runtime.streamWaitEvent(stream, self._mark.ptr)
         self._reading_streams |= streams
         return list(self._as_kinds_of(mean, parts))
 
     def wait(self) -> None:
-        self._driver.record(self.number, self._mark, self.stream)
-        self._driver.wait(self.number, self._mark)
+        self._mark.record(self.stream)
+        self._mark.synchronize()
 
     # For routes: pinned memory, and copies in parts.
 
@@ -238,7 +246,7 @@ class CudaDevice(Device):
         """Return pinned memory into which an array is being copied; `wait` before it is read."""
         pinned = self.pinned(array.nbytes)
         self.to_host_bytes += array.nbytes
-        self._driver.fetch(self.number, pinned.memory.ctypes.data, array.data.ptr, array.nbytes, self.stream)
+        self._copy(pinned.memory.ctypes.data, array.data.ptr, array.nbytes, self._cuda.runtime.memcpyDeviceToHost)
         return pinned
 
     def pinned(self, nbytes: int) -> _Pinned:
@@ -246,11 +254,14 @@ class CudaDevice(Device):
         fitting = [pinned for pinned in self._pinned if not pinned.busy and pinned.memory.size >= nbytes]
         if fitting:
             smallest = min(fitting, key=lambda pinned: pinned.memory.size)
-            self._driver.wait(self.number, smallest.free)
+            smallest.free.synchronize()
         else:
             # A power of two, so that lengths that vary from step to step reuse memory.
-            memory = self._driver.pinned(max(4096, 1 << (nbytes - 1).bit_length()))
-            smallest = _Pinned(memory, self._driver.event(self.number))
+            from cupyx import empty_pinned
+
+            with self._cuda.Device(self.number):
+                memory = empty_pinned(max(4096, 1 << (nbytes - 1).bit_length()), np.uint8)
+                smallest = _Pinned(memory, self._cuda.Event(disable_timing=True))
             self._pinned.append(smallest)
         smallest.busy = True
         return smallest
@@ -259,7 +270,10 @@ class CudaDevice(Device):
         """Begin to copy pinned memory, from a byte on, to a contiguous array."""
         self.from_host_bytes += out.nbytes
         address = pinned.memory.ctypes.data + start
-        self._driver.send(self.number, out.data.ptr, address, out.nbytes, self.stream)
+        self._copy(out.data.ptr, address, out.nbytes, self._cuda.runtime.memcpyHostToDevice)
+
+    def _copy(self, to: int, start: int, nbytes: int, kind: int) -> None:
+        self._cuda.runtime.memcpyAsync(to, start, nbytes, kind, self.stream.ptr)
 
     def keep_received(self, pinned: _Pinned, out: Any) -> None:
         """Keep the pinned memory by which an array was received, for `received_on_host`, until the next round."""
@@ -273,13 +287,13 @@ class CudaDevice(Device):
 
     def release(self, pinned: _Pinned) -> None:
         """Release pinned memory, to be written to when the copies that were begun have been made."""
-        self._driver.record(self.number, pinned.free, self.stream)
+        pinned.free.record(self.stream)
         pinned.busy = False
 
     def _as_kinds_of(self, mean: Any, parts: Sequence[MeanPart]) -> Iterator[Any]:
         wholes: dict[type, Any] = {}  # by library: to hand over each part takes ten times as long as to cut it out
         for part in parts:
-            like, found = part.like, cuda.device_array(part.like)
+            like, found = part.like, device_array(part.like)
             if found is None:
                 yield self.to_host(part.of(mean)).reshape(like.shape)
             elif part.out is not None:
@@ -289,11 +303,11 @@ class CudaDevice(Device):
                     wholes[type(like)] = as_kind_of(like, mean)
                 yield part.of(wholes[type(like)]).reshape(found.shape)
 
-    def _view(self, array: Any, found: cuda.DeviceArray) -> Any:
+    def _view(self, array: Any, found: DeviceArray) -> Any:
         """Return CuPy's array of a piece of memory, which keeps its owner alive."""
         if isinstance(array, self._cupy.ndarray):
             return array.view(found.dtype)  # of bfloat16, which has no kind of its own
         low, nbytes = found.span()
-        memory = self._cupy.cuda.UnownedMemory(found.address + low, nbytes, array, self.number)
-        pointer = self._cupy.cuda.MemoryPointer(memory, -low)
+        memory = self._cuda.UnownedMemory(found.address + low, nbytes, array, self.number)
+        pointer = self._cuda.MemoryPointer(memory, -low)
         return self._cupy.ndarray(found.shape, found.dtype, pointer, found.strides)

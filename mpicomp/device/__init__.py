@@ -1,9 +1,0 @@
-"""The device of a bucket: the host or a GPU, with its kernels, its allocation and its stream."""
-
-from mpicomp.device.cuda import common_device, on_device
-from mpicomp.device.device import HOST, Device, MeanPart, current_device, pick, received_on_host, to_python
-
-__all__ = [
-    "HOST", "Device", "MeanPart", "common_device", "current_device", "on_device", "pick", "received_on_host",
-    "to_python",
-]  # fmt: skip
