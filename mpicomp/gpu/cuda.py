@@ -52,17 +52,22 @@ def make_current() -> None:
 
 @functools.cache
 def _has_cupy() -> bool:
+    """Return whether CuPy is installed with CUDA's driver; warn where it is missing on NVIDIA's GPUs."""
     try:
-        import cupy  # noqa: F401
-    except ImportError:
-        warnings.warn(
-            "mpicomp: gradients are on a GPU and CuPy is not installed, so they are copied to the host whole; "
-            "pip install 'mpicomp[cuda12]' (or cuda13) has them compressed on the GPU",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        import cupy
+
+        return bool(cupy.cuda.runtime.getDeviceCount()) and not cupy.cuda.runtime.is_hip
+    except RuntimeError:  # CuPy's own errors are RuntimeErrors: no driver
         return False
-    return True
+    except ImportError:
+        if getattr(sys.modules.get("torch"), "version", None) is None or sys.modules["torch"].version.hip is None:
+            warnings.warn(
+                "mpicomp: gradients are on a GPU and CuPy is not installed, so they are copied to the host whole; "
+                "pip install 'mpicomp[cuda12]' (or cuda13) has them compressed on the GPU",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
 
 
 def _allocator_of_torch(cupy: Any, stream: int) -> Any:

@@ -332,6 +332,7 @@ class Cupy(ModuleType):
             runtime=SimpleNamespace(
                 getDevice=lambda: 0,
                 getDeviceCount=lambda: 1,
+                is_hip=False,
                 getDeviceProperties=lambda number: {"name": b"Stand-in"},
                 setDevice=lambda number: None,
                 eventRecord=lambda event, stream: driver.record(event, stream),
