@@ -24,7 +24,6 @@ from faults.whole_exchanges import agreement, fill, leader_message, whole_exchan
 import mpicomp
 from mpicomp.collectives import fitting, variants
 from mpicomp.compressors import COMPRESSORS, Quantiser, compressor_class
-from mpicomp.compressors.powersgd import Matrix
 from mpicomp.compressors.wire_format import INDICES, VALUES, Wire
 from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import CostModel
@@ -33,7 +32,6 @@ from mpicomp.errors import MpicompError
 from mpicomp.policies import POLICIES
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.rounds.drive import drive
-from mpicomp.systems.lgreco import RankSurvey
 from mpicomp.testing.examples import example, representatives
 from mpicomp.transport import LocalWorld
 
@@ -55,7 +53,6 @@ def decoders() -> dict[str, Decoder]:
         found[f"lead/lgc-{instance}"] = leader_message(instance)
     found["code/autoencoder"] = learned_code
     found["survey/spectrum"] = _spectrum
-    found["survey/ranks"] = _ranks
     for policy in POLICIES.names():
         found[f"telemetry/{policy}"] = _telemetry(policy)
     found["header/agreement"] = agreement
@@ -138,19 +135,6 @@ def _spectrum(rng, fence):
             assert spectra.energies.shape == (3,)
             assert spectra.lost(np.array([0.01, 0.5])).shape == (3, 2)
             assert spectra.lost_together(np.array([0.01, 0.5])).shape == (2,)
-
-    return Case(sent.tobytes(), decode, resizes=False)
-
-
-def _ranks(rng, fence):
-    rows, columns = (int(side) for side in rng.integers(4, 12, 2))
-    matrices, sizes = [Matrix(0, rows, columns, 2)], [rows * columns, 7]
-    survey = RankSurvey(matrices, [(1, 3)])
-    sent = survey.measure(random_array(rng, sum(sizes), np.float32), None, sizes, 0)
-
-    def decode(message):
-        [lost] = survey.lost(message.view(np.float32).reshape(1, -1))
-        assert lost.shape == (3,)
 
     return Case(sent.tobytes(), decode, resizes=False)
 

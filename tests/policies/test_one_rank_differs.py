@@ -11,7 +11,7 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.compressors.powersgd import Matrix
 from mpicomp.errors import ConfigurationError
-from mpicomp.systems.lgreco import RankSurvey
+from mpicomp.systems.lgreco.layer_settings import RankSurvey
 from mpicomp.transport import LocalWorld
 
 NEEDS = [

@@ -53,7 +53,6 @@ SETTINGS = {
         ({"on": "static"}, "on must be a policy that chooses a setting .* got static"),
         ({"on": "lgreco"}, "on must be a policy that chooses a setting"),
         ({"on": 3}, "on must be a policy's name or configuration, got 3"),
-        ({"error": "most"}, "error must be 'mean' or 'sum', got 'most'"),
         ({"published": 1}, "published must be True or False, got 1"),
     ],
     "schedule": [
