@@ -1,4 +1,4 @@
-"""Gradient plus residual, summed in one sweep that may also collect statistics or candidates for the caller."""
+"""Gradient plus residual, summed in one sweep that may also list candidates for a selection."""
 
 from bisect import bisect_right
 from collections.abc import Callable, MutableMapping, Sequence
@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.compressors.candidates import Candidates
 from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
+from mpicomp.workspace import Workspace
 
 TRAILER = 4
 """Elements after the array in its buffer: room for flags and energies that are summed with it."""
@@ -23,22 +25,6 @@ class Piece(NamedTuple):
 
     offset: int
     gradient: NDArray[np.generic]
-
-
-@dataclass
-class Region:
-    """A part of a bucket in which elements of at least a magnitude are listed while the sum is made."""
-
-    start: int
-    stop: int
-    bound: int
-    """Magnitude bits (`mpicomp.kernels.cpu.magnitude_bits`)."""
-    index: NDArray[np.uint32]
-    """Receives the positions in the bucket of the elements found, ascending."""
-    bits: NDArray[np.unsignedinteger]
-    """Receives their magnitude bits."""
-    found: int = 0
-    """Number of elements found; more than ``index.size`` where they did not fit."""
 
 
 @dataclass
@@ -54,8 +40,8 @@ class Velocity:
 class Accumulated:
     """The input of a compressor under error feedback: gradients, the residual, and room for their sum.
 
-    The sum is computed once, by `array`, `part`, `sweep` or `fused`, whichever is called first: a compressor can search
-    for elements in the same sweep. The residual is left as it is, so that a step can be undone. So are
+    The sum is computed once, by `array`, `part`, `list_above` or `fused`, whichever is called first: a compressor can
+    search for elements in the same sweep. The residual is left as it is, so that a step can be undone. So are
     gradients, but for those that lie in the buffer, each at its place.
 
     Parameters
@@ -89,30 +75,31 @@ class Accumulated:
         velocity: Velocity | None = None,
         tables: MutableMapping[str, Any] | None = None,
     ) -> None:
-        self._buffer = buffer
+        self.memory = buffer
+        """The memory of the sum and its trailer, shape (numel + TRAILER,), which may not be computed yet."""
         self.numel: int = buffer.size - TRAILER
         """Number of elements, without the trailer."""
         self.dtype: np.dtype[Any] = buffer.dtype
         """float32 or float64."""
         self.kernels: Any = kernels.of(buffer)
         """Kernels of the array's device."""
-        self._residual = residual
-        self._pieces = pieces
-        self._scale = scale
-        self._factor = 1.0  # of the sum, see `divide`
-        self._velocity = velocity
-        self._tables = {} if tables is None else tables
-        self._device_moments: cpu.Moments | None = None  # as kernels return them: on a device, 0-d arrays
-        self.is_computed = False
-        """Whether the sum was computed."""
-        self._moments: cpu.Moments | None = None
-        self._made = 0  # elements of the sum that were computed by `part`
-        self._made_moments: cpu.Moments | None = None
+        self.residual = residual
+        """The residual before the step, read-only; None where there is none, or zeros."""
         self.stale = stale
+        self.threads = threads
+        self.lost = 0.0
+        """Energy of what `ready` left out of the sum."""
         self.may_be_overwritten = False
         """Whether an exchange may leave the residual of the step, or the mean, in place of the sum; see `Result`."""
-        self.threads = threads
-        self.lost = 0.0  # energy of what `ready` left out of the sum
+        self._pieces, self._scale, self._velocity = pieces, scale, velocity
+        self._factor = 1.0  # of the sum, see `divide`
+        self._tables = {} if tables is None else tables
+        self.is_computed = False
+        """Whether the sum was computed."""
+        self._device_moments: cpu.Moments | None = None  # as kernels return them: on a device, 0-d arrays
+        self._moments: cpu.Moments | None = None
+        self._parts_numel = 0  # elements of the sum that were computed by `part`
+        self._parts_moments: cpu.Moments | None = None
 
     @classmethod
     def ready(
@@ -128,20 +115,10 @@ class Accumulated:
         return made
 
     @property
-    def residual(self) -> NDArray[np.floating] | None:
-        """The residual before the step, read-only; None where there is none, or zeros."""
-        return self._residual
-
-    @property
-    def memory(self) -> NDArray[np.floating]:
-        """The memory of the sum and its trailer, shape (numel + TRAILER,), which may not be made yet."""
-        return self._buffer
-
-    @property
     def device_moments(self) -> cpu.Moments:
         """Moments of the sum; on a device as 0-d arrays, which kernels take without a wait of the host."""
         if self._device_moments is None:
-            self.sweep()
+            self._compute()
         assert self._device_moments is not None
         return self._device_moments
 
@@ -166,8 +143,8 @@ class Accumulated:
     def array(self) -> NDArray[np.floating]:
         """Return the sum, a contiguous array of shape (numel,)."""
         if self._device_moments is None:
-            self.sweep()
-        return self._buffer[: self.numel]
+            self._compute()
+        return self.memory[: self.numel]
 
     def part(self, start: int, stop: int) -> NDArray[np.floating]:
         """Return a part of the sum, computed only now if gradients can be cut.
@@ -175,39 +152,46 @@ class Accumulated:
         A caller takes all parts, once each, before anything else: a collective that sends the first part before it
         needs the others lets the network wait for that one only.
         """
-        if not self.is_computed and self._made == 0 and not self._divisible:
-            self.sweep()
+        if not self.is_computed and self._parts_numel == 0 and not self._divisible:
+            self._compute()
         if not self.is_computed:
             moments = self._sum(start, stop)
-            self._made += stop - start
-            self._made_moments = moments if self._made_moments is None else self._made_moments + moments
-            if self._made == self.numel:
-                self._device_moments, self.is_computed = self._made_moments, True
-        return self._buffer[start:stop]
+            self._parts_numel += stop - start
+            self._parts_moments = moments if self._parts_moments is None else self._parts_moments + moments
+            if self._parts_numel == self.numel:
+                self._device_moments, self.is_computed = self._parts_moments, True
+        return self.memory[start:stop]
 
-    def sweep(self, regions: Sequence[Region] = ()) -> None:
-        """Compute the sum, and list the elements of regions, ascending and disjoint, in the same sweep."""
-        assert not self.is_computed, "the sum was made before"
-        assert self._made == 0, "parts of the sum were made before"
-        self._device_moments, self.is_computed = self._sum(0, self.numel, regions), True
-        if regions:
-            for region, found in zip(regions, self.to_host(*[region.found for region in regions]), strict=True):
-                region.found = found
+    def list_above(self, workspace: Workspace, parts: Sequence[tuple[slice, float, int]]) -> list[Candidates]:
+        """Return the candidates of parts (slice, bound, room), ascending and disjoint.
+
+        They are listed in the sweep that computes the sum; if it was computed before, none are.
+        """
+        total = self.memory[: self.numel]
+        candidates, listing = [], []
+        for place, (part, bound, room) in enumerate(parts):
+            entry = Candidates(total, part, bound, room, workspace, f"candidates.{place}", self.kernels, self.threads)
+            candidates.append(entry)
+            if entry.bound and not self.is_computed:
+                listing.append(entry)
+        if not self.is_computed:
+            self._compute(listing)
+        if listing:
+            for entry, found in zip(listing, self.to_host(*[entry.found for entry in listing]), strict=True):
+                entry.set_found(found)
+        return candidates
 
     def fused(self, kernel: Callable[[Any, Any, Any], Any]) -> Any:
-        """Compute the sum by a kernel that selects from it too, and return what it returns, moments among it.
+        """Compute the sum by a kernel that selects from it too, and return its result, moments among it.
 
         The kernel is called with the gradient, the residual or None, and the array that receives the sum, all of which
         are flat; the first may be the last.
         """
-        assert not self.is_computed, "the sum was made before"
-        out = self._buffer[: self.numel]
-        if self._pieces:
-            made = kernel(self._gathered(out), self._residual, out)
-        else:
+        assert not self.is_computed, "the sum was computed before"
+        out = self.memory[: self.numel]
+        if not self._pieces:
             out.fill(0)
-            made = kernel(out, None, out)
-        return self._fused_result(made)
+        return self._fused_result(kernel(self._gathered(out), self.residual, out))
 
     def fused_pieces(self, kernel: Callable[[Any, float, Any, Any], Any]) -> Any:
         """Do what `fused` does by a kernel that gathers pieces, too.
@@ -217,13 +201,13 @@ class Accumulated:
         """
         if self._velocity is not None or not self._pieces:
             return self.fused(lambda gradient, residual, out: kernel(gradient, 1.0, residual, out))
-        assert not self.is_computed, "the sum was made before"
-        out = self._buffer[: self.numel]
-        flats = self._flat_pieces(out)
+        assert not self.is_computed, "the sum was computed before"
+        out = self.memory[: self.numel]
+        flats = self._flat_pieces()
         gradient: Any = flats[0]
         if len(flats) > 1 or gradient.dtype != self.dtype:
             gradient = self._tables["pieces"] = self.kernels.table_of(flats, out, self._tables.get("pieces"))
-        return self._fused_result(kernel(gradient, self._scale, self._residual, out))
+        return self._fused_result(kernel(gradient, self._scale, self.residual, out))
 
     def _fused_result(self, made: Any) -> Any:
         self._device_moments = cpu.Moments(made.nonzero, made.total, made.energy, made.finite)
@@ -247,7 +231,7 @@ class Accumulated:
         Only by a power of two, as that rounds nothing (but subnormal numbers), and the mean has the same bits either
         way; and only if it `may_be_overwritten`, since nothing is left of it. Moments stay those of the sum.
         """
-        divides = self.may_be_overwritten and not self.is_computed and self._made == 0 and ranks.bit_count() == 1
+        divides = self.may_be_overwritten and not self.is_computed and self._parts_numel == 0 and ranks.bit_count() == 1
         self._factor = 1 / ranks if divides else 1.0
         return divides
 
@@ -257,14 +241,14 @@ class Accumulated:
         By default the trailer is summed by ranks: whether the sum is not finite, whether this rank is stale, the
         energy, and the lost energy.
         """
-        moments, tail = self.device_moments, self._buffer[self.numel :]
+        moments, tail = self.device_moments, self.memory[self.numel :]
         if trailer:
             for place, number in enumerate(trailer):
                 with np.errstate(over="ignore"):  # of an energy in float32
                     tail[place] = number
         else:
             self.kernels.write_tail(tail, moments.finite, self.stale, moments.energy, self.lost)
-        return self._buffer
+        return self.memory
 
     @property
     def _divisible(self) -> bool:
@@ -272,17 +256,23 @@ class Accumulated:
         if getattr(self.kernels, "GATHERS", False) or not self._pieces:
             return False
         return all(
-            gradient.flags.c_contiguous and not np.may_share_memory(gradient, self._buffer)
+            gradient.flags.c_contiguous and not np.may_share_memory(gradient, self.memory)
             for _, gradient in self._pieces
         )
 
-    def _sum(self, start: int, stop: int, regions: Sequence[Region] = ()) -> cpu.Moments:
-        """Compute a part of the sum and return its moments."""
-        out, residual, kernels = self._buffer[: self.numel], self._residual, self.kernels
+    def _compute(self, listing: Sequence[Candidates] = ()) -> None:
+        assert not self.is_computed, "the sum was computed before"
+        assert self._parts_numel == 0, "parts of the sum were computed before"
+        self._device_moments, self.is_computed = self._sum(0, self.numel, listing), True
+
+    def _sum(self, start: int, stop: int, listing: Sequence[Candidates] = ()) -> cpu.Moments:
+        """Compute a part of the sum, list candidates, and return the moments of the part."""
+        out, residual, kernels = self.memory[: self.numel], self.residual, self.kernels
         moments: cpu.Moments | None = None
         if not self._pieces:
             out[start:stop] = 0
         gathers = kernels is not cpu and bool(self._pieces) and getattr(kernels, "GATHERS", False)
+        changes = not gathers and (self._velocity is not None or self._scale != 1)
         first_piece = max(0, bisect_right(self._pieces, start, key=itemgetter(0)) - 1)
         for offset, gradient in [(0, self._gathered(out))] if gathers else islice(self._pieces, first_piece, None):
             if offset >= stop:
@@ -290,89 +280,75 @@ class Accumulated:
             low, high = max(start, offset), min(stop, offset + gradient.size)
             if low >= high:
                 continue
-            flat = gradient if gathers else self._input(gradient, offset, low, high)
-            cuts: Sequence[tuple[int, int, Region | None]] = ((low, high, None),)
-            if len(regions) == 1 and regions[0].start <= low and high <= regions[0].stop:
-                cuts = ((low, high, regions[0]),)
-            elif regions:
-                cuts = _cuts(low, high, regions)
-            for first, last, region in cuts:
-                target = out[first:last]
-                source = flat[first - low : last - low]
+            flat = gradient if gathers else self._flat(gradient, offset, low, high, (self.dtype,))
+            if changes:
+                flat = self._scaled(flat, low, high)
+            for first, last, entry in _cuts(low, high, listing) if listing else ((low, high, None),):
+                source, target = flat[first - low : last - low], out[first:last]
                 kept_back = None if residual is None else residual[first:last]
-                if region is None:
+                if entry is None:
                     added = kernels.accumulate(source, kept_back, target, self.threads, self._factor)
                 else:
-                    region.found, added = kernels.accumulate_candidates(
-                        source, kept_back, target, region.bound, first, region.index, region.bits, region.found,
+                    entry.found, added = kernels.accumulate_candidates(
+                        source, kept_back, target, entry.bound, first, entry.index, entry.bits, entry.found,
                         self.threads,
                     )  # fmt: skip
                 moments = added if moments is None else moments + added
         return cpu.Moments(0, 0.0, 0.0, True) if moments is None else moments
 
     def _gathered(self, out: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Return the input to the sum as one flat array, in ``out`` if there are several pieces."""
-        flats = self._flat_pieces(out)
-        velocity = self._velocity
-        scale = 1.0 if velocity is not None else self._scale
+        """Return the input to the sum as one flat array, in ``out`` if there are several pieces or none."""
+        if not self._pieces:
+            return out
+        flats, scale = self._flat_pieces(), 1.0 if self._velocity is not None else self._scale
         flat = flats[0]
         if len(flats) > 1 or scale != 1 or flat.dtype != self.dtype:
             self._tables["pieces"] = self.kernels.concatenate(flats, out, scale, self._tables.get("pieces"))
             flat = out
-        if velocity is not None:
-            before, after = velocity.before, velocity.after
-            kernels.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out)
-            flat = out
-        return flat
+        return flat if self._velocity is None else self._scaled(flat, 0, self.numel)
 
-    def _flat_pieces(self, out: NDArray[np.floating]) -> list[NDArray[Any]]:
-        """Return the pieces as flat arrays; those of strides or dtypes that no kernel reads, copied to ``out``."""
-        flats: list[NDArray[Any]] = []
-        for offset, gradient in self._pieces:
-            flat, known = gradient, (self.dtype, np.float16, np.uint16)
-            if not (gradient.dtype in known and gradient.dtype.isnative and gradient.flags.c_contiguous):
-                flat = out[offset : offset + gradient.size]
-                _copy(gradient, flat)
-            flats.append(flat.reshape(-1))
-        return flats
+    def _flat_pieces(self) -> list[NDArray[Any]]:
+        readable = self.dtype, np.float16, np.uint16
+        return [
+            self._flat(gradient, offset, offset, offset + gradient.size, readable) for offset, gradient in self._pieces
+        ]
 
-    def _input(self, gradient: NDArray[Any], offset: int, start: int, stop: int) -> NDArray[Any]:
-        """Return a part of a piece as flat input to the sum, with momentum and scale applied; it may stand in there."""
+    def _flat(
+        self, gradient: NDArray[Any], offset: int, start: int, stop: int, readable: Sequence[Any]
+    ) -> NDArray[Any]:
+        """Return a part of a piece as a flat array; of strides or dtypes that no kernel reads, copied into the sum."""
         if gradient.flags.c_contiguous:
             gradient = gradient.reshape(-1)[start - offset : stop - offset]
-            if gradient.dtype == self.dtype and gradient.dtype.isnative and self._velocity is None and self._scale == 1:
+            if gradient.dtype in readable and gradient.dtype.isnative:
                 return gradient
-        out = self._buffer[start:stop]
-        flat: NDArray[Any] = gradient
-        if not (gradient.dtype == self.dtype and gradient.dtype.isnative and gradient.flags.c_contiguous):
-            # Widened or packed into the sum's memory, to which the kernel then adds in place.
-            _copy(gradient, out)
-            flat = out
-        velocity = self._velocity
+        out = self.memory[start:stop]
+        _copy(gradient, out)
+        return out
+
+    def _scaled(self, flat: NDArray[Any], start: int, stop: int) -> NDArray[np.floating]:
+        """Return a part of the gradient with momentum and scale applied, in the memory of the sum."""
+        out, velocity = self.memory[start:stop], self._velocity
         if velocity is not None:
             before, after = velocity.before[start:stop], velocity.after[start:stop]
             kernels.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out)
             return out
-        if self._scale != 1:
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.multiply(flat, flat.dtype.type(self._scale), out=out)
-            return out
-        return flat
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.multiply(flat, flat.dtype.type(self._scale), out=out)
+        return out
 
 
-def _cuts(start: int, stop: int, regions: Sequence[Region]) -> list[tuple[int, int, Region | None]]:
-    """Cut a part of a bucket where regions begin and end."""
-    cuts: list[tuple[int, int, Region | None]] = []
-    place = start
-    for region in regions:
-        first, last = max(place, region.start), min(stop, region.stop)
+def _cuts(start: int, stop: int, listing: Sequence[Candidates]) -> list[tuple[int, int, Candidates | None]]:
+    """Cut a part of a bucket where candidates begin and end."""
+    cuts: list[tuple[int, int, Candidates | None]] = []
+    for entry in listing:
+        first, last = max(start, entry.part.start), min(stop, entry.part.stop)
         if first < last:
-            if place < first:
-                cuts.append((place, first, None))
-            cuts.append((first, last, region))
-            place = last
-    if place < stop:
-        cuts.append((place, stop, None))
+            if start < first:
+                cuts.append((start, first, None))
+            cuts.append((first, last, entry))
+            start = last
+    if start < stop:
+        cuts.append((start, stop, None))
     return cuts
 
 

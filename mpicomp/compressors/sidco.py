@@ -10,7 +10,7 @@ import numpy as np
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.thresholds import Estimator, Search, most_of
+from mpicomp.compressors.thresholds import Estimator, Search, max_sent
 from mpicomp.compressors.topk import bounds_for, scratch_for
 from mpicomp.compressors.wire_format import Selection, UncountedSelection
 from mpicomp.errors import ConfigurationError
@@ -116,7 +116,7 @@ class SIDCo(Estimator):
         memory, workspace = context.memory, context.workspace
         k = num_kept(self.ratio, accumulated.numel)
         stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
-        room = min(accumulated.numel, most_of(k))
+        room = min(accumulated.numel, max_sent(k))
         indices = workspace.array("sidco.indices", room, np.uint32)
         values = workspace.array("sidco.values", room, accumulated.dtype)
         count = workspace.array("sidco.count", 1, np.int64)

@@ -14,7 +14,6 @@ import numpy as np
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, Entry, num_kept
-from mpicomp.compressors.candidates import list_candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
@@ -24,25 +23,24 @@ from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice, check_least, check_range
 
-_ROOM = 4  # candidates that can be stored, as a multiple of k
-_MANY = 3  # candidates, as a multiple of those sent, from which on the gap between bound and threshold is halved
-_GAP = 0.1  # first gap; it adapts, since elements crowd below the threshold under error feedback
-_WIDEST = 0.5  # largest gap, as a share of the threshold
-_NARROWEST = 1e-6  # smallest gap, as a share of the threshold
-_LIMIT = 4  # times k: more elements than that and _SLACK are never sent
+_MAX_LISTED = 4  # candidates that can be stored, as a multiple of k
+_MANY_LISTED = 3  # candidates, as a multiple of those sent, from which on the gap between bound and threshold is halved
+_FIRST_GAP = 0.1  # share of the threshold; it adapts, since elements crowd below the threshold under error feedback
+_MIN_GAP, _MAX_GAP = 1e-6, 0.5
+_MAX_FACTOR = 4  # times k: more elements than that and _SLACK are never sent
 _SLACK = 1024  # elements: sending so many too many costs nothing
 _FORESEEN = 8  # thresholds that are counted in one sweep
 
 
-def most_of(k: int) -> int:
+def max_sent(k: int) -> int:
     """Return how many elements are ever sent where k are wanted."""
-    return _LIMIT * k + _SLACK
+    return _MAX_FACTOR * k + _SLACK
 
 
 class Search:
-    """Count and select the elements of an array above a threshold, for a compressor that is to send k of them.
+    """Count and select the elements above a threshold, for a compressor that is to send k of them.
 
-    On the host elements are listed in the sweep that makes the sum, by a bound from the step before; counts and
+    On the host elements are listed in the sweep that computes the sum, by a bound from the step before; counts and
     selections never depend on it. On a device the host waits longer for a number than a sweep takes: nothing is listed,
     and likely counts are computed beforehand and read at once. ``name`` is the bound's key in the memory, ``ranks`` are
     those of the magnitudes that `magnitude` returns.
@@ -51,27 +49,21 @@ class Search:
     def __init__(
         self, name: str, accumulated: Accumulated, context: Context, k: int, ranks: Sequence[int] = ()
     ) -> None:
-        self.accumulated = accumulated
-        self.k = k
-        self.room = _ROOM * k  # elements that can be listed
+        self.accumulated, self.k, self.memory = accumulated, k, context.memory
+        self.numel, self.room = accumulated.numel, _MAX_LISTED * k
         self._name = name
-        self.memory = context.memory
-        self.waits = current_device().number is not None  # whether the host waits for every number
+        self.waits = current_device().number is not None
+        """Whether the host waits for every number."""
         self._bound = 0.0 if self.waits else context.memory.get(f"{name}.bound", 0.0)
         whole = slice(0, accumulated.numel), self._bound, self.room
-        [self.candidates] = list_candidates(accumulated, context, [whole])
-        self._found = self.candidates.region.found
+        [self.candidates] = accumulated.list_above(context.workspace, [whole])
+        self._found = self.candidates.found
         self._counts: dict[float, int] = {}  # by threshold
         self._magnitudes: dict[int, float] = {}  # by rank
         if self.waits and ranks:
-            array, dtype = accumulated.array(), accumulated.dtype
-            bits = accumulated.to_host(*(kernels.kth_magnitude(array, rank) for rank in ranks))
-            self._magnitudes = {rank: cpu.magnitude_of(word, dtype) for rank, word in zip(ranks, bits, strict=True)}
-
-    @property
-    def numel(self) -> int:
-        """Elements of the array."""
-        return self.accumulated.numel
+            bits = accumulated.to_host(*(kernels.kth_magnitude(accumulated.array(), rank) for rank in ranks))
+            magnitudes = [cpu.magnitude_of(word, accumulated.dtype) for word in bits]
+            self._magnitudes = dict(zip(ranks, magnitudes, strict=True))
 
     @property
     def mean(self) -> float:
@@ -95,20 +87,19 @@ class Search:
 
     def count(self, threshold: float, enough: int) -> int:
         """Count the elements above a threshold; any result from ``enough`` on may stand for a larger one."""
-        listed, dtype = self.candidates.listed, self.accumulated.dtype
-        threshold = self._fitted(threshold)
+        candidates, threshold = self.candidates, self._fitted(threshold)
         if threshold in self._counts:
             return self._counts[threshold]
-        if listed >= enough and cpu.magnitude_bits(threshold, dtype) < self.candidates.region.bound:
-            return listed
-        return self.candidates.count(threshold)
+        if candidates.listed >= enough and cpu.magnitude_bits(threshold, self.accumulated.dtype) < candidates.bound:
+            return candidates.listed
+        return candidates.count(threshold)
 
     def above(self, threshold: float, bounded: bool = True) -> Selection:
         """Select the elements above a threshold; if ``bounded`` the k largest in place of none or over 4 k + 1024."""
         if not 0 < threshold < math.inf:
             return self.largest()
         threshold = self._fitted(threshold)
-        most = most_of(self.k) if bounded else self.numel
+        most = max_sent(self.k) if bounded else self.numel
         count = self.count(threshold, most + 1)
         if bounded and not 0 < count <= most:
             return self.largest()
@@ -124,21 +115,20 @@ class Search:
 
     def exactly(self, k: int) -> Selection:
         """Select the k largest, exactly; zeros if there are not enough others."""
-        if self.waits:  # no list needs the threshold as its bound
-            return self.candidates.select(k)[0]
-        selection, threshold = self.candidates.largest(k)
-        self.remember(threshold, k)
+        selection, bits = self.candidates.largest(k)
+        if not self.waits:
+            self.remember(cpu.magnitude_of(bits, self.accumulated.dtype), k)
         return selection
 
     def remember(self, threshold: float, count: int) -> None:
         """Keep a bound for the next step, given the threshold of this step and the number of selected elements."""
         if not 0 < threshold < math.inf:
             return
-        gap = self.memory.get(f"{self._name}.gap", _GAP)
+        gap = self.memory.get(f"{self._name}.gap", _FIRST_GAP)
         if self._bound > 0 and self._found < count:
-            gap = min(_WIDEST, 2 * gap)
-        elif self._found > _MANY * count:
-            gap = max(_NARROWEST, gap / 2)
+            gap = min(_MAX_GAP, 2 * gap)
+        elif self._found > _MANY_LISTED * count:
+            gap = max(_MIN_GAP, gap / 2)
         self.memory[f"{self._name}.gap"] = gap
         self.memory[f"{self._name}.bound"] = (1 - gap) * threshold
 
@@ -601,7 +591,7 @@ class Threshold(Sparsifier):
         below = cpu.magnitude_of(max(0, cpu.magnitude_bits(self.limit, accumulated.dtype) - 1), accumulated.dtype)
         room = context.memory.get("threshold.room", self.expected(accumulated.numel))
         whole = slice(0, accumulated.numel), below, 2 * room + _MORE_LISTED
-        [candidates] = list_candidates(accumulated, context, [whole])
+        [candidates] = accumulated.list_above(context.workspace, [whole])
         selection = candidates.above(below, room)
         context.memory["threshold.room"] = selection.indices.size
         return selection

@@ -9,7 +9,6 @@ import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, bound, match_layer_setting, num_kept
-from mpicomp.compressors.candidates import list_candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire_format import Selection
@@ -18,7 +17,7 @@ from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_layers, check_ratio
 
-_ROOM = 4  # candidates that are stored, as a multiple of k
+_MAX_LISTED = 4  # candidates that are stored, as a multiple of k
 
 
 @register
@@ -94,12 +93,11 @@ class TopK(Sparsifier):
         return sum([k for _, k in self._parts(numel)]) if self.parts else num_kept(self.ratio, numel)
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
+        numel = accumulated.numel
         if not self.parts:
-            numel = accumulated.numel
             return largest_of_parts(accumulated, context, [(0, numel, num_kept(self.ratio, numel))])
-        parts = []
-        start = 0
-        for size, k in self._parts(accumulated.numel):
+        parts, start = [], 0
+        for size, k in self._parts(numel):
             parts.append((start, start + size, k))
             start += size
         return largest_of_parts(accumulated, context, parts)
@@ -125,37 +123,37 @@ def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence
     if len(bounds) != len(parts) or len(before) != len(parts):
         bounds = before = [0.0] * len(parts)
     wanted = []
-    for (start, stop, k), least in zip(parts, bounds, strict=True):
-        wanted.append((slice(start, stop), least, _ROOM * k))
-    candidates = list_candidates(accumulated, context, wanted)
-    outcomes, bits = [], []
+    for (start, stop, k), limit in zip(parts, bounds, strict=True):
+        wanted.append((slice(start, stop), limit, _MAX_LISTED * k))
+    candidates = accumulated.list_above(context.workspace, wanted)
+    selections, bits = [], []
     for entry, (_, _, k) in zip(candidates, parts, strict=True):
-        selection, threshold = entry.select(k)
-        outcomes.append(selection)
-        bits += [threshold, entry.spare(k)]
+        selection, threshold = entry.largest(k)
+        selections.append(selection)
+        bits += [threshold, entry.reserve(k)]
     bits = accumulated.to_host(*bits)
     # Nothing is learned from infinity and NaN, which no checkpoint in JSON could hold either.
     thresholds, bounds = [], []
     for place, (entry, (_, _, k)) in enumerate(zip(candidates, parts, strict=True)):
         magnitude = cpu.magnitude_of(bits[2 * place], dtype)
         thresholds.append(magnitude if math.isfinite(magnitude) else 0.0)
-        least = entry.bound_for_next(k, thresholds[-1], before[place], bits[2 * place + 1])
-        bounds.append(least if math.isfinite(least) else 0.0)
+        limit = entry.bound_for_next(k, thresholds[-1], before[place], bits[2 * place + 1])
+        bounds.append(limit if math.isfinite(limit) else 0.0)
     memory["thresholds"], memory["bounds"] = thresholds, bounds
-    if len(outcomes) == 1:
-        return outcomes[0]
+    if len(selections) == 1:
+        return selections[0]
     count = sum(k for _, _, k in parts)
     indices = context.workspace.array("topk.indices", count, np.uint32)
     values = context.workspace.array("topk.values", count, accumulated.dtype)
-    np.concatenate([selection.indices for selection in outcomes], out=indices)
-    np.concatenate([selection.values for selection in outcomes], out=values)
+    np.concatenate([selection.indices for selection in selections], out=indices)
+    np.concatenate([selection.values for selection in selections], out=values)
     return Selection(indices, values)
 
 
 def scratch_for(accumulated: Accumulated, context: Context, k: int) -> Any:
     """Return the scratch of fused kernels for about k candidates, in powers of two so that a varying k needs few."""
     numel, dtype = accumulated.numel, accumulated.dtype
-    room = 1 << (_ROOM * k - 1).bit_length()
+    room = 1 << (_MAX_LISTED * k - 1).bit_length()
     make = accumulated.kernels.Workspace
     return context.workspace.made(("fused", numel, room, dtype), lambda: make(numel, room, dtype))
 

@@ -143,7 +143,7 @@ def test_sum_of_a_part_computes_nothing_else():
     parts = make_sum()
     parts.part(5, 12)
     assert not parts.is_computed
-    assert np.flatnonzero(~np.isnan(parts._buffer)).tolist() == list(range(5, 12))
+    assert np.flatnonzero(~np.isnan(parts.memory)).tolist() == list(range(5, 12))
 
 
 def test_sum_of_a_stale_rank_is_zeros():
