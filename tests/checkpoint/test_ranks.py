@@ -17,24 +17,6 @@ from mpicomp.checkpoint import weights
 from mpicomp.errors import CheckpointError, DisagreementError
 
 
-@pytest.mark.parametrize(
-    ("written", "ranks", "by_hand"),
-    [
-        (4, 2, [{0: 1 / 2, 1: 1 / 2}, {2: 1 / 2, 3: 1 / 2}]),
-        (2, 4, [{0: 1}, {0: 1}, {1: 1}, {1: 1}]),
-        (3, 2, [{0: 2 / 3, 1: 1 / 3}, {1: 1 / 3, 2: 2 / 3}]),
-        (1, 3, [{0: 1}, {0: 1}, {0: 1}]),
-        (2, 3, [{0: 1}, {0: 1 / 2, 1: 1 / 2}, {1: 1}]),
-        (3, 3, [{0: 1}, {1: 1}, {2: 1}]),
-    ],
-)
-def test_the_shares_by_hand(written, ranks, by_hand):
-    for rank in range(ranks):
-        found = weights(rank, ranks, written)
-        assert found.keys() == by_hand[rank].keys()
-        assert found == pytest.approx(by_hand[rank])
-
-
 def slow(residuals, ranks):
     """Cut every old rank's residual into as many parts as there are new ranks, and average each new rank's share."""
     parts = [residual for residual in residuals for _ in range(ranks)]
@@ -97,18 +79,6 @@ def test_reducers_that_differ_between_ranks_are_refused(tmp_path):
     ]:
         assert message in the_one(save_errors(tmp_path, [state(w=np.zeros(3)), state(**other)]), DisagreementError)
     assert names(tmp_path) == []
-
-
-def test_what_is_no_reducer_s_state_is_not_mixed(tmp_path):
-    states = [
-        {
-            "a": {"residuals": {"w": np.full(3, rank)}, "velocities": {}},
-            "b": {"schema": 1, "residuals": np.full(3, rank)},
-        }
-        for rank in range(2)
-    ]
-    save(tmp_path, states)
-    check_same(load(tmp_path, 1)[0], states[0])
 
 
 def shared(comm, tmp_path):

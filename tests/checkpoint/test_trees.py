@@ -5,8 +5,6 @@ import collections
 import numpy as np
 import pytest
 from checkpoints import check_same, load, names, save, save_errors, the_one
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mpicomp import checkpoint
 from mpicomp.errors import CheckpointError
@@ -59,25 +57,6 @@ def test_arrays_of_every_dtype_and_layout_keep_their_bits(tmp_path, dtype):
     (loaded,) = load(tmp_path)
     check_same(loaded, state)
     loaded["whole"][0, 0] = 1  # it can be trained on
-
-
-@given(
-    st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats()
-        | st.text()
-        | st.binary().map(lambda b: np.frombuffer(b, "u1")),
-        lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
-        max_leaves=20,
-    )
-)
-@settings(max_examples=60)
-def test_any_tree_comes_back_as_it_was(tmp_path_factory, state):
-    folder = tmp_path_factory.mktemp("tree")
-    save(folder, [state])
-    check_same(load(folder)[0], state)
 
 
 def test_tensors_of_every_dtype_and_layout_keep_their_bits(tmp_path):

@@ -32,9 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "studies"))  # decoders of their files
 
 import numpy as np
-from faults.decoders import decoders, exchanges
 from faults.fence import Fence, fence_workspaces
-from faults.mutations import SPARE, mutate
+from faults.messages import SPARE, decoders, exchanges, mutate
 
 from mpicomp.errors import MpicompError
 

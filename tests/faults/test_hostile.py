@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 from faults import fuzz
-from faults.decoders import decoders, exchanges
+from faults.messages import decoders, exchanges
 from mpicomp.kernels import cpu
 
 import mpicomp
@@ -49,12 +48,6 @@ def test_every_decoder_survives_some_mutations():
     assert sum(said.get("refused", 0) for said in done) > 400
 
 
-def test_every_registered_compressor_has_exchanges():
-    found = exchanges()
-    for name in mpicomp.list_compressors():
-        assert any(item.startswith((f"exchange/{name}/", f"exchange/{name}-")) for item in found), name
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize(("known", "messages"), [(exchanges, 100), (decoders, 3000)], ids=["exchanges", "decoders"])
@@ -65,65 +58,6 @@ def test_mutations_touch_no_index_out_of_bounds(known, messages, monkeypatch, tm
     done, faults = fuzz.fuzz(names, messages, 2)
     assert faults == []
     assert total(done) == messages * len(names)
-
-
-# That faults are found, whichever they are.
-
-PLUGIN = """
-import dataclasses, typing
-import numba, numpy as np
-import mpicomp
-from mpicomp.errors import MessageError
-
-@numba.njit
-def beyond(words, out):
-    for i in range(out.size):
-        out[i] = words[out.size + 8 * words[0] + i]
-
-@mpicomp.register
-@dataclasses.dataclass(frozen=True, repr=False)
-class Faulty(mpicomp.compressors.Quantiser):
-    id: typing.ClassVar[str] = "test-faulty"
-    paper: typing.ClassVar[str] = "none"
-
-    def packed_bytes(self, numel):
-        return 8 * numel
-
-    def pack(self, array, message, sent, key):
-        message[:] = 0
-        sent[:] = 0
-        return float(np.square(array).sum())
-
-    def unpack(self, message, out):
-        HOW
-
-    unpack_add = lambda self, message, factor, out: None
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("if message[0] == 255: beyond(message.astype(np.int64), out)", None),
-        ("if message[0] & 1: beyond(message[:out.size], out)", "ended with status -11"),
-        ("if message[0] & 1: raise KeyError('lost')", "KeyError: 'lost'"),
-        ("if message[0] & 1: bytearray(1 << 40)", "MemoryError"),
-    ],
-    ids=["nothing", "reads beyond its end", "raises something else", "takes what memory there is"],
-)
-def test_faults_of_a_new_compressor_are_shown(tmp_path, monkeypatch, how, said):
-    plugin = tmp_path / "faulty.py"
-    plugin.write_text(textwrap.dedent(PLUGIN).replace("HOW", how if said else "out[:] = 0"))
-    monkeypatch.setenv("MPICOMP_PLUGINS", str(plugin))
-    done = ran("--decoder", "packed/test-faulty", "--messages", "1500", "--seed", "5")
-    if said is None:
-        assert done.returncode == 0, done.stdout
-        return
-    assert done.returncode == 1
-    assert "FAULT in packed/test-faulty: seed 5, case " in done.stdout
-    assert said in done.stdout
 
 
 # What it has found, one by one.

@@ -88,19 +88,10 @@ IN_BACKWARD = "next(training.model.parameters()).register_hook(fail)"
     ("ranks", "kind", "fails", "said"),
     [
         (4, "plain", "fail()", "KeyError: 'what went wrong'"),
-        *(
-            slow(ranks, kind, "fail()", "KeyError: 'what went wrong'")
-            for ranks, kind in [(3, "overlap"), (2, "plain"), (3, "torch"), (2, "overlap"), (4, "overlap")]
-        ),
+        slow(2, "torch", "fail()", "KeyError: 'what went wrong'"),
         slow(3, "overlap", IN_BACKWARD, "KeyError: 'what went wrong'"),
-        *(
-            slow(ranks, "plain", "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", "KeyboardInterrupt")
-            for ranks in (2, 3)
-        ),
-        *(
-            slow(ranks, "plain", "sys.exit(3)", f"rank {ranks - 1} of {ranks}: left with status 3")
-            for ranks in (2, 3, 4)
-        ),
+        slow(3, "plain", "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", "KeyboardInterrupt"),
+        slow(3, "plain", "sys.exit(3)", "rank 2 of 3: left with status 3"),
     ],
 )
 def test_rank_that_fails_and_closes_ends_the_job(job, ranks, kind, fails, said):
@@ -129,13 +120,10 @@ main()
 @pytest.mark.parametrize(
     ("ranks", "kind", "leaves"),
     [
-        slow(2, "plain", "return"),
-        slow(4, "plain", "sys.exit(0)"),
-        slow(3, "plain", "raise SystemExit(3)"),
-        slow(2, "plain", "MPI.Finalize(); return"),
-        slow(2, "torch", "raise SystemExit(3)"),
         (3, "overlap", "return"),
-        slow(4, "overlap", "sys.exit(0)"),
+        slow(4, "plain", "sys.exit(0)"),
+        slow(2, "torch", "raise SystemExit(3)"),
+        slow(2, "plain", "MPI.Finalize(); return"),
     ],
 )
 def test_rank_that_leaves_is_named_and_the_job_ends(job, ranks, kind, leaves):
@@ -175,15 +163,10 @@ training.step()
         ("plain", "training.close()", "world.Barrier()"),
         slow("plain", "training.close()", "time.sleep(60)"),
         slow("torch", "training.close()", "another.reduce({'w': np.ones(3)})"),
-        slow("overlap", "training.close()", "world.Barrier()"),
         ("shared", "training.close()", "world.Barrier()"),
         # mpi4py's first sum of objects on a communicator waits with Python's lock, so that this rank answers nothing
-        ("plain", "training.close()", "world.allreduce(0.5)"),
-        slow("plain", "del training", "world.reduce(0.5)"),
         ("overlap", "training.close()", "world.allreduce(0.5)"),
-        slow("torch", "training.close()", "other.allreduce(0.5)"),
-        slow("shared", "training.close()", "world.scan(0.5)"),
-        slow("plain", "training.close()", "world.bcast(None)"),
+        slow("plain", "del training", "world.reduce(0.5)"),
         slow("plain", "training.close()", "other.gather(0.5)"),
     ],
 )
@@ -218,10 +201,8 @@ training.step()
     ("does", "status", "said"),
     [
         ("training.close(), MPI.COMM_WORLD.allreduce(0.5)", 130, "rank 1 has closed it; ending the job (Ctrl-C"),
-        slow("MPI.COMM_WORLD.allreduce(0.5)", 130, "(rank 1 is not answering"),
         slow("MPI.COMM_WORLD.Barrier()", 130, "rank 1 is not there; ending the job (Ctrl-C"),
         ("signal.signal(signal.SIGINT, interrupted), time.sleep(30)", 4, ""),
-        slow("signal.signal(signal.SIGINT, interrupted), training.close(), time.sleep(30)", 4, ""),
     ],
 )
 def test_interrupt_ends_a_job_of_which_no_rank_can_act_on_it(job, does, status, said):
@@ -270,16 +251,9 @@ IN_DIFFERENT_EXCHANGES = [
                 "rank 0 has left the program; ending the job",
             ],
         ),
-        (2, IN_ANOTHER_ORDER, {"MPICOMP_STALL": "1"}, IN_DIFFERENT_EXCHANGES),
         (3, IN_ANOTHER_ORDER, {"MPICOMP_STALL": "1"}, IN_DIFFERENT_EXCHANGES),
     ],
-    ids=[
-        "without threads",
-        "before a checkpoint",
-        "a reducer on some ranks",
-        "2 reducers, 2 ranks",
-        "2 reducers, 3 ranks",
-    ],
+    ids=["without threads", "before a checkpoint", "a reducer on some ranks", "2 reducers"],
 )
 def test_ranks_that_wait_in_vain_end_the_job(job, ranks, body, env, said):
     ended = job(ranks, body, within=5, **env)
@@ -325,12 +299,11 @@ reducer.reduce({"w": np.ones(10)})
     ("ranks", "body", "stall", "said"),
     [
         (3, COMPUTES, 1, ""),
-        (2, GOES_ON, 2, "^$"),
-        (4, GOES_ON, 2, "^$"),
+        (3, GOES_ON, 2, "^$"),
         (2, LATE, 1, "rank 1 has waited for 1 s for the other ranks to make a reducer"),
         (4, IN_A_PART, 1, r"rank 2 has waited for 1\.\d s in the allreduce of step 1, .*: rank 3 is not there"),
     ],
-    ids=["computes", "goes on, 2 ranks", "goes on, 4 ranks", "the first reducer", "a part of the ranks"],
+    ids=["computes", "goes on", "the first reducer", "a part of the ranks"],
 )
 def test_rank_that_takes_longer_is_waited_for(job, ranks, body, stall, said):
     ended = job(ranks, body + "\nprint('done', flush=True)", MPICOMP_STALL=str(stall))
@@ -374,14 +347,11 @@ except {caught}:
     ("body", "said"),
     [
         (BROKEN.format(then="training.step()"), "MemoryError: no memory left"),
-        slow(BROKEN.format(then="sys.exit(0)"), "MemoryError: no memory left"),
         slow(BROKEN.format(then="time.sleep(60)"), "MemoryError: no memory left"),
-        slow(BROKEN.format(then="mpicomp.Reducer('dense').reduce({'w': np.ones(4)})"), "MemoryError: no memory left"),
         (CONSTRUCTOR.format(caught="()", then="pass"), "ZeroDivisionError: in my compressor"),
-        slow(CONSTRUCTOR.format(caught="ZeroDivisionError", then="sys.exit(0)"), "ZeroDivisionError: in my compressor"),
         slow(CONSTRUCTOR.format(caught="ZeroDivisionError", then="sys.exit(2)"), "in my compressor|left with status 2"),
     ],
-    ids=["steps", "exits", "sleeps", "makes a reducer", "constructor", "constructor, exits", "constructor, status 2"],
+    ids=["steps", "sleeps", "constructor", "constructor, status 2"],
 )
 def test_foreign_error_in_an_exchange_ends_the_job(job, body, said):
     """Also where it is caught: the next call of that rank would join the others in the middle of the step before."""
@@ -431,12 +401,11 @@ mpi4py.rc.thread_level = "serialized" if launcher.detect().rank == 1 else "multi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drop", ["del training", slow("training.close()"), slow("training.again = training")])
-def test_hundreds_of_dropped_reducers_leave_nothing(job, drop):
-    body = f"""
-for number in range(1500 if {drop!r} == "training.close()" else 800):
+def test_hundreds_of_dropped_reducers_leave_nothing(job):
+    body = """
+for number in range(800):
     training = Plain()
-    {drop}
+    training.again = training
 training = Plain()
 training.step()
 print("done", flush=True)
@@ -444,5 +413,4 @@ print("done", flush=True)
     ended = job(2, body, within=30)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("done") == 2
-    said = ended.stderr.count("were dropped without close()")
-    assert said == (0 if drop == "training.close()" else 1)
+    assert ended.stderr.count("were dropped without close()") == 1

@@ -183,26 +183,6 @@ def test_state_is_overwritten_in_place_and_cleared(comm):
     assert not optimizer.state
 
 
-@pytest.mark.mpi(max_size=3)
-def test_state_of_a_wrapped_optimizer_reaches_all(comm):
-    before = network()
-    plain = sgd(before)
-    train(before, plain, range(2), 0)
-    state = copy.deepcopy(plain.state_dict())
-    state["param_groups"][0]["lr"] = 0.02
-    model = network(seed=1 + comm.rank)
-    if comm.rank == 0:
-        model.load_state_dict(before.state_dict())
-    optimizer = close_at_end(mpicomp.torch.DistributedOptimizer(sgd(model), model, comm=comm))
-    if comm.rank == 0:
-        optimizer.load_state_dict(state)
-    broadcast(model, comm=comm)
-    broadcast_state(optimizer, comm=comm)
-    assert optimizer.param_groups[0]["lr"] == 0.02
-    train(model, optimizer, range(3), comm.rank)
-    assert_replicas(model, comm)
-
-
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_state_that_one_rank_has_loaded_is_resumed_without_residuals(comm, overlap):

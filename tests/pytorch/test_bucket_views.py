@@ -1,18 +1,15 @@
 """Gradients that lie where they are added to residuals: the same bits, one array less, and steps that are undone."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from held_arrays import held_bytes
 from marks import slow
-from replicas import Pair, assert_equal, assert_replicas, batch, descent, distribute, network, square, train
+from replicas import Pair, assert_equal, assert_replicas, descent, distribute, network, square, train
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
 from mpicomp.system import stopping
-from mpicomp.torch.optimizer import _check_views
 
 # The sum stays; the mean is left in its place; the residual is; messages are decoded by all.
 KINDS = [
@@ -74,58 +71,6 @@ def test_gradients_that_are_kept_accumulated_and_clipped(comm):
         pair.reference.step(lambda model, step, rank: 2 * square(model, step, rank), step, clip)
     assert all(are_views(pair.model, pair.optimizer))
     pair.check()
-
-
-@pytest.mark.mpi(max_size=3)
-@pytest.mark.parametrize(("compressor", "collective"), KINDS[:3], ids=str)
-def test_views_change_no_bit_for_ranks_without_batches(comm, compressor, collective):
-    models = network(), network()
-    for model, views in zip(models, (False, True), strict=True):
-        settings = {"overlap": None, "gradient_as_bucket_view": views}
-        optimizer = distribute(model, comm, descent(model), compressor, collective, **settings)
-        with optimizer.join():
-            train(model, optimizer, range(5 + 2 * comm.rank), comm.rank)
-    assert_equal(*models)
-
-
-@pytest.mark.mpi(max_size=3)
-@pytest.mark.parametrize("overlap", [None, slow(False)])
-@pytest.mark.parametrize("form", ["parameters", "autocast", "scaled", "compiled"])
-def test_views_change_no_bit_in_16_bits(comm, form, overlap):
-    """bfloat16 parameters, autocast, with a scaler and an overflow, and compiled: two passes a step, means clipped."""
-    models, found = (network(), network()), []
-    for model, views in zip(models, (False, True), strict=True):
-        dtype = torch.bfloat16 if form == "parameters" else torch.float32
-        model.to(dtype)
-        called = torch.compile(model, backend="aot_eager") if form == "compiled" else model
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=form in ("scaled", "compiled"))
-        settings = {"overlap": overlap, "gradient_as_bucket_view": views}
-        settings |= {"scaler": scaler} if scaler.is_enabled() else {}
-        optimizer = distribute(model, comm, descent(model), *KINDS[0], **settings)
-
-        def back(step, number, called=called, dtype=dtype, scaler=scaler):
-            with torch.autocast("cpu", torch.bfloat16, enabled=form != "parameters"):
-                loss = called(batch(2 * step + number, comm.rank).to(dtype)).float().square().mean()
-            overflows = scaler.is_enabled() and (step, comm.rank) == (3, 0)
-            scaler.scale(loss * (torch.inf if overflows else 1)).backward()
-
-        for step in range(6):
-            optimizer.zero_grad()
-            with optimizer.accumulate():
-                back(step, 0)
-            back(step, 1)
-            if scaler.is_enabled():
-                scaler.unscale_(optimizer)
-            else:
-                optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            scaler.step(optimizer)
-            scaler.update()
-        assert scaler.get_scale() == (2.0**7 if scaler.is_enabled() else 1.0)
-        found.append([optimizer.reducer.layout.gradient(name) is not None for name, _ in model.named_parameters()])
-    assert found == [6 * [False], 6 * [form != "parameters"]]  # those of 16 bits stay torch's
-    assert_equal(*models)
-    assert not torch.equal(models[0][0].weight, network()[0].weight.to(models[0][0].weight.dtype))
 
 
 @pytest.mark.mpi(max_size=2)
@@ -221,12 +166,6 @@ def test_no_array_but_the_residual(comm, views):
 def test_what_could_not_be_undone_is_refused(comm, settings, problem):
     with pytest.raises(ConfigurationError, match=f"gradient_as_bucket_view: .*{problem}.*; leave it out"):
         viewed(network(), comm, **settings)
-
-
-def test_parameter_elsewhere_is_refused():
-    there = {"w": SimpleNamespace(device=torch.device("xpu:0"))}
-    with pytest.raises(ConfigurationError, match="'w' is on xpu:0, and only gradients on the host or on a GPU can be"):
-        _check_views(there, None, {})
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from local_replicas import ByHand, Updates, adam, bits, loss_of, network
+from local_replicas import ByHand, Updates, adam, loss_of, network
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
@@ -46,24 +46,6 @@ def test_combined_step_is_one_of_each(size, every):
     assert ranks.same()
 
 
-def test_closure_is_called_once():
-    ranks, calls = Updates(1, pair), []
-
-    def closure():
-        calls.append(0)
-        ranks.optimizers[0].zero_grad()
-        loss = loss_of(ranks.models[0], 0, 0)
-        loss.backward()
-        return loss
-
-    [loss] = ranks.world.run([ranks.optimizers[0].rounds(closure)])
-    plain = ByHand(1, InTurn)
-    plain.step(0)
-    assert len(calls) == 1
-    assert loss.item() == loss_of(network(), 0, 0).item()
-    np.testing.assert_allclose(ranks.values(), plain.values(), rtol=1e-12)
-
-
 def test_scheduler_sets_the_rates_of_all():
     ranks = Updates(2, pair)
     for number in range(3):
@@ -97,31 +79,6 @@ def test_added_group_is_stepped_by_its_optimizer(place, expected):
     assert ranks.bits() == ranks_after
 
 
-@pytest.mark.parametrize("settings", [{"sync_every": 3, "outer": {"lr": 0.7, "momentum": 0.9}}, {"sync_every": 2}])
-def test_resumed_run_has_the_same_bits(settings):
-    settings = settings | {"compressor": "topk"}
-    ranks, others = Updates(2, pair, **settings), Updates(2, pair, **settings)
-    ranks.run(range(5))
-    states = ranks.states()
-    ranks.run(range(5, 9))
-    others.run([7])
-    others.load(states)
-    others.run(range(5, 9))
-    assert others.bits() == ranks.bits()
-    members = others.optimizers[0].optimizers
-    assert all(member.state is others.optimizers[0].state for member in members)
-
-
-def test_checkpoint_is_read_by_fewer_ranks(tmp_path):
-    ranks, fewer = Updates(3, pair, compressor="topk"), Updates(2, pair, compressor="topk")
-    ranks.run(range(4))
-    before = np.sum(ranks.residuals(), axis=0)
-    ranks.through_a_checkpoint(tmp_path, fewer)
-    np.testing.assert_allclose(np.sum(fewer.residuals(), axis=0), before * 2 / 3, atol=1e-12)
-    fewer.run(range(4, 6))
-    assert fewer.same()
-
-
 @pytest.mark.parametrize("change", [lambda groups: groups.pop(), lambda groups: groups[0]["params"].pop()])
 def test_state_of_other_groups_loads_nothing(change):
     ranks = Updates(1, pair)
@@ -134,18 +91,6 @@ def test_state_of_other_groups_loads_nothing(change):
         ranks.optimizers[0].load_state_dict(state)
     after = ranks.optimizers[0].state_dict()["state"]
     assert all(torch.equal(after[key][name], value) for key in before for name, value in before[key].items())
-
-
-def test_overflow_skips_the_steps_of_all():
-    make = lambda: network(torch.float32)  # noqa: E731
-    ranks, plain = Updates(2, pair, compressor="dense", make=make), ByHand(2, InTurn, make)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
-    for number in range(3):
-        ranks.scaled_step(scalers, number)
-        plain.step(number, left_out=[1] if number == 1 else [])
-        plain.set_all((plain.shared + np.mean(plain.changes(), axis=0)).astype(np.float32).astype(np.float64))
-    assert [scaler.get_scale() for scaler in scalers] == [2.0**10, 2.0**9]
-    np.testing.assert_allclose(ranks.values()[0], plain.shared, rtol=2e-4, atol=1e-5)
 
 
 def wrapped(model):
@@ -199,29 +144,3 @@ def test_ranks_with_other_optimizers_are_refused(match):
         loss_of(model, rank, 0).backward()
     with pytest.raises(DisagreementError, match=match):
         world.run([optimizer.rounds() for optimizer in optimizers])
-
-
-@pytest.mark.mpi
-def test_combined_bits_equal_those_in_one_process(comm):
-    settings = {"compressor": "topk", "collective": "allgather", "sync_every": 2}
-    model = network()
-    optimizer = mpicomp.torch.UpdateOptimizer(pair(model), model, comm=comm, warmup=0, **settings)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_of(model, comm.rank, step).backward()
-        optimizer.step()
-    ranks = Updates(comm.size, pair, **settings)
-    ranks.run(range(6))
-    assert set(comm.allgather(bits(model))) == {bits(ranks.models[0])}
-    mpicomp.torch.broadcast_optimizer_state(optimizer, root=comm.size - 1, comm=comm)
-    momenta = comm.allgather(optimizer.optimizers[0].state[model[0].weight]["momentum_buffer"].numpy().tobytes())
-    assert len(set(momenta)) == 1
-    optimizer.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_bad_list_of_one_rank_is_an_error_on_all(comm):
-    model = network()
-    optimizers = [adam(model)] if comm.rank else []
-    with pytest.raises(ConfigurationError, match="the list of optimizers is empty"):
-        mpicomp.torch.UpdateOptimizer(optimizers, model, comm=comm)

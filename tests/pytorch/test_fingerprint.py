@@ -7,7 +7,7 @@ import torch
 from replicas import close_at_end, descent
 
 import mpicomp
-from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.errors import DisagreementError
 from mpicomp.torch.checks import Fingerprint
 from mpicomp.transport import LocalWorld
 
@@ -112,11 +112,3 @@ def test_replicas_are_compared(comm, compressor):
     backward(model, rank)
     with pytest.raises(DisagreementError, match=WORDS):
         optimizer.step()
-
-
-@pytest.mark.parametrize("wrap", [mpicomp.torch.DistributedOptimizer, mpicomp.torch.UpdateOptimizer])
-@pytest.mark.parametrize("every", [-1, 1.5, None, True])
-def test_impossible_interval_is_refused(wrap, every):
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(ConfigurationError, match="compare_every must be an integer"):
-        wrap(descent(model), model, comm=LocalWorld(1).transports[0], compare_every=every)

@@ -8,7 +8,6 @@ from replicas import assert_replicas, close_at_end, descent, distribute, gloo, n
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.transport import LocalWorld
 
 wrap, update = mpicomp.torch.DistributedOptimizer, mpicomp.torch.UpdateOptimizer
 
@@ -57,13 +56,6 @@ def test_first_mistake_names_what_to_write(comm, make, message):
         make(network(), comm=comm)
 
 
-def test_momentum_of_either_kind_is_served():
-    model, end = network(), LocalWorld(1).transports[0]
-    for optimizer in (descent(model), torch.optim.Adam(model.parameters())):
-        wrap(optimizer, model, mpicomp.DGC(momentum=0.9), comm=end).close()
-    wrap(momentum(model), model, mpicomp.DGC(), comm=end).close()
-
-
 TRAINED = {
     "distributed": lambda p, c: wrap(torch.optim.SGD([p], lr=0.1), {"w": p}, comm=c),
     "updates": lambda p, c: update(torch.optim.SGD([p], lr=0.1), {"w": p}, comm=c),
@@ -109,13 +101,6 @@ def test_sparse_gradients_in_ddp_are_refused_when_made(comm):
             mpicomp.torch.DDPState(model, "topk", comm=comm)
 
 
-@pytest.mark.mpi(max_size=2)
-@pytest.mark.parametrize("make", [wrap, update])
-def test_model_itself_stands_for_its_names(comm, make):
-    model = network()
-    train(model, close_at_end(make(sgd(model), model, comm=comm)), [0], comm.rank)
-
-
 class Renormed(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -138,7 +123,6 @@ def test_forward_that_writes_to_a_weight_is_named(comm, make):
         train(model, optimizer, range(2), comm.rank, lambda m, _, rank: m(torch.arange(3) + 3 * rank % 12))
 
 
-broadcast = mpicomp.torch.broadcast_parameters
 each_overlap = pytest.mark.parametrize("overlap", [True, slow(False)])
 
 
@@ -180,21 +164,6 @@ def test_group_added_on_one_rank_is_refused(comm, compressor, steps, overlap):
     train(model, optimizer, range(8, 10), comm.rank)
     assert optimizer.reducer.last_step.step == steps + 1
     assert_replicas(model, comm)
-
-
-@pytest.mark.mpi(min_size=2, max_size=2)
-@each_overlap
-def test_group_of_other_values_is_refused(comm, overlap):
-    model = network()
-    plain = of_two_layers(model)
-    optimizer = distribute(model, comm, plain, overlap=overlap)
-    train(model, optimizer, range(2), comm.rank)
-    if comm.rank == 1:
-        with torch.no_grad():
-            model[4].bias[0] += 1
-    optimizer.add_param_group({"params": list(model[4].parameters())})
-    with pytest.raises(DisagreementError, match=r"parameter '4.bias' has other values on rank 1 than on rank 0"):
-        train(model, optimizer, [2], comm.rank)
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
@@ -254,44 +223,3 @@ def test_refusal_on_one_rank_is_one_on_all(comm, wrong):
     if not settings and isinstance(plain, torch.optim.SGD):
         square(model, 0, comm.rank).backward()
         plain.step()
-
-
-OTHER_CALLS = {
-    "values": lambda model, comm, bad: broadcast({"w": "text" if bad else torch.ones(2)}, comm=comm),
-    "root": lambda model, comm, bad: broadcast(model, root=7 if bad else 0, comm=comm),
-}
-
-
-@pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("make", OTHER_CALLS.values(), ids=OTHER_CALLS)
-def test_refusal_of_other_calls_is_one_on_all(comm, make):
-    with pytest.raises((ConfigurationError, mpicomp.errors.ArrayTypeError, DisagreementError)):
-        make(network(), comm, comm.rank == comm.size - 1)
-
-
-@pytest.mark.mpi(max_size=2)
-@each_overlap
-@pytest.mark.parametrize(
-    "lr",
-    [1, 0.125, np.float32(0.125), np.float64(0.125), np.int64(1), torch.tensor(0.125), torch.tensor([0.125]),
-     torch.tensor(0.125, dtype=torch.float64), torch.tensor(0.125, requires_grad=True), torch.tensor(1)],
-    ids=["int", "float", "float32", "float64", "int64", "tensor", "tensor-1", "double", "requires_grad", "integer"],
-)  # fmt: skip
-def test_learning_rates_of_every_kind_are_recorded(comm, monkeypatch, lr, overlap):
-    """The policy receives them with the telemetry of a step."""
-    model = network()
-    settings = {"policy": "accordion", "overlap": overlap}
-    optimizer = distribute(model, comm, descent(model, 0.125), mpicomp.TopK(ratio=0.2), "allgather", **settings)
-    optimizer.param_groups[0]["lr"] = lr
-    reported = []
-    policy = optimizer.reducer.policy
-    inner = policy.on_telemetry
-    monkeypatch.setattr(policy, "on_telemetry", lambda report: reported.append(report.lr) or inner(report))
-    for step in range(8):
-        optimizer.zero_grad()
-        square(model, step, comm.rank).backward()
-        with torch.no_grad():
-            optimizer.step()
-        assert type(optimizer.reducer.last_step.lr) is float
-        assert optimizer.reducer.last_step.lr == float(np.asarray(torch.as_tensor(lr).detach()).reshape(-1)[0])
-    assert reported == [optimizer.reducer.last_step.lr] * 7

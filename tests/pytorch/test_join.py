@@ -1,11 +1,8 @@
 """Ranks with different numbers of batches."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from marks import slow
 from replicas import (
     BATCHES,
     Branches,
@@ -28,8 +25,6 @@ import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
 from mpicomp.transport import LocalWorld
 
-each_overlap = pytest.mark.parametrize("overlap", [True, slow(False)])
-
 
 def decaying(model):
     return sgd(model, weight_decay=0.1)
@@ -40,7 +35,7 @@ def clip(model):
 
 
 @pytest.mark.mpi(max_size=3)
-@each_overlap
+@pytest.mark.parametrize("overlap", [True, False])
 def test_means_are_of_the_ranks_that_have_batches(comm, overlap):
     """In several contexts, and in steps between them."""
     pair, first = UnevenPair(comm, overlap=overlap), 0
@@ -58,13 +53,12 @@ def test_means_are_of_the_ranks_that_have_batches(comm, overlap):
 
 
 @pytest.mark.mpi(max_size=3)
-@each_overlap
-def test_nothing_is_lost_with_uneven_batches(comm, overlap):
+def test_nothing_is_lost_with_uneven_batches(comm):
     """With top-k: scaled gradients and residuals before are the ranks' means and residuals after, at every step."""
     batches = BATCHES[: comm.size]
     model = torch.nn.Linear(8, 1, bias=False).double()
     torch.nn.init.constant_(model.weight, 0.5)
-    optimizer = distribute(model, comm, descent(model, 0.25), mpicomp.TopK(ratio=0.25), "allgather", overlap=overlap)
+    optimizer = distribute(model, comm, descent(model, 0.25), mpicomp.TopK(ratio=0.25), "allgather", overlap=True)
     seen = []
 
     def look(*_):
@@ -117,10 +111,9 @@ CHANGES = {
 
 
 @pytest.mark.mpi(max_size=3)
-@each_overlap
 @pytest.mark.parametrize(("make", "change"), CHANGES.values(), ids=CHANGES)
-def test_changed_means_reach_idle_ranks(comm, make, change, overlap):
-    pair = make(comm, overlap=overlap)
+def test_changed_means_reach_idle_ranks(comm, make, change):
+    pair = make(comm, overlap=True)
     pair.join(change)
     pair.follow(change)
     pair.check()
@@ -128,146 +121,69 @@ def test_changed_means_reach_idle_ranks(comm, make, change, overlap):
 
 
 @pytest.mark.mpi(max_size=3)
-@each_overlap
-@pytest.mark.parametrize("place", ["forward", "mean", "step"])
-def test_changed_learning_rates_reach_idle_ranks(comm, overlap, place):
-    """Before forward, between the mean and the step, after the step."""
-
-    def rate(step):
-        return 0.1 / (1 + step % 3)
-
-    pair = UnevenPair(comm, overlap=overlap)
+def test_settings_of_active_ranks_reach_idle_ones(comm):
+    """A rate that is changed between the mean and the step."""
+    pair = UnevenPair(comm, overlap=True)
     [group] = pair.optimizer.param_groups
 
     def body(step):
-        if place == "forward":
-            group["lr"] = rate(step)
         pair.backward(step)
-        if place == "mean":
-            pair.optimizer.synchronize()
-            group["lr"] = rate(step)
+        pair.optimizer.synchronize()
+        group["lr"] = 0.1 / (1 + step)
         pair.optimizer.step()
-        if place == "step":
-            group["lr"] = rate(step + 1)
 
     pair.join(body=body)
     steps = iter(range(100))
-    pair.follow(lambda _: pair.reference.optimizer.param_groups[0].update(lr=rate(next(steps))))
+    pair.follow(lambda _: pair.reference.optimizer.param_groups[0].update(lr=0.1 / (1 + next(steps))))
     pair.check()
 
 
-@pytest.mark.mpi(max_size=2)
-def test_scheduler_in_a_hook_steps_on_all_ranks(comm):
-    model = network()
-    plain = sgd(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1 / (1 + step))
-    optimizer = distribute(model, comm, plain)
-    optimizer.register_step_post_hook(lambda *_: schedule.step())
-    batches = BATCHES[: comm.size]
-    for epoch in range(2):
-        loop(model, optimizer, comm, batches[comm.rank], 10 * epoch)
-    assert schedule.last_epoch == 2 * max(batches)
-    assert comm.allgather(schedule.get_last_lr()) == [[0.1 / (1 + 2 * max(batches))]] * comm.size
-    assert_replicas(model, comm)
-
-
 @pytest.mark.mpi(max_size=3)
-@each_overlap
-def test_accumulation_ends_with_a_window_that_is_not_full(comm, overlap):
-    pair = UnevenPair(comm, overlap=overlap)
-    optimizer = pair.optimizer
-
-    def loss(model, step, rank):
-        return [square(model, 3 * step + part, rank) for part in range(3)]
-
-    with optimizer.join():
-        for step in range(pair.batches[comm.rank]):
-            optimizer.zero_grad()
-            *first, last = loss(pair.model, step, comm.rank)
-            with optimizer.accumulate():
-                for part in first:
-                    part.backward()
-            last.backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        with optimizer.accumulate():  # the window continues after the context
-            square(pair.model, 99, comm.rank).backward()
-        left = [parameter.grad.clone() for parameter in pair.model.parameters()]
-    pair.follow(loss=loss)
-    pair.check()
-    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(pair.model.parameters(), left, strict=True))
-
-
-@pytest.mark.mpi(max_size=3)
-@each_overlap
-@pytest.mark.parametrize("clips", [False, True], ids=["plain", "clips"])
-def test_gradient_scaler_with_uneven_batches(comm, clips, overlap):
+def test_gradient_scaler_with_uneven_batches(comm):
     """Also where a gradient overflows while some rank has no batches, and where a rank never had a loss to scale."""
-
-    def change(model):
-        if clips:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    pair = UnevenPair(comm, scaler=scaler, overlap=overlap)
+    pair = UnevenPair(comm, scaler=scaler, overlap=True)
     last = max(pair.batches) - 1
 
     def body(step):
         pair.optimizer.zero_grad()
         loss = square(pair.model, step, comm.rank)
         scaler.scale(loss * torch.inf if step == last else loss).backward()
-        if clips:
-            scaler.unscale_(pair.optimizer)
-            change(pair.model)
+        scaler.unscale_(pair.optimizer)
+        torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 0.05)
         scaler.step(pair.optimizer)
         scaler.update()
 
     pair.join(body=body)
     pair.batches = [min(count, last) for count in pair.batches]
-    pair.follow(change)
+    pair.follow(clip)
     pair.check()
     assert comm.allgather(scaler.get_scale()) == [1024.0 * 2 ** (last // 2) / 2] * comm.size
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-@each_overlap
-@pytest.mark.parametrize("policy", ["gravac", "auto"])
-def test_policies_leave_plans_while_a_rank_is_idle(comm, monkeypatch, policy, overlap):
-    monkeypatch.setenv("MPICOMP_PROBE", "0")
-    model, is_auto = network(), policy == "auto"
-    named = None if is_auto else mpicomp.TopK(ratio=0.1)
-    collective = "auto" if is_auto else "allgather"
-    optimizer = distribute(model, comm, descent(model, 0.01), named, collective, policy=policy, overlap=overlap)
-    chosen_policy = optimizer.reducer.policy
-    calls = []
-    for name in ("on_step_end", "on_telemetry", "refresh", "plan", "survey"):
-        inner = getattr(chosen_policy, name)
-        monkeypatch.setattr(
-            chosen_policy, name, lambda *args, name=name, inner=inner: calls.append(name) or inner(*args), raising=False
-        )
+def test_policies_leave_plans_while_a_rank_is_idle(comm):
+    model = network()
+    settings = {"policy": {"id": "gravac", "every": 2, "window": 2, "warmup": 0}, "overlap": True}
+    optimizer = distribute(model, comm, descent(model, 0.01), mpicomp.TopK(ratio=0.1), "allgather", **settings)
     records = []
-    optimizer.register_step_post_hook(lambda *_: records.append((optimizer.reducer.last_step, list(calls))))
-    full, most = 6, 12
-    loop(model, optimizer, comm, most if comm.rank == 0 else full)
-    assert len(records) == most
-    plans = [[(bucket.compressor, bucket.collective) for bucket in record.buckets] for record, _ in records]
-    assert plans[full:] == [plans[full - 1]] * (most - full)
-    assert records[-1][1] == records[full - 1][1]  # no method of it was called
-    assert "since some rank has no gradients of its own" in records[-1][0].buckets[0].reason
-    assert "since some rank" not in records[full - 1][0].buckets[0].reason
+    optimizer.register_step_post_hook(lambda *_: records.append(optimizer.reducer.last_step))
+    loop(model, optimizer, comm, 12 if comm.rank == 0 else 6)
+    plans = [[(bucket.compressor, bucket.collective) for bucket in record.buckets] for record in records]
+    assert plans[6:] == [plans[5]] * 6
+    assert ["since some rank has no gradients" in record.buckets[0].reason for record in records] == 6 * [0] + 6 * [1]
     assert_replicas(model, comm)
     train(model, optimizer, range(3), comm.rank)  # it chooses when all have batches again
-    assert len(calls) > len(records[full - 1][1])
+    assert "since some rank" not in optimizer.reducer.last_step.buckets[0].reason
     assert_replicas(model, comm)
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-@each_overlap
 @pytest.mark.parametrize(("steps", "some"), [(0, 2), (2, 0)])
-def test_rank_that_steps_without_join_is_refused(comm, steps, some, overlap):
+def test_rank_that_steps_without_join_is_refused(comm, steps, some):
     """At the first step of all, or later; the others may have no batches."""
     model = network()
-    optimizer = distribute(model, comm, overlap=overlap)
+    optimizer = distribute(model, comm, overlap=True)
     train(model, optimizer, range(steps), comm.rank)
 
     def run():
@@ -289,10 +205,9 @@ def test_rank_that_steps_without_join_is_refused(comm, steps, some, overlap):
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-@each_overlap
-def test_error_that_leaves_the_context_sends_nothing(comm, overlap):
+def test_error_that_leaves_the_context_sends_nothing(comm):
     model = network()
-    optimizer = distribute(model, comm, overlap=overlap)
+    optimizer = distribute(model, comm, overlap=True)
     square(model, 0, comm.rank).backward()
     optimizer.step()
     sent = []
@@ -313,39 +228,10 @@ def test_error_that_leaves_the_context_sends_nothing(comm, overlap):
     assert_replicas(model, comm)
 
 
-FAILS = """
-import sys, torch, mpicomp
-from mpi4py import MPI
-sys.path.insert(0, sys.argv[1])
-from replicas import distribute, network, square
-comm, model = MPI.COMM_WORLD, network()
-optimizer = distribute(model, comm, overlap=True)
-try:
-    with optimizer.join():
-        for step in range(5 * comm.rank + 3):
-            optimizer.zero_grad()
-            square(model, step, comm.rank).backward()
-            if comm.rank == 1 and step == 5:
-                raise KeyError("of this rank alone")
-            optimizer.step()
-finally:
-    optimizer.close()
-"""
-
-
-@pytest.mark.slow
-def test_error_of_one_rank_ends_the_job(mpiexec):
-    """Rank 0 is done by then and goes along; whatever else closes things on the way out."""
-    job = mpiexec(2, "-c", FAILS, Path(__file__).parents[1], timeout=60)
-    assert job.returncode != 0
-    assert "KeyError: 'of this rank alone'" in job.stderr
-
-
 @pytest.mark.mpi(min_size=2, max_size=3)
-@each_overlap
-def test_errors_of_a_step_reach_idle_ranks(comm, overlap):
+def test_errors_of_a_step_reach_idle_ranks(comm):
     model = network()
-    optimizer = distribute(model, comm, overlap=overlap, compare_every=0)
+    optimizer = distribute(model, comm, overlap=True, compare_every=0)
 
     def spoil():
         with torch.no_grad():
@@ -406,10 +292,9 @@ def test_nested_contexts_are_refused():
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@each_overlap
-def test_another_optimizer_in_the_loop_is_refused(comm, overlap):
+def test_another_optimizer_in_the_loop_is_refused(comm):
     one, two = network(), network(1)
-    first, second = distribute(one, comm, overlap=overlap), distribute(two, comm, overlap=overlap)
+    first, second = distribute(one, comm, overlap=True), distribute(two, comm, overlap=True)
 
     def run():
         with first.join():

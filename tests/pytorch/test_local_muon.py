@@ -301,17 +301,6 @@ def test_resumed_run_has_the_same_bits(settings):
     assert ranks.same()
 
 
-def test_unused_parameters_stay_as_they_are():
-    ranks = ranks_of(2, Tied, lambda model, rank, _: model.contract(model.expand(torch.full((8,), rank + 1.0))).sum())
-    before = copy.deepcopy(ranks.models[0].state_dict())
-    ranks.run(range(10))
-    after = ranks.models[0].state_dict()
-    assert {name for name in after if not torch.equal(after[name], before[name])} >= {"expand.weight", "contract.bias"}
-    assert torch.equal(after["counts"], before["counts"])
-    # One bit has no zero: an unused parameter moves by less than a step, and comes back.
-    assert (after["table.weight"] - before["table.weight"]).abs().max() < 0.05
-
-
 def chosen(rate, compute_s, size=4, **settings):
     """Return the steps before each exchange of LocalMuon, and its bits, on links of so many bits a second."""
     make = partial(LocalMuon, sync_every="auto", **settings)
@@ -343,16 +332,6 @@ def test_exchange_takes_the_share_that_was_named(share):
     assert f"at most {share:.0%}" in reason
 
 
-def test_named_bits_are_the_fewest():
-    choices, _ = chosen(1e8, 0.01, compressor={"id": "onebit", "bits": 3})
-    assert {bits for _, bits in choices} <= {3, 4, 32}
-
-
-def test_one_rank_chooses_nothing():
-    choices, _ = chosen(1e6, 0.01, 1)
-    assert {steps for steps, _ in choices} == {1}
-
-
 BAD = [
     (lambda: nn.Linear(9, 7), {}, "none of 2 parameters is a hidden matrix, which Muon is for"),
     (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), {}, "none of 3 parameters is a hidden matrix"),
@@ -376,14 +355,6 @@ def test_bad_input_is_refused(make, settings, match):
         LocalMuon(make(8) if make is nn.LazyLinear else make(), comm=LocalWorld(1).transports[0], **settings)
 
 
-def test_sparse_gradient_of_a_named_matrix_is_refused():
-    weight = nn.Parameter(torch.ones(4, 3))
-    optimizer = LocalMuon({"weight": weight}, matrices=["weight"], comm=LocalWorld(1).transports[0])
-    nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
-    with pytest.raises(ConfigurationError, match="Muon: gradients must be dense"):
-        optimizer.step()
-
-
 def test_rank_with_other_matrices_is_refused():
     world, models = LocalWorld(2), [hidden(), hidden()]
     optimizers = [
@@ -394,23 +365,6 @@ def test_rank_with_other_matrices_is_refused():
         loss_of(model, rank, 0).backward()
     with pytest.raises(DisagreementError, match="the number of elements in group 0 must be the same on all ranks"):
         world.run([optimizer.rounds() for optimizer in optimizers])
-
-
-@pytest.mark.mpi
-def test_bits_equal_those_of_ranks_in_one_process(comm):
-    settings = {"sync_every": 2, "collective": "two-phase"}
-    model = hidden(torch.float32)
-    optimizer = LocalMuon(model, comm=comm, **settings)
-    for step in range(9):
-        optimizer.zero_grad()
-        loss_of(model, comm.rank, step).backward()
-        optimizer.step()
-    optimizer.synchronize()
-    ranks = ranks_of(comm.size, lambda: hidden(torch.float32), **settings)
-    ranks.run(range(9))
-    ranks.world.run([optimizer.synchronizing() for optimizer in ranks.optimizers])
-    assert set(comm.allgather(bits(model))) == {bits(ranks.models[0])}
-    optimizer.close()
 
 
 @pytest.mark.mpi

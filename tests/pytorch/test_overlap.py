@@ -161,14 +161,6 @@ def test_overlap_needs_a_network_or_a_free_core(comm, layout, cores, wanted, exp
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
-def test_one_rank_without_overlap_is_enough(comm):
-    pair = Pair(comm, overlap=comm.rank != 1)
-    assert not pair.optimizer.overlaps
-    pair.run(range(2))
-    pair.check()
-
-
-@pytest.mark.mpi(min_size=2, max_size=3)
 def test_too_low_thread_level_on_some_rank_is_warned_of(comm, monkeypatch):
     from mpicomp.transport.mpi import MPITransport
 
@@ -238,15 +230,3 @@ def test_script_that_does_not_allow_overlap_is_served(comm, script, seen, first)
         optimizer.close()
         transport.close()
     assert all(np.array_equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-@pytest.mark.mpi(min_size=2, max_size=3)
-def test_one_rank_that_leaves_overlap_open_has_all_watched(comm):
-    transport = on_hosts(comm, list(range(comm.size)))
-    pair = Pair(comm, transport=transport, overlap=None if comm.rank == 0 else True)
-    assert not pair.optimizer.overlaps
-    pair.run(range(3))
-    assert pair.optimizer.overlaps
-    pair.check()
-    pair.optimizer.close()
-    transport.close()

@@ -24,11 +24,6 @@ from script_shapes import CLIPPING, SCRIPTS, bits, by_hand, exchanging, stopped_
 import mpicomp
 
 
-def clip(model):
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    assert norm > 0.05
-
-
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_accumulation_with_a_short_last_window(comm, overlap):
@@ -51,13 +46,6 @@ def test_accumulation_with_a_short_last_window(comm, overlap):
         square(pair.model, 99, comm.rank).backward()
     optimizer.step()
     pair.reference.step(square, 99)
-    pair.check()
-
-
-@pytest.mark.mpi(max_size=3)
-def test_clipping_of_the_mean(comm):
-    pair = Pair(comm)
-    pair.run(range(5), clip)
     pair.check()
 
 
@@ -141,16 +129,6 @@ def test_several_models_and_optimizers_in_one_script(comm):
         references[1].step(lambda *args: critic_loss(*args, references[0].model), step)
     assert_same(one, references[0])
     assert_same(two, references[1])
-
-
-@pytest.mark.slow
-@pytest.mark.mpi(max_size=2)
-def test_compiled_model_trains_as_a_plain_one(comm):
-    pair = Pair(comm)
-    compiled = torch.compile(pair.model, backend="aot_eager")
-    pair.loss = lambda model, step, rank: square(compiled if model is pair.model else model, step, rank)
-    pair.run(range(4))
-    pair.check()
 
 
 @pytest.mark.mpi(max_size=2)

@@ -1,13 +1,9 @@
 """Shards of `fully_shard` are exchanged between replicas as whole parameters are between ranks."""
 
-import faulthandler
-import time
-
 import numpy as np
 import pytest
 import torch
-from held_arrays import held_bytes
-from replicas import Words, adam, batch, distribute, network, square, words_loss
+from replicas import Words, adam, batch, network, square, words_loss
 from sharded_models import Hybrid, assert_alike, residuals, shard, shards
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -15,11 +11,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
 from mpicomp.torch.shards import local_of
-from mpicomp.transport.mpi_rounds import Channel
 
 pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
-
-_STALL_S = 30  # a step that takes longer waits in vain
 
 
 class Tied(torch.nn.Module):
@@ -101,7 +94,6 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloa
 TRAININGS = {
     "uneven": (Tied, {"sharding": {"whole": True}}),
     "one row": (lambda: torch.nn.Sequential(torch.nn.Linear(6, 1)), {"overlap": True}),
-    "one row, no overlap": (lambda: torch.nn.Sequential(torch.nn.Linear(6, 1)), {"overlap": False}),
     "convolutions": (convolutions, {"loss": image_loss}),
     "embedding": (lambda: Words(sparse=False, words=51), {"loss": words_loss}),
     "unused layer": (Optional, {"loss": optional_loss}),
@@ -211,51 +203,6 @@ def test_bytes_between_hosts_are_those_of_the_shard(comm):
             assert record.overhead_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("compressor", "collective"), [("dense", "allreduce"), (mpicomp.TopK(ratio=0.01), "allgather")]
-)
-def test_memory_for_a_shard_is_that_for_a_model_of_its_size(comm, compressor, collective):
-    """Of 200,000 elements, whether they are half of each rank's model or the whole of it."""
-    settings = {"compressor": compressor, "collective": collective, "warmup": 0, "overlap": False}
-
-    def loss(model, step, rank):
-        return model(batch(step, rank, columns=500)).square().mean()
-
-    def held(model, optimizer):
-        before = held_bytes()
-        for step in range(4):
-            optimizer.zero_grad()
-            loss(model, step, comm.rank).backward()
-            optimizer.step()
-        return (held_bytes() - before) / (4 * 200_000)
-
-    torch.manual_seed(0)  # the ranks' models are one
-    with shards(comm) as mesh:
-        hybrid = Hybrid(comm, mesh, torch.nn.Sequential(torch.nn.Linear(500, 800, bias=False)), **settings)
-        of_shard = held(hybrid.model, hybrid.optimizer)
-        torch.manual_seed(0)
-        model = torch.nn.Linear(500, 400, bias=False)
-        of_model = held(model, distribute(model, hybrid.replicas, bucket_bytes=None, **settings))
-    assert of_shard == pytest.approx(of_model, abs=0.1)
-    assert 1 <= of_shard < (1.2 if compressor == "dense" else 3)
-
-
-def test_groups_of_replicas_may_run_different_plans(comm):
-    """One sends its largest elements and the other all; both clip by one norm, and replicas stay alike."""
-    with shards(comm) as mesh:
-        sparse = mesh.get_local_rank() == 0
-        settings = {"compressor": mpicomp.TopK(ratio=0.1), "collective": "allgather", "warmup": 0} if sparse else {}
-        hybrid = Hybrid(comm, mesh, overlap=True, **settings)
-        for step in range(4):
-            hybrid.backward(step)
-            norm = mpicomp.torch.clip_grad_norm_(hybrid.optimizer, 0.5)
-            assert len(set(comm.allgather(norm))) == 1
-            hybrid.optimizer.step()
-        record = hybrid.optimizer.reducer.last_step
-        assert {bucket.compressor["id"] for bucket in record.buckets} == {"topk" if sparse else "dense"}
-        assert_alike(hybrid.model, hybrid.replicas)
-
-
 def spoil(model, value=torch.nan):
     """Write to one element of the first shard's gradient."""
     gradient = model[2].weight.grad.to_local()
@@ -289,26 +236,6 @@ def test_all_shards_skip_what_one_of_them_cannot_apply(comm, policy):
             assert hybrid.optimizer.reducer.last_step.skipped
         assert state_of(hybrid) == before
         hybrid.run(range(3, 5))
-        assert_alike(hybrid.model, hybrid.replicas)
-
-
-def test_overflow_of_one_shard_skips_the_step_of_all(comm):
-    with shards(comm) as mesh:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        hybrid = Hybrid(
-            comm, mesh, compressor=mpicomp.TopK(ratio=0.1), collective="allgather", warmup=0, scaler=scaler,
-            overlap=False,
-        )  # fmt: skip
-        for step in range(4):
-            hybrid.optimizer.zero_grad()
-            scaler.scale(square(hybrid.model, step, comm.rank)).backward()
-            before = state_of(hybrid)
-            if step == 2 and comm.rank >= 2:
-                spoil(hybrid.model, torch.inf)
-            scaler.step(hybrid.optimizer)
-            scaler.update()
-            assert (state_of(hybrid) == before) == (step == 2)
-        assert set(comm.allgather(scaler.get_scale())) == {4.0}
         assert_alike(hybrid.model, hybrid.replicas)
 
 
@@ -383,39 +310,3 @@ def test_states_of_replicas_become_the_first_ones(comm):
             ConfigurationError, match=r"sharded as their parameter or not at all, got one that is a DTensor"
         ):
             mpicomp.torch.broadcast_optimizer_state(optimizer, comm=replicas)
-
-
-SIDES = {
-    "inside": (torch.distributed, ["reduce_scatter_single", "all_gather_single"]),  # of FSDP, over gloo
-    "between": (Channel, ["start", "perform"]),  # of mpicomp, over MPI
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize(("where", "names"), SIDES.values(), ids=SIDES)
-def test_late_ranks_block_nobody(comm, monkeypatch, where, names):
-    """Ranks are late at random on their way to the collectives inside replicas or between them; none waits in vain."""
-    random, late = np.random.default_rng(comm.rank), []
-
-    def lately(function):
-        def call(*arguments, **settings):
-            if random.random() < 0.2:
-                late.append(random.random() * 0.005)
-                time.sleep(late[-1])
-            return function(*arguments, **settings)
-
-        return call
-
-    for name in names:
-        monkeypatch.setattr(where, name, lately(getattr(where, name)))
-    with shards(comm) as mesh:
-        hybrid = Hybrid(comm, mesh, overlap=True, bucket_bytes=64)
-        for step in range(1000):
-            faulthandler.dump_traceback_later(_STALL_S, exit=True)
-            hybrid.backward(step)
-            hybrid.optimizer.step()
-        faulthandler.cancel_dump_traceback_later()
-        assert hybrid.optimizer.overlaps
-        assert len(late) > 200
-        assert_alike(hybrid.model, hybrid.replicas)

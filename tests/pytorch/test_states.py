@@ -12,13 +12,10 @@ from replicas import adam, descent, distribute, train
 from replicas import network as narrow
 
 import mpicomp
-from mpicomp.checkpoint import load_rounds, save_rounds
 from mpicomp.collectives import fitting
 from mpicomp.errors import ConfigurationError
-from mpicomp.torch.states import to_arrays
 from mpicomp.transport import LocalWorld
 
-MOMENTUM = {"momentum": 0.9}
 LEARNED = {"id": "lgc", "ratio": 0.3, "dense_steps": 1, "training_steps": 2}
 COMPRESSORS = [*mpicomp.list_compressors(), LEARNED]
 
@@ -176,14 +173,6 @@ def assert_resumes(make, halfway, stop):
     assert second.bits() == whole.bits()
 
 
-def test_state_with_arrays_resumes():
-    def with_arrays(state):
-        return state | {"mpicomp": to_arrays(state["mpicomp"])}
-
-    whole, second = resumed(lambda: alone(compressor="powersgd", warmup=0), change=with_arrays)
-    assert whole == second
-
-
 @pytest.mark.parametrize("compiled", [(False, True), (True, False)], ids=["into compiled", "from compiled"])
 def test_state_of_a_compiled_model_loads(compiled):
     def state_of(is_compiled, state=None, steps=range(4)):
@@ -206,24 +195,6 @@ def test_state_of_a_compiled_model_loads(compiled):
     old = state | {"mpicomp": state["mpicomp"] | {"residuals": residuals}}
     again = state_of(compiled[1], old, steps=range(0))
     assert torch_equal(again["mpicomp"]["residuals"], state["mpicomp"]["residuals"])
-
-
-def test_checkpoints_keep_and_divide_tensors(tmp_path):
-    ranks = Updates(2, compressor="topk", sync_every=1)
-    ranks.step(0)
-    states = [optimizer.state_dict() for optimizer in ranks.optimizers]
-    ends = ranks.world.transports
-    ranks.world.run([save_rounds(tmp_path, state, 1, end.group) for state, end in zip(states, ends, strict=True)])
-    loaded = ranks.world.run([load_rounds(tmp_path, end.group) for end in ends])
-    assert all(torch_equal(again["mpicomp"], state["mpicomp"]) for again, state in zip(loaded, states, strict=True))
-    [single] = (world := LocalWorld(1)).run([load_rounds(tmp_path, world.transports[0].group)])
-
-    def residuals_of(state):
-        return state["mpicomp"]["reducer"]["residuals"]
-
-    for name, residual in residuals_of(single).items():
-        first, second = (residuals_of(state)[name] for state in states)
-        assert torch.equal(residual, (first.double() / 2 + second.double() / 2).to(first.dtype))
 
 
 def test_state_of_another_model_is_refused():

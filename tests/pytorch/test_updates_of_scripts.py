@@ -38,14 +38,6 @@ def test_write_of_one_rank_is_refused_on_all():
         ranks.step(1)
 
 
-def test_parameters_that_differ_at_the_start_are_refused():
-    ranks = Updates(2)
-    with torch.no_grad():
-        ranks.models[1][0].bias.add_(1)
-    with pytest.raises(DisagreementError, match="has other values on rank 1"):
-        ranks.step(0)
-
-
 @pytest.mark.parametrize("settings", [{"sync_every": 2}, {"outer": {"lr": 0.5}}], ids=str)
 def test_settings_that_differ_are_refused(settings):
     world, models = LocalWorld(2), [network(), network()]
@@ -79,7 +71,6 @@ def test_rank_skips_its_nonfinite_step():
         if number == 1:
             ranks.models[0][0].weight.grad[0, 0] = torch.inf
         ranks.exchange()
-        assert ranks.models[0][0].weight.grad is not None
         plain.step(number, left_out=[0] if number == 1 else [])
         plain.move_by_mean()
     np.testing.assert_allclose(ranks.values()[0], plain.shared, rtol=1e-9, atol=1e-12)
@@ -162,22 +153,6 @@ def test_closures_that_are_called_many_times():
     assert losses[2] < losses[1] < losses[0]
     assert calls.count(0) > 60  # more than are warned of without a step
     assert ranks.same()
-
-
-def test_added_groups_and_schedulers():
-    ranks = Updates(2, lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1), compressor="dense")
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in ranks.optimizers]
-    ranks.step(0)
-    for (model, optimizer), scheduler in zip(ranks.pairs, schedulers, strict=True):
-        optimizer.add_param_group({"params": list(model[2].parameters())})
-        scheduler.step()
-    assert ranks.optimizers[0].param_groups[0]["lr"] == 0.05
-    before = ranks.models[0][2].weight.clone()
-    ranks.step(1)
-    assert not torch.equal(ranks.models[0][2].weight, before)
-    assert ranks.optimizers[0].reducer.last_step.lr == 0.05
-    with pytest.raises(ConfigurationError, match="a parameter of the new group has no name"):
-        ranks.optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
 
 
 @pytest.mark.parametrize(
