@@ -14,7 +14,7 @@ functional = torch.nn.functional
 
 SMALL = {"encoder": (5, 3), "decoder": (2, 6)}
 SLOPE = 0.2
-COUNTS = [slow(16), 17, slow(18), slow(19), 64, slow(101), slow(2055)]
+COUNTS = [17, 64, slow(2055)]
 
 
 def make(seed=0, ranks=1, **settings):
@@ -105,16 +105,6 @@ def test_the_code_is_a_part_of_the_values(count):
     assert Autoencoder(Workspace(), encoder=(1,), decoder=(1,)).length(count) == 4 * -(-count // 2)
 
 
-def test_sizes():
-    code = Autoencoder(Workspace(), encoder=(64, 128, 256, 64), decoder=(32, 64, 128, 32))
-    mixed, one = 64 * 4 + 4, 32 + 1
-    encoder = 3 * (64 + 64 * 128 + 128 * 256 + 256 * 64) + (64 + 128 + 256 + 64) + mixed
-    decoder = 3 * (4 * 32 + 32 * 64 + 64 * 128 + 128 * 32) + (32 + 64 + 128 + 32) + one
-    assert code.size(1) == encoder + decoder
-    assert code.size(5) == encoder + 5 * decoder
-    assert code.least == 64
-
-
 @pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 1e-5), (np.float64, 1e-13)])
 @pytest.mark.parametrize("ranks", [1, 2, 7])
 def test_shares_of_ranks_make_up_what_the_mean_is_decoded_to(dtype, rtol, ranks):
@@ -194,17 +184,15 @@ def test_autoencoder_resumes_from_its_state(leader):
 
 
 def test_the_learning_rate_falls():
-    """Where every gradient is the same, so are the steps of Adam, but for their rate: half of it after a hundred."""
-    code = Autoencoder(Workspace(), learning_rate=0.01, **SMALL)
-    code.learn(common(np.random.default_rng(0), 2, 100, 0.1))
-    weights = [code.weights().astype(np.float64)]
-    code.load({"weights": weights[0], "moments": np.zeros((2, weights[0].size)), "steps": 0})
-    for _ in range(201):
-        code._step(np.ones(weights[0].size, np.float32))
-        weights.append(code.weights().astype(np.float64))
-    steps = -np.diff(weights, axis=0)
-    for place, rate in ((0, 0.01), (50, 0.01 / 1.5), (100, 0.005), (200, 0.01 / 3)):
-        np.testing.assert_allclose(steps[place], rate, rtol=1e-3)
+    """From moments of zero a step of Adam is as long whatever the gradient: half as long after a hundred steps."""
+    code = make(learning_rate=0.01, passes=1)
+    before = code.weights()
+    values = common(np.random.default_rng(0), 2, 100, 0.1)
+    for steps, rate in ((0, 0.01), (50, 0.01 / 1.5), (100, 0.005), (200, 0.01 / 3)):
+        code.load({"weights": before, "moments": np.zeros((2, before.size)), "steps": steps})
+        code.learn(values)
+        correction = 0.1 / (1 - 0.9 ** (steps + 1)) * ((1 - 0.999 ** (steps + 1)) / 0.001) ** 0.5
+        assert np.median(np.abs(code.weights() - before)) == pytest.approx(rate * correction, rel=1e-2)
 
 
 @pytest.mark.parametrize("leader", [None, 1])

@@ -67,7 +67,7 @@ class Halves:
         return {"gain": self.gain, "decoders": self.decoders}
 
     def load(self, state):
-        self.gain, self.decoders = state["gain"], state["decoders"]
+        self.gain, self.decoders = (state["gain"], state["decoders"]) if state else (0.0, 1)
 
 
 @pytest.fixture(autouse=True)

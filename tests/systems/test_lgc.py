@@ -11,7 +11,7 @@ from mpicomp.collectives import bind
 from mpicomp.errors import ConfigurationError
 from mpicomp.systems.lgc import LGC
 from mpicomp.systems.lgc import compressor as module
-from mpicomp.systems.lgc.compressor import Part, Selected
+from mpicomp.systems.lgc.compressor import Part
 from mpicomp.testing import checks
 
 pytest.importorskip("torch")
@@ -90,19 +90,6 @@ def test_buckets_of_a_model_know_its_layers():
     assert travels == [["sparse", "coded"], ["coded"], ["coded", "dense"]]
     assert bound[1] == bound[0].bind(["b"], [9000])  # the model is known already
     assert bound[0].get_config() == LGC(ratio=0.1).get_config()
-
-
-def test_selected_counts_its_parts():
-    selected = Selected((Part(0, 10, 2, "sparse"), Part(10, 90, 8, "coded"), Part(90, 95, 5, "dense")))
-    assert (selected.count, selected.indices, selected.coded, selected.coded_count) == (15, 10, slice(2, 10), 8)
-    assert selected.regions == [(0, 10, 2), (10, 90, 8)]
-    assert Selected((Part(0, 10, 2, "sparse"),)).coded_count == 0
-
-
-def test_an_array_of_another_length_is_one_layer():
-    """A cost model measures a bucket's compressor on arrays of its own."""
-    placed = LGC(ratio=0.1).bind(["out", "mid", "in"], [100, 10_000, 10])
-    assert placed.selected(5000).parts == (Part(0, 5000, 500, "coded"),)
 
 
 @pytest.mark.parametrize(
@@ -225,26 +212,15 @@ def test_lgc_learning_steps_are_never_replaced():
     assert "lgc: coded" in record.reason
 
 
-def test_bytes_on_the_wire():
-    quarter = LGC(ratio=0.01, signs=False).wire_bytes_per_element(4)
-    assert 0.02 < quarter < 0.022  # a quarter of 4 bytes, and about one for the index, for one of a hundred elements
-    assert LGC(ratio=0.01).wire_bytes_per_element(4) == pytest.approx(quarter + 0.01 / 8, rel=0.01)
-
-
 def test_published_is_the_papers_values_and_its_first_layer():
     compressor = mpicomp.get_compressor({"id": "lgc", "as_published": True})
     config = json.loads(json.dumps(compressor.get_config()))
     assert mpicomp.get_compressor(config) == compressor == LGC.as_published()
-    phases = compressor.ratio, compressor.dense_steps, compressor.training_steps
-    assert (phases, compressor.error, compressor.signs) == ((0.001, 200, 300), "selected", False)
-    assert (config["encoder"], config["decoder"]) == ([64, 128, 256, 64], [32, 64, 128, 32])
-    assert (config["learning_rate"], config["passes"]) == (0.001, 1)
+    assert (compressor.ratio, compressor.dense_steps, compressor.training_steps) == (0.001, 200, 300)
     assert LGC.as_published(dense_steps=3) == mpicomp.get_compressor(config | {"dense_steps": 3})
-    assert compressor.bind([], [], warm_up=False).published
     # The first layer is dense whatever its size, the last one's largest values travel as they are.
     assert [part.travels for part in parts(compressor, {"out": 10, "mid": 500, "in": 490})] == [
         "sparse",
         "coded",
         "dense",
     ]
-    assert LGC(ratio=0.001, error="selected") != compressor

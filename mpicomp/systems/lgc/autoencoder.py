@@ -1,5 +1,6 @@
 """A learned code by a convolutional network: trained with torch, run without."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
@@ -21,7 +22,7 @@ _DECAY_SQUARE = 0.999  # Adam's beta 2
 _TINY = 1e-8  # Adam's epsilon
 _HALVED = 100  # optimizer steps after which the learning rate is half of what it was at first
 
-Shape = tuple[int, ...]
+Layer = tuple[tuple[int, ...], int]
 
 
 class Autoencoder:
@@ -33,36 +34,32 @@ class Autoencoder:
 
     `encode`, `decode` and `decode_near` are part of every step: they allocate nothing, need no torch, return the same
     bits for the same input on every processor (kernels of `mpicomp.kernels.cpu.compile.exact`), and map infinity and
-    NaN to infinity or NaN. Their arrays are those of `mpicomp.gpu.current_device`; weights and states are on the
-    host.
+    NaN to infinity or NaN. Their arrays are those of the current device; weights and states are on the host.
 
     Each encoder layer has three taps and a stride of two; then channels are mixed to the four of the code. A decoder
     is the same in reverse, mixed to one channel. Behind all layers but those that mix there is a leaky rectifier.
-
-    Without a leader there is a second loss, of noise decoded by `decode_near`. With a leader there is a
-    decoder for each rank, and a second loss, half as heavy as the first, of the difference of ranks' codes.
-
     ``encoder`` and ``decoder`` have the channels of as many layers: n of them make the code ``4 / 2**n`` as long as the
-    values. The published ones are 64, 128, 256, 64 and 32, 64, 128, 32 (by a code that is not the authors': the paper
-    does not print them); a value then costs 20,000 multiplications, and with the defaults in `mpicomp.LGC` some
-    hundred. ``passes`` optimizer steps are made for each step of training, each on a stretch of at most 4096 values:
-    for layers that are the same at all places more values would teach no more than the next step does.
+    values. The published channels (by a code that is not the authors') take 20,000 multiplications a value, the
+    defaults some hundred.
+
+    Without a leader there is a second loss, of noise decoded by `decode_near`. With a leader there is a decoder for
+    each rank, and a second loss, half as heavy as the first, of the difference of ranks' codes. ``passes`` optimizer
+    steps are made for each step of training, each on a stretch of at most 4096 values: layers are the same at all
+    places, so more values would teach no more than the next step does.
 
     With ``published`` the training is the paper's: plain descent at a constant rate, on all values, by the paper's
     losses alone, with values where they are. Different from the paper otherwise:
 
-    - Adam in place of plain gradient descent, which has learned next to nothing after some hundred steps.
-    - The learning rate falls: after n steps it is ``1 / (1 + n / 100)`` of the first. At a constant one some networks
-      diverged later: two of three on a language model, whose error over all ranks was 0.24 after 240 optimizer steps
-      and 0.77 after 600, where it is 0.24 now.
+    - Adam in place of plain gradient descent, which has learned next to nothing after some hundred steps. After n steps
+      its rate is ``1 / (1 + n / 100)`` of the first: at a constant one two of three networks of a language model
+      diverged later, from an error of 0.24 to 0.77.
     - No rectifier behind the code: codes of either sign can be averaged.
     - Losses are shares of the energy of what is coded, so that a rate fits small gradients and large ones. The
       difference of codes is measured against the codes' energy, so that smaller codes are no better ones.
     - The loss of noise. Error feedback returns to the code what it has lost before, which looks like nothing that it
       was trained on: of noise it kept a hundredth, where a projection keeps a quarter, and residuals grew until they
       hid everything else.
-    - An innovation is no channel of the last convolution, which has one tap and sees nothing but a place that is known
-      already: the scheme sends exact values there.
+    - An innovation is no channel of the last convolution: the scheme sends exact values there.
     - Values move by one place at every step (see `turn`), the last ones to the front, so that the code does not leave
       out the same ones always.
     """
@@ -80,9 +77,10 @@ class Autoencoder:
         self.workspace = workspace
         self.seed = seed
         self._stride: int = 2 ** len(encoder)
-        self._encoder = [*_convolutions([1, *encoder]), (_CHANNELS, encoder[-1])]
-        # The taps of a transposed convolution stand behind its inputs first, then its outputs.
-        self._decoder = [*((i, o, taps) for o, i, taps in _convolutions([_CHANNELS, *decoder])), (1, decoder[-1])]
+        pairs = pairwise([1, *encoder]), pairwise([_CHANNELS, *decoder])
+        # Shape of weights and number of biases of each layer; transposed convolutions have their inputs first.
+        self._encoder: list[Layer] = [*(((o, i, 3), o) for i, o in pairs[0]), ((_CHANNELS, encoder[-1]), _CHANNELS)]
+        self._decoder: list[Layer] = [*(((i, o, 3), o) for i, o in pairs[1]), ((1, decoder[-1]), 1)]
         self._room = kernels.conv_room(max(1, _CHANNELS, *encoder, *decoder))
         self._learning_rate = learning_rate
         self._passes = passes
@@ -91,8 +89,8 @@ class Autoencoder:
         self._weights: NDArray[np.float32] = np.zeros(0, np.float32)
         self._moments: NDArray[np.float32] = np.zeros((2, 0), np.float32)
         self._steps = 0
-        self._on_device: Any = None  # parts of the weights on the device of the values
-        self._cut()
+        self._source: Any = None  # the state or the weights that are in use
+        self._on_device: Any = None  # layers' weights on the device of the values
 
     @property
     def least(self) -> int:
@@ -112,7 +110,7 @@ class Autoencoder:
         places = self._padded(values.size)
         layer = self._array("values", 1, places, values.dtype)
         _move(values, self._shift, layer[0])
-        *convolutions, (weights, bias) = self._device_weights()[0]
+        *convolutions, (weights, bias) = self._device_layers()[0]
         scratch = self._scratch(values.dtype)
         for place, (kernel, kernel_bias) in enumerate(convolutions):
             places //= 2
@@ -168,31 +166,36 @@ class Autoencoder:
                 (gradient,) = torch.autograd.grad(loss, flat)
             errors.append(float(error))
             self._step(gradient.numpy())
-        self._on_device = None
+        self._on_device, self._source = None, self
         return errors[0]
 
     def size(self, ranks: int) -> int:
         """Return the number of weights, with a decoder for each of so many ranks."""
-        return _size(self._encoder, 0) + ranks * _size(self._decoder, 1)
+        return _size(self._encoder) + ranks * _size(self._decoder)
 
     def weights(self) -> NDArray[np.float32]:
         """Return the weights of the encoder, then of each decoder, shape (size,). Only after `learn`."""
         return self._weights.copy()
 
     def use(self, weights: NDArray[np.float32]) -> None:
-        """Load the weights that `weights` returned, on this rank or another one."""
-        self._weights = np.array(weights, np.float32)
-        self._cut()
+        """Load the weights that `weights` returned, on this rank or another one, unless they are in use."""
+        if weights is not self._source:
+            self._weights = np.array(weights, np.float32)
+            self._on_device, self._source = None, weights
 
     def state(self) -> dict[str, Any]:
         """Return copies of all that `learn` needs to continue as if it had never stopped."""
-        return {"weights": self.weights(), "moments": self._moments.copy(), "steps": self._steps}
+        state = {"weights": self.weights(), "moments": self._moments.copy(), "steps": self._steps}
+        self._source = state
+        return state
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state` returned. The arrays stay the caller's."""
-        self.use(state["weights"])
-        self._moments = np.array(state["moments"], np.float32)
-        self._steps = int(state["steps"])
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Restore the state that `state` returned, unless it is in use; None is that before anything was learned."""
+        if state is not self._source:
+            found = state or {"weights": (), "moments": ((), ()), "steps": 0}
+            self.use(found["weights"])
+            self._moments = np.array(found["moments"], np.float32)
+            self._steps, self._source = int(found["steps"]), state
 
     def _begin(self, ranks: int) -> None:
         """Draw weights of each layer such that its outputs are as large as its inputs."""
@@ -200,42 +203,31 @@ class Autoencoder:
         self._weights = np.zeros(self.size(ranks), np.float32)
         self._moments = np.zeros((2, self._weights.size), np.float32)
         self._steps = 0
-        self._cut()
-        for weights, _ in self._encoder_weights:
+        encoder, decoders = self._layers(self._weights)
+        for weights, _ in encoder:
             weights[:] = random.standard_normal(weights.shape) / np.sqrt(prod(weights.shape[1:]))
-        for decoder in self._decoder_weights:
-            for weights, _ in decoder:
-                # An output of a transposed convolution sees one tap of each input or two.
-                sees = 1.5 * weights.shape[0] if weights.ndim == 3 else weights.shape[1]
-                weights[:] = random.standard_normal(weights.shape) / np.sqrt(sees)
+        for weights, _ in itertools.chain(*decoders):
+            # An output of a transposed convolution sees one tap of each input or two
+            sees = 1.5 * weights.shape[0] if weights.ndim == 3 else weights.shape[1]
+            weights[:] = random.standard_normal(weights.shape) / np.sqrt(sees)
 
-    def _cut(self) -> None:
-        """Make views of the weights of each layer."""
-        self._encoder_weights, self._decoder_weights = self._parts(self._weights)
-        self._on_device = None
-
-    def _device_weights(self) -> Any:
-        """Return the weights of the encoder's layers and of each decoder's, on the current device."""
+    def _device_layers(self) -> Any:
         if self._on_device is None:
-            self._on_device = self._parts(current_device().to_device(self._weights))
+            self._on_device = self._layers(current_device().to_device(self._weights))
         return self._on_device
 
-    def _parts(self, flat: Any) -> tuple[list[tuple[Any, Any]], list[list[tuple[Any, Any]]]]:
-        """Return weights and bias of each layer of the encoder, and of each decoder, as views of a flat array."""
-        if not len(flat):
-            return [], []
-        start, width = _size(self._encoder, 0), _size(self._decoder, 1)
-        encoder = _parts(flat[:start], self._encoder, 0)
-        return encoder, [
-            _parts(flat[place : place + width], self._decoder, 1) for place in range(start, len(flat), width)
-        ]
+    def _layers(self, flat: Any) -> tuple[list[tuple[Any, Any]], list[list[tuple[Any, Any]]]]:
+        """Return weights and biases of each layer of the encoder, and of each decoder, as views of a flat array."""
+        start, width = _size(self._encoder), _size(self._decoder)
+        decoders = [_parts(flat[place : place + width], self._decoder) for place in range(start, len(flat), width)]
+        return _parts(flat[:start], self._encoder), decoders
 
     def _decode(self, codes: list[NDArray[np.floating]], outs: list[NDArray[np.floating]], worker: int) -> None:
         """Run a decoder for each code; the rectifiers of the first decide for all."""
         dtype = codes[0].dtype
         layers = [code.reshape(_CHANNELS, -1) for code in codes]
         places = layers[0].shape[1]
-        *convolutions, (weights, bias) = self._device_weights()[1][worker]
+        *convolutions, (weights, bias) = self._device_layers()[1][worker]
         scratch = self._scratch(dtype)
         for depth, (kernel, kernel_bias) in enumerate(convolutions):
             places *= 2
@@ -252,7 +244,7 @@ class Autoencoder:
     def _losses(self, torch: Any, flat: Any, values: Any, noise: Any, leader: int | None) -> tuple[Any, Any]:
         """Return the loss, and the squared error as a share of the energy; shapes are (ranks, 1, places)."""
         functional = torch.nn.functional
-        encoder, decoders = self._parts(flat)
+        encoder, decoders = self._layers(flat)
 
         def encoded(layer: Any) -> Any:
             *convolutions, (weights, bias) = encoder
@@ -314,28 +306,17 @@ class Autoencoder:
         return array.reshape(channels, places)
 
 
-def _convolutions(channels: Sequence[int]) -> list[Shape]:
-    """Return the shapes of layers with three taps, from one number of channels to the next."""
-    return [(outputs, inputs, 3) for inputs, outputs in pairwise(channels)]
+def _size(layers: Sequence[Layer]) -> int:
+    return sum(prod(shape) + biases for shape, biases in layers)
 
 
-def _size(shapes: Sequence[Shape], outputs: int) -> int:
-    return sum(prod(shape) + _outputs(shape, outputs) for shape in shapes)
-
-
-def _outputs(shape: Shape, place: int) -> int:
-    """Return the outputs of a layer: at a place in the shapes of those with taps, the first of those that mix."""
-    return shape[place] if len(shape) == 3 else shape[0]
-
-
-def _parts(flat: Any, shapes: Sequence[Shape], outputs: int) -> list[tuple[Any, Any]]:
-    """Return weights and bias of each layer as views of a flat array, which may be torch's."""
+def _parts(flat: Any, layers: Sequence[Layer]) -> list[tuple[Any, Any]]:
+    """Return weights and biases of each layer as views of a flat array, which may be torch's."""
     parts, start = [], 0
-    for shape in shapes:
+    for shape, biases in layers:
         middle = start + prod(shape)
-        stop = middle + _outputs(shape, outputs)
-        parts.append((flat[start:middle].reshape(shape), flat[middle:stop]))
-        start = stop
+        parts.append((flat[start:middle].reshape(shape), flat[middle : middle + biases]))
+        start = middle + biases
     return parts
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, ClassVar, Self
 
 from mpicomp.compressors.base_compressor import BucketParameters, Compressor, bound, num_kept
@@ -15,8 +15,8 @@ from mpicomp.setting_checks import check_choice, check_flag, check_least, check_
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.workspace import Workspace
 
-_FEW = 0.01  # of a model's parameters: so much of it may the first layer have to travel dense
-_LAYERS = 3  # with fewer of them no layer is an exception
+_MAX_FIRST_SHARE = 0.01  # of a model's parameters, of which the first layer has fewer if it travels dense
+_MIN_LAYERS = 3  # with fewer of them no layer is an exception
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Selected:
-    """The parts of a bucket, and the list of the elements that are sent of all parts, in the order of the bucket.
-
-    Coded elements are in one piece, since only the first and the last layer are exceptions.
-    """
+    """The parts of a bucket; places are those in the list of all elements that are sent, in the order of the bucket."""
 
     parts: tuple[Part, ...]
 
@@ -48,24 +45,25 @@ class Selected:
         return sum(part.kept for part in self.parts if part.travels != "dense")
 
     @property
+    def places(self) -> list[slice]:
+        """The place of each part."""
+        ends = accumulate(part.kept for part in self.parts)
+        return [slice(end - part.kept, end) for part, end in zip(self.parts, ends, strict=True)]
+
+    @property
+    def coded_layers(self) -> list[slice]:
+        """The place of each part that is coded."""
+        return [place for part, place in zip(self.parts, self.places, strict=True) if part.travels == "coded"]
+
+    @property
     def coded(self) -> slice:
-        """The place of the coded elements in the list; empty if nothing is coded."""
-        places = self.places
-        coded = [place for part, place in zip(self.parts, places, strict=True) if part.travels == "coded"]
-        return slice(coded[0].start, coded[-1].stop) if coded else slice(0, 0)
+        """The place of all coded elements, in one piece, since only the first and the last layer are exceptions."""
+        layers = self.coded_layers
+        return slice(layers[0].start, layers[-1].stop) if layers else slice(0, 0)
 
     @property
     def coded_count(self) -> int:
         return sum(part.kept for part in self.parts if part.travels == "coded")
-
-    @property
-    def places(self) -> list[slice]:
-        """The place of each part in the list."""
-        places, start = [], 0
-        for part in self.parts:
-            places.append(slice(start, start + part.kept))
-            start += part.kept
-        return places
 
     @property
     def regions(self) -> list[tuple[int, int, int]]:
@@ -86,8 +84,8 @@ class LGC(Compressor):
     Parameters
     ----------
     ratio : float
-        In (0, 1]; of each layer this share of the values is selected, at least 1 value. The paper's 0.001 is enough for
-        models of some million parameters.
+        In (0, 1]: share of each layer's values that is selected. The paper's 0.001 is enough for models of some million
+        parameters.
     instance : {"ring", "server"}
         ``"ring"``: the mean of all ranks' codes is decoded. ``"server"``: one rank's code is decoded for each rank, and
         innovations travel as they are. Neither needs a server.
@@ -172,7 +170,7 @@ class LGC(Compressor):
         for name, least in (("dense_steps", 0), ("training_steps", 1), ("passes", 1)):
             check_least(self.id, name, getattr(self, name), least)
         for name in ("signs", "backward"):
-            check_choice("lgc", name, getattr(self, name), (True, False))
+            check_choice(self.id, name, getattr(self, name), (True, False))
         for name in ("encoder", "decoder"):
             channels = getattr(self, name)
             if isinstance(channels, str) or not isinstance(channels, Sequence) or not channels:
@@ -201,11 +199,10 @@ class LGC(Compressor):
         # With the indices as if all ranks sent them
         numel = 1 << 20
         selected = self.selected(numel)
-        coded = selected.count
-        code = self.make_code(Workspace()).length(coded) * itemsize
-        innovation = num_kept(self.innovation, coded) * (itemsize + 1) if self.instance == "server" else 0
-        signs = coded / 8 if self.signs else 0
-        return (code + innovation + signs + index_bytes(selected.indices, numel)) / numel
+        nbytes = self.make_code(Workspace()).length(selected.count) * itemsize + index_bytes(selected.indices, numel)
+        if self.instance == "server":
+            nbytes += num_kept(self.innovation, selected.count) * (itemsize + 1)
+        return (nbytes + selected.count / 8 * self.signs) / numel
 
     def bind_to(self, bucket: BucketParameters) -> Self:
         made = self
@@ -232,10 +229,10 @@ class LGC(Compressor):
         layers = _layers(list(model), list(model.values()))
         if not self.backward:
             layers.reverse()
-        if len(layers) < _LAYERS:
+        if len(layers) < _MIN_LAYERS:
             return None, None
         first, size = layers[-1]
-        few = self.published or size < _FEW * sum(model.values())
+        few = self.published or size < _MAX_FIRST_SHARE * sum(model.values())
         return first if few else None, layers[0][0]
 
     def selected(self, numel: int) -> Selected:
@@ -248,7 +245,7 @@ class LGC(Compressor):
         return Autoencoder(workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes, self.published)
 
     def check_installed(self) -> None:
-        """Raise if a package that learning needs is not installed."""
+        """Raise `ConfigurationError` without torch, which learning needs."""
         if find_spec("torch") is None:
             raise ConfigurationError("lgc: its code is trained with torch, which is not installed; install it")
 

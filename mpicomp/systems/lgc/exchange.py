@@ -1,6 +1,7 @@
 """The exchange of learned codes: dense at first, then sparse while one rank learns, then in the code."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,10 +23,10 @@ from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC, Selected
 from mpicomp.systems.lgc.leader_message import (
+    Frame,
     LeaderMessage,
     leader_of,
     local_values,
-    make_frame,
     relative,
     share_selection,
 )
@@ -55,14 +56,6 @@ class _BucketMemory:
         """Return the remembered state; an empty one if the memory has another key."""
         entry = context.memory.get(_MEMORY, {})
         return cls(**entry) if entry.get("key") == key else cls(key)
-
-
-@dataclass
-class _LoadedCode:
-    """A code in use, and the entry of the memory that it was loaded from: a restored memory has other entries."""
-
-    code: Autoencoder
-    entry: Any = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,27 +135,32 @@ class Learned(Scheme[LGC]):
         compressor = self.compressor
         selected = compressor.selected(accumulated.numel)
         memory = _BucketMemory.load(self._key(selected, context), context)
-        loaded = context.workspace.made(("learned", memory.key), lambda: _LoadedCode(self._fresh(context)))
+        seed = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
+        make_code = partial(compressor.make_code, context.workspace, seed)
+        code = context.workspace.made(("learned", memory.key), make_code)
         # Phase 1: dense.
         if memory.steps < compressor.dense_steps or not selected.indices:
             result = yield from self._sum.exchange(accumulated, context)
             result.note = "lgc: dense"
         # A bucket with too few values for a code: one rank's indices, and the values there.
-        elif selected.coded_count < loaded.code.least:
+        elif selected.coded_count < code.least:
             result, _ = yield from self._exchange_values(selected, accumulated, context)
-            result.note = _why_not(selected, loaded.code)
+            if selected.coded_count:
+                result.note = f"lgc: no code, which takes {code.least} values, and {selected.coded_count} are selected"
+            else:
+                result.note = "lgc: no code, since no layer but the last and the first is in the bucket"
         # Phase 2: the same, and rank 0 learns from the values of all ranks.
         elif memory.steps < compressor.dense_steps + compressor.training_steps:
             result, values = yield from self._exchange_values(selected, accumulated, context)
             everyones = yield from _collected(values, selected, context)
             result.note = "lgc: learning"
-            usable = everyones is not None and not (result.nonfinite or result.stale)
-            if everyones is not None and usable and np.isfinite(everyones).all():  # a message may be damaged
-                memory.error = self._learn(loaded, memory, everyones, selected, context)
+            is_sound = not (result.nonfinite or result.stale)
+            if everyones is not None and is_sound and np.isfinite(everyones).all():  # a message may be damaged
+                memory.error = self._learn(code, memory, everyones, selected, context)
         # Phase 3: rank 0 broadcasts the weights, once; values travel in the code.
         else:
-            yield from self._share(loaded, memory, context)
-            result, memory.error = yield from self._instance(loaded.code).exchange(accumulated, context)
+            yield from self._share(code, memory, context)
+            result, memory.error = yield from self._instance(code).exchange(accumulated, context)
             result.note = f"lgc: coded, {compressor.instance}"
         if not (result.nonfinite or result.stale):
             memory.steps += 1
@@ -177,11 +175,6 @@ class Learned(Scheme[LGC]):
             kind += (context.group.size,)
         parts = [(part.start, part.stop, part.kept, part.travels) for part in selected.parts]
         return f"{kind} {parts}"
-
-    def _fresh(self, context: Context) -> Autoencoder:
-        """Return a code that has learned nothing."""
-        seed = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
-        return self.compressor.make_code(context.workspace, seed)
 
     def _instance(self, code: Autoencoder) -> CodeRing | CodeServer:
         if self.compressor.instance == "server":
@@ -203,7 +196,7 @@ class Learned(Scheme[LGC]):
 
     def _learn(
         self,
-        loaded: _LoadedCode,
+        code: Autoencoder,
         memory: _BucketMemory,
         everyones: NDArray[np.floating],
         selected: Selected,
@@ -211,54 +204,36 @@ class Learned(Scheme[LGC]):
     ) -> float:
         """Learn from all ranks' values, shape (ranks, count); return the error before that. On the trainer only."""
         leader = leader_of(context)
-        lead = LeaderMessage(selected, 0, frame=True, signs=self.compressor.signs)
-        frame = np.empty_like(everyones[0])
-        make_frame(lead, everyones[leader], frame)
+        divisors = np.empty_like(everyones[0])
+        Frame(selected, self.compressor.signs).of(everyones[leader], divisors)
         values = np.empty_like(everyones)
         for rank_values, out in zip(everyones, values, strict=True):
-            relative(rank_values, frame, out)
-        self._load(loaded, memory, context)
-        error = loaded.code.learn(values, leader if self.compressor.instance == "server" else None)
-        memory.learned = loaded.entry = loaded.code.state()
+            relative(rank_values, divisors, out)
+        code.load(memory.learned)
+        error = code.learn(values, leader if self.compressor.instance == "server" else None)
+        memory.learned = code.state()
         return error
 
-    def _load(self, loaded: _LoadedCode, memory: _BucketMemory, context: Context) -> None:
-        """Restore the trainer's code to its remembered state."""
-        if memory.learned is None:
-            loaded.code = self._fresh(context)
-        elif loaded.entry is not memory.learned:
-            loaded.code.load(memory.learned)
-        loaded.entry = memory.learned
-
-    def _share(self, loaded: _LoadedCode, memory: _BucketMemory, context: Context) -> Rounds[None]:
+    def _share(self, code: Autoencoder, memory: _BucketMemory, context: Context) -> Rounds[None]:
         """Broadcast the weights to ranks that have none, and load them into the code."""
         if memory.weights is None:
-            task = self._weights_round(loaded.code, context.group)
+            task = self._weights_round(code, context.group)
             if context.group.rank == _TRAINER:
                 if memory.learned is None:
                     raise MpicompError(
                         f"learned: rank {_TRAINER} has lost what it learned; each rank has to load the state that it "
                         "saved"
                     )
-                self._load(loaded, memory, context)
-                task.send = loaded.code.weights()
+                code.load(memory.learned)
+                task.send = code.weights()
             task.recv = np.empty(task.counts[0], _WEIGHT)
             memory.weights = yield task
             memory.learned = None
-        if loaded.entry is not memory.weights:
-            loaded.code.use(memory.weights)
-            loaded.entry = memory.weights
+        code.use(memory.weights)
 
     def _weights_round(self, code: Autoencoder, group: Group) -> Round:
         size = code.size(group.size if self.compressor.instance == "server" else 1)
         return Round("bcast", (size,), _WEIGHT, root=_TRAINER, once=True)
-
-
-def _why_not(selected: Selected, code: Autoencoder) -> str:
-    """Return the reason why a bucket has no code."""
-    if not selected.coded_count:
-        return "lgc: no code, since no layer but the last and the first is in the bucket"
-    return f"lgc: no code, which takes {code.least} values, and {selected.coded_count} are selected"
 
 
 def _collect(selected: Selected, dtype: np.dtype[Any], group: Group) -> Round:

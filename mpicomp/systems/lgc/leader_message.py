@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import inf, isfinite, sqrt
 
 import numpy as np
@@ -21,7 +22,52 @@ from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
 _LIMIT = 100.0  # times a layer's scale: larger values are clipped to it before coding, so that no code overflows
-_LANES = 64  # signs in a 64-bit word
+_WORD_SIGNS = 64
+
+
+class Frame:
+    """The divisors of coded values: a scale for each layer, with the signs of the leader's values if these travel."""
+
+    def __init__(self, selected: Selected, signs: bool) -> None:
+        first = selected.coded.start
+        self.layers = [slice(place.start - first, place.stop - first) for place in selected.coded_layers]
+        ends = list(accumulate(-(-(layer.stop - layer.start) // _WORD_SIGNS) * signs for layer in self.layers))
+        self.signs = signs
+        self.count = selected.coded_count
+        self.num_words = ends[-1] if ends else 0
+        self._words = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]  # of signs, by layer
+
+    def pack(self, values: NDArray[np.floating], words: NDArray[np.uint64]) -> NDArray[np.float64]:
+        """Return the root mean square of each layer's values, in host memory, and write their signs."""
+        scales = np.ones(len(self.layers))
+        energies = [kernels.energy(values[layer]) for layer in self.layers]
+        for layer, place in zip(self.layers, self._words, strict=True) if self.signs else ():
+            kernels.pack_votes(values[layer], words[place])
+        for number, energy in enumerate(current_device().to_host(np.stack(energies)).tolist()):
+            numel = self.layers[number].stop - self.layers[number].start
+            scale = float(values.dtype.type(sqrt(energy / numel))) if isfinite(energy) else 0.0
+            scales[number] = scale if scale > 0 else 1.0
+        return scales
+
+    def unpack(self, scales: NDArray[np.float64], words: NDArray[np.uint64], out: NDArray[np.floating]) -> None:
+        """Write the divisors to ``out``."""
+        for layer, place, scale in zip(self.layers, self._words, scales.tolist(), strict=True):
+            if self.signs:
+                kernels.unpack_votes(words[place], scale, out[layer])
+            else:
+                out[layer] = scale
+
+    def of(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
+        """Write the divisors as if a rank with these values were the leader."""
+        words = np.empty(self.num_words, np.uint64)
+        self.unpack(self.pack(values, words), words, out)
+
+
+def relative(values: NDArray[np.floating], divisors: NDArray[np.floating], out: NDArray[np.floating]) -> None:
+    """Divide values by a frame's divisors, and clip the results to `_LIMIT`; infinity too, but not NaN."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        np.divide(values, divisors, out=out)
+    np.clip(out, -_LIMIT, _LIMIT, out=out)
 
 
 @dataclass(frozen=True)
@@ -35,48 +81,34 @@ class LeaderMessage:
 
     selected: Selected
     numel: int  # length of the bucket
-    frame: bool = False  # whether scales travel
-    signs: bool = False  # whether signs travel, too
+    frame: Frame | None = None  # None if no scales travel
     code_bytes: int = 0  # 0 if no code travels
-
-    @property
-    def layers(self) -> list[slice]:
-        """The places of coded layers among the coded values."""
-        first = self.selected.coded.start
-        pairs = zip(self.selected.parts, self.selected.places, strict=True)
-        coded = [place for part, place in pairs if part.travels == "coded"]
-        return [slice(place.start - first, place.stop - first) for place in coded]
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Bytes of scales, signs, code and indices."""
-        layers = self.layers
-        words = sum(-(-(layer.stop - layer.start) // _LANES) for layer in layers)
         indices = index_bytes(self.selected.indices, self.numel)
-        return 8 * len(layers) * self.frame, 8 * words * self.signs, -(-self.code_bytes // 8) * 8, indices
+        scales, words = (len(self.frame.layers), self.frame.num_words) if self.frame is not None else (0, 0)
+        return 8 * scales, 8 * words, -(-self.code_bytes // 8) * 8, indices
 
     def round(self, leader: int) -> Round:
         """Return the shape of the broadcast."""
         return Round("bcast", (sum(self.sizes),), _BYTE, root=leader)
 
-    def cut(self, message: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], ...]:
+    def cut(self, message: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
         """Return scales, signs, code and indices as views of the message."""
-        parts, start = [], 0
-        for size in self.sizes:
-            parts.append(message[start : start + size])
-            start += size
-        return tuple(parts)
+        return np.split(message, list(accumulate(self.sizes))[:-1])
 
 
 @dataclass
 class ReceivedSelection:
-    """Indices, values and frame that every rank has after the broadcast, in the workspace's arrays."""
+    """Indices, values and divisors that every rank has after the broadcast, in the workspace's arrays."""
 
     indices: NDArray[np.uint32]  # of all elements that are sent, ascending; the same on all ranks
     values: NDArray[np.floating]  # of this rank, at these indices
-    frame: NDArray[np.floating]  # divisors of the coded values; the same on all ranks
+    divisors: NDArray[np.floating]  # of the coded values; the same on all ranks
     code: NDArray[np.uint8]  # of the leader
-    problem: MessageError | None = None  # in the message that this rank received; values are zeros then, the frame 1
+    problem: MessageError | None = None  # in the message that this rank received; values are zeros then, divisors 1
 
 
 def leader_of(context: Context) -> int:
@@ -88,55 +120,50 @@ def share_selection(
     lead: LeaderMessage, accumulated: Accumulated, context: Context, code: Autoencoder | None = None
 ) -> Rounds[ReceivedSelection]:
     """Select on the leading rank and broadcast its message; as rounds."""
-    workspace = context.workspace
-    leader = leader_of(context)
+    workspace, leader = context.workspace, leader_of(context)
     task = lead.round(leader)
     if context.group.rank == leader:
         task.send = workspace.array("lead", task.counts[0], _BYTE)
         _write(lead, accumulated, context, code, task.send)
     task.recv = workspace.array("led", task.counts[0], _BYTE)
-    scales, signs, code_part, indices = lead.cut((yield task))
-    frame = workspace.array("frame", lead.selected.coded_count * lead.frame, accumulated.dtype)
+    scales, signs, code_part, message = lead.cut((yield task))
+    divisors = workspace.array("frame", lead.frame.count if lead.frame is not None else 0, accumulated.dtype)
     try:
-        chosen, ascending = _decoded(lead, indices, workspace)
-        listed = _listed(lead, chosen, workspace)
+        count = lead.selected.indices
+        if _is_plain(lead):
+            indices = message.view(np.uint32)[:count]
+            ascending = kernels.ascending_below(indices, lead.numel)
+        else:
+            indices = workspace.array("lead.indices", count, np.uint32)
+            ascending = kernels.decode_indices(message, count, lead.numel, indices)
+        listed = _with_dense(lead.selected, indices, workspace)
         values, known = _gathered(listed, accumulated, workspace)
-        _check_indices(lead, accumulated.numel, leader, *to_python(ascending, known))
-        if lead.frame:
+        ascending, known = to_python(ascending, known)
+        if not ascending:
+            raise MessageError(f"learned: from rank {leader}: indices do not ascend below {lead.numel}")
+        if not known:
+            raise MessageError(f"learned: an index that all ranks know is not below {accumulated.numel}")
+        if lead.frame is not None:
             layer_scales = received_on_host(scales).view(np.float64)
             for scale in layer_scales.tolist():
                 if not 0 < scale < inf:
                     raise MessageError(f"learned: from rank {leader}: scales must be positive numbers, got {scale}")
-            _unpack_frame(lead, layer_scales, signs.view(np.uint64), frame)
+            lead.frame.unpack(layer_scales, signs.view(np.uint64), divisors)
     except MessageError as error:
-        frame[:] = 1
+        divisors[:] = 1
         count = lead.selected.count
         zeros = current_device().zeros(count, accumulated.dtype)
-        return ReceivedSelection(_on_device(0, count), zeros, frame, code_part, error)
-    return ReceivedSelection(listed, values, frame, code_part)
+        return ReceivedSelection(_on_device(0, count), zeros, divisors, code_part, error)
+    return ReceivedSelection(listed, values, divisors, code_part)
 
 
 def local_values(
     selected: Selected, accumulated: Accumulated, context: Context
 ) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
     """Return the ascending indices of this rank's largest values and of all dense elements, and the values."""
-    workspace, lead = context.workspace, LeaderMessage(selected, accumulated.numel)
     chosen = largest_of_parts(accumulated, context, selected.regions).indices
-    indices = _listed(lead, chosen, workspace)
-    return indices, _gathered(indices, accumulated, workspace)[0]
-
-
-def make_frame(lead: LeaderMessage, values: NDArray[np.floating], frame: NDArray[np.floating]) -> None:
-    """Write the divisors of coded values as if a rank with these values were the leader."""
-    words = np.empty(sum(-(-(layer.stop - layer.start) // _LANES) for layer in lead.layers), np.uint64)
-    _unpack_frame(lead, _pack_frame(lead, values, words), words, frame)
-
-
-def relative(values: NDArray[np.floating], frame: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-    """Divide values by a frame, and clip the results to `_LIMIT`; infinity too, but not NaN."""
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        np.divide(values, frame, out=out)
-    np.clip(out, -_LIMIT, _LIMIT, out=out)
+    indices = _with_dense(selected, chosen, context.workspace)
+    return indices, _gathered(indices, accumulated, context.workspace)[0]
 
 
 def _write(
@@ -149,50 +176,31 @@ def _write(
     workspace = context.workspace
     chosen = largest_of_parts(accumulated, context, lead.selected.regions).indices
     scales, signs, code_part, indices = lead.cut(message)
-    if _plain(lead):
+    if _is_plain(lead):
         indices[:] = 0  # the rest of the last word, too
         indices.view(np.uint32)[: chosen.size] = chosen
     else:
         kernels.encode_indices(chosen, lead.numel, indices)
-    if not lead.frame:
+    if lead.frame is None:
         return
-    values, _ = _gathered(_listed(lead, chosen, workspace), accumulated, workspace)
+    values, _ = _gathered(_with_dense(lead.selected, chosen, workspace), accumulated, workspace)
     values = values[lead.selected.coded]
-    layer_scales = _pack_frame(lead, values, signs.view(np.uint64))
+    layer_scales = lead.frame.pack(values, signs.view(np.uint64))
     current_device().assign(scales.view(np.float64), layer_scales)
     if code is not None:
-        frame = workspace.array("frame", values.size, accumulated.dtype)
-        _unpack_frame(lead, layer_scales, signs.view(np.uint64), frame)
-        relative_values = workspace.array("relative", values.size, accumulated.dtype)
-        relative(values, frame, relative_values)
-        code.encode(relative_values, code_part[: lead.code_bytes].view(accumulated.dtype))
+        divisors, quotients = (workspace.array(name, values.size, accumulated.dtype) for name in ("frame", "relative"))
+        lead.frame.unpack(layer_scales, signs.view(np.uint64), divisors)
+        relative(values, divisors, quotients)
+        code.encode(quotients, code_part[: lead.code_bytes].view(accumulated.dtype))
 
 
-def _plain(lead: LeaderMessage) -> bool:
-    """Return whether indices travel as they are."""
+def _is_plain(lead: LeaderMessage) -> bool:
+    """Return whether indices travel without a code."""
     return compact(lead.selected.indices, lead.numel) == "plain"
 
 
-def _decoded(lead: LeaderMessage, message: NDArray[np.uint8], workspace: Workspace) -> tuple[NDArray[np.uint32], bool]:
-    """Return a message's indices, and whether they ascend below the length of the bucket: a flag on the device."""
-    count = lead.selected.indices
-    if _plain(lead):
-        indices: NDArray[np.uint32] = message.view(np.uint32)[:count]
-        return indices, kernels.ascending_below(indices, lead.numel)
-    indices = workspace.array("lead.indices", count, np.uint32)
-    return indices, kernels.decode_indices(message, count, lead.numel, indices)
-
-
-def _check_indices(lead: LeaderMessage, numel: int, leader: int, ascending: bool, known: bool) -> None:
-    if not ascending:
-        raise MessageError(f"learned: from rank {leader}: indices do not ascend below {lead.numel}")
-    if not known:
-        raise MessageError(f"learned: an index that all ranks know is not below {numel}")
-
-
-def _listed(lead: LeaderMessage, indices: NDArray[np.uint32], workspace: Workspace) -> NDArray[np.uint32]:
+def _with_dense(selected: Selected, indices: NDArray[np.uint32], workspace: Workspace) -> NDArray[np.uint32]:
     """Return the indices of all elements that are sent: those of dense parts are known."""
-    selected = lead.selected
     if selected.count == selected.indices:
         return indices
     listed: NDArray[np.uint32] = workspace.array("listed", selected.count, np.uint32)
@@ -218,37 +226,3 @@ def _gathered(
     """Return the values at some indices, and whether all of these are in the array: a flag on the device."""
     values: NDArray[np.floating] = workspace.array("listed.values", listed.size, accumulated.dtype)
     return values, kernels.gather(accumulated.array(), listed, values)
-
-
-def _pack_frame(lead: LeaderMessage, values: NDArray[np.floating], signs: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return the root mean square of each layer's values, in host memory, and write their signs."""
-    start, energies = 0, []
-    for layer in lead.layers:
-        layer_values = values[layer]
-        energies.append(kernels.energy(layer_values))
-        if lead.signs:
-            words = -(-layer_values.size // _LANES)
-            kernels.pack_votes(layer_values, signs[start : start + words])
-            start += words
-    scales = np.ones(len(energies))
-    for number, (layer, energy) in enumerate(
-        zip(lead.layers, current_device().to_host(np.stack(energies)).tolist(), strict=True)
-    ):
-        scale = float(values.dtype.type(sqrt(energy / (layer.stop - layer.start)))) if isfinite(energy) else 0.0
-        if scale > 0:
-            scales[number] = scale
-    return scales
-
-
-def _unpack_frame(
-    lead: LeaderMessage, scales: NDArray[np.float64], signs: NDArray[np.uint64], frame: NDArray[np.floating]
-) -> None:
-    start = 0
-    for layer, scale in zip(lead.layers, scales.tolist(), strict=True):
-        divisors = frame[layer]
-        if lead.signs:
-            words = -(-divisors.size // _LANES)
-            kernels.unpack_votes(signs[start : start + words], scale, divisors)
-            start += words
-        else:
-            divisors[:] = scale

@@ -6,14 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import (
-    LazyMean,
-    Result,
-    Scheme,
-    check_undamaged,
-    far_from_largest,
-    gain_of,
-)
+from mpicomp.collectives.scheme import LazyMean, Result, Scheme, check_undamaged, far_from_largest, gain_of
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
@@ -22,7 +15,7 @@ from mpicomp.gpu import to_python
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC
-from mpicomp.systems.lgc.leader_message import LeaderMessage, leader_of, relative, share_selection
+from mpicomp.systems.lgc.leader_message import Frame, LeaderMessage, leader_of, relative, share_selection
 
 # Squared norms of a rank's whole array and of its uncoded values; then the product of its coded values with its share
 # of the decoded ones, and the squared norm of this share, both before scaling.
@@ -54,23 +47,22 @@ class CodeRing:
         ]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Rounds[tuple[Result, float]]:
-        group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
+        workspace, dtype, code = context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel)
         # 1. One rank, drawn at random, broadcasts its indices and the divisors of values.
         received = yield from share_selection(lead, accumulated, context)
-        coded = lead.selected.coded
-        count = lead.selected.coded_count
+        coded, count = lead.selected.coded, lead.selected.coded_count
         length = code.length(count)
         # 2. Encode this rank's values there, and sum the codes; uncoded values travel with them.
         values = received.values[coded]
         shares = workspace.array("relative", count, dtype)
-        relative(values, received.frame, shares)
-        rest = received.values.size - count
-        travels = workspace.array("code", length + rest + TRAILER, dtype)
+        relative(values, received.divisors, shares)
+        end = length + received.values.size - count
+        travels = workspace.array("code", end + TRAILER, dtype)
         code.turn(context.step)
         code.encode(shares, travels[:length])
         travels[length : length + coded.start] = received.values[: coded.start]
-        travels[length + coded.start : length + rest] = received.values[coded.stop :]
+        travels[length + coded.start : end] = received.values[coded.stop :]
         moments = accumulated.device_moments
         part = Accumulated.ready(travels, moments.energy, 0.0, moments.finite, accumulated.stale)
         summed = yield from self._sum.exchange(part, context)
@@ -81,36 +73,38 @@ class CodeRing:
         decoded = workspace.array("decoded", count, dtype)
         code.decode_near(summed.sent[:length], summed_mean[:length], shares, decoded)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            np.multiply(shares, received.frame, out=shares)
-            np.multiply(decoded, received.frame, out=decoded)
+            np.multiply(shares, received.divisors, out=shares)
+            np.multiply(decoded, received.divisors, out=decoded)
         # 4. Gather how well decoded values fit, and scale them by the factor that loses least over all ranks.
-        task = _report_round(group)
-        sparse = kernels.energy(travels[length : length + rest])
-        energy, sparse, match, decoded_energy, coded_energy = to_python(
-            moments.energy, sparse, product(values, shares), kernels.energy(shares), kernels.energy(values)
+        task = _report_round(context.group)
+        energy, sparse, match, share_energy, coded_energy = to_python(
+            moments.energy,
+            kernels.energy(travels[length:end]),
+            product(values, shares),
+            kernels.energy(shares),
+            kernels.energy(values),
         )
-        report = (energy, sparse, float(match), decoded_energy)
         problem = received.problem or summed.problem
-        if problem is not None:
-            report = (*report[:3], _DAMAGED)
+        report = energy, sparse, float(match), share_energy if problem is None else _DAMAGED
         task.send = np.array([report], _REPORT).view(_BYTE)
         task.recv = workspace.host_array("report", sum(task.counts), _BYTE)
         everyones = (yield task).view(_REPORT)
         check_undamaged("learned", DAMAGED * bool((everyones["decoded"] == _DAMAGED).any()), problem)
-        factor = 1.0 if self._compressor.published else _best(everyones, dtype)
-        lost = _lost(everyones, factor)
-        finite = _is_finite(everyones, factor, dtype)
+        factor = 1.0 if self._compressor.published else _best_factor(everyones, dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            missed = max(coded_energy + factor * (factor * report[3] - 2 * report[2]), 0.0)  # NaN stays
+            unsent = everyones["energy"] - everyones["sparse"] - 2 * factor * everyones["match"]
+            lost = float(np.maximum(unsent + factor * factor * everyones["decoded"], 0).sum())
+            energies = everyones["energy"] + factor * factor * everyones["decoded"]
+            missed = max(coded_energy + factor * (factor * share_energy - 2 * match), 0.0)  # NaN stays
 
         mean, sent = (workspace.array(f"learned {name}", received.values.size, dtype) for name in ("mean", "sent"))
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            np.multiply(decoded, dtype.type(factor), out=mean[coded])
-            np.multiply(shares, dtype.type(factor), out=sent[coded])
-        mean[: coded.start] = summed_mean[length : length + coded.start]
-        mean[coded.stop :] = summed_mean[length + coded.start :]
-        sent[: coded.start] = summed.sent[length : length + coded.start]
-        sent[coded.stop :] = summed.sent[length + coded.start :]
+        for out, results, total in ((mean, decoded, summed_mean), (sent, shares, summed.sent)):
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                np.multiply(results, dtype.type(factor), out=out[coded])
+            out[: coded.start] = total[length : length + coded.start]
+            out[coded.stop :] = total[length + coded.start : end]
+        # What each rank has sent, and its residual, are finite with these energies; all ranks find the same.
+        finite = all(far_from_largest(energy, dtype) for energy in energies.tolist())
         [mean_finite] = to_python(np.isfinite(mean).all())
         result = Result(
             mean=LazyMean.of(accumulated.numel, received.indices, mean),
@@ -124,7 +118,8 @@ class CodeRing:
         return result, 1 - gain_of(missed, coded_energy)  # of this rank's share in what is decoded
 
     def _lead(self, numel: int) -> LeaderMessage:
-        return LeaderMessage(self._compressor.selected(numel), numel, frame=True, signs=self._compressor.signs)
+        selected = self._compressor.selected(numel)
+        return LeaderMessage(selected, numel, Frame(selected, self._compressor.signs))
 
 
 def _report_round(group: Group) -> Round:
@@ -138,23 +133,9 @@ def product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
     return summed
 
 
-def _best(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
+def _best_factor(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
     """Return the factor for decoded values with the least error over all ranks; never a negative one."""
     # If a sum is not finite, some rank has flagged it, or the mean is not finite either.
     with np.errstate(over="ignore", invalid="ignore"):
         match, decoded = float(everyones["match"].sum()), float(everyones["decoded"].sum())
         return float(dtype.type(match / decoded)) if match > 0 and decoded > 0 else 0.0
-
-
-def _is_finite(everyones: NDArray[Any], factor: float, dtype: np.dtype[Any]) -> bool:
-    """Return whether each rank's sent part and its residual are finite; all ranks find the same."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        energies = everyones["energy"] + factor * factor * everyones["decoded"]
-    return all(far_from_largest(energy, dtype) for energy in energies.tolist())
-
-
-def _lost(everyones: NDArray[Any], factor: float) -> float:
-    """Return the energy that is not delivered, over all ranks."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        unsent = everyones["energy"] - everyones["sparse"] - 2 * factor * everyones["match"]
-        return float(np.maximum(unsent + factor * factor * everyones["decoded"], 0).sum())

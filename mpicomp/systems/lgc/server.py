@@ -6,14 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import (
-    LazyMean,
-    Result,
-    check_undamaged,
-    far_from_largest,
-    gain_of,
-    undelivered,
-)
+from mpicomp.collectives.scheme import LazyMean, Result, check_undamaged, far_from_largest, gain_of, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
@@ -34,7 +27,7 @@ from mpicomp.gpu import received_on_host, to_python
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC
-from mpicomp.systems.lgc.leader_message import LeaderMessage, ReceivedSelection, leader_of, share_selection
+from mpicomp.systems.lgc.leader_message import Frame, LeaderMessage, ReceivedSelection, leader_of, share_selection
 from mpicomp.systems.lgc.ring import product
 
 _BYTE = np.dtype(np.uint8)
@@ -58,20 +51,19 @@ class CodeServer:
         return [lead.round(leader_of(Context(group=group, step=step))), self._gather(lead, dtype, group)]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Rounds[tuple[Result, float]]:
-        group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
+        group, workspace, dtype = context.group, context.workspace, accumulated.dtype
         lead = self._lead(accumulated.numel, dtype)
-        coded = lead.selected.coded
-        count = lead.selected.coded_count
-        code.turn(context.step)
+        coded, count = lead.selected.coded, lead.selected.coded_count
+        self._code.turn(context.step)
         # 1. One rank, drawn at random, broadcasts its indices, the divisors of values, and the code of its values.
-        received = yield from share_selection(lead, accumulated, context, code)
+        received = yield from share_selection(lead, accumulated, context, self._code)
         common = received.code[: lead.code_bytes].view(dtype)
 
         task = self._gather(lead, dtype, group)
         task.send = workspace.array("message", task.counts[0], _BYTE)
         task.recv = workspace.array("messages", sum(task.counts), _BYTE)
         if received.problem is not None:
-            write_damaged(self._parts(lead, task.send, dtype)[2])
+            write_damaged(self._cut(lead, task.send, dtype)[2])
             yield task
             check_undamaged("learned", DAMAGED, received.problem)
         # 2. Decode it by this rank's decoder, and select the innovation: the values with the largest errors.
@@ -87,7 +79,7 @@ class CodeServer:
         flags, energy, lost = 0, 0.0, 0.0
         unread: MessageError | None = None
         for rank, message in enumerate(messages.reshape(group.size, -1)):
-            stored, rest, sparse = self._parts(lead, message, dtype)
+            stored, uncoded, sparse = self._cut(lead, message, dtype)
             self._decode(common, rank, received, values[coded])
             try:
                 parsed = parse_message(sparse, count, dtype, workspace, self._innovations(lead))
@@ -97,8 +89,8 @@ class CodeServer:
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 np.multiply(values[coded], dtype.type(received_on_host(stored)[0]), out=values[coded])
                 values[coded][parsed.selection.indices] = parsed.selection.values
-                values[: coded.start] = rest[: coded.start]
-                values[coded.stop :] = rest[coded.start :]
+                values[: coded.start] = uncoded[: coded.start]
+                values[coded.stop :] = uncoded[coded.start :]
                 np.add(mean, values, out=mean)
             if rank == group.rank:
                 sent[:] = values
@@ -127,7 +119,7 @@ class CodeServer:
     ) -> None:
         self._code.decode(common, out, rank)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            np.multiply(out, received.frame, out=out)
+            np.multiply(out, received.divisors, out=out)
 
     def _write(
         self,
@@ -141,37 +133,35 @@ class CodeServer:
         """Write this rank's message; return the energy of its coded values that is not sent, and of all of them."""
         workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
         values = received.values[coded]
+        missed = workspace.array("missed", values.size, dtype)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             match, energy = map(float, to_python(product(values, decoded), kernels.energy(decoded)))
             best = match / energy if match > 0 and energy > 0 else 0.0  # loses least on this rank
             factor = dtype.type(1.0 if self._compressor.published else best)
-            missed = workspace.array("missed", values.size, dtype)
             np.multiply(decoded, factor, out=missed)
             np.subtract(values, missed, out=missed)
         places = workspace.array("innovation.places", self._innovations(lead), np.uint32)
-        off = workspace.array("innovation.off", places.size, dtype)
+        off, innovation = (workspace.array(f"innovation.{name}", places.size, dtype) for name in ("off", "values"))
         kernels.select_largest(missed, kernels.kth_magnitude(missed, places.size), places, off)
+        kernels.gather(values, places, innovation)
         # Lost are the energies of unlisted elements and of the errors of coded ones outside of the innovation.
         energies = (kernels.energy(array) for array in (missed, off, received.values, values))
         missed_energy, off_energy, listed_energy, coded_energy = to_python(*energies)
         left_out = max(missed_energy - off_energy, 0.0)  # NaN stays
-        left = listed_energy - left_out
-        innovation = workspace.array("innovation.values", places.size, dtype)
-        kernels.gather(values, places, innovation)
 
-        stored, rest, sparse = self._parts(lead, message, dtype)
+        stored, uncoded, sparse = self._cut(lead, message, dtype)
         stored[0] = factor
-        rest[: coded.start] = received.values[: coded.start]
-        rest[coded.start :] = received.values[coded.stop :]
-        selection, moments = Selection(places, innovation), accumulated.device_moments
-        flags = STALE * accumulated.stale
-        write_message(sparse, selection, values.size, self._wire(lead), flags, moments.energy, left, moments.finite)
+        uncoded[: coded.start] = received.values[: coded.start]
+        uncoded[coded.start :] = received.values[coded.stop :]
+        flags, moments = STALE * accumulated.stale, accumulated.device_moments
+        arguments = flags, moments.energy, listed_energy - left_out, moments.finite
+        write_message(sparse, Selection(places, innovation), values.size, self._wire(lead), *arguments)
         return left_out, coded_energy
 
     def _lead(self, numel: int, dtype: np.dtype[Any]) -> LeaderMessage:
         selected = self._compressor.selected(numel)
         length = self._code.length(selected.coded_count)
-        return LeaderMessage(selected, numel, True, self._compressor.signs, length * dtype.itemsize)
+        return LeaderMessage(selected, numel, Frame(selected, self._compressor.signs), length * dtype.itemsize)
 
     def _innovations(self, lead: LeaderMessage) -> int:
         return num_kept(self._compressor.innovation, lead.selected.coded_count)
@@ -181,16 +171,16 @@ class CodeServer:
 
     def _gather(self, lead: LeaderMessage, dtype: np.dtype[Any], group: Group) -> Round:
         innovation = message_bytes(self._innovations(lead), lead.selected.coded_count, dtype, self._wire(lead))
-        return Round("allgatherv", [_FACTOR + self._rest_bytes(lead, dtype) + innovation] * group.size, _BYTE)
+        return Round("allgatherv", [_FACTOR + _uncoded_bytes(lead, dtype) + innovation] * group.size, _BYTE)
 
-    def _rest_bytes(self, lead: LeaderMessage, dtype: np.dtype[Any]) -> int:
-        return -(-(lead.selected.count - lead.selected.coded_count) * dtype.itemsize // 8) * 8
-
-    def _parts(
+    def _cut(
         self, lead: LeaderMessage, message: NDArray[np.uint8], dtype: np.dtype[Any]
     ) -> tuple[NDArray[np.float64], NDArray[np.floating], NDArray[np.uint8]]:
-        """Return the factor, the values not coded and the innovation's message, as views of a rank's message."""
-        rest = lead.selected.count - lead.selected.coded_count
-        middle = _FACTOR + self._rest_bytes(lead, dtype)
-        values = message[_FACTOR : _FACTOR + rest * dtype.itemsize].view(dtype)
-        return message[:_FACTOR].view(np.float64), values, message[middle:]
+        """Return the factor, the uncoded values and the innovation's message, as views of a rank's message."""
+        middle = _FACTOR + _uncoded_bytes(lead, dtype)
+        uncoded = message[_FACTOR:middle].view(dtype)[: lead.selected.count - lead.selected.coded_count]
+        return message[:_FACTOR].view(np.float64), uncoded, message[middle:]
+
+
+def _uncoded_bytes(lead: LeaderMessage, dtype: np.dtype[Any]) -> int:
+    return -(-(lead.selected.count - lead.selected.coded_count) * dtype.itemsize // 8) * 8
