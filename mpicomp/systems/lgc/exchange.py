@@ -137,7 +137,7 @@ class Learned(Scheme[LGC]):
         memory = _BucketMemory.load(self._key(selected, context), context)
         seed = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
         make_code = partial(compressor.make_code, context.workspace, seed)
-        code = context.workspace.made(("learned", memory.key), make_code)
+        code = context.workspace.made(("learned", memory.key, seed), make_code)
         # Phase 1: dense.
         if memory.steps < compressor.dense_steps or not selected.indices:
             result = yield from self._sum.exchange(accumulated, context)
