@@ -23,7 +23,7 @@ from mpicomp.checkpoint import load_checkpoint, save_checkpoint
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.policies import Policy
-from mpicomp.policies.warmup import read_warmup
+from mpicomp.policies.schedule import read_warmup
 from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
 from mpicomp.rounds import dense_ring_bytes

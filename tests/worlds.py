@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpicomp.policies.warmup import with_warmup
+from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer.special_reducers import TrainingReducer
 from mpicomp.transport import LocalWorld
 

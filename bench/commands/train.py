@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
     from mpicomp.cli.options import check_drawing, check_folder, check_writable, count
     from mpicomp.errors import ConfigurationError, FileWriteError
-    from mpicomp.policies.warmup import choose_warmup, read_warmup
+    from mpicomp.policies.schedule import choose_warmup, read_warmup
     from mpicomp.setting_checks import check_least
     from mpicomp.system.stopping import STOPPED, stop_on_signals
 
@@ -350,7 +350,7 @@ def _policy(arguments: argparse.Namespace, compressor: "Compressor | None", choo
     """Return the named or implied policy; refuse settings that it cannot use."""
     from mpicomp.cli.options import read_named
     from mpicomp.policies import UserSettings, get_policy
-    from mpicomp.policies.warmup import WarmUp, read_warmup
+    from mpicomp.policies.schedule import WarmUp, read_warmup
 
     default = "interval" if chooses_steps else "auto" if compressor is None else "static"
     config = read_named("train", "--policy", arguments.policy or default)

@@ -159,7 +159,7 @@ class Policy(metaclass=Configurable):
         self.feedback = True
         """Whether there are residuals."""
         self.warmup: int | str | None = None
-        """The warm-up before it, see `mpicomp.policies.warmup.read_warmup`; None for the default of what was named."""
+        """The warm-up before it, see `mpicomp.policies.schedule.read_warmup`; None for the default."""
         self.known_cost: CostModel | str | None = None
         """What is known of links, operations and kernels, or the file that it is in; None lets it be measured."""
         self.serves = False

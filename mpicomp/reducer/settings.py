@@ -9,7 +9,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 from mpicomp.compressors import get_compressor
 from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
 from mpicomp.policies import Policy, UserSettings, get_policy
-from mpicomp.policies.warmup import WarmUp, choose_warmup
+from mpicomp.policies.schedule import WarmUp, choose_warmup
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.setting_checks import check_kind, check_range, kinds_of
 from mpicomp.transport.connect import connected

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors import COMPRESSORS, Compressor, Sparsifier, get_compressor
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies.warmup import with_warmup
+from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.transport import LocalWorld
 

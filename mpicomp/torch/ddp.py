@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
-from mpicomp.policies.warmup import with_warmup
+from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import ExtraExchange, GradientInput, run_collectively
 from mpicomp.reducer.settings import check_arguments

@@ -10,7 +10,7 @@ import torch
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
-from mpicomp.policies.warmup import with_warmup
+from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.settings import check_arguments

@@ -15,7 +15,7 @@ from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy, get_policy
 from mpicomp.policies.interval import Interval
-from mpicomp.policies.warmup import with_warmup
+from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.special_reducers import TrainingReducer

@@ -19,7 +19,7 @@ from study_rows import SharedModel, add_rows
 import mpicomp
 from mpicomp.cost.formulas import terms
 from mpicomp.errors import UnknownNameError
-from mpicomp.policies.warmup import with_warmup
+from mpicomp.policies.schedule import with_warmup
 from mpicomp.rounds import Group, Round, Rounds, dense_ring_bytes
 from mpicomp.transport import LocalWorld
 from mpicomp.transport.base import Value

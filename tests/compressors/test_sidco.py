@@ -14,7 +14,7 @@ from mpicomp import SIDCo, get_compressor
 from mpicomp.compressors import sidco
 from mpicomp.compressors.context import Context
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies.warmup import choose_warmup
+from mpicomp.policies.schedule import choose_warmup
 
 DISTRIBUTIONS = ["exponential", "gamma", "pareto"]
 

@@ -15,7 +15,7 @@ from mpicomp.errors import (
 )
 from mpicomp.policies import list_policies, policy_class
 from mpicomp.policies.policy import MAX_REPORT_STEPS
-from mpicomp.policies.warmup import with_warmup
+from mpicomp.policies.schedule import with_warmup
 
 POLICIES = [name for name in list_policies() if policy_class(name).__module__.startswith("mpicomp.")]
 

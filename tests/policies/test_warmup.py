@@ -4,13 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from networks import Link
 from worlds import Ranks
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
 from mpicomp.policies import Schedule, list_policies
-from mpicomp.policies.warmup import with_warmup
+from mpicomp.policies.schedule import with_warmup
 from mpicomp.transport import LocalWorld
 
 TOPK = {"id": "topk", "ratio": 0.1}
@@ -67,20 +66,15 @@ def test_the_first_steps_are_dense(size, warmup):
     ("named", "steps"),
     [
         (("topk",), 20),
-        (("onebit",), 20),
-        (("qsgd",), 20),
         (("powersgd",), 20),
         ((mpicomp.DGC(momentum=0.9),), 20),
         ((), 0),
         (("topk", "allgather"), 0),
         (("topk", "auto", "static"), 0),
-        (("topk", "auto", "auto"), 0),
         (("topk", "auto", None, True), 0),
         (("dense",), 0),
-        (({"id": "dense", "wire": "bf16"},), 0),
         (("signsgd",), 0),  # a vote is no mean
-        (("lgc",), 0),  # these begin in ways of their own
-        ((mpicomp.PowerSGD(start_step=3),), 0),
+        (("lgc",), 0),  # it begins in a way of its own
         ((mpicomp.DGC(warmup_steps=3),), 0),
     ],
     ids=str,
@@ -90,16 +84,9 @@ def test_the_default(named, steps):
     assert reducer.state_dict()["settings"]["warmup"] == steps
 
 
-def test_the_default_is_run():
-    ranks = Ranks(2, "topk", warmup=None)
-    dense, _ = run(ranks, 23)
-    assert dense == [True] * 20 + [False] * 3
-
-
 @pytest.mark.parametrize(
     ("compressor", "warmup"),
-    [(entry, 3) for entry in ("topk", "sidco", "dgc", "onebit", mpicomp.PowerSGD(rank=1))]
-    + [(entry, "ramp:4") for entry in ("topk", "sidco", "dgc")],
+    [("topk", 3), ("dgc", 3), ("onebit", 3), (mpicomp.PowerSGD(rank=1), 3), ("topk", "ramp:4"), ("sidco", "ramp:4")],
 )
 def test_nothing_is_lost_in_it_nor_over_its_end(compressor, warmup):
     ranks = Ranks(3, compressor, warmup=warmup)
@@ -141,15 +128,6 @@ def test_every_policy_begins_after_it(policy):
     assert ranks.reducers[0].state_dict()["settings"]["policy"]["id"] == policy
 
 
-def test_a_policy_counts_from_its_end():
-    ranks = Ranks(1, TOPK, policy={"id": "schedule", "begin": 0.5, "end": 0.1, "steps": 2}, warmup=2)
-    requested = []
-    for step in range(6):
-        ranks.reduce(gradients(1, step))
-        requested.append(ranks.reducers[0].last_step.buckets[0].ratio)
-    assert requested == [None, None, 0.5, pytest.approx(0.05**0.5), 0.1, 0.1]
-
-
 def test_the_ramp_of_dgc():
     """Sparsities 75, 93.75, 98.4375 and 99.6 % for an epoch each, then 99.9 %."""
     epoch = 2
@@ -162,13 +140,6 @@ def test_the_ramp_of_dgc():
     np.testing.assert_allclose(requested, published, rtol=0.02)  # theirs are powers of 1/4, rounded at last
 
 
-def test_a_ramp_never_rises():
-    ranks = Ranks(1, mpicomp.TopK(ratio=0.5), warmup="ramp:4")
-    for step in range(6):
-        ranks.reduce(gradients(1, step))
-        assert ranks.reducers[0].last_step.buckets[0].ratio == 0.5
-
-
 @pytest.mark.parametrize("collective", ["allgather", "star-topk", "ring", "hierarchical"])
 def test_named_collective_carries_dense_steps_if_it_can(collective):
     compressor = "randomk" if collective == "ring" else "topk"
@@ -178,24 +149,6 @@ def test_named_collective_carries_dense_steps_if_it_can(collective):
         ranks.reduce(gradients(4, step))
         plans.append(ranks.reducers[0].last_step.buckets[0].collective.partition(":")[0])
     assert plans == [collective if collective in ("ring", "hierarchical") else "allreduce", collective]
-
-
-@pytest.mark.parametrize("compressor", ["topk", "onebit"])
-def test_dense_steps_are_the_fastest_dense_exchange(compressor):
-    def seen(named, **settings):
-        ranks, plans = Ranks(4, named, network=Link(3e-5, 1e8), **settings), []
-        for step in range(40):
-            ranks.reduce(gradients(4, step, numel=50_000), 0.1)
-            bucket = ranks.reducers[0].last_step.buckets[0]
-            plans.append((bucket.compressor["id"], bucket.collective, bucket.predicted_s))
-        return plans
-
-    dense, plans = seen("dense"), seen(compressor, warmup=12)
-    assert [name for name, _, _ in plans[:12]] == ["dense"] * 12
-    assert [row[:2] for row in plans[:12]] == [record[:2] for record in dense[:12]]
-    assert [row[2] for row in plans[:2]] == pytest.approx([record[2] for record in dense[:2]], rel=0.2)
-    assert {name for name, _, _ in plans[12:]} == {compressor}  # which is far faster on this network
-    assert all(predicted > 0 for _, _, predicted in plans)
 
 
 def test_steps_that_are_undone_do_not_count():
@@ -227,20 +180,13 @@ def test_it_resumes_where_it_was(warmup, policy, saved):
     np.testing.assert_array_equal(means, the_same)
 
 
-def test_a_run_that_began_without_it_is_resumed_without_it():
-    before = Ranks(2, TOPK, warmup=0)
+@pytest.mark.parametrize("warmups", [(0, 5), (5, 0)])
+def test_a_run_that_began_or_goes_on_without_it_is_resumed_without_it(warmups):
+    before, resumed = (
+        Ranks(2, TOPK, policy={"id": "schedule", "begin": 0.5, "end": 0.1, "steps": 3}, warmup=warmup)
+        for warmup in warmups
+    )
     run(before, 2)
-    resumed = Ranks(2, TOPK, warmup=5)
-    for reducer, item in zip(resumed.reducers, before.reducers, strict=True):
-        reducer.load_state_dict(item.state_dict())
-    assert run(resumed, 2)[0] == [False, False]
-
-
-def test_a_run_that_began_with_it_is_resumed_without_it():
-    settings = {"policy": {"id": "schedule", "begin": 0.5, "end": 0.1, "steps": 3}}
-    before = Ranks(2, TOPK, warmup=5, **settings)
-    run(before, 2)
-    resumed = Ranks(2, TOPK, warmup=0, **settings)
     for reducer, item in zip(resumed.reducers, before.reducers, strict=True):
         reducer.load_state_dict(item.state_dict())
     assert run(resumed, 2)[0] == [False, False]
@@ -250,8 +196,15 @@ def test_a_run_that_began_with_it_is_resumed_without_it():
 def test_arrays_that_come_later_are_treated_like_the_others(saved, expected):
     ranks = Ranks(2, TOPK, warmup=3)
     run(ranks, saved)
-    dense, _ = run(ranks, 3, saved, names=("w", "v"))
-    assert dense == expected
+    assert run(ranks, 3, saved, names=("w", "v"))[0] == expected
+
+
+def test_one_policy_object_serves_one_reducer():
+    policy = Schedule()
+    reducer = mpicomp.Reducer("topk", policy=with_warmup(policy, 3), comm=LocalWorld(1).transports[0])
+    assert reducer.policy is policy
+    with pytest.raises(ConfigurationError, match="serves another reducer"):
+        mpicomp.Reducer("topk", policy=policy, comm=LocalWorld(1).transports[0])
 
 
 def test_ranks_that_differ_in_it_are_one_error():
@@ -280,7 +233,7 @@ def test_over_mpi(comm):
     reducer.close()
 
 
-@pytest.mark.parametrize("warmup", [-1, 1.5, True, "ramp", "ramp:0", "ramp:-2", "ramp:1.5", "dense", [3]])
+@pytest.mark.parametrize("warmup", [-1, 1.5, True, "ramp:0", "dense", [3]])
 def test_what_is_no_warm_up_is_refused(warmup):
     with pytest.raises(ConfigurationError, match=r"warmup: must be a number of dense steps .* 'ramp:N' .* got "):
         mpicomp.Reducer("topk", comm=LocalWorld(1).transports[0], policy={"warmup": warmup})
@@ -299,17 +252,3 @@ def test_what_is_no_warm_up_is_refused(warmup):
 def test_what_it_does_not_fit_is_refused(compressor, warmup, text):
     with pytest.raises(ConfigurationError, match=text):
         mpicomp.Reducer(compressor, comm=LocalWorld(1).transports[0], policy={"warmup": warmup})
-
-
-def test_one_policy_object_serves_one_reducer():
-    policy = Schedule()
-    reducer = mpicomp.Reducer("topk", policy=with_warmup(policy, 3), comm=LocalWorld(1).transports[0])
-    assert reducer.policy is policy
-    with pytest.raises(ConfigurationError, match="serves another reducer"):
-        mpicomp.Reducer("topk", policy=with_warmup(policy, 3), comm=LocalWorld(1).transports[0])
-
-
-def test_one_array_has_no_warm_up():
-    array = np.array([3, -5, 1, 0], np.float32)
-    mean = mpicomp.allreduce(array, mpicomp.TopK(ratio=0.25), LocalWorld(1).transports[0])
-    assert mean.tolist() == [0, -5, 0, 0]
