@@ -8,7 +8,7 @@ from mpicomp.bench.measure.exchanges import Plan
 from mpicomp.bench.measure.mean_check import Check
 from mpicomp.bench.measure.timed_plan import OSU_HEADER, osu_blocks
 
-from mpicomp import Dense, SIDCo, TopK
+from mpicomp import Dense, TopK
 from mpicomp.collectives import variants
 from mpicomp.transport import LocalWorld
 
@@ -126,12 +126,6 @@ def test_three_times_slower_than_the_best_is_hardly_timed(scripted):
     assert rows["allreduce"]["speedup"] == pytest.approx(0.005)
 
 
-def test_accident_does_not_make_a_plan_slow(scripted):
-    rows = scripted({"ring": [0.1, 0.01], "allreduce": [0.1, 0.5, 0.01]})
-    assert rows["allreduce"]["stopped"] == "interval"
-    assert rows["allreduce"]["median_s"] == 0.01
-
-
 def test_hopeless_plan_is_not_run(scripted):
     dense = {"ring": [0.1, 0.01], "allreduce": [0.1, 0.01], "parameter-server": [90.0]}
     expected = {"ring": 2.0, "allreduce": 1.0, "parameter-server": 21.0, "allgather": 0.9}
@@ -141,14 +135,6 @@ def test_hopeless_plan_is_not_run(scripted):
     assert rows["parameter-server"]["samples"] == 0
     assert list(rows) == ["allreduce", "ring", "parameter-server", "MPI_Allreduce", "allgather"]
     assert "dense parameter-server" not in Scripted.ran_in_order
-
-
-def test_best_dense_plan_is_run_however_slow(scripted):
-    expected = {"ring": 50.0, "allreduce": 60.0, "allgather": 0.1}
-    rows = scripted({"ring": [40.0], "allreduce": [40.0]}, topk={"allgather": [0.1]}, expected=expected)
-    assert rows["ring"]["median_s"] == 40
-    assert rows["allreduce"]["median_s"] is None
-    assert rows["allgather"]["speedup"] == pytest.approx(400)
 
 
 def test_auto_takes_turns_with_the_best_plans(scripted):
@@ -188,20 +174,6 @@ def test_auto_is_compared_with_what_it_may_choose(scripted):
     assert (rows["auto"]["best"], rows["auto"]["regret"]) == ("topk allgather", 0.0)
 
 
-def test_dense_plan_far_behind_takes_no_turns(scripted):
-    rows = scripted({"ring": [0.1, 0.04]}, topk={"allgather": [0.1, 0.01]}, auto=[0.01])
-    assert rows["auto"]["best_dense_s"] == 0.04
-    assert rows["auto"]["mpi_s"] is None
-    assert set(Scripted.ran_in_order[-60:]) == {"topk auto", "topk allgather"}
-
-
-def test_regret_is_of_pairs(scripted):
-    wave = [0.01, 0.02] * 400
-    rows = scripted({"ring": [0.5]}, topk={"allgather": wave}, auto=[1.1 * seconds for seconds in wave], limit_s=2)
-    assert rows["auto"]["regret_low"] == pytest.approx(0.1)
-    assert rows["auto"]["regret_high"] == pytest.approx(0.1)
-
-
 def test_names_that_do_not_fit_are_left_out():
     assert plans_of(TOPK, ["allreduce", "allgather"], flat=True) == [Plan(TOPK, "allgather")]
     assert [plan.collective for plan in plans_of(TOPK, None, flat=False)] == variants(TOPK)
@@ -211,17 +183,6 @@ def test_names_that_do_not_fit_are_left_out():
 @pytest.fixture(scope="module")
 def rows():
     return run(Settings([50, 3000], [TOPK, TopK(ratio=0.01)], ["allgather", "star-topk"], True, 0.05))
-
-
-@pytest.mark.slow
-def test_everything_has_its_row(rows):
-    dense = [name for name in variants(Dense()) if "hierarchical" not in name]
-    for numel in (50, 3000):
-        of_length = [row for row in rows if row["numel"] == numel]
-        assert [row["collective"] for row in of_length if row["compressor"] == "dense"] == dense
-        for ratio in (0.1, 0.01):
-            names = [row["collective"] for row in of_length if row["ratio"] == ratio]
-            assert names == ["allgather", "star-topk", "auto"]
 
 
 def test_speed_ups_are_over_the_best_dense_plan():
@@ -247,21 +208,6 @@ def test_steady_residual_is_small(rows):
 
 
 @pytest.mark.slow
-def test_rows_are_handed_over_cell_by_cell():
-    seen = []
-    found = measure(
-        Settings([10, 20], [TOPK], ["allgather"], False, 0.01),
-        LocalWorld(1).transports[0],
-        None,
-        silent,
-        lambda rows: seen.append([(row["numel"], row["compressor"]) for row in rows]),
-    )
-    assert [len(rows) for rows in seen] == sorted(len(rows) for rows in seen)
-    assert len(seen) == 4
-    assert seen[-1] == [(row["numel"], row["compressor"]) for row in found]
-
-
-@pytest.mark.slow
 def test_text_that_reads_like_osu(rows):
     text = osu_blocks(rows, "1 rank on 1 host")
     assert OSU_HEADER == "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
@@ -278,21 +224,6 @@ def test_text_that_reads_like_osu(rows):
             mean, low, high = map(float, cell[1:4])
             assert low <= mean <= high
             assert int(cell[4]) >= 1
-
-
-@pytest.mark.slow
-def test_configurations_of_one_compressor_differ():
-    compressors = [TopK(ratio=0.1), TopK(ratio=0.2), TopK(ratio=0.1, wire="bf16"), SIDCo(ratio=0.1)]
-    found = run(Settings([50], compressors, ["allgather"], False, 0.01))
-    rows = [row for row in found if row["compressor"] not in ("dense", "none")]
-    assert [row["settings"] for row in rows] == ["wire=None", "wire=None", "wire=bf16", None]
-    headings = [line for line in osu_blocks(rows, "1 rank on 1 host").splitlines() if line.startswith("# mpicomp ")]
-    assert headings == [
-        "# mpicomp topk at ratio 0.1 (wire=None), allgather: float32, 1 rank on 1 host",
-        "# mpicomp topk at ratio 0.2 (wire=None), allgather: float32, 1 rank on 1 host",
-        "# mpicomp topk at ratio 0.1 (wire=bf16), allgather: float32, 1 rank on 1 host",
-        "# mpicomp sidco at ratio 0.1, allgather: float32, 1 rank on 1 host",
-    ]
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)

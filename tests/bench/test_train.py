@@ -152,20 +152,6 @@ def test_policy_with_a_compressor_runs_it_or_dense(mpiexec, tmp_path, policy):
 
 
 @pytest.mark.slow
-def test_progress_shows_what_each_step_ran(mpiexec, tmp_path):
-    arguments = ["--task", "digits", "--steps", "20", "--compressor", "topk", "--ratio", "0.05"]
-    done, _, lines = train(mpiexec, tmp_path, 2, *arguments, "--collective", "allgather")
-    shown = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert len(shown) >= 10
-    for text in shown:
-        step = int(text.split()[1].split("/")[0]) - 1
-        assert text.endswith(f"ratio 0.05  allgather  gain {lines[step]['buckets'][0]['gain']:.2f}")
-    table = done.stdout[done.stdout.index("what was run") :].splitlines()
-    assert table[1].split("  ")[1].strip() == "TopK(ratio=0.05)"
-    assert table[1].endswith("100.0 %")
-
-
-@pytest.mark.slow
 def test_evaluate_every_leaves_losses_as_they_are(mpiexec, tmp_path):
     arguments = ["--task", "digits", "--steps", "20", "--compressor", "topk", "--collective", "allgather"]
     done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--evaluate-every", "5")

@@ -7,7 +7,6 @@ pytest.importorskip("sklearn")
 
 import numpy as np
 import torch
-from marks import slow
 from mpicomp.bench.peers import INTERFACE, process_group
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
@@ -285,28 +284,3 @@ def test_process_group_with_a_named_interface(interface, monkeypatch):
         process_group(LocalWorld(1).transports[0]),
     ):
         pass
-
-
-SCRIPT = """
-import numpy as np
-import torch
-from mpicomp.bench.measure.timings import gather
-from mpicomp.bench.peers import process_group
-from mpicomp.transport.mpi import MPITransport
-from torch import distributed
-
-transport = MPITransport()
-with process_group(transport):
-    if transport.group.rank == 1:
-        pending = distributed.all_reduce(torch.ones(4), async_op=True)
-        raise RuntimeError("only this rank fails")
-    gather(np.zeros(1), transport)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [slow(2), 3])
-def test_failed_rank_waits_for_no_exchange(mpiexec, ranks):
-    done = mpiexec(ranks, "-c", SCRIPT, timeout=120)
-    assert done.returncode != 0
-    assert "RuntimeError: only this rank fails" in done.stderr

@@ -9,7 +9,6 @@ from marks import slow
 
 from mpicomp.cli import main
 from mpicomp.reducer import special_reducers
-from mpicomp.system import gpus
 
 KERNELS = ["bench", "kernels", "--numel", "3000", "--ratio", "0.1", "--repeats", "2"]
 COLLECTIVES = ["bench", "collectives", "--numel", "3000", "--ratio", "0.1", "--limit", "0.05"]
@@ -113,32 +112,10 @@ def test_missing_cupy_is_reported(mpiexec):
     assert "; pip install 'mpicomp[cuda12]'" in line
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(bool(gpus.installed()), reason="there is a GPU")
-@pytest.mark.parametrize("words", [slow(TRAINING), ["train", "--task", "digits", "--steps", "1"]], ids=str)
-def test_missing_gpu_is_reported_by_one_rank(words, mpiexec):
-    pytest.importorskip("torch")
-    pytest.importorskip("sklearn")
-    done = mpiexec(2, "-m", "mpicomp", *words, "--device", "gpu", timeout=100)
-    assert (done.returncode, done.stdout) == (2, "")
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("mpicomp: ")]
-    command = "train" if words[0] == "train" else "bench training"
-    assert line.startswith(f"mpicomp: {command}: --device gpu: gpu: a process that works on a GPU needs one")
-    assert line.endswith("; or use --device cpu")
-
-
 @pytest.mark.parametrize("arguments", [["bench"], ["bench", "kernel"], ["bench", "kernels", "--numel", "many"]])
 def test_unknown_words_show_the_usage(arguments, capsys):
     assert main(arguments) == 2
     assert "usage: mpicomp bench" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_kernels_are_measured_by_one_rank(mpiexec, tmp_path):
-    done = mpiexec(3, "-m", "mpicomp", *KERNELS, "--compressor", "topk", "--json", tmp_path / "out.json", timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("topk.compress") == 1
-    assert (tmp_path / "out.json").exists()
 
 
 @pytest.mark.slow
@@ -224,41 +201,3 @@ def test_cost_model_is_written_and_read(mpiexec, tmp_path):
     done = mpiexec(2, "-m", "mpicomp", *words, timeout=60)
     assert done.returncode == 0, done.stderr
     assert all(row["first_predicted_s"] > 0 for row in json.loads(rows_path.read_text())["rows"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [slow(1), 2])
-def test_trainings_take_turns_and_print_once(mpiexec, tmp_path, ranks):
-    pytest.importorskip("torch")
-    pytest.importorskip("sklearn")
-    path = tmp_path / "out.json"
-    words = [*TRAINING, "--exchange", "none,dense,topk:allgather,ddp", "--ratio", "0.05", "--json", path]
-    done = mpiexec(ranks, "-m", "mpicomp", *words, timeout=100)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["exchange"] for row in rows] == ["none", "dense", "topk:allgather", "ddp"]
-    assert {(row["task"], row["ranks"], row["steps"], row["warm_up"]) for row in rows} == {("digits", ranks, 6, 1)}
-    assert [row["replicas_equal"] for row in rows] == [ranks == 1, True, True, True]
-    assert all(row["of_none_low"] <= row["of_none"] <= row["of_none_high"] for row in rows)
-    assert rows[2]["ran"] == "topk allgather"
-    lines = [line.split() for line in done.stdout.splitlines()]
-    header = next(place for place, line in enumerate(lines) if line[:1] == ["exchange"])
-    assert lines[header][:3] == ["exchange", "ran", "median_s"]
-    assert [line[0] for line in lines[header + 1 : header + 5]] == [row["exchange"] for row in rows]
-    assert done.stdout.count("# round 6 of 6: none ") == 1
-
-
-@pytest.mark.slow
-def test_ranks_beyond_the_data_are_reported_once(mpiexec):
-    pytest.importorskip("torch")
-    pytest.importorskip("sklearn")
-    code = """if True:
-        import sys
-        from mpicomp.bench.tasks.digits import Digits
-        Digits.batch_size = 1000
-        from mpicomp.cli import main
-        sys.exit(main(sys.argv[1:]))"""
-    done = mpiexec(2, "-c", code, *TRAINING, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.count("1348 training samples are too few for 2 ranks") == 1
-    assert "Traceback" not in done.stderr

@@ -104,20 +104,6 @@ def test_wrong_option_is_refused(capsys):
     assert "--jsn" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [slow(("docter",)), ("doctor", "--jsn"), slow(())], ids=str)
-def test_wrong_words_are_printed_by_one_rank(mpiexec, arguments):
-    ended = mpiexec(3, "-m", "mpicomp", *arguments)
-    assert ended.returncode == 2
-    assert ended.stderr.count("mpicomp: ") == 1
-    assert ended.stdout == ""
-
-
-def test_help_is_printed_by_one_rank(mpiexec):
-    ended = mpiexec(3, "-m", "mpicomp", "doctor", "--help")
-    assert ended.returncode == 0
-    assert ended.stdout.count("usage: mpicomp doctor") == 1
-
-
 def test_mpicomp_error_is_one_line(fake):
     ended = fake(1, "raise MpicompError('topk: ratio must be in (0, 1], got 0.0')")
     assert ended.returncode == 2

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 
@@ -46,20 +45,6 @@ def examine(clean_environ):
         return ended.returncode, json.loads(ended.stdout)
 
     return run
-
-
-def test_missing_library_is_a_problem(environment, examine):
-    python = environment()
-    found = subprocess.run([python, "-c", "import mpi4py.MPI"], capture_output=True, text=True, check=False)
-    if found.returncode == 0:
-        pytest.skip("mpi4py finds an MPI library of the system")
-    status, report = examine(python)
-    assert status == 1
-    [problem] = report["problems"]
-    assert problem["what"].startswith("mpi4py finds no MPI library: ")
-    assert problem["fix"].startswith("pip install 'mpicomp[mpich]'")
-    assert report["mpi"] is None
-    assert report["packages"]["mpi4py"] is not None
 
 
 @pytest.mark.slow
@@ -124,82 +109,3 @@ def test_unresolved_node_name_is_noted(mpiexec, tmp_path):
     [note] = [note for note in report["notes"] if "resolve" in note["what"]]
     assert note["what"].startswith("the node name no-such-node does not resolve on no-such-node")
     assert "getent hosts no-such-node" in note["fix"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, to bind ranks to")
-def test_overlapping_bindings_are_noted(mpiexec, tmp_path):
-    one, other = sorted(os.sched_getaffinity(0))[:2]
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, sys\n"
-        "rank = int(os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
-        f"os.sched_setaffinity(0, [{one}] if rank else [{one}, {other}])\n"
-        "from mpicomp.cli import main\n"
-        "sys.exit(main(['doctor', '--json']))\n"
-    )
-    ended = mpiexec(2, program, timeout=60)
-    report = json.loads(ended.stdout)
-    assert [len(rank["cpus"].replace("-", ",").split(",")) for rank in report["binding"]] == [2, 1]
-    [note] = [note for note in report["notes"] if "overlap" in note["what"]]
-    assert note["what"].startswith("ranks 0 and 1 on ")
-    assert "bind" in note["fix"]
-
-
-GPUS = """\
-GPU 0: NVIDIA H200 (UUID: GPU-aa11)
-GPU 1: NVIDIA H200 (UUID: GPU-bb22)
-"""
-
-
-@pytest.fixture
-def with_gpus(mpiexec, tmp_path):
-    """Run the doctor on two ranks where nvidia-smi lists two GPUs, for there may be none."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{GPUS}END\n")
-    program.chmod(0o755)
-
-    def run(**variables):
-        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-        # Nobody can try whether MPI takes memory of GPUs that are not there.
-        variables |= {"PATH": path, "MPICOMP_CUDA_AWARE": "0"}
-        ended = mpiexec(2, "-m", "mpicomp", "doctor", "--json", timeout=100, env=variables)
-        assert ended.returncode == 0, ended.stderr
-        return json.loads(ended.stdout)
-
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mask", "gpus", "what", "fix"),
-    [
-        (None, ["0: NVIDIA H200", "1: NVIDIA H200"], None, None),
-        (
-            "1",
-            ["1: NVIDIA H200"] * 2,
-            "2 ranks share 1 GPUs .*ranks 0-1 all have CUDA_VISIBLE_DEVICES=1$",
-            "unset CUDA_",
-        ),
-        ("7", ["none"] * 2, "^rank 0 on .*CUDA_VISIBLE_DEVICES=7 names '7'", "unset it, or set it to what is there"),
-    ],
-)
-def test_mask_of_gpus_that_does_not_fit_is_noted(with_gpus, mask, gpus, what, fix):
-    report = with_gpus(**{} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})
-    assert report["gpus"] == gpus
-    notes = [note for note in report["notes"] if "GPU" in note["what"]]
-    assert len(notes) == (what is not None)
-    for note in notes:
-        assert re.search(what, note["what"])
-        assert note["fix"].startswith(fix)
-
-
-def test_mask_without_any_gpu_is_noted(mpiexec):
-    if shutil.which("nvidia-smi"):
-        pytest.skip("there is nvidia-smi here")
-    ended = mpiexec(1, "-m", "mpicomp", "doctor", "--json", timeout=60, env={"CUDA_VISIBLE_DEVICES": "0"})
-    assert ended.returncode == 0
-    [note] = json.loads(ended.stdout)["notes"]
-    assert note["what"].startswith("rank 0 on ")
-    assert "nvidia-smi lists none" in note["what"]
-    assert "--gres=gpu:1" in note["fix"]

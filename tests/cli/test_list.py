@@ -52,18 +52,6 @@ def test_json_has_all_collectives_and_policies(written):
         assert entry["paper"]
 
 
-def test_text_has_a_part_for_each_compressor(written, capsys):
-    assert main(["list"]) == 0
-    printed = capsys.readouterr().out
-    for entry in written["compressors"]:
-        part = printed.split(f"\n  {entry['name']} (")[1].split("\n  ")[0:5]
-        assert entry["bias"] in part[1]
-        assert f"family {entry['family']}" in part[1]
-        assert f"{entry['wire_bytes_per_element']:g}" in part[2]
-        assert part[3].strip() == f"collectives: {', '.join(entry['collectives'])}"
-        assert entry["paper"] in part[4]
-
-
 def test_text_has_the_configuration_of_the_paper(written, capsys):
     published = [
         entry["name"] for part in ("compressors", "policies") for entry in written[part] if entry.get("as_published")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from device import fake_cuda
 from device.steps_on_a_device import gradients_of, host, on_host
-from exchanges import LAYOUTS, OPERATIONS, at_once, in_the_background, of
+from exchanges import LAYOUTS, at_once, in_the_background, of
 
 import mpicomp
 from mpicomp.gpu import routes as gpu_routes
@@ -91,20 +91,6 @@ def landed(gpu, recv, there):
 def directly(exchange):
     gpu = CudaDevice(0)
     return gpu_routes.run_on_device(gpu, on_the_device(gpu, exchange), "direct")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_operation(operation, transports, comm):
-    dtypes = [np.uint8, np.int64, np.float32]
-    for layout, transport in transports:
-        transport.run(directly(at_once(layout, comm.rank, [operation], dtypes=dtypes)))
-
-
-@pytest.mark.slow
-def test_rounds_pending_while_others_run(transports, comm):
-    for layout, transport in transports:
-        assert transport.run(directly(in_the_background(layout, comm.rank))) > 0
 
 
 @pytest.mark.slow
@@ -206,12 +192,6 @@ def compare(cupy, comm, compressor, collective, monkeypatch):
     np.testing.assert_equal(reduced(comm, compressor, collective, cupy.asarray), expected)
     assert direct or comm.size == 1
     assert not staged
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
-def test_reducers_have_the_bits_of_the_host(compressor, collective, cupy, comm, monkeypatch):
-    compare(cupy, comm, compressor, collective, monkeypatch)
 
 
 FEW = ("ring", "allgather", "oktopk", "two-phase")

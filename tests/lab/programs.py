@@ -91,23 +91,6 @@ def rates(comm, size, seconds):
         rows.append((start - begin, time.perf_counter() - start))
 
 
-def allreduce(comm, size):
-    """Seconds of each Allreduce on the slowest rank."""
-    import numpy as np
-    from mpi4py import MPI
-
-    data = np.ones(int(size) // 4, np.float32)
-    result = np.empty_like(data)
-    rows = []
-    for _ in range(5):
-        comm.Barrier()
-        begin = time.perf_counter()
-        comm.Allreduce(data, result)
-        rows.append(comm.allreduce(time.perf_counter() - begin, MPI.MAX))
-    assert (result == comm.size).all()
-    return rows
-
-
 def die(comm):
     comm.Barrier()
     if comm.rank == comm.size - 1:

@@ -71,9 +71,3 @@ def test_in_a_container_without_privileges_one_line_says_how_to_start_it(user_na
         "permitted); run it with sudo; in a container, start that with --privileged, or with --security-opt for each "
         "of seccomp=unconfined, apparmor=unconfined and systempaths=unconfined\n"
     )
-
-
-def test_help_needs_nothing():
-    done = call("--help")
-    assert done.returncode == 0
-    assert "--schedule" in done.stdout

@@ -95,10 +95,6 @@ def test_comments_blank_lines_and_lists():
     )
 
 
-def test_schedule_may_take_a_link_down():
-    assert parse_schedule("1 0,1gbit 1ms", hosts=2) == (Change(1.0, (Link(0, 10**6), Link(10**9, 10**6))),)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -128,16 +124,6 @@ def test_file_without_text_is_refused(tmp_path):
 
 
 SETTINGS = make_settings(2, 2, "1gbit", "0us", ["program", "an argument"])
-
-
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_command_line_ends_with_the_command(mpi, monkeypatch):
-    monkeypatch.setattr(os, "nice", lambda increment: 0)
-    line = launch.command_line(mpi, Path("/bin/mpiexec"), "/agent", SETTINGS, 0)
-    assert line[0] == "/bin/mpiexec"
-    assert line[-2:] == ["program", "an argument"]
-    assert "4" in line
-    assert "/agent" in line
 
 
 @pytest.mark.parametrize("nice", [3, 13])

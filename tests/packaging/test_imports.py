@@ -30,11 +30,6 @@ def test_import_loads_nothing_heavy_or_slow(module, names):
     assert python(f"import sys, {module}; print([name for name in {names} if name in sys.modules])") == "[]"
 
 
-def test_reducer_loads_nothing_slow():
-    code = f"import sys, mpicomp.reducer; print([name for name in {SLOW[4:]} if name in sys.modules])"
-    assert python(code) == "[]"
-
-
 def test_names_of_the_package_load_no_mpi():
     code = f"""if True:
         import sys, mpicomp

@@ -138,11 +138,6 @@ def test_plugin_path_with_the_separator_is_refused(plugin, python):
     assert "separates plugins in MPICOMP_PLUGINS and cannot be in a path" in last_line(done)
 
 
-def test_plugin_may_look_up_names(plugin, python):
-    above = "from mpicomp.policies import get_policy\nmpicomp.get_compressor('topk'), get_policy('auto')"
-    assert python(MADE, [plugin(above=above)]).stdout.startswith("read mine\nMine")
-
-
 def test_registered_names_differ_from_built_in_ones(plugin, python):
     path = plugin()
     code = "from mpicomp.compressors import COMPRESSORS; print(COMPRESSORS.plugin('mine'), COMPRESSORS.plugin('topk'))"

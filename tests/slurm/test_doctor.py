@@ -63,21 +63,3 @@ def test_job_of_several_nodes_is_reported(slurm, mpich):
     assert report["clocks"]["error_s"] > 0
     assert not any("wall clocks" in note["what"] for note in report["notes"])  # the nodes are one machine
     assert report["launcher"] == {"name": "slurm", "size": 2}
-
-
-def test_threads_beyond_the_task_are_noted(slurm, mpich):
-    command = ("srun", "-N1", "-n1", "--cpus-per-task=1", "--mpi=pmi2", *DOCTOR)
-    done = slurm.run(*command, OMP_NUM_THREADS="64")
-    assert done.returncode == 0, done.stderr
-    [note] = [note for note in report_of(done)["notes"] if "SLURM_CPUS_PER_TASK" in note["what"]]
-    assert note["what"].endswith("computes with 64 threads (OMP_NUM_THREADS=64)")
-    assert note["fix"] == "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK"
-
-
-def test_batch_script_is_one_rank(slurm, mpich, tmp_path):
-    wrapped = f"--wrap={shlex.join(DOCTOR)}"
-    done = slurm.run("sbatch", "--wait", "-N2", "-n2", f"--output={tmp_path / 'out'}", wrapped, cwd=tmp_path)
-    assert done.returncode == 0, (tmp_path / "out").read_text()
-    report = json.loads((tmp_path / "out").read_text())
-    assert report["launcher"] is None
-    assert report["ranks"] == 1

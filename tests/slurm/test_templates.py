@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from slurm.jobs import TEMPLATES
@@ -40,11 +39,6 @@ def test_outside_slurm_it_says_in_one_line_what_to_do(template, clean_environ, t
     assert done.stdout == ""
     assert done.stderr == f"{template}: this is a batch script for Slurm; submit it: sbatch {template}\n"
     assert os.listdir(tmp_path) == []
-
-
-@every_template
-def test_template_is_submitted_by_a_test(template):
-    assert Path(__file__).with_name(f"test_{template.stem}.py").exists()
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck (Debian: apt-get install shellcheck)")

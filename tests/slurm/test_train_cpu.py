@@ -30,13 +30,6 @@ def test_template_trains_on_four_nodes(slurm, mpich, tmp_path):
     assert len((tmp_path / f"train_cpu-{job.number}.jsonl").read_text().splitlines()) == 20
 
 
-@pytest.mark.slow
-def test_srun_with_pmi2_starts_one_job(slurm, mpich):
-    done = slurm.run("srun", "-N4", "-n4", "--mpi=pmi2", BIN / "mpicomp", "doctor", "--json", timeout=280)
-    assert done.returncode == 0, done.stderr + slurm.logs()
-    assert json.loads(done.stdout)["ranks"] == 4
-
-
 def test_ranks_get_the_threads_of_their_task(slurm, stand_in, tmp_path):
     job = submit(slurm, tmp_path, "train_cpu.sbatch", VENV=stand_in, LAUNCH="none")
     assert job.states == ["COMPLETED"], job.printed

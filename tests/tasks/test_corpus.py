@@ -13,11 +13,6 @@ def library():
     return corpus.standard_library("text-lstm")
 
 
-def test_standard_library_is_large_and_always_the_same(library):
-    assert sum(len(text.encode()) for text in library) >= 5_000_000
-    assert library == corpus.standard_library("text-lstm")
-
-
 def test_nothing_is_held_out_and_trained_on(library):
     train, test = corpus.split(library)
     assert set(train) | set(test) == set(library)
@@ -106,10 +101,6 @@ def test_nothing_of_a_text_is_lost(size):
     tokens = vocabulary.encode(TEXTS)
     assert decode(vocabulary, tokens) == "".join(TEXTS)
     assert tokens.max() < len(vocabulary) <= size
-
-
-def test_documents_in_another_order_give_the_same_vocabulary():
-    assert Vocabulary(TEXTS, 270)._token == Vocabulary(TEXTS[::-1], 270)._token
 
 
 def test_empty_text_is_refused():

@@ -7,9 +7,8 @@ import torch
 from mpicomp.bench import train as measured_training
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.progress import Progress
-from mpicomp.bench.tasks.gpt import GPT, TextGPT
+from mpicomp.bench.tasks.gpt import GPT
 from mpicomp.bench.tasks.updating import Updater, warm_up_and_cosine
-from mpicomp.bench.training import Exchange, Settings, train_in_turn, trainers
 from tiny_gpt import Tiny
 
 import mpicomp
@@ -33,16 +32,6 @@ def train(task, model, optimizer, updater, steps):
         updater()
         losses.append(loss.item())
     return losses
-
-
-def test_size_of_the_model():
-    task, width, layers = TextGPT, TextGPT.width, TextGPT.layers
-    model = GPT(task.vocabulary, task.length, width, layers)
-    numels = [parameter.numel() for parameter in model.parameters()]
-    # Twelve matrices' worth of width x width and two norms a layer; the embeddings and the last norm.
-    assert sum(numels) == layers * (12 * width**2 + 2 * width) + (task.vocabulary + task.length + 1) * width
-    assert 2.8e6 < sum(numels) < 3.3e6
-    assert task.vocabulary * width < 0.15 * sum(numels)
 
 
 def test_initial_weights(tiny):
@@ -93,17 +82,6 @@ def test_logits_are_those_of_plain_arithmetic():
     np.testing.assert_allclose(model(tokens).detach().numpy(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_later_token_changes_no_earlier_logits(tiny):
-    model = tiny.model()
-    tokens = tiny.batch(0, 0, 1)[:, :-1]
-    changed = tokens.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % tiny.tokens
-    with torch.no_grad():
-        before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :9], after[:, :9])
-    assert (before[:, 9:] != after[:, 9:]).any(dim=-1).all()
-
-
 def test_matrices_decay_and_scales_do_not(tiny):
     model = tiny.model()
     matrices, scales = tiny.optimizer(model).param_groups
@@ -150,56 +128,6 @@ def test_rate_of_the_command_follows_its_steps(tiny, tmp_path):
     assert rates == pytest.approx(expected)
 
 
-@pytest.mark.usefixtures("threads")
-def test_exchanges_have_the_same_rates(tiny):
-    exchanges = [Exchange("none"), Exchange("dense", mpicomp.Dense())]
-    settings, transport = Settings(steps=2, blocks=2, warm_up=2), LocalWorld(1).transports[0]
-    with trainers(exchanges, tiny, settings, transport) as made:
-        trained = train_in_turn(made, tiny, settings, transport, lambda _: None)
-    model = tiny.model()
-    optimizer = tiny.optimizer(model)
-    train(tiny, model, optimizer, Updater(tiny, optimizer, 6).update, range(6))
-    assert [training.quality for training in trained] == [tiny.evaluate(model)] * 2
-
-
-def test_resumed_training_has_the_same_bits(tiny, tmp_path):
-    """As a script does it, with mpicomp's optimizer and checkpoint."""
-    transport = LocalWorld(1).transports[0]
-
-    def start():
-        model = tiny.model()
-        optimizer = mpicomp.torch.DistributedOptimizer(
-            tiny.optimizer(model), model.named_parameters(), "dense", comm=transport
-        )
-        return model, optimizer, tiny.schedule(optimizer, 12)
-
-    def go_on(model, optimizer, schedule, steps):
-        def update():
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), tiny.clip)
-            optimizer.step()
-            schedule.step()
-
-        return train(tiny, model, optimizer, update, steps)
-
-    straight = start()
-    losses = go_on(*straight, range(12))
-    stopped = start()
-    assert go_on(*stopped, range(5)) == losses[:5]
-    names = ("model", "optimizer", "schedule")
-    state = {name: part.state_dict() for name, part in zip(names, stopped, strict=True)}
-    mpicomp.save_checkpoint(tmp_path, state, transport)
-    resumed = start()
-    saved = mpicomp.load_checkpoint(tmp_path, transport)
-    for name, part in zip(names, resumed, strict=True):
-        part.load_state_dict(saved[name])
-    assert go_on(*resumed, range(5, 12)) == losses[5:]
-    assert all(map(torch.equal, resumed[0].parameters(), straight[0].parameters()))
-    assert resumed[2].get_last_lr() == straight[2].get_last_lr()
-    for _, optimizer, _ in (straight, stopped, resumed):
-        optimizer.close()
-
-
 @pytest.mark.parametrize("steps", [1, 2, 7, 10, 60, 300])
 def test_rates_are_those_of_the_formula(steps):
     rising = max(1, round(steps / 10))
@@ -210,7 +138,3 @@ def test_rates_are_those_of_the_formula(steps):
     assert rates == pytest.approx(expected, abs=1e-12)
     assert max(rates) == 1
     assert rates[-1] == pytest.approx(1 if steps == 1 else 0.1)
-
-
-def test_rate_after_the_last_step_is_its_rate():
-    assert warm_up_and_cosine(500, 300) == warm_up_and_cosine(299, 300)

@@ -18,11 +18,6 @@ def test_negative_seed():
         get_task("digits", seed=-1)
 
 
-def test_tasks_keep_the_protocol():
-    task = get_task("digits")
-    assert task.schedule(task.optimizer(task.model()), 10) is None
-
-
 @pytest.mark.parametrize("module", ["mpicomp.bench", "mpicomp.bench.tasks"])
 def test_import_is_light(module):
     heavy = "{'torch', 'sklearn', 'mpi4py.MPI', 'cupy'} & set(sys.modules)"

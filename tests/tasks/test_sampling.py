@@ -18,20 +18,6 @@ def test_epoch_has_each_sample_at_most_once(ranks):
         assert seen.max() < 100
 
 
-def test_order_follows_seed_and_epoch():
-    first = Sampler("t", samples=100, batch=100, seed=0)
-    assert (first.indices(0, 0, 1) == Sampler("t", 100, 100, seed=0).indices(0, 0, 1)).all()
-    assert (first.indices(0, 0, 1) != first.indices(1, 0, 1)).any()
-    assert (first.indices(0, 0, 1) != Sampler("t", 100, 100, seed=1).indices(0, 0, 1)).any()
-
-
-def test_asking_again_gives_the_same():
-    sampler = Sampler("t", samples=20, batch=5, seed=0)
-    early = sampler.indices(0, 0, 2).copy()
-    sampler.indices(7, 1, 2)
-    assert (sampler.indices(0, 0, 2) == early).all()
-
-
 def test_ranks_beyond_the_samples_are_refused():
     with pytest.raises(ValueError, match=r"t: 20 training samples are too few for 5 ranks .* at most 4 ranks"):
         Sampler("t", samples=20, batch=5, seed=0).indices(0, 0, 5)

@@ -11,11 +11,6 @@ def task():
     return get_task("text-lstm", seed=1)
 
 
-def test_ranks_see_text_of_their_own(task):
-    seen = [task._sampler.indices(step, rank, 4) for step in range(task.steps) for rank in range(4)]
-    assert len(np.unique(np.concatenate(seen))) == task.steps * 4 * task.batch_size
-
-
 def test_samples_share_no_target(task):
     # The last target of a sample is the first input of the next one, and only there.
     assert (task._train[0][-1], task._train[1][-1]) == (task._train[1][0], task._train[2][0])

@@ -168,12 +168,6 @@ def test_trace_without_steps_is_a_trace(tmp_path):
     assert check(json.loads((tmp_path / "trace.json").read_text()))["X"] == []
 
 
-def test_trace_without_a_folder_is_in_the_current_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    mpicomp.trace("trace.json", comm=alone()).finish()
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
-
-
 def test_full_disk_ends_the_trace_only(tmp_path):
     reducer = mpicomp.Reducer("topk", "allgather", comm=alone())
     tracer = mpicomp.trace(tmp_path / "trace.json", comm=alone())

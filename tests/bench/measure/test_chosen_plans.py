@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from mpicomp.bench.measure.chosen_plans import Choices, chosen_table, in_short, kept_share, leading
+from mpicomp.bench.measure.chosen_plans import Choices, in_short, kept_share, leading
 
 import mpicomp
 from mpicomp.transport import LocalWorld
@@ -111,19 +111,3 @@ def test_leading_plan_is_of_the_leading_compressor():
         choices.add(record(bucket(["a"], 100, 10, compressor if step != 9 else mpicomp.TopK(ratio=0.1 / 8))))
     assert choices.plans()[0].compressor == DENSE
     assert leading(choices.plans()).compressor == mpicomp.TopK(ratio=0.1 / 8)
-
-
-def test_table_of_many_plans_is_short():
-    choices = Choices()
-    for step in range(12):
-        names = [f"layer{number}" for number in range(40)]
-        choices.add(record(bucket(names, 4000, 400, mpicomp.TopK(ratio=0.1 / (1 + step)))))
-    lines = chosen_table(choices.plans()).splitlines()
-    assert sum("TopK" in line for line in lines) == 8
-    assert "  and 4 more, 33.3 % in all" in lines
-
-
-def test_plan_with_ratios_of_layers_is_printed_by_layer():
-    choices = Choices()
-    choices.add(record(bucket(["a", "b"], 110, 20, mpicomp.TopK(ratio=0.1, layers={"b": 1.0}))))
-    assert "  TopK(ratio=0.1) by layer  " in chosen_table(choices.plans())

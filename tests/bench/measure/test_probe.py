@@ -49,11 +49,6 @@ def test_probe_dense_returns_the_fastest(measured):
     assert calls == {"one": 6, "two": 8, "three": 8}
 
 
-def test_first_call_does_not_count(measured):
-    found, _ = measured(one=[0.2], two=[2.0, 0.1])
-    assert (found.collective, found.seconds) == ("two", pytest.approx(0.1))
-
-
 def test_slow_collective_is_dropped_when_warm(measured):
     found, calls = measured(one=[0.1], two=[0.5], three=[0.29])
     assert found.collective == "one"
