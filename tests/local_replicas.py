@@ -83,11 +83,11 @@ class Replicas:
             if clips:
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-            optimizer._mpicomp_exchanges = False
+            optimizer._mpicomp.runs = False
             scaler.step(optimizer)
-            optimizer._mpicomp_exchanges = True
+            optimizer._mpicomp.runs = True
             scaler.update()
-            exchanges.append(optimizer._mpicomp_rounds())
+            exchanges.append(optimizer._mpicomp.rounds(optimizer))
         self.world.run(exchanges)
 
     def train(self, loss, steps):

@@ -150,19 +150,19 @@ def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
             optimizer.state.pop(parameter, None)
         elif group.rank != root:
             optimizer.state[parameter] = _filled(sent, optimizer.state.get(parameter, {}), parameter)
-    if hasattr(optimizer, "_mpicomp_progress"):
-        progress = yield from _value_from_root(optimizer._mpicomp_progress(), torch.empty(0), root, group)
+    if isinstance(optimizer, OptimizerProxy):
+        progress = yield from _value_from_root(optimizer._mpicomp.progress(), torch.empty(0), root, group)
         if group.rank != root:
-            optimizer._mpicomp_load_progress(progress)
+            optimizer._mpicomp.load_progress(progress)
 
 
 def _drop_partial_load(optimizer: OptimizerProxy, group: Group) -> Rounds[None]:
     """Leave out a state of reducers that not all ranks have loaded, such as the root's, whose residuals are its own."""
-    loaded = (yield from gather_rows(np.uint8(optimizer._mpicomp_has_loaded()), group)).ravel()
+    loaded = (yield from gather_rows(np.uint8(optimizer.reducer.loaded is not None), group)).ravel()
     if not loaded.any() or loaded.all():
         return
     if loaded[group.rank]:
-        optimizer._mpicomp_drop_loaded()
+        optimizer._mpicomp.drop_loaded()
     if group.rank == 0:
         warn_user(
             f"{_STATE}: state['mpicomp'], which was loaded on {loaded.sum()} of {group.size} ranks, is left out, and "

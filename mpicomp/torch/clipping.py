@@ -56,8 +56,8 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> 
     >>> round(float(model.weight.grad.norm()), 3)
     1.0
     """
-    gradients: Any = getattr(optimizer, "_mpicomp_gradients", None)
-    if not hasattr(gradients, "averaged"):
+    gradients: Any = getattr(getattr(optimizer, "_mpicomp", None), "gradients", None)
+    if gradients is None:
         raise ConfigurationError(
             f"{_WHO}: an optimizer of DistributedOptimizer is needed, got {type(optimizer).__name__}; where each rank "
             "steps on its gradients, use torch.nn.utils.clip_grad_norm_"

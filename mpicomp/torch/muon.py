@@ -211,7 +211,7 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
 
         pairs, both = run_collectively(make, transport, _WHO)
         wrapped = UpdateOptimizer(both, pairs, sync_every, compressor, warmup=warmup, comm=transport, **settings)
-        wrapped._mpicomp_owns_transport = transport is not comm
+        wrapped._mpicomp.owns_transport = transport is not comm
     return wrapped
 
 

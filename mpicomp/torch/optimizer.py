@@ -31,15 +31,15 @@ from mpicomp.torch.parameters import (
 )
 from mpicomp.torch.proxy import (
     Arguments,
+    Exchange,
     OptimizerProxy,
     check_not_nested,
     closure_of,
     with_closure,
     wrap,
 )
-from mpicomp.torch.shards import check_rows, check_shards, is_sharded, local_of, make_for_replicas, rows_of
-from mpicomp.torch.states import name_of, to_arrays, to_tensors
-from mpicomp.transport import Transport
+from mpicomp.torch.shards import check_shards, is_sharded, local_of, make_for_replicas
+from mpicomp.torch.states import to_arrays
 from mpicomp.transport.connect import connected
 
 _WHO = "DistributedOptimizer"
@@ -174,20 +174,17 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             chosen, collective, with_warmup(policy, warmup), feedback, nonfinite, transport, **settings
         )
     loss_scale = None if scaler is None else scaler.get_scale
-    settings_check = SettingsCheck(optimizer, _WHO)
     if gradient_as_bucket_view:
         overlap = bool(overlap)
     gradients = Gradients(
-        reducer, parameters, settings_check, overlap, loss_scale, compare_every, same_batches, gradient_as_bucket_view
-    )
-    wrapped = wrap(optimizer, _Distributed, "Distributed")
-    wrapped.reducer = reducer
-    wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in pairs}
-    wrapped._mpicomp_scaler = scaler
-    wrapped._mpicomp_gradients = gradients
-    wrapped._mpicomp_transport = None if transport is comm else transport
+        reducer, parameters, SettingsCheck(optimizer, _WHO), overlap, loss_scale, compare_every, same_batches,
+        gradient_as_bucket_view,
+    )  # fmt: skip
+    exchange = _GradientExchange(_WHO, pairs, transport, transport is not comm)
+    exchange.reducer, exchange.gradients, exchange.scaler = reducer, gradients, scaler
+    wrapped = wrap(optimizer, _Distributed, "Distributed", exchange)
     weak_optimizer: Callable[[], Any] = weakref.ref(wrapped)
-    gradients.loaded_state.optimizer_state = lambda: weak_optimizer()._mpicomp_state()
+    gradients.loaded_state.optimizer_state = lambda: weak_optimizer()._mpicomp.state_of(weak_optimizer())
     if scaler is not None:
         _attach_scaler(scaler, wrapped)
     return wrapped
@@ -196,28 +193,23 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
 class _Distributed(OptimizerProxy):
     """Mixin that averages gradients before a step of an optimizer's class."""
 
-    reducer: Reducer
-    state: dict[torch.Tensor, Any]
-    _mpicomp_who = _WHO
-    _mpicomp_scaler: torch.amp.GradScaler | None
-    _mpicomp_gradients: Gradients
-    _mpicomp_transport: Transport | None
+    _mpicomp: "_GradientExchange"
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler calls step(), with ``found_inf`` set, also where this rank's gradients overflowed."""
-        return self._mpicomp_scaler is None
+        return self._mpicomp.scaler is None
 
     @property
     def overlaps(self) -> bool:
-        return self._mpicomp_gradients.overlaps
+        return self._mpicomp.gradients.overlaps
 
     def synchronize(self) -> None:
-        problem = self._mpicomp_gradients.check_known(members_of(self))
-        self._mpicomp_gradients.average(learning_rate(self), problem)
+        gradients = self._mpicomp.gradients
+        gradients.average(learning_rate(self), gradients.check_known(members_of(self)))
 
     def accumulate(self) -> AbstractContextManager[None]:
-        return self._mpicomp_gradients.accumulate()
+        return self._mpicomp.gradients.accumulate()
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -227,10 +219,10 @@ class _Distributed(OptimizerProxy):
         done. Means are those of the ranks that have batches. While some rank has none, policies keep their plans. An
         error that leaves the loop communicates nothing.
         """
-        gradients = self._mpicomp_gradients
+        gradients = self._mpicomp.gradients
         with gradients.join.entered(gradients):
             yield
-            run_empty_steps(self, gradients, self._mpicomp_scaler)
+            run_empty_steps(self, gradients, self._mpicomp.scaler)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         plain_step = super(OptimizerProxy, self).step  # type: ignore[misc]
@@ -243,9 +235,16 @@ class _Distributed(OptimizerProxy):
 
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        gradients = self._mpicomp_gradients
-        if hasattr(self, "found_inf") and self._mpicomp_scaler is None:
+
+class _GradientExchange(Exchange):
+    """Averages gradients before a step."""
+
+    gradients: Gradients
+    scaler: torch.amp.GradScaler | None
+
+    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        gradients = self.gradients
+        if hasattr(optimizer, "found_inf") and self.scaler is None:
             raise ConfigurationError(
                 f"{_WHO}: this rank alone cannot tell whether gradients that a GradScaler has scaled overflowed; pass "
                 f"scaler= to {_WHO}, or use torch.autocast with bfloat16, which needs no scaler"
@@ -257,73 +256,56 @@ class _Distributed(OptimizerProxy):
                 loss = closure()  # it may synchronize and clip by itself, as Lightning's does
             args, kwargs = with_closure(args, kwargs, _cached_closure(loss))
         if not gradients.averaged:
-            self.synchronize()
+            optimizer.synchronize()
         gradients.averaged = False
         if gradients.frozen:
-            gradients.run(copy_active_step(self, gradients))
+            gradients.run(copy_active_step(optimizer, gradients))
         return args, kwargs
 
-    def _mpicomp_add(self, parameters: dict[str, torch.Tensor]) -> None:
-        self._mpicomp_gradients.add(parameters)
+    def clear(self) -> None:
+        self.gradients.clear()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._mpicomp_gradients.clear()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+    def add(self, parameters: dict[str, torch.Tensor]) -> None:
+        self.gradients.add(parameters)
+
+    def trained(self, optimizer: Any) -> dict[str, torch.Tensor]:
+        return {self.names[id(p)]: p for p in members_of(optimizer) if id(p) in self.names}
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        rows = rows_of(self._mpicomp_parameters())
-        return state | {"mpicomp": to_tensors(self.reducer.state_dict() | ({"rows": rows} if rows else {}))}
+        return self.reducer.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        of_reducer = to_arrays(state_dict.get("mpicomp"))
-        if of_reducer is not None:
-            check_rows(of_reducer.pop("rows", {}), self._mpicomp_parameters(), _WHO)
-            self._mpicomp_check_residuals(of_reducer.get("residuals", {}))
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
-        if of_reducer is not None:
-            self.reducer.load_state_dict(of_reducer)
-        self._mpicomp_gradients.loaded_state.note_load([] if of_reducer is None else of_reducer["residuals"].values())
-
-    def _mpicomp_has_loaded(self) -> bool:
-        return self.reducer.loaded is not None
-
-    def _mpicomp_drop_loaded(self) -> None:
-        self.reducer.drop_loaded_state()
-        self._mpicomp_gradients.loaded_state.note_load([])
-
-    def close(self) -> None:
-        self._mpicomp_closed = True
-        self._mpicomp_gradients.close()
-        self.reducer.close()
-        if self._mpicomp_transport is not None:
-            self._mpicomp_transport.close()
-
-    def _mpicomp_parameters(self) -> dict[str, torch.Tensor]:
-        names = self._mpicomp_names
-        return {names[id(parameter)]: parameter for parameter in members_of(self) if id(parameter) in names}
-
-    def _mpicomp_state(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state by parameter and key."""
-        return {
-            f"{self._mpicomp_names[id(parameter)]}, {key}": torch.as_tensor(local_of(value))
-            for parameter in members_of(self)
-            for key, value in self.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor | bool | int | float)
-        }
-
-    def _mpicomp_check_residuals(self, residuals: Mapping[str, Any]) -> None:
-        shapes = {
-            name: tuple(as_real(local_of(parameter).detach()).shape)
-            for name, parameter in self._mpicomp_parameters().items()
-        }
-        for name, residual in residuals.items():
-            if shapes.get(name) != tuple(residual.shape):
-                present = f"shape {shapes[name]}" if name in shapes else "no such parameter"
+    def check_state(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        shapes = {name: as_real(local_of(p).detach()).shape for name, p in self.trained(optimizer).items()}
+        for name, residual in state.get("residuals", {}).items():
+            if shapes.get(name) != residual.shape:
+                present = f"shape {tuple(shapes[name])}" if name in shapes else "no such parameter"
                 raise ConfigurationError(
                     f"{_WHO}: the state is of another model: it has a residual of shape {tuple(residual.shape)} for "
                     f"'{name}', and this model has {present}; delete state['mpicomp'] to start residuals at zero"
                 )
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        arrays = to_arrays(state)
+        if arrays is not None:
+            self.reducer.load_state_dict(arrays)
+        self.gradients.loaded_state.note_load([] if arrays is None else arrays["residuals"].values())
+
+    def drop_loaded(self) -> None:
+        self.reducer.drop_loaded_state()
+        self.gradients.loaded_state.note_load([])
+
+    def close(self) -> None:
+        self.gradients.close()
+        super().close()
+
+    def state_of(self, optimizer: Any) -> dict[str, torch.Tensor]:
+        """Return the optimizer's state by parameter and key."""
+        return {
+            f"{self.names[id(parameter)]}, {key}": torch.as_tensor(local_of(value))
+            for parameter in members_of(optimizer)
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor | bool | int | float)
+        }
 
 
 def _cached_closure(value: Any) -> Callable[[], Any]:
@@ -350,7 +332,7 @@ class _ScalerProxy:
         self._mpicomp_average(optimizer)
         super().unscale_(optimizer)  # type: ignore[misc]
         if optimizer is self._mpicomp_optimizer():
-            optimizer._mpicomp_gradients.snapshot()
+            optimizer._mpicomp.gradients.snapshot()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._mpicomp_average(optimizer)
@@ -359,7 +341,7 @@ class _ScalerProxy:
     def update(self, new_scale: Any = None) -> None:
         optimizer = self._mpicomp_optimizer()
         if optimizer is not None:
-            optimizer._mpicomp_gradients.averaged = False  # also where the step was skipped
+            optimizer._mpicomp.gradients.averaged = False  # also where the step was skipped
         super().update(new_scale)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -368,7 +350,7 @@ class _ScalerProxy:
         return object.__new__, (type(self).__bases__[1],), state
 
     def _mpicomp_average(self, optimizer: Any) -> None:
-        if optimizer is self._mpicomp_optimizer() and not optimizer._mpicomp_gradients.averaged:
+        if optimizer is self._mpicomp_optimizer() and not optimizer._mpicomp.gradients.averaged:
             optimizer.synchronize()
 
 

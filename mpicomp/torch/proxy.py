@@ -2,13 +2,18 @@
 
 import functools
 import types
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mpicomp.errors import ConfigurationError, warn_user
+from mpicomp.reducer import Reducer
 from mpicomp.torch.parameters import named_group, split_group
+from mpicomp.torch.shards import check_rows, rows_of
+from mpicomp.torch.states import name_of, to_tensors
+from mpicomp.transport import Transport
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a step, without the optimizer itself
 
@@ -29,20 +34,83 @@ class NotCopyable:
         )
 
 
+class Exchange(ABC):
+    """What a wrapped optimizer exchanges around its steps, and the state that it adds to the optimizer's."""
+
+    reducer: Reducer
+
+    def __init__(self, name: str, pairs: Sequence[tuple[str, torch.Tensor]], transport: Transport, owned: bool) -> None:
+        self.name = name  # of the constructor, which errors begin with
+        self.names = {id(parameter): name_of(name) for name, parameter in pairs}
+        self.transport, self.owns_transport = transport, owned
+
+    @abstractmethod
+    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Return the arguments to call the step with."""
+
+    @abstractmethod
+    def add(self, parameters: dict[str, torch.Tensor]) -> None:
+        """Add parameters of a new group."""
+
+    @abstractmethod
+    def trained(self, optimizer: Any) -> dict[str, torch.Tensor]:
+        """Return the parameters that are exchanged."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def check_state(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        """Raise the error of a state that does not fit."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Load a state; None is that of a plain optimizer."""
+
+    @abstractmethod
+    def drop_loaded(self) -> None:
+        """Leave out a state of the reducer that was loaded."""
+
+    def after(self, optimizer: Any) -> None:  # noqa: B027
+        """Run after a step."""
+
+    def clear(self) -> None:  # noqa: B027
+        """Note that gradients are cleared."""
+
+    def progress(self) -> dict[str, Any]:
+        """Return what `mpicomp.torch.broadcast_optimizer_state` sends besides state and settings."""
+        return {}
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:  # noqa: B027
+        """Continue from another rank's `progress`."""
+
+    def close(self) -> None:
+        self.reducer.close()
+        if self.owns_transport:
+            self.transport.close()
+
+
 class OptimizerProxy(NotCopyable):
-    """Base of mixins that exchange in `_mpicomp_before` or `_mpicomp_after`, which are called once a step."""
+    """Mixin that is put in front of an optimizer's class, so that each step exchanges, once."""
 
     param_groups: list[dict[str, Any]]
-    _mpicomp_who: str
-    _mpicomp_names: dict[int, str]
+    _mpicomp: Exchange
     _mpicomp_closed = False
     _mpicomp_stepping = False
+
+    @property
+    def reducer(self) -> Reducer:
+        return self._mpicomp.reducer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return self._mpicomp_step(super().step, *(() if closure is None else (closure,)))  # type: ignore[misc]
 
     # Otherwise torch wraps this step in its profiler and hooks, too, when a state is loaded.
     step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._mpicomp.clear()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on all ranks, between two steps.
@@ -54,20 +122,29 @@ class OptimizerProxy(NotCopyable):
             plain, _ = split_group(self, param_group)
             super().add_param_group(plain)  # type: ignore[misc]
             return
-        plain, named = named_group(self, param_group, self._mpicomp_names, self._mpicomp_who)
+        exchange = self._mpicomp
+        plain, named = named_group(self, param_group, exchange.names, exchange.name)
         super().add_param_group(plain)  # type: ignore[misc]
-        self._mpicomp_names |= {id(parameter): name for name, parameter in named.items()}
-        self._mpicomp_add(named)
+        exchange.names |= {id(parameter): name for name, parameter in named.items()}
+        exchange.add(named)
 
-    def _mpicomp_add(self, parameters: dict[str, torch.Tensor]) -> None:
-        """Add parameters of a new group to the exchange."""
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        rows = rows_of(self._mpicomp.trained(self))
+        added = self._mpicomp.progress() | self._mpicomp.state_dict() | ({"rows": rows} if rows else {})
+        return state | {"mpicomp": to_tensors(added)}
 
-    def _mpicomp_has_loaded(self) -> bool:
-        """Return whether a state of its reducer was loaded since the last exchange."""
-        return False
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        added = to_tensors(state_dict.get("mpicomp"))
+        if added is not None:
+            check_rows(added.pop("rows", {}), self._mpicomp.trained(self), self._mpicomp.name)
+            self._mpicomp.check_state(self, added)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
+        self._mpicomp.load_state_dict(added)
 
-    def _mpicomp_drop_loaded(self) -> None:
-        """Leave out that state."""
+    def close(self) -> None:
+        self._mpicomp_closed = True
+        self._mpicomp.close()
 
     def _mpicomp_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._mpicomp_stepping:  # inside a step that wraps this one
@@ -82,14 +159,13 @@ class OptimizerProxy(NotCopyable):
         return value
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Return the arguments to call the step with."""
-        return args, kwargs
+        return self._mpicomp.before(self, args, kwargs)
 
     def _mpicomp_after(self) -> None:
-        """Run after the step."""
+        self._mpicomp.after(self)
 
 
-def wrap(optimizer: torch.optim.Optimizer, kind: type[OptimizerProxy], prefix: str) -> Any:
+def wrap(optimizer: torch.optim.Optimizer, kind: type[OptimizerProxy], prefix: str, exchange: Exchange) -> Any:
     """Change an optimizer's class to one derived from ``kind`` and its present one.
 
     A step that the object holds, as set by schedulers, ``torch.compile`` and profilers, is called within the new one.
@@ -103,7 +179,7 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[OptimizerProxy], prefix: s
     disable: Callable[[Any], Any] = torch.compiler.disable
     opaque = {name: disable(getattr(kind, name)) for name in ("_mpicomp_before", "_mpicomp_after")}
     wrapped.__class__ = type(f"{prefix}{base.__name__}", (kind, base), opaque)
-    wrapped._mpicomp_closed = False
+    wrapped._mpicomp, wrapped._mpicomp_closed = exchange, False
     former = wrapped.__dict__.get("step")
     if former is not None:
 

@@ -32,11 +32,9 @@ from mpicomp.torch.parameters import (
     named_pairs,
     parameters_by_name,
 )
-from mpicomp.torch.proxy import Arguments, OptimizerProxy, check_not_nested, closure_of, with_closure, wrap
-from mpicomp.torch.shards import check_rows, check_shards, is_sharded, local_of, make_for_replicas, rows_of
+from mpicomp.torch.proxy import Arguments, Exchange, OptimizerProxy, check_not_nested, closure_of, with_closure, wrap
+from mpicomp.torch.shards import check_shards, is_sharded, local_of, make_for_replicas
 from mpicomp.torch.shared import SharedParameters
-from mpicomp.torch.states import name_of, to_tensors
-from mpicomp.transport import Transport
 from mpicomp.transport.connect import connected
 
 WHO = "UpdateOptimizer"
@@ -192,52 +190,24 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         if sync_every == AUTO:
             reducer.policy.chooses_steps = True  # type: ignore[attr-defined]
         shared = SharedParameters(reducer, parameters, compared, inner, outer, compare_every, same_batches)
-    wrapped = wrap(inner, UpdateProxy, "Updating")
-    wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in pairs}
-    wrapped._mpicomp_steps = 0
-    wrapped._mpicomp_interval = reducer.policy if sync_every == AUTO else None
-    wrapped._mpicomp_every = 1 if sync_every == AUTO else sync_every
-    wrapped._mpicomp_shared = shared
-    wrapped._mpicomp_skips = nonfinite == "skip"
-    wrapped._mpicomp_transport, wrapped._mpicomp_owns_transport = transport, transport is not comm
-    wrapped._mpicomp_watch = StepWatch(WHO, accumulates=True)
-    wrapped._mpicomp_hooks = hook_gradients(parameters, wrapped._mpicomp_watch.filled)
-    wrapped._mpicomp_end = weakref.finalize(wrapped, report_own_steps, shared, transport.group)
-    return wrapped
+    exchange = _UpdateExchange(WHO, pairs, transport, transport is not comm)
+    exchange.begin(shared, parameters, sync_every, nonfinite == "skip")
+    return wrap(inner, UpdateProxy, "Updating", exchange)
 
 
 class UpdateProxy(OptimizerProxy):
     """Mixin that exchanges changes of parameters after steps of an optimizer's class."""
 
-    _mpicomp_who = WHO
-    _mpicomp_exchanges = True
+    _mpicomp: "_UpdateExchange"
     _step_supports_amp_scaling = True  # a GradScaler calls step() also where this rank's gradients overflowed
-    _mpicomp_steps: int
-    _mpicomp_interval: Interval | None  # the policy that chooses the number of steps to an exchange
-    _mpicomp_every: int
-    _mpicomp_shared: SharedParameters
-    _mpicomp_skips: bool
-    _mpicomp_transport: Transport
-    _mpicomp_owns_transport: bool
-    _mpicomp_watch: StepWatch
-    _mpicomp_hooks: dict[str, Any]
-    _mpicomp_end: "weakref.finalize[Any, Any]"  # reports steps that were not exchanged, at close(), exit or collection
-    _mpicomp_state_reported = False
-    _mpicomp_idle = False
-    _mpicomp_join: "JoinProgress | None" = None
-    _mpicomp_hidden: tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]] = ({}, [])
-
-    @property
-    def reducer(self) -> Reducer:
-        return self._mpicomp_shared.reducer
 
     @property
     def sync_every(self) -> int:
-        return self._mpicomp_every
+        return self._mpicomp.every
 
     def shared(self) -> dict[str, torch.Tensor]:
         """Return the shared parameters by name, the same bits on all ranks; do not write to them."""
-        return self._mpicomp_shared.shared()
+        return self._mpicomp.shared.shared()
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -246,166 +216,191 @@ class UpdateProxy(OptimizerProxy):
         A rank whose loop is over takes part in the exchanges of the others, with its residuals, until all are done. An
         error that leaves the loop communicates nothing.
         """
-        if self._mpicomp_join is not None:
+        exchange = self._mpicomp
+        if exchange.join is not None:
             raise ConfigurationError(f"{WHO}: join() inside of join(); put the whole loop into one")
-        self._mpicomp_join = progress = JoinProgress()
+        exchange.join = progress = JoinProgress()
         try:
             yield
-            self._mpicomp_idle = True
+            progress.is_idle = True
             while not progress.is_over:
                 self.step()
         finally:
-            self._mpicomp_join, self._mpicomp_idle = None, False
-            self._mpicomp_shared.leave_join()
+            exchange.join = None
+            exchange.shared.leave_join()
 
     def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
         """Make a step as a generator of rounds, for ranks that live in one process."""
-        self._mpicomp_exchanges = False
+        self._mpicomp.runs = False
         try:
             loss = self.step(closure)
         finally:
-            self._mpicomp_exchanges = True
-        yield from self._mpicomp_rounds()
+            self._mpicomp.runs = True
+        yield from self._mpicomp.rounds(self)
         return loss
 
     def synchronize(self) -> None:
         """Exchange all changes. Collective."""
-        self._mpicomp_transport.run(self.synchronizing())
+        self._mpicomp.transport.run(self.synchronizing())
 
     def synchronizing(self) -> Rounds[None]:
         """Synchronize as a generator of rounds, for ranks that live in one process."""
-        if not self._mpicomp_shared.fresh:
-            yield from self._mpicomp_shared.exchange_changes(learning_rate(self))
+        shared = self._mpicomp.shared
+        if not shared.fresh:
+            yield from shared.exchange_changes(learning_rate(self))
 
-    def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+
+@dataclass
+class JoinProgress:
+    """State of `UpdateProxy.join`."""
+
+    batches: int = 0  # steps of this rank with batches since the last exchange
+    is_idle: bool = False  # this rank has no batches left
+    is_enabled: bool = False  # all ranks have agreed that they may run out of batches
+    is_over: bool = False  # no rank has had any batch since the exchange before
+
+
+class _UpdateExchange(Exchange):
+    """Exchanges the changes that an optimizer's steps have made to shared parameters, after every n-th of them."""
+
+    shared: SharedParameters
+    join: JoinProgress | None = None
+    runs = True  # whether a step exchanges by itself, or its caller by `rounds`
+
+    def begin(
+        self, shared: SharedParameters, parameters: Mapping[str, torch.Tensor], sync_every: int | str, skips: bool
+    ) -> None:
+        """Begin with steps of these parameters; ``skips`` leaves out those with gradients that are not finite."""
+        self.shared, self.reducer, self._skips = shared, shared.reducer, skips
+        self._interval: Any = self.reducer.policy if sync_every == AUTO else None
+        self._steps, self.every = 0, 1 if isinstance(sync_every, str) else sync_every
+        self._watch = StepWatch(WHO, accumulates=True)
+        self._hooks = hook_gradients(parameters, self._watch.filled)
+        self._end = weakref.finalize(self, report_own_steps, shared, self.transport.group)
+        self._state_reported = False
+        self._hidden: tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]] = {}, []
+
+    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Copy writes of a script to parameters, and hide gradients that are not finite."""
-        self._mpicomp_watch.begin_step()
-        self._mpicomp_shared.copy_written()
+        self._watch.begin_step()
+        self.shared.copy_written()
         of_scaler: dict[str, Any] = {
-            name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
+            name: optimizer.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in optimizer.__dict__
         }
-        self._mpicomp_hidden = of_scaler, []
+        self._hidden = of_scaler, []
         factor, overflowed = of_scaler.get("grad_scale"), of_scaler.get("found_inf")
         if factor is not None:
-            for _, gradient in self._mpicomp_gradients():
+            for _, gradient in _gradients_of(optimizer):
                 gradient.mul_(1 / factor.to(gradient.device))
         closure = closure_of(args, kwargs)
         if closure is None:
-            self._mpicomp_hide(overflowed)
-        elif self._mpicomp_skips:
+            self._hide(optimizer, overflowed)
+        elif self._skips:
 
             def checked() -> Any:
                 loss = closure()
-                self._mpicomp_hide(None)
+                self._hide(optimizer, None)
                 return loss
 
             args, kwargs = with_closure(args, kwargs, checked)
         return args, kwargs
 
-    def _mpicomp_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(parameter, parameter.grad) for parameter in members_of(self) if parameter.grad is not None]
-
-    def _mpicomp_hide(self, overflowed: torch.Tensor | None) -> None:
+    def _hide(self, optimizer: Any, overflowed: torch.Tensor | None) -> None:
         """Hide gradients that are not finite, or those of an idle rank, from this rank's step."""
-        gradients = self._mpicomp_gradients()
+        gradients = _gradients_of(optimizer)
         if overflowed is not None:
             is_spoilt = bool(overflowed)
         else:
-            is_spoilt = self._mpicomp_skips and not self._mpicomp_shared.is_finite(
+            is_spoilt = self._skips and not self.shared.is_finite(
                 all(_is_finite(local_of(gradient)) for _, gradient in gradients)
             )
-        if is_spoilt or self._mpicomp_idle:
+        if is_spoilt or (self.join is not None and self.join.is_idle):
             for parameter, _ in gradients:
                 parameter.grad = None  # optimizers pass over such parameters
-            self._mpicomp_hidden = self._mpicomp_hidden[0], gradients
+            self._hidden = self._hidden[0], gradients
 
-    def _mpicomp_after(self) -> None:
-        self._mpicomp_watch.end_step()
-        of_scaler, gradients = self._mpicomp_hidden
-        self.__dict__.update(of_scaler)  # the scaler removes them
+    def after(self, optimizer: Any) -> None:
+        self._watch.end_step()
+        of_scaler, gradients = self._hidden
+        optimizer.__dict__.update(of_scaler)  # the scaler removes them
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        self._mpicomp_hidden = {}, []
-        self._mpicomp_steps += 1
-        if self._mpicomp_join is not None and not self._mpicomp_idle:
-            self._mpicomp_join.batches += 1
-        if self._mpicomp_exchanges:
-            self._mpicomp_transport.run(self._mpicomp_rounds())
+        self._hidden = {}, []
+        self._steps += 1
+        if self.join is not None and not self.join.is_idle:
+            self.join.batches += 1
+        if self.runs:
+            self.transport.run(self.rounds(optimizer))
 
-    def _mpicomp_rounds(self) -> Rounds[None]:
-        if self._mpicomp_steps % self._mpicomp_every:
+    def rounds(self, optimizer: Any) -> Rounds[None]:
+        """Exchange changes after a step, where that is due."""
+        if self._steps % self.every:
             return
-        if self._mpicomp_join is not None:
-            yield from self._mpicomp_find_active(self._mpicomp_join)
-            if self._mpicomp_join.is_over:
+        if self.join is not None:
+            yield from self._find_active(self.join)
+            if self.join.is_over:
                 return
-        yield from self._mpicomp_shared.exchange_changes(learning_rate(self))
-        if self._mpicomp_interval is not None:
-            self._mpicomp_steps, self._mpicomp_every = 0, self._mpicomp_interval.sync_every
+        yield from self.shared.exchange_changes(learning_rate(optimizer))
+        if self._interval is not None:
+            self._steps, self.every = 0, self._interval.sync_every
 
-    def _mpicomp_find_active(self, join: "JoinProgress") -> Rounds[None]:
+    def _find_active(self, join: JoinProgress) -> Rounds[None]:
         """Agree on the ranks that have had batches since the last exchange."""
         if not join.is_enabled:
-            yield from self._mpicomp_shared.enable_join()
+            yield from self.shared.enable_join()
             join.is_enabled = True
-        rows = yield from gather_rows(np.uint8(join.batches > 0), self._mpicomp_transport.group)
+        rows = yield from gather_rows(np.uint8(join.batches > 0), self.transport.group)
         active, idle = int(rows.sum()), join.batches == 0
         join.batches, join.is_over = 0, active == 0
-        self._mpicomp_shared.set_active(max(active, 1), idle)
+        self.shared.set_active(max(active, 1), idle)
 
-    def _mpicomp_add(self, parameters: dict[str, torch.Tensor]) -> None:
-        self._mpicomp_shared.add(parameters)
-        self._mpicomp_hooks |= hook_gradients(parameters, self._mpicomp_watch.filled)
+    def add(self, parameters: dict[str, torch.Tensor]) -> None:
+        self.shared.add(parameters)
+        self._hooks |= hook_gradients(parameters, self._watch.filled)
+
+    def trained(self, optimizer: Any) -> dict[str, torch.Tensor]:
+        return self.shared.trained()
 
     def state_dict(self) -> dict[str, Any]:
-        if not self._mpicomp_state_reported and has_own_steps(self._mpicomp_shared, self._mpicomp_transport.group):
-            self._mpicomp_state_reported = True
+        group = self.transport.group
+        if not self._state_reported and has_own_steps(self.shared, group):
+            self._state_reported = True
             say(
-                f"rank {self._mpicomp_transport.group.rank}: {WHO}: state_dict() between two exchanges has steps of "
-                "this rank alone; save it, and the model's, on every rank, or call optimizer.synchronize() on all "
-                "ranks first"
+                f"rank {group.rank}: {WHO}: state_dict() between two exchanges has steps of this rank alone; save it, "
+                "and the model's, on every rank, or call optimizer.synchronize() on all ranks first"
             )
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        rows = rows_of(self._mpicomp_shared.trained())
-        added = self._mpicomp_progress() | ({"rows": rows} if rows else {}) | self._mpicomp_shared.state_dict()
-        return state | {"mpicomp": to_tensors(added)}
+        return self.shared.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        state = to_tensors(state_dict.get("mpicomp"))
+    def check_state(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        self.shared.check_fits(state)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
-            check_rows(state.get("rows", {}), self._mpicomp_shared.trained(), WHO)
-            self._mpicomp_shared.check_fits(state)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
-        if state is None:
-            return
-        self._mpicomp_shared.load_state_dict(state)
-        self._mpicomp_steps = int(state["steps"])
-        if self._mpicomp_interval is not None:
-            self._mpicomp_every = int(state["sync_every"])
+            self.shared.load_state_dict(state)
+            self._steps = int(state["steps"])
+            if self._interval is not None:
+                self.every = int(state["sync_every"])
 
-    def _mpicomp_has_loaded(self) -> bool:
-        return self.reducer.loaded is not None
+    def drop_loaded(self) -> None:
+        self.shared.drop_loaded_state()
 
-    def _mpicomp_drop_loaded(self) -> None:
-        self._mpicomp_shared.drop_loaded_state()
+    def progress(self) -> dict[str, Any]:
+        return {"steps": self._steps, "sync_every": self.every}
 
-    def _mpicomp_progress(self) -> dict[str, Any]:
-        """Return what `mpicomp.torch.broadcast_optimizer_state` sends besides state and settings."""
-        return {"steps": self._mpicomp_steps, "sync_every": self._mpicomp_every}
-
-    def _mpicomp_load_progress(self, progress: Mapping[str, Any]) -> None:
-        self._mpicomp_steps, self._mpicomp_every = progress["steps"], progress["sync_every"]
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        self._steps, self.every = progress["steps"], progress["sync_every"]
 
     def close(self) -> None:
-        self._mpicomp_closed = True
         if sys.exc_info()[0] is None:
-            self._mpicomp_end()
-        self._mpicomp_end.detach()
-        while self._mpicomp_hooks:
-            self._mpicomp_hooks.popitem()[1].remove()
-        self._mpicomp_shared.close()
-        if self._mpicomp_owns_transport:
-            self._mpicomp_transport.close()
+            self._end()
+        self._end.detach()
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
+        super().close()
+
+
+def _gradients_of(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(parameter, parameter.grad) for parameter in members_of(optimizer) if parameter.grad is not None]
 
 
 def has_own_steps(shared: SharedParameters, group: Group) -> bool:
@@ -420,15 +415,6 @@ def report_own_steps(shared: SharedParameters, group: Group) -> None:
             f"rank {group.rank}: {WHO} ends with steps that were not exchanged, so that the ranks' models differ; call "
             "optimizer.synchronize() on all ranks after the last step"
         )
-
-
-@dataclass
-class JoinProgress:
-    """State of `UpdateProxy.join`."""
-
-    batches: int = 0  # steps of this rank with batches since the last exchange
-    is_enabled: bool = False  # all ranks have agreed that they may run out of batches
-    is_over: bool = False  # no rank has had any batch since the exchange before
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
