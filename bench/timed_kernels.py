@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.allgather import mean_of_messages
 from mpicomp.compressors import Quantiser
-from mpicomp.compressors.wire_format import parse_header, parse_message
+from mpicomp.compressors.wire import read_sparse, read_sparse_header
 from mpicomp.gpu import Device, to_python
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.workspace import Workspace
@@ -138,7 +138,7 @@ class Decode(Kernel):
         out = self._workspace.array("mean", self.numel, DTYPE)
         out.fill(0)
         for message in self.messages:
-            selection = parse_message(message, self.numel, DTYPE, self._workspace).selection
+            selection = read_sparse(message, self.numel, DTYPE, self._workspace).selection
             kernels.scatter_add(selection.indices, selection.values, 1 / len(self.messages), out)
 
 
@@ -156,7 +156,9 @@ class DecodeOnGpu(Kernel):
         self._all = self.device.empty(bounds[-1][1], np.uint8)
         for (start, stop), message in zip(bounds, self.messages, strict=True):
             self._all[start:stop] = message
-        self._headers = [parse_header(self._all[start:stop], self.numel, DTYPE, start=start) for start, stop in bounds]
+        self._headers = [
+            read_sparse_header(self._all[start:stop], self.numel, DTYPE, start=start) for start, stop in bounds
+        ]
 
     def run(self) -> None:
         factor = 1 / len(self._headers)

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
-from mpicomp.compressors.wire_format import Selection
+from mpicomp.compressors.wire import Selection
 from mpicomp.rounds import Round, observe
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace

@@ -17,7 +17,7 @@ from mpicomp.compressors import (
     SharedSparsifier,
     Sparsifier,
 )
-from mpicomp.compressors.wire_format import STALE, Wire, message_bytes, write_message
+from mpicomp.compressors.wire import STALE, Wire, sparse_bytes, write_sparse
 from mpicomp.gpu import HOST, Device
 from mpicomp.reducer.bucket import Bucket
 
@@ -92,10 +92,10 @@ def write_plain(
 ) -> NDArray[np.uint8]:
     """Write the message of a selection into the workspace, as plain 32-bit pairs by default."""
     numel, dtype = accumulated.numel, accumulated.dtype
-    out = context.workspace.array("message", message_bytes(selection.indices.size, numel, dtype, wire), np.uint8)
+    out = context.workspace.array("message", sparse_bytes(selection.indices.size, numel, dtype, wire), np.uint8)
     flags, moments = STALE * accumulated.stale, accumulated.device_moments
     kept = selection.values if wire.values is None else kernels.energy(selection.values)
-    write_message(out, selection, numel, wire, flags, moments.energy, kept, moments.finite)
+    write_sparse(out, selection, numel, wire, flags, moments.energy, kept, moments.finite)
     return out
 
 

@@ -26,27 +26,26 @@ from mpicomp.collectives.scheme import (
 )
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.kinds import Sparsifier
-from mpicomp.compressors.wire_format import (
+from mpicomp.compressors.kinds import Sparsifier, UncountedSelection
+from mpicomp.compressors.wire import (
     DAMAGED,
     HEADER_BYTES,
     NONFINITE,
     SHARING,
     STALE,
-    MessageHeader,
     Selection,
-    UncountedSelection,
+    SparseHeader,
     Wire,
     capacity_bytes,
     count_in,
-    lead_of,
-    message_bytes,
-    message_parts,
-    parse_header,
-    parse_message,
+    read_sparse,
+    read_sparse_header,
+    sparse_bytes,
+    sparse_lead,
+    sparse_parts,
     unpack_sharing,
-    write_message,
     write_pairs,
+    write_sparse,
 )
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, to_python
@@ -73,7 +72,8 @@ class MessageLayout:
         self.wire = compressor.wire_for(counts[group.rank], self.numel)
         formats = [compressor.wire_for(count, self.numel) for count in counts]
         parts = [
-            message_parts(count, self.numel, self.dtype, wire) for count, wire in zip(counts, formats, strict=True)
+            sparse_parts(count, self.numel, self.dtype, wire.values, wire.indices)
+            for count, wire in zip(counts, formats, strict=True)
         ]
         sizes = [size for _, size in parts]
         starts = list(accumulate(sizes, initial=0))
@@ -92,7 +92,7 @@ class MessageLayout:
             ]
             self._stored = self.dtype.name  # not made at every step
             self.mean = LazyMean(self.numel, self.dtype, self._write)
-            self.leads = [lead_of(count, self.dtype, wire) for count, wire in zip(counts, formats, strict=True)]
+            self.leads = [sparse_lead(count, self.dtype, wire) for count, wire in zip(counts, formats, strict=True)]
             self._headers = struct.Struct("<" + "".join(f"Qdd{size - HEADER_BYTES}x" for size in sizes))
             self.message.fill(0)
             middle, count = parts[group.rank][0], counts[group.rank]
@@ -108,9 +108,9 @@ class MessageLayout:
             cpu.write_header(self.message, lead, moments.finite, moments.energy, selection.values, 0.0)
             return
         kept = selection.values if self.wire.values is None else kernels.energy(selection.values)
-        write_message(self.message, selection, self.numel, self.wire, flags, moments.energy, kept, moments.finite)
+        write_sparse(self.message, selection, self.numel, self.wire, flags, moments.energy, kept, moments.finite)
 
-    def read(self, received: NDArray[np.uint8]) -> tuple[int, float, float, list[MessageHeader] | None]:
+    def read(self, received: NDArray[np.uint8]) -> tuple[int, float, float, list[SparseHeader] | None]:
         """Return the flags of all messages together, the sums of energy and lost energy, and the headers.
 
         None for the headers stands for messages that have the parts of this layout. Damage raises `MessageError`.
@@ -128,11 +128,11 @@ class MessageLayout:
                     if not cpu.ascending_below(indices, self.numel):
                         raise MessageError(f"from rank {rank}: message: indices do not ascend below {self.numel}")
                 return flags >> 8, sum(fields[1::3]), sum(fields[2::3]), None
-        headers: list[MessageHeader] = []
+        headers: list[SparseHeader] = []
         flags = 0
         try:
             for (start, stop), count in zip(self.bounds, self.counts, strict=True):
-                header = parse_header(received[start:stop], self.numel, self.dtype, count, start)
+                header = read_sparse_header(received[start:stop], self.numel, self.dtype, count, start)
                 headers.append(header)
                 flags, energy, lost = flags | header.flags, energy + header.energy, lost + header.lost
         except MessageError as error:
@@ -148,7 +148,7 @@ class MessageLayout:
 
 def mean_of_messages(
     received: NDArray[np.uint8],
-    headers: Sequence[MessageHeader],
+    headers: Sequence[SparseHeader],
     factor: float,
     numel: int,
     dtype: np.dtype[Any],
@@ -200,7 +200,7 @@ class Allgather(Scheme[Sparsifier]):
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         count = self.compressor.expected(numel)
-        size = message_bytes(count, numel, dtype, self.compressor.wire_for(count, numel))
+        size = sparse_bytes(count, numel, dtype, self.compressor.wire_for(count, numel))
         gather = Round("allgatherv", [size] * group.size, _BYTE)
         return [gather] if self.compressor.count(numel) is not None else [count_round(group), gather]
 
@@ -269,7 +269,7 @@ class Allgather(Scheme[Sparsifier]):
         compressor, numel, dtype = self.compressor, accumulated.numel, accumulated.dtype
 
         def size_of(count: int) -> int:
-            return message_bytes(count, numel, dtype, compressor.wire_for(count, numel))
+            return sparse_bytes(count, numel, dtype, compressor.wire_for(count, numel))
 
         longest = Wire(indices="plain" if compressor.indices == "auto" else compressor.indices)
         room = capacity_bytes(found.indices.size, numel, dtype, longest)
@@ -290,7 +290,7 @@ class Allgather(Scheme[Sparsifier]):
         """Return the error of the first message whose indices are wrong."""
         for rank, (start, stop) in enumerate(layout.bounds):
             try:
-                parse_message(received[start:stop], layout.numel, layout.dtype, workspace)
+                read_sparse(received[start:stop], layout.numel, layout.dtype, workspace)
             except MessageError as error:
                 return MessageError(f"allgather: from rank {rank}: {error}")
         raise AssertionError("all messages can be read one by one")

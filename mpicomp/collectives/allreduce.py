@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import (
     Exchange,
@@ -22,7 +21,7 @@ from mpicomp.collectives.scheme import (
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.wire_format import STALE
+from mpicomp.compressors.wire import STALE, add_dense, dense_bytes, read_dense, write_dense, write_dense_header
 from mpicomp.gpu import received_on_host, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
@@ -74,9 +73,9 @@ class ScatterReduce(Scheme[Dense]):
         for rank in range(group.size):
             part = slice(bounds[rank], bounds[rank + 1])
             message = outgoing[places[rank] : places[rank + 1]]
-            lost = pack(array[part], wire, message, sent[part])
+            lost = write_dense(array[part], wire, message, sent[part])
             lost, flags = plus(lost, left_out), STALE * accumulated.stale
-            write_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
+            write_dense_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
             left_out = 0.0  # said once
         size = scatter.counts[group.rank]
         scatter.send = outgoing
@@ -88,16 +87,16 @@ class ScatterReduce(Scheme[Dense]):
         total = workspace.scratch("total", parts[group.rank], dtype)
         total[:] = 0
         for message in incoming:
-            add(message, wire, total)
+            add_dense(message, wire, total)
         finite = kernels.scale(total, 1 / group.size)
 
         reply = workspace.scratch("reply", size, np.uint8)
         delivered = total if wire is None else workspace.scratch("delivered", total.size, dtype)
-        pack(total, wire, reply, delivered)
+        write_dense(total, wire, reply, delivered)
         if wire is not None and total.size:
             # The second rounding was of the mean: it took its error from every rank's share of it.
             lost += kernels.share_rounding(total, delivered, group.size, array[mine], sent[mine])
-        write_header(reply, parts[group.rank], flags, energy, lost, finite)
+        write_dense_header(reply, parts[group.rank], flags, energy, lost, finite)
         gather.send = reply
         # Answers in 16 bits hold the mean until it is written; others are read at once, and come to where what was sent
         # is no longer needed.
@@ -110,7 +109,7 @@ class ScatterReduce(Scheme[Dense]):
 
         def write(out: NDArray[np.floating]) -> None:
             for rank in range(group.size):
-                unpack(replies[places[rank] : places[rank + 1]], wire, out[bounds[rank] : bounds[rank + 1]])
+                read_dense(replies[places[rank] : places[rank + 1]], wire, out[bounds[rank] : bounds[rank + 1]])
 
         if wire is not None:
             mean = LazyMean(numel, dtype, write)

@@ -13,7 +13,7 @@ from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import SharedSparsifier
-from mpicomp.compressors.wire_format import SHARING
+from mpicomp.compressors.wire import SHARING
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.rounds import Group, Round
 

@@ -26,7 +26,7 @@ from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Sparsifier
-from mpicomp.compressors.wire_format import DAMAGED, Selection
+from mpicomp.compressors.wire import DAMAGED, Selection
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, to_python
 from mpicomp.registry import register

@@ -24,14 +24,14 @@ from mpicomp.collectives.scheme import (
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Sparsifier
-from mpicomp.compressors.wire_format import (
+from mpicomp.compressors.wire import (
     DAMAGED,
     Selection,
     Sparse,
-    message_bytes,
-    parse_message,
+    read_sparse,
+    sparse_bytes,
     write_damaged,
-    write_message,
+    write_sparse,
 )
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, to_python
@@ -112,7 +112,7 @@ class Oktopk(Scheme[Sparsifier]):
 
     def bytes_of(self, count: int, length: int, dtype: np.dtype[Any]) -> int:
         """Return the length of a message with ``count`` elements of a part of ``length``."""
-        return message_bytes(count, length, dtype, self.compressor.wire_for(count, length))
+        return sparse_bytes(count, length, dtype, self.compressor.wire_for(count, length))
 
 
 class _Step:
@@ -323,7 +323,7 @@ class _Step:
         indices = self.workspace.scratch("relative", part.indices.size, np.uint32)
         np.subtract(part.indices, np.uint32(span[0]), out=indices)
         wire = self.scheme.compressor.wire_for(indices.size, length)
-        write_message(out, Selection(indices, part.values), length, wire, self.flags, energy, kept)
+        write_sparse(out, Selection(indices, part.values), length, wire, self.flags, energy, kept)
 
     def _read(
         self,
@@ -339,7 +339,7 @@ class _Step:
         bounds = pairwise([0, *accumulate(counts)])
         for rank, (message, span, (start, stop)) in enumerate(zip(_cut(received, sizes), spans, bounds, strict=True)):
             try:
-                sparse = parse_message(message, span[1] - span[0], self.dtype, self.workspace, stop - start)
+                sparse = read_sparse(message, span[1] - span[0], self.dtype, self.workspace, stop - start)
             except MessageError as error:
                 self.problem = self.problem or MessageError(f"oktopk: from rank {rank}: {error}")
                 sparse = Sparse(_room(self.workspace, name, 0, self.dtype), 0, 0.0, 0.0)

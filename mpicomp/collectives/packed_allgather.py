@@ -6,12 +6,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_header
 from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, far_from_largest, plus, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Quantiser, packers
-from mpicomp.compressors.wire_format import STALE
+from mpicomp.compressors.wire import HEADER_BYTES, STALE, read_dense_headers, write_dense_header
 from mpicomp.errors import MessageError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
@@ -57,13 +56,13 @@ class PackedAllgather(Scheme[Quantiser]):
             sent = workspace.scratch("sent", numel, dtype)
             lost = packer.pack(accumulated.array(), packed, sent, key)
         moments, lost = accumulated.device_moments, plus(lost, accumulated.lost)
-        write_header(message, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
+        write_dense_header(message, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
         gather.send = message
         gather.recv = workspace.array("messages", size * group.size, _BYTE)
         messages = (yield gather).reshape(group.size, size)
 
         try:
-            flags, energy, lost = read_headers(messages, numel)
+            flags, energy, lost = read_dense_headers(messages, numel)
         except MessageError as error:
             return undelivered(accumulated, MessageError(f"packed-allgather: {error}"), False)
 

@@ -6,13 +6,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, plus, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.wire_format import STALE
+from mpicomp.compressors.wire import STALE, add_dense, dense_bytes, read_dense, write_dense, write_dense_header
 from mpicomp.errors import MessageError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
@@ -54,8 +53,8 @@ class ParameterServer(Scheme[Dense]):
         array = accumulated.array()
         sent = array if wire is None else workspace.scratch("sent", numel, dtype)
         gather.send = workspace.scratch("outgoing", size, _BYTE)
-        moments, lost = accumulated.device_moments, plus(pack(array, wire, gather.send, sent), accumulated.lost)
-        write_header(gather.send, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
+        moments, lost = accumulated.device_moments, plus(write_dense(array, wire, gather.send, sent), accumulated.lost)
+        write_dense_header(gather.send, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
         # An answer in 16 bits holds the mean until it is written.
         reply.recv = (workspace.scratch if wire is None else workspace.array)("reply", size, _BYTE)
         overwrites = accumulated.may_be_overwritten and wire is None
@@ -71,22 +70,22 @@ class ParameterServer(Scheme[Dense]):
             reply.send = workspace.scratch("answer", size, _BYTE)
             mean[:] = 0
             for message in messages.reshape(group.size, size):
-                add(message, wire, mean)
+                add_dense(message, wire, mean)
             flags, energy, lost, problem = read_sent(self.id, messages.reshape(group.size, size), numel)
             finite = kernels.scale(mean, 1 / group.size)
             delivered = mean if wire is None else workspace.scratch("delivered", numel, dtype)
-            pack(mean, wire, reply.send, delivered)
+            write_dense(mean, wire, reply.send, delivered)
             if wire is not None:
                 # The second rounding was of the mean: it took its error from every rank's share of it.
                 lost += kernels.share_rounding(mean, delivered, group.size, array, sent)
-            write_header(reply.send, numel, flags, energy, lost, finite)
+            write_dense_header(reply.send, numel, flags, energy, lost, finite)
         answer = yield reply
         flags, energy, lost, unread = read_answers(self.id, answer, [size], [numel], problem)
         if unread is not None:
             return undelivered(accumulated, unread, stale=False)
         if wire is not None:
-            lazy = LazyMean(numel, dtype, functools.partial(unpack, answer, wire))
+            lazy = LazyMean(numel, dtype, functools.partial(read_dense, answer, wire))
             return Result.from_headers(lazy, sent, float(numel), flags, energy, lost)
-        unpack(answer, wire, mean)
+        read_dense(answer, wire, mean)
         leaves = "mean" if overwrites else "sum"
         return Result.from_headers(mean, sent, float(numel), flags, energy, lost, leaves=leaves)

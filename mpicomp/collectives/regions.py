@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.dense_message import read_header, read_headers
 from mpicomp.collectives.scheme import Result, check_undamaged, gain_of
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
-from mpicomp.compressors.wire_format import DAMAGED
+from mpicomp.compressors.wire import DAMAGED, read_dense_header, read_dense_headers
 from mpicomp.errors import MessageError
 from mpicomp.gpu import pick, received_on_host, to_python
 from mpicomp.rounds import parts_of
@@ -68,7 +67,7 @@ def read_sent(
 ) -> tuple[int, float, float, MessageError | None]:
     """Read the messages that an owner received; return flags for the answer, energy, lost energy, and the error."""
     try:
-        return *read_headers(messages, count), None
+        return *read_dense_headers(messages, count), None
     except MessageError as error:
         return DAMAGED, 0.0, 0.0, MessageError(f"{collective}: {error}")
 
@@ -85,7 +84,8 @@ def read_answers(
     unread: MessageError | None = None
     for rank, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         try:
-            seen, energy, lost_part = read_header(messages[start : start + size], count)  # all say the same energy
+            # All say the same energy
+            seen, energy, lost_part = read_dense_header(messages[start : start + size], count)
             flags, lost = flags | seen, lost + lost_part
         except MessageError as error:
             unread = unread or MessageError(f"{collective}: from rank {rank}: {error}")

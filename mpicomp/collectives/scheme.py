@@ -14,7 +14,7 @@ from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.wire_format import DAMAGED, NONFINITE, SHARING, STALE, Selection
+from mpicomp.compressors.wire import DAMAGED, NONFINITE, SHARING, STALE, Selection
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device
 from mpicomp.registry import Registry

@@ -8,13 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, plus, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import CACHED, LARGEST_KEY, Quantiser, packers
-from mpicomp.compressors.wire_format import NONFINITE, STALE
+from mpicomp.compressors.wire import HEADER_BYTES, NONFINITE, STALE, write_dense_header
 from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
@@ -83,7 +82,7 @@ class TwoPhase(Scheme[Quantiser]):
         moments = accumulated.device_moments
         for rank, lost in enumerate(losses):
             message, flags = outgoing[places[rank] : places[rank + 1]], STALE * accumulated.stale
-            write_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
+            write_dense_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
         size = scatter.counts[group.rank]
         scatter.send = outgoing
         scatter.recv = workspace.scratch("incoming", size * group.size, _BYTE)
@@ -122,7 +121,7 @@ class TwoPhase(Scheme[Quantiser]):
             with np.errstate(over="ignore", invalid="ignore"):
                 finite = bool(np.isfinite(own_part if sent is None else own_part - sent[mine]).all())
         flags |= NONFINITE * (not finite)
-        write_header(reply, parts[group.rank], flags, energy, lost + others_lost)
+        write_dense_header(reply, parts[group.rank], flags, energy, lost + others_lost)
         gather.send = reply
         gather.recv = workspace.array("replies", places[-1], _BYTE)
         replies = yield gather

@@ -15,7 +15,7 @@ from mpicomp.compressors.randomk import RandomK
 from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.thresholds import DGC
 from mpicomp.compressors.topk import TopK
-from mpicomp.compressors.wire_format import Selection
+from mpicomp.compressors.wire import Selection
 
 __all__ = [
     "COMPRESSORS",

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.wire_format import Selection
+from mpicomp.compressors.wire import Selection
 from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace

@@ -2,9 +2,9 @@
 
 import functools
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor, bound, num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.wire_format import INDICES, VALUES, Selection, UncountedSelection, Wire, compact, value_bytes
+from mpicomp.compressors.wire import INDICES, VALUES, Selection, Wire, compact, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
 from mpicomp.setting_checks import check_choice, check_ratio
@@ -25,6 +25,15 @@ CACHED = 1 << 16
 PIECE = 1 << 19
 """Elements of a part that are packed by themselves where no grid reaches across, so that a whole part needs no copy."""
 LARGEST_KEY = (1 << 64) - 1
+
+
+@dataclass
+class UncountedSelection(Selection):
+    """A selection on a device whose elements the host has not counted, in arrays with room for more."""
+
+    count: Any
+    reached: Any
+    counted: Callable[[float], None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,7 +50,7 @@ class Sparsifier(Compressor):
         1 bits of magnitude a value, and two scales for every 256; ``"signs"`` takes a bit a value and one mean
         magnitude for the message. These need a collective that delivers messages as they are.
     indices : {"auto", "plain", "elias-fano"}
-        Format of indices: 32-bit integers, a code near their entropy, or the choice of `wire_format.compact`.
+        Format of indices: 32-bit integers, a code near their entropy, or the choice of `wire.compact`.
 
     Notes
     -----

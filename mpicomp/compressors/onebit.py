@@ -11,7 +11,7 @@ from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters
 from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser, sum_numbers
-from mpicomp.compressors.wire_format import SIGNS
+from mpicomp.compressors.wire import SIGNS
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register

@@ -13,7 +13,7 @@ from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, match_layer_setting
 from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser, sum_numbers
-from mpicomp.compressors.wire_format import SIGNS
+from mpicomp.compressors.wire import SIGNS
 from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu

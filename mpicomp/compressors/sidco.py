@@ -10,9 +10,10 @@ import numpy as np
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import UncountedSelection
 from mpicomp.compressors.thresholds import Estimator, Search, max_sent
 from mpicomp.compressors.topk import bounds_for, scratch_for
-from mpicomp.compressors.wire_format import Selection, UncountedSelection
+from mpicomp.compressors.wire import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register

@@ -16,7 +16,7 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Sparsifier
-from mpicomp.compressors.wire_format import Selection
+from mpicomp.compressors.wire import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import current_device, to_python
 from mpicomp.kernels import cpu

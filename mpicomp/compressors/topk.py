@@ -11,7 +11,7 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, bound, match_layer_setting, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Sparsifier
-from mpicomp.compressors.wire_format import Selection
+from mpicomp.compressors.wire import Selection
 from mpicomp.gpu import current_device
 from mpicomp.kernels import cpu
 from mpicomp.registry import register

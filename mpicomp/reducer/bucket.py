@@ -14,7 +14,7 @@ from mpicomp.collectives.scheme import LazyMean, Result, Scheme
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Velocity
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.wire_format import Selection
+from mpicomp.compressors.wire import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import HOST, Device, device_array
 from mpicomp.policies import Shape

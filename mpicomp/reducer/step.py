@@ -13,7 +13,7 @@ from mpicomp.arrays import ArraySpec, is_finite
 from mpicomp.collectives import Result
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.wire_format import Selection
+from mpicomp.compressors.wire import Selection
 from mpicomp.errors import AgreedRankFailure, MessageError, MpicompError, RankFailedError
 from mpicomp.gpu import HOST
 from mpicomp.gpu.routes import choose_routes, run_on_device

@@ -21,7 +21,7 @@ from mpicomp.compressors import (
     get_compressor,
 )
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
-from mpicomp.compressors.wire_format import message_bytes, parse_message, write_message
+from mpicomp.compressors.wire import read_sparse, sparse_bytes, write_sparse
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Group
 from mpicomp.testing.examples import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
@@ -106,10 +106,10 @@ def check_message(compressor: Sparsifier) -> None:
         indices = selection.indices.copy()
         chosen = Selection(indices, selection.values.copy())
         wire = compressor.wire_for(indices.size, array.size)
-        message = np.zeros(message_bytes(indices.size, array.size, array.dtype, wire), np.uint8)
+        message = np.zeros(sparse_bytes(indices.size, array.size, array.dtype, wire), np.uint8)
         energy, kept = norm2(array), norm2(selection.values)
-        write_message(message, chosen, array.size, wire, 0, energy, kept)
-        received = parse_message(message, array.size, array.dtype, Workspace())
+        write_sparse(message, chosen, array.size, wire, 0, energy, kept)
+        received = read_sparse(message, array.size, array.dtype, Workspace())
         sent = np.zeros(array.size)
         sent[received.selection.indices] = received.selection.values
         assert np.array_equal(received.selection.indices, indices), "indices change on the way"

@@ -319,13 +319,13 @@ def test_damage_over_mpi_is_one_error_on_all_ranks(comm, monkeypatch, bucket, ov
             twin.reduce(gradients(comm.size, step))
             reduce_with(reducer, thread, gradients(comm.size, step)[comm.rank])
         residuals = [reducer.residual(name).tobytes() for name in SHAPES]
-        genuine, calls = oktopk.parse_message, itertools.count()
+        genuine, calls = oktopk.read_sparse, itertools.count()
 
         def torn_once(*arguments):
             damaged = comm.rank == 0 and next(calls) == bucket * 2 * comm.size
             return torn() if damaged else genuine(*arguments)
 
-        monkeypatch.setattr(oktopk, "parse_message", torn_once)
+        monkeypatch.setattr(oktopk, "read_sparse", torn_once)
         with pytest.raises(MessageError, match=r"^oktopk: from rank \d: torn \(on rank 0\)$"):
             reduce_with(reducer, thread, gradients(comm.size, 2)[comm.rank])
         assert [reducer.residual(name).tobytes() for name in SHAPES] == residuals
@@ -344,7 +344,7 @@ def test_damaged_last_message_is_reported_in_the_next_step(comm, monkeypatch):
     if comm.rank == comm.size - 1:
         text = r"allgather: from rank 0: torn .on rank .*nothing was applied on this rank"
         with monkeypatch.context() as patch:
-            patch.setattr(allgather, "parse_header", torn)
+            patch.setattr(allgather, "read_sparse_header", torn)
             with pytest.raises(MessageError, match=text):
                 reducer.reduce(arrays)
     else:

@@ -8,7 +8,7 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import bind, fitting
-from mpicomp.compressors.wire_format import BITS, Wire, message_bytes
+from mpicomp.compressors.wire import BITS, Wire, sparse_bytes
 from mpicomp.errors import IncompatiblePairError, MessageError
 from mpicomp.rounds import observe
 
@@ -62,7 +62,7 @@ def test_damaged_scales_are_one_error_on_all_ranks(scale):
     world.reduce(gradients(0, 3))
     before = [residual.copy() for residual in world.residuals("w")]
     count = round(RATIO * NUMEL)
-    end, size = 24 + sizes.code_bytes(count, 4), message_bytes(count, NUMEL, np.dtype(np.float32), Wire("q4"))
+    end, size = 24 + sizes.code_bytes(count, 4), sparse_bytes(count, NUMEL, np.dtype(np.float32), Wire("q4"))
 
     def spoil(task):
         if task.recv is not None and task.operation == "allgatherv" and task.counts[-1] == size:

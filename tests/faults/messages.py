@@ -18,18 +18,25 @@ import numpy as np
 import mpicomp
 from mpicomp import kernels
 from mpicomp.arrays import ArraySpec
-from mpicomp.collectives import Context, bind, dense_message, fitting, variants
+from mpicomp.collectives import Context, bind, fitting, variants
 from mpicomp.collectives.allgather import mean_of_messages
 from mpicomp.compressors import COMPRESSORS, Quantiser, Selection, compressor_class
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
-from mpicomp.compressors.wire_format import (
+from mpicomp.compressors.wire import (
+    HEADER_BYTES,
     INDICES,
     VALUES,
     Wire,
-    message_bytes,
-    parse_header,
-    parse_message,
-    write_message,
+    add_dense,
+    dense_bytes,
+    read_dense,
+    read_dense_header,
+    read_sparse,
+    read_sparse_header,
+    sparse_bytes,
+    write_dense,
+    write_dense_header,
+    write_sparse,
 )
 from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import CostModel
@@ -218,14 +225,14 @@ def sparse(wire):
         numel, dtype = random_numel(rng), rng.choice(DTYPES)
         count = int(rng.integers(numel + 1))
         selection = Selection(random_indices(rng, numel, count), random_array(rng, count, dtype))
-        message = np.zeros(message_bytes(count, numel, dtype, wire), np.uint8)
-        write_message(message, selection, numel, wire, 0, 5.0 * numel, 3.0)
+        message = np.zeros(sparse_bytes(count, numel, dtype, wire), np.uint8)
+        write_sparse(message, selection, numel, wire, 0, 5.0 * numel, 3.0)
         workspace, expected = Workspace(fence), None if rng.integers(2) else count
 
         def decode(message):
             with activated(fence):
-                header = parse_header(message, numel, dtype, expected)
-                read = parse_message(message, numel, dtype, workspace, expected)
+                header = read_sparse_header(message, numel, dtype, expected)
+                read = read_sparse(message, numel, dtype, workspace, expected)
                 chosen = read.selection
                 assert chosen.indices.size == chosen.values.size <= numel
                 assert chosen.values.dtype == dtype
@@ -242,15 +249,15 @@ def sparse(wire):
 def dense(wire):
     def make(rng, fence):
         numel, dtype = random_numel(rng), rng.choice(DTYPES)
-        message = np.zeros(dense_message.dense_bytes(numel, dtype, wire), np.uint8)
+        message = np.zeros(dense_bytes(numel, dtype, wire), np.uint8)
         array, out = random_array(rng, numel, dtype), fence.zeros(numel, dtype)
-        dense_message.pack(array, wire, message, array.copy())
-        dense_message.write_header(message, numel, 0, 1.0, 0.0)
+        write_dense(array, wire, message, array.copy())
+        write_dense_header(message, numel, 0, 1.0, 0.0)
 
         def decode(message):
-            dense_message.read_header(message, numel)
-            dense_message.unpack(message, wire, out)
-            dense_message.add(message, wire, out)
+            read_dense_header(message, numel)
+            read_dense(message, wire, out)
+            add_dense(message, wire, out)
 
         return Case(message.tobytes(), decode, resizes=False)
 
@@ -260,15 +267,15 @@ def dense(wire):
 def packed(compressor):
     def make(rng, fence):
         numel, dtype = random_numel(rng), rng.choice(DTYPES)
-        message = np.zeros(dense_message.HEADER_BYTES + compressor.packed_bytes(numel), np.uint8)
+        message = np.zeros(HEADER_BYTES + compressor.packed_bytes(numel), np.uint8)
         out = fence.zeros(numel, dtype)
-        compressor.pack(random_array(rng, numel, dtype), message[dense_message.HEADER_BYTES :], out, 3)
-        dense_message.write_header(message, numel, 0, 1.0, 0.0)
+        compressor.pack(random_array(rng, numel, dtype), message[HEADER_BYTES:], out, 3)
+        write_dense_header(message, numel, 0, 1.0, 0.0)
 
         def decode(message):
-            dense_message.read_header(message, numel)
-            compressor.unpack(message[dense_message.HEADER_BYTES :], out)
-            compressor.unpack_add(message[dense_message.HEADER_BYTES :], 0.5, out)
+            read_dense_header(message, numel)
+            compressor.unpack(message[HEADER_BYTES:], out)
+            compressor.unpack_add(message[HEADER_BYTES:], 0.5, out)
 
         return Case(message.tobytes(), decode)
 

@@ -9,7 +9,7 @@ from device import emulator
 from mpicomp.kernels import gpu
 
 from mpicomp.compressors import Selection
-from mpicomp.compressors.wire_format import Wire, compact, message_bytes, message_parts, write_message, write_pairs
+from mpicomp.compressors.wire import Wire, compact, sparse_bytes, sparse_parts, write_pairs, write_sparse
 
 COUNTS = [(), (0,), (1,), (31, 31), (33, 33, 33), (1000, 0, 7), (5000, 5000), (9, 8, 7, 3000, 1), (600,) * 5]
 NUMEL = 6000
@@ -97,13 +97,13 @@ def test_a_message_in_one_launch_is_that_of_the_host(place, dtype, size, indices
     values, numel = rng.normal(size=size).astype(dtype), (3 if indices == "plain" else 100) * size + 1
     indices = np.sort(rng.choice(numel, size, replace=False)).astype(np.uint32)
     energy = 2 * float(np.square(values, dtype=np.float64).sum()) + 1
-    expected = np.full(message_bytes(size, numel, values.dtype, wire), 7, np.uint8)
-    write_message(expected, Selection(indices, values), numel, wire, 2, energy, values, finite)
+    expected = np.full(sparse_bytes(size, numel, values.dtype, wire), 7, np.uint8)
+    write_sparse(expected, Selection(indices, values), numel, wire, 2, energy, values, finite)
     message = place.put(np.full(expected.size, 7, np.uint8))
     there, energy_there = Selection(place.put(indices), place.put(values)), place.scalar(energy, np.float64)
     emulator.launches.clear()
     with place.quiet():
-        write_message(message, there, numel, wire, 2, energy_there, there.values, place.scalar(finite, np.bool_))
+        write_sparse(message, there, numel, wire, 2, energy_there, there.values, place.scalar(finite, np.bool_))
     assert launched(place, "write_pairs")
     messages = [message.get()]
     if compact(size, numel) == wire.indices:
@@ -126,10 +126,10 @@ def test_no_code_is_sent_of_indices_that_do_not_ascend(place, place_of_fault):
     indices = np.arange(3, numel, 100, dtype=np.uint32)
     indices[[place_of_fault, place_of_fault + 1]] = indices[[place_of_fault + 1, place_of_fault]]
     values = np.ones(indices.size, np.float32)
-    message = place.put(np.full(message_bytes(indices.size, numel, values.dtype, wire), 7, np.uint8))
+    message = place.put(np.full(sparse_bytes(indices.size, numel, values.dtype, wire), 7, np.uint8))
     there = Selection(place.put(indices), place.put(values))
-    write_message(message, there, numel, wire, 0, 1e6, there.values)
-    start, _ = message_parts(indices.size, numel, values.dtype, wire)
+    write_sparse(message, there, numel, wire, 0, 1e6, there.values)
+    start, _ = sparse_parts(indices.size, numel, values.dtype, wire.values, wire.indices)
     assert not message.get()[start:].any()
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate, groupby
 from typing import Any, ClassVar, Self
 
 from mpicomp.compressors.base_compressor import BucketParameters, Compressor, bound, num_kept
-from mpicomp.compressors.wire_format import compact
+from mpicomp.compressors.wire import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import sizes
 from mpicomp.registry import register

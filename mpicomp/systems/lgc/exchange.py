@@ -15,7 +15,7 @@ from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Sparsifier
-from mpicomp.compressors.wire_format import Selection
+from mpicomp.compressors.wire import Selection
 from mpicomp.errors import MpicompError
 from mpicomp.gpu import current_device
 from mpicomp.registry import register

@@ -12,7 +12,7 @@ from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.topk import largest_of_parts
-from mpicomp.compressors.wire_format import compact
+from mpicomp.compressors.wire import compact
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, received_on_host, to_python
 from mpicomp.rounds import Round, Rounds

@@ -10,7 +10,7 @@ from mpicomp.collectives.scheme import LazyMean, Result, Scheme, check_undamaged
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.wire_format import DAMAGED, Selection
+from mpicomp.compressors.wire import DAMAGED, Selection
 from mpicomp.gpu import to_python
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder

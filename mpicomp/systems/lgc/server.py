@@ -10,17 +10,17 @@ from mpicomp.collectives.scheme import LazyMean, Result, check_undamaged, far_fr
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.wire_format import (
+from mpicomp.compressors.wire import (
     DAMAGED,
     NONFINITE,
     STALE,
     Selection,
     Wire,
     compact,
-    message_bytes,
-    parse_message,
+    read_sparse,
+    sparse_bytes,
     write_damaged,
-    write_message,
+    write_sparse,
 )
 from mpicomp.errors import MessageError
 from mpicomp.gpu import received_on_host, to_python
@@ -82,7 +82,7 @@ class CodeServer:
             stored, uncoded, sparse = self._cut(lead, message, dtype)
             self._decode(common, rank, received, values[coded])
             try:
-                parsed = parse_message(sparse, count, dtype, workspace, self._innovations(lead))
+                parsed = read_sparse(sparse, count, dtype, workspace, self._innovations(lead))
             except MessageError as error:
                 unread = unread or MessageError(f"learned: from rank {rank}: {error}")
                 continue
@@ -155,7 +155,7 @@ class CodeServer:
         uncoded[coded.start :] = received.values[coded.stop :]
         flags, moments = STALE * accumulated.stale, accumulated.device_moments
         arguments = flags, moments.energy, listed_energy - left_out, moments.finite
-        write_message(sparse, Selection(places, innovation), values.size, self._wire(lead), *arguments)
+        write_sparse(sparse, Selection(places, innovation), values.size, self._wire(lead), *arguments)
         return left_out, coded_energy
 
     def _lead(self, numel: int, dtype: np.dtype[Any]) -> LeaderMessage:
@@ -170,7 +170,7 @@ class CodeServer:
         return Wire(None, compact(self._innovations(lead), lead.selected.coded_count))
 
     def _gather(self, lead: LeaderMessage, dtype: np.dtype[Any], group: Group) -> Round:
-        innovation = message_bytes(self._innovations(lead), lead.selected.coded_count, dtype, self._wire(lead))
+        innovation = sparse_bytes(self._innovations(lead), lead.selected.coded_count, dtype, self._wire(lead))
         return Round("allgatherv", [_FACTOR + _uncoded_bytes(lead, dtype) + innovation] * group.size, _BYTE)
 
     def _cut(

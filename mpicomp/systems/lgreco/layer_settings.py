@@ -15,7 +15,7 @@ from mpicomp.compressors.base_compressor import match_layer_setting, num_kept
 from mpicomp.compressors.kinds import Quantiser, packers
 from mpicomp.compressors.powersgd import Matrix, orthogonalize
 from mpicomp.compressors.quantize import MOST_BITS
-from mpicomp.compressors.wire_format import message_bytes
+from mpicomp.compressors.wire import sparse_bytes
 from mpicomp.gpu import Device, current_device, to_python
 from mpicomp.policies.policy import Shape
 from mpicomp.policies.ratio_levels import ladder
@@ -156,7 +156,7 @@ class _WholeSelections(Table):
 
     def _message(self, count: int, base: Any) -> float:
         numel = self._shape.numel
-        return message_bytes(count, numel, self._shape.dtype, base.wire_for(count, numel))
+        return sparse_bytes(count, numel, self._shape.dtype, base.wire_for(count, numel))
 
 
 class _Selections(_WholeSelections):

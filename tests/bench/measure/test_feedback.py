@@ -8,7 +8,7 @@ from mpicomp.bench.measure.feedback import Gradients, Selecting, Settled, make_b
 import mpicomp
 from mpicomp.compressors import TopK, get_compressor
 from mpicomp.compressors.kinds import SharedSparsifier
-from mpicomp.compressors.wire_format import BITS
+from mpicomp.compressors.wire import BITS
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import oracle
 import pytest
 from mpicomp.kernels import cpu
 
-from mpicomp.compressors.wire_format import (
+from mpicomp.compressors.wire import (
     BITS,
     SHARING,
     VALUES,
@@ -13,9 +13,9 @@ from mpicomp.compressors.wire_format import (
     Wire,
     capacity_bytes,
     compact,
-    message_bytes,
-    parse_message,
-    write_message,
+    read_sparse,
+    sparse_bytes,
+    write_sparse,
 )
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.workspace import Workspace
@@ -42,16 +42,16 @@ def selection_of(count, dtype, numel=NUMEL):
 def message(count=3, dtype=np.float32, wire=PLAIN):
     """Write a message between guards; give it, what was selected, and what was rounded away."""
     selection = selection_of(count, dtype)
-    size = message_bytes(count, NUMEL, np.dtype(dtype), wire)
+    size = sparse_bytes(count, NUMEL, np.dtype(dtype), wire)
     memory = np.full(size + 2 * GUARD, 0xA5, np.uint8)
-    rounding = write_message(memory[GUARD:-GUARD], selection, NUMEL, wire, flags=2, energy=1e4, kept=9e3)
+    rounding = write_sparse(memory[GUARD:-GUARD], selection, NUMEL, wire, flags=2, energy=1e4, kept=9e3)
     assert (memory[:GUARD] == 0xA5).all()
     assert (memory[-GUARD:] == 0xA5).all()
     return memory[GUARD:-GUARD], selection, rounding
 
 
 def read(out, dtype=np.float32, numel=NUMEL):
-    return parse_message(out, numel, np.dtype(dtype), Workspace())
+    return read_sparse(out, numel, np.dtype(dtype), Workspace())
 
 
 def rounded(values, wire):
@@ -101,7 +101,7 @@ def test_capacity_holds_all_shorter_messages(numel):
     for wire in WIRES:
         longest = 0
         for count in range(numel + 1):
-            longest = max(longest, message_bytes(count, numel, np.dtype(np.float32), wire))
+            longest = max(longest, sparse_bytes(count, numel, np.dtype(np.float32), wire))
             assert longest <= capacity_bytes(count, numel, np.dtype(np.float32), wire) <= longest + 16
 
 
@@ -113,8 +113,8 @@ def test_message_lost_is_the_energy_not_sent(dtype, wire):
     array[7] = 1e6  # saturates in fp16
     indices = np.flatnonzero(np.abs(array) > 1.5).astype(np.uint32)
     selection = Selection(indices, array[indices])
-    out = np.empty(message_bytes(indices.size, NUMEL, array.dtype, wire), np.uint8)
-    write_message(out, selection, NUMEL, wire, 0, cpu.energy(array), cpu.energy(selection.values))
+    out = np.empty(sparse_bytes(indices.size, NUMEL, array.dtype, wire), np.uint8)
+    write_sparse(out, selection, NUMEL, wire, 0, cpu.energy(array), cpu.energy(selection.values))
     sparse = read(out, dtype)
     residual = array.astype(np.float64)
     residual[sparse.selection.indices] -= sparse.selection.values
@@ -123,9 +123,9 @@ def test_message_lost_is_the_energy_not_sent(dtype, wire):
 
 
 def test_message_lost_is_never_negative_and_keeps_nan():
-    out = np.empty(message_bytes(0, 1, np.dtype(np.float32), PLAIN), np.uint8)
+    out = np.empty(sparse_bytes(0, 1, np.dtype(np.float32), PLAIN), np.uint8)
     for energy, kept, lost in [(1.0, 1.0000001, 0.0), (np.nan, np.nan, np.nan), (np.inf, np.inf, np.nan)]:
-        write_message(out, selection_of(0, np.float32), 1, PLAIN, 1, energy, kept)
+        write_sparse(out, selection_of(0, np.float32), 1, PLAIN, 1, energy, kept)
         np.testing.assert_equal(read(out, numel=1).lost, lost)
 
 
@@ -133,8 +133,8 @@ def test_message_lost_is_never_negative_and_keeps_nan():
 def test_message_of_16_bits_keeps_nan_and_infinity(values):
     wire = Wire(values)
     selection = Selection(np.arange(3, dtype=np.uint32), np.array([np.nan, np.inf, -np.inf], np.float32))
-    out = np.empty(message_bytes(3, 3, np.dtype(np.float32), wire), np.uint8)
-    assert np.isnan(write_message(out, selection, 3, wire, 1, np.nan, np.nan))
+    out = np.empty(sparse_bytes(3, 3, np.dtype(np.float32), wire), np.uint8)
+    assert np.isnan(write_sparse(out, selection, 3, wire, 1, np.nan, np.nan))
     np.testing.assert_array_equal(read(out, numel=3).selection.values, [np.nan, np.inf, -np.inf])
 
 
@@ -148,7 +148,7 @@ def test_message_parts_in_full_are_views():
 def test_message_decoded_parts_reuse_memory():
     workspace = Workspace()
     out, _, _ = message(100, np.float32, Wire("fp16", "elias-fano"))
-    first, second = (parse_message(out, NUMEL, np.dtype(np.float32), workspace).selection for _ in range(2))
+    first, second = (read_sparse(out, NUMEL, np.dtype(np.float32), workspace).selection for _ in range(2))
     assert np.shares_memory(first.indices, second.indices)
     assert np.shares_memory(first.values, second.values)
 
@@ -176,9 +176,9 @@ def test_message_bytes_are_those_of_the_table():
     # 258 below 1024 has 10 low bits: none is left for its high part, so the bitmap is one 1.
     indices = {"plain": struct.pack("<I4x", 258), "elias-fano": struct.pack("<QQ", 258, 1)}
     for wire, start in header.items():
-        out = np.full(message_bytes(1, 1024, np.dtype(np.float32), wire), 0xFF, np.uint8)
+        out = np.full(sparse_bytes(1, 1024, np.dtype(np.float32), wire), 0xFF, np.uint8)
         selection = Selection(np.array([258], np.uint32), np.array([1], np.float32))
-        assert write_message(out, selection, 1024, wire, 1, 4.0, 3.0) == 0
+        assert write_sparse(out, selection, 1024, wire, 1, 4.0, 3.0) == 0
         expected = bytes.fromhex(start) + struct.pack("<Idd", 1, 4.0, 1.0) + values[wire.values] + indices[wire.indices]
         assert out.tobytes() == expected
 
@@ -191,10 +191,10 @@ def test_message_value_kinds_have_different_codes(dtype):
 
 def test_message_padding_is_written():
     for wire in WIRES:
-        size = message_bytes(5, NUMEL, np.dtype(np.float32), wire)
+        size = sparse_bytes(5, NUMEL, np.dtype(np.float32), wire)
         first, second = np.zeros(size, np.uint8), np.full(size, 0xFF, np.uint8)
         for out in (first, second):
-            write_message(out, selection_of(5, np.float32), NUMEL, wire, 0, 1.0, 1.0)
+            write_sparse(out, selection_of(5, np.float32), NUMEL, wire, 0, 1.0, 1.0)
         np.testing.assert_array_equal(first, second)
 
 
@@ -204,8 +204,8 @@ def test_message_with_wrong_indices_is_refused(indices, place, index):
     wire = Wire(None, indices)
     selection = Selection(np.array([0, 10, 20], np.uint32), np.ones(3, np.float32))
     selection.indices[place] = index
-    out = np.empty(message_bytes(3, NUMEL, np.dtype(np.float32), wire), np.uint8)
-    write_message(out, selection, NUMEL, wire, 0, 3.0, 3.0)
+    out = np.empty(sparse_bytes(3, NUMEL, np.dtype(np.float32), wire), np.uint8)
+    write_sparse(out, selection, NUMEL, wire, 0, 3.0, 3.0)
     with pytest.raises(MessageError, match=f"indices do not ascend below {NUMEL}"):
         read(out)
 
@@ -255,22 +255,22 @@ def test_compact_codes_indices_that_become_shorter(numel):
             assert coded == (count >= 64 and cpu.index_bytes(count, numel) <= 0.75 * 4 * count)
             if coded:
                 sizes = [
-                    message_bytes(count, numel, np.dtype(np.float32), Wire(None, w)) for w in ("plain", "elias-fano")
+                    sparse_bytes(count, numel, np.dtype(np.float32), Wire(None, w)) for w in ("plain", "elias-fano")
                 ]
                 assert sizes[1] < sizes[0]
 
 
 def test_message_of_a_thousandth_in_bf16_is_below_half():
     numel, single = 25_600_000, np.dtype(np.float32)
-    small = message_bytes(numel // 1000, numel, single, Wire("bf16", compact(numel // 1000, numel)))
-    assert small < 0.45 * message_bytes(numel // 1000, numel, single, PLAIN)
+    small = sparse_bytes(numel // 1000, numel, single, Wire("bf16", compact(numel // 1000, numel)))
+    assert small < 0.45 * sparse_bytes(numel // 1000, numel, single, PLAIN)
 
 
 @pytest.mark.parametrize("values", BITS)
 def test_message_in_few_bits_is_little_longer_than_its_indices(values):
     numel, single = 25_600_000, np.dtype(np.float32)
     count = numel // 1000
-    size = message_bytes(count, numel, single, Wire(values, compact(count, numel)))
+    size = sparse_bytes(count, numel, single, Wire(values, compact(count, numel)))
     assert 8 * size / count < 12.0 + BITS[values] + 0.27
 
 
@@ -294,8 +294,8 @@ def test_message_with_impossible_scales_is_refused(values, count, scale, dtype):
 def test_message_in_few_bits_reads_infinity_as_nan(values):
     selection = selection_of(600, np.float32)
     selection.values[300] = np.inf
-    out = np.empty(message_bytes(600, NUMEL, np.dtype(np.float32), Wire(values)), np.uint8)
-    assert np.isnan(write_message(out, selection, NUMEL, Wire(values), 0, np.nan, np.nan, finite=False))
+    out = np.empty(sparse_bytes(600, NUMEL, np.dtype(np.float32), Wire(values)), np.uint8)
+    assert np.isnan(write_sparse(out, selection, NUMEL, Wire(values), 0, np.nan, np.nan, finite=False))
     assert np.flatnonzero(np.isnan(read(out).selection.values)).tolist() == list(range(256, 512))
 
 
@@ -307,8 +307,8 @@ def test_wire_with_a_bad_setting_is_refused():
 
 
 def test_arrays_that_do_not_fit_are_an_error_of_the_caller():
-    out = np.empty(message_bytes(3, NUMEL, np.dtype(np.float32), PLAIN), np.uint8)
+    out = np.empty(sparse_bytes(3, NUMEL, np.dtype(np.float32), PLAIN), np.uint8)
     with pytest.raises(ValueError, match="the message has 56 bytes, out has 48"):
-        write_message(out[:48], selection_of(3, np.float32), NUMEL, PLAIN, 0, 1.0, 1.0)
+        write_sparse(out[:48], selection_of(3, np.float32), NUMEL, PLAIN, 0, 1.0, 1.0)
     with pytest.raises(ValueError, match="2 indices do not fit 3 values"):
-        write_message(out, Selection(np.arange(2, dtype=np.uint32), np.ones(3, np.float32)), NUMEL, PLAIN, 0, 1.0, 1.0)
+        write_sparse(out, Selection(np.arange(2, dtype=np.uint32), np.ones(3, np.float32)), NUMEL, PLAIN, 0, 1.0, 1.0)
