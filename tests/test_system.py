@@ -8,7 +8,7 @@ from marks import slow
 import mpicomp
 from mpicomp.errors import ConfigurationError
 from mpicomp.system import variables
-from mpicomp.system.launcher import Launch, detect, protocol, singletons
+from mpicomp.system.launcher import Launch, detect, singletons
 
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPENMPI = {
@@ -61,14 +61,14 @@ def test_launcher_inside_slurm_comes_before_slurm(inner, outer):
 @pytest.mark.parametrize("inner", [HYDRA, OPENMPI, STEP])
 def test_ranks_that_a_script_has_named_do_not_hide_the_launcher(inner):
     assert detect({**TORCH, **inner}) == detect(inner)
-    assert singletons({**TORCH, "PMI_SIZE": "1", "PMI_RANK": "0"}, 1) is None
+    assert singletons(1, environ={**TORCH, "PMI_SIZE": "1", "PMI_RANK": "0"}) is None
 
 
 @pytest.mark.parametrize("step", [None, "4294967291", "4294967290", "4294967292"])
 def test_batch_script_and_interactive_shell_are_no_step(step):
     environ = BATCH if step is None else {**BATCH, "SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1"}
     assert detect(environ) is None
-    assert singletons(environ, 1) is None
+    assert singletons(1, environ=environ) is None
 
 
 def test_step_with_only_the_size_of_the_job():
@@ -77,13 +77,13 @@ def test_step_with_only_the_size_of_the_job():
 
 @pytest.mark.parametrize("environ", [HYDRA, OPENMPI, STEP, TORCHRUN, TORCH, HOROVOD])
 def test_singletons_are_noticed(environ):
-    assert singletons(environ, 4) is None
-    assert singletons(environ, 1).what.count("4") == 2
+    assert singletons(4, environ=environ) is None
+    assert singletons(1, environ=environ).what.count("4") == 2
 
 
 def test_one_process_is_no_singleton_by_mistake():
-    assert singletons({"PMI_SIZE": "1", "PMI_RANK": "0"}, 1) is None
-    assert singletons({}, 1) is None
+    assert singletons(1, environ={"PMI_SIZE": "1", "PMI_RANK": "0"}) is None
+    assert singletons(1, environ={}) is None
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,7 @@ def test_one_process_is_no_singleton_by_mistake():
     ],
 )
 def test_singletons_name_the_protocol_and_a_line_to_copy(environ, spoken, mpi, fix):
-    assert protocol(environ) == spoken
-    problem = singletons(environ, 1, mpi, "/env/bin/python", ["python", "my train.py"])
+    problem = singletons(1, mpi, environ, "/env/bin/python", ["python", "my train.py"])
     wanted = "PMI" if mpi == "mpich" else "PMIx"
     vendor = "MPICH" if mpi == "mpich" else "Open MPI"
     offered = f"{spoken} is offered, and {vendor} wants {wanted}" if spoken else "no PMI is offered"

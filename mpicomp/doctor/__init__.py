@@ -1,12 +1,10 @@
 """Inspection of the environment of an MPI job: library, launcher, hosts, GPUs, and the problems found with them.
 
-`local` looks at one process without MPI, `examine` at the whole job. `mpicomp doctor` prints the result; the
-pieces are there for others too, `cuda_aware` above all.
+`mpicomp doctor` prints what `examine` returns.
 """
 
 from mpicomp.doctor.formatting import render
-from mpicomp.doctor.job import SCHEMA, examine, local
-from mpicomp.doctor.probes import origin, packages, wheels
+from mpicomp.doctor.job import SCHEMA, examine
 from mpicomp.system.cuda_aware import cuda_aware, library
 
-__all__ = ["SCHEMA", "cuda_aware", "examine", "library", "local", "origin", "packages", "render", "wheels"]
+__all__ = ["SCHEMA", "cuda_aware", "examine", "library", "render"]

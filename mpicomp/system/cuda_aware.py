@@ -39,7 +39,7 @@ class Awareness(NamedTuple):
 def cuda_aware(
     vendor: str | None,
     path: str | None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     version: str = "",
     loaded: Iterable[str] | None = None,
     probed: Awareness | None = None,
@@ -54,7 +54,6 @@ def cuda_aware(
     >>> cuda_aware("MPICH", None, {"MPICOMP_CUDA_AWARE": "1"})
     Awareness(value=True, reason='MPICOMP_CUDA_AWARE=1 says so')
     """
-    environ = os.environ if environ is None else environ
     asked = environ.get(_OVERRIDE, "").strip()
     wanted = variables.flag_or_none(_OVERRIDE, environ)
     if wanted is not None:
@@ -167,7 +166,7 @@ def _ompi_info(path: str) -> bool | None:
 
 def probe(
     command: Sequence[str] = (sys.executable, "-m", PROBE),
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     timeout_s: float = 60.0,
 ) -> Awareness | None:
     """Have a child process pass MPI a pointer to GPU memory, and return the result.
@@ -178,8 +177,7 @@ def probe(
     >>> probe([sys.executable, "-c", "import os; os.abort()"])
     Awareness(value=False, reason='a child process that gave it GPU memory was ended by SIGABRT')
     """
-    parent_environ = os.environ if environ is None else environ
-    child_environ = {name: value for name, value in parent_environ.items() if not name.startswith(_LAUNCHERS)}
+    child_environ = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHERS)}
     try:
         ended = subprocess.run(
             command, env=child_environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False

@@ -16,6 +16,7 @@ from mpicomp.errors import LaunchError
 from mpicomp.system import launcher
 
 _MASK = "CUDA_VISIBLE_DEVICES"
+NO_GPU_MASKS = ("", "-1", "NoDevFiles")  # how users and Slurm hide all GPUs
 _ASK = "ask the job for one (Slurm: --gpus-per-task=1, or --gres=gpu:1 for a node)"
 
 
@@ -47,13 +48,13 @@ def installed(listing: str | None = None) -> list[Gpu]:
     return [Gpu(index, name or part, uuid) for index, name, part, uuid in rows]
 
 
-def visible(environ: Mapping[str, str] | None = None, listing: str | None = None) -> list[Gpu]:
+def visible(environ: Mapping[str, str] = os.environ, listing: str | None = None) -> list[Gpu]:
     """Return the GPUs that CUDA shows this process, in the order in which it numbers them.
 
     None, a mask that hides all of them, and one that names a GPU that is not here, are a `LaunchError`: CUDA would
     leave that one and those behind it out without a word.
     """
-    mask = (os.environ if environ is None else environ).get(_MASK)
+    mask = environ.get(_MASK)
     found = installed(listing)
     host = socket.gethostname()
     if not found:
@@ -62,7 +63,7 @@ def visible(environ: Mapping[str, str] | None = None, listing: str | None = None
     if mask is None:
         return whole
     words = [word.strip() for word in mask.split(",")]
-    if words[0] in ("", "-1", "NoDevFiles"):
+    if words[0] in NO_GPU_MASKS:
         raise LaunchError(f"gpu: {_MASK}='{mask}' hides every GPU of {host} from this process; unset it, or {_ASK}")
     chosen = []
     for word in words:
@@ -79,7 +80,7 @@ def visible(environ: Mapping[str, str] | None = None, listing: str | None = None
     return chosen
 
 
-def local_device(environ: Mapping[str, str] | None = None, listing: str | None = None) -> int:
+def local_device(environ: Mapping[str, str] = os.environ, listing: str | None = None) -> int:
     r"""Choose the GPU of this process among those of its host, before MPI starts.
 
     The ranks of a host take its GPUs in turn; where there are more ranks than GPUs, some share one. A mask in

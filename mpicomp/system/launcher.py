@@ -59,7 +59,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
-def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
+def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Return which launcher started this process; of several that have left their variables, the innermost.
 
     >>> detect({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"})
@@ -67,7 +67,6 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     >>> detect({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
     True
     """
-    environ = os.environ if environ is None else environ
     for name, variables in _VARIABLES.items():
         size, rank, local_rank = (_number(environ, *names) for names in variables)
         if size is None or rank is None or rank >= size:
@@ -88,13 +87,12 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     return None
 
 
-def ranks_of_host(environ: Mapping[str, str] | None = None) -> int:
+def ranks_of_host(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of the job's ranks on this host; 1 if the launcher does not say.
 
     >>> ranks_of_host({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
     4
     """
-    environ = os.environ if environ is None else environ
     return _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or 1
 
 
@@ -111,30 +109,22 @@ def describe(launch: Launch) -> str:
     return names.get(launch.name, f"a launcher that speaks {launch.name.upper()}")
 
 
-def protocol(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the protocol, PMI or PMIx, by which processes that were started together find each other."""
-    environ = os.environ if environ is None else environ
-    if "PMIX_RANK" in environ:
-        return "PMIx"
-    return "PMI" if "PMI_RANK" in environ or "PMI_ID" in environ else None
-
-
-def start_line(launch: Launch, mpi: str, python: str | None = None, command: Sequence[str] | None = None) -> str:
+def start_line(launch: Launch, mpi: str, python: str = sys.executable, command: Sequence[str] = ()) -> str:
     """Return the line that starts the same job with a launcher that the MPI library understands; see `singletons`."""
-    words = shlex.join(sys.orig_argv if command is None else command)
+    words = shlex.join(command or sys.orig_argv)
     if launch.name == "slurm":
         start = f"srun --mpi={'pmix' if mpi == 'openmpi' else 'pmi2'}"
     else:
-        start = shlex.quote(os.path.join(os.path.dirname(python or sys.executable), "mpiexec"))
+        start = shlex.quote(os.path.join(os.path.dirname(python), "mpiexec"))
     return f"{start} -n {launch.size} {words}"
 
 
 def singletons(
-    environ: Mapping[str, str] | None,
     comm_size: int,
     mpi: str = "mpich",
-    python: str | None = None,
-    command: Sequence[str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    python: str = sys.executable,
+    command: Sequence[str] = (),
 ) -> Problem | None:
     """Return the problem if N processes were started and every one of them is rank 0 of 1.
 
@@ -142,16 +132,16 @@ def singletons(
     launchers that speak none of MPI's.
 
     >>> srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
-    >>> singletons(srun, 1, "mpich", "/env/bin/python", ["python", "train.py"]).fix
+    >>> singletons(1, "mpich", srun, "/env/bin/python", ["python", "train.py"]).fix
     'srun --mpi=pmi2 -n 4 python train.py'
-    >>> singletons(srun, 4) is None
+    >>> singletons(4, "mpich", srun) is None
     True
     """
     launch = detect(environ)
     if launch is None or launch.size <= 1 or comm_size != 1:
         return None
     library = {"mpich": "MPICH", "openmpi": "Open MPI"}.get(mpi, mpi)
-    offered = protocol(environ)
+    offered = "PMIx" if "PMIX_RANK" in environ else "PMI" if {"PMI_RANK", "PMI_ID"} & set(environ) else None
     if offered is None:
         why = "no PMI is offered, as by srun --mpi=none" if launch.name == "slurm" else "no PMI is offered"
     else:

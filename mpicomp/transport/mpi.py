@@ -258,7 +258,7 @@ class MPITransport(Transport):
 
 def _check_launch() -> None:
     vendor = "openmpi" if MPI.get_vendor()[0] == "Open MPI" else "mpich"
-    problem = launcher.singletons(None, MPI.COMM_WORLD.size, vendor)
+    problem = launcher.singletons(MPI.COMM_WORLD.size, vendor)
     if problem is not None:
         raise LaunchError(
             f"mpi: {problem.what}; start it with: {problem.fix} (a process that is to work alone passes "

@@ -1,6 +1,5 @@
 """What this process and its host answer: GPUs, MPI library, threads, names, start method, a measured link."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from mpicomp.doctor.probes import (
     missing_gpu_library,
     resolves,
     thread_count,
-    torch_masks,
     visible_gpus,
 )
 from mpicomp.system.cuda_aware import files
@@ -104,20 +102,6 @@ def test_missing_gpu_library_is_found_before_mpi_starts():
     assert "is not loaded" in done.stdout, done.stderr
 
 
-def test_masks_after_import_of_torch_are_those_that_openmp_binds():
-    pytest.importorskip("torch")
-    cpus = sorted(os.sched_getaffinity(0))
-    if len(cpus) < 2:
-        pytest.skip("needs two cpus")
-    masks = torch_masks({**os.environ, "OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_NUM_THREADS": "2"})
-    assert set(masks[0]) < set(cpus)
-    assert set().union(*masks) <= set(cpus)
-
-
-def test_masks_are_not_looked_at_where_openmp_binds_nothing():
-    assert torch_masks({"OMP_PROC_BIND": "false"}) == ()
-
-
 def test_library_is_the_one_that_is_mapped():
     maps = [
         "7f00-7f01 r-xp 00000000 08:01 41 /env/mpi4py/MPI.mpich.cpython-311-x86_64-linux-gnu.so",
@@ -151,19 +135,6 @@ def test_resolves_does_not_wait_for_a_dead_resolver(monkeypatch):
     monkeypatch.setattr(probes.socket, "getaddrinfo", lambda *_: answer.wait(100) and ["too late"])
     assert not resolves("slow")
     answer.set()
-
-
-@pytest.mark.parametrize("method", [None, *multiprocessing.get_all_start_methods()])
-def test_start_method_is_the_one_in_effect(method):
-    program = (
-        "import multiprocessing\n"
-        "from mpicomp.doctor.probes import start_method\n"
-        f"if {method!r}: multiprocessing.set_start_method({method!r})\n"
-        "found = start_method()\n"
-        f"assert multiprocessing.get_start_method(allow_none=True) == {method!r}\n"  # asking does not fix it
-        "assert found == multiprocessing.get_start_method()\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.mpi(min_size=2)
