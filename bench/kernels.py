@@ -16,7 +16,6 @@ from mpicomp.bench.timed_kernels import (
     Compress,
     Copy,
     Decode,
-    DecodeOnGpu,
     Pack,
     Spectrum,
     TorchTopk,
@@ -160,7 +159,7 @@ def _host_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
         array, k, messages = _rank_messages(ratio, gradients, short)
         arrays.append(array)
         selecting_kernels += [
-            Decode("decode", messages, numel, ratio=ratio),
+            Decode("decode", messages, numel, HOST, ratio=ratio),
             *_torch_topk(array, k, HOST, ratio, threads),
             Argpartition("numpy.argpartition", array, k, magnitudes, ratio=ratio),
         ]
@@ -178,7 +177,7 @@ def _gpu_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
     for ratio in settings.ratios:
         array, k, messages = _step_messages(ratio, gradients)
         arrays.append(array)
-        selecting_kernels.append(DecodeOnGpu("decode", messages, numel, device, ratio=ratio, threads=None))
+        selecting_kernels.append(Decode("decode", messages, numel, device, ratio=ratio, threads=None))
         selecting_kernels += _torch_topk(array, k, device, ratio, None)
     yield Spectrum("spectrum", arrays[0], device, threads=None)
     yield from sorted(selecting_kernels, key=lambda kernel: kernel.name)

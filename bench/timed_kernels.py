@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.allgather import mean_of_messages
 from mpicomp.compressors import Quantiser
-from mpicomp.compressors.wire import read_sparse, read_sparse_header
+from mpicomp.compressors.wire import read_sparse_header
 from mpicomp.gpu import Device, to_python
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.workspace import Workspace
@@ -126,25 +126,7 @@ class Unpack(Kernel):
 
 @dataclass
 class Decode(Kernel):
-    """Messages with their headers, added to a mean."""
-
-    messages: Sequence[Any]
-    numel: int
-
-    def __post_init__(self) -> None:
-        self._workspace = Workspace()
-
-    def run(self) -> None:
-        out = self._workspace.array("mean", self.numel, DTYPE)
-        out.fill(0)
-        for message in self.messages:
-            selection = read_sparse(message, self.numel, DTYPE, self._workspace).selection
-            kernels.scatter_add(selection.indices, selection.values, 1 / len(self.messages), out)
-
-
-@dataclass
-class DecodeOnGpu(Kernel):
-    """Decoding of messages whose headers the host has read before they reach the GPU."""
+    """Messages, with headers that the host has read, added to a mean."""
 
     messages: Sequence[Any]
     numel: int

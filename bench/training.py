@@ -76,15 +76,6 @@ class TrainingRow(TypedDict):
     of_none: Annotated[float | None, "`median_s` of `none` over this one; null where `none` was not run"]
     of_none_low: Annotated[float | None, "lower end of its 95 % interval"]
     of_none_high: Annotated[float | None, "its upper end"]
-    hidden: Annotated[
-        float | None,
-        "`hidden_s` over the lesser of `exchange_s` and `none_backward_s`; null without `none` and a partner in line",
-    ]
-    hidden_low: Annotated[float | None, "lower end of its 95 % interval; null where a resampling is not above 0"]
-    hidden_high: Annotated[float | None, "its upper end"]
-    hidden_s: Annotated[float | None, "`median_s` in line less `median_s`"]
-    exchange_s: Annotated[float | None, "`median_s` in line less that of `none`"]
-    none_backward_s: Annotated[float | None, "`backward_s` of `none`"]
 
 
 @dataclass(frozen=True)
@@ -275,17 +266,8 @@ def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def rows_of(trained: Sequence[Trained], batch: int, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each exchange."""
-    by_name = {training.exchange.name: training for training in trained}
-    none = by_name.get(NONE)
-    return [
-        {
-            **facts,
-            **_row(training, batch),
-            **_of_none(training, none),
-            **_hidden(training, by_name.get(training.exchange.name + INLINE), none),
-        }
-        for training in trained
-    ]
+    none = next((training for training in trained if training.exchange.name == NONE), None)
+    return [{**facts, **_row(training, batch), **_of_none(training, none)} for training in trained]
 
 
 def _row(training: Trained, batch: int) -> dict[str, Any]:
@@ -339,46 +321,6 @@ def _of_none(training: Trained, none: Trained | None) -> dict[str, Any]:
 
     low, high = block_interval(share_left, *samples) or (None, None)
     return {"of_none": share_left(*samples), "of_none_low": low, "of_none_high": high}
-
-
-def _hidden(training: Trained, inline: Trained | None, none: Trained | None) -> dict[str, Any]:
-    """Return the share of the exchange hidden behind backward, of what can be hidden, with its parts."""
-    if inline is None or none is None:
-        return dict.fromkeys(("hidden", "hidden_low", "hidden_high", "hidden_s", "exchange_s", "none_backward_s"))
-    samples = [case.steps[:, :, SECONDS] for case in (training, inline, none)] + [none.steps[:, :, BACKWARD]]
-    hidden_s, exchange_s, backward_s = hidden_parts(*samples)
-
-    def share_hidden(*drawn: NDArray[np.float64]) -> float:
-        saved, exchange, backward = hidden_parts(*drawn)
-        most = min(exchange, backward)
-        return saved / most if most > 0 else np.nan
-
-    value = share_hidden(*samples)
-    low, high = block_interval(share_hidden, *samples) or (None, None)
-    return {
-        "hidden": None if np.isnan(value) else value,
-        "hidden_low": low,
-        "hidden_high": high,
-        "hidden_s": hidden_s,
-        "exchange_s": exchange_s,
-        "none_backward_s": backward_s,
-    }
-
-
-def hidden_parts(
-    overlapped: NDArray[np.float64],
-    inline: NDArray[np.float64],
-    none: NDArray[np.float64],
-    backward: NDArray[np.float64],
-) -> tuple[float, float, float]:
-    """Return the seconds that overlap saves, those of the exchange in line, and those of backward.
-
-    >>> overlapped, inline, none, backward = np.array([[1.25], [1.75], [0.75], [0.5]])
-    >>> hidden_parts(overlapped, inline, none, backward)
-    (0.5, 1.0, 0.5)
-    """
-    overlapped_s, inline_s, none_s, backward_s = map(float, map(np.median, (overlapped, inline, none, backward)))
-    return inline_s - overlapped_s, inline_s - none_s, backward_s
 
 
 def _is_in_lab() -> bool:

@@ -19,9 +19,6 @@ _COLUMNS = table_columns(
     "quality:.4f replicas_equal"
 )
 _PHASE_COLUMNS = table_columns("exchange compress_s:.3g exchange_s:.3g decode_s:.3g")
-_HIDDEN_COLUMNS = table_columns(
-    "exchange hidden:.1% hidden_low:.1% hidden_high:.1% hidden_s:.4g exchange_s:.4g none_backward_s:.4g"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,9 +173,3 @@ def _show(found: Sequence[Mapping[str, Any]]) -> None:
             [{"exchange": name} | {f"{phase}_s": seconds[phase] for phase in seconds} for name, seconds in phases],
             _PHASE_COLUMNS,
         )
-    pairs = [row for row in found if row["hidden_s"] is not None]
-    if pairs:
-        print(
-            "\nhidden: seconds saved by beginning during backward, over the lesser of the exchange in line and backward"
-        )
-        results.show(pairs, _HIDDEN_COLUMNS)

@@ -20,7 +20,9 @@ from mpicomp.bench.measure.exchanges import (
 from mpicomp.bench.measure.intervals import median_interval
 
 
-class _Which(TypedDict):
+class PlanRow(TypedDict):
+    """A row of ``bench collectives``."""
+
     compressor: Annotated[str, "name; `none` for MPI's own sum"]
     ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
     collective: Annotated[str, "name, with what it is built on after a colon; `auto`; or `MPI_Allreduce`"]
@@ -29,9 +31,6 @@ class _Which(TypedDict):
     hosts: Annotated[int, "that they are on"]
     device: Annotated[str, "where gradients were: `cpu` or `gpu`"]
     route: Annotated[str | None, "how messages reached MPI from a GPU: `staged` or `direct`; null on the CPU"]
-
-
-class _Measured(TypedDict):
     median_s: Annotated[float | None, "median of the samples; null for a plan that was not run"]
     p95_s: Annotated[float | None, "95 % of the samples took no longer"]
     wire_bytes: Annotated[float | None, "that left a rank in an exchange, averaged over ranks"]
@@ -58,9 +57,6 @@ class _Measured(TypedDict):
     busbw_gb_s: Annotated[float | None, "that times `2 (ranks - 1) / ranks`"]
     wirebw_gb_s: Annotated[float | None, "`wire_bytes / median_s`"]
     first_predicted_s: Annotated[float | None, "prediction before the first run; null for `auto`"]
-
-
-class _OfAuto(TypedDict):
     chosen: Annotated[str | None, "the plan that `auto` ran most often; null for others, as the fields below"]
     best: Annotated[str | None, "the best fixed plan of those that `auto` may choose, no compression among them"]
     best_s: Annotated[float | None, "its median, timed in turn with `auto`"]
@@ -71,11 +67,6 @@ class _OfAuto(TypedDict):
     best_dense_s: Annotated[float | None, "its median, timed in turn where it is not three times slower than the best"]
     behind_dense: Annotated[float | None, "`median_s / best_dense_s - 1`"]
     mpi_s: Annotated[float | None, "median of `MPI_Allreduce`, timed in turn where it is not three times slower"]
-
-
-class PlanRow(_Which, _Measured, _OfAuto):
-    """A row of ``bench collectives``."""
-
     settings: Annotated[str | None, "in what it differs from other configurations of its compressor, but for the ratio"]
     config: Annotated[dict[str, Any], "the compressor's configuration"]
 
@@ -131,7 +122,7 @@ def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[di
 def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
     """Return a plan's row; ``base`` is the median of the best dense one."""
     plan, runner = timing.plan, timing.runner
-    row: dict[str, Any] = {
+    row: dict[str, Any] = dict.fromkeys(PlanRow.__annotations__) | {
         "compressor": "none" if plan.collective == MPI else plan.compressor.id,
         "ratio": getattr(plan.compressor, "ratio", None),
         "collective": plan.collective,
@@ -140,13 +131,13 @@ def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
         "hosts": timing.hosts,
         "device": timing.device,
         "route": None if runner is None else runner.route,
+        "samples": 0,
+        "predicted_s": timing.expected_s,
+        "first_predicted_s": timing.expected_s,
+        "settings": timing.settings or None,
+        "config": plan.compressor.get_config(),
     }
-    row |= dict.fromkeys(_Measured.__annotations__) | {"samples": 0, "stopped": None}
-    row["predicted_s"] = row["first_predicted_s"] = timing.expected_s
-    if runner is not None:
-        row |= _measured(timing, runner, base)
-    row |= dict.fromkeys(_OfAuto.__annotations__) | timing.facts
-    return row | {"settings": timing.settings or None, "config": plan.compressor.get_config()}
+    return row | ({} if runner is None else _measured(timing, runner, base)) | timing.facts
 
 
 def _measured(timing: TimedPlan, runner: Runner, base: float) -> dict[str, Any]:
