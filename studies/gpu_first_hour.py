@@ -85,7 +85,7 @@ def _lines(check: Check, arguments: argparse.Namespace, scratch: Path, limit_s: 
     kind = "not cuda" if arguments.emulated else "not emulated"
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if check.tests:
-        words += [_FILE, "-k", f"test_{check.tests} and {kind}", *(["--only-mpi"] if check.ranks > 1 else [])]
+        words += [_FILE, "-k", f"test_{check.tests} and {kind}"]
     else:
         words += ["tests/kernels/test_pieces.py" if arguments.emulated or arguments.quick else "tests/kernels"]
         words += ["-k", "emulated" if arguments.emulated else "cuda"]

@@ -1,16 +1,15 @@
 """Options and fixtures of the test suite, and what a parallel run needs so that a failure ends it.
 
-Parallel tests are marked ``@pytest.mark.mpi`` (``min_size=`` where they need so many ranks, ``max_size=`` where more
-of them show nothing new, so that these are for ``--slow``) and take the `comm` fixture. They run under
-``mpiexec -n N python -m pytest --only-mpi``; `tests/run.py` does that for several N. A parallel test must run the same
-on all ranks; where it cannot run at all, say so with ``skipif`` and not with ``pytest.skip`` in its body, so that the
-number of tests to expect is known.
+Parallel tests are marked ``@pytest.mark.mpi`` and take the `comm` fixture. They run where a launcher of MPI has started
+pytest, ``mpiexec -n 3 python -m pytest -m mpi tests``, and only they do; without one all others run. ``min_size=``:
+needs as many ranks; ``max_size=``: more than three show nothing new, so that these are for ``--slow``. A parallel test
+must run the same on all ranks; where it cannot run at all, say so with ``skipif``.
 """
 
 import contextlib
 import faulthandler
 import gc
-import json
+import hashlib
 import os
 import shutil
 import signal
@@ -24,14 +23,23 @@ from pathlib import Path
 import hypothesis
 import pytest
 import run
-from _pytest.skipping import evaluate_skip_marks
 from sharing import ByFile, starts_processes
+
+from mpicomp.system import launcher
+
+for name, value in (run.ALONE | run.WAITING).items():  # for plain commands; MPI has not begun yet
+    os.environ.setdefault(name, value)
 
 # How long a failing rank waits before it ends the job: its peers mostly fail at the same place, and their
 # reports are worth having too.
 LAST_WORDS_S = 0.3
 
 ROOT = Path(__file__).resolve().parents[1]
+
+_launch = launcher.detect()
+PARALLEL = _launch is not None and _launch.name in ("hydra", "openmpi", "slurm", "pmi", "pmix")
+ENOUGH = 3  # ranks: more are for tests that need them, or show something new
+QUICK = ("mark.quick", "everywhere(")  # texts of files with quick tests
 
 # A first call compiles, which takes as long as it takes.
 # The kernels of a device, which a fixture returns, have no state that examples change.
@@ -47,26 +55,26 @@ for profile, examples in (("quick", 40), ("slow", 400)):
 def pytest_addoption(parser):
     group = parser.getgroup("mpicomp")
     group.addoption("--slow", action="store_true", help="run the tests marked slow, too")
-    group.addoption(
-        "--mpi-census",
-        metavar="FILE",
-        help="write which parallel tests were collected: a JSON object, name to least and most number of ranks",
-    )
 
 
-def pytest_ignore_collect(collection_path):
-    """Leave out what the tests share: looking for doctests there would import it a second time."""
-    shared = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
-    return True if shared and Path(__file__).parent in collection_path.parents else None
+def pytest_ignore_collect(collection_path, config):
+    """Leave out what the tests share: looking for doctests there would import it a second time.
 
-
-def _parallel(config):
-    return config.getoption("--with-mpi") or config.getoption("--only-mpi")
+    Files without a test that may run are not imported: all of them take 10 s in each process.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    quick = "quick" in config.option.markexpr and "not quick" not in config.option.markexpr
+    if not collection_path.name.startswith("test_"):
+        return True if Path(__file__).parent in collection_path.parents or PARALLEL or quick else None
+    text = collection_path.read_text()
+    wanted = (not PARALLEL or "mark.mpi" in text) and (not quick or any(word in text for word in QUICK))
+    return None if wanted else True
 
 
 def _world(config):
     """Return the world communicator in a parallel run, else None; a serial run must not initialise MPI."""
-    if not _parallel(config) or config.getoption("--collect-only"):
+    if not PARALLEL or config.getoption("--collect-only"):
         return None
     from mpi4py import MPI
 
@@ -86,6 +94,8 @@ def pytest_configure(config):
     config.add_cleanup(partial(shutil.rmtree, config.option.basetemp, ignore_errors=True))
     if world.rank != 0:
         config.option.xmlpath = None  # the ranks would all write the same file
+        config.pluginmanager.set_blocked("lfplugin")  # the same, of the failed tests
+        config.pluginmanager.set_blocked("nfplugin")
 
 
 @pytest.hookimpl(tryfirst=True)  # before the header is printed
@@ -100,7 +110,7 @@ def pytest_sessionstart(session):
 def pytest_report_header(config):
     world = _world(config)
     if world is None:
-        return None
+        return "parallel tests are deselected: mpiexec -n 3 python -m pytest -m mpi tests"
     from mpi4py import MPI
 
     vendor, version = MPI.get_vendor()
@@ -110,7 +120,7 @@ def pytest_report_header(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector, name, obj):
     """Make no cases of serial tests in ranks, which would drop them: there are thousands, in every rank."""
-    if not collector.config.getoption("--only-mpi") or not name.startswith("test") or isinstance(obj, type):
+    if not PARALLEL or not name.startswith("test") or isinstance(obj, type):
         return None
     marks = [*getattr(obj, "pytestmark", []), *collector.iter_markers()]
     return None if any(mark.name == "mpi" for mark in marks) else []
@@ -118,13 +128,25 @@ def pytest_pycollect_makeitem(collector, name, obj):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        world = _world(config)
-        if world is not None:
-            items[:] = [item for item in items if world.size <= most_ranks(item)]
+    world = _world(config)
+    ranks = 0 if world is None else world.size
+    dropped = [item for item in items if not _runs(item, ranks, config.getoption("--slow"))]
+    config.hook.pytest_deselected(items=dropped)
+    gone = set(dropped)
+    items[:] = [item for item in items if item not in gone]
     items.sort(key=lambda item: not starts_processes(_file(item)))  # they take longest: the worker that has them begins
+
+
+def _runs(item, ranks, slow):
+    """Return whether a test runs in a job of so many ranks; 0 stands for a serial run."""
+    if item.get_closest_marker("slow") and not slow:
+        return False
+    marks = [mark.kwargs for mark in item.iter_markers("mpi")]
+    if not marks or not ranks:
+        return bool(marks) == PARALLEL
+    least = max(mark.get("min_size", 1) for mark in marks)
+    most = min(mark.get("max_size", sys.maxsize) for mark in marks)
+    return least <= ranks and (slow or ranks <= max(most, ENOUGH))
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -136,27 +158,16 @@ def _file(item):
     return item.nodeid.partition("::")[0]
 
 
-def most_ranks(item):
-    """Return the largest number of ranks that a parallel test is worth: ``max_size`` of its mark, without --slow."""
-    return min((mark.kwargs.get("max_size", sys.maxsize) for mark in item.iter_markers("mpi")), default=sys.maxsize)
-
-
 def pytest_collection_finish(session):
     # Benchmarks collect garbage before they time anything: without all that is here by now it takes no half second.
     gc.collect()
     gc.freeze()
-    config = session.config
-    name = config.getoption("--mpi-census")
-    if not name:
-        return
-    census = {}
-    for item in session.items:
-        sizes = [mark.kwargs.get("min_size") or 1 for mark in item.iter_markers("mpi")]
-        if sizes and not evaluate_skip_marks(item):
-            most = sys.maxsize if config.getoption("--slow") else most_ranks(item)
-            census[item.nodeid] = max(sizes), most
-    with open(name, "w") as file:
-        json.dump(census, file)
+    world = _world(session.config)
+    if world is not None:
+        _barrier(world)
+        names = hashlib.sha256("\n".join(item.nodeid for item in session.items).encode()).hexdigest()
+        if len(set(world.allgather(names))) > 1:
+            pytest.exit("ranks have collected other tests", returncode=1)
 
 
 def _give_up(config, report, when):
@@ -202,7 +213,7 @@ def comm(request):
     """Give a duplicate of the world communicator, with a barrier before and after the test."""
     world = _world(request.config)
     if world is None:
-        pytest.fail("the comm fixture is for tests marked mpi, in a run with --with-mpi or --only-mpi")
+        pytest.fail("the comm fixture is for tests marked mpi, which run under mpiexec")
     _barrier(world)
     duplicate = world.Dup()
     yield duplicate

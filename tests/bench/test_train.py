@@ -216,7 +216,8 @@ def test_muon_is_local_muon(comm, tmp_path, capsys):
     assert (result["exchange"], result["updates"]) == ("updates", {"sync_every": 10, "inner": "muon"})
     assert (result["warmup"], result["compressor"]) == (0, "onebit")
     assert [line["step"] for line in lines if line["buckets"]] == [9, 19]
-    assert 320 > result["dense_wire_bytes"] / result["wire_bytes"] > 240  # magnitudes, headers and surveys count
+    least = 240 if comm.size < 3 else 210
+    assert 320 > result["dense_wire_bytes"] / result["wire_bytes"] > least  # magnitudes, headers and surveys count
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -243,7 +244,8 @@ def test_updates_are_exchanged_at_their_interval(comm, tmp_path, capsys, argumen
     numel = result["parameters"]
     ends_later = 8 % updates["sync_every"] > 0
     assert (result["wire_bytes"] > sum(line["wire_bytes"] for line in lines)) == ends_later
-    assert result["dense_wire_bytes"] == pytest.approx(8 * 4 * numel, rel=0.01)  # of gradients, in every step
+    dense = 8 * 4 * numel * 2 * (comm.size - 1) / comm.size
+    assert result["dense_wire_bytes"] == pytest.approx(dense, rel=0.01)  # of gradients, in every step
     assert result["compressor"] == "topk"
     every = updates["sync_every"]
     assert f"updates every {every} steps" in shown if every > 1 else ", updates" in shown

@@ -102,7 +102,7 @@ import os
 from contextlib import nullcontext
 import torch
 {imports}
-device, backend, gradient_accumulation_steps = 'cpu', 'gloo', 4
+device, backend, gradient_accumulation_steps = 'cpu', 'gloo', 6
 {ranks}
     seed_offset = ddp_rank
     gradient_accumulation_steps //= ddp_world_size
@@ -116,9 +116,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 {model}
 {loop}
 random = torch.Generator().manual_seed(1)
-X, Y = torch.randn(40, 6, 4, generator=random), torch.randn(40, 6, 2, generator=random)
+X, Y = torch.randn(60, 6, 4, generator=random), torch.randn(60, 6, 2, generator=random)
 for iter_num in range(10):
-    first = 4 * iter_num + seed_offset * gradient_accumulation_steps
+    first = 6 * iter_num + seed_offset * gradient_accumulation_steps
     for micro_step in range(gradient_accumulation_steps):
 {backward}
         loss = torch.nn.functional.mse_loss(model(X[first + micro_step]), Y[first + micro_step])
