@@ -382,25 +382,23 @@ def _write(folder: Path, header: _Header, tree: str, arrays: Sequence[tuple[_Lea
 
 
 class _RankFile:
-    """A rank's file of a checkpoint, open for reading; one that is missing or torn is refused."""
+    """A rank's file of a checkpoint, open for reading; its tree has descriptions in place of arrays."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._file = _open_file(path, framework="numpy")
             metadata: dict[str, str] = self._file.metadata() or {}
-        except FileNotFoundError:
-            raise self._error("is missing") from None
-        except Exception as error:
-            raise self._error(f"is torn, or no safetensors file ({error})") from None
-        try:
             about = json.loads(metadata["mpicomp"])
             schema, wrote = about["schema"], about["mpicomp"]
             if schema == SCHEMA:
-                self._tree = json.loads(metadata["state"])
                 self.header = _Header(*(int(np.int64(about[field])) for field in _Header._fields))
-        except Exception:
-            raise self._error("is a safetensors file, but not one of a checkpoint of mpicomp") from None
+                self.tree = _decode(json.loads(metadata["state"]))
+                self.leaves = {leaf.name: leaf for _, leaf in _walk(self.tree) if isinstance(leaf, _Leaf)}
+        except FileNotFoundError:
+            raise self._error("is missing") from None
+        except Exception as error:
+            raise self._error(f"is torn, or no file of a checkpoint ({type(error).__name__}: {error})") from None
         if schema != SCHEMA:
             raise CheckpointError(
                 f"load_checkpoint: '{path}' has schema {schema!r} of mpicomp {wrote}, and mpicomp {__version__} reads "
@@ -413,12 +411,13 @@ class _RankFile:
             raise self._error(f"is the file of {self.header}, where that of {header} must be")
         return self
 
-    def tree(self) -> Any:
-        """Return the tree, with descriptions in place of arrays."""
-        return self._guarded(_decode, self._tree)
-
     def read(self, leaf: _Leaf) -> Any:
-        return self._guarded(self._read, leaf)
+        try:
+            return self._read(leaf)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise self._error(f"cannot be read ({type(error).__name__}: {error})") from None
 
     def _read(self, leaf: _Leaf) -> Any:
         stored = self._file.get_tensor(leaf.name)
@@ -435,14 +434,6 @@ class _RankFile:
             raise ValueError(f"dtype {dtype} of {leaf.name}")
         array = (stored if stored.dtype == dtype else stored.view(dtype)).reshape(leaf.shape)
         return array[()] if leaf.kind == "scalar" else array
-
-    def _guarded(self, work: Callable[[Any], Any], value: Any) -> Any:
-        try:
-            return work(value)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise self._error(f"cannot be read ({type(error).__name__}: {error})") from None
 
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -473,12 +464,11 @@ class _Redistribution:
 
     def __init__(self, folder: Path, header: _Header, rows: Rows | None, group: Group) -> None:
         self._folder, self._header, self._group, self._rows = folder, header, group, rows or {}
-        self._opened: dict[int, tuple[_RankFile, Any]] = {}
-        self._leaves: dict[int, dict[str, _Leaf]] = {}
+        self._opened: dict[int, _RankFile] = {}
         _RankFile(folder / _file_name(header.ranks - 1))  # the number of ranks may be that of a damaged file
         self._pieces: dict[str, dict[tuple[int, int], list[int]]] = {}  # of a parameter, by rows those who held them
         shared_rows, self._is_same = [0] * header.ranks, [True] * header.ranks
-        held = [{} if rows is None else _rows_in(self._file(rank)[1]) for rank in range(header.ranks)]
+        held = [{} if rows is None else _rows_in(self._file(rank).tree) for rank in range(header.ranks)]
         for name, (first, end, length) in self._rows.items():
             self._pieces[name] = self._pieces_of(name, length, held)
             for (low, high), ranks in self._pieces[name].items():
@@ -492,15 +482,15 @@ class _Redistribution:
 
     def read(self) -> Any:
         """Return the state."""
-        file, tree = self._file(self._nearest)
-        if not self._rows and self._group.size != self._header.ranks and _rows_in(tree):
+        file = self._file(self._nearest)
+        if not self._rows and self._group.size != self._header.ranks and _rows_in(file.tree):
             raise CheckpointError(
                 f"load_checkpoint: '{file.path.parent}' was written by {self._header.ranks} ranks with shards of a "
                 f"model, and {self._group.size} load it; pass comm=mpicomp.torch.replicas(model) and "
                 "rows=optimizer.state_dict()['mpicomp']['rows']"
             )
-        self._averaged = {f"{place}[{kind!r}]" for place, _ in _reducer_states(tree) for kind in STATES}
-        state = self._made(tree, "state")
+        self._averaged = {f"{place}[{kind!r}]" for place, _ in _reducer_states(file.tree) for kind in STATES}
+        state = self._made(file.tree, "state")
         if not self._is_same[self._nearest]:
             for _, reducer_state in _reducer_states(state):
                 reducer_state["memories"] = {}  # what compressors have learned of buckets with other rows
@@ -520,18 +510,16 @@ class _Redistribution:
                 pieces.setdefault((first, end), []).append(rank)
         return dict(sorted(pieces.items()))
 
-    def _file(self, rank: int) -> tuple[_RankFile, Any]:
-        """Return a rank's file and the tree in it."""
+    def _file(self, rank: int) -> _RankFile:
         if rank not in self._opened:
-            file = _RankFile(self._folder / _file_name(rank)).check(self._header._replace(rank=rank))
-            self._opened[rank] = file, file.tree()
-            self._leaves[rank] = {leaf.name: leaf for _, leaf in _walk(file.tree()) if isinstance(leaf, _Leaf)}
+            path = self._folder / _file_name(rank)
+            self._opened[rank] = _RankFile(path).check(self._header._replace(rank=rank))
         return self._opened[rank]
 
     def _made(self, node: Any, place: str) -> Any:
         """Return a part of the nearest rank's tree, with this rank's arrays."""
         if isinstance(node, _Leaf):
-            return self._file(self._nearest)[0].read(node)
+            return self._file(self._nearest).read(node)
         if isinstance(node, list | tuple):
             return type(node)(self._made(inner, f"{place}[{index}]") for index, inner in enumerate(node))
         if not isinstance(node, dict):
@@ -573,11 +561,10 @@ class _Redistribution:
         shares = weights(rank, size, len(ranks)) if averaged else {rank * len(ranks) // size: 1.0}
         arrays = []
         for replica in shares:
-            file, _ = self._file(ranks[replica])
-            leaf = self._leaves[ranks[replica]].get(place)
-            if leaf is None:
+            file = self._file(ranks[replica])
+            if place not in file.leaves:
                 return None
-            arrays.append(file.read(leaf))
+            arrays.append(file.read(file.leaves[place]))
         if len(arrays) == 1:
             return arrays[0]
         wide = [to_host(array).astype(np.float64) for array in arrays]

@@ -235,7 +235,7 @@ def test_torn_and_missing_files_are_named(two_ranks):
     whole = path.read_bytes()
     for size in range(0, len(whole), 97):
         path.write_bytes(whole[:size])
-        text = refused(two_ranks, f"'{path}' is torn, or no safetensors file", 1 + size % 2)
+        text = refused(two_ranks, f"'{path}' is torn, or no file of a checkpoint", 1 + size % 2)
         assert "moving this folder away loads that one" in text
     path.unlink()
     refused(two_ranks, f"'{path}' is missing; where an older checkpoint was kept")
@@ -254,7 +254,7 @@ def test_files_of_different_saves_are_not_mixed(two_ranks, tmp_path):
 
 
 def test_files_of_others_are_refused(two_ranks):
-    foreign = "is a safetensors file, but not one of a checkpoint of mpicomp"
+    foreign = "is torn, or no file of a checkpoint"
     about = {"schema": 1, "mpicomp": "0", "number": 1, "token": 0, "ranks": 2, "rank": 0}
     tree = {"state": "null"}
     too_large = {"mpicomp": json.dumps(about | {"token": 1 << 63})} | tree

@@ -229,10 +229,6 @@ MUON = {
         lambda: mlp(a=nn.Linear(4, 6), lm_head=nn.Linear(6, 4), b=nn.Linear(6, 6)),
         ["a.weight", "b.weight"],
     ),
-    "numbered": (
-        lambda: mlp(classifier=nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3))),
-        ["classifier.0.weight", "classifier.1.weight"],
-    ),
     "recurrent": (lambda: mlp(lstm=nn.LSTM(4, 6), out=nn.Linear(6, 5)), ["lstm.weight_ih_l0", "lstm.weight_hh_l0"]),
     "complex": (lambda: mlp(a=nn.Bilinear(4, 6, 3, dtype=torch.cfloat), b=nn.Linear(4, 4)), ["b.weight"]),
 }
@@ -343,8 +339,6 @@ BAD = [
     (hidden, {"lr": -1.0}, "LocalMuon: lr must be at least 0, got -1.0"),
     (hidden, {"adamw_lr": 0}, "adamw_lr must be above 0, since that of Muon is kept as a ratio"),
     (hidden, {"adamw_lr": float("nan")}, "LocalMuon: adamw_lr must be at least 0, got nan"),
-    (hidden, {"sync_every": "auto", "policy": "static"}, "sync_every='auto' is policy 'interval', got policy='static'"),
-    (hidden, {"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
     (lambda: [nn.Parameter(torch.ones(3, 3))], {}, "got a parameter without a name"),
 ]
 

@@ -10,7 +10,6 @@ from replicas import (
     adam,
     assert_equal,
     assert_replicas,
-    assert_same,
     batch,
     branches_loss,
     close_at_end,
@@ -23,7 +22,7 @@ from replicas import (
 )
 
 import mpicomp
-from mpicomp.errors import ConfigurationError, NonFiniteError
+from mpicomp.errors import NonFiniteError
 from mpicomp.transport import LocalWorld
 
 
@@ -75,31 +74,6 @@ def test_shared_parameters_are_averaged_once(comm):
     pair = Pair(comm, model)
     pair.run(range(5))
     pair.check()
-
-
-@pytest.mark.mpi(max_size=3)
-def test_frozen_and_added_parameters_follow_the_reference(comm):
-    def make(model):
-        return torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9)
-
-    model = network()
-    model[0].requires_grad_(False)
-    model[4].requires_grad_(False)
-    pair = Pair(comm, model, make)
-    for step in range(9):
-        for member, optimizer in ((model, pair.optimizer), (pair.reference.model, pair.reference.optimizer)):
-            if step == 3:
-                member[0].requires_grad_(True)
-            if step == 5:
-                member[4].requires_grad_(True)
-                optimizer.add_param_group({"params": list(member[4].parameters()), "lr": 0.01})
-            if step == 7:
-                member[2].requires_grad_(False)
-        pair.step(step)
-        assert_same(model, pair.reference)
-    with pytest.raises(ConfigurationError, match="a parameter of the new group has no name"):
-        pair.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
-    assert len(pair.optimizer.param_groups) == 2
 
 
 @pytest.mark.mpi

@@ -282,6 +282,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_program_that_ends_between_two_exchanges_says_so(mpiexec):
     done = mpiexec(2, "-c", ENDS, timeout=60)
     assert done.returncode == 0

@@ -1,7 +1,6 @@
 """Whatever was put into an optimizer before it is wrapped, or is put there later: each step exchanges, once."""
 
 import copy
-import functools
 import gc
 import io
 import pickle
@@ -32,10 +31,6 @@ def gradients(model):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def step_lr(optimizer, seen):
-    torch.optim.lr_scheduler.StepLR(optimizer, 10)
-
-
 def wrapper(optimizer, seen):
     inner = optimizer.step
 
@@ -57,16 +52,12 @@ def method(optimizer, seen):
     optimizer.step = types.MethodType(step, optimizer)
 
 
-def partial(optimizer, seen):
-    optimizer.step = functools.partial(optimizer.step)
-
-
 def compiled(optimizer, seen):
     optimizer.step = torch.compile(optimizer.step, backend="eager")
 
 
 def several(optimizer, seen):
-    step_lr(optimizer, seen)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
     wrapper(optimizer, seen)
 
 
@@ -75,7 +66,7 @@ def hooks(optimizer, seen):
     optimizer.register_step_post_hook(lambda *_: seen.append("post"))
 
 
-WAYS = [step_lr, wrapper, method, partial, compiled, several, hooks]
+WAYS = [wrapper, method, compiled, several, hooks]
 CALLS = {wrapper: ["wrapper"], method: ["method"], several: ["wrapper"], hooks: ["pre", "post"]}
 
 
