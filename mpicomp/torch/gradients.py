@@ -35,6 +35,37 @@ from mpicomp.transport.scheduler import ProgressThread
 _WHO = "DistributedOptimizer"
 
 
+class BucketViews:
+    """Gradients that lie in the reducer's buckets, if that is ``wanted``."""
+
+    def __init__(self, reducer: Reducer, wanted: bool) -> None:
+        reducer.layout.holds_gradients = wanted
+        self._layout = reducer.layout
+        self._buckets: object = None  # that gradients lie in
+        self._views: dict[str, torch.Tensor] = {}
+
+    def add_all(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Move gradients into the buckets, once these exist."""
+        layout = self._layout
+        if not layout.holds_gradients or self._buckets is layout.buckets:
+            return
+        self._buckets, self._views = layout.buckets, {}
+        for name, parameter in parameters.items():
+            memory = layout.gradient(name)
+            if memory is None or parameter.layout is not torch.strided or parameter.is_complex():
+                continue
+            view = as_kind_of(parameter, memory)
+            if view.device == parameter.device:  # without CuPy, buckets of gradients on a GPU are on the host
+                self._views[name] = view
+                self.move(name, parameter)
+
+    def move(self, name: str, parameter: torch.Tensor) -> None:
+        """Move a gradient that lies elsewhere into its view, if it has one."""
+        view, gradient = self._views.get(name), parameter.grad
+        if view is not None and gradient is not None and gradient.data_ptr() != view.data_ptr():
+            parameter.grad = view.copy_(gradient.detach())
+
+
 class Gradients(ExtraExchange):
     """Averages parameters' gradients; ``averaged`` is True while ``.grad`` holds means. Collective, as is `average`."""
 
@@ -70,11 +101,7 @@ class Gradients(ExtraExchange):
         self._frozen_with_gradient: set[str] = set()  # on some rank, in the last step
         self._has_warned = False  # of a sparse gradient
         self.join = Join(self.group.size)
-        self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # means, and their versions
-        # Gradients that lie in the reducer's buckets.
-        reducer.layout.holds_gradients = as_views
-        self._views: dict[str, torch.Tensor] = {}
-        self._viewed: object = None  # the buckets that they lie in
+        self._views = BucketViews(reducer, as_views)
         self._hooks: dict[str, Any] = {}
         self._add_hooks()
         self._finalizer = weakref.finalize(self, _remove, self._hooks)
@@ -154,27 +181,15 @@ class Gradients(ExtraExchange):
                 self.join.is_known = False
                 self._step_watch.end_step()
             self._write(means)
-            self._move_into_buckets()
+            if not self._fingerprint.needs_gradients:
+                self._views.add_all(self._parameters)
         self._add_hooks()
         self.averaged = True
-        self.snapshot()
+        self.note_means()
 
-    def snapshot(self) -> None:
-        """Note the current gradients as unchanged means, in a step in which some rank is idle."""
-        self._noted.clear()
-        if self.frozen:
-            self._noted |= {
-                name: (p.grad, None if p.grad is None else p.grad._version) for name, p in self._exchanged().items()
-            }
-
-    def changed_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return gradients that were changed since `snapshot`."""
-        changed = {}
-        for name, (noted, version) in self._noted.items():
-            gradient = self._parameters[name].grad
-            if gradient is not noted or (gradient is not None and gradient._version != version):
-                changed[name] = gradient
-        return changed
+    def note_means(self) -> None:
+        """Note the present gradients as means, in a step in which some rank is idle."""
+        self.join.note(self._exchanged() if self.frozen else {})
 
     def run(self, exchange: Rounds[Value], activity: str | None = None) -> Value:
         if activity is not None:
@@ -331,27 +346,6 @@ class Gradients(ExtraExchange):
         new = {name: parameter for name, parameter in self._parameters.items() if name not in self._hooks}
         self._hooks |= hook_gradients(new, self._filled)
 
-    def _move_into_buckets(self) -> None:
-        """Let gradients be views of the reducer's buckets, with ``as_views``, once these exist."""
-        layout = self._reducer.layout
-        if not layout.holds_gradients or self._viewed is layout.buckets or self._fingerprint.needs_gradients:
-            return
-        self._viewed, self._views = layout.buckets, {}
-        for name, parameter in self._parameters.items():
-            memory = layout.gradient(name)
-            if memory is None or parameter.layout is not torch.strided or parameter.is_complex():
-                continue
-            view = as_kind_of(parameter, memory)
-            if view.device == parameter.device:  # without CuPy, buckets of gradients on a GPU are on the host
-                self._views[name] = view
-                self._move(name, parameter)
-
-    def _move(self, name: str, parameter: torch.Tensor) -> None:
-        view, gradient = self._views.get(name), parameter.grad
-        if view is None or gradient is None or gradient.data_ptr() == view.data_ptr():
-            return
-        parameter.grad = view.copy_(gradient.detach())
-
     def _make_dense(self, name: str, parameter: torch.Tensor) -> None:
         if parameter.grad is None or not parameter.grad.is_sparse:
             return
@@ -366,7 +360,7 @@ class Gradients(ExtraExchange):
     def _filled(self, name: str, parameter: torch.Tensor) -> None:
         self.averaged = False
         self._make_dense(name, parameter)
-        self._move(name, parameter)
+        self._views.move(name, parameter)
         if self._accumulating:
             return
         self._step_watch.filled(name, parameter)

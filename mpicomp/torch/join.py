@@ -1,6 +1,6 @@
 """Ranks that run out of batches at different times: one without any steps with zeros until none has any."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,20 @@ class Join:
         self.active = np.ones(size, bool)
         self.has_empty_steps = False  # whether some rank has made a step without a batch
         self._has_begun = False
+        self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # means, and their versions
+
+    def note(self, means: Mapping[str, torch.Tensor]) -> None:
+        """Note the gradients of parameters as means that nobody has changed."""
+        self._noted = {name: (p.grad, None if p.grad is None else p.grad._version) for name, p in means.items()}
+
+    def changed(self, gradients: "Gradients") -> dict[str, torch.Tensor | None]:
+        """Return gradients that were changed since `note`."""
+        changed = {}
+        for name, (noted, version) in self._noted.items():
+            gradient = gradients.parameter(name).grad
+            if gradient is not noted or (gradient is not None and gradient._version != version):
+                changed[name] = gradient
+        return changed
 
     @contextmanager
     def entered(self, gradients: "Gradients") -> Iterator[None]:
@@ -123,7 +137,7 @@ def run_empty_steps(optimizer: Any, gradients: "Gradients", scaler: torch.amp.Gr
 def copy_active_step(optimizer: Any, gradients: "Gradients") -> Rounds[None]:
     """Copy the first active rank's settings and changed means to idle ranks, such as learning rates and clipping."""
     root = int(gradients.join.active.argmax())
-    changed = gradients.changed_gradients() if gradients.group.rank == root else {}
+    changed = gradients.join.changed(gradients) if gradients.group.rank == root else {}
     has_gradient = {name: gradient is not None for name, gradient in changed.items()}
     content = {"groups": settings_of(optimizer), "changed": has_gradient}
     received = yield from from_one(content, gradients.group, "join", root)

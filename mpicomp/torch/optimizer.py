@@ -332,7 +332,7 @@ class _ScalerProxy:
         self._mpicomp_average(optimizer)
         super().unscale_(optimizer)  # type: ignore[misc]
         if optimizer is self._mpicomp_optimizer():
-            optimizer._mpicomp.gradients.snapshot()
+            optimizer._mpicomp.gradients.note_means()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._mpicomp_average(optimizer)
