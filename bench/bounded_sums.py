@@ -13,7 +13,7 @@ from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.record import Tally
+from mpicomp.reducer.record import wire_bytes
 from mpicomp.reducer.special_reducers import bounded_rounds
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.transport import Transport
@@ -93,8 +93,9 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
         "ring_s": lambda: reducer.reduce({"field": field}),
         "allreduce_s": lambda: add(field, summed),
     }
-    tally = Tally()
-    transport.run(tally.count(within_bound(), group))
+    log = transport.log = []
+    transport.run(within_bound())
+    transport.log, sent = None, wire_bytes(log)
     for call in calls.values():  # kernels are compiled and connections opened
         call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -110,14 +111,14 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     exact = np.empty(field.size)
     add(field.astype(np.float64), exact)
     largest = float(np.abs(result - exact / group.size).max(initial=0))
-    facts = gather(np.array([largest, zlib.crc32(result.view(np.uint8).data), tally.wire_bytes], np.float64), transport)
+    facts = gather(np.array([largest, zlib.crc32(result.view(np.uint8).data), sent], np.float64), transport)
     largest = float(facts[:, 0].max())
     medians = {name: float(np.median(seconds)) for name, seconds in samples.items()}
-    wire_bytes = float(facts[:, 2].max())
+    most_sent = float(facts[:, 2].max())
     return {
         "numel": field.size, "relative": error, "error": bound, "ranks": group.size, "hosts": transport.hosts(),
-        **medians, "samples": len(samples["median_s"]), "wire_bytes": wire_bytes,
-        "wire_less": dense_ring_bytes(field.size, group.size) / wire_bytes if wire_bytes else None,
+        **medians, "samples": len(samples["median_s"]), "wire_bytes": most_sent,
+        "wire_less": dense_ring_bytes(field.size, group.size) / most_sent if most_sent else None,
         "over_ring": medians["ring_s"] / medians["median_s"],
         "over_allreduce": medians["allreduce_s"] / medians["median_s"], "largest": largest / bound,
         "correct": largest <= bound and len(set(facts[:, 1].tolist())) == 1,

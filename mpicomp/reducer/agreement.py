@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,14 +12,10 @@ from mpicomp import errors, plugins
 from mpicomp.arrays import ArraySpec
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, DisagreementError, MessageError, MpicompError, OutOfMemoryError
-from mpicomp.gpu import on_device
 from mpicomp.policies import Policy
 from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.rounds.reports import checked_lengths, read_object
 from mpicomp.transport import Transport
-
-if TYPE_CHECKING:
-    from mpicomp.reducer.reducer import Reducer
 
 Made = TypeVar("Made")
 
@@ -67,22 +63,16 @@ class LoadedState:
             ) from error
 
 
-def settings_of_step(reducer: "Reducer", gradients: Iterable[Any]) -> dict[str, Any]:
-    """Return the settings and states that have to be the same on all ranks in the step that follows."""
-    planner, loaded = reducer.planner, reducer.loaded
-    state = planner.state_dict() if loaded is None else loaded.policy
-    digest = hashlib.blake2b(json.dumps(state, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
-    settings = reducer.settings | {
-        "the step that follows": reducer.count if loaded is None else loaded.step,
-        "what the policy has learned": digest,
-        _LOADED: loaded is not None,
-        "whether the last step was applied": not reducer.must_check_ranks,
+def settings_of_state(state: LoadedState, is_loaded: bool, is_applied: bool) -> dict[str, Any]:
+    """Return what ranks compare of the state before a step."""
+    text = json.dumps(state.policy, sort_keys=True, default=str)
+    return {
+        "the step that follows": state.step,
+        "what the policy has learned": hashlib.blake2b(text.encode(), digest_size=4).hexdigest(),
+        _LOADED: is_loaded,
+        "whether the last step was applied": is_applied,
         "plugins": ", ".join(plugins.loaded()) or "none",
     }
-    if planner.compressor.needs_identical_blas:
-        where = "a GPU" if on_device(gradients) else "the host"
-        settings[f"where gradients are, with compressor '{planner.compressor.id}',"] = where
-    return settings
 
 
 def agree(

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,27 @@ from numpy.typing import NDArray
 
 from mpicomp.arrays import ArraySpec, SpecCache, from_host, to_host
 from mpicomp.compressors.base_compressor import Entry
-from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
 from mpicomp.gpu import HOST, Device, MeanPart, common_device, device_array
+from mpicomp.reducer.agreement import no_memory
 from mpicomp.reducer.bucket import Bucket, make_buckets
 
 LARGE_BUCKET = 32 << 20  # bytes of a bucket by default
 _STATES = ("residuals", "velocities")  # arrays that live from step to step, each a method of Bucket
+
+
+@dataclass
+class Inputs:
+    """The arrays that one rank passes to a step."""
+
+    gradients: Mapping[str, Any]
+    absent: Collection[str]
+    """Names of zeros that stand for no gradient."""
+    members: list[ArraySpec] | None = None
+    buckets: list[Bucket] | None = None
+    """New ones, where the arrays are not those of the layout."""
+    problem: MpicompError | None = None
+    """What is wrong with them, or with another argument."""
 
 
 class Layout:
@@ -42,6 +58,22 @@ class Layout:
         self._threads = threads
         self._kept: dict[str, dict[str, NDArray[np.floating]]] = {kind: {} for kind in _STATES}
         self._memories: dict[str, dict[str, Any]] = {}
+
+    def look(self, gradients: Mapping[str, Any], absent: Collection[str], problem: MpicompError | None) -> Inputs:
+        """Return the arrays of a step, with buckets where they are others than before; a ``problem`` is passed on."""
+        inputs = Inputs(gradients, absent, problem=problem)
+        try:
+            inputs.members = members = self.describer.describe(gradients)
+            if members is not self.members and not self.knows(members):
+                self.check(members)
+                inputs.buckets = self.make(members, gradients)
+            if not self.describer.on_host:
+                self.prefetch(gradients)
+        except MpicompError as error:
+            inputs.problem = error
+        except MemoryError as error:  # mostly here, where a step's arrays are made; later ones are used again
+            inputs.problem = no_memory(error, "reduce")
+        return inputs
 
     def knows(self, members: Sequence[ArraySpec] | None) -> bool:
         """Return whether these are its arrays, in any order."""

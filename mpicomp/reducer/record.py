@@ -1,10 +1,9 @@
 """Records of a step: plans and their reasons, bytes and seconds, to explain every decision."""
 
 import functools
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,54 +12,19 @@ from mpicomp.collectives import Result
 from mpicomp.errors import NonFiniteError
 from mpicomp.policies import Plan
 from mpicomp.reducer.bucket import Bucket
-from mpicomp.rounds import Group, Pending, Request, Round, Rounds, dense_ring_bytes
+from mpicomp.rounds import Group, dense_ring_bytes
 from mpicomp.transport.base import RoundLog
 
-Value = TypeVar("Value")
-
 SCHEMA = 1  # version of `StepRecord.to_json`, which changes when a field changes its meaning or is removed
+_NOTHING = np.empty(0, np.float32)
 
 
-@dataclass
-class Tally:
-    """Payload, bytes on the wire and seconds of rounds outside the buckets' exchanges, on one rank."""
+class Phases(NamedTuple):
+    """Seconds of an exchange on this rank: up to the last round without waits, in rounds, and after them."""
 
-    sent_bytes: int = 0
-    wire_bytes: float = 0.0
-    waited_s: float = 0.0
-
-    def add(self, task: Round, group: Group) -> None:
-        """Add the bytes of a round; ``group`` has all ranks."""
-        part = group.part(task.group)
-        if part is not None:
-            self.sent_bytes += task.sent_bytes(part)
-            self.wire_bytes += task.wire_bytes(part)
-
-    def merge(self, other: "Tally") -> None:
-        """Add another tally's bytes."""
-        self.sent_bytes += other.sent_bytes
-        self.wire_bytes += other.wire_bytes
-
-    def add_log(self, log: Sequence[RoundLog]) -> None:
-        """Add the bytes of a transport's log."""
-        for entry in log:
-            self.sent_bytes += entry.sent_bytes
-            self.wire_bytes += entry.wire_bytes
-
-    def count(self, exchange: Rounds[Value], group: Group) -> Rounds[Value]:
-        """Forward a generator of rounds, and add the bytes and the seconds of each."""
-        reply: Any = None
-        while True:
-            try:
-                request = exchange.send(reply)
-            except StopIteration as stop:
-                value: Value = stop.value
-                return value
-            begin = time.perf_counter()
-            if isinstance(request, Round):
-                self.add(request, group)
-            reply = yield request
-            self.waited_s += time.perf_counter() - begin
+    compress: float
+    exchange: float
+    decode: float
 
 
 @dataclass(frozen=True)
@@ -133,48 +97,52 @@ class BucketRecord:
         return dict(vars(self))
 
 
-@dataclass(eq=False)
 class BucketExchange:
-    """One bucket's exchange in a step, in times of the transport's timer; its record is made when it is read."""
+    """One bucket's exchange in a step, in times of the transport's timer; its record is made when it is read.
 
-    bucket: Bucket
-    plan: Plan
-    ready: float  # time at which gradients were passed
-    start: float
-    frozen: bool
-    group: Group
-    requests: list[tuple[Request, float, float]] = field(default_factory=list)  # with start and end of each wait
-    compress_s: float = 0.0
-    exchange_s: float = 0.0
-    decode_s: float = 0.0
-    end: float = 0.0
-    commit_s: float = 0.0  # seconds of the residual and the mean, as if they followed the exchange at once
+    ``ready`` is when gradients were passed, ``frozen`` whether the plan is that of the step before.
+    """
+
+    result: Result
+    log: Sequence[RoundLog] = ()
+    end = 0.0
+    commit_s = 0.0  # seconds of the residual and the mean, as if they followed the exchange at once
     survey: NDArray[np.float32] | None = None
-    result: Result = field(init=False)
+
+    def __init__(self, bucket: Bucket, plan: Plan, ready: float, start: float, frozen: bool, group: Group) -> None:
+        self.bucket, self.plan, self.ready, self.start = bucket, plan, ready, start
+        self.frozen, self.group = frozen, group
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in rounds."""
+        return sum([entry.end - entry.begin for entry in self.log])
+
+    @property
+    def phases(self) -> Phases:
+        """Seconds by phase."""
+        if not self.log:
+            return Phases(0.0, 0.0, self.end - self.start)
+        waited_s, last = self.waited_s, self.log[-1].end
+        return Phases(last - self.start - waited_s, waited_s, self.end - last)
 
     def times(self, offset: float) -> tuple[float, float, float, float]:
         """Return start, end, seconds outside rounds and ``ready``, by the clock that ranks share."""
-        outside_s = self.compress_s + self.decode_s + self.commit_s
-        return offset + self.start, offset + self.end + self.commit_s, outside_s, offset + self.ready
-
-    def tally(self) -> Tally:
-        """Return the bytes of its rounds, except of those that run once."""
-        tally = Tally()
-        for request, _, _ in self.requests:
-            if isinstance(request, Round) and not request.once:
-                tally.add(request, self.group)
-        return tally
+        end = self.end + self.commit_s
+        return offset + self.start, offset + end, end - self.start - self.waited_s, offset + self.ready
 
     def release_buffers(self) -> None:
         """Drop the arrays of its rounds, whose shapes and times stay."""
-        self.requests = [(_without_buffers(request), begin, end) for request, begin, end in self.requests]
+        for entry in self.log:
+            entry.task = entry.task.shape()
 
     @functools.cached_property
     def record(self) -> BucketRecord:
         bucket, plan, result = self.bucket, self.plan, self.result
         compressor, prediction = plan.scheme.compressor, plan.prediction
         frozen = "as before, since some rank has no gradients of its own" if self.frozen else ""
-        tally = self.tally()
+        sent = [entry for entry in self.log if entry.sends]
+        recurring = [entry for entry in sent if not entry.task.once]
         return BucketRecord(
             bucket=bucket.index,
             parameters=len(bucket.members),
@@ -185,32 +153,26 @@ class BucketExchange:
             ratio=getattr(compressor, "ratio", None),
             ratio_reached=result.kept / bucket.numel,
             gain=result.gain if np.isfinite(result.gain) else None,
-            phases_s={"compress": self.compress_s, "exchange": self.exchange_s, "decode": self.decode_s},
+            phases_s=self.phases._asdict(),
             predicted_s=prediction.seconds if prediction else None,
             predicted_phases_s=prediction.phases() if prediction else None,
-            sent_bytes=tally.sent_bytes,
-            wire_bytes=tally.wire_bytes,
+            sent_bytes=sent_bytes(recurring),
+            wire_bytes=wire_bytes(recurring),
             dense_wire_bytes=dense_ring_bytes(bucket.numel, self.group.size),
             memory_bytes=sum(plan.scheme.memory(bucket.numel, bucket.dtype, self.group)),
-            rounds=[request.operation for request, _, _ in self.requests if isinstance(request, Round)],
+            rounds=[entry.operation for entry in sent],
             energy=result.energy if np.isfinite(result.energy) else None,
         )
 
 
-class _Ended(Pending):
-    """A round that has ended, without its arrays."""
-
-    def __init__(self, task: Round) -> None:
-        self.task = task
-
-    def test(self) -> bool:
-        return True
+def sent_bytes(log: Iterable[RoundLog]) -> int:
+    """Return the payload of rounds that this rank passed to the transport."""
+    return sum(entry.sent_bytes for entry in log)
 
 
-def _without_buffers(request: Request) -> Request:
-    if isinstance(request, Round):
-        return request.shape()
-    return _Ended(request.task.shape())
+def wire_bytes(log: Iterable[RoundLog]) -> float:
+    """Return the bytes of rounds that left this rank."""
+    return sum((entry.wire_bytes for entry in log), 0.0)
 
 
 def nonfinite_error(step: int, nonfinite: Sequence[BucketExchange], overflowed: bool) -> NonFiniteError:
@@ -230,6 +192,12 @@ def nonfinite_error(step: int, nonfinite: Sequence[BucketExchange], overflowed: 
     )
 
 
+_FIELDS = (
+    "step", "seconds", "lr", "skipped", "agreed", "lost_ranks", "stop", "slowest_rank", "slowest_costs_s", "choosing_s",
+    "once_wire_bytes", "overhead_bytes", "overhead_wire_bytes",
+)  # fmt: skip
+
+
 class _Sums(NamedTuple):
     """Sums over the buckets of a step; see the properties of `StepRecord`."""
 
@@ -239,7 +207,6 @@ class _Sums(NamedTuple):
     phases_s: dict[str, float]
 
 
-@dataclass
 class StepRecord:
     """Record of one call of `Reducer.reduce` on this rank.
 
@@ -278,20 +245,44 @@ class StepRecord:
         Bytes that left this rank in them.
     """
 
-    step: int
-    seconds: float = 0.0
     lr: float | None = None
-    skipped: bool = False
-    agreed: bool = False
-    lost_ranks: list[int] = field(default_factory=list)
-    stop: bool = False
+    seconds = 0.0
+    agreed = False
+    lost_ranks: Sequence[int] = ()
+    stop = False
     slowest_rank: int | None = None
     slowest_costs_s: float | None = None
-    choosing_s: float = 0.0
-    once_wire_bytes: float = 0.0
-    overhead_bytes: int = 0
-    overhead_wire_bytes: float = 0.0
-    exchanges: list[BucketExchange] = field(default_factory=list, repr=False, compare=False)
+    choosing_s = 0.0
+    exchanges: Sequence[BucketExchange] = ()
+    once: Sequence[RoundLog] = ()
+    """Rounds that measured the network or prepared new buckets."""
+    overhead: Sequence[RoundLog] = ()
+    """Rounds since the last step that are in no exchange."""
+
+    def __init__(self, step: int, skipped: bool = False) -> None:
+        self.step, self.skipped = step, skipped
+
+    @property
+    def once_wire_bytes(self) -> float:
+        """Bytes that left this rank in rounds that do not recur."""
+        recurring = [entry for done in self.exchanges for entry in done.log if entry.task.once]
+        return wire_bytes(self.once) + wire_bytes(recurring)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Payload of rounds outside the buckets' exchanges."""
+        return sent_bytes(self.overhead)
+
+    @property
+    def overhead_wire_bytes(self) -> float:
+        """Bytes that left this rank in them."""
+        return wire_bytes(self.overhead)
+
+    def release_buffers(self) -> None:
+        """Drop all arrays: what its plans needed is released before others run."""
+        for done in self.exchanges:
+            done.release_buffers()
+            done.result.mean = done.result.sent = _NOTHING
 
     @functools.cached_property
     def buckets(self) -> list[BucketRecord]:
@@ -382,6 +373,7 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object; the schema is in docs/observability.md."""
-        sums = self._sums()
-        fields = {name: value for name, value in vars(self).items() if name != "exchanges"}
-        return {"schema": SCHEMA, **fields, **sums._asdict(), "buckets": [bucket.to_json() for bucket in self.buckets]}
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        fields["lost_ranks"] = list(self.lost_ranks)
+        buckets = [bucket.to_json() for bucket in self.buckets]
+        return {"schema": SCHEMA, **fields, **self._sums()._asdict(), "buckets": buckets}

@@ -1,29 +1,51 @@
 """The reducer: gradients in, their mean over ranks out, and nothing lost in between."""
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import plugins
+from mpicomp.arrays import is_finite
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
-from mpicomp.errors import AgreedRankFailure, ClosedError, ConfigurationError, RankFailedError, UnknownNameError
+from mpicomp.errors import (
+    AgreedRankFailure,
+    ClosedError,
+    ConfigurationError,
+    MessageError,
+    MpicompError,
+    RankFailedError,
+    UnknownNameError,
+)
+from mpicomp.gpu import on_device
+from mpicomp.gpu.routes import choose_routes
 from mpicomp.kernels.cpu.compile import check_compiler
-from mpicomp.policies import Plan, Policy, UserSettings
-from mpicomp.reducer.agreement import NO_EXTRA, ExtraExchange, LoadedState, run_collectively
+from mpicomp.policies import BucketOutcome, Plan, Policy, StepReport, UserSettings
+from mpicomp.reducer import trace
+from mpicomp.reducer.agreement import (
+    NO_EXTRA,
+    ExtraExchange,
+    LoadedState,
+    Signature,
+    agree,
+    run_collectively,
+    settings_of_state,
+)
 from mpicomp.reducer.layout import LARGE_BUCKET, Layout
-from mpicomp.reducer.record import StepRecord, Tally, Value
+from mpicomp.reducer.record import StepRecord, nonfinite_error
 from mpicomp.reducer.settings import check_arguments, make_planner, to_decay
 from mpicomp.reducer.step import Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.telemetry import Telemetry
-from mpicomp.rounds import Rounds
+from mpicomp.rounds import Rounds, gather_rows
 from mpicomp.rounds.reports import from_one
-from mpicomp.setting_checks import to_whole
+from mpicomp.setting_checks import to_number, to_whole
+from mpicomp.system import stopping
 from mpicomp.transport import Transport
+from mpicomp.transport.base import RoundLog
 from mpicomp.transport.connect import connect
 from mpicomp.transport.scheduler import ProgressThread
 
@@ -150,6 +172,7 @@ class Reducer:
             raise
         self._claim_policy()
         self._user = self.transport.enter()
+        self.transport.log = []
 
     def _configure(self, named: Policy | str | Mapping[str, Any] | None) -> None:
         """Check settings and make all parts of the reducer; without communication."""
@@ -196,8 +219,7 @@ class Reducer:
         # Where ranks take turns in one process, the seconds of a rank are also those of others.
         self.telemetry = Telemetry(self.transport.group, self.transport.probes)
         self.count = 0  # steps so far
-        self.plans: dict[int, Plan] = {}  # by bucket, the plan of the last step
-        self.outside_tally = Tally()  # bytes of rounds since the last step, for the record of the next one
+        self.plans: list[Plan] = []  # of the last step, by bucket
         self.loaded: LoadedState | None = None  # a loaded state that waits for the next step
         self.must_check_ranks = False  # whether the last step has failed here, unknown to the other ranks
         self.failed: RankFailedError | None = None  # a death found outside of `reduce`, or after a step was applied
@@ -288,37 +310,301 @@ class Reducer:
             raise self._closed_error()
         transport = self.transport
         user, transport.user = transport.user, self._user
-        failed = self.failed
-        if failed is None and self._generation != transport.generation:
-            failed = RankFailedError("a rank has died")
         try:
             while True:
-                if failed is not None:
-                    try:
-                        yield from self._continue_without_dead(failed)
-                        extra.restart()
-                    except RankFailedError as error:
-                        failed = error
-                        continue
-                begin = transport.timer()
-                step = Step(self, scale, extra)
+                if self.failed is None and self._generation != transport.generation:
+                    self.failed = RankFailedError("a rank has died")
                 try:
-                    step.check_gradients(gradients, absent, lr)
-                    buckets = self.layout.buckets
-                    if buckets:
-                        yield from step.begin()
-                        for bucket in buckets:
-                            yield from step.exchange(bucket, step.gradients_of(bucket), begin)
-                    return (yield from step.commit(finite))
+                    if self.failed is not None:
+                        yield from self._continue_without_dead(self.failed)
+                        extra.restart()
+                    return (yield from self._run_step(gradients, lr, absent, scale, finite, extra))
                 except RankFailedError as error:
-                    step.undo()
                     if not self.survives:
                         raise
-                    failed = error
-                finally:
-                    step.finish(begin)
+                    self.failed = error
         finally:
             transport.user = user
+
+    def _run_step(
+        self,
+        gradients: Mapping[str, Any],
+        lr: float | None,
+        absent: Collection[str],
+        scale: float,
+        finite: bool,
+        extra: ExtraExchange,
+    ) -> Rounds[dict[str, Any]]:
+        begin = self.transport.timer()
+        step = self.begin_step(scale, extra)
+        try:
+            self.pass_gradients(step, gradients, absent, lr, extra)
+            buckets = self.layout.buckets
+            if buckets:
+                yield from self.choose(step, step.log)
+                for bucket, plan, survey in zip(buckets, step.plans, step.surveys, strict=True):
+                    yield from step.exchange(bucket, step.gradients_of(bucket), plan, begin, step.log, survey)
+            return (yield from self.commit(step, finite, extra))
+        except RankFailedError:
+            step.undo()
+            raise
+        finally:
+            self.end_step(step, begin)
+
+    def begin_step(self, scale: float, extra: ExtraExchange) -> Step:
+        """Return a new step; see `Stream`."""
+        log = self.transport.log
+        if log is None:  # another reducer has used this transport, and was closed
+            log = self.transport.log = []
+        return Step(self.count, self.layout, self.transport, self.seed, scale, extra.frozen, log, self.last_step)
+
+    def pass_gradients(
+        self, step: Step, gradients: Mapping[str, Any], absent: Collection[str], lr: Any, extra: ExtraExchange
+    ) -> None:
+        """Check the gradients of this rank, which asks all ranks to agree if something is new or wrong."""
+        layout = self.layout
+        if lr is not None:
+            try:
+                step.record.lr = to_number("reduce", "lr", lr)
+            except MpicompError as error:
+                step.argument_problem = error
+        step.inputs = inputs = layout.look(gradients, absent, step.argument_problem)
+        known = inputs.buckets is None and (not absent or extra.idle or set(absent) <= set(layout.conditional))
+        step.must_agree = (
+            inputs.problem is not None
+            or not known
+            or extra.stale
+            or self.loaded is not None
+            or self.must_check_ranks
+            or (not self.stop and stopping.asked())
+        )
+        if layout.entry.clip is not None and not step.must_agree:
+            step.factor = self._clipped(step)
+
+    def choose(self, step: Step, log: list[RoundLog]) -> Rounds[None]:
+        """Let the policy choose the plans of a step; its rounds are in ``log``. As rounds."""
+        transport = self.transport
+        begin, waited_s = transport.timer(), 0.0
+        exchange = () if step.frozen else self.planner.refresh(transport)
+        if exchange:
+            transport.set_activity("step %d", step.number)
+            first = len(log)
+            yield from exchange
+            step.record.once = log[first:]
+            waited_s = sum(entry.seconds for entry in log[first:])
+            del log[first:]
+        self._choose_plans(step)
+        step.record.choosing_s += transport.timer() - begin - waited_s
+
+    def _choose_plans(self, step: Step) -> None:
+        planner, buckets = self.planner, self.layout.buckets
+        is_frozen = step.frozen and bool(self.plans)
+        step.plans = self.plans if is_frozen else [planner.plan(bucket.index) for bucket in buckets]
+        step.surveys = [None if step.frozen else planner.survey(bucket.index) for bucket in buckets]
+
+    def commit(self, step: Step, finite: bool, extra: ExtraExchange) -> Rounds[dict[str, Any]]:
+        """Keep the step or undo it, the same on all ranks, and return the means; none if it was ended. As rounds."""
+        record, layout, transport = step.record, self.layout, self.transport
+        stale = step.stale or not layout.buckets  # without buckets no message could have carried the flag
+        while stale:
+            if not (yield from self._agree(step, extra)):
+                return {}
+            stale = step.stale
+        finite = yield from self._agree_finite(step, finite, extra)
+        unused: Collection[str] = ()
+        if layout.conditional:
+            flags = yield from self._share([name in step.inputs.absent for name in layout.conditional])
+            unused = {name for name, ranks in zip(layout.conditional, flags.T, strict=True) if ranks.all()}
+        # Applied by all that are left, or by none: later errors may occur on some of them alone.
+        if self.survives and not transport.agree(True):
+            raise AgreedRankFailure("a rank has died, as all that are left have agreed")
+        self.count += 1
+        self.last_step = record
+        self.plans = [done.plan for done in step.done]
+        record.exchanges, record.stop = step.done, self.stop
+        if self.lost_ranks:
+            record.lost_ranks, self.lost_ranks = self.lost_ranks, []
+        means: dict[str, Any] = {}
+        if step.damaged is None:
+            means = self._apply(step, finite, unused)
+        try:
+            yield from self._report(step, finite)
+        except RankFailedError:
+            if not self.survives:
+                raise
+            self.failed = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
+        if step.damaged is not None:  # in the last message: no later one could have informed the others
+            step.undo()
+            self.must_check_ranks = True
+            raise MessageError(
+                f"{step.damaged} (on rank {transport.group.rank}); nothing was applied on this rank, and at the next "
+                "step all ranks compare whether that is so on all of them"
+            )
+        return means
+
+    def _agree_finite(self, step: Step, finite: bool, extra: ExtraExchange) -> Rounds[bool]:
+        """Return whether a step is finite on all ranks, after the exchanges of the caller. As rounds."""
+        if extra is not NO_EXTRA:
+            try:
+                finite = (yield from extra.exchange()) and finite
+            except MpicompError:
+                step.undo()
+                raise
+        overflows = bool(step.nonfinite)
+        if overflows and self.nonfinite == "raise" and step.damaged is None and not self.survives:
+            are_finite = all(map(is_finite, step.inputs.gradients.values()))
+            step.has_overflowed = not (yield from self._share([not are_finite])).any()
+        finite = finite and not overflows
+        return extra.agree_finite(finite) if extra.has_shards else finite
+
+    def _apply(self, step: Step, finite: bool, unused: Collection[str]) -> dict[str, Any]:
+        """Keep residuals or leave them as they were, and return the means."""
+        if finite:
+            return step.commit(True, False, unused)
+        if self.nonfinite == "pass":
+            return step.commit(False, False, unused)
+        step.undo()
+        if self.nonfinite == "raise":
+            raise nonfinite_error(step.record.step, step.nonfinite, step.has_overflowed)
+        step.record.skipped = True
+        return step.commit(False, True, unused)
+
+    def _report(self, step: Step, finite: bool) -> Rounds[None]:
+        """Let the policy learn from the step's results, and start the ranks' telemetry. As rounds."""
+        if step.frozen:
+            return
+        transport, telemetry, planner, record = self.transport, self.telemetry, self.planner, step.record
+        begin, first = transport.timer(), len(step.log)
+        if telemetry.is_due(record.step):
+            yield from telemetry.share_work(record.step)
+        record.slowest_rank, record.slowest_costs_s = telemetry.slowest_rank, telemetry.slowest_costs_s
+        outcomes = [BucketOutcome(done.result.energy, done.result.gain, done.result.kept) for done in step.done]
+        if finite and not record.skipped:
+            planner.on_step_end(record.step, outcomes)
+        if telemetry.has_arrived(record.step):
+            yield from telemetry.receive(planner, record.step)
+        surveys = {done.bucket.index: done.survey for done in step.done if done.survey is not None}
+        if step.done and (surveys or planner.wants_telemetry):
+            times = np.array([done.times(transport.offset) for done in step.done])
+            report = StepReport(record.step, record.lr, self.plans, outcomes, times, surveys)
+            yield from telemetry.publish(report, planner)
+        record.choosing_s += transport.timer() - begin - sum([entry.seconds for entry in step.log[first:]])
+
+    def end_step(self, step: Step, begin: float, waited_s: float | None = None) -> None:
+        """Record the seconds of a step, of which ``waited_s``, or those of its rounds, were spent waiting."""
+        record, end = step.record, self.transport.timer()
+        is_applied = self.last_step is record
+        if is_applied:
+            record.seconds = end - begin
+            for entry in step.log:
+                entry.task = entry.task.shape()
+            record.overhead, self.transport.log = step.log, []
+            for listener in tuple(trace.listeners):
+                listener.on_step(record, step.done, self.number, self.transport)
+            if waited_s is None:
+                waited_s = sum([done.waited_s for done in step.done])
+        self.telemetry.note_work(end, waited_s or 0.0, is_applied and not record.agreed)
+
+    def _agree(self, step: Step, extra: ExtraExchange) -> Rounds[bool]:
+        """Compare the ranks' arrays, lay out new buckets, and exchange them; False if the step ends here. As rounds."""
+        record, layout = step.record, self.layout
+        step.begin_again()
+        yield from self.telemetry.drop()
+        given = yield from extra.agree((step.inputs.gradients, step.inputs.absent))
+        if given is None:
+            return False
+        if given[0] is not step.inputs.gradients:
+            step.inputs = layout.look(*given, step.argument_problem)
+        yield from self._compare_ranks(step)
+        inputs = step.inputs
+        assert inputs.members is not None
+        absent = yield from self._absences([member.name for member in inputs.members], inputs.absent, extra)
+        record.agreed = True
+        if (
+            inputs.buckets is not None
+        ):  # if only `absent` differs, buckets stay, and with them what policies have learned
+            yield from self._lay_out(step)
+        names = {member.name for member in inputs.members}
+        conditional = dict.fromkeys([*layout.conditional, *sorted(absent)])
+        layout.conditional = [name for name in conditional if name in names]
+        step.factor = self._clipped(step)
+        ready = self.transport.timer()
+        self._choose_plans(step)
+        for bucket, plan, survey in zip(layout.buckets, step.plans, step.surveys, strict=True):
+            yield from step.exchange(bucket, step.gradients_of(bucket), plan, ready, step.log, survey)
+        return True
+
+    def _compare_ranks(self, step: Step) -> Rounds[None]:
+        """Raise on all ranks if their arrays, settings or states differ; load a loaded state into the policy."""
+        planner, loaded, inputs, group = self.planner, self.loaded, step.inputs, self.transport.group
+        signature, problem = None, inputs.problem
+        if inputs.members is not None:
+            signature = Signature(self._settings_of_step(inputs.gradients.values()), inputs.members)
+        before = planner.state_dict()
+        try:
+            if loaded is not None:
+                loaded.load_into(planner, group)
+        except MpicompError as error:
+            # That it is no state of this policy says more than that it differs from the other ranks'.
+            problem, signature = problem or error, None
+        try:
+            yield from agree(signature, problem or step.damaged, group)
+        except MpicompError:
+            if loaded is not None:
+                planner.load_state_dict(before, None)
+            raise
+        if loaded is not None:
+            self.plans, self.count, self.loaded = [], loaded.step, None
+        step.number = step.record.step = self.count
+        self.must_check_ranks = False
+
+    def _settings_of_step(self, gradients: Iterable[Any]) -> dict[str, Any]:
+        """Return the settings and states that have to be the same on all ranks in this step."""
+        state = self.loaded or LoadedState(self.count, self.planner.state_dict(), None)
+        settings = self.settings | settings_of_state(state, self.loaded is not None, not self.must_check_ranks)
+        if self.compressor.needs_identical_blas:
+            where = "a GPU" if on_device(gradients) else "the host"
+            settings[f"where gradients are, with compressor '{self.compressor.id}',"] = where
+        return settings
+
+    def _lay_out(self, step: Step) -> Rounds[None]:
+        """Make buckets of other arrays, and let the policy begin with them. As rounds."""
+        layout, transport, planner, log = self.layout, self.transport, self.planner, step.log
+        members, buckets = step.inputs.members, step.inputs.buckets
+        assert members is not None
+        assert buckets is not None
+        first = len(log)
+        if layout.bucket_bytes is None:
+            total = sum(member.numel * member.work_dtype.itemsize for member in members)
+            limit = yield from planner.bucket_limit(total, transport)
+            layout.bucket_bytes = LARGE_BUCKET if limit is None else min(limit, LARGE_BUCKET)
+            buckets = layout.make(members, step.inputs.gradients)
+        once, before = log[first:], len(log)
+        yield from choose_routes([bucket.device for bucket in buckets], transport)
+        routes, after = log[before:], len(log)
+        yield from planner.start([bucket.shape for bucket in buckets], transport)
+        step.record.once = [*step.record.once, *once, *log[after:]]
+        log[first:] = routes  # overhead
+        layout.adopt(members, buckets)
+        layout.prefetch(step.inputs.gradients)
+        self.plans = []
+
+    def _clipped(self, step: Step) -> float:
+        """Return the factor of this rank's gradients that also clips them."""
+        ranks = self.transport.group.size
+        return step.scale * self.layout.clip_factor(step.inputs.gradients, step.scale, ranks)
+
+    def _absences(self, names: list[str], absent: Collection[str], extra: ExtraExchange) -> Rounds[list[str]]:
+        """Return those of these names that some rank has no gradient for, and note whether some rank is to stop."""
+        names = sorted(names)
+        flags = [name in absent and not extra.idle for name in names]
+        stop, *rows = (yield from self._share([stopping.asked(), *flags])).T
+        self.stop = self.stop or bool(stop.any())
+        return [name for name, ranks in zip(names, rows, strict=True) if ranks.any()]
+
+    def _share(self, flags: list[bool]) -> Rounds[NDArray[np.uint8]]:
+        """Return the flags of all ranks, a row for each. As rounds."""
+        return (yield from gather_rows(np.array(flags, np.uint8), self.transport.group))
 
     def _continue_without_dead(self, error: RankFailedError) -> Rounds[None]:
         """Continue with the remaining ranks from the state before the step, and the first one's policy. As rounds."""
@@ -339,10 +625,6 @@ class Reducer:
         self.load_state_dict(state)
         if callable(self._on_failure) and self.lost_ranks:
             self._on_failure(list(self.lost_ranks), transport.group.size)
-
-    def counting_bytes(self, exchange: Rounds[Value]) -> Rounds[Value]:
-        """Pass on rounds of the caller's; their bytes are overhead of the step that comes next."""
-        return self.outside_tally.count(exchange, self.transport.group)
 
     def stream(self, thread: ProgressThread, scale: float = 1.0, extra: ExtraExchange = NO_EXTRA) -> Stream | None:
         """Begin a step whose arrays are passed one by one, and exchanged meanwhile by a thread with one channel.

@@ -1,11 +1,13 @@
 """A step whose buckets are exchanged by a thread, one by one, while the others are still computed."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpicomp.errors import RankFailedError
 from mpicomp.reducer.agreement import ExtraExchange
-from mpicomp.reducer.step import Step
+from mpicomp.reducer.bucket import Bucket
+from mpicomp.rounds import Rounds
+from mpicomp.transport.base import RoundLog
 from mpicomp.transport.scheduler import Job, ProgressThread
 
 if TYPE_CHECKING:
@@ -16,10 +18,10 @@ class Stream:
     """One step of a reducer whose buckets are laid out; see `mpicomp.Reducer.stream`."""
 
     def __init__(self, reducer: "Reducer", thread: ProgressThread, scale: float, extra: ExtraExchange) -> None:
-        self._reducer = reducer
-        self._thread = thread
-        self._step = Step(reducer, scale, extra)
-        self._jobs: list[Job[None]] = [thread.submit(self._step.begin())]
+        self._reducer, self._thread, self._extra = reducer, thread, extra
+        self._step = reducer.begin_step(scale, extra)
+        self._jobs: list[Job[None]] = []
+        self._submit(lambda log: reducer.choose(self._step, log))
         self._left = list(reducer.layout.buckets)
         self._missing = {member.name for member in self._left[0].members}
         self._arrays: dict[str, Any] = {}
@@ -35,36 +37,47 @@ class Stream:
         self._missing.discard(name)
         while len(self._left) > 1 and not self._missing:
             bucket = self._left.pop(0)
-            self._submit([self._arrays[member.name] for member in bucket.members])
+            self._exchange(bucket, [self._arrays[member.name] for member in bucket.members])
             self._missing = {member.name for member in self._left[0].members} - self._arrays.keys()
 
     def finish(
         self, gradients: Mapping[str, Any], lr: float | None = None, absent: Collection[str] = (), finite: bool = True
     ) -> dict[str, Any]:
         """Exchange the remaining buckets, wait for all, return the means; see `mpicomp.Reducer.reduce`. Collective."""
-        step, timer = self._step, self._reducer.transport.timer
+        step, reducer, extra = self._step, self._reducer, self._extra
+        timer = reducer.transport.timer
         begin, waited_s = timer(), 0.0
         try:
-            step.check_gradients(gradients, absent, lr)
+            reducer.pass_gradients(step, gradients, absent, lr, extra)
             while self._left:
-                self._submit(step.gradients_of(self._left.pop(0)))
+                bucket = self._left.pop(0)
+                self._exchange(bucket, step.gradients_of(bucket))
             submitted = timer()
             self._thread.wait(self._jobs)
             waited_s = timer() - submitted
-            means: dict[str, Any] = self._reducer.transport.run(step.commit(finite))
+            means: dict[str, Any] = reducer.transport.run(reducer.commit(step, finite, extra))
             return means
         except RankFailedError as error:
             step.undo()
-            self._reducer.failed = error  # `Reducer.reduce` goes on from here
-            if self._reducer.survives:
+            reducer.failed = error  # `Reducer.reduce` goes on from here
+            if reducer.survives:
                 # The thread must be idle before ranks agree: other rounds that it waits for are revoked.
-                self._reducer.transport.revoke()
+                reducer.transport.revoke()
                 for job in self._jobs:
                     job.exception()
             raise
         finally:
-            step.finish(begin, waited_s)
+            reducer.end_step(step, begin, waited_s)
 
-    def _submit(self, gradients: list[Any] | None) -> None:
-        bucket = self._reducer.layout.buckets[len(self._jobs) - 1]
-        self._jobs.append(self._thread.submit(self._step.exchange(bucket, gradients, self._reducer.transport.timer())))
+    def _exchange(self, bucket: Bucket, gradients: list[Any] | None) -> None:
+        step, ready = self._step, self._reducer.transport.timer()
+
+        def exchange(log: list[RoundLog]) -> Rounds[None]:  # after the plans are chosen
+            plan, survey = step.plans[bucket.index], step.surveys[bucket.index]
+            return (yield from step.exchange(bucket, gradients, plan, ready, log, survey))
+
+        self._submit(exchange)
+
+    def _submit(self, exchange: Callable[[list[RoundLog]], Rounds[None]]) -> None:
+        log: list[RoundLog] = []
+        self._jobs.append(self._thread.submit(exchange(log), log))

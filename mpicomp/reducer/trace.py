@@ -23,8 +23,9 @@ import numpy as np
 from mpicomp.errors import ConfigurationError, RankFailedError
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.record import BucketExchange, StepRecord
-from mpicomp.rounds import WORLD, Round, Rounds, gather_rows
+from mpicomp.rounds import WORLD, Round, Rounds, gather_rows, observe
 from mpicomp.transport import Transport
+from mpicomp.transport.base import Value
 from mpicomp.transport.clocks import compare_clocks
 from mpicomp.transport.connect import connect
 
@@ -76,6 +77,16 @@ class Phases:
             self._ends.pop()()
         if phase is not None and markers:
             self._ends = [end for marker in markers if (end := marker(f"mpicomp::{phase}")) is not None]
+
+
+def marked(exchange: Rounds[Value]) -> Rounds[Value]:
+    """Forward the rounds of an exchange, and show its phases to the profiler. As rounds."""
+    show = Phases().show
+    show("compress")
+    try:
+        return (yield from observe(exchange, before=lambda _: show("exchange"), after=lambda _: show("decode")))
+    finally:
+        show(None)
 
 
 class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
@@ -209,9 +220,9 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
     def _bucket_events(self, track: int, done: BucketExchange, step: int) -> list[str]:
         record, events, at = done.record, [], done.start
         ids = f'"step":{step},"bucket":{record.bucket}'
-        for request, begin, end in done.requests:
-            task = request if isinstance(request, Round) else request.task
-            if task.background and task is request:
+        for entry in done.log:
+            task, begin, end = entry.task, entry.begin, entry.end
+            if task.background and entry.sends:
                 continue  # its slice is the wait for its end
             if begin > at:
                 events.append(self._slice(track, "compress", at, begin, "compress", f"{{{ids}}}"))

@@ -202,7 +202,7 @@ def start_overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[Progres
         problem = error
     is_crowded = group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
     flags = [problem is None, not is_crowded if wanted is None else wanted, wanted is None]
-    rows = transport.run(reducer.counting_bytes(gather_rows(np.array(flags, np.uint8), group)))
+    rows = transport.run(gather_rows(np.array(flags, np.uint8), group))
     is_able, is_useful = (bool(column.all()) for column in rows[:, :2].T)
     is_open = bool(rows[:, 2].any())
     if is_able and is_useful:

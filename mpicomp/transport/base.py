@@ -12,18 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError
-from mpicomp.rounds import WORLD, Group, Pending, Request, Round, Rounds
+from mpicomp.rounds import Group, Pending, Request, Round, Rounds
 
 Value = TypeVar("Value")
 
 
 @dataclass(eq=False, slots=True)
 class RoundLog:
-    """One round that was run, the ranks that took part, and the seconds that it took here."""
+    """A round that was run, or the wait for one in the background, in times of the transport's timer."""
 
     task: Round
-    group: Group
-    seconds: float
+    ranks: Group
+    """All ranks, as this one sees them."""
+    begin: float
+    end: float
+    sends: bool = True
+    """False where a round that was logged before is waited for."""
 
     @property
     def operation(self) -> str:
@@ -31,14 +35,25 @@ class RoundLog:
         return self.task.operation
 
     @property
+    def seconds(self) -> float:
+        """Seconds that it took on this rank."""
+        return self.end - self.begin
+
+    @property
     def sent_bytes(self) -> int:
-        """Payload that this rank handed to the transport."""
-        return self.task.sent_bytes(self.group)
+        """Payload that this rank passed to the transport."""
+        return self.task.sent_bytes(self._group) if self.sends else 0
 
     @property
     def wire_bytes(self) -> float:
         """Bytes that left this rank."""
-        return self.task.wire_bytes(self.group)
+        return self.task.wire_bytes(self._group) if self.sends else 0.0
+
+    @property
+    def _group(self) -> Group:
+        group = self.ranks.part(self.task.group)
+        assert group is not None
+        return group
 
 
 class Transport(ABC):
@@ -58,7 +73,7 @@ class Transport(ABC):
     cores: float = math.inf  # cores for each rank on the host where they are fewest; the same on all ranks
     offset: float = 0.0  # seconds by which the first rank's clock is ahead of this one's
     log: list[RoundLog] | None = None
-    """Rounds that were run, but those in the background, with their arrays: a list of whoever reads them, or None."""
+    """Every round that is run, with its arrays: a list of whoever reads it, or None."""
 
     @abstractmethod
     def start(self, task: Round) -> Pending:
@@ -96,7 +111,7 @@ class Transport(ABC):
         begun = False
         advance: Callable[[Any], Request] = exchange.send
         reply: Any = None
-        timer = time.perf_counter
+        timer = self.timer
         try:
             while True:
                 try:
@@ -106,17 +121,19 @@ class Transport(ABC):
                     return value
                 begun = True
                 advance = exchange.send
+                begin = timer()
                 try:
-                    if type(request) is Round and not request.background:
-                        start = timer()
-                        reply = self.perform(request)
-                        seconds = timer() - start
-                        if self.log is not None:
-                            self.note(request, seconds)
+                    if not isinstance(request, Round):
+                        reply = self.wait(request)
+                    elif request.background:
+                        reply = self.start(request)
                     else:
-                        reply = self.start(request) if isinstance(request, Round) else self.wait(request)
+                        reply = self.perform(request)
                 except RankFailedError as error:  # the generator may go on with those that are left
                     advance, reply = exchange.throw, error
+                    continue
+                if self.log is not None:
+                    self.note(request, begin, timer())
         except MpicompError:
             raise
         except BaseException as error:
@@ -124,12 +141,12 @@ class Transport(ABC):
                 self.abort_exchange(error)
             raise
 
-    def note(self, task: Round, seconds: float) -> None:
-        """Write a round to the log, if there is one."""
+    def note(self, request: Request, begin: float, end: float) -> None:
+        """Write a round, or the wait for one in the background, to the log, if there is one."""
         if self.log is not None:
-            group = self.group if task.group == WORLD else self.group.part(task.group)
-            assert group is not None
-            self.log.append(RoundLog(task, group, seconds))
+            sends = isinstance(request, Round)
+            task = request if isinstance(request, Round) else request.task
+            self.log.append(RoundLog(task, self.group, begin, end, sends))
 
     def set_activity(self, text: str, *values: object) -> None:  # noqa: B027, a transport may have no watchdog
         """Note the purpose of the rounds, ``text % values``, for messages about ranks that wait."""

@@ -112,14 +112,19 @@ class LocalWorld:
         values: list[Value | None] = [None] * len(exchanges)
         replies: dict[int, Any] = dict.fromkeys(range(len(exchanges)))
         asked: dict[int, Round] = {}
+        began: dict[int, tuple[Round, float]] = {}  # rounds that were asked for, and when
         failures: dict[int, Exception] = {}
         while replies:
             for rank, reply in replies.items():
+                end = self.transports[rank]
+                if rank in began:
+                    end.note(*began.pop(rank), end.timer())
                 try:
                     ask = advance(exchanges[rank], reply)
                     while isinstance(ask, _Done):
-                        end = self.transports[rank]
+                        begin = end.timer()
                         end.seconds = max(end.seconds, ask.end)
+                        end.note(ask, begin, end.timer())
                         ask = advance(exchanges[rank], received(ask.task))
                 except Exception as error:
                     failures[rank] = error
@@ -128,7 +133,7 @@ class LocalWorld:
                     values[rank] = ask.value
                 else:
                     assert isinstance(ask, Round)
-                    asked[rank] = ask
+                    asked[rank], began[rank] = ask, (ask, end.timer())
             replies = self._perform_met(asked)
         if failures:
             for exchange in exchanges:
@@ -158,11 +163,7 @@ class LocalWorld:
             perform_together(tasks)
             end = self._pass_time(members, tasks[0])
             for other, task in zip(members, tasks, strict=True):
-                if task.background:
-                    replies[other] = _Done(task, end)
-                else:
-                    replies[other] = received(task)
-                    self.transports[other].note(task, 0.0)
+                replies[other] = _Done(task, end) if task.background else received(task)
         return replies
 
     def _members(self, rank: int, task: Round) -> tuple[int, ...]:

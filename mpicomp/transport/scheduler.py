@@ -5,7 +5,6 @@ between leaves the core to the computation.
 """
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mpicomp.errors import ClosedError, MpicompError
-from mpicomp.rounds import Pending, Returned, Round, Rounds, advance
+from mpicomp.rounds import Pending, Request, Returned, Round, Rounds, advance
 from mpicomp.system import processors
 from mpicomp.transport.base import Naps, RoundLog, Transport
 
@@ -27,11 +26,11 @@ _LEAVE_S = 3.0  # seconds that the thread may take to stop; it is mostly polling
 
 
 class Job(Future[Value]):
-    """A future of what a generator returns, not to be cancelled; ``log`` has its rounds but background ones."""
+    """A future of what a generator returns, not to be cancelled; ``log`` has its rounds."""
 
-    def __init__(self, exchange: Rounds[Value]) -> None:
+    def __init__(self, exchange: Rounds[Value], log: list[RoundLog] | None = None) -> None:
         super().__init__()
-        self.log: list[RoundLog] = []
+        self.log = [] if log is None else log
         self.exchange = exchange
         self.set_running_or_notify_cancel()
 
@@ -48,9 +47,9 @@ class RoundScheduler:
         self._channels = [_Channel(end) for end in transport.channels(channels)]
         self._submitted = 0
 
-    def submit(self, exchange: Rounds[Value]) -> Job[Value]:
+    def submit(self, exchange: Rounds[Value], log: list[RoundLog] | None = None) -> Job[Value]:
         """Put a generator at the end of the next channel, in the same order on all ranks. It does not begin by that."""
-        job = Job(exchange)
+        job = Job(exchange, log)
         self._channels[self._submitted % len(self._channels)].jobs.append(job)
         self._submitted += 1
         return job
@@ -118,11 +117,14 @@ class ProgressThread:
         self._driver.thread.start()
         return self
 
-    def submit(self, exchange: Rounds[Value]) -> Job[Value]:
-        """Hand a generator, and the arrays of its rounds, to the thread, in the same order on all ranks."""
+    def submit(self, exchange: Rounds[Value], log: list[RoundLog] | None = None) -> Job[Value]:
+        """Hand a generator, and the arrays of its rounds, to the thread, in the same order on all ranks.
+
+        Its rounds are added to ``log``, by default a list of its own.
+        """
         if not self._started or self._driver.leaving:
             raise ClosedError("progress thread: it does not run; call start, and submit nothing after stop")
-        job = self._driver.scheduler.submit(exchange)
+        job = self._driver.scheduler.submit(exchange, log)
         self._driver.awake.set()
         return job
 
@@ -209,7 +211,7 @@ class _Channel:
         self.jobs: deque[Job[Any]] = deque()
         """Those that are not done; the first one is under way."""
         self._pending: Pending | None = None
-        self._task: Round | None = None
+        self._asked: Request | None = None  # whose end is waited for
         self._began = 0.0
 
     def poll(self) -> bool:
@@ -232,25 +234,26 @@ class _Channel:
     def _step(self, job: Job[Any]) -> Returned[Any] | None:
         """Take a job to its next round that has to be waited for, or to its end."""
         self.transport.log = job.log
+        transport = self.transport
         reply: Any = None
         if self._pending is not None:
-            reply = self.transport.wait(self._pending)
-            if self._task is not None:
-                self.transport.note(self._task, time.perf_counter() - self._began)
-        self._pending = self._task = None
+            reply = transport.wait(self._pending)
+            assert self._asked is not None
+            transport.note(self._asked, self._began, transport.timer())
+        self._pending = self._asked = None
         while self._pending is None:
             asked = advance(job.exchange, reply)
             if isinstance(asked, Returned):
                 return asked
-            if isinstance(asked, Pending):
-                self._pending = asked
-            elif asked.background:
-                reply = self.transport.start(asked)
+            self._began = transport.timer()
+            if isinstance(asked, Round) and asked.background:
+                reply = transport.start(asked)
+                transport.note(asked, self._began, self._began)
             else:
-                self._began = time.perf_counter()
-                self._task, self._pending = asked, self.transport.start(asked)
+                self._asked = asked
+                self._pending = transport.start(asked) if isinstance(asked, Round) else asked
         return None
 
     def _end(self) -> Job[Any]:
-        self._pending = self._task = None
+        self._pending = self._asked = None
         return self.jobs.popleft()

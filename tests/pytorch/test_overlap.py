@@ -43,7 +43,7 @@ def test_overlap_changes_no_bit(comm, compressor, collective):
 @pytest.mark.mpi(min_size=2, max_size=3)
 def test_buckets_are_exchanged_before_backward_ends(comm, monkeypatch):
     jobs, submitted, submit = [], [], ProgressThread.submit
-    monkeypatch.setattr(ProgressThread, "submit", lambda thread, job: jobs.append(job) or submit(thread, job))
+    monkeypatch.setattr(ProgressThread, "submit", lambda thread, *job: jobs.append(job) or submit(thread, *job))
     model = network()
     optimizer = distribute(model, comm)
     train(model, optimizer, [0], comm.rank)

@@ -274,7 +274,7 @@ def test_bucket_keeps_two_arrays_and_messages(compressor, collective, most):
         held = sum(
             trace.size
             for trace in tracemalloc.take_snapshot().traces
-            if trace.size >= 4096 and any(frame.filename.endswith("device/device.py") for frame in trace.traceback)
+            if trace.size >= 4096 and any(frame.filename.endswith("gpu/device.py") for frame in trace.traceback)
         )
     finally:
         tracemalloc.stop()
