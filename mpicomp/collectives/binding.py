@@ -67,13 +67,19 @@ use allgather, star-topk, ...
     name, _, inner = collective.partition(":")
     if name in inner.split(":"):
         raise ConfigurationError(f"{name}: is not built on itself, got '{collective}'")
-    if name == ScatterReduce.id and compressor.message == "packed":
+    if name == ScatterReduce.id and TwoPhase.supports(compressor):
         name = TwoPhase.id
     cls = collective_class(name)
     if isinstance(compressor, SharedSparsifier) and cls.supports(_values_of(compressor)):
         return SharedPositions(compressor, bind(_values_of(compressor), collective))
     if not cls.supports(compressor):
         what = f"{'sums' if cls.messages == 'dense' else 'carries'} {cls.messages} messages"
+        if cls.messages == "own":
+            what = f"only {cls.owner.id} has"
+        elif not compressor.averages:
+            what = "averages parts of arrays"
+        elif compressor.shares_positions:
+            what += ", not values at positions that all ranks know"
         if (
             not cls.needs_whole_message
             and getattr(compressor, "wire", None) in SHARING

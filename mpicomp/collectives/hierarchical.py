@@ -76,14 +76,12 @@ class Hierarchical(Scheme[Compressor]):
 
     @classmethod
     def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
-        # Tied to positions or ranks: ratios by layer, velocities that sent elements clear, votes. Factors are of
-        # whole matrices, where they are built on this collective.
-        if compressor.message in ("votes", "factors"):
-            return False
+        fits = super().supports(compressor) and compressor.averages
         if isinstance(compressor, type):
-            return super().supports(compressor)
+            return fits
+        # Tied to positions: ratios by layer, and velocities that sent elements clear.
         tied = getattr(compressor, "layers", None) or (compressor.entry.momentum and compressor.entry.masking)
-        return super().supports(compressor) and not tied
+        return fits and not tied
 
     @classmethod
     def inner_compressor(cls, compressor: Compressor) -> Compressor:

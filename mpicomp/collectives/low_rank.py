@@ -34,7 +34,8 @@ class LowRank(Scheme[PowerSGD]):
 
     id: ClassVar[str] = "low-rank"
     paper: ClassVar[str] = "the exchange of PowerSGD, Vogels et al. 2019, arXiv 1905.13727"
-    messages: ClassVar[str] = "factors"
+    messages: ClassVar[str] = "own"
+    owner: ClassVar[type[Compressor]] = PowerSGD
 
     def __init__(self, compressor: PowerSGD, inner: Scheme[Dense]) -> None:
         super().__init__(compressor)

@@ -29,7 +29,7 @@ class PackedAllgather(Scheme[Quantiser]):
     id: ClassVar[str] = "packed-allgather"
     precedence: ClassVar[int] = 11
     paper: ClassVar[str] = "the exchange of QSGD, Alistarh et al. 2017, arXiv 1610.02132"
-    messages: ClassVar[str] = "packed or votes"
+    messages: ClassVar[str] = "packed"
     overwrites: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
@@ -76,6 +76,6 @@ class PackedAllgather(Scheme[Quantiser]):
             mean.write(written)
             bad = not np.isfinite(written).all()
         leaves = "residual" if in_place else "sum"
-        if self.compressor.message == "votes":  # what wins is every rank's share, whatever its own sign
+        if not self.compressor.averages:  # what wins is every rank's share, whatever its own sign
             sent, lost = mean.in_workspace(workspace), math.nan
         return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad, leaves)

@@ -157,9 +157,9 @@ class Scheme(ABC, Generic[CompressorType]):
     paper: ClassVar[str]
     """The paper that it comes from, and the deviations from it."""
     messages: ClassVar[str]
-    """The kind of message that it carries: one of those of `Compressor.message` (``"dense"`` takes ``"shared"`` ones
-    too), or ``"any"``; several with " or " between them.
-    """
+    """The kind of message that it carries, one of those of `Compressor.message`, or ``"any"``."""
+    owner: ClassVar[type[Compressor]]
+    """The compressor whose messages it alone carries, if ``messages`` is ``"own"``."""
 
     needs_whole_message: ClassVar[bool] = False
     """Whether a sparse message is read as it was written; where it is cut, added to or summed, values cannot share
@@ -179,8 +179,13 @@ class Scheme(ABC, Generic[CompressorType]):
     @classmethod
     def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Return whether a compressor's messages fit; asked of a class, whether they do for some of its parameters."""
-        whole = cls.needs_whole_message or getattr(compressor, "wire", None) not in SHARING
-        return whole and (cls.messages == "any" or compressor.message in cls.messages.split(" or "))
+        if compressor.shares_positions:
+            return False  # their values are carried as an array, see `bind`
+        if not cls.needs_whole_message and getattr(compressor, "wire", None) in SHARING:
+            return False
+        if cls.messages == "own":
+            return issubclass(compressor if isinstance(compressor, type) else type(compressor), cls.owner)
+        return cls.messages in (compressor.message, "any")
 
     @classmethod
     def inner_compressor(cls, compressor: Compressor) -> Compressor | None:

@@ -11,6 +11,7 @@ from mpicomp import kernels
 from mpicomp.collectives.regions import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, plus, undelivered
 from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import CACHED, LARGEST_KEY, Quantiser, packers
 from mpicomp.compressors.wire import HEADER_BYTES, NONFINITE, STALE, write_dense_header
@@ -39,6 +40,10 @@ class TwoPhase(Scheme[Quantiser]):
     )
     messages: ClassVar[str] = "packed"
     overwrites: ClassVar[bool] = True
+
+    @classmethod
+    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
+        return super().supports(compressor) and compressor.averages
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         counts = [

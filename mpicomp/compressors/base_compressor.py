@@ -61,10 +61,13 @@ class Compressor(metaclass=Configurable):
     family: ClassVar[str]
     """``"dense"``, ``"sparsifier"``, ``"quantiser"`` ..."""
     message: ClassVar[str]
-    """Kind of message: ``"dense"`` (an array that ranks can sum), ``"shared"`` (a short one), ``"sparse"`` (indices
-    and values), ``"packed"`` (all elements, in few bits), ``"votes"`` (signs, of which the majority counts),
-    ``"factors"`` or ``"code"`` (one that was learned).
+    """Kind of message: ``"sparse"`` (some elements), ``"packed"`` (all, in few bits), ``"dense"`` (an array that ranks
+    can sum) or ``"own"`` (what only its own collective carries).
     """
+    shares_positions: ClassVar[bool] = False
+    """Whether the elements of sparse messages are the same on all ranks: their values are summed as a short array."""
+    averages: ClassVar[bool] = True
+    """Whether the mean is that of parts of the bucket, and of means of some ranks: not of votes, nor of matrices."""
     paper: ClassVar[str]
     """The paper that the compressor comes from, and the deviations from it."""
     layer_setting: ClassVar[str | None] = None
@@ -111,7 +114,7 @@ class Compressor(metaclass=Configurable):
     @property
     def selects_by_ratio(self) -> bool:
         """Whether a parameter ``ratio`` sets the number of selected elements, so that policies may choose it."""
-        return self.message in ("sparse", "shared") and any(entry.name == "ratio" for entry in fields(self))
+        return self.message == "sparse" and any(entry.name == "ratio" for entry in fields(self))
 
     @property
     def by_magnitude(self) -> bool:

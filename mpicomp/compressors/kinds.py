@@ -128,7 +128,8 @@ class SharedSparsifier(Compressor):
     """
 
     family: ClassVar[str] = "sparsifier"
-    message: ClassVar[str] = "shared"
+    message: ClassVar[str] = "sparse"
+    shares_positions: ClassVar[bool] = True
 
     wire: str | None = field(default=None, kw_only=True)
 

@@ -194,7 +194,7 @@ class SignSGD(Quantiser):
     """
 
     id: ClassVar[str] = "signsgd"
-    message: ClassVar[str] = "votes"
+    averages: ClassVar[bool] = False
     paper: ClassVar[str] = (
         "signSGD with majority vote, Bernstein et al. 2018, arXiv 1802.04434 and 1810.05291; every rank counts in "
         "place of a server, momentum is left to the optimizer, a tie is plus"

@@ -169,7 +169,8 @@ class PowerSGD(Compressor):
 
     id: ClassVar[str] = "powersgd"
     family: ClassVar[str] = "low rank"
-    message: ClassVar[str] = "factors"
+    message: ClassVar[str] = "own"
+    averages: ClassVar[bool] = False
     needs_identical_blas: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Vogels et al. 2019, arXiv 1905.13727; residuals are of each rank's projection, QR in float64"

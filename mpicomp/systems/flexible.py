@@ -273,7 +273,7 @@ class Flexible(MeasuredPolicy):
         for ratio in self._ratios:
             compressor = at_ratio(self.compressor, ratio)
             names = collectives_for(compressor, group)
-            if compressor.message == "sparse":
+            if compressor.message == "sparse" and not compressor.shares_positions:
                 names = [name for name in names if name.partition(":")[0] in _KINDS]
             levels.append((compressor, [self._pinned] if self._pinned else names))
         levels.append((Dense(), collectives_for(Dense(), group)))

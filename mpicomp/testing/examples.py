@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.collectives import fitting
 from mpicomp.compressors import COMPRESSORS, Compressor, Sparsifier, get_compressor
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.errors import ConfigurationError
@@ -38,7 +39,7 @@ def example(cls: type[Compressor]) -> Compressor:
 
 
 def representatives() -> list[Compressor]:
-    """Return a built-in compressor of each kind of message, of known or unknown length, with each kind of numbers."""
+    """Return a built-in compressor for each choice of collectives, of known or unknown length and kind of numbers."""
     found: dict[Any, Compressor] = {}
     for name in COMPRESSORS.names():
         if COMPRESSORS.plugin(name) is not None:
@@ -47,7 +48,8 @@ def representatives() -> list[Compressor]:
         plain = example(cls)
         for candidate in (plain, *_narrow(plain)):
             varies = isinstance(candidate, Sparsifier) and candidate.count(_LENGTH) is None
-            found.setdefault((candidate.message, varies, getattr(candidate, "wire", None)), candidate)
+            kind = candidate.message, *fitting(candidate), varies, getattr(candidate, "wire", None)
+            found.setdefault(kind, candidate)
     return list(found.values())
 
 

@@ -167,7 +167,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         if scaler is not None:
             nonfinite = "skip"
         if bucket_bytes is None and chosen is not None:
-            bucket_bytes = LARGE_BUCKET if chosen.message in ("sparse", "shared") else _SMALL_BUCKET
+            bucket_bytes = LARGE_BUCKET if chosen.message == "sparse" else _SMALL_BUCKET
         settings |= {"bucket_bytes": bucket_bytes}
         settings |= {"normalises": not isinstance(optimizer, _PLAIN)}
         reducer = TrainingReducer(

@@ -41,7 +41,7 @@ def test_json_of_compressors_is_what_they_do(written):
     assert of["dense"] == ("dense", "exact", "dense")
     assert of["topk"] == ("sparsifier", "biased", "sparse")
     assert of["onebit"] == ("quantiser", "biased", "packed")
-    assert of["powersgd"] == ("low rank", "biased", "factors")
+    assert of["powersgd"] == ("low rank", "biased", "own")
 
 
 def test_json_has_all_collectives_and_policies(written):

@@ -165,7 +165,11 @@ ON_HOSTS = [
     if "hierarchical" in name and name.count(":") < 3
 ]
 # Of the collectives that sum what others have selected, one each.
-ON_HOSTS = [pair for pair in ON_HOSTS if pair[0].message != "sparse" or not pair[1].endswith(("ring", "-doubling"))]
+ON_HOSTS = [
+    pair
+    for pair in ON_HOSTS
+    if pair[0].message != "sparse" or pair[0].shares_positions or not pair[1].endswith(("ring", "-doubling"))
+]
 MANY = 10  # a tenth of the largest number, rounded, makes more than it ten times
 
 

@@ -155,7 +155,13 @@ def exchanges() -> dict[str, Decoder]:
     plain = [example(compressor_class(name)) for name in COMPRESSORS.names()]
     for compressor in dict.fromkeys([*plain, *representatives(), *learned]):
         known = getattr(compressor, "count", lambda numel: 0)(1000) is not None
-        kind = compressor.message, getattr(compressor, "wire", None), known, getattr(compressor, "instance", None)
+        kind = (
+            compressor.message,
+            *fitting(compressor),
+            getattr(compressor, "wire", None),
+            known,
+            getattr(compressor, "instance", None),
+        )
         names = fitting(compressor) if kind in seen else [*fitting(compressor), *variants(compressor)]
         seen.add(kind)
         for name in dict.fromkeys(names):

@@ -119,7 +119,7 @@ class LGC(Compressor):
 
     id: ClassVar[str] = "lgc"
     family: ClassVar[str] = "learned"
-    message: ClassVar[str] = "code"
+    message: ClassVar[str] = "own"
     needs_identical_blas: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Abrahamyan et al. 2021, arXiv 2103.08870; the code's own error stays in residuals, values relative to the "

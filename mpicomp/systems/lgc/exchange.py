@@ -97,7 +97,8 @@ class Learned(Scheme[LGC]):
     paper: ClassVar[str] = (
         "the phases of LGC, Abrahamyan et al. 2021, arXiv 2103.08870; no server: all ranks decode for themselves"
     )
-    messages: ClassVar[str] = "code"
+    messages: ClassVar[str] = "own"
+    owner: ClassVar[type[Compressor]] = LGC
 
     may_drop_selected = True
 
