@@ -144,24 +144,7 @@ def train_measured(
 ) -> "Trained | Stopped":
     """Train a task, to its end or until ranks are asked to stop. Collective over the transport's ranks."""
     torch.set_num_threads(threads_of_rank(transport.cores))
-    # Phases are to add up to the step, so nothing overlaps.
-    of_gradients = {"overlap": False} if settings.updates is None else {}
-    replica = MpicompReplica(
-        task,
-        transport,
-        settings.steps,
-        device,
-        updates=settings.updates,
-        lr_scale=settings.lr_scale,
-        mesh=None if settings.shard == 1 else shard_mesh(settings.shard, device.type, transport),
-        compressor=settings.compressor,
-        collective=settings.collective,
-        policy=settings.policy,
-        seed=settings.seed,
-        warmup=settings.warmup,
-        on_failure=settings.on_failure,
-        **of_gradients,
-    )
+    replica = _replica(task, settings, transport, device)
     first = 0
     if settings.checkpoints is not None:
         first = settings.checkpoints.load(task, replica, transport)
@@ -215,6 +198,27 @@ def train_measured(
     if settings.shard > 1:
         replica.close()
     return trained
+
+
+def _replica(task: Task, settings: Settings, transport: Transport, device: torch.device) -> MpicompReplica:
+    # Phases are to add up to the step, so nothing overlaps.
+    of_gradients = {"overlap": False} if settings.updates is None else {}
+    return MpicompReplica(
+        task,
+        transport,
+        settings.steps,
+        device,
+        updates=settings.updates,
+        lr_scale=settings.lr_scale,
+        mesh=None if settings.shard == 1 else shard_mesh(settings.shard, device.type, transport),
+        compressor=settings.compressor,
+        collective=settings.collective,
+        policy=settings.policy,
+        seed=settings.seed,
+        warmup=settings.warmup,
+        on_failure=settings.on_failure,
+        **of_gradients,
+    )
 
 
 class _Recording:

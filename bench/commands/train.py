@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from mpicomp.cli.options import add_device, add_plugin, add_task, load_task, start_training, write_json, writes_files
 
 if TYPE_CHECKING:
+    from mpicomp.bench.tasks import Task
     from mpicomp.bench.train import Settings, Trained
 
     from mpicomp.compressors import Compressor
     from mpicomp.policies import Policy
+    from mpicomp.transport import Transport
 
 HELP = "train a real model on real data with compressed exchange, and say whether it paid"
 
@@ -101,38 +103,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
-    from mpicomp.cli.options import check_drawing, check_folder, check_writable, count
-    from mpicomp.errors import ConfigurationError, FileWriteError
-    from mpicomp.policies.schedule import choose_warmup, read_warmup
-    from mpicomp.setting_checks import check_least
-    from mpicomp.system.stopping import STOPPED, stop_on_signals
+    from mpicomp.cli.options import check_drawing, check_folder, check_writable
+    from mpicomp.system.stopping import stop_on_signals
 
     if arguments.checkpoints is not None:
         stop_on_signals()  # first: the imports below take seconds
-    if arguments.steps is not None:
-        check_least("train", "--steps", arguments.steps)
-    check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
-    check_least("train", "--checkpoint-every", arguments.checkpoint_every)
-    check_least("train", "--shard", arguments.shard)
-    if arguments.shard > 1 and arguments.checkpoints is not None:
-        raise ConfigurationError(
-            f"train: --checkpoints needs the whole model on each rank, and --shard {arguments.shard} cuts it; leave "
-            "one of them out; docs/pytorch.md says how a script of yours saves shards"
-        )
-    if not 0 < arguments.lr_scale < math.inf:
-        raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
+    _check_numbers(arguments)
     _expand(arguments)
     compressor = _compressor(arguments)
     updates = _updates(arguments)
-    chooses_steps = updates is not None and updates["sync_every"] == "auto"
-    every = 1 if updates is None or chooses_steps else updates["sync_every"]
-    policy = _policy(arguments, compressor, chooses_steps)
-    outer = None if updates is None else updates.get("outer")
-    has_signs = isinstance(outer, dict) and outer.get("sign")  # those of a dense mean are another method
-    if arguments.warmup is None and (has_signs or (updates or {}).get("inner") == "muon"):
-        warmup: int | str = 0
-    else:
-        warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
+    policy = _policy(arguments, compressor, updates is not None and updates["sync_every"] == "auto")
+    warmup = _warmup(arguments, compressor, updates)
     if arguments.against_dense:
         _check_against_dense(arguments, compressor)
     check_writable("train", arguments.json, arguments.metrics, arguments.report, arguments.trace)
@@ -142,27 +123,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.report is not None:
             check_drawing("train")
     transport, task, device = start_training("train", arguments, arguments.data)
-    from mpicomp.bench.measure.metrics import MetricsWriter
-    from mpicomp.bench.measure.progress import Progress
-    from mpicomp.bench.train import Checkpoints, Settings, Stopped, train_measured
+    from mpicomp.bench.train import Checkpoints, Settings
 
-    from mpicomp.reducer.agreement import agree, run_collectively
-
-    group = transport.group
-    first = group.rank == 0
-    if group.size % arguments.shard or group.size == arguments.shard > 1:
-        raise ConfigurationError(
-            f"train: --shard {arguments.shard} needs at least two replicas of {arguments.shard} ranks, and this job "
-            f"has {count(group.size, 'rank')}; start it with mpiexec -n {2 * arguments.shard}"
-        )
+    _check_replicas(arguments.shard, transport.group.size)
     steps = arguments.steps or task.steps
-    if arguments.warmup is None:
-        warmup = min(warmup, steps // every // 2)  # so that a short run shows what was named, too
-    elif every * read_warmup(warmup)[0] >= steps:
-        raise ConfigurationError(
-            f"train: --warmup {arguments.warmup} leaves none of {steps // every} "
-            f"{'steps' if updates is None else 'exchanges'} to what comes after it; give it fewer, or name more --steps"
-        )
     checkpoints = None
     if arguments.checkpoints is not None:
         same = {
@@ -180,22 +144,35 @@ def run(arguments: argparse.Namespace) -> int:
         policy,
         steps,
         arguments.seed,
-        arguments.evaluate_every,
-        not arguments.no_verdict,
-        warmup,
-        updates,
-        arguments.lr_scale,
-        arguments.on_failure,
-        checkpoints,
-        arguments.trace,
-        arguments.shard,
+        evaluate_every=arguments.evaluate_every,
+        probes=not arguments.no_verdict,
+        warmup=_fitted(warmup, arguments, updates, steps),
+        updates=updates,
+        lr_scale=arguments.lr_scale,
+        on_failure=arguments.on_failure,
+        checkpoints=checkpoints,
+        trace=arguments.trace,
+        shard=arguments.shard,
     )
+    return _train(arguments, settings, transport, task, device)
+
+
+def _train(
+    arguments: argparse.Namespace, settings: "Settings", transport: "Transport", task: "Task", device: Any
+) -> int:
+    """Train once, or once more with dense exchange, and write the requested files. Collective."""
+    from mpicomp.bench.measure.metrics import MetricsWriter
+    from mpicomp.bench.measure.progress import Progress
+    from mpicomp.bench.train import Stopped, train_measured
+
+    from mpicomp.errors import FileWriteError
+    from mpicomp.reducer.agreement import agree, run_collectively
+    from mpicomp.system.stopping import STOPPED
+
+    group = transport.group
+    first = group.rank == 0
     if first:
-        what = "chosen by mpicomp" if compressor is None else repr(compressor)
-        what += f", warmup {warmup}" if warmup else ""
-        what += "" if updates is None else ", updates" + _every(updates["sync_every"])
-        ranks = f"{group.size} ranks" + (f" in replicas of {arguments.shard}" if arguments.shard > 1 else "")
-        print(f"{task.name}: {steps} steps on {ranks}, policy {policy.id}, compressor {what}", flush=True)
+        print(_heading(settings, task.name, group.size), flush=True)
     with contextlib.ExitStack() as stack:
         lines, dense_lines = arguments.metrics, None
         if first and arguments.report is not None:
@@ -219,8 +196,8 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 if isinstance(trained, Stopped):
                     print(
-                        f"stopped after step {trained.step} of {steps}: a checkpoint is in '{arguments.checkpoints}', "
-                        f"and the same command goes on from it (exit status {STOPPED})",
+                        f"stopped after step {trained.step} of {settings.steps}: a checkpoint is in "
+                        f"'{arguments.checkpoints}', and the same command goes on from it (exit status {STOPPED})",
                         flush=True,
                     )
                 else:
@@ -230,6 +207,73 @@ def run(arguments: argparse.Namespace) -> int:
         transport.run(agree(None, problem, transport.group, "train"))
         transport.close()
     return STOPPED if isinstance(trained, Stopped) else 0
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    from mpicomp.errors import ConfigurationError
+    from mpicomp.setting_checks import check_least
+
+    if arguments.steps is not None:
+        check_least("train", "--steps", arguments.steps)
+    check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
+    check_least("train", "--checkpoint-every", arguments.checkpoint_every)
+    check_least("train", "--shard", arguments.shard)
+    if arguments.shard > 1 and arguments.checkpoints is not None:
+        raise ConfigurationError(
+            f"train: --checkpoints needs the whole model on each rank, and --shard {arguments.shard} cuts it; leave "
+            "one of them out; docs/pytorch.md says how a script of yours saves shards"
+        )
+    if not 0 < arguments.lr_scale < math.inf:
+        raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
+
+
+def _check_replicas(shard: int, ranks: int) -> None:
+    from mpicomp.cli.options import count
+    from mpicomp.errors import ConfigurationError
+
+    if ranks % shard or ranks == shard > 1:
+        raise ConfigurationError(
+            f"train: --shard {shard} needs at least two replicas of {shard} ranks, and this job has "
+            f"{count(ranks, 'rank')}; start it with mpiexec -n {2 * shard}"
+        )
+
+
+def _warmup(
+    arguments: argparse.Namespace, compressor: "Compressor | None", updates: dict[str, Any] | None
+) -> int | str:
+    """Return the warm-up that was named, or the default one."""
+    from mpicomp.policies.schedule import choose_warmup
+
+    outer = None if updates is None else updates.get("outer")
+    has_signs = isinstance(outer, dict) and outer.get("sign")  # those of a dense mean are another method
+    if arguments.warmup is None and (has_signs or (updates or {}).get("inner") == "muon"):
+        return 0
+    return choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
+
+
+def _fitted(warmup: int | str, arguments: argparse.Namespace, updates: dict[str, Any] | None, steps: int) -> int | str:
+    """Return the warm-up of a run of so many steps; one that was named has to leave some of them."""
+    from mpicomp.policies.schedule import read_warmup
+
+    from mpicomp.errors import ConfigurationError
+
+    every = 1 if updates is None or updates["sync_every"] == "auto" else updates["sync_every"]
+    if arguments.warmup is None:
+        return min(int(warmup), steps // every // 2)  # so that a short run shows what was named, too
+    if every * read_warmup(warmup)[0] >= steps:
+        raise ConfigurationError(
+            f"train: --warmup {arguments.warmup} leaves none of {steps // every} "
+            f"{'steps' if updates is None else 'exchanges'} to what comes after it; give it fewer, or name more --steps"
+        )
+    return warmup
+
+
+def _heading(settings: "Settings", task: str, ranks: int) -> str:
+    parts = "chosen by mpicomp" if settings.compressor is None else repr(settings.compressor)
+    parts += f", warmup {settings.warmup}" if settings.warmup else ""
+    parts += "" if settings.updates is None else ", updates" + _every(settings.updates["sync_every"])
+    replicas = f" in replicas of {settings.shard}" if settings.shard > 1 else ""
+    return f"{task}: {settings.steps} steps on {ranks} ranks{replicas}, policy {settings.policy.id}, compressor {parts}"
 
 
 def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor | None") -> None:
