@@ -1,10 +1,10 @@
 """Table VI of Flexible Communication, and its schedules: ``python studies/papers/flexible_tables.py``."""
 
-import argparse
 import itertools
 import json
 import sys
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +15,6 @@ import flexible_schedules
 import lab_jobs
 import numpy as np
 import paper_runs
-import study_rows
 from lab_jobs import Network, check_lab
 from mpicomp.bench.measure.timings import gather
 from study_rows import Rows
@@ -31,7 +30,7 @@ from mpicomp.setting_checks import check_least
 from mpicomp.system import launcher
 from mpicomp.transport import Transport
 
-_STUDY = "flexible_tables"
+_NAME = "flexible_tables"
 _KEY = ("table", "model", "gbps", "latency_ms", "ratio", "seed")
 _CELL_S = 8.0  # of timing a cell, at least three turns
 _TURNS = 3, 30
@@ -163,7 +162,12 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
     return asdict(cell) | row
 
 
-def _print(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
+def show(rows: Rows, arguments: Namespace) -> None:
+    _show_cells(rows.made, arguments.hosts, arguments.scale)
+    flexible_schedules.show(rows.made)
+
+
+def _show_cells(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
     places = {cell.key: cell for cell in cells(scale)}
     timed = [(places[key], row) for row in rows if (key := tuple(row[name] for name in _KEY)) in places]
     six = []
@@ -207,32 +211,13 @@ def _three(ms: Mapping[str, float]) -> str:
     return ", ".join(f"{ms[name]:.4g}{'*' * (ms[name] == best)}" for name in PUBLISHED)
 
 
-def parser() -> argparse.ArgumentParser:
-    description = "Measure table VI of Flexible Communication in labs, and simulate its schedules."
-    parser = paper_runs.parser_of(_STUDY, description, steps=400, ranks=4, of="a scheduled training")
-    parser.add_argument("--hosts", type=int, default=8, metavar="N", help="of the labs of table VI (%(default)s)")
-    parser.add_argument(
-        "--scale", type=int, default=20, metavar="X", help="divides lengths and bandwidths (%(default)s)"
-    )
-    parser.add_argument("--parts", default="VI,schedule", metavar="P[,..]", help="(%(default)s)")
-    parser.add_argument("--schedules", default="C1,C2", metavar="C[,..]", help="(%(default)s)")
-    parser.add_argument("--cells", help=argparse.SUPPRESS)
-    parser.set_defaults(alone=False)  # it runs among the ranks of its labs, too
-    return parser
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measure what is not there yet and print the tables; or, among the ranks of a lab, time cells."""
-    if arguments.cells is not None and launcher.detect() is not None:
-        return _among_ranks(json.loads(arguments.cells))
-    check_least(_STUDY, "--hosts", arguments.hosts, 2)
-    check_least(_STUDY, "--scale", arguments.scale)
-    steps, ranks = check_least(_STUDY, "--steps", arguments.steps, 50), check_least(_STUDY, "--ranks", arguments.ranks)
-    rows = study_rows.begin(_STUDY, arguments, _KEY)
+def measure(rows: Rows, arguments: Namespace) -> None:
+    check_least(_NAME, "--hosts", arguments.hosts, 2)
+    check_least(_NAME, "--scale", arguments.scale)
     parts = arguments.parts.split(",")
     if parts != ["schedule"]:
-        check_lab(_STUDY)
-    only = None if arguments.cells is None else [tuple(key) for key in json.loads(arguments.cells)]
+        check_lab(_NAME)
+    only = [tuple(key) for key in json.loads(arguments.cells)] if arguments.cells else None
     wanted = [cell for cell in cells(arguments.scale) if cell.table in parts and (only is None or cell.key in only)]
     for network in dict.fromkeys(cell.network for cell in wanted):
         missing = [cell for cell in wanted if cell.network == network and rows.find(*cell.key) is None]
@@ -241,15 +226,10 @@ def run(arguments: argparse.Namespace) -> int:
             _in_lab(arguments.hosts, network, missing, rows)
         elif missing:
             rows.late += [str(cell.key) for cell in missing]
-    if "schedule" in parts:
-        names = paper_runs.read_arms(_STUDY, arguments.arms, flexible_schedules.arms(steps))
-        for seed in map(int, read_list(arguments.seeds)):
-            for schedule, arm in itertools.product(read_list(arguments.schedules), names):
-                key = ("schedule", schedule, 0.0, 0.0, arm, seed)
-                rows.measure(key, flexible_schedules.train, schedule, arm, steps, ranks, seed)
-    _print(rows.made, arguments.hosts, arguments.scale)
-    flexible_schedules.show(rows.made)
-    return study_rows.print_late(rows)
+    schedules = read_list(arguments.schedules) if "schedule" in parts else []
+    for seed, schedule, arm in itertools.product(arguments.seeds, schedules, arguments.arms):
+        key = ("schedule", schedule, 0.0, 0.0, arm, seed)
+        rows.measure(key, flexible_schedules.train, schedule, arm, arguments.steps, arguments.ranks, seed)
 
 
 def _in_lab(hosts: int, network: Network, missing: Sequence[Cell], rows: Rows) -> None:
@@ -277,5 +257,15 @@ def _among_ranks(asked: Sequence[Mapping[str, Any]]) -> int:
     return 0
 
 
+STUDY = paper_runs.Study(
+    _NAME, "Measure table VI of Flexible Communication in labs, and simulate its schedules.", _KEY, measure, show,
+    steps=400, ranks=4, least_steps=50, of="a scheduled training", arms=flexible_schedules.arms,
+    options={"--hosts": (8, "N", "of the labs of table VI"), "--scale": (20, "X", "divides lengths and bandwidths"),
+             "--parts": ("VI,schedule", "P[,..]", "tables"), "--schedules": ("C1,C2", "C[,..]", "trained on"),
+             "--cells": ("", "JSON", "keys of the only cells of table VI that are measured")},
+)  # fmt: skip
+
 if __name__ == "__main__":
-    sys.exit(run_program(parser().parse_args, run))
+    if launcher.detect() is None:
+        STUDY.main()
+    sys.exit(run_program(Namespace, lambda _: _among_ranks(json.loads(sys.argv[-1]))))

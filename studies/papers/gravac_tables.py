@@ -1,21 +1,15 @@
 """Table 2 of GraVAC and ours: ``python studies/papers/gravac_tables.py``."""
 
-import argparse
-import sys
-from collections.abc import Mapping, Sequence
+import itertools
+from argparse import Namespace
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
 import paper_runs
-import study_rows
 from paper_runs import of_seeds
+from study_rows import Rows
 
-from mpicomp.cli import run_program
-from mpicomp.cli.options import read_list
-from mpicomp.setting_checks import check_least
-
-_STUDY = "gravac_tables"
-_KEY = ("table", "task", "name", "seed")
 _BASE = "top-k 10x"  # what the paper's speed-ups are over
 _RATIO = 3.02  # the paper's speed-up of top-k 1000x over 10x on ResNet-101, from which the bandwidth follows
 _PROBE = 8  # steps from which computing is known
@@ -84,8 +78,24 @@ def train(
     return row
 
 
-def _print(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
-    two = []
+def measure(rows: Rows, arguments: Namespace) -> None:
+    ranks, steps = arguments.ranks, arguments.steps
+    for seed, task in itertools.product(arguments.seeds, arguments.tasks):
+        rows.measure(("probe", task, _BASE, 0), _probe, task, ranks)
+        probe = rows.find("probe", task, _BASE, 0)
+        for arm in arguments.arms if probe is not None else ():
+            trained, network = (task, arm, seed), _network(probe or {})
+            if arm.startswith("GraVAC"):
+                rows.measure(("train", *trained), train, *trained, ranks, steps, network)
+                continue
+            rows.measure(("train", *trained), train, *trained, ranks, steps)
+            if seed == arguments.seeds[0]:  # steps of Accordion are not all the same
+                timed = steps if arm == "Accordion" else _TIMED
+                rows.measure(("step", *trained), train, *trained, ranks, timed, network)
+
+
+def show(measured: Rows, arguments: Namespace) -> None:
+    two, rows = [], measured.made
     for task in dict.fromkeys(row["task"] for row in rows if row["table"] == "train"):
         of_task = [row for row in rows if row["task"] == task]
         trained = paper_runs.grouped([row for row in of_task if row["table"] == "train"], "name")
@@ -116,43 +126,15 @@ def _print(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
     }, [
         "paper: ResNet-101 on CIFAR10, VGG-16 on CIFAR100 (top-5), LSTM on PTB (perplexity), 32 V100; here resnet20 "
         "on 5,000 images of MNIST, vgg on digits (accuracy) and text-lstm (nats a token)",
-        f"here: {ranks} ranks on a simulated network, where top-k 1000x would be {_RATIO} times as fast as 10x if its "
-        "messages were all that there is besides computing, as the paper's is; ranks' own work is in processor time",
+        f"here: {arguments.ranks} ranks on a simulated network, where top-k 1000x would be {_RATIO} times as fast as "
+        "10x if its messages were all that there is besides computing, as the paper's is; ranks' own work is in "
+        "processor time",
         *(f"{task}: {bits / 1e6:.3g} Mbit/s, {1e3 * compute_s:.3g} ms of computing"
           for task, bits, compute_s in sorted(networks)),
         "speed-up: of seconds of as many steps; means over seeds, with the range; steps that are alike are timed once",
         "any gain: every factor is taken, as by the gain of the paper's code, which is above 1 at all of them",
         "ratios: mean of each third of the training; windows are a 32nd of it",
     ])  # fmt: skip
-
-
-def parser() -> argparse.ArgumentParser:
-    description = "Measure table 2 of GraVAC and show it next to its paper's."
-    return paper_runs.parser_of(_STUDY, description, "resnet20", 320, 4)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measure what is not there yet, and print the table."""
-    check_least(_STUDY, "--steps", arguments.steps, _TIMED)
-    ranks, steps = check_least(_STUDY, "--ranks", arguments.ranks, 2), arguments.steps
-    names = paper_runs.read_arms(_STUDY, arguments.arms, arms(steps))
-    rows = study_rows.begin(_STUDY, arguments, _KEY)
-    seeds = list(map(int, read_list(arguments.seeds)))
-    for seed in seeds:
-        for task in read_list(arguments.tasks):
-            rows.measure(("probe", task, _BASE, 0), _probe, task, ranks)
-            probe = rows.find("probe", task, _BASE, 0)
-            for arm in names if probe is not None else ():
-                trained, network = (task, arm, seed), _network(probe or {})
-                if arm.startswith("GraVAC"):
-                    rows.measure(("train", *trained), train, *trained, ranks, steps, network)
-                    continue
-                rows.measure(("train", *trained), train, *trained, ranks, steps)
-                if seed == seeds[0]:  # steps of Accordion are not all the same
-                    timed = steps if arm == "Accordion" else _TIMED
-                    rows.measure(("step", *trained), train, *trained, ranks, timed, network)
-    _print(rows.made, ranks)
-    return study_rows.print_late(rows)
 
 
 def _network(probe: Mapping[str, Any]) -> paper_runs.Simulated:
@@ -166,5 +148,10 @@ def _probe(task: str, ranks: int) -> dict[str, Any]:
     return {key: row[key] for key in ("compute_s", "late_wire_bytes")}
 
 
+STUDY = paper_runs.Study(
+    "gravac_tables", "Measure table 2 of GraVAC and show it next to its paper's.", ("table", "task", "name", "seed"),
+    measure, show, "resnet20", 320, 4, _TIMED, 2, arms=arms,
+)  # fmt: skip
+
 if __name__ == "__main__":
-    sys.exit(run_program(parser().parse_args, run))
+    STUDY.main()

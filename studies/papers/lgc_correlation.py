@@ -6,23 +6,19 @@ about ``(bins - 1)**2 / (2 elements)`` nats; the control is the same estimate wi
 Information also counts which elements are large, whatever their signs; the correlation is about directions.
 """
 
-import argparse
-import sys
+import itertools
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paper_runs
-import study_rows
 from mpicomp.bench.tasks import get_task
 from numpy.typing import NDArray
-from study_rows import SharedModel
+from study_rows import Rows, SharedModel
 
-from mpicomp.cli import run_program
-from mpicomp.cli.options import read_list
 from mpicomp.setting_checks import check_least
 
-_STUDY = "lgc_correlation"
 _BINS = 16
 
 
@@ -87,28 +83,24 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def parser() -> argparse.ArgumentParser:
-    description = "Show what ranks' gradients have in common in a dense training."
-    made = paper_runs.parser_of(_STUDY, description, "digits", 100, 4, arms=False)
-    made.add_argument("--every", type=int, default=5, metavar="N", help="steps between comparisons (%(default)s)")
-    return made
+def measure(rows: Rows, arguments: Namespace) -> None:
+    check_least("lgc_correlation", "--every", arguments.every)
+    for task, seed in itertools.product(arguments.tasks, arguments.seeds):
+        key = task, arguments.ranks, seed
+        rows.measure(key, train, *key, arguments.steps, arguments.every)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Train what is not there yet, and print the table."""
-    for option, least in (("steps", 1), ("every", 1), ("ranks", 2)):
-        check_least(_STUDY, f"--{option}", getattr(arguments, option), least)
-    rows = study_rows.begin(_STUDY, arguments, ("task", "ranks", "seed"))
-    for task in read_list(arguments.tasks):
-        for seed in map(int, read_list(arguments.seeds)):
-            key = task, arguments.ranks, seed
-            rows.measure(key, train, *key, arguments.steps, arguments.every)
+def show(rows: Rows, arguments: Namespace) -> None:
     columns = {"task": "", "ranks": "d", "seed": "d", "layer": "", "elements": ",d", "correlation": ".3f"}
     columns |= {"information": ".1%", "control": ".1%"}
     notes = ["information: share of the entropy, about 80 % in the paper; control: of arrays that share nothing"]
     paper_runs.show("What the gradients of two ranks have in common", lines_of(rows.made), columns, notes)
-    return study_rows.print_late(rows)
 
+
+STUDY = paper_runs.Study(
+    "lgc_correlation", "Show what ranks' gradients have in common in a dense training.", ("task", "ranks", "seed"),
+    measure, show, "digits", 100, 4, 1, 2, options={"--every": (5, "N", "steps between comparisons")},
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(run_program(parser().parse_args, run))
+    STUDY.main()

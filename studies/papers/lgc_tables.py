@@ -1,21 +1,17 @@
 """Bytes and quality of LGC at 0.001 with 2 to 8 ranks: ``python studies/papers/lgc_tables.py``."""
 
-import argparse
-import sys
+import itertools
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import lgc_models
 import paper_runs
-import study_rows
+from study_rows import Rows
 
-from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
-from mpicomp.setting_checks import check_least
 
-_STUDY = "lgc_tables"
-_KEY = ("task", "ranks", "arm", "seed")
 _RATIO = 0.001
 _DENSE_PART, _TRAINING_PART = 9, 6  # of a training; the paper's 200 and 300 are 11 % of its shortest, both phases
 PRINTED = {  # CIFAR10, ResNet-50 on 2 nodes and ResNet-101 on 4: accuracy, dense bytes over those of a step
@@ -31,18 +27,14 @@ _PAPER = {"id": "lgc", "as_published": True}
 _HERE = {"id": "lgc", "ratio": _RATIO}
 
 
-def _phases(steps: int) -> dict[str, int]:
-    """Return phases that are as large a part of a training as can be."""
-    return {"dense_steps": max(2, steps // _DENSE_PART), "training_steps": max(4, steps // _TRAINING_PART)}
-
-
 def arms(steps: int) -> dict[str, paper_runs.Arm]:
     """Return every exchange by name."""
 
     def learned(base: Mapping[str, Any], **settings: Any) -> paper_runs.Arm:
         return paper_runs.Arm({**base, **phases, **settings}, "learned")
 
-    phases, topk = _phases(steps), {"id": "topk", "ratio": _RATIO}
+    phases = {"dense_steps": max(2, steps // _DENSE_PART), "training_steps": max(4, steps // _TRAINING_PART)}
+    topk = {"id": "topk", "ratio": _RATIO}
     return {
         "dense": paper_runs.DENSE,
         "top-k": paper_runs.Arm(topk, "allgather"),
@@ -61,7 +53,18 @@ def train(task: str, ranks: int, arm: str, seed: int, steps: int) -> dict[str, A
     return row
 
 
-def _print(rows: Sequence[Mapping[str, Any]]) -> None:
+def measure(rows: Rows, arguments: Namespace) -> None:
+    ranks = map(int, read_list(arguments.ranks))
+    for seed, task, size, arm in itertools.product(arguments.seeds, arguments.tasks, ranks, arguments.arms):
+        rows.measure((task, size, arm, seed), train, task, size, arm, seed, arguments.steps)
+
+
+def show(rows: Rows, arguments: Namespace) -> None:
+    _show_trained(rows.made)
+    _show_models()
+
+
+def _show_trained(rows: Sequence[Mapping[str, Any]]) -> None:
     lines = []
     for (task, ranks), same_ranks in sorted(paper_runs.grouped(rows, "task", "ranks").items()):
         by_arm = {
@@ -100,7 +103,7 @@ def _name(arm: str) -> str:
     return arm.removesuffix(" as published").removesuffix(" here")
 
 
-def _print_models() -> None:
+def _show_models() -> None:
     learned, lines = 18, []
     for (model, ranks), printed in lgc_models.PRINTED_MB.items():
         dense, topk = 4 * sum(size for _, size in lgc_models.parameters(model)), 0.0
@@ -125,25 +128,10 @@ def _print_models() -> None:
     ])  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    description = "Show LGC's bytes and quality at 0.001 and its paper's."
-    return paper_runs.parser_of(_STUDY, description, "resnet20", 240, "4,2,8")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Train what is not there yet, and print the table."""
-    steps = check_least(_STUDY, "--steps", arguments.steps, 18)
-    names = paper_runs.read_arms(_STUDY, arguments.arms, arms(steps))
-    rows = study_rows.begin(_STUDY, arguments, _KEY)
-    for seed in map(int, read_list(arguments.seeds)):
-        for task in read_list(arguments.tasks):
-            for ranks in map(int, read_list(arguments.ranks)):
-                for arm in names:
-                    rows.measure((task, ranks, arm, seed), train, task, ranks, arm, seed, steps)
-    _print(rows.made)
-    _print_models()
-    return study_rows.print_late(rows)
-
+STUDY = paper_runs.Study(
+    "lgc_tables", "Show LGC's bytes and quality at 0.001 and its paper's.", ("task", "ranks", "arm", "seed"),
+    measure, show, "resnet20", 240, "4,2,8", 18, arms=arms,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(run_program(parser().parse_args, run))
+    STUDY.main()

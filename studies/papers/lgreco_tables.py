@@ -1,20 +1,15 @@
 """Bytes of L-GreCo at equal quality, for three families: ``python studies/papers/lgreco_tables.py``."""
 
-import argparse
-import sys
-from collections.abc import Mapping, Sequence
+import itertools
+from argparse import Namespace
 from statistics import fmean
 from typing import Any
 
 import paper_runs
-import study_rows
+from study_rows import Rows
 
-from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
-from mpicomp.setting_checks import check_least
 
-_STUDY = "lgreco_tables"
-_KEY = ("task", "family", "arm", "seed")
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "top-k": ({"id": "topk", "ratio": 0.01}, "allgather"),
     "PowerSGD": ({"id": "powersgd", "rank": 4}, "auto"),
@@ -47,9 +42,17 @@ def train(task: str, family: str, arm: str, seed: int, ranks: int, steps: int) -
     return row
 
 
-def _print(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
+def measure(rows: Rows, arguments: Namespace) -> None:
+    families = ("dense", *read_list(arguments.families))
+    for seed, task, family in itertools.product(arguments.seeds, arguments.tasks, families):
+        for arm in [""] if family == "dense" else arguments.arms:
+            key = (task, family, arm, seed)
+            rows.measure(key, train, *key, arguments.ranks, arguments.steps)
+
+
+def show(rows: Rows, arguments: Namespace) -> None:
     lines: list[dict[str, Any]] = []
-    for task, of_task in paper_runs.grouped(rows, "task").items():
+    for task, of_task in paper_runs.grouped(rows.made, "task").items():
         families, lower = paper_runs.grouped(of_task, "family"), task.startswith("text")
         dense = families.get("dense", [])
         dense_bytes, best = (fmean(row[name] for row in dense or [{name: 0}]) for name in ("late_bytes", "quality"))
@@ -73,7 +76,7 @@ def _print(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
         "equal": "",
     }, [
         "the paper: up to 5 times fewer bytes than uniform with full accuracy; figures of models were not to be had",
-        f"here: {ranks} ranks, mean over seeds; bytes are of the last third of the steps",
+        f"here: {arguments.ranks} ranks, mean over seeds; bytes are of the last third of the steps",
         "uniform over: bytes of the uniform setting over these; equal: within 0.01 of dense in accuracy, 1 % in loss",
         "as published: the switch of that name, with settings from half to twice the uniform one and adjustments as "
         "often as in the other arms; here: from an eighth to eight times for top-k",
@@ -81,27 +84,11 @@ def _print(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
     ])  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    description = "Show L-GreCo's bytes next to those of uniform settings."
-    parser = paper_runs.parser_of(_STUDY, description, "resnet20", 160, 4)
-    parser.add_argument("--families", default=",".join(FAMILIES), metavar="F[,..]", help="(%(default)s)")
-    return parser
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Train what is not there yet, and print the table."""
-    steps, ranks = check_least(_STUDY, "--steps", arguments.steps, 24), check_least(_STUDY, "--ranks", arguments.ranks)
-    rows = study_rows.begin(_STUDY, arguments, _KEY)
-    names = paper_runs.read_arms(_STUDY, arguments.arms, arms(steps))
-    for seed in map(int, read_list(arguments.seeds)):
-        for task in read_list(arguments.tasks):
-            for family in ("dense", *read_list(arguments.families)):
-                for arm in [""] if family == "dense" else names:
-                    key = (task, family, arm, seed)
-                    rows.measure(key, train, *key, ranks, steps)
-    _print(rows.made, ranks)
-    return study_rows.print_late(rows)
-
+STUDY = paper_runs.Study(
+    "lgreco_tables", "Show L-GreCo's bytes next to those of uniform settings.", ("task", "family", "arm", "seed"),
+    measure, show, "resnet20", 160, 4, 24, arms=arms,
+    options={"--families": (",".join(FAMILIES), "F[,..]", "of compressors")},
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(run_program(parser().parse_args, run))
+    STUDY.main()

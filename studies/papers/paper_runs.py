@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -14,13 +14,16 @@ sys.path.append(str(Path(__file__).parent.parent))  # where the other studies ar
 from flexible_search import Outcome, Search, TopKAsTold
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
-from study_rows import SharedModel, add_rows
+from study_rows import Rows, SharedModel, add_rows, begin, print_late
 
 import mpicomp
+from mpicomp.cli import run_program
+from mpicomp.cli.options import read_list
 from mpicomp.cost.formulas import terms
 from mpicomp.errors import UnknownNameError
 from mpicomp.policies.schedule import with_warmup
 from mpicomp.rounds import Group, Round, Rounds, dense_ring_bytes
+from mpicomp.setting_checks import check_least
 from mpicomp.transport import LocalWorld
 from mpicomp.transport.base import Value
 from mpicomp.transport.local import LocalTransport
@@ -29,35 +32,68 @@ TRIAL = "trial"  # in the reason of a step for a trial, which is undone
 _LOOKS = 10  # at held-out data, in a training
 
 
-def parser_of(
-    study: str, description: str, tasks: str = "", steps: int = 0, ranks: int | str = 0, of: str = "a training",
-    arms: bool = True,
-) -> argparse.ArgumentParser:  # fmt: skip
-    """Return a parser with the options of all, and those of trainings that have a default."""
-    parser = argparse.ArgumentParser(prog=f"studies/papers/{study}.py", description=description)
-    if tasks:
-        parser.add_argument("--tasks", default=tasks, metavar="T[,..]", help="trained (%(default)s)")
-    if steps:
-        parser.add_argument("--steps", type=int, default=steps, metavar="S", help=f"of {of} (%(default)s)")
-        parser.add_argument("--seeds", default="0", metavar="K[,..]", help=f"of {of} (%(default)s)")
-    if ranks:
-        parser.add_argument("--ranks", type=type(ranks), default=ranks, metavar="N", help=f"of {of} (%(default)s)")
-    if arms:
-        parser.add_argument("--arms", metavar="A[;..]", help="exchanges, as the table names them (all)")
-    add_rows(parser)
-    return parser
+@dataclass(frozen=True)
+class Study:
+    """A script that measures rows, one after the other, and prints tables of them."""
+
+    name: str
+    description: str
+    key: Sequence[str]  # fields that tell one row from another
+    measure: Callable[[Rows, argparse.Namespace], None]
+    show: Callable[[Rows, argparse.Namespace], None]
+    tasks: str = ""  # defaults; an option without one does not exist
+    steps: int = 0
+    ranks: int | str = 0
+    least_steps: int = 1
+    least_ranks: int = 1
+    of: str = "a training"
+    arms: Callable[[int], Mapping[str, Any]] | None = None  # the exchanges by name, for a number of steps
+    options: Mapping[str, tuple[Any, str, str]] = field(default_factory=dict)  # default, metavar and help
+
+    def parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(prog=f"studies/papers/{self.name}.py", description=self.description)
+        options: dict[str, tuple[Any, str, str]] = {}
+        if self.tasks:
+            options["--tasks"] = self.tasks, "T[,..]", "trained"
+        if self.steps:
+            options |= {"--steps": (self.steps, "S", f"of {self.of}"), "--seeds": ("0", "K[,..]", f"of {self.of}")}
+        if self.ranks:
+            options["--ranks"] = self.ranks, "N", f"of {self.of}"
+        for flag, (default, metavar, text) in (options | dict(self.options)).items():
+            text = f"{text} (%(default)s)"
+            parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=text)
+        if self.arms is not None:
+            parser.add_argument("--arms", metavar="A[;..]", help="exchanges, as the table names them (all)")
+        add_rows(parser)
+        return parser
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Measure what is not there yet, and print the tables. Lists among the arguments are split first."""
+        for name, least in (("steps", self.least_steps), ("ranks", self.least_ranks)):
+            if isinstance(getattr(self, name), int) and getattr(self, name):
+                check_least(self.name, f"--{name}", getattr(arguments, name), least)
+        if self.arms is not None:
+            arguments.arms = _read_arms(self.name, arguments.arms, list(self.arms(arguments.steps)))
+        if self.tasks:
+            arguments.tasks = read_list(arguments.tasks)
+        if self.steps:
+            arguments.seeds = list(map(int, read_list(arguments.seeds)))
+        rows = begin(self.name, arguments, self.key)
+        self.measure(rows, arguments)
+        self.show(rows, arguments)
+        return print_late(rows)
+
+    def main(self) -> None:
+        sys.exit(run_program(lambda: self.parser().parse_args(), self.run))
 
 
-def read_arms(study: str, text: str | None, known: Iterable[str]) -> list[str]:
-    """Return the exchanges that are named, all where none is."""
-    names = list(known)
-    if text is None:
-        return names
-    asked = [name.strip() for name in text.split(";")]
-    for name in asked:
-        if name not in names:
-            raise UnknownNameError(f"{study}: --arms", name, names)
-    return asked
+def _read_arms(study: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """Return the exchanges that are named, all if none is."""
+    names = list(known) if text is None else [name.strip() for name in text.split(";")]
+    for name in names:
+        if name not in known:
+            raise UnknownNameError(f"{study}: --arms", name, list(known))
+    return names
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,20 @@
 """SIDCo and its paper: how near estimates come, and time to a quality: ``python studies/papers/sidco_tables.py``."""
 
-import argparse
+import itertools
 import math
-import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import paper_runs
 import sidco_estimates
-import study_rows
+from study_rows import Rows
 
-from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.setting_checks import check_least, check_ratio
 
-_STUDY = "sidco_tables"
-_KEY = ("table", "data", "name", "ratio", "seed")
+_NAME = "sidco_tables"
 _RATIOS = (0.01, 0.001)
 _NUMEL = 1_000_000  # elements that are drawn
 _SHARE = 0.94  # of a dense step of the paper's LSTM on PTB that is communication
@@ -72,7 +70,7 @@ def train(
     return row | {"step_s": fmean(seconds[2:]), "bits": bits}
 
 
-def _print_estimates(rows: Sequence[Mapping[str, Any]]) -> None:
+def _show_estimates(rows: Sequence[Mapping[str, Any]]) -> None:
     lines: dict[tuple[str, str, float], dict[str, Any]] = {}
     estimates = [row for row in rows if row["table"] == "estimates"]
     data = list(dict.fromkeys(row["data"] for row in estimates if row["found"]))
@@ -102,7 +100,7 @@ def _print_estimates(rows: Sequence[Mapping[str, Any]]) -> None:
     ])  # fmt: skip
 
 
-def _print_times(rows: Sequence[Mapping[str, Any]]) -> None:
+def _show_times(rows: Sequence[Mapping[str, Any]]) -> None:
     lines = []
     trained = [row for row in rows if row["table"] == "train"]
     for task, ratio in dict.fromkeys((row["data"], row["ratio"]) for row in trained):
@@ -151,36 +149,32 @@ def _times(rows: Sequence[Mapping[str, Any]], task: str) -> dict[str, dict[str, 
     return lines
 
 
-def parser() -> argparse.ArgumentParser:
-    description = "Show SIDCo's estimates and its time to a quality next to its paper's."
-    parser = paper_runs.parser_of(_STUDY, description, "text-lstm", 150, 4, arms=False)
-    data = ",".join([*sidco_estimates.DISTRIBUTIONS, "resnet20", "vgg", "text-lstm"])
-    parser.add_argument("--data", default=data, metavar="D[,..]", help="selected from (%(default)s)")
-    parser.add_argument("--estimates", type=int, default=20, metavar="S", help="steps that are counted (%(default)s)")
-    parser.add_argument("--ratio", type=float, default=0.01, metavar="R", help="of a training (%(default)s)")
-    return parser
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measure what is not there yet, and print the tables."""
-    for name in ("estimates", "steps", "ranks"):
-        check_least(_STUDY, f"--{name}", getattr(arguments, name))
-    rows = study_rows.begin(_STUDY, arguments, _KEY)
-    check_ratio(f"{_STUDY}: --ratio", arguments.ratio)
-    tasks, ranks, ratio = read_list(arguments.tasks), arguments.ranks, arguments.ratio
+def measure(rows: Rows, arguments: Namespace) -> None:
+    check_least(_NAME, "--estimates", arguments.estimates)
+    check_ratio(f"{_NAME}: --ratio", arguments.ratio)
+    ranks, ratio = arguments.ranks, arguments.ratio
     for data in read_list(arguments.data):
         rows.measure(("estimates", data, "all", 0.0, 0), estimate, data, arguments.estimates)
-    for task in tasks:
+    for task in arguments.tasks:
         rows.measure(("probe", task, "dense", 0.0, 0), probe, task, ranks)
         probed = rows.find("probe", task, "dense", 0.0, 0)
-        for seed in map(int, read_list(arguments.seeds)) if probed is not None else ():
-            for arm in arms(ratio):
-                key = task, arm, 1.0 if arm == "dense" else ratio, seed
-                rows.measure(("train", *key), train, *key, probed, ranks, arguments.steps)
-    _print_estimates(rows.made)
-    _print_times(rows.made)
-    return study_rows.print_late(rows)
+        for seed, arm in itertools.product(arguments.seeds, arms(ratio)) if probed is not None else ():
+            key = task, arm, 1.0 if arm == "dense" else ratio, seed
+            rows.measure(("train", *key), train, *key, probed, ranks, arguments.steps)
 
+
+def show(rows: Rows, arguments: Namespace) -> None:
+    _show_estimates(rows.made)
+    _show_times(rows.made)
+
+
+_DATA = ",".join([*sidco_estimates.DISTRIBUTIONS, "resnet20", "vgg", "text-lstm"])
+STUDY = paper_runs.Study(
+    _NAME, "Show SIDCo's estimates and its time to a quality next to its paper's.",
+    ("table", "data", "name", "ratio", "seed"), measure, show, "text-lstm", 150, 4,
+    options={"--data": (_DATA, "D[,..]", "selected from"), "--estimates": (20, "S", "steps that are counted"),
+             "--ratio": (0.01, "R", "of a training")},
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(run_program(parser().parse_args, run))
+    STUDY.main()

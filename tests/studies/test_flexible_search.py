@@ -247,17 +247,4 @@ def test_a_gain_that_drifts_is_no_change_from_step_to_step():
 def test_the_ramp_falls_from_one_to_the_largest_ratio():
     training = Training(3, ramp=9)
     training.search.run(11)
-    ratios = [ratio for ratio, *_ in training.steps]
-    assert ratios[:10] == pytest.approx([1 - 0.1 * step for step in range(10)])
-    assert ratios[10] == 0.001  # the first trial
-
-
-def test_links_of_all_kinds_are_named_by_the_rule():
-    seen = set()
-    for latency, bits in ((1e-6, 1e6), (1e-3, 1e7), (1e-2, 1e12), (2e-4, 1e8)):
-        training = Training(4, latency=latency, bits=bits)
-        for ratio in CANDIDATES:
-            kind = training.search.collective(ratio)
-            assert kind == cheapest(4, ratio, latency, bits)[0]
-            seen.add(kind)
-    assert len(seen) >= 2
+    assert [ratio for ratio, *_ in training.steps[:11]] == pytest.approx([*(1 - 0.1 * np.arange(10)), 0.001])

@@ -14,7 +14,7 @@ STUDIES = Path(__file__).resolve().parents[2] / "studies"
 SCRIPTS = [
     path.relative_to(STUDIES)
     for path in sorted([*STUDIES.glob("*.py"), *STUDIES.glob("papers/*.py")])
-    if "parser()" in path.read_text()
+    if "__main__" in path.read_text()
 ]
 
 
