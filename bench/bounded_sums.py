@@ -21,7 +21,7 @@ from mpicomp.transport import Transport
 Field = NDArray[np.float32]
 
 _RING_BUCKET = 1 << 40  # bytes: one bucket, however long the field is
-_FEW, _ENOUGH = 3, 10  # timed turns, at least, and those after which a narrow interval ends the timing
+_MIN_TURNS, _ENOUGH_TURNS = 3, 10  # timed turns, at least, and those after which a narrow interval ends the timing
 _LAYER = 1 << 16  # elements of a layer of gradients
 
 
@@ -127,7 +127,7 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
 
 def _are_enough(samples: Mapping[str, Sequence[float]], limit_s: float) -> bool:
     number = len(samples["median_s"])
-    if number < _FEW:
+    if number < _MIN_TURNS:
         return False
-    narrow = number >= _ENOUGH and all(map(is_narrow, samples.values()))
+    narrow = number >= _ENOUGH_TURNS and all(map(is_narrow, samples.values()))
     return narrow or sum(map(sum, samples.values())) > limit_s

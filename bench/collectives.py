@@ -11,7 +11,7 @@ import numpy as np
 from mpicomp.bench.measure.exchanges import MPI, LibraryRunner, Plan, Residuals, Runner, in_turn
 from mpicomp.bench.measure.feedback import Gradients
 from mpicomp.bench.measure.interleaved import without_garbage
-from mpicomp.bench.measure.intervals import LEAST, is_narrow, ratio_interval
+from mpicomp.bench.measure.intervals import INTERVAL_SAMPLES, is_narrow, ratio_interval
 from mpicomp.bench.measure.timed_plan import TimedPlan, differing_settings, rows_of
 
 from mpicomp.collectives import bind, variants
@@ -23,17 +23,17 @@ from mpicomp.transport import Transport
 
 AUTO = "auto"
 
-_WARM = 10  # steps before the timed ones, at most
-_COLD = 2  # steps between the first and the timed ones, at least
-_SAMPLES = 30  # timed steps that suffice for a confidence interval
-_FEW = 3  # timed steps, at least, however long they are
-_MOST = 1000  # timed steps, at most, however short they are
-_TOO_SLOW = 3.0  # times the best of a cell: a slower plan is timed once
-_HOPELESS = 20.0  # times the best prediction: a plan predicted to be slower, and longer than the limit, is not run
-_SETTLING = 60, 200  # steps in which auto comes to its steady state, at least and at most
-_PATIENCE = 4  # times the limit: a plan with a longer first step runs once, and auto settles no longer than this
-_CARE = 2  # times the limit, for plans that are timed in turn
-_COMPILING = 1 << 12  # elements of the arrays on which kernels are compiled
+_WARMUP_STEPS = 10  # steps before the timed ones, at most
+_MIN_WARMUP_STEPS = 2  # steps between the first and the timed ones, at least
+_ENOUGH_SAMPLES = 30  # timed steps that suffice for a confidence interval
+_MIN_SAMPLES = 3  # timed steps, at least, however long they are
+_MAX_SAMPLES = 1000  # timed steps, at most, however short they are
+_SLOW_FACTOR = 3.0  # times the best of a cell: a slower plan is timed once
+_SKIP_FACTOR = 20.0  # times the best prediction: a plan predicted to be slower, and longer than the limit, is left out
+_SETTLING_STEPS = 60, 200  # steps in which auto comes to its steady state, at least and at most
+_LONG_FACTOR = 4  # times the limit: a plan with a longer first step runs once, and auto settles no longer
+_TURNS_FACTOR = 2  # times the limit, for plans that are timed in turn
+_COMPILED_NUMEL = 1 << 12  # elements of the arrays on which kernels are compiled
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,6 @@ class _Bench:
         return rows
 
     def _expect(self, plans: Sequence[Plan], numel: int, settings: str = "") -> list[TimedPlan]:
-        """Predict plans, and put them in the order in which they are worth trying."""
         timings = [self._timed(plan, numel, settings) for plan in plans]
         model = self._copy()
         if model is not None and plans:
@@ -154,11 +153,10 @@ class _Bench:
         before: Sequence[TimedPlan],
         gradients: Gradients,
     ) -> None:
-        """Time plans, the best that is predicted in any case."""
         predicted = [timing.expected_s for timing in rivals if timing.expected_s is not None]
         for place, timing in enumerate(timings):
             if place > 0 and timing.expected_s is not None:
-                longest = max(_HOPELESS * min(predicted), self.settings.limit_s)
+                longest = max(_SKIP_FACTOR * min(predicted), self.settings.limit_s)
                 if timing.expected_s > longest:
                     self.say(f"{timing.title}: not run, predicted to take {timing.expected_s:.3g} s")
                     continue
@@ -172,37 +170,36 @@ class _Bench:
         limit = self.settings.limit_s
         with without_garbage():
             runner.step(check=True)
-            if runner.slowest()[0] > _PATIENCE * limit:
+            if runner.slowest()[0] > _LONG_FACTOR * limit:
                 timing.stopped = "once"
             else:
                 timing.first = self._warm_up(runner)
-                slow = min(runner.slowest()[1:]) > _TOO_SLOW * best
+                slow = min(runner.slowest()[1:]) > _SLOW_FACTOR * best
                 timing.stopped = "once" if slow else self._sample(timing)
         runner.close()
 
     def _warm_up(self, runner: Runner) -> int:
         """Do the steps that are not timed, one more at the end, and return the first that counts."""
         share = self.settings.limit_s / 4
-        for _ in range(_COLD):
+        for _ in range(_MIN_WARMUP_STEPS):
             runner.step()
         runner.catch_up()
-        while len(runner.steps) < _WARM and sum(runner.slowest()[1:]) + runner.slowest()[-1] < share:
+        while len(runner.steps) < _WARMUP_STEPS and sum(runner.slowest()[1:]) + runner.slowest()[-1] < share:
             runner.step()
             runner.catch_up()
         return len(runner.steps) - 1
 
     def _sample(self, timing: TimedPlan) -> str:
-        """Time steps until they are enough, and return why they are."""
         assert timing.runner is not None
         limit = self.settings.limit_s
         while True:
             samples = timing.samples
-            if len(samples) >= _SAMPLES and is_narrow(samples):
+            if len(samples) >= _ENOUGH_SAMPLES and is_narrow(samples):
                 stopped = "interval"
                 break
             # What is under way is taken to last as long as the one before.
-            enough = len(samples) >= _FEW and sum(samples) + samples[-1] > limit
-            if len(samples) >= _MOST or enough:
+            enough = len(samples) >= _MIN_SAMPLES and sum(samples) + samples[-1] > limit
+            if len(samples) >= _MAX_SAMPLES or enough:
                 stopped = "limit"
                 break
             timing.runner.step()
@@ -226,7 +223,7 @@ class _Bench:
         timing.runner = auto = self._runner(plan, gradients, self._copy())
         plans = [best.plan]
         for other in (best_dense, *library):
-            if other.plan not in plans and other.median_s <= _TOO_SLOW * best.median_s:
+            if other.plan not in plans and other.median_s <= _SLOW_FACTOR * best.median_s:
                 plans.append(other.plan)
         rivals = [self._runner(plan, gradients, None) for plan in plans]
         runners = [auto, *rivals]
@@ -234,8 +231,8 @@ class _Bench:
             for rival in rivals:
                 rival.step()
                 self._warm_up(rival)
-            least, most = _SETTLING
-            while (done := len(auto.steps)) < least or (done < most and sum(auto.slowest()) < _PATIENCE * limit):
+            least, most = _SETTLING_STEPS
+            while (done := len(auto.steps)) < least or (done < most and sum(auto.slowest()) < _LONG_FACTOR * limit):
                 auto.step()
             auto.catch_up()
             timing.first = len(auto.steps)
@@ -268,10 +265,9 @@ class _Bench:
         return timing
 
     def _compile(self, plan: Plan) -> None:
-        """Compile kernels and open connections before anything is timed."""
         if plan not in self.compiled:
             self.compiled.append(plan)
-            runner = self._runner(plan, Gradients(_COMPILING, device=self.device), None)
+            runner = self._runner(plan, Gradients(_COMPILED_NUMEL, device=self.device), None)
             runner.step()
             runner.step()
             runner.close()
@@ -295,10 +291,12 @@ def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float
     while True:
         samples = [runner.slowest()[first:] for runner, first in zip(runners, firsts, strict=True)]
         number = min(map(len, samples))
-        if number >= _SAMPLES and all(is_narrow(sample) for sample in samples):
+        if number >= _ENOUGH_SAMPLES and all(is_narrow(sample) for sample in samples):
             stopped = "interval"
             break
-        if number >= _MOST or (number >= LEAST and sum(map(sum, samples)) >= _CARE * limit_s * len(runners)):
+        if number >= _MAX_SAMPLES or (
+            number >= INTERVAL_SAMPLES and sum(map(sum, samples)) >= _TURNS_FACTOR * limit_s * len(runners)
+        ):
             stopped = "limit"
             break
         for runner in in_turn(runners):

@@ -123,7 +123,6 @@ def measure(settings: Settings, device: Device = HOST) -> list[dict[str, Any]]:
 
 
 def _event_clock(kernel: Kernel) -> float:
-    """Return the seconds of a call by CUDA events in the stream of its kernels."""
     cuda = importlib.import_module("cupy").cuda
     start, stop = cuda.Event(), cuda.Event()
     start.record()
@@ -194,7 +193,6 @@ def compress_on_gpu(compressor: Compressor, gradients: Gradients) -> Compress:
 
 
 def _torch_topk(array: Any, k: int, device: Device, ratio: float, threads: int | None) -> Iterable[Kernel]:
-    """Return the kernel of `torch.topk`; none where there is no torch, or it finds no GPU."""
     if importlib.util.find_spec("torch") is None:
         return []
     if device.number is not None and not importlib.import_module("torch").cuda.is_available():

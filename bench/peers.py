@@ -74,7 +74,6 @@ def address_of_rank_0(host: str, port: int, transport: Transport) -> tuple[str, 
 
 @contextlib.contextmanager
 def _interface(name: str | None) -> Iterator[None]:
-    """Set gloo's interface if none was chosen; None leaves it to gloo."""
     if name is None or INTERFACE in os.environ:
         yield
         return

@@ -193,7 +193,6 @@ class TorchTopk(Kernel):
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
-        """Set torch's threads to those of the row, or its stream to that of the GPU."""
         if self.device.number is not None:
             with self._torch.cuda.stream(
                 self._torch.cuda.ExternalStream(self.device.stream.ptr, device=self.device.number)

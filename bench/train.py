@@ -222,8 +222,6 @@ def _replica(task: Task, settings: Settings, transport: Transport, device: torch
 
 
 class _Recording:
-    """Numbers of the steps of a training on one rank."""
-
     def __init__(self, settings: Settings, replica: MpicompReplica, first: int) -> None:
         self._settings = settings
         self._replica = replica
@@ -348,7 +346,6 @@ class _Recording:
         )  # fmt: skip
 
     def _settings_of_run(self, task: Task) -> dict[str, Any]:
-        """Return the fields of the written object that are known before the training."""
         settings = self._settings
         return {
             "task": task.name,
@@ -366,7 +363,6 @@ class _Recording:
         }
 
     def _bring(self, array: NDArray[np.float32]) -> Any:
-        """Return an array where gradients are."""
         device = self._replica.device
         return torch.from_numpy(array).to(device) if device.type == "cuda" else array
 
@@ -380,7 +376,6 @@ def _for_any_names(plan: Ran) -> Compressor:
 
 
 def _line(record: StepRecord, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of --metrics: the record, with fields of the training."""
     return record.to_json() | fields
 
 

@@ -303,7 +303,6 @@ def _row(training: Trained, batch: int) -> dict[str, Any]:
 
 
 def _phases(training: Trained) -> dict[str, float] | None:
-    """Return the median seconds of each phase of the exchange; None where it does not report them."""
     medians = np.median(training.steps[:, :, [COMPRESS, EXCHANGE, DECODE]], axis=(0, 1))
     if np.isnan(medians).any():
         return None
@@ -311,7 +310,6 @@ def _phases(training: Trained) -> dict[str, float] | None:
 
 
 def _of_none(training: Trained, none: Trained | None) -> dict[str, Any]:
-    """Return the share that is left of the throughput without any exchange."""
     if none is None:
         return dict.fromkeys(("of_none", "of_none_low", "of_none_high"))
     samples = none.steps[:, :, SECONDS], training.steps[:, :, SECONDS]
@@ -328,5 +326,4 @@ def _is_in_lab() -> bool:
 
 
 def _sent_by_host() -> float:
-    """Return the bytes that have left this host of a lab over its shaped link."""
     return float(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()) if _is_in_lab() else 0.0

@@ -123,7 +123,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _errors(arguments: argparse.Namespace) -> list[float]:
-    """Return the bounds that were named, over the range of a field."""
     from mpicomp.cli.options import read_list
     from mpicomp.errors import ConfigurationError
 
@@ -195,7 +194,6 @@ def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple
 
 
 def _model(arguments: argparse.Namespace, transport: "Transport") -> "CostModel | None":
-    """Return the cost model: read, or measured. Collective."""
     from mpicomp.cost import calibrate, share_model
 
     if arguments.known is not None:
@@ -210,8 +208,6 @@ def _model(arguments: argparse.Namespace, transport: "Transport") -> "CostModel 
 
 
 class _Printer:
-    """Prints lines on rank 0, and writes the rows to files there."""
-
     def __init__(self, arguments: argparse.Namespace, transport: "Transport", device: str) -> None:
         from mpicomp.bench.measure import results
 
@@ -287,7 +283,6 @@ class _Printer:
 
 
 def _columns(found: Sequence[Mapping[str, Any]], columns: dict[str, str]) -> dict[str, str]:
-    """Return the columns of a table, with settings after the name if some differ."""
     if all(row["settings"] is None for row in found):
         return columns
     return {"compressor": "", "settings": ""} | columns

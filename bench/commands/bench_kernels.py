@@ -66,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compressors(arguments: argparse.Namespace, ratios: Sequence[float], known: Sequence[str]) -> list[Any]:
-    """Return the compressors to measure."""
     from mpicomp.bench.kernels import SUITED
 
     from mpicomp.cli.options import read_compressors, read_list

@@ -127,7 +127,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _exchange(word: str, ratio: float) -> "Exchange":
-    """Read the name of an exchange."""
     from mpicomp.bench.training import AUTO, INLINE, MUON, MUON_COMPRESSOR, OTHERS, UPDATES, Exchange
 
     from mpicomp.cli.options import read_configuration
@@ -161,7 +160,6 @@ def _exchange(word: str, ratio: float) -> "Exchange":
 
 
 def _show(found: Sequence[Mapping[str, Any]]) -> None:
-    """Print the tables."""
     from mpicomp.bench.measure import results
 
     print()

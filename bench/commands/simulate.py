@@ -132,7 +132,6 @@ def simulate(
 
 
 def _schemes(compressor: "Compressor", collective: str, numel: int, group: "Group") -> "list[Scheme[Any]]":
-    """Return the schemes that are compared: the named one, or all that deliver what was selected."""
     from mpicomp.collectives import bind
     from mpicomp.policies.plan_selector import collectives_for
 
@@ -166,7 +165,6 @@ def _hosts(text: str) -> list[int]:
 
 
 def _model(arguments: argparse.Namespace) -> tuple[int, float]:
-    """Return the elements of the model, and the seconds of a step without exchange."""
     from mpicomp.errors import ConfigurationError
     from mpicomp.setting_checks import check_least
 

@@ -76,7 +76,6 @@ def _trainings(steps: int) -> Iterator[tuple[str, Any]]:
 
 
 def _bars(visible: bool) -> Any:
-    """Return what shows all trainings on a terminal: a line each, kept until the end."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -91,7 +90,6 @@ def _bars(visible: bool) -> Any:
 
 
 def _row(visible: bool, bars: Any, name: str) -> Any:
-    """Return the line of one training: steps, loss, seconds and bytes so far."""
     from mpicomp.bench.measure.progress import Progress
 
     class Row(Progress):
@@ -116,7 +114,6 @@ def _row(visible: bool, bars: Any, name: str) -> Any:
 
 
 def _show(finished: list[tuple[str, Any, str]], report: str, is_simulated: bool) -> None:
-    """Print bars and a sentence, and write the report."""
     from mpicomp.bench.report.comparison import race
     from mpicomp.bench.report.numbers import amount, digits, seconds, times
     from mpicomp.bench.report.runs import Run, read_lines

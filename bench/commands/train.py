@@ -241,7 +241,6 @@ def _check_replicas(shard: int, ranks: int) -> None:
 def _warmup(
     arguments: argparse.Namespace, compressor: "Compressor | None", updates: dict[str, Any] | None
 ) -> int | str:
-    """Return the warm-up that was named, or the default one."""
     from mpicomp.policies.schedule import choose_warmup
 
     outer = None if updates is None else updates.get("outer")
@@ -253,9 +252,8 @@ def _warmup(
 
 def _fitted(warmup: int | str, arguments: argparse.Namespace, updates: dict[str, Any] | None, steps: int) -> int | str:
     """Return the warm-up of a run of so many steps; one that was named has to leave some of them."""
-    from mpicomp.policies.schedule import read_warmup
-
     from mpicomp.errors import ConfigurationError
+    from mpicomp.policies.schedule import read_warmup
 
     every = 1 if updates is None or updates["sync_every"] == "auto" else updates["sync_every"]
     if arguments.warmup is None:
@@ -277,7 +275,6 @@ def _heading(settings: "Settings", task: str, ranks: int) -> str:
 
 
 def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor | None") -> None:
-    """Refuse settings that a second training excludes."""
     from mpicomp.compressors import Dense
     from mpicomp.errors import ConfigurationError
 
@@ -292,7 +289,6 @@ def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor 
 
 
 def _dense(settings: "Settings") -> "Settings":
-    """Return the settings of the same training with dense exchange of gradients."""
     from dataclasses import replace
 
     from mpicomp.compressors import Dense
@@ -306,7 +302,6 @@ def _dense(settings: "Settings") -> "Settings":
 def _report(
     trained: "Trained", arguments: argparse.Namespace, lines: str | None, dense: "tuple[Trained, str | None] | None"
 ) -> None:
-    """Print the results of a training, and write the requested files; ``dense`` is what it is compared with."""
     import msgspec
     from mpicomp.bench.train import judge, table
 
@@ -328,7 +323,6 @@ def _report(
 
 
 def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
-    """Return the compressor that was named."""
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor
     from mpicomp.setting_checks import check_ratio
@@ -384,14 +378,12 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _every(steps: int | str) -> str:
-    """Describe the steps between exchanges, unless there is one."""
     if steps == "auto":
         return " after a number of steps that is chosen"
     return f" every {steps} steps" if steps != 1 else ""
 
 
 def _policy(arguments: argparse.Namespace, compressor: "Compressor | None", chooses_steps: bool) -> "Policy":
-    """Return the named or implied policy; refuse settings that it cannot use."""
     from mpicomp.cli.options import read_named
     from mpicomp.policies import UserSettings, get_policy
     from mpicomp.policies.schedule import WarmUp, read_warmup

@@ -77,7 +77,6 @@ def _furnish(name: str, sysctls: Mapping[str, str], hosts_file: str) -> None:
 
 
 def _keep_house() -> None:
-    """Reap the processes left to PID 1, until the lab ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.closerange(3, 256)
@@ -210,7 +209,6 @@ def _like_a_shell() -> None:
 
 
 def _reap() -> dict[int, int]:
-    """Reap every child that has ended, as PID 1 must; return exit statuses by process id."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while True:

@@ -94,7 +94,6 @@ def sysctls(window: int) -> dict[str, str]:
 
 
 def _run(program: str, lines: Sequence[str], pid: int | None = None) -> None:
-    """Run lines of `ip` or `tc`, in the network of the process `pid` or here."""
     done = subprocess.run(
         [program, "-batch", "-"],
         input="\n".join(lines) + "\n",

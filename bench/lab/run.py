@@ -175,7 +175,6 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> int:
 
 
 def _wait(pid: int) -> int:
-    """Wait for a process and return its exit status, as a shell gives it."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code if code >= 0 else 128 - code
 
@@ -189,7 +188,6 @@ def _fork(child: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def _passing_on(life: int) -> Iterator[list[int]]:
-    """Pass signals on to PID 1 of the lab, and collect their numbers."""
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

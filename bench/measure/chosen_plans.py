@@ -89,7 +89,6 @@ class Choices:
 
 
 def _energies(record: StepRecord) -> tuple[float, float]:
-    """Return the energy left after a step, and the energy sent in it; 0 where unknown or undone."""
     known = [(bucket.gain, bucket.energy) for bucket in record.buckets if not record.skipped]
     waits = sum((1 - gain) * energy for gain, energy in known if gain is not None and energy is not None)
     sent = sum(gain * energy for gain, energy in known if gain is not None and energy is not None)
@@ -119,7 +118,6 @@ def chosen_table(plans: Sequence[Ran]) -> str:
 
 
 def _label(compressor: Compressor) -> str:
-    """Name a compressor in few words, whatever settings its layers have."""
     if not getattr(compressor, "layers", None):
         return repr(compressor)
     return f"{replace(compressor, layers=None)!r} by layer"  # type: ignore[call-arg]

@@ -158,7 +158,6 @@ class Runner:
         self.gains.append(bucket.gain)
 
     def _residual(self, reducer: Reducer) -> NDArray[np.floating] | None:
-        """Return the residual before the next step; None where there is no error feedback."""
         if not reducer.feedback or self._loaded is not None:
             return self._loaded
         if reducer.last_step is None:

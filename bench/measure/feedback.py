@@ -101,9 +101,9 @@ def write_plain(
 
 POOL = 2  # arrays that gradients are cut from
 
-_SLACK = 1 << 20  # elements by which the random array is longer than a gradient, which begins anywhere in them
+_SLACK_NUMEL = 1 << 20  # elements by which the random array is longer than a gradient, which begins anywhere in them
 _TURNOVERS = 2  # turnovers of the residual, each of 1 / ratio steps: its spread stays the same from the first on
-_MOST_STEPS = 5000  # steps, at most, in which a residual comes to its steady state
+_MAX_STEPS = 5000  # steps, at most, in which a residual comes to its steady state
 
 
 class Gradients:
@@ -113,7 +113,7 @@ class Gradients:
         self.numel = numel
         self.device = device
         self._random = np.random.default_rng(seed)
-        self._pool = [device.to_device(self._laplace(numel + min(numel, _SLACK) + 64)) for _ in range(POOL)]
+        self._pool = [device.to_device(self._laplace(numel + min(numel, _SLACK_NUMEL) + 64)) for _ in range(POOL)]
         device.wait()  # the caller may use them in another stream
 
     def fresh(self) -> Any:
@@ -133,7 +133,7 @@ class Gradients:
 
 def steps_to_settle(compressor: Compressor) -> int:
     """Return the number of steps after which a residual is in its steady state."""
-    return min(_MOST_STEPS, int(_TURNOVERS / getattr(compressor, "ratio", 0.01)) + 1)
+    return min(_MAX_STEPS, int(_TURNOVERS / getattr(compressor, "ratio", 0.01)) + 1)
 
 
 class Settled:

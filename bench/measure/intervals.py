@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtrik
 
-LEAST = 6  # samples below which there is no 95 % interval of their median
+INTERVAL_SAMPLES = 6  # samples below which there is no 95 % interval of their median
 
 _RESAMPLED = 2000  # samples of the bootstrap
 _NARROW = 0.05  # share of the median by which either end of its interval may be away
@@ -22,7 +22,7 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
     >>> median_interval([1.0] * 5) is None
     True
     """
-    if len(samples) < LEAST:
+    if len(samples) < INTERVAL_SAMPLES:
         return None
     below = int(bdtrik(0.025, len(samples), 0.5))  # how many samples lie below the interval, and as many above it
     ordered = np.sort(samples)
@@ -70,7 +70,7 @@ def block_interval(
     True
     """
     number = len(samples[0])
-    if number < LEAST:
+    if number < INTERVAL_SAMPLES:
         return None
     drawn = np.random.default_rng(0).integers(number, size=(_RESAMPLED, number))
     values = [float(value(*(sample[blocks] for sample in samples))) for blocks in drawn]

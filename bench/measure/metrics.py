@@ -14,7 +14,7 @@ from mpicomp.errors import FileWriteError
 from mpicomp.system import say
 
 _FLUSH_S = 0.25  # seconds after which lines are written: a job that dies loses no more
-_MOST = 256  # lines that are kept until then
+_MAX_LINES = 256  # lines that are kept until then
 _encoder = msgspec.json.Encoder(enc_hook=lambda number: number.item())  # NumPy's; what is not finite becomes null
 
 
@@ -67,7 +67,7 @@ class MetricsWriter:
         if self._file is None or self.problem is not None:
             return
         self._lines.append(line)
-        if len(self._lines) >= _MOST or time.perf_counter() - self._flushed > _FLUSH_S:
+        if len(self._lines) >= _MAX_LINES or time.perf_counter() - self._flushed > _FLUSH_S:
             self.flush()
 
     def flush(self) -> None:

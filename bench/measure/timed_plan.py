@@ -120,7 +120,6 @@ def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[di
 
 
 def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
-    """Return a plan's row; ``base`` is the median of the best dense one."""
     plan, runner = timing.plan, timing.runner
     row: dict[str, Any] = dict.fromkeys(PlanRow.__annotations__) | {
         "compressor": "none" if plan.collective == MPI else plan.compressor.id,
@@ -141,7 +140,6 @@ def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
 
 
 def _measured(timing: TimedPlan, runner: Runner, base: float) -> dict[str, Any]:
-    """Return the measured columns of the row of a plan that was run."""
     steps = np.array(runner.steps[timing.first :])  # steps, ranks, fields
     seconds = timing.samples
     slowest = steps[np.arange(len(steps)), steps[:, :, SECONDS].argmax(axis=1)]

@@ -231,7 +231,6 @@ def _read(path: str) -> RunObject | list[Line]:
 
 
 def _shorten_names(runs: Sequence[Run]) -> None:
-    """Remove the common prefix of all names, and number equal names."""
     same = takewhile(lambda letters: len(set(letters)) == 1, zip(*(run.name for run in runs), strict=False))
     common = "".join(letters[0] for letters in same) if len(runs) > 1 else ""
     cut = max(common.rfind(mark) for mark in "-_. ") + 1

@@ -140,7 +140,6 @@ class Digits(Task):
 
 
 def _load(task: str, path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read the user's arrays and check all that does not depend on their number."""
     expected = "expected an .npz file with arrays x and y"
     if not os.path.exists(path):
         raise ValueError(f"{task}: data: {path!r} does not exist; {expected}")

@@ -36,7 +36,6 @@ BROKEN_PIPE = 141  # the same after SIGPIPE
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """Return the parser; with a chosen command, only that command's module is imported."""
     parser = argparse.ArgumentParser(
         prog="mpicomp", description="Compressed gradient exchange for data-parallel training, native to MPI."
     )
@@ -75,7 +74,6 @@ def _parse_on_one(parse: Callable[[], argparse.Namespace], rank: int) -> argpars
 
 
 def _report(error: Exception) -> None:
-    """Print an error with its text alone, once if it is the same on all ranks."""
     mpi = abort.running()
     text = " ".join(str(error).split("\n")) or type(error).__name__
     size, rank = (1, 0) if mpi is None else (mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank())

@@ -128,14 +128,12 @@ def _print_origin(entry: dict[str, Any]) -> None:
 
 
 def _feedback(entry: dict[str, Any]) -> str:
-    """Return whether a compressor runs with error feedback, and whether it may."""
     if entry["feedback"]:
         return "on"
     return "off" if entry["contractive"] else "refused"
 
 
 def _inner(collective: str) -> list[str]:
-    """Return the collectives that one may be built on."""
     from mpicomp.collectives import variants
     from mpicomp.compressors import get_compressor, list_compressors
 

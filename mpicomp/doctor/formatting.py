@@ -32,7 +32,6 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _places(report: dict[str, Any]) -> list[Line]:
-    """Write where the ranks are: hosts, cpus, GPUs."""
     lines = [("ranks", str(report["ranks"]))]
     for number, host in enumerate(report["hosts"]):
         lines.append(
@@ -54,7 +53,6 @@ def _places(report: dict[str, Any]) -> list[Line]:
 
 
 def _network(report: dict[str, Any]) -> list[Line]:
-    """Format the transports and links between the ranks."""
     aware, wires, link, clocks = (report[name] for name in ("cuda_aware", "transports", "link", "clocks"))
     verdict = "yes" if aware["value"] else "no, messages from a GPU go through the host"
     lines = [("CUDA-aware", f"{verdict} ({aware['reason']})")]

@@ -61,7 +61,6 @@ def examine() -> dict[str, Any]:
 def _with_mpi(
     mpi: Any, here: Rank, devices: Sequence[Gpu], probed: cuda_aware.Awareness | None, report: dict[str, Any]
 ) -> Facts:
-    """Fill in the entries that need MPI, and return the input of the checks. Collective."""
     world, path = mpi.COMM_WORLD, cuda_aware.library()
     vendor, version = mpi.get_vendor()[0], mpi.Get_library_version()
     report["mpi"] = probes.describe_mpi(mpi, path)

@@ -107,7 +107,6 @@ def _ucx(files: Collection[str], cards: Sequence[str], environ: Mapping[str, str
 
 
 def _ofi(cards: Sequence[str], environ: Mapping[str, str], reasons: list[str]) -> str:
-    """Return which provider libfabric takes between hosts."""
     for name in ("MPIR_CVAR_OFI_USE_PROVIDER", "I_MPI_OFI_PROVIDER", "FI_PROVIDER"):
         provider = _setting(name, environ, reasons)
         if provider is not None:

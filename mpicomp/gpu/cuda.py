@@ -89,8 +89,6 @@ def _allocator_of_torch(cupy: Any, stream: int) -> Any:
 
 @dataclass(eq=False)
 class _Pinned:
-    """Pinned memory, with the event after which it may be written to."""
-
     memory: NDArray[np.uint8]
     free: Any
     busy: bool = False

@@ -112,8 +112,6 @@ def _is_on_device(array: Any) -> bool:
 
 
 class _RoutedRound:
-    """A round as it was requested, and as the transport gets it."""
-
     def __init__(self, requested: Round, task: Round) -> None:
         self.requested = requested
         self.task = task
@@ -254,7 +252,6 @@ def choose_routes(devices: Sequence[Device], transport: Transport) -> Rounds[Non
 
 
 def _ring(device: Device, transport: Transport, nbytes: int) -> Round:
-    """Return a round in which each rank passes a message to the next one."""
     group = transport.group
     peers = ((group.rank + 1) % group.size, (group.rank - 1) % group.size)
     send, recv = device.zeros(nbytes, _BYTE), device.zeros(nbytes, _BYTE)
@@ -262,7 +259,6 @@ def _ring(device: Device, transport: Transport, nbytes: int) -> Round:
 
 
 def _sum(device: Device, nbytes: int) -> Round:
-    """Return a round in which the library sums arrays of all ranks."""
     numel = nbytes // _SINGLE.itemsize
     send, recv = device.zeros(numel, _SINGLE), device.zeros(numel, _SINGLE)
     return Round("allreduce", (numel,), _SINGLE, send=send, recv=recv)
@@ -273,7 +269,6 @@ def _run_once(task: Round) -> Rounds[None]:
 
 
 def _measure(device: Device, transport: Transport, task: Round) -> Rounds[NDArray[np.float64]]:
-    """Return the seconds that a round takes by each route."""
     group, times = transport.group, np.empty((_REPEATS, len(ROUTES), 2))
     for repeat in range(_REPEATS):  # routes in turn
         for row, route in enumerate(ROUTES):

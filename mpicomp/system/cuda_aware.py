@@ -84,7 +84,6 @@ def cuda_aware(
 
 
 def _turned_off(vendor: str, cray: bool, environ: Mapping[str, str]) -> str | None:
-    """Return the setting for which a library takes no GPU memory, however it was built; None if there is none."""
     if cray and environ.get("MPICH_GPU_SUPPORT_ENABLED", "").strip() != "1":
         return _needs("Cray MPICH", "MPICH_GPU_SUPPORT_ENABLED", environ)
     if vendor.startswith("MVAPICH") and not any(
@@ -119,7 +118,6 @@ def _ucx_takes_cuda(transports: str) -> bool:
 
 
 def _query(path: str) -> bool | None:
-    """Ask the loaded library itself whether it takes pointers to CUDA memory; None if it has no answer."""
     try:
         library = ctypes.CDLL(path)  # loaded already: this gives the same copy
     except OSError:
@@ -153,7 +151,6 @@ def library(maps: Iterable[str] | None = None) -> str | None:
 
 
 def _ompi_info(path: str) -> bool | None:
-    """Ask Open MPI's own tool, for versions whose library has no answer."""
     tool = Path(path).parent.parent / "bin" / "ompi_info"
     try:
         command = [str(tool), "--parsable", "--all"]

@@ -51,7 +51,6 @@ class Launch:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the first of these variables that holds a number that can be a count or a rank."""
     for name in names:
         value = environ.get(name, "").strip()
         if value.isascii() and value.isdigit():

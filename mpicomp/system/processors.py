@@ -24,7 +24,6 @@ def narrowed() -> tuple[set[int], set[int]] | None:
 
 
 def _places() -> set[int]:
-    """Return the processors in the places of the OpenMP libraries that are loaded."""
     found: set[int] = set()
     try:
         with open("/proc/self/maps") as file:

@@ -35,7 +35,7 @@ class Scripted:
         self.route = None
 
     def step(self, check=False):
-        if self.numel == collectives._COMPILING:
+        if self.numel == collectives._COMPILED_NUMEL:
             return
         times = self.seconds[self.plan.name]
         self.steps.append(np.array([[times[min(len(self.steps), len(times) - 1)], 0, 0, 0, 0, 8, 9]], float))
