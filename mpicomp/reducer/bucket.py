@@ -109,19 +109,25 @@ class Bucket:
 
     def _pieces_of(self, gradients: Sequence[Any]) -> list[tuple[int, Any]]:
         """Return gradients on the device of the bucket, with their offsets; those in place on a GPU as one array."""
-        on_host, memory = self.device is HOST, self._accumulated
-        if not on_host:
-            if self.holds(gradients):
-                return [(0, self._parts[id(memory)])]
+        memory = self._accumulated
+        if self.device is HOST:
+            gradients = self._without_means(gradients)
+        elif self.holds(gradients):
+            return [(0, self._parts[id(memory)])]
+        else:
             gradients = [self.device.to_device(array) for array in gradients]
-        if on_host or self.holds_gradients:  # means of the last step lie where this sum is made
-            shares, places = np.may_share_memory, zip(gradients, self.offsets, strict=True)
-            with self.device.active():
-                gradients = [
-                    array.copy() if shares(array, memory) and not self._is_in_place(array, offset) else array
-                    for array, offset in places
-                ]
+            if self.holds_gradients:
+                with self.device.active():
+                    gradients = self._without_means(gradients)
         return list(zip(self.offsets, gradients, strict=True))
+
+    def _without_means(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return gradients, copied where they lie in the memory of the sum, as means of the last step do."""
+        shares, memory = np.may_share_memory, self._accumulated
+        return [
+            array.copy() if shares(array, memory) and not self._is_in_place(array, offset) else array
+            for array, offset in zip(gradients, self.offsets, strict=True)
+        ]
 
     def holds(self, gradients: Sequence[Any]) -> bool:
         """Return whether all gradients of the bucket lie where the sum is made."""

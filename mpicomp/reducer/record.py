@@ -116,7 +116,10 @@ class BucketExchange:
     @property
     def waited_s(self) -> float:
         """Seconds in rounds."""
-        return sum([entry.end - entry.begin for entry in self.log])
+        seconds = 0.0
+        for entry in self.log:
+            seconds += entry.end - entry.begin
+        return seconds
 
     @property
     def phases(self) -> Phases:

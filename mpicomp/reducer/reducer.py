@@ -312,44 +312,29 @@ class Reducer:
         user, transport.user = transport.user, self._user
         try:
             while True:
-                if self.failed is None and self._generation != transport.generation:
-                    self.failed = RankFailedError("a rank has died")
+                begin = transport.timer()
                 try:
-                    if self.failed is not None:
+                    if self.failed is not None or self._generation != transport.generation:
                         yield from self._continue_without_dead(self.failed)
                         extra.restart()
-                    return (yield from self._run_step(gradients, lr, absent, scale, finite, extra))
+                    step = self.begin_step(scale, extra)
+                    try:
+                        self.pass_gradients(step, gradients, absent, lr, extra)
+                        if self.layout.buckets:
+                            yield from self.choose(step, step.log)
+                            yield from self._exchange_all(step, begin)
+                        return (yield from self.commit(step, finite, extra))
+                    except RankFailedError:
+                        step.undo()
+                        raise
+                    finally:
+                        self.end_step(step, begin)
                 except RankFailedError as error:
                     if not self.survives:
                         raise
                     self.failed = error
         finally:
             transport.user = user
-
-    def _run_step(
-        self,
-        gradients: Mapping[str, Any],
-        lr: float | None,
-        absent: Collection[str],
-        scale: float,
-        finite: bool,
-        extra: ExtraExchange,
-    ) -> Rounds[dict[str, Any]]:
-        begin = self.transport.timer()
-        step = self.begin_step(scale, extra)
-        try:
-            self.pass_gradients(step, gradients, absent, lr, extra)
-            buckets = self.layout.buckets
-            if buckets:
-                yield from self.choose(step, step.log)
-                for bucket, plan, survey in zip(buckets, step.plans, step.surveys, strict=True):
-                    yield from step.exchange(bucket, step.gradients_of(bucket), plan, begin, step.log, survey)
-            return (yield from self.commit(step, finite, extra))
-        except RankFailedError:
-            step.undo()
-            raise
-        finally:
-            self.end_step(step, begin)
 
     def begin_step(self, scale: float, extra: ExtraExchange) -> Step:
         """Return a new step; see `Stream`."""
@@ -410,7 +395,8 @@ class Reducer:
             if not (yield from self._agree(step, extra)):
                 return {}
             stale = step.stale
-        finite = yield from self._agree_finite(step, finite, extra)
+        if extra is not NO_EXTRA or step.nonfinite:
+            finite = yield from self._agree_finite(step, finite, extra)
         unused: Collection[str] = ()
         if layout.conditional:
             flags = yield from self._share([name in step.inputs.absent for name in layout.conditional])
@@ -420,7 +406,7 @@ class Reducer:
             raise AgreedRankFailure("a rank has died, as all that are left have agreed")
         self.count += 1
         self.last_step = record
-        self.plans = [done.plan for done in step.done]
+        self.plans = list(step.plans)
         record.exchanges, record.stop = step.done, self.stop
         if self.lost_ranks:
             record.lost_ranks, self.lost_ranks = self.lost_ranks, []
@@ -444,12 +430,11 @@ class Reducer:
 
     def _agree_finite(self, step: Step, finite: bool, extra: ExtraExchange) -> Rounds[bool]:
         """Return whether a step is finite on all ranks, after the exchanges of the caller. As rounds."""
-        if extra is not NO_EXTRA:
-            try:
-                finite = (yield from extra.exchange()) and finite
-            except MpicompError:
-                step.undo()
-                raise
+        try:
+            finite = (yield from extra.exchange()) and finite
+        except MpicompError:
+            step.undo()
+            raise
         overflows = bool(step.nonfinite)
         if overflows and self.nonfinite == "raise" and step.damaged is None and not self.survives:
             are_finite = all(map(is_finite, step.inputs.gradients.values()))
@@ -530,9 +515,12 @@ class Reducer:
         step.factor = self._clipped(step)
         ready = self.transport.timer()
         self._choose_plans(step)
-        for bucket, plan, survey in zip(layout.buckets, step.plans, step.surveys, strict=True):
-            yield from step.exchange(bucket, step.gradients_of(bucket), plan, ready, step.log, survey)
+        yield from self._exchange_all(step, ready)
         return True
+
+    def _exchange_all(self, step: Step, ready: float) -> Rounds[None]:
+        for bucket, plan, survey in zip(self.layout.buckets, step.plans, step.surveys, strict=True):
+            yield from step.exchange(bucket, step.gradients_of(bucket), plan, ready, step.log, survey)
 
     def _compare_ranks(self, step: Step) -> Rounds[None]:
         """Raise on all ranks if their arrays, settings or states differ; load a loaded state into the policy."""
@@ -606,7 +594,7 @@ class Reducer:
         """Return the flags of all ranks, a row for each. As rounds."""
         return (yield from gather_rows(np.array(flags, np.uint8), self.transport.group))
 
-    def _continue_without_dead(self, error: RankFailedError) -> Rounds[None]:
+    def _continue_without_dead(self, error: RankFailedError | None) -> Rounds[None]:
         """Continue with the remaining ranks from the state before the step, and the first one's policy. As rounds."""
         transport = self.transport
         if self._generation == transport.generation:

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.collectives.scheme import Result, cause_of
+from mpicomp import kernels
+from mpicomp.collectives.scheme import Exchange, Scheme, cause_of
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.wire import Selection
 from mpicomp.errors import MessageError, MpicompError
@@ -53,6 +54,8 @@ class Step:
     """Whether this rank asks all ranks to compare arrays and settings."""
     stale = False
     """Whether some rank has asked, the same on all ranks."""
+    nonfinite: Sequence[BucketExchange] = ()
+    """Exchanges in which some rank had NaN or infinity."""
     damaged: MessageError | None = None
     """The message that this rank could not read."""
     argument_problem: MpicompError | None = None
@@ -82,11 +85,6 @@ class Step:
         if layout.stages:
             layout.begin_step()
 
-    @property
-    def nonfinite(self) -> list[BucketExchange]:
-        """The exchanges in which some rank had NaN or infinity."""
-        return [done for done in self.done if done.result.nonfinite]
-
     def gradients_of(self, bucket: Bucket) -> list[Any] | None:
         """Return the gradients of a bucket; None if the ranks have to agree first."""
         gradients = self.inputs.gradients
@@ -105,39 +103,35 @@ class Step:
 
         The transport adds the rounds to ``log``, from which the bucket takes them.
         """
-        self._memories.append((bucket, _copied(bucket.memory)))
-        if self.damaged is not None:
-            gradients = None  # so that the others receive it
-        transport, scheme = self._transport, plan.scheme
-        transport.set_activity(_ACTIVITY, self.number, bucket.index, bucket.names[0], scheme.id)
-        may_overwrite = scheme.overwrites or not bucket.holds_gradients
-        if may_overwrite and bucket.holds_gradients:  # all ranks have to hold them there before they are overwritten
-            holds = gradients is not None and bucket.holds(gradients)
-            may_overwrite = bool((yield from gather_rows(np.uint8(holds), transport.group)).all())
-        first = len(log)
-        done = BucketExchange(bucket, plan, ready, transport.timer(), self.frozen, transport.group)
-        exchange = self._exchange(done, gradients, may_overwrite, survey)
-        try:
-            result = yield from trace.marked(exchange) if trace.markers else exchange
-        except MessageError as error:
-            self.damaged, self.stale = self.damaged or cause_of(error), True
-            return
-        done.result, done.end, done.log = result, transport.timer(), log[first:]
-        del log[first:]
-        self.damaged = self.damaged or result.problem
-        if result.stale:
-            self.stale, done.survey = True, None
-        self.done.append(done)
+        rounds = self._exchange(bucket, gradients, plan, ready, log, survey)
+        return trace.marked(rounds) if trace.markers else rounds
 
     def _exchange(
-        self, done: BucketExchange, gradients: Sequence[Any] | None, may_overwrite: bool, survey: Survey | None
-    ) -> Rounds[Result]:
-        bucket, scheme, group = done.bucket, done.plan.scheme, self._transport.group
+        self,
+        bucket: Bucket,
+        gradients: Sequence[Any] | None,
+        plan: Plan,
+        ready: float,
+        log: list[RoundLog],
+        survey: Survey | None,
+    ) -> Rounds[None]:
+        transport, scheme = self._transport, plan.scheme
+        group, holds_gradients = transport.group, bucket.holds_gradients
+        self._memories.append((bucket, _copied(bucket.memory) if bucket.memory else {}))
+        if self.damaged is not None:
+            gradients = None  # so that the others receive it
+        transport.set_activity(_ACTIVITY, self.number, bucket.index, bucket.names[0], scheme.id)
+        may_overwrite = scheme.overwrites or not holds_gradients
+        if may_overwrite and holds_gradients:  # all ranks have to hold them there before they are overwritten
+            holds = gradients is not None and bucket.holds(gradients)
+            may_overwrite = bool((yield from gather_rows(np.uint8(holds), group)).all())
+        first = len(log)
+        done = BucketExchange(bucket, plan, ready, transport.timer(), self.frozen, group)
         if gradients is not None and not self._layout.describer.on_host:
             gradients = self._layout.inputs_of(bucket, gradients)
         accumulated = bucket.accumulate(gradients, self.factor)
         accumulated.may_be_overwritten = may_overwrite
-        if bucket.holds_gradients and gradients is not None:
+        if holds_gradients and gradients is not None:
             self._sums.append((bucket, accumulated))
         if survey is not None and gradients is not None:  # before the exchange, which may overwrite the sum
             self._measure(bucket, accumulated, survey, done)
@@ -146,16 +140,34 @@ class Step:
             bucket.release(scheme, may_overwrite)
         exchange = scheme.exchange(accumulated, bucket.context_of(group, self.number, self._seed))
         if bucket.device is not HOST:
-            sources, compile_ahead = scheme.compressor.gpu_sources, accumulated.kernels.compile_ahead
-            with bucket.device.active():
-                bucket.workspace.made(("compiled", sources), lambda: compile_ahead(sources, bucket.dtype))
-            exchange = run_on_device(bucket.device, exchange)
-        result = yield from exchange
+            exchange = self._on_device(bucket, scheme, exchange)
+        try:
+            result = yield from exchange
+        except MessageError as error:
+            self.damaged, self.stale = self.damaged or cause_of(error), True
+            return
+        done.result, done.end, done.log = result, transport.timer(), log[first:]
+        del log[first:]
         if result.leaves == "sum" and not isinstance(result.sent, Selection):
             with bucket.device.active():
                 bucket.settle(accumulated, result)
         accumulated.may_be_overwritten = result.leaves != "sum"  # where it is not, the sum is still there
-        return result
+        self.damaged = self.damaged or result.problem
+        if result.stale:
+            self.stale, done.survey = True, None
+        if result.nonfinite:
+            self.nonfinite = [*self.nonfinite, done]
+        self.done.append(done)
+
+    @staticmethod
+    def _on_device(bucket: Bucket, scheme: Scheme[Any], exchange: Exchange) -> Exchange:
+        sources, compile_ahead = (
+            scheme.compressor.gpu_sources,
+            kernels.of(bucket.gradient(bucket.names[0])).compile_ahead,
+        )
+        with bucket.device.active():
+            bucket.workspace.made(("compiled", sources), lambda: compile_ahead(sources, bucket.dtype))
+        return run_on_device(bucket.device, exchange)
 
     def _measure(self, bucket: Bucket, accumulated: Accumulated, survey: Survey, done: BucketExchange) -> None:
         """Survey a bucket, as if it came before the exchange: it is no part of its seconds."""
@@ -224,7 +236,7 @@ class Step:
         self._sums = [(bucket, accumulated) for bucket, accumulated in self._sums if id(bucket) not in kept]
         self.undo()
         self.done.clear()
-        self.stale = self.must_agree = False
+        self.nonfinite, self.stale, self.must_agree = (), False, False
 
 
 def _copied(memory: dict[str, Any]) -> dict[str, Any]:
