@@ -1,7 +1,6 @@
 """Accordion against its rule, written down for one part at a time."""
 
 import glob
-import json
 
 import numpy as np
 import pytest
@@ -141,26 +140,6 @@ def test_a_drop_of_the_learning_rate():
     # Two periods pass until norms can be compared: steps 0 to 9, which count from step 11 on. Step 20 is the first of a
     # new period, known before step 22, and step 24 the last one, known before step 26.
     assert steady == [MOST] * 11 + [LEAST] * 11 + [MOST] * 4 + [LEAST] * 14
-
-
-def test_policy_resumes_from_its_state():
-    settings = policy(every=4)
-    gradients = recorded(2, 60)
-    first = Ranks(2, mpicomp.TopK(), policy=settings)
-    for gradient in gradients[:30]:
-        first.reduce(gradient, 0.1)
-    states = [json.loads(json.dumps(reducer.state_dict()["policy"])) for reducer in first.reducers]
-    assert states[0] == states[1]
-    assert states[0]["highest_lr"] == 0.1
-    assert states[0]["looked"] == 29 % 4
-    second = Ranks(2, mpicomp.TopK(), policy=settings)
-    for reducer, old in zip(second.reducers, first.reducers, strict=True):
-        reducer.load_state_dict(old.state_dict())
-    second.reduce(gradients[30], 0.1)
-    assert second.reducers[0].policy.state_dict() == states[0]
-    first.reduce(gradients[30], 0.1)
-    layers = [each.reducers[0].last_step.buckets[0].compressor["layers"] for each in (first, second)]
-    assert layers[0] == layers[1]
 
 
 def test_other_layers_begin_anew():
