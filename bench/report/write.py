@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from mpicomp.bench.measure.run_fields import Quality, RunObject
 from mpicomp.bench.report.comparison import verdict
-from mpicomp.bench.report.numbers import amount, digits, seconds, times
+from mpicomp.bench.report.numbers import amount, digits, seconds
 from mpicomp.bench.report.plots import STYLE, chosen, loss, phases, plans_in_words, sent_bytes
 from mpicomp.bench.report.runs import PHASES, Run, read_runs
 
@@ -41,7 +41,6 @@ def draw_report(runs: list[Run], output: str, folder: str | None = None) -> int:
         title=_title(runs),
         size=_size(runs),
         verdict=verdict(runs),
-        facts=_facts(runs[0]) if len(runs) == 1 else [],
         pictures=pictures,
         sources=sources,
         chosen=None if "chosen" in sources else plans_in_words(runs),
@@ -86,28 +85,6 @@ def _size(runs: Sequence[Run]) -> str:
     return " · ".join([*parts, f"{' or '.join(f'{count:,}' for count in steps)} steps"])
 
 
-def _facts(run: Run) -> list[tuple[str, str, str]]:
-    outcome = run.outcome
-    dense_s = None if outcome is None else outcome.dense_step_s
-    estimate = "" if dense_s is None else f"about {seconds(dense_s)} with dense exchange"
-    facts = [("a step, median", seconds(run.step_s), estimate)]
-    if outcome is not None:
-        quality = outcome.quality
-        facts.append((quality["name"], digits(quality["value"]), f"{quality['better']} is better"))
-    sent, dense = run.bytes_per_step
-    fewer = f"{times(dense / sent)} fewer than a dense ring" if 0 < sent < dense else f"{amount(dense)} in a dense ring"
-    facts.append(("bytes that left a rank in a step", amount(sent), fewer if dense else ""))
-    if outcome is not None and outcome.delay is not None:
-        facts.append(("behind", f"{digits(outcome.delay, 2)} steps", "of progress wait in residuals"))
-    skipped = sum(line.skipped for line in run.lines)
-    if skipped:
-        facts.append(("skipped", f"{skipped} steps", "a gradient was not finite"))
-    lost = [f"rank {rank} before step {line.step}" for line in run.lines for rank in line.lost_ranks]
-    if lost:
-        facts.append(("lost", f"{len(lost)} ranks", ", ".join(lost)))
-    return facts
-
-
 def _field(key: str, form: Callable[[Any], str] = str) -> Callable[[Run], str]:
     def text(run: Run) -> str:
         value = getattr(run.outcome, key, None)
@@ -138,4 +115,6 @@ _ROWS: dict[str, Callable[[Run], str]] = {
     "bytes sent once": _field("once_bytes", amount),
     "gain": _field("gain", digits),
     "steps behind": _field("delay", lambda value: digits(value, 2)),
+    "steps skipped, not finite": lambda run: str(sum(line.skipped for line in run.lines) or ""),
+    "ranks lost": lambda run: ", ".join(f"{rank} before {line.step}" for line in run.lines for rank in line.lost_ranks),
 }
