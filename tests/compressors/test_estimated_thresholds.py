@@ -149,14 +149,6 @@ def test_mstopk_selects_a_run_between_thresholds(dtype, ratio, samplings):
         assert runs, "only the exact selection was seen"
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_mstopk_of_25_samplings_is_exact(dtype):
-    array = np.random.default_rng(0).permutation(np.linspace(-3, 5, 4000)).astype(dtype)
-    for ratio in (0.001, 0.01, 0.1, 0.4):
-        k = oracle.kept(ratio, 4000)
-        assert select(MSTopK(ratio=ratio), array, Context())[0].tolist() == oracle.largest(array, k)
-
-
 def test_mstopk_runs_begin_anywhere():
     array = np.where(np.arange(300) % 3 == 0, 1.0, 0.0).astype(np.float32)
     array[7] = 2.0
@@ -171,14 +163,6 @@ def test_mstopk_runs_begin_anywhere():
     assert one != other
 
 
-def test_gaussiank_of_normal_data_needs_no_correction():
-    array = np.random.default_rng(5).normal(size=100_000)
-    for ratio in (0.001, 0.01, 0.1):
-        indices, _ = select(GaussianK(ratio=ratio), array, Context())
-        assert abs(indices.size - ratio * array.size) < 5 * np.sqrt(ratio * array.size)
-    assert select(GaussianK(ratio=5e-324), array, Context())[0].tolist() == oracle.largest(array, 1)
-
-
 def test_dgc_keeps_the_smallest_back():
     """All large elements are at the end, where a cut in the order of indices would drop them."""
     array = np.concatenate((np.full(4900, 1.0), np.linspace(2, 3, 100))).astype(np.float32)
@@ -187,17 +171,9 @@ def test_dgc_keeps_the_smallest_back():
         assert set(indices) <= set(range(4900, 5000))
 
 
-def test_dgc_ranks_and_steps_draw_different_samples():
-    array = np.random.default_rng(0).laplace(size=30_000).astype(np.float32)
-    contexts = [Context(group=Group(rank, rank + 1), step=step) for rank in (0, 1) for step in range(8)]
-    sizes = [select(DGC(ratio=0.01), array, context)[0].size for context in contexts]
-    assert sizes[:8] != sizes[8:]
-    assert len(set(sizes)) > 2
-
-
 ESTIMATORS = [
     (DGC, {}, [5e-324, 0.0001, 0.01, 1.0], [0.005, 0.03]),
-    (GaussianK, {}, [0.0001, 0.01, 1.0], [0.001, 0.03]),
+    (GaussianK, {}, [5e-324, 0.01, 1.0], [0.001, 0.03]),
     (MSTopK, {}, [0.0001, 0.01, 1.0], [0.001, 0.03]),
     (MSTopK, {"samplings": 6}, [], [0.03]),
     (MSTopK, {"samplings": 3}, [], [0.1]),
@@ -266,14 +242,3 @@ def test_threshold_sends_what_adds_up_to_the_limit():
     for _ in range(3):
         sums += ranks.reduce([{"w": np.array([0.375, -2.0, 0.0, 0.01], np.float32)}] * 2)[0]["w"]
     np.testing.assert_array_equal(sums, [1.125, -6.0, 0.0, 0.0])
-
-
-def test_threshold_of_ten_deviations_keeps_one_percent():
-    rng, ranks, numel = np.random.default_rng(0), Ranks(1, Threshold(limit=10.0)), 4000
-    kept = []
-    for _ in range(400):
-        ranks.reduce([{"w": rng.normal(size=numel)}])
-        kept.append(ranks.reducers[0].last_step.buckets[0].ratio_reached)
-    assert 0.008 < np.mean(kept[200:]) < 0.012
-    assert Threshold().expected(1000) == 10
-    assert Threshold().count(1000) is None

@@ -183,28 +183,6 @@ def test_sidco_selects_above_the_papers_threshold(distribution, stages, parent, 
     check_selected(compressor, array, published(distribution, array, ratio, stages))
 
 
-# The table of the caution in the notes on the paper: khat / k by stages, n = 2e6, delta = 0.001.
-PRINTED = {
-    ("exponential", "laplace"): (1.00, 0.99, 0.99, 1.00),
-    ("exponential", "student"): (4.67, 3.52, 1.15, 0.61),
-    ("exponential", "gamma"): (5.58, 1.40, 1.07, 1.00),
-    ("gamma", "gamma"): (0.96, 0.94, 1.05, 1.03),
-    ("pareto", "gamma"): (0.24, 1.00, 1.12, 1.10),
-}
-
-
-@pytest.mark.parametrize(("distribution", "parent"), PRINTED)
-def test_sidco_reaches_the_printed_ratios(distribution, parent):
-    numel = 2_000_000
-    array = PARENTS[parent](np.random.default_rng(9), numel).astype(np.float32)
-    for stages, printed in enumerate(PRINTED[distribution, parent], 1):
-        if printed > 4:  # an exact selection takes its place
-            continue
-        compressor = SIDCo(ratio=0.001, distribution=distribution, stages=stages, corrections=False)
-        reached = compressor.select(accumulated(array), Context()).indices.size / (0.001 * numel)
-        assert reached == pytest.approx(printed, rel=0.08, abs=0.03)  # three deviations of a count of 480
-
-
 def test_sidco_papers_rule_sticks_at_one_stage_on_heavy_tails():
     """Too many elements mean fewer stages, of which there is one: the rule that climbs is a deviation for that."""
     array = np.random.default_rng(3).standard_t(3, 200_000).astype(np.float32)
@@ -215,13 +193,6 @@ def test_sidco_papers_rule_sticks_at_one_stage_on_heavy_tails():
             SIDCo(ratio=0.02, corrections=corrections).select(accumulated(array), context)
         stages[corrections] = context.memory["sidco.stages"]
     assert stages[False] == 1 < stages[True]
-
-
-def test_sidco_papers_rule_adds_stages_for_too_few():
-    array, context = np.random.default_rng(3).normal(size=200_000).astype(np.float32), Context()
-    for _ in range(40):
-        SIDCo(ratio=0.001, corrections=False).select(accumulated(array), context)
-    assert context.memory["sidco.stages"] > 1
 
 
 class Paper:

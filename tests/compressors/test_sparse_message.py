@@ -8,7 +8,6 @@ from mpicomp.kernels import cpu
 from mpicomp.compressors.wire import (
     BITS,
     SHARING,
-    VALUES,
     Selection,
     Wire,
     capacity_bytes,
@@ -183,12 +182,6 @@ def test_message_bytes_are_those_of_the_table():
         assert out.tobytes() == expected
 
 
-@dtypes
-def test_message_value_kinds_have_different_codes(dtype):
-    codes = [message(1, dtype, Wire(values))[0][2] for values in VALUES]
-    assert codes == [1 if dtype is np.float32 else 2, 3, 4, 5, 6, 7, 8]
-
-
 def test_message_padding_is_written():
     for wire in WIRES:
         size = sparse_bytes(5, NUMEL, np.dtype(np.float32), wire)
@@ -258,20 +251,6 @@ def test_compact_codes_indices_that_become_shorter(numel):
                     sparse_bytes(count, numel, np.dtype(np.float32), Wire(None, w)) for w in ("plain", "elias-fano")
                 ]
                 assert sizes[1] < sizes[0]
-
-
-def test_message_of_a_thousandth_in_bf16_is_below_half():
-    numel, single = 25_600_000, np.dtype(np.float32)
-    small = sparse_bytes(numel // 1000, numel, single, Wire("bf16", compact(numel // 1000, numel)))
-    assert small < 0.45 * sparse_bytes(numel // 1000, numel, single, PLAIN)
-
-
-@pytest.mark.parametrize("values", BITS)
-def test_message_in_few_bits_is_little_longer_than_its_indices(values):
-    numel, single = 25_600_000, np.dtype(np.float32)
-    count = numel // 1000
-    size = sparse_bytes(count, numel, single, Wire(values, compact(count, numel)))
-    assert 8 * size / count < 12.0 + BITS[values] + 0.27
 
 
 @dtypes

@@ -2,7 +2,6 @@ import itertools
 
 import numpy as np
 import pytest
-from device import emulator
 from device.kinds import word_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,16 +81,6 @@ def pairs_of(sizes, kind, dtype):
 def test_merges_of_any_size(kernels, dtype, name, kind):
     for sizes in SIZES:
         check_merge(kernels, name, pairs_of(sizes, kind, dtype))
-
-
-@pytest.mark.parametrize("name", MERGES)
-def test_subnormals_of_one_list_stay(kernels, name):
-    """They are moved and not calculated with, also where a GPU would flush them to zero."""
-    pairs = pairs_of((500, 500), "disjoint" if name != "intersect" else "same", np.float32)
-    for values in pairs[1::2]:
-        values[::3] = 1e-40
-    with kernels.flushing():
-        check_merge(kernels, name, pairs)
 
 
 @pytest.mark.parametrize("name", MERGES)
@@ -178,33 +167,6 @@ def test_change_of_the_norm(kernels, dtype, count):
     np.testing.assert_allclose(change, np.sum((before - sent) ** 2 - before**2), rtol=1e-12)
 
 
-def test_change_of_the_norm_by_nothing_is_zero(gpu_kernels):
-    """Also where products and sums are fused."""
-    array, indices = np.random.default_rng(0).normal(size=300), np.arange(300).astype(np.uint32)
-    for sent in (np.zeros(300), 2 * array):
-        assert gpu_kernels.norm_change(array, indices, sent) == 0
-
-
 def test_change_of_the_norm_skips_indices_out_of_range(place):
     array, sent = place.put(np.array([1, 3, 4], np.float32)), place.put(np.array([-1, 9, 4], np.float32))
     assert gpu.norm_change(array, place.put(np.array([0, 2**32 - 1, 2], np.uint32)), sent).item() == -13.0
-
-
-def test_launches_of_merges(gpu_kernels):
-    if not gpu_kernels.emulated:
-        pytest.skip("launches are counted in the emulation")
-    pairs = pairs_of((500, 400), "mixed", np.float32)
-    out = np.empty(900, np.uint32), np.empty(900, np.float32)
-    threshold = cpu.kth_magnitude(pairs[1], 100)
-    parts = [np.empty(size, dtype) for size in (100, 400) for dtype in (np.uint32, np.float32)]
-    for launches, name, *arguments in (
-        (["count_parts", "write_parts"], "merge_add", *pairs, *out),
-        (["count_parts", "write_parts"], "merge_subtract", *pairs, *out),
-        (["count_parts", "write_parts"], "intersect", *pairs[:3], *out),
-        (["count_tiles"], "count_reaching", pairs[1], 5),
-        (["count_tiles", "split_tiles"], "split_largest", *pairs[:2], threshold, *parts),
-        (["norm_change"], "norm_change", pairs[1], np.arange(400).astype(np.uint32), pairs[3]),
-    ):
-        emulator.launches.clear()
-        getattr(gpu_kernels, name)(*arguments)
-        assert emulator.launches == launches

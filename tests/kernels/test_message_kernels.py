@@ -210,22 +210,6 @@ def test_sums_of_selections_with_separate_indices(kernels, counts):
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("counts", [(), (40,), (40, 3, 0)])
-@pytest.mark.parametrize("sound", [True, False])
-def test_sums_of_selections_take_one_launch(kernels, counts, sound):
-    rng = np.random.default_rng(0)
-    chosen = [np.sort(rng.choice(50, count, replace=False)).astype(np.uint32) for count in counts]
-    if chosen and not sound:
-        chosen[0][7] = chosen[0][6]
-    values = np.ones(sum(counts), np.float32).view(np.uint8)
-    at = [4 * int(sum(counts[:number])) for number in range(len(counts))]
-    indices = np.concatenate([*chosen, np.empty(0, np.uint32)])
-    emulator.launches.clear()
-    good = kernels.sparse_add(values, at, indices, at, counts, "float32", 1.0, np.zeros(50, np.float32))
-    assert len(emulator.launches) <= 1
-    assert good is bool(sound or not counts)
-
-
 def test_sums_of_zeros_and_nonfinite_values(kernels):
     special = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e38], np.float32)
     values, chosen = np.concatenate([special, special[::-1]]), np.arange(6, dtype=np.uint32)

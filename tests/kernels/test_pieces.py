@@ -52,21 +52,6 @@ def test_pieces_of_all_kinds(kernels, dtype, kind, lengths, scale, shift):
     np.testing.assert_array_equal(out.view(word_of(dtype))[numbers], expected.view(word_of(dtype))[numbers])
 
 
-@pytest.mark.parametrize("wire", [np.float16, np.uint16])
-def test_pieces_of_every_16_bit_number(kernels, dtype, wire):
-    halves = np.arange(1 << 16, dtype=np.uint16).view(wire)
-    out = np.empty(halves.size + 1, dtype)
-    kernels.concatenate([halves[:70], np.ones(1, dtype), halves[70:]], out)
-    assert out[70] == 1
-    np.testing.assert_array_equal(np.delete(out, 70), widened(halves, dtype))
-
-
-def test_pieces_times_a_factor_on_the_device(kernels):
-    array, out = np.random.default_rng(0).normal(size=50).astype(np.float32), np.empty(50, np.float32)
-    kernels.concatenate([array], out, np.float64(0.1))
-    np.testing.assert_array_equal(out, np.float32(0.1) * array)
-
-
 def test_a_table_serves_while_pieces_stay_in_place(place):
     arrays = [np.arange(5, dtype=np.float32), np.arange(3, dtype=np.float16)]
     pieces, out = [place.put(array) for array in arrays], place.empty(8, np.float32)

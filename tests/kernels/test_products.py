@@ -98,16 +98,6 @@ def test_a_gate_decides_in_place_of_the_sums(kernels, dtype, name, reference):
     assert (leaky(sums, 0.25, gate) != leaky(sums, 0.25, sums)).any()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nonfinite_elements_stay_where_they_are(kernels, bad):
-    weights, bias, scratch = layer(1, 1, 3, np.float32, seed=3)
-    weights[:] = 1
-    values, out = values_of(1, 40, np.float32), np.empty((1, 20), np.float32)
-    values[0, 17] = bad
-    kernels.conv_halve(values, weights, bias, 0.25, out, scratch, out)
-    assert np.flatnonzero(~np.isfinite(out[0])).tolist() == [8, 9]
-
-
 def test_convolutions_round_one_product_and_sum_at_a_time(kernels):
     """Fused, or in another order, some of these sums would have other bits."""
     rng = np.random.default_rng(4)

@@ -127,7 +127,7 @@ def test_numbers_of_the_estimate_are_those_of_the_compressor():
     assert (float(there["FIRST"]), float(there["FEW"])) == (rule._FIRST, rule._FEW)
     assert (float(there["NEAR"]), int(there["CORRECTIONS"])) == (rule._BAND / 2, rule._CORRECTIONS)
     assert (CORRECTIONS, SMALL, SAMPLE) == (rule._CORRECTIONS, rule._SMALL, rule._SAMPLE)
-    assert (LIMIT, SLACK) == (thresholds._LIMIT, thresholds._SLACK)
+    assert (LIMIT, SLACK) == (thresholds._MAX_FACTOR, thresholds._SLACK)
     for stride, numel in itertools.product((1, 2, 3), (1, 1024, 5000, 123_456)):
         assert sampled_of(numel, stride) == rule._seen(numel, stride)
 

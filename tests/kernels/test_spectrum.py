@@ -65,17 +65,3 @@ def test_spectrum_of_several_threads_is_the_same(threads, stride):
     other = spectrum(cpu, array, stride=stride, threads=threads)
     np.testing.assert_array_equal(other[0], counts)
     np.testing.assert_allclose(other[1], energies, rtol=1e-12)
-
-
-def test_spectrum_predicts_threshold_and_gain():
-    array = np.random.default_rng(3).laplace(size=1_000_000).astype(np.float32)
-    counts, energies = spectrum(cpu, array)
-    k = 10_000
-    above = np.cumsum(counts[::-1])[::-1]
-    bin_of_threshold = np.flatnonzero(above >= k)[-1]
-    magnitudes = np.sort(np.abs(array))[::-1]
-    edges = cpu.edges()
-    assert edges[bin_of_threshold] <= magnitudes[k - 1] < edges[bin_of_threshold + 1]
-    kept = energies[bin_of_threshold + 1 :].sum()
-    exact = np.square(magnitudes[: above[bin_of_threshold + 1]], dtype=np.float64).sum()
-    np.testing.assert_allclose(kept, exact, rtol=1e-4)

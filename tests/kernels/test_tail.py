@@ -77,13 +77,6 @@ def test_tail_of_a_sample_takes_every_sth_group(kernels, dtype, shift, stride):
         check(kernels, kernels.tail(array, 1.3, stride), array[np.arange(size) // 1024 % stride == 0], 1.3)
 
 
-@pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e-20, 1e15, 1e25, 1e37])
-def test_tail_at_every_scale_of_a_float32(kernels, scale):
-    array = (scale * np.random.default_rng(3).laplace(size=3000)).astype(np.float32)
-    limit = float(kernels.seen(np.array(scale, np.float32)))
-    check(kernels, kernels.tail(array, limit), array, limit)
-
-
 @pytest.mark.parametrize("shift", [0, 1])
 def test_counts_above_several_thresholds(kernels, dtype, shift):
     kernels.shift = shift

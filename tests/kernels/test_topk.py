@@ -158,14 +158,6 @@ def test_addresses_that_are_not_multiples_of_16(place, dtype):
     assert step(place, gradient, residual, bound, 100, workspace, shift=1).hit.item() == 1
 
 
-@pytest.mark.parametrize("room", [0, 1, 150])
-def test_no_room_for_candidates_costs_time_only(place, room):
-    gradient = np.random.default_rng(0).laplace(size=9001).astype(np.float32)
-    workspace, bound = gpu.Workspace(9001, room, np.float32), place.zeros(1, np.uint64)
-    for _ in range(2):
-        assert step(place, gradient, None, bound, 140, workspace).hit.item() == 0
-
-
 def test_what_does_not_fit_is_refused(place):
     workspace, bound = gpu.Workspace(100, 10, np.float32), place.zeros(1, np.uint64)
     array = place.zeros(100, np.float32)
