@@ -1,6 +1,6 @@
 """The exchange of learned codes: dense at first, then sparse while one rank learns, then in the code."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.kinds import Sparsifier
+from mpicomp.compressors.topk import TopK
 from mpicomp.compressors.wire import Selection
 from mpicomp.errors import MpicompError
 from mpicomp.gpu import current_device
@@ -26,7 +26,6 @@ from mpicomp.systems.lgc.leader_message import (
     Frame,
     LeaderMessage,
     leader_of,
-    local_values,
     relative,
     share_selection,
 )
@@ -56,22 +55,6 @@ class _BucketMemory:
         """Return the remembered state; an empty one if the memory has another key."""
         entry = context.memory.get(_MEMORY, {})
         return cls(**entry) if entry.get("key") == key else cls(key)
-
-
-@dataclass(frozen=True, repr=False)
-class LocalLargest(Sparsifier):
-    """The largest values of each layer on this rank, and all of dense layers: the second phase as published."""
-
-    id: ClassVar[str] = "lgc"
-    paper: ClassVar[str] = LGC.paper
-
-    selected: Selected = field(default_factory=lambda: Selected(()))
-
-    def count(self, numel: int) -> int:
-        return self.selected.count
-
-    def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        return Selection(*local_values(self.selected, accumulated, context))
 
 
 @register
@@ -122,14 +105,12 @@ class Learned(Scheme[LGC]):
         if able and step >= first_coded:
             broadcast = [self._weights_round(code, group)] if step == first_coded else []
             return [*broadcast, *self._instance(code).rounds(numel, dtype, group, step)]
-        leader = leader_of(Context(group=group, step=step))
         if self.compressor.published:
-            tasks = Allgather(LocalLargest(selected)).rounds(numel, dtype, group, step)
+            tasks = Allgather(_local_largest(selected)).rounds(numel, dtype, group, step)
         else:
-            tasks = [
-                LeaderMessage(selected, numel).round(leader),
-                *self._sum.rounds(selected.count, dtype, group, step),
-            ]
+            leader = leader_of(Context(group=group, step=step))
+            sums = self._sum.rounds(selected.count, dtype, group, step)
+            tasks = [LeaderMessage(selected, numel).round(leader), *sums]
         return [*tasks, _collect(selected, dtype, group)] if able else tasks
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
@@ -187,7 +168,7 @@ class Learned(Scheme[LGC]):
     ) -> Rounds[tuple[Result, NDArray[np.floating]]]:
         """Average the values at one rank's indices or the largest of each rank; return this rank's, too."""
         if self.compressor.published:
-            result = yield from Allgather(LocalLargest(selected)).exchange(accumulated, context)
+            result = yield from Allgather(_local_largest(selected)).exchange(accumulated, context)
             if isinstance(result.sent, Selection):
                 return result, result.sent.values
             return result, np.zeros(selected.count, accumulated.dtype)  # the message could not be parsed
@@ -235,6 +216,11 @@ class Learned(Scheme[LGC]):
     def _weights_round(self, code: Autoencoder, group: Group) -> Round:
         size = code.size(group.size if self.compressor.instance == "server" else 1)
         return Round("bcast", (size,), _WEIGHT, root=_TRAINER, once=True)
+
+
+def _local_largest(selected: Selected) -> TopK:
+    """Return what selects the largest values of each layer, and all of dense layers: the second phase as published."""
+    return replace(TopK(), parts=tuple((part.stop - part.start, part.kept) for part in selected.parts))
 
 
 def _collect(selected: Selected, dtype: np.dtype[Any], group: Group) -> Round:

@@ -157,15 +157,6 @@ def share_selection(
     return ReceivedSelection(listed, values, divisors, code_part)
 
 
-def local_values(
-    selected: Selected, accumulated: Accumulated, context: Context
-) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
-    """Return the ascending indices of this rank's largest values and of all dense elements, and the values."""
-    chosen = largest_of_parts(accumulated, context, selected.regions).indices
-    indices = _with_dense(selected, chosen, context.workspace)
-    return indices, _gathered(indices, accumulated, context.workspace)[0]
-
-
 def _write(
     lead: LeaderMessage,
     accumulated: Accumulated,
