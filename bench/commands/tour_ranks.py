@@ -93,7 +93,7 @@ def _row(visible: bool, bars: Any, name: str) -> Any:
     from mpicomp.bench.measure.progress import Progress
 
     class Row(Progress):
-        seconds = wire_bytes = 0.0
+        wire_bytes = 0.0
 
         def _displayed(self, steps: int) -> Iterator[None]:
             if bars.console.is_terminal:
@@ -103,9 +103,9 @@ def _row(visible: bool, bars: Any, name: str) -> Any:
             yield
 
         def _text(self, loss: float, seconds: float, record: Any) -> str:
-            self.seconds += seconds
+            # The table alone has seconds: those of compiling, which come first, are in none of its rows.
             self.wire_bytes += record.wire_bytes
-            return f"loss {loss:.2f}  {self.seconds:.1f} s  {self.wire_bytes / 1e6:,.1f} MB"
+            return f"loss {loss:.2f}  {self.wire_bytes / 1e6:,.1f} MB"
 
         def evaluating(self) -> None:
             """Say nothing: the next training begins."""
@@ -132,6 +132,7 @@ def _show(finished: list[tuple[str, Any, str]], report: str, is_simulated: bool)
     if found is None:
         raise MpicompError(f"tour: {what} is not finite in two of the trainings, so that nothing can be compared")
     needed = {run.name: s for run, s in found.seconds}  # infinite where a run did not get there
+    ended = {run.name: [line.quality for line in run.lines if line.quality is not None][-1] for run in runs}
     drawn = {run.name: min(needed[run.name], float(run.elapsed[-1])) for run in runs}
     table = Table("", "", "seconds", "bytes of a host", "in the end", box=None, pad_edge=False)
     parts = []
@@ -139,14 +140,14 @@ def _show(finished: list[tuple[str, Any, str]], report: str, is_simulated: bool)
         gets_there = math.isfinite(needed[name])
         bar = Bar(max(drawn.values()), 0, drawn[name], width=_BAR_WIDTH)
         reached = f"{needed[name]:.1f}" if gets_there else "not reached"
-        table.add_row(name, bar, reached, amount(outcome.wire_bytes), f"{outcome.quality['value']:.3f}")
+        table.add_row(name, bar, reached, amount(outcome.wire_bytes), f"{ended[name]:.3f}")
         part = f"{name} {f'took {seconds(needed[name])}' if gets_there else 'did not get there'}"
         if outcome is not dense and gets_there:
             ratio = needed[_DENSE] / needed[name]
             part += f" ({times(ratio)} faster)" if ratio >= 1 else f" ({times(1 / ratio)} as long)"
         if outcome is not dense and outcome.wire_bytes:
             part += f", sent {times(dense.wire_bytes / outcome.wire_bytes)} fewer bytes"
-        parts.append(f"{part} and ended at {digits(outcome.quality['value'], 4)}")
+        parts.append(f"{part} and ended at {digits(ended[name], 4)}")
     links = f"{BANDWIDTH} a host" + (", simulated links" if is_simulated else "")
     print(f"\nSeconds to a {what} of {digits(found.level)}, four hosts, {links}:", flush=True)
     Console().print(table)
