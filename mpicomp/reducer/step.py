@@ -120,6 +120,8 @@ class Step:
         self._memories.append((bucket, _copied(bucket.memory) if bucket.memory else {}))
         if self.damaged is not None:
             gradients = None  # so that the others receive it
+        if gradients is not None and not self._layout.describer.on_host:
+            gradients = self._layout.inputs_of(bucket, gradients)
         transport.set_activity(_ACTIVITY, self.number, bucket.index, bucket.names[0], scheme.id)
         may_overwrite = scheme.overwrites or not holds_gradients
         if may_overwrite and holds_gradients:  # all ranks have to hold them there before they are overwritten
@@ -127,8 +129,6 @@ class Step:
             may_overwrite = bool((yield from gather_rows(np.uint8(holds), group)).all())
         first = len(log)
         done = BucketExchange(bucket, plan, ready, transport.timer(), self.frozen, group)
-        if gradients is not None and not self._layout.describer.on_host:
-            gradients = self._layout.inputs_of(bucket, gradients)
         accumulated = bucket.accumulate(gradients, self.factor)
         accumulated.may_be_overwritten = may_overwrite
         if holds_gradients and gradients is not None:
