@@ -58,14 +58,6 @@ class OneBit(Quantiser):
     ``norm2(x) - norm1(x)**2 / n``: where few elements are large it contracts slowly. The paper applies the learning
     rate before the memory; here the residual is one of gradients, so an element that waits is applied at the learning
     rate of the step that sends it.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> compressor, array = OneBit(), np.array([1, -3, 2], np.float32)
-    >>> message, sent = np.empty(compressor.packed_bytes(3), np.uint8), np.empty(3, np.float32)
-    >>> compressor.pack(array, message, sent, key=0), sent.tolist()
-    (2.0, [2.0, -2.0, 2.0])
     """
 
     id: ClassVar[str] = "onebit"

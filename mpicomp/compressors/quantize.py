@@ -202,15 +202,6 @@ class QSGD(Grid):
 
     The step travels as a float32, a place on the grid has 23 fractional bits, and norms of float64 elements beyond
     float32 are clipped to nearly its largest number.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> compressor, array = QSGD(bits=3, rounding="nearest"), np.array([1, -3, 0.4], np.float32)
-    >>> message, sent = np.empty(compressor.packed_bytes(3), np.uint8), np.empty(3, np.float32)
-    >>> lost = compressor.pack(array, message, sent, key=0)
-    >>> sent.tolist()
-    [1.0, -3.0, 0.0]
     """
 
     gpu_sources: ClassVar[Sequence[str]] = ("accumulate", "grid", "message")
@@ -263,11 +254,6 @@ class MaxNorm(QSGD):
     -----
     Different from the paper: ranks have grids of their own, and sums are not of integers; bits count the sign, of which
     the paper's ``s = 2**bits - 1`` takes one more; there is one grid.
-
-    Examples
-    --------
-    >>> MaxNorm().feedback, MaxNorm(rounding="nearest").feedback
-    (False, True)
     """
 
     id: ClassVar[str] = "maxnorm"
@@ -312,15 +298,6 @@ class Uniform(Grid):
 
     Zero is rarely a point of the grid and is then not kept: not for gradients that are mostly zero. Bases and steps
     travel as float32; a range that float32 cannot hold ends early, and error feedback sends the rest.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> compressor, array = Uniform(bits=2), np.array([1, -2, 0.1], np.float32)
-    >>> message, sent = np.empty(compressor.packed_bytes(3), np.uint8), np.empty(3, np.float32)
-    >>> lost = compressor.pack(array, message, sent, key=0)
-    >>> sent.tolist()
-    [1.0, -2.0, 0.0]
     """
 
     id: ClassVar[str] = "uniform"
@@ -380,11 +357,6 @@ class TernGrad(Quantiser):
     - the mean square is taken about zero, not about the mean. Gradients have a mean near zero, where it is the same;
       but the standard deviation of equal elements, or of a single one, is zero, and would clip all of them to nothing;
     - a bucket has one scale, not each of its layers.
-
-    Examples
-    --------
-    >>> TernGrad().unbiased, TernGrad(clip=None).unbiased, TernGrad().feedback
-    (False, True, False)
     """
 
     id: ClassVar[str] = "terngrad"

@@ -154,16 +154,6 @@ class BlockRandomK(_Random):
     Notes
     -----
     Different from published code: one block for a bucket, not one for each of its arrays.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> out = np.empty(5, np.uint32)
-    >>> BlockRandomK(ratio=0.5).positions(10, Context(step=2), out)
-    >>> out.tolist()
-    [0, 1, 2, 3, 9]
-    >>> BlockRandomK(ratio=0.5, scaled=True).weights(10)
-    2.0
     """
 
     id: ClassVar[str] = "blockrandomk"

@@ -58,8 +58,6 @@ class SIDCo(Estimator):
         elements and of failed estimates.
     published : bool
         Whether every estimate is used as it is, even if it selects nothing or far too much. `as_published` sets it.
-    wire, indices
-        See `Sparsifier`.
 
     Notes
     -----

@@ -43,7 +43,7 @@ class Search:
     On the host elements are listed in the sweep that computes the sum, by a bound from the step before; counts and
     selections never depend on it. On a device the host waits longer for a number than a sweep takes: nothing is listed,
     and likely counts are computed beforehand and read at once. ``name`` is the bound's key in the memory, ``ranks`` are
-    those of the magnitudes that `magnitude` returns.
+    those of `magnitudes`.
     """
 
     def __init__(
@@ -59,11 +59,12 @@ class Search:
         [self.candidates] = accumulated.list_above(context.workspace, [whole])
         self._found = self.candidates.found
         self._counts: dict[float, int] = {}  # by threshold
-        self._magnitudes: dict[int, float] = {}  # by rank
+        self.magnitudes: dict[int, float] = {}
+        """Magnitudes of the search's ranks, of which 1 is the largest; only if it `waits`."""
         if self.waits and ranks:
             bits = accumulated.to_host(*(kernels.kth_magnitude(accumulated.array(), rank) for rank in ranks))
             magnitudes = [cpu.magnitude_of(word, accumulated.dtype) for word in bits]
-            self._magnitudes = dict(zip(ranks, magnitudes, strict=True))
+            self.magnitudes = dict(zip(ranks, magnitudes, strict=True))
 
     @property
     def mean(self) -> float:
@@ -72,11 +73,7 @@ class Search:
 
     def top(self) -> float:
         """Return the largest magnitude; 1 has to be among the ranks that the search was made with."""
-        return self.magnitude(1) if self.waits else self.candidates.top()
-
-    def magnitude(self, rank: int) -> float:
-        """Return the magnitude of one of the search's ranks, of which 1 is the largest; only if it `waits`."""
-        return self._magnitudes[rank]
+        return self.magnitudes[1] if self.waits else self.candidates.top()
 
     def foresee(self, thresholds: Iterable[float]) -> None:
         """Count above the first eight of the thresholds that may be needed, if numbers are waited for."""
@@ -189,11 +186,6 @@ class GaussianK(Estimator):
     It is halved where fewer than 2 k / 3 elements exceed it and multiplied by 1.5 where more than 4 k / 3 do, at most
     three times. Gradients have longer tails than a normal distribution, so that at small ratios it begins too low.
 
-    Parameters
-    ----------
-    ratio, wire, indices
-        See `Estimator` and `Sparsifier`.
-
     Notes
     -----
     Different from published code: the mean of the elements is taken to be 0, so their root mean square stands for the
@@ -245,8 +237,6 @@ class RedSync(Estimator):
         ``"binary"`` halves the interval of t, first [0, 1], until it is shorter than 0.2, and takes the last t. It ends
         sooner if more than k and fewer than 2 k elements exceed the threshold; with fewer than k / 2 it goes on below,
         otherwise above. ``"trimmed"`` takes the first t of 0.8, 0.6 ... 0 above which there are k elements.
-    ratio, wire, indices
-        See `Estimator` and `Sparsifier`.
 
     Notes
     -----
@@ -307,8 +297,6 @@ class MSTopK(Sparsifier):
         Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     samplings : int
         Thresholds that are tried.
-    wire, indices
-        See `Sparsifier`.
 
     Notes
     -----
@@ -338,15 +326,23 @@ class MSTopK(Sparsifier):
 
     def _bracketed(self, search: Search, context: Context) -> Selection | None:
         """Return the selection that bisection finds; None if it finds none."""
-        mean, top = search.mean, search.top()
+        mean, top, k = search.mean, search.top(), search.k
         if not 0 <= mean < top:
             return None
-        counted: _Counted | _Ranked = _Ranked(search) if search.waits else _Counted(search)
+        pool: Selection | None = None  # few elements, among which it is enough to count
         low, high, lower, upper = 0.0, 1.0, math.nan, top
         for _ in range(self.samplings):
             middle = (low + high) / 2
             threshold = mean + middle * (top - mean)
-            excess = counted.excess(threshold)
+            if search.waits:  # the sign of the excess, by the magnitudes of ranks k and k + 1
+                limit = search.accumulated.dtype.type(threshold)
+                excess = sum(search.magnitudes[rank] > limit for rank in {k, min(k + 1, search.numel)}) - 1
+            elif pool is not None:
+                excess = kernels.tail(pool.values, threshold).count - k
+            else:
+                excess = search.count(threshold, k + 1) - k
+                if 0 < excess <= search.room - k and search.candidates.listed <= k:
+                    pool = search.candidates.above(threshold, k + excess)
             if excess > 0:
                 low, lower = middle, threshold
                 continue
@@ -356,46 +352,13 @@ class MSTopK(Sparsifier):
         bottom = upper if excess == 0 else lower
         if math.isnan(bottom):
             return None
-        pool = counted.pool
         if pool is None:
             count = search.count(bottom, search.room + 1)
             if not 0 < count <= search.room:
                 return None
             pool = search.candidates.above(bottom, count, known=True)
-        search.remember(upper if math.isnan(lower) else lower, search.k)
-        return _run(pool, lower, upper, search.k, context)
-
-
-class _Counted:
-    """Counts how many elements more than k exceed a threshold, in a pool of few elements as soon as there is one."""
-
-    def __init__(self, search: Search) -> None:
-        self._search = search
-        self.pool: Selection | None = None
-
-    def excess(self, threshold: float) -> int:
-        search, k = self._search, self._search.k
-        if self.pool is not None:
-            return kernels.tail(self.pool.values, threshold).count - k
-        count = search.count(threshold, k + 1)
-        if k < count <= search.room and search.candidates.listed <= k:
-            self.pool = search.candidates.above(threshold, count)
-        return count - k
-
-
-class _Ranked:
-    """Returns the sign of that number, by the magnitudes of ranks k and k + 1, which are read once."""
-
-    pool = None
-
-    def __init__(self, search: Search) -> None:
-        self._number = search.accumulated.dtype.type
-        self._kth = search.magnitude(search.k)
-        self._next = search.magnitude(search.k + 1) if search.k < search.numel else -1.0
-
-    def excess(self, threshold: float) -> int:
-        limit = self._number(threshold)
-        return int(self._kth > limit) + int(self._next > limit) - 1
+        search.remember(upper if math.isnan(lower) else lower, k)
+        return _run(pool, lower, upper, k, context)
 
 
 def _run(pool: Selection, lower: float, upper: float, k: int, context: Context) -> Selection:
@@ -456,8 +419,6 @@ class DGC(Sparsifier):
         Each rank first scales its gradients down to an L2 norm of at most ``clip / sqrt(ranks)``.
     warmup_steps : int
         At step s of the warm-up, from 0 on, the ratio is ``ratio ** ((s + 1) / (warmup_steps + 1))``.
-    wire, indices
-        See `Sparsifier`.
 
     Notes
     -----
@@ -566,8 +527,6 @@ class Threshold(Sparsifier):
         Magnitudes of at least this are sent; 0 sends whatever is not zero. An element waits in the residual until its
         sum reaches the limit: about ``(limit / s)**2`` steps for independent gradients of standard deviation s. So ten
         standard deviations keep about 1 %, as the default does for elements of about 0.001.
-    wire, indices
-        See `Sparsifier`.
 
     Notes
     -----

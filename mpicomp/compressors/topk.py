@@ -41,8 +41,6 @@ class TopK(Sparsifier):
     layers : mapping of str to float, optional
         Ratios of parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first pattern that
         matches counts. Each of these parameters is selected from separately, and so is each run of the others.
-    wire, indices
-        See `Sparsifier`.
 
     Examples
     --------
