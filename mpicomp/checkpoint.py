@@ -573,7 +573,6 @@ class _Redistribution:
 
 
 def _walk(tree: Any, place: str = "state") -> Iterator[tuple[str, Any]]:
-    """Yield every part of a tree with its place."""
     yield place, tree
     if isinstance(tree, dict | list | tuple) and not isinstance(tree, _Leaf):
         for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):

@@ -39,7 +39,6 @@ __all__ = [
 
 
 def _mark_in_profiler(name: str) -> Callable[[], object] | None:
-    """Begin a range in torch's profiler, where it runs."""
     if not torch.autograd.profiler._is_profiler_enabled:
         return None
     record: Any = torch.profiler.record_function(name)

@@ -53,7 +53,7 @@ _MESSAGES = {
 
 
 def check_same(tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str, advice: str) -> Rounds[None]:
-    """Raise an error that ends in ``advice`` on all ranks where tensors, alike in name and shape, differ in a bit."""
+    """Raise an error that ends in ``advice`` on all ranks where tensors of the same name and shape differ in a bit."""
     digests = np.frombuffer(b"".join(map(_digest_of_tensor, tensors.values())), np.uint8)
     rows = (yield from gather_rows(digests, group)).reshape(group.size, len(tensors), _DIGEST_BYTES)
     for name, differs in zip(tensors, (rows != rows[0]).any(axis=2).T, strict=True):

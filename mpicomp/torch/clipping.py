@@ -12,7 +12,7 @@ from mpicomp.torch.parameters import members_of
 from mpicomp.torch.shards import ShardGroup, exchanged, local_of
 
 _WHO = "clip_grad_norm_"
-_LEAST_NORM = 1e-6  # that is added to the norm, as by torch
+_NORM_EPSILON = 1e-6  # that is added to the norm, as by torch
 
 
 def clip_grad_norm_(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> float:
@@ -73,7 +73,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> 
     norm: float = gradients.run(_norm(held, norm_type, shards, gradients.group))
     if math.isfinite(norm):
         for gradient in held:
-            gradient.mul_(min(1.0, max_norm / (norm + _LEAST_NORM)))
+            gradient.mul_(min(1.0, max_norm / (norm + _NORM_EPSILON)))
     return norm
 
 
@@ -88,7 +88,6 @@ def _norm(gradients: list[torch.Tensor], order: float, shards: ShardGroup, group
 
 
 def _wide_norm(values: torch.Tensor, order: float) -> torch.Tensor:
-    """Return a norm in float64, of a tensor with elements."""
     dtype = torch.complex128 if values.is_complex() else torch.float64
     norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
     return norm

@@ -167,7 +167,6 @@ class _Comparison(ExtraExchange):
 
 
 def _check(model: Any, allow_nccl: bool, ranks: int) -> None:
-    """Refuse a model or a process group that cannot be served."""
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise ConfigurationError(f"{_WHO}: a model in DistributedDataParallel is needed, got {type(model).__name__}")
     if ranks > 1:

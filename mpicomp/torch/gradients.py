@@ -235,7 +235,7 @@ class Gradients(ExtraExchange):
         return self._gradients(exchanged)
 
     def _order_by_arrival(self) -> Rounds[None]:
-        """Order parameters as backward of the first rank has come to them: FSDP reduces its root's at last."""
+        """Order parameters as backward of the first rank has reached them: FSDP reduces its root's last."""
         order = yield from from_one({"names": [*self._arrived, *self._parameters]}, self.group, _WHO)
         self._parameters = {name: self._parameters[name] for name in order["names"]}
 

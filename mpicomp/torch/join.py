@@ -38,7 +38,7 @@ class Join:
         self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # means, and their versions
 
     def note(self, means: Mapping[str, torch.Tensor]) -> None:
-        """Note the gradients of parameters as means that nobody has changed."""
+        """Note the gradients of parameters as means, before a script changes some."""
         self._noted = {name: (p.grad, None if p.grad is None else p.grad._version) for name, p in means.items()}
 
     def changed(self, gradients: "Gradients") -> dict[str, torch.Tensor | None]:

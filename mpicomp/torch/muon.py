@@ -25,7 +25,7 @@ _WHO = "LocalMuon"
 _BETAS = 0.9, 0.95  # of AdamW
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Jordan's Newton-Schulz iteration, and its number of steps
 _ITERATIONS = 5
-_LEAST_NORM = 1e-7
+_MIN_NORM = 1e-7
 # Names of modules: wte, token_embedding, pos_embed; lm_head, classifier
 _EMBEDDING = re.compile(r"(^|_)(un)?emb|^w[tp]e$|^positions?$")
 _HEAD = re.compile(r"head$|^classifier$")
@@ -114,7 +114,7 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     a, b, c = _COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
     wide = (matrix.T if is_tall else matrix).to(_product_dtype(matrix.device))
-    wide = wide / wide.norm().clamp(min=_LEAST_NORM)
+    wide = wide / wide.norm().clamp(min=_MIN_NORM)
     for _ in range(_ITERATIONS):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
@@ -169,7 +169,7 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
         Of both, decoupled.
     matrices : collection of str, optional
         Names of all parameters that Muon steps. By default these have two dimensions or more, both larger than 1. Left
-        to AdamW are weights of `torch.nn.Embedding` (where the model is passed), of modules whose names say embedding,
+        to AdamW are weights of `torch.nn.Embedding` (where the model is passed), of modules named after an embedding,
         ``wte``, ``wpe``, ``head`` or ``classifier``, and the last matrix where no other has as many inputs as it has
         outputs.
     sync_every, compressor, warmup, comm, **settings

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not exported
 
 from mpicomp import errors
 from mpicomp.arrays import ArraySpec

@@ -131,7 +131,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     With one rank and ``outer=None`` it is the optimizer itself, to rounding; nothing is shared then. A GradScaler works
     as in a single process: a rank whose gradients overflowed skips its step, and takes part in the exchange.
 
-    Writes of a script to parameters, between an exchange and the next step and on all ranks alike, are copied to the
+    Writes of a script to parameters, between an exchange and the next step and the same on all ranks, are copied to the
     shared ones; at other times they are a part of that rank's change.
 
     References
