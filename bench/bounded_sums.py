@@ -12,9 +12,9 @@ from mpicomp.bench.measure.intervals import is_narrow
 from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
+from mpicomp.bounded.allreduce import bounded_rounds
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.record import wire_bytes
-from mpicomp.reducer.special_reducers import bounded_rounds
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.transport import Transport
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from mpicomp import torch as torch
 from mpicomp._version import __version__ as __version__
+from mpicomp.bounded.allreduce import allreduce as allreduce
 from mpicomp.checkpoint import load_checkpoint as load_checkpoint
 from mpicomp.checkpoint import save_checkpoint as save_checkpoint
 from mpicomp.collectives import list_collectives as list_collectives
@@ -28,7 +29,6 @@ from mpicomp.policies import list_policies as list_policies
 from mpicomp.reducer import BucketRecord as BucketRecord
 from mpicomp.reducer import Reducer as Reducer
 from mpicomp.reducer import StepRecord as StepRecord
-from mpicomp.reducer import allreduce as allreduce
 from mpicomp.reducer.trace import trace as trace
 from mpicomp.registry import register as register
 from mpicomp.system.gpus import local_device as local_device

@@ -9,7 +9,7 @@ from schemes import OWN, UNBIASED, USERS
 
 import mpicomp
 from mpicomp.collectives import COLLECTIVES
-from mpicomp.collectives.allreduce import Allreduce
+from mpicomp.collectives.dense import Allreduce
 from mpicomp.compressors import COMPRESSORS, SharedSparsifier
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import POLICIES, Static

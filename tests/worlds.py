@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpicomp.policies.schedule import with_warmup
-from mpicomp.reducer.special_reducers import TrainingReducer
+from mpicomp.reducer.training_reducer import TrainingReducer
 from mpicomp.transport import LocalWorld
 
 

@@ -1,5 +1,6 @@
-"""Every rank's sparse message to every rank, which all decode in rank order."""
+"""Every rank's sparse or packed message to every rank, which all decode in rank order."""
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,11 +23,12 @@ from mpicomp.collectives.scheme import (
     gain_of,
     gather_counts,
     is_finite,
+    plus,
     undelivered,
 )
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.kinds import Sparsifier, UncountedSelection
+from mpicomp.compressors.kinds import Quantiser, Sparsifier, UncountedSelection, packers
 from mpicomp.compressors.wire import (
     DAMAGED,
     HEADER_BYTES,
@@ -38,12 +40,14 @@ from mpicomp.compressors.wire import (
     Wire,
     capacity_bytes,
     count_in,
+    read_dense_headers,
     read_sparse,
     read_sparse_header,
     sparse_bytes,
     sparse_lead,
     sparse_parts,
     unpack_sharing,
+    write_dense_header,
     write_pairs,
     write_sparse,
 )
@@ -294,3 +298,66 @@ class Allgather(Scheme[Sparsifier]):
             except MessageError as error:
                 return MessageError(f"allgather: from rank {rank}: {error}")
         raise AssertionError("all messages can be read one by one")
+
+
+@register
+class PackedAllgather(Scheme[Quantiser]):
+    """Allgatherv of packed arrays; the mean is that of what was packed, and nothing is packed twice.
+
+    What leaves a rank grows with the number of ranks, and so does decoding: for few ranks, short arrays, and where the
+    second packing of `TwoPhase` would cost more than its bytes save.
+    """
+
+    id: ClassVar[str] = "packed-allgather"
+    precedence: ClassVar[int] = 11
+    paper: ClassVar[str] = "the exchange of QSGD, Alistarh et al. 2017, arXiv 1610.02132"
+    messages: ClassVar[str] = "packed"
+    overwrites: ClassVar[bool] = True
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        [packer] = packers(self.compressor, [numel])
+        return [Round("allgatherv", [HEADER_BYTES + packer.packed_bytes] * group.size, _BYTE)]
+
+    def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
+        [packer] = packers(self.compressor, [numel])
+        size = HEADER_BYTES + packer.packed_bytes
+        return Memory(size + (0 if packer.packs_in_place else numel * dtype.itemsize), group.size * size)
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
+        workspace = context.workspace
+        [packer] = packers(self.compressor, [numel])
+        [gather] = self.rounds(numel, dtype, group)
+        size = gather.counts[group.rank]
+        in_place = accumulated.may_be_overwritten and packer.packs_in_place
+        message = workspace.scratch("outgoing", size, _BYTE)
+        packed, key = message[HEADER_BYTES:], context.key(False)
+        if in_place:
+            lost, sent = packer.pack_in_place(accumulated, 0, packed, key), accumulated.array()
+        else:
+            sent = workspace.scratch("sent", numel, dtype)
+            lost = packer.pack(accumulated.array(), packed, sent, key)
+        moments, lost = accumulated.device_moments, plus(lost, accumulated.lost)
+        write_dense_header(message, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
+        gather.send = message
+        gather.recv = workspace.array("messages", size * group.size, _BYTE)
+        messages = (yield gather).reshape(group.size, size)
+
+        try:
+            flags, energy, lost = read_dense_headers(messages, numel)
+        except MessageError as error:
+            return undelivered(accumulated, MessageError(f"packed-allgather: {error}"), False)
+
+        def write(out: NDArray[np.floating]) -> None:
+            packer.unpack_sum(messages, HEADER_BYTES, 1 / group.size, out)
+
+        mean = LazyMean(numel, dtype, write)
+        bad = False
+        if not far_from_largest(energy * group.size, dtype):
+            written = workspace.scratch("written mean", numel, dtype)
+            mean.write(written)
+            bad = not np.isfinite(written).all()
+        leaves = "residual" if in_place else "sum"
+        if not self.compressor.averages:  # what wins is every rank's share, whatever its own sign
+            sent, lost = mean.in_workspace(workspace), math.nan
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad, leaves)

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.allreduce import ScatterReduce
 from mpicomp.collectives.ar_topk import exchange_at
+from mpicomp.collectives.dense import ScatterReduce
 from mpicomp.collectives.scheme import COLLECTIVES, Exchange, Scheme
 from mpicomp.collectives.two_phase import TwoPhase
 from mpicomp.compressors.accumulated import Accumulated

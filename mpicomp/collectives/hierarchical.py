@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.allreduce import ScatterReduce
+from mpicomp.collectives.dense import ScatterReduce
 from mpicomp.collectives.scheme import (
     Exchange,
     LazyMean,

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.regions import even_bounds, mean_bounds, overlaps, quantiles
 from mpicomp.collectives.scheme import (
     Exchange,
     LazyMean,
@@ -34,7 +33,7 @@ from mpicomp.compressors.wire import (
     write_sparse,
 )
 from mpicomp.errors import MessageError
-from mpicomp.gpu import current_device, to_python
+from mpicomp.gpu import current_device, pick, to_python
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, Rounds, gather_rows, parts_of
 from mpicomp.workspace import Workspace
@@ -410,3 +409,49 @@ def _parted(
 def _begin(out: Selection, count: int) -> Selection:
     [size] = to_python(count)
     return Selection(out.indices[:size], out.values[:size])
+
+
+def even_bounds(numel: int, size: int) -> list[int]:
+    """Return the starts of regions of equal length, and the end of the last one.
+
+    >>> even_bounds(10, 4)
+    [0, 3, 6, 8, 10]
+    """
+    return [0, *accumulate(parts_of(numel, size))]
+
+
+def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
+    """Return where a rank would cut between ``size`` regions: -1 everywhere if it has selected nothing.
+
+    >>> quantiles(np.array([1, 2, 3, 50], np.uint32), 2), quantiles(np.array([], np.uint32), 3)
+    ([3], [-1, -1])
+    """
+    count = indices.size
+    if not count:
+        return [-1] * (size - 1)
+    found: list[int] = pick(indices, [place * count // size for place in range(1, size)]).tolist()
+    return found
+
+
+def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
+    """Return the boundaries that follow from all ranks' quantiles: their means, rounded down.
+
+    >>> mean_bounds(np.array([[3], [-1], [6]]), [0, 5, 10])
+    [0, 4, 10]
+    """
+    rows = [[int(cut) for cut in row] for row in cuts if -1 not in row]
+    if not rows:
+        return list(before)
+    return [before[0], *(sum(column) // len(rows) for column in zip(*rows, strict=True)), before[-1]]
+
+
+def overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[int]:
+    """Return the number of a rank's elements that go to each when a list that ranks hold in pieces is cut again.
+
+    >>> [overlaps([6, 0, 3], [3, 3, 3], rank) for rank in range(3)]
+    [[3, 3, 0], [0, 0, 0], [0, 0, 3]]
+    """
+    start = sum(counts[:rank])
+    stop = start + counts[rank]
+    bounds = pairwise([0, *accumulate(targets)])
+    return [max(0, min(stop, end) - max(start, begin)) for begin, end in bounds]

@@ -2,6 +2,5 @@
 
 from mpicomp.reducer.record import BucketRecord, StepRecord
 from mpicomp.reducer.reducer import Reducer
-from mpicomp.reducer.special_reducers import allreduce
 
-__all__ = ["BucketRecord", "Reducer", "StepRecord", "allreduce"]
+__all__ = ["BucketRecord", "Reducer", "StepRecord"]

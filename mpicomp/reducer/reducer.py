@@ -133,7 +133,7 @@ class Reducer:
     [[1.0, 0.0], [2.0, 3.0]]
     """
 
-    _normalises = True  # see `mpicomp.reducer.special_reducers.TrainingReducer`
+    _normalises = True  # see `mpicomp.reducer.training_reducer.TrainingReducer`
     _default_policy: str | None = None
 
     @check_arguments("reducer")

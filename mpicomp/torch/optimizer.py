@@ -14,7 +14,7 @@ from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.settings import check_arguments
-from mpicomp.reducer.special_reducers import TrainingReducer
+from mpicomp.reducer.training_reducer import TrainingReducer
 from mpicomp.setting_checks import check_least
 from mpicomp.torch.checks import COMPARE_EVERY, SettingsCheck
 from mpicomp.torch.gradients import Gradients

@@ -18,7 +18,7 @@ from mpicomp.policies.interval import Interval
 from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.settings import check_arguments
-from mpicomp.reducer.special_reducers import TrainingReducer
+from mpicomp.reducer.training_reducer import TrainingReducer
 from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.setting_checks import check_flag, check_least
 from mpicomp.system import abort, say

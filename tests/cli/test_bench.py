@@ -7,8 +7,8 @@ import sys
 import pytest
 from marks import slow
 
+from mpicomp.bounded import allreduce
 from mpicomp.cli import main
-from mpicomp.reducer import special_reducers
 
 KERNELS = ["bench", "kernels", "--numel", "3000", "--ratio", "0.1", "--repeats", "2"]
 COLLECTIVES = ["bench", "collectives", "--numel", "3000", "--ratio", "0.1", "--limit", "0.05"]
@@ -157,7 +157,7 @@ def test_broken_bound_ends_with_status_1(capsys, monkeypatch):
         out[:] = array + 1.01 * error
         yield from ()
 
-    monkeypatch.setattr(special_reducers, "bounded_rounds", off)
+    monkeypatch.setattr(allreduce, "bounded_rounds", off)
     monkeypatch.delitem(sys.modules, "mpicomp.bench.bounded_sums", raising=False)
     assert main(["bench", "collectives", "--error", "0.01", "--numel", "100", "--limit", "0.01"]) == 1
     assert capsys.readouterr().out.count("WRONG") == 4

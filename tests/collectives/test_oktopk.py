@@ -11,7 +11,7 @@ from schemes import Above
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.collectives.regions import overlaps
+from mpicomp.collectives.oktopk import overlaps
 from mpicomp.errors import NonFiniteError
 
 SELECT = {

@@ -4,7 +4,7 @@ import pytest
 from lockstep import run
 
 import mpicomp
-from mpicomp.collectives import Context, bind, ring
+from mpicomp.collectives import Context, bind, sendrecv
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.rounds import Pending, Round, observe
 from mpicomp.transport import LocalWorld
@@ -15,7 +15,7 @@ NUMEL = 61
 @pytest.fixture
 def halved(monkeypatch):
     """Let parts of arrays of `NUMEL` travel in halves among up to seven ranks."""
-    monkeypatch.setattr(ring, "HALF", 4)
+    monkeypatch.setattr(sendrecv, "HALF_BYTES", 4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7])
@@ -90,6 +90,6 @@ def test_first_half_is_accumulated_before_a_send(halved):
 def test_short_parts_travel_whole():
     group = LocalWorld(4).transports[0].group
     scheme, single = bind(mpicomp.Dense(), "ring"), np.dtype(np.float32)
-    long = 2 * ring.HALF  # elements of four bytes: two halves for each of four ranks
+    long = 2 * sendrecv.HALF_BYTES  # elements of four bytes: two halves for each of four ranks
     assert [task.background for task in scheme.rounds(long - 1, single, group)] == [False] * 6
     assert [task.background for task in scheme.rounds(long, single, group)] == [True] * 13

@@ -8,7 +8,7 @@ import pytest
 from marks import slow
 
 from mpicomp.errors import MpicompError
-from mpicomp.reducer.special_reducers import TrainingReducer
+from mpicomp.reducer.training_reducer import TrainingReducer
 
 LIMIT_S = 2.0  # that docs/sharp-bits.md promises
 pytestmark = pytest.mark.timeout(60)

@@ -17,7 +17,7 @@ LAYERS = [
     ["mpicomp.bench.measure"],
     ["mpicomp.bench.lab", "mpicomp.bench.tasks"],
     ["mpicomp.systems"],
-    ["mpicomp.torch", "mpicomp.testing", "mpicomp.checkpoint"],
+    ["mpicomp.torch", "mpicomp.testing", "mpicomp.checkpoint", "mpicomp.bounded"],
     ["mpicomp.reducer"],
     ["mpicomp.policies", "mpicomp.doctor"],
     ["mpicomp.cost"],

@@ -12,9 +12,9 @@ from marks import slow
 from mpicomp.kernels.cpu import bounded_blocks as blocks
 
 import mpicomp
-from mpicomp.collectives.bounded_sum import grid_of
+from mpicomp.bounded.allreduce import bounded_rounds
+from mpicomp.bounded.bounded_sum import grid_of
 from mpicomp.errors import ArrayTypeError, ConfigurationError, DisagreementError, MessageError
-from mpicomp.reducer.special_reducers import bounded_rounds
 from mpicomp.rounds import observe
 from mpicomp.transport import LocalWorld
 

@@ -1,4 +1,4 @@
-"""A reducer that knows its optimizer, and the mean or sum of a single array without state."""
+"""The mean or sum of a single array without state, compressed or within an error bound."""
 
 import functools
 import math
@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import ArraySpec, check_not_masked
+from mpicomp.bounded.bounded_sum import bounded_sum, grid_of
 from mpicomp.collectives import fitting
-from mpicomp.collectives.bounded_sum import bounded_sum, grid_of
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.kernels.cpu.compile import check_compiler
@@ -23,22 +23,9 @@ from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect, run_over
 
 _REALS = {"float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}
-_LEAST = {"float32": 1e-37, "float64": 1e-280}  # below, roundings of subnormal numbers would count
-_LEAST_SHARE = 1e-16  # of a range; float64 has no closer numbers at its ends
-_MOST = 1e290  # so that steps and their multiples are finite
-
-
-class TrainingReducer(Reducer):
-    """A reducer of a training loop, which knows how its optimizer uses means.
-
-    ``normalises`` is whether the optimizer divides the mean by the root of its mean square, as Adam does: late
-    gradients then arrive in bursts that make its steps smaller. ``default_policy`` is the policy where none is named.
-    """
-
-    def __init__(self, *args: Any, normalises: bool = True, default_policy: str | None = None, **settings: Any) -> None:
-        self._normalises, self._default_policy = normalises, default_policy
-        super().__init__(*args, **settings)
-
+_MIN_ERROR = {"float32": 1e-37, "float64": 1e-280}  # below, roundings of subnormal numbers would count
+_MIN_RELATIVE_ERROR = 1e-16  # of a range; float64 has no closer numbers at its ends
+_MAX_ERROR = 1e290  # so that steps and their multiples are finite
 
 _world: Callable[[], Transport] = functools.cache(connect)  # which duplicates MPI.COMM_WORLD once, not at every call
 
@@ -156,7 +143,7 @@ def bounded_rounds(
     flat, numbers = flat.view(real), direct.view(real)
     if relative:
         ranges = (yield from gather_rows(np.float64(_range_of(flat)), group)).ravel()
-        bound = _absolute(bound, float(ranges.sum() / (1 if op == "sum" else group.size)), _LEAST[real])
+        bound = _absolute(bound, float(ranges.sum() / (1 if op == "sum" else group.size)), _MIN_ERROR[real])
     yield from bounded_sum(flat, numbers, grid_of(bound, op, flat.dtype, group.size), group)
     if not result.flags.c_contiguous:
         result[...] = direct.reshape(result.shape)
@@ -181,7 +168,7 @@ def _absolute(share: float, whole: float, least: float) -> float:
             f"allreduce: error times the range of the arrays must be at least {least:g}, got {share:g} x {whole:g}; "
             "multiply the array by a power of two first"
         )
-    return min(max(bound, least), _MOST)
+    return min(max(bound, least), _MAX_ERROR)
 
 
 def _check_bound(array: Any, compressor: Any, error: Any, op: str, relative: bool) -> float:
@@ -198,7 +185,7 @@ def _check_bound(array: Any, compressor: Any, error: Any, op: str, relative: boo
     check_not_masked("allreduce: the array", array)
     if array.dtype.name not in _REALS:
         raise ArrayTypeError(f"allreduce: error= needs one of {', '.join(_REALS)}, got {array.dtype}; cast it first")
-    least, most = (_LEAST_SHARE, 1.0) if relative else (_LEAST[_REALS[array.dtype.name]], _MOST)
+    least, most = (_MIN_RELATIVE_ERROR, 1.0) if relative else (_MIN_ERROR[_REALS[array.dtype.name]], _MAX_ERROR)
     return check_range("allreduce", "error", error, least, most)
 
 
