@@ -63,7 +63,7 @@ class FileWriteError(MpicompError, OSError):
 
 
 class OutOfMemoryError(MemoryError, MpicompError):
-    """A rank has no memory left for what an exchange needs; raised on all of them before anything is delivered."""
+    """A rank has no memory left for an exchange; raised on all of them before anything is delivered."""
 
 
 class LaunchError(MpicompError, RuntimeError):

@@ -78,7 +78,7 @@ class Workspace:
     device : Device
         Where its arrays are.
     scratch : Scratch, optional
-        What it shares with other buckets; one of its own by default.
+        Scratch shared with other buckets; one of its own by default.
 
     Examples
     --------

@@ -42,7 +42,6 @@ def probe_link(network: Network, transport: Transport) -> Rounds[None]:
 
 
 def _time_ring(transport: Transport, group: Group | None, repeats: int) -> Rounds[tuple[float, float]]:
-    """Return the seconds in which all ranks pass a small and a larger message to their neighbors."""
     tasks = [_ring(group, _SMALL_BYTES)] * (repeats + 1) + [_ring(group, _FIRST_BYTES)] * _FEW_REPEATS
     seconds = yield from _measure(transport, group, tasks)
     return float(seconds[1 : repeats + 1].min()), float(seconds[repeats + 1 :].min())
@@ -119,7 +118,6 @@ def _ring(group: Group | None, nbytes: int) -> Round:
 
 
 def _task(operation: str, group: Group | None, nbytes: int) -> Round:
-    """Return a round in which about ``nbytes`` pass a link, with arrays of zeros."""
     if group is None:
         return Round(operation, (0,), _BYTE)
     size = group.size

@@ -2,8 +2,8 @@
 
 Seconds of a round are ``latency x Terms.latency x factor + seconds a byte x Terms.volume x factor``, with one latency
 and one bandwidth between hosts, one inside a host, and two factors for each operation in each group. An extended Kalman
-filter learns their logarithms from the logarithm of measured seconds: relative errors are alike at a microsecond and at
-a minute. Links drift and factors hardly do, so a measurement of one plan moves the predictions of all.
+filter learns their logarithms from the logarithm of measured seconds: relative errors are similar at a microsecond and
+at a minute. Links drift and factors hardly do, so a measurement of one plan moves the predictions of all.
 """
 
 from collections import Counter
@@ -126,7 +126,7 @@ class Network:
 
         The first outlier changes nothing; if the next measurement is one of the same sign, the links have changed.
         ``noise`` and ``relative_noise`` are variances of the logarithm of the seconds: if the prediction is right, and
-        relative to what was measured; ``plan_error`` is the known error of the plan's predicted logarithm. Return the
+        relative to the measured ones; ``plan_error`` is the known error of the plan's predicted logarithm. Return the
         innovation of the logarithm, its derivative by the plan's error (1 without contention), its expected variance,
         and whether the links count as changed.
         """

@@ -228,7 +228,6 @@ class Candidates:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Predict all plans with the current state."""
         speeds, kernels, rounds = self._tables
         arithmetic.predict(
             self._coefficients, self._network.unit_seconds, self._network.factor_variance, self._log_kernel_s, speeds,
@@ -238,12 +237,10 @@ class Candidates:
 
 
 def _row(correction: Correction, step: int) -> tuple[float, float, float]:
-    """Return a row of a table for `arithmetic.predict`."""
     return correction.error, correction.variance, step
 
 
 def _distinct(corrections: Sequence[Correction]) -> tuple[list[Correction], NDArray[np.int64]]:
-    """Return the distinct objects, and the index of each plan's among them."""
     rows: dict[int, int] = {}
     objects: list[Correction] = []
     for correction in corrections:

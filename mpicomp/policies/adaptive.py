@@ -96,7 +96,7 @@ class Adaptive(MeasuredPolicy):
 
     @abstractmethod
     def levels(self) -> list[Compressor]:
-        """Return settings of the compressor, ascending by what is sent, for which seconds are predicted.
+        """Return settings of the compressor, ascending by bytes, for which seconds are predicted.
 
         A result of `choose` is predicted to take as long as the nearest of them.
         """

@@ -62,8 +62,8 @@ class Auto(MeasuredPolicy):
     Parameters
     ----------
     fidelity : float
-        In (0, 1]. Training may fall behind by ``1 - fidelity`` of its steps; 1 is dense. docs/policies.md says what it
-        costs.
+        In (0, 1]. Training may fall behind by ``1 - fidelity`` of its steps; 1 is dense. Its cost is in
+        docs/policies.md.
     """
 
     id: ClassVar[str] = "auto"
@@ -190,7 +190,6 @@ class Auto(MeasuredPolicy):
         return self._selector.plan(bucket, self._allowed[bucket], self._reason)
 
     def _schedule_next_search(self, interval: float) -> None:
-        """Schedule the next survey ``interval`` steps ahead, clamped by the age of training."""
         least = max(_MIN_SEARCH_INTERVAL, _SEARCH_INTERVAL_FRACTION * self._age, interval)
         self._interval = min(least, max(_MIN_SEARCH_INTERVAL, self._age))
         self._next_survey = self._step + self._interval
@@ -241,7 +240,6 @@ class Auto(MeasuredPolicy):
         return {"age": self._age, "elements": self._statistics_by_name()}
 
     def _statistics_by_name(self) -> dict[str, Mapping[str, Any]]:
-        """Return the statistics of each bucket by its first parameter."""
         pairs = zip(self._shapes, self._statistics, strict=True)
         return {shape.names[0]: statistics.state_dict() for shape, statistics in pairs}
 
@@ -254,7 +252,6 @@ class Auto(MeasuredPolicy):
         self._selector.load_cost(cost)
 
     def _restore(self) -> None:
-        """Begin with the statistics of buckets that begin with the same parameter, or with none."""
         pairs = [self._new_survey(shape) for shape in self._shapes]
         self._surveys, self._statistics = [survey for survey, _ in pairs], [statistics for _, statistics in pairs]
         self._last_surveys.clear()
@@ -268,7 +265,6 @@ class Auto(MeasuredPolicy):
         return ElementSurvey(shape.sizes, self._quantisers), statistics
 
     def _fits(self, compressor: Compressor) -> bool:
-        """Return whether the collective that the user named carries a compressor."""
         if self._pinned is not None:
             try:
                 bind(compressor, self._pinned)
@@ -277,7 +273,6 @@ class Auto(MeasuredPolicy):
         return True
 
     def _levels(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
-        """Return the levels of a bucket: ratios of each wire, quantizers, and dense at last."""
         levels: list[tuple[Compressor, Sequence[str]]] = []
         for wire, ratio in itertools.product(self._wires, self._ladder.tolist()):
             # Further wires are for fast networks, where kernel seconds matter.
@@ -290,7 +285,6 @@ class Auto(MeasuredPolicy):
         return levels
 
     def _names(self, compressor: Compressor, group: Group, complete: bool = False) -> list[str]:
-        """Return the names of the collectives that may carry a compressor."""
         return [self._pinned] if self._pinned else collectives_for(compressor, group, complete)
 
     def _dense_rows(self, bucket: int) -> NDArray[np.int64]:
@@ -305,7 +299,6 @@ class Auto(MeasuredPolicy):
         return int(rows[self._selector.seconds(bucket)[rows].argmin()])
 
     def _search_plans(self) -> None:
-        """Search for better plans with the current state."""
         self._searched_s = math.nan
         tradeoff = self._tradeoff()
         if tradeoff is None:
@@ -325,7 +318,6 @@ class Auto(MeasuredPolicy):
         )
 
     def _tradeoff(self) -> PlanTradeoff | None:
-        """Return time against penalty of all rows; None if too little is known."""
         if not self._chooses or not self._is_known or all(statistics.is_zero for statistics in self._statistics):
             return None
         buckets = range(len(self._shapes))
@@ -353,11 +345,9 @@ class Auto(MeasuredPolicy):
         return last if is_near and is_safe and tradeoff.allows(last) and tradeoff.pays(last, dense) else best
 
     def _selecting(self) -> list[NDArray[np.bool_]]:
-        """Return for each bucket which rows select elements."""
         return [table.levels < self._ratios.size for table in self._selector.tables]
 
     def _penalties(self, bucket: int, age: float) -> NDArray[np.float64]:
-        """Return the convergence penalty of each of a bucket's rows at an age of training."""
         table, statistics, ranks = self._selector.tables[bucket], self._statistics[bucket], self._ranks
         of_levels = np.zeros((2, table.kept.size))  # of ranks that select separately, and jointly
         count = self._ratios.size

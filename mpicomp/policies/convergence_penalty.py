@@ -141,7 +141,6 @@ class ElementSurvey:
 def _gather(
     accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, indices: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return the gradients of some elements, on the host."""
     device = current_device()
     indices = device.to_device(indices)
     with np.errstate(invalid="ignore"):

@@ -44,7 +44,7 @@ class Interval(MeasuredPolicy):
     Parameters
     ----------
     share : float
-        In (0, 1]: seconds of an exchange over those of the steps before it. docs/updates.md says why a quarter.
+        In (0, 1]: seconds of an exchange over those of the steps before it. docs/updates.md has the reason for 0.25.
     """
 
     id: ClassVar[str] = "interval"
@@ -124,7 +124,6 @@ class Interval(MeasuredPolicy):
         super().load_state_dict(state, cost)
 
     def _choose(self) -> None:
-        """Choose steps and level from seconds that all ranks share."""
         self._is_due = False
         step_s = self.step_times.compute_s
         if not step_s:

@@ -93,6 +93,5 @@ class PenaltyWarning:
         return delay_penalty(delay, statistics.signal, self._ranks, _SHORT_STEPS, self._normalises)
 
     def _mean(self, of_buckets: Sequence[float]) -> float:
-        """Return the mean over elements, by importance."""
         weights = [statistics.importance for statistics in self._statistics]
         return float(np.average(of_buckets, weights=weights)) if sum(weights) > 0 else 0.0

@@ -35,10 +35,10 @@ _REPEATING = "repeating the last plan to time it"
 _UNMEASURED = "seconds cannot be measured, so the first collective that fits"  # one rank, or ranks in lockstep
 _EXPLORATIONS = 12, 1 / 64  # plans that may be explored after a start or a change of the network; more for each step
 _UNTIMED_STEPS = 2  # first steps of a plan, not timed: buffers are allocated, and compressors find their thresholds
-_MAX_SILENT_STEPS = 6  # one step of so many at least is compared with its prediction: a change is followed within ten
+_MAX_SILENT_STEPS = 6  # at least one step of these is compared with its prediction: a change is followed within ten
 _LEARNING_INTERVAL_S = 0.1  # seconds between two steps that are learned from, which takes 1 ms: 1 % of that
 _MEDIAN_STEPS = 5  # intervals between steps whose median counts
-# What a plan may need besides gradients and residuals: a share of all gradients, or so many bytes. 48 MB are those of 8
+# Limits of a plan's memory besides gradients and residuals: a share of all gradients, or bytes. 48 MB are those of 8
 # bits through two-phase in buckets of the default length; of dense plans some need next to nothing.
 _MEMORY_SHARE, _MEMORY_BYTES = 0.5, 48 << 20
 _DENSE_SHARE, _DENSE_BYTES = 0.25, 8 << 20
@@ -392,7 +392,6 @@ def _fitting(
 
 
 def _nominal_seconds(table: PlanTable, shape: Shape, group: Group) -> NDArray[np.float64]:
-    """Return the seconds of rows on a network of 1 Gbit/s, without kernels."""
     network = Network(max(2, group.hosts))
     views = sample_views(group)
     seconds = []

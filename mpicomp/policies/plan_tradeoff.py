@@ -46,7 +46,7 @@ class PlanTradeoff:
         return float(self.compute_s + end)
 
     def cost(self, rows: Sequence[int]) -> float:
-        """Return what the best rows have least of: seconds of a step over the square of its progress."""
+        """Return the cost that the best rows minimize: seconds of a step over the square of its progress."""
         return float(self.seconds_of_step(rows) / max(1 - self.penalty(rows), _MIN_PROGRESS) ** _CAUTION)
 
     def allows(self, rows: Sequence[int]) -> bool:

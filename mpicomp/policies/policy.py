@@ -141,7 +141,7 @@ class StepReport:
 class Policy(metaclass=Configurable):
     """Chooses plans, the same on all ranks. Its fields are its settings; one object serves one reducer.
 
-    To add a policy, derive a dataclass that defines `id`, `configure`, `plan` and what else it needs, and register it
+    To add a policy, derive a dataclass that defines `id`, `configure`, `plan` and others as needed, and register it
     with `mpicomp.register`. It may decide only by the arguments of these methods, which are the same on all ranks.
     """
 
@@ -161,7 +161,7 @@ class Policy(metaclass=Configurable):
         self.warmup: int | str | None = None
         """The warm-up before it, see `mpicomp.policies.schedule.read_warmup`; None for the default."""
         self.known_cost: CostModel | str | None = None
-        """What is known of links, operations and kernels, or the file that it is in; None lets it be measured."""
+        """The cost model, or its file; None lets it be measured."""
         self.serves = False
         """Whether a reducer uses it."""
         self.check()
@@ -265,7 +265,7 @@ def feedback_of(compressor: Compressor, feedback: bool | None) -> bool:
         )
     if not chosen and compressor.entry.momentum:
         raise ConfigurationError(
-            f"{compressor.id}: momentum correction keeps what was not sent, which needs error feedback; "
+            f"{compressor.id}: momentum correction keeps the elements that were not sent, which needs error feedback; "
             "leave feedback out, or set momentum=0"
         )
     return chosen

@@ -57,7 +57,7 @@ class Schedule(Adaptive):
     shape : {"linear", "exponential", "step", "varco"}
         Of the ramp.
     stages : int
-        Of ``"step"``, at least 2; the last one is what follows the ramp.
+        Of ``"step"``, at least 2; the last one follows the ramp.
     slope : float
         Of ``"varco"``, at least 1: how many times sooner than training the ramp ends.
 
@@ -104,7 +104,7 @@ class Schedule(Adaptive):
         yield from super().start(shapes, transport)
 
     def ratio(self, step: int) -> float:
-        """Return the ratio after so many steps."""
+        """Return the ratio of a step."""
         if self.shape == "varco":
             share = self.slope * step / (self.steps - 2)
         elif self.shape == "step":
@@ -195,7 +195,6 @@ def with_warmup(policy: Any, warmup: int | str | None) -> Any:
 
 
 def _has_warmup(compressor: Compressor) -> bool:
-    """Return whether a compressor has its own warm-up."""
     return compressor.bind([], [], warm_up=False).get_config() != compressor.get_config()
 
 
@@ -241,7 +240,7 @@ class WarmUp(Policy):
         else:
             raise ConfigurationError(
                 f"warmup: a ramp changes the ratio, which {compressor.id} does not have; use warmup={self._steps}, "
-                "which is so many dense steps"
+                "for as many dense steps"
             )
         self._first.configure(replace(settings, feedback=feedback))
         self._planning = self._active

@@ -70,7 +70,6 @@ class SpectrumSurvey:
     def _bins(
         self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """Yield counts and energies of each layer's magnitudes in host memory, shape (_ALL,)."""
         device = current_device()
         workspace = self._workspaces.setdefault(device, Workspace(device))
         # On the host one layer's bins stay in the cache; those of a device are copied to the host at once.

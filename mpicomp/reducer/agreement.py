@@ -58,13 +58,13 @@ class LoadedState:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             policy.load_state_dict(before, None)
             raise ConfigurationError(
-                f"reducer: the loaded state is none of policy '{policy.id}' ({type(error).__name__}: {error}); "
+                f"reducer: the loaded state was not saved by policy '{policy.id}' ({type(error).__name__}: {error}); "
                 "delete state['policy'] to begin without"
             ) from error
 
 
 def settings_of_state(state: LoadedState, is_loaded: bool, is_applied: bool) -> dict[str, Any]:
-    """Return what ranks compare of the state before a step."""
+    """Return the part of the state before a step that ranks compare."""
     text = json.dumps(state.policy, sort_keys=True, default=str)
     return {
         "the step that follows": state.step,
@@ -133,13 +133,12 @@ def run_collectively(
 def no_memory(error: MemoryError, subsystem: str) -> OutOfMemoryError:
     """Return an error that all ranks can raise."""
     return OutOfMemoryError(
-        f"{subsystem}: no memory is left for the buckets and residuals of this rank ({error or 'not said for what'}); "
+        f"{subsystem}: no memory is left for the buckets and residuals of this rank ({error or 'of unknown size'}); "
         "start fewer ranks on its host or GPU, or raise its limit"
     )
 
 
 def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
-    """Return the error of the first difference between reports, the same on all ranks."""
     described = [rank for rank, report in enumerate(reports) if "arrays" in report]
     for rank in described[1:]:
         text = _compare(reports[described[0]], reports[rank], described[0], rank)
@@ -156,7 +155,6 @@ def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
 
 
 def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int) -> str | None:
-    """Return the first difference between two ranks' signatures, or None."""
     for key, value in ours["settings"].items():
         if value != theirs["settings"][key]:
             other = theirs["settings"][key]
@@ -197,7 +195,7 @@ GradientInput = tuple[Mapping[str, Any], Collection[str]]
 
 
 class ExtraExchange:
-    """Exchanges that belong to a step but to none of its buckets, such as comparisons of replicas; by default none."""
+    """Exchanges of a step outside its buckets, such as comparisons of replicas; by default there are none."""
 
     stale = False  # whether ranks must compare arrays and settings in this step, for a reason that arrays do not show
     idle = False  # whether this rank has no gradients: its arrays are absent, and do not become conditional for that

@@ -30,7 +30,7 @@ class Bucket:
 
     Two flat arrays trade places under error feedback: one holds the residual, the other receives the accumulated
     gradient, which becomes the next residual, while the former residual's memory receives a lazy mean. An undone step
-    leaves the residual as it was, bit for bit. ``decay`` multiplies the residual when it is added.
+    does not change a bit of the residual. ``decay`` multiplies the residual when it is added.
 
     With ``holds_gradients``, gradients may lie where the sum is made (`gradient`), and the two arrays keep their
     places: the next residual is copied, and a lazy mean is written over the gradients.
@@ -282,7 +282,6 @@ class Bucket:
 
 
 def _is_all_of(accumulated: NDArray[np.floating], sent: NDArray[np.floating] | Selection) -> bool:
-    """Return whether the accumulated array itself was sent."""
     return not isinstance(sent, Selection) and sent.base is accumulated.base
 
 

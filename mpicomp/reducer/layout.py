@@ -31,7 +31,7 @@ class Inputs:
     buckets: list[Bucket] | None = None
     """New ones, where the arrays are not those of the layout."""
     problem: MpicompError | None = None
-    """What is wrong with them, or with another argument."""
+    """Error in them, or in another argument."""
 
 
 class Layout:
@@ -270,7 +270,6 @@ class Layout:
             bucket.memory = self._memories.pop(bucket.members[0].name, bucket.memory)
 
     def _held(self, kind: str) -> dict[str, NDArray[np.floating]]:
-        """Return the buckets' arrays of a kind of state by name: flat, writable."""
         if not self._feedback:
             return {}
         parts = (getattr(bucket, kind)() for bucket in self.buckets)
@@ -290,7 +289,6 @@ class Layout:
 
 
 def _is_same(first: NDArray[Any], second: NDArray[Any]) -> bool:
-    """Return whether two flat arrays have the same memory, which the first keeps alive."""
     return (
         first.size == second.size
         and first.dtype == second.dtype

@@ -66,7 +66,7 @@ class BucketRecord:
         Bytes that would have left this rank in a ring of 32-bit numbers.
     memory_bytes : int
         Bytes that the plan needs besides the gradient and the residual of the bucket, at most on any rank: scratch,
-        which all buckets share, and what is held until the step ends.
+        which all buckets share, and arrays that are held until the step ends.
     rounds : list of str
         MPI operations, in order.
     energy : float or None
@@ -186,12 +186,12 @@ def nonfinite_error(step: int, nonfinite: Sequence[BucketExchange], overflowed: 
         plans = " or ".join(sorted({done.plan.scheme.compressor.id for done in nonfinite}))
         return NonFiniteError(
             f"reduce: gradients are finite, and {plans} overflowed at step {step}{where}: they, or their sum with the "
-            "residual or over ranks, are too large for what it computes in; nothing was applied and the residuals are "
-            "as they were. Clip or scale gradients, or use a wider wire"
+            "residual or over ranks, are too large for its dtype; nothing was applied and the residuals are "
+            "unchanged. Clip or scale gradients, or use a wider wire"
         )
     return NonFiniteError(
         f"reduce: gradients must be finite, got NaN or infinity on some rank at step {step}{where}; nothing was "
-        "applied and the residuals are as they were. nonfinite='skip' leaves such steps out"
+        "applied and the residuals are unchanged. nonfinite='skip' leaves such steps out"
     )
 
 
@@ -235,7 +235,7 @@ class StepRecord:
         The rank, by its number in the reducer, with most work in the last 16 reported steps: seconds from one exchange
         to the next without waits. None before the 20th step, and with one rank.
     slowest_costs_s : float or None
-        Seconds a step of its work over that of the median rank (the faster of two): the others wait so long for it.
+        Seconds a step of its work over that of the median rank (the faster of two), which the others wait.
     choosing_s : float
         This rank's seconds for choosing plans and learning from their times, without waits.
     once_wire_bytes : float

@@ -90,7 +90,7 @@ class Reducer:
         Whether the part of a gradient that is not sent is kept for the next step. None follows the compressor.
     nonfinite : {"raise", "skip", "pass"}
         What all ranks do if a gradient holds NaN or infinity on some rank. ``"raise"`` raises `NonFiniteError`;
-        ``"skip"`` delivers zeros; both leave the residuals as they were. ``"pass"`` delivers the result and keeps it
+        ``"skip"`` delivers zeros; neither changes residuals. ``"pass"`` delivers the result and keeps it
         out of the residuals.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
@@ -175,7 +175,6 @@ class Reducer:
         self.transport.log = []
 
     def _configure(self, named: Policy | str | Mapping[str, Any] | None) -> None:
-        """Check settings and make all parts of the reducer; without communication."""
         plugins.load_all()
         check_compiler()
         if not callable(self._on_failure) and self._on_failure not in _ON_FAILURE:
@@ -200,7 +199,7 @@ class Reducer:
         self.policy = policy
         """The policy, which chooses plans after the warm-up."""
         self.planner = planner
-        """What chooses plans now: the policy, or the warm-up before it."""
+        """The policy that chooses plans now: `policy`, or the warm-up before it."""
         self.settings: dict[str, Any] = {
             "compressor": policy.compressor.get_config(),
             "collective": self._collective,
@@ -287,7 +286,7 @@ class Reducer:
         ArrayTypeError, DisagreementError
             For arrays that cannot be reduced, or that differ between ranks: on all ranks before anything is delivered.
         NonFiniteError
-            With ``nonfinite="raise"``, on all ranks; residuals are as they were.
+            With ``nonfinite="raise"``, on all ranks; residuals are unchanged.
         ClosedError
             After `close`.
         """
@@ -429,7 +428,6 @@ class Reducer:
         return means
 
     def _agree_finite(self, step: Step, finite: bool, extra: ExtraExchange) -> Rounds[bool]:
-        """Return whether a step is finite on all ranks, after the exchanges of the caller. As rounds."""
         try:
             finite = (yield from extra.exchange()) and finite
         except MpicompError:
@@ -443,7 +441,6 @@ class Reducer:
         return extra.agree_finite(finite) if extra.has_shards else finite
 
     def _apply(self, step: Step, finite: bool, unused: Collection[str]) -> dict[str, Any]:
-        """Keep residuals or leave them as they were, and return the means."""
         if finite:
             return step.commit(True, False, unused)
         if self.nonfinite == "pass":
@@ -455,7 +452,6 @@ class Reducer:
         return step.commit(False, True, unused)
 
     def _report(self, step: Step, finite: bool) -> Rounds[None]:
-        """Let the policy learn from the step's results, and start the ranks' telemetry. As rounds."""
         if step.frozen:
             return
         transport, telemetry, planner, record = self.transport, self.telemetry, self.planner, step.record
@@ -523,7 +519,6 @@ class Reducer:
             yield from step.exchange(bucket, step.gradients_of(bucket), plan, ready, step.log, survey)
 
     def _compare_ranks(self, step: Step) -> Rounds[None]:
-        """Raise on all ranks if their arrays, settings or states differ; load a loaded state into the policy."""
         planner, loaded, inputs, group = self.planner, self.loaded, step.inputs, self.transport.group
         signature, problem = None, inputs.problem
         if inputs.members is not None:
@@ -533,7 +528,7 @@ class Reducer:
             if loaded is not None:
                 loaded.load_into(planner, group)
         except MpicompError as error:
-            # That it is no state of this policy says more than that it differs from the other ranks'.
+            # A state of another policy explains more than a difference between ranks.
             problem, signature = problem or error, None
         try:
             yield from agree(signature, problem or step.damaged, group)
@@ -547,7 +542,6 @@ class Reducer:
         self.must_check_ranks = False
 
     def _settings_of_step(self, gradients: Iterable[Any]) -> dict[str, Any]:
-        """Return the settings and states that have to be the same on all ranks in this step."""
         state = self.loaded or LoadedState(self.count, self.planner.state_dict(), None)
         settings = self.settings | settings_of_state(state, self.loaded is not None, not self.must_check_ranks)
         if self.compressor.needs_identical_blas:
@@ -556,7 +550,6 @@ class Reducer:
         return settings
 
     def _lay_out(self, step: Step) -> Rounds[None]:
-        """Make buckets of other arrays, and let the policy begin with them. As rounds."""
         layout, transport, planner, log = self.layout, self.transport, self.planner, step.log
         members, buckets = step.inputs.members, step.inputs.buckets
         assert members is not None
@@ -578,7 +571,6 @@ class Reducer:
         self.plans = []
 
     def _clipped(self, step: Step) -> float:
-        """Return the factor of this rank's gradients that also clips them."""
         ranks = self.transport.group.size
         return step.scale * self.layout.clip_factor(step.inputs.gradients, step.scale, ranks)
 
@@ -591,7 +583,6 @@ class Reducer:
         return [name for name, ranks in zip(names, rows, strict=True) if ranks.any()]
 
     def _share(self, flags: list[bool]) -> Rounds[NDArray[np.uint8]]:
-        """Return the flags of all ranks, a row for each. As rounds."""
         return (yield from gather_rows(np.array(flags, np.uint8), self.transport.group))
 
     def _continue_without_dead(self, error: RankFailedError | None) -> Rounds[None]:

@@ -42,16 +42,16 @@ _ADVICE = {
     "static_graph": "a parameter without a gradient on some rank counts as zeros there; leave it out",
     "broadcast_buffers": "call mpicomp.torch.broadcast_parameters(model) once, which sends buffers, too; leave it out",
 }
-"""What to write in place of arguments of Horovod, DistributedDataParallel and others."""
+"""Advice for arguments of Horovod, DistributedDataParallel and others."""
 
 
 def check_arguments(
     subsystem: str, *others: Callable[..., Any], world: Callable[[], Any] = lambda: None
 ) -> Callable[[Callable[Settings, Made]], Callable[Settings, Made]]:
-    """Let a function that is collective over ``comm`` refuse wrong names and kinds of arguments, on all ranks alike.
+    """Let a function that is collective over ``comm`` refuse wrong names and kinds of arguments, on all ranks.
 
     NumPy's numbers are passed on as Python's. Its ``**settings`` are arguments of the ``others``. ``world`` returns
-    what it takes for ``comm=None``. A rank with a wrong argument connects and reports, as the function itself does
+    the transport of ``comm=None``. A rank with a wrong argument connects and reports, as the function itself does
     first on the other ranks.
     """
 
@@ -117,7 +117,7 @@ def _refuse_together(error: MpicompError, comm: Any, world: Callable[[], Any], s
 
 
 def check_settings(settings: Mapping[str, Any], compressor: Any, subsystem: str, known: Collection[str]) -> None:
-    """Refuse unknown keywords; say where those of a compressor belong, and what stands for those of other libraries."""
+    """Refuse unknown keywords, with advice for those of a compressor and of other libraries."""
     unknown = {name: value for name, value in settings.items() if name not in known}
     if not unknown:
         return

@@ -43,7 +43,7 @@ class Step:
     frozen : bool
         Whether plans are those of the step before.
     log : list of RoundLog
-        What the transport writes; rounds that no bucket has taken are overhead of the step.
+        Written by the transport; rounds that no bucket has taken are overhead of the step.
     previous : StepRecord, optional
         Of the last step, whose arrays are released before other plans run.
     """
@@ -59,7 +59,7 @@ class Step:
     damaged: MessageError | None = None
     """The message that this rank could not read."""
     argument_problem: MpicompError | None = None
-    """What is wrong with another argument than the arrays."""
+    """Error in another argument than the arrays."""
     has_overflowed = False
     """Whether finite gradients have become infinite in the exchange."""
 
@@ -180,7 +180,7 @@ class Step:
         done.start += seconds
 
     def _release_buffers(self) -> None:
-        """Drop arrays that records hold, as a bucket's plan changes: what the last one needed is released."""
+        """Drop arrays that records hold, as a bucket's plan changes: memory of the last plan is released."""
         for entry in self.log:
             entry.task = entry.task.shape()
         for done in self.done:

@@ -59,7 +59,7 @@ class Stream:
             return means
         except RankFailedError as error:
             step.undo()
-            reducer.failed = error  # `Reducer.reduce` goes on from here
+            reducer.failed = error  # `Reducer.reduce` continues from here
             if reducer.survives:
                 # The thread must be idle before ranks agree: other rounds that it waits for are revoked.
                 reducer.transport.revoke()

@@ -112,7 +112,6 @@ class Telemetry:
             self._pass_on((yield pending).reshape(self._ranks, -1), report, policy)
 
     def _pass_on(self, rows: NDArray[np.uint8], report: StepReport, policy: Policy) -> None:
-        """Pass the reports of all ranks, a row each, to the policy."""
         end = 8 + 8 * _PER_BUCKET * len(report.plans)
         numbers = rows[:, :end].copy().view(np.float64)
         lr = float(numbers[0, 0])

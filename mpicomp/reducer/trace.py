@@ -89,7 +89,7 @@ def marked(exchange: Rounds[Value]) -> Rounds[Value]:
         show(None)
 
 
-class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
+class trace:  # noqa: N801, it reads as a verb: with mpicomp.trace(...)
     """Write the steps of the ranks' reducers to one file, on one clock, for Perfetto or Chrome's tracing.
 
     Making it and `finish` are collective over ``comm``, and so is the end of a ``with`` block without an error. After
@@ -148,7 +148,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
             raise
         self._offset = transport.offset
         self._shift = transport.offset - float(base[0])  # from this rank's clock to that of the trace
-        self._left = self._flushed = time.perf_counter()  # when this thread came back to the script; of the last flush
+        self._left = self._flushed = time.perf_counter()  # when this thread returned to the script; of the last flush
         host = transport.group.layout[self._rank] if transport.group.layout else 0
         self._write(
             [
@@ -166,7 +166,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         """End the trace and merge the ranks' files. Collective; a second call does nothing.
 
         If ranks have died and the others continue on this transport, the trace has the steps of the others; on another
-        transport the ranks' files stay as they are, with a warning.
+        transport the ranks' files remain, with a warning.
         """
         if not self._part:
             return
@@ -248,14 +248,12 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         )
 
     def _counters(self, at: float) -> str:
-        """Return the line of the bytes that have left the rank, and of those of a dense ring."""
         return (
             f'{{"ts":{1e6 * (at + self._shift):.3f},"ph":"C","name":"bytes on the wire","pid":{self._rank},"tid":0,'
             f'"args":{{"sent":{self._wire:.0f},"dense ring":{self._dense:.0f}}}}},\n'
         )
 
     def _name_tracks(self, reducer: int) -> list[str]:
-        """Give a reducer its tracks, and return the events that name them."""
         number = len(self._tracks)
         self._tracks[reducer] = first = 1 + len(_TRACKS) * number
         suffix, events = f" {number + 1}" if number else "", []
@@ -335,12 +333,11 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
                 yield Round("gatherv", counts, _BYTE, send=send, recv=recv)
                 if out is not None and recv is not None:
                     out.write(recv.tobytes())
-            if out is not None:  # a last event without a comma, which says nothing new
+            if out is not None:  # a last event without a comma, a repetition
                 out.write(self._metadata("process_sort_index", 0, sort_index=self._rank)[:-2].encode() + b"\n]}\n")
 
 
 def _lines(file: IO[bytes], clock: float) -> Iterator[bytes]:
-    """Yield blocks of the lines of a rank's file; ``clock`` is the factor of its times."""
     while lines := file.readlines(_BLOCK_BYTES):
         lines = [line for line in lines if line.endswith(b",\n")]  # neither its head, nor what a full disk cut short
         if clock != 1:
@@ -352,7 +349,6 @@ def _lines(file: IO[bytes], clock: float) -> Iterator[bytes]:
 
 
 def _add_nvtx() -> None:
-    """Show ranges by the package nvtx, if it is installed."""
     try:
         import nvtx
     except ImportError:

@@ -36,7 +36,7 @@ def check_registered(cls: type[Scheme[Any]]) -> None:
     """Check that it is registered, names its messages and its paper, and that a compressor fits it."""
     assert collective_class(cls.id) is cls, f"'{cls.id}' is registered for another class"
     assert ":" not in cls.id, f"a colon separates a collective from its inner one, got '{cls.id}'"
-    assert cls.paper, "paper is empty: say where it comes from"
+    assert cls.paper, "paper is empty; name the source"
     assert _carried(cls), f"no built-in compressor has {cls.messages!r} messages that it carries"
 
 
@@ -92,7 +92,7 @@ def check_bytes(where: str, outcome: Outcome, step: int) -> None:
             assert group is not None
             promised = task.sent_bytes(group), task.wire_bytes(group)
             ran_bytes = entry.sent_bytes, entry.wire_bytes
-            assert ran_bytes == promised, f"{task.operation} sent {ran_bytes}, rounds say {promised}: {where}"
+            assert ran_bytes == promised, f"{task.operation} sent {ran_bytes}, rounds announce {promised}: {where}"
 
 
 def check_one_bad_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
@@ -131,7 +131,6 @@ def _carried(cls: type[Scheme[Any]]) -> list[Compressor]:
 
 
 def _exchanges(cls: type[Scheme[Any]]) -> Iterator[tuple[str, Outcome]]:
-    """Exchange arrays of all lengths among all numbers of ranks, in steps with a memory; yield each last one."""
     worlds: list[tuple[int, bool, int | tuple[int, ...]]] = [(ranks, True, 1) for ranks in _RANKS]
     worlds += [(3, False, 1), (len(_HOSTS), True, _HOSTS)]
     for compressor, (ranks, identical, hosts) in itertools.product(_carried(cls), worlds):
@@ -166,7 +165,6 @@ def _exchange(
 
 
 def _gradients(ranks: int, numel: int, dtype: np.dtype[Any], step: int = 0) -> list[Array]:
-    """Return one array a rank, some with small elements only."""
     rng = np.random.default_rng([numel, step])
     return [
         ((1e-3 if rank % 3 == 1 else 1.0) * rng.standard_t(3, numel)).astype(dtype, copy=False) for rank in range(ranks)

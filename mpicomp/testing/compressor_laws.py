@@ -54,7 +54,7 @@ def check_configuration(compressor: Compressor) -> None:
     assert cls().get_config()["id"] == compressor.id, "every parameter needs a default"
     config = json.loads(json.dumps(compressor.get_config()))
     assert get_compressor(config) == compressor, f"{config} does not give an equal compressor"
-    assert compressor.paper, "paper is empty: say where it comes from"
+    assert compressor.paper, "paper is empty; name the source"
     assert fitting(compressor), f"no collective carries {compressor.message!r} messages"
     assert compressor.wire_bytes_per_element(4) > 0, "bytes on the wire must be positive"
     assert isinstance(compressor.feedback, bool), "feedback must be True or False"
@@ -115,7 +115,7 @@ def check_message(compressor: Sparsifier) -> None:
         assert np.array_equal(received.selection.indices, indices), "indices change on the way"
         assert np.array_equal(received.selection.values, chosen.values), "the sender keeps other values than it sends"
         lost = norm2(array - sent)
-        assert abs(received.lost - lost) <= 1e-5 * energy, f"lost energy is {lost}, the message says {received.lost}"
+        assert abs(received.lost - lost) <= 1e-5 * energy, f"lost energy is {lost}, the message has {received.lost}"
 
 
 def check_memory(compressor: Sparsifier) -> None:
@@ -164,7 +164,7 @@ def check_packing(compressor: Quantiser) -> None:
         lost = compressor.pack(array, first, sent, 5)
         compressor.pack(array, second, sent, 5)
         assert array.tobytes() == before.tobytes(), f"pack wrote to the array {where}"
-        assert np.array_equal(first, second), f"pack leaves some of the message as it was {where}"
+        assert np.array_equal(first, second), f"pack does not write all of the message {where}"
         compressor.unpack(first, received)
         assert np.array_equal(received, sent, equal_nan=True), f"receivers see other values than the sender {where}"
         total = np.ones_like(array)
@@ -177,7 +177,7 @@ def check_packing(compressor: Quantiser) -> None:
         if np.isfinite(array).all():
             energy, missed = norm2(array), norm2(array - sent)
             close = abs(lost - missed) <= 1e-5 * max(energy, missed)
-            assert close, f"lost energy is {missed}, pack says {lost} {where}"
+            assert close, f"lost energy is {missed}, pack returns {lost} {where}"
             if compressor.contractive and not compressor.unbiased:  # random choices may be unlucky
                 assert missed <= energy * (1 + 1e-5), f"more is lost than there was {where}"
         else:
@@ -255,7 +255,7 @@ def check_feedback_contracts(compressor: Compressor) -> None:
 
 
 def check_bad_gradients_are_undone(compressor: Compressor) -> None:
-    """Check that a step with NaN on one rank delivers zeros and leaves all states as they were, bit for bit."""
+    """Check that a step with NaN on one rank delivers zeros and changes no bit of a state."""
     for collective in fitting(compressor):
         reducers, world = make_reducers(compressor, collective, 3, nonfinite="skip")
         rng = np.random.default_rng(4)
@@ -274,7 +274,6 @@ def check_bad_gradients_are_undone(compressor: Compressor) -> None:
 
 
 def _kept(reducer: Reducer) -> dict[str, Any]:
-    """Return copies of what a reducer keeps of its arrays from step to step."""
     state = reducer.state_dict()
     return copy.deepcopy({name: state[name] for name in ("residuals", "velocities", "memories")})
 

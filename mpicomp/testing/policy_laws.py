@@ -113,7 +113,6 @@ LAWS: list[Callable[[Any], None]] = [
 
 
 def _begin(policy: Policy, ranks: int) -> tuple[list[Reducer], LocalWorld]:
-    """Return a reducer for each rank, each with a policy of this configuration."""
     return make_reducers(None, "auto", ranks, policy=policy.get_config(), bucket_bytes=_BUCKET_BYTES)
 
 
@@ -123,7 +122,6 @@ def _gradient(step: int, rank: int) -> dict[str, Array]:
 
 
 def _reduce(world: LocalWorld, reducers: list[Reducer], step: int) -> list[dict[str, Array]]:
-    """Run a step, and return copies of the ranks' means."""
     exchanges = [reducer.rounds(_gradient(step, rank), 0.1) for rank, reducer in enumerate(reducers)]
     return [{name: mean.copy() for name, mean in means.items()} for means in world.run(exchanges)]
 

@@ -131,7 +131,7 @@ def test_state_of_another_policy_is_one_error(comm):
         state["policy"] |= {"floor": "highest"}
     reducer.load_state_dict(state)
     message = the_same_on_all(comm, ConfigurationError, lambda: still_works(comm, reducer))
-    assert "reducer: the loaded state is none of policy 'gravac'" in message
+    assert "reducer: the loaded state was not saved by policy 'gravac'" in message
     reducer.close()
 
 
