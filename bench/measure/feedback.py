@@ -72,15 +72,8 @@ class Selecting:
 
     def _select(self, compressor: Sparsifier | SharedSparsifier, accumulated: Accumulated, message: bool) -> Selection:
         context = self.context
-        if isinstance(compressor, SharedSparsifier):
-            count = compressor.count(self.numel)
-            indices = context.workspace.array("indices", count, np.uint32)
-            compressor.positions(self.numel, context, indices)
-            values = context.workspace.array("values", count, accumulated.dtype)
-            kernels.gather(accumulated.array(), indices, values)
-            return Selection(indices, values)
         selection = compressor.select(accumulated, context)
-        if message:
+        if message and isinstance(compressor, Sparsifier):
             if compressor.wire is not None and np.may_share_memory(selection.values, accumulated.array()):
                 selection = Selection(selection.indices, selection.values.copy())  # rounded in place
             write_plain(selection, accumulated, context, Wire(compressor.wire))

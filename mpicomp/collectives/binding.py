@@ -146,6 +146,5 @@ class SharedPositions(Scheme[SharedSparsifier]):
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         numel = accumulated.numel
-        indices = context.workspace.array("indices", self.compressor.count(numel), np.uint32)
-        self.compressor.positions(numel, context, indices)
+        indices = self.compressor.drawn(numel, context)
         return (yield from exchange_at(indices, self.compressor.weights(numel), accumulated, context, self._inner))

@@ -338,7 +338,6 @@ class Accumulated:
 
 
 def _cuts(start: int, stop: int, listing: Sequence[Candidates]) -> list[tuple[int, int, Candidates | None]]:
-    """Cut a part of a bucket where candidates begin and end."""
     cuts: list[tuple[int, int, Candidates | None]] = []
     for entry in listing:
         first, last = max(start, entry.part.start), min(stop, entry.part.stop)

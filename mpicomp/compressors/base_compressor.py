@@ -189,7 +189,6 @@ COMPRESSORS: Registry[Compressor] = Registry("compressor", ["mpicomp.compressors
 
 @functools.cache
 def _parameters(compressor: type[Compressor]) -> list[Field[Any]]:
-    """Return the parameters of a class, shared ones last."""
     parameters = [entry for entry in fields(compressor) if _BOUND not in entry.metadata]
     return sorted(parameters, key=lambda entry: bool(entry.kw_only))
 

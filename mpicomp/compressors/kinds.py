@@ -158,9 +158,26 @@ class SharedSparsifier(Compressor):
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         """Write ``count(numel)`` positions, ascending without repetition, the same on all ranks.
 
-        They may depend on the seed, the step and the bucket, as ``context.random(shared=True)`` does. ``out`` is on the
-        bucket's device: copy positions drawn on the host by ``mpicomp.gpu.current_device().assign``.
+        They may depend on the seed, the step and the bucket, as ``context.random(shared=True)`` does.
         """
+
+    def drawn(self, numel: int, context: Context) -> NDArray[np.uint32]:
+        """Return the `positions` of this step where the bucket is; valid until the next call."""
+        workspace, count = context.workspace, self.count(numel)
+        drawn: NDArray[np.uint32] = workspace.host_array("shared.drawn", count, np.uint32)
+        self.positions(numel, context, drawn)
+        if workspace.device.number is None:
+            return drawn
+        indices: NDArray[np.uint32] = workspace.array("shared.indices", count, np.uint32)
+        workspace.device.assign(indices, drawn)
+        return indices
+
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+        """Return the elements at the positions of this step; valid until the next call."""
+        indices = self.drawn(accumulated.numel, context)
+        values = context.workspace.array("shared.values", indices.size, accumulated.dtype)
+        accumulated.kernels.gather(accumulated.array(), indices, values)
+        return Selection(indices, values)
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
         """Return factors that the sender applies to values: a number, or a host array wherever the bucket is."""

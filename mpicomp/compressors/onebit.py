@@ -40,8 +40,8 @@ class OneBit(Quantiser):
     Parameters
     ----------
     block : int or None
-        Elements that share a magnitude, a multiple of 64. Short blocks follow the layers of a network, whose gradients
-        differ in size; at 1024 the magnitudes add 3 % to the bytes. None is EF-SignSGD: one magnitude for each layer.
+        Elements that share a magnitude, a multiple of 64; at 1024 the magnitudes add 3 % to the bytes. None is
+        EF-SignSGD: one magnitude for each layer.
     bits : int
         From 1 to 4: each further bit is the sign of what the bits before it leave, with magnitudes of its own. Two bits
         leave less than half of the energy that one does.
@@ -53,11 +53,9 @@ class OneBit(Quantiser):
     A zero travels as the magnitude of its block, by its sign bit; a block of zeros stays zeros. A magnitude of float64
     elements beyond float32 travels as the largest float32; the rest waits in the residual.
 
-    With ``block=None`` an array that is no bucket of a model counts as one layer, and in two phases a layer has a
-    magnitude in every rank's part of a bucket that it reaches into. The lost energy of n elements is
-    ``norm2(x) - norm1(x)**2 / n``: where few elements are large it contracts slowly. The paper applies the learning
-    rate before the memory; here the residual is one of gradients, so an element that waits is applied at the learning
-    rate of the step that sends it.
+    With ``block=None`` a layer has a magnitude in every rank's part of a bucket, in two phases. The lost energy of n
+    elements is ``norm2(x) - norm1(x)**2 / n``: where few elements are large it contracts slowly. The paper applies the
+    learning rate before the memory; here an element that waits is applied at that of the step that sends it.
     """
 
     id: ClassVar[str] = "onebit"
@@ -177,12 +175,9 @@ class SignSGD(Quantiser):
 
     Notes
     -----
-    Every element moves by the same amount in every step, so the learning rate has to be far smaller than for gradients:
-    start from that of Adam, 0.001 or less, or set ``scale`` to a typical magnitude of a gradient. Elements that are
-    always zero move too: a zero counts as plus, as does a tie. A negative zero counts as minus, by its sign bit.
-
-    There is no error feedback: magnitudes do not travel, so the lost part of an element is unknown. `OneBit`
-    sends magnitudes with the signs, and has it.
+    Every element moves by the same amount in every step: start from the learning rate of Adam, 0.001 or less, or set
+    ``scale`` to a typical magnitude of a gradient. Elements that are always zero move too: a zero counts as plus, as
+    does a tie; a negative zero counts as minus. There is no error feedback, since magnitudes do not travel.
     """
 
     id: ClassVar[str] = "signsgd"

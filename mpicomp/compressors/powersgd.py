@@ -119,14 +119,13 @@ class PowerSGD(Compressor):
         P, _ = np.linalg.qr(P)
         Q = mean_over_ranks(M.T @ P); mean = P @ Q.T
 
-    A parameter is the matrix of its first dimension against all others. Where that would not save enough, and in one
-    dimension, it travels dense.
+    A parameter is the matrix of its first dimension against all others. In one dimension, and where that saves too
+    little, it travels dense.
 
     Parameters
     ----------
     rank : int
-        Columns of the factors, at most the matrix's smaller side. The default is the least power of two with which a
-        language model of 300 steps ends within 2 % of dense, see docs/compressors.md.
+        Columns of the factors, at most the matrix's smaller side.
     min_compression_rate : float
         A matrix is compressed if ``(rows + columns) * rank * iterations * min_compression_rate < rows * columns``.
     start_step : int
@@ -134,14 +133,11 @@ class PowerSGD(Compressor):
     warm_start : bool
         Whether a step begins with the factor of the step before, and not with a random one.
     layers : mapping of str to int, optional
-        Other ranks for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
-        pattern that matches counts.
+        Ranks of parameters by patterns of names, see `TopK`.
     iterations : int
-        Power iterations in a step, each of which takes two sums and sends both factors. With a warm start one is enough
-        where gradients change slowly; more come nearer to the best approximation of this rank.
+        Power iterations in a step, each of which takes two sums and sends both factors.
     rows : int, optional
-        A matrix with more rows is cut into several of at most this many, each of this rank: more directions for more
-        bytes, as for an embedding, whose rows have little in common.
+        A matrix with more rows is cut into several of at most this many, each of this rank.
     wire : {None, "fp16", "bf16"}
         Format of factors; the 16-bit forms are summed in at least float32.
 
@@ -154,17 +150,9 @@ class PowerSGD(Compressor):
     - A rank has sent the product of the common factor with **its** other one, not with the mean: nothing is lost over
       all ranks, and the residual is the error of the projection.
     - Factors are made orthonormal by a QR decomposition in float64, which accepts rank-deficient and zero matrices.
-    - Several iterations are the paper's power method on the ranks' mean. The authors' later package does half of one in
-      a step, in which one factor travels, and then the next half on the error.
 
     Every rank multiplies the sums with NumPy's library: the mean is the same bits on every rank if they all have the
     same library on the same kind of processor.
-
-    Examples
-    --------
-    >>> compressor = PowerSGD(rank=2).bind(["w", "b"], [64 * 32, 64], [(64, 32), (64,)])
-    >>> compressor.matrices
-    (Matrix(start=0, rows=64, columns=32, rank=2),)
     """
 
     id: ClassVar[str] = "powersgd"

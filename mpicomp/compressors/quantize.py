@@ -195,10 +195,9 @@ class QSGD(Grid):
     within the paper's ``min(n / s**2, sqrt(n) / s) * norm2(v)``. Rounding to the nearest point never loses more. The
     energy of the bucket is at least ``w**2`` with either norm, so error feedback contracts below ``n = 4 * s**2``.
 
-    In longer buckets the L2 form does not contract. At random, the error of n equal elements is some ``sqrt(n) / s``
-    times their energy, and the residual grows by that from step to step; to the nearest point all of them lie below
-    half a step and are never sent. With the largest magnitude and ``"nearest"`` any bucket contracts: the largest
-    element is sent, and no error is larger than its element.
+    In longer buckets the L2 form does not contract: at random, the error of n equal elements is some ``sqrt(n) / s``
+    times their energy; to the nearest point they are never sent. With the largest magnitude and ``"nearest"`` any
+    bucket contracts: the largest element is sent, and no error is larger than its element.
 
     The step travels as a float32, a place on the grid has 23 fractional bits, and norms of float64 elements beyond
     float32 are clipped to nearly its largest number.
@@ -351,12 +350,8 @@ class TernGrad(Quantiser):
     -----
     Not for error feedback: the error of an element can be many times the element.
 
-    Different from the paper:
-
-    - ranks do not share a scale;
-    - the mean square is taken about zero, not about the mean. Gradients have a mean near zero, where it is the same;
-      but the standard deviation of equal elements, or of a single one, is zero, and would clip all of them to nothing;
-    - a bucket has one scale, not each of its layers.
+    Different from the paper: ranks do not share a scale; a bucket has one, not each of its layers; and the mean square
+    is taken about zero, since the standard deviation of equal elements is zero and would clip them to nothing.
     """
 
     id: ClassVar[str] = "terngrad"

@@ -12,7 +12,6 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.quantize import MaxNorm
 from mpicomp.errors import ConfigurationError
-from mpicomp.gpu import current_device
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice
 
@@ -21,8 +20,6 @@ _CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the c
 
 @dataclass(frozen=True, repr=False)
 class _Random(SharedSparsifier):
-    """The parameters of random sparsifiers."""
-
     ratio: float = 0.01
     scaled: bool = False
 
@@ -77,18 +74,7 @@ class RandomK(_Random):
     Notes
     -----
     Different from the usual random-k: one position of each of k parts in place of a permutation. An element is sent
-    with probability one over the length of its part, k / numel as nearly as integers allow; the chosen ones are spread
-    evenly, and drawing them takes k steps.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> out = np.empty(3, np.uint32)
-    >>> RandomK(ratio=0.3).positions(10, Context(step=7), out)
-    >>> out.tolist()  # of 0 to 2, of 3 to 5 and of 6 to 9
-    [0, 5, 9]
-    >>> RandomK(ratio=0.3, scaled=True).weights(10).tolist()
-    [3.0, 3.0, 4.0]
+    with probability one over the length of its part, k / numel as nearly as integers allow.
     """
 
     id: ClassVar[str] = "randomk"
@@ -98,7 +84,16 @@ class RandomK(_Random):
     )
 
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
-        _one_of_each(numel, context.random(shared=True), context, out)
+        k, random = out.size, context.random(shared=True)
+        draws = context.workspace.host_array("randomk.draws", min(k, _CHUNK), np.float64)
+        for first in range(0, k, _CHUNK):
+            bounds = _bounds(first, min(first + _CHUNK, k), numel, k)
+            offsets = draws[: bounds.size - 1]
+            random.random(out=offsets)
+            offsets *= np.diff(bounds)
+            np.floor(offsets, out=offsets)
+            offsets += bounds[:-1]
+            out[first : first + offsets.size] = offsets
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
         return _lengths(numel, self.count(numel)) if self.scaled else 1.0
@@ -162,44 +157,14 @@ class BlockRandomK(_Random):
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         start = int(context.random(shared=True).integers(numel))
         wrapped = max(0, start + out.size - numel)
-        drawn = _host_room(out, context)
-        drawn[:wrapped] = np.arange(wrapped, dtype=np.uint32)
-        drawn[wrapped:] = np.arange(start, start + out.size - wrapped, dtype=np.uint32)
-        _hand_over(drawn, out)
+        out[:wrapped] = np.arange(wrapped, dtype=np.uint32)
+        out[wrapped:] = np.arange(start, start + out.size - wrapped, dtype=np.uint32)
 
     def weights(self, numel: int) -> float:
         return numel / self.count(numel) if self.scaled else 1.0
 
 
-def _one_of_each(numel: int, random: np.random.Generator, context: Context, out: NDArray[np.uint32]) -> None:
-    """Write one position of each of ``out.size`` nearly equal parts, ascending."""
-    k = out.size
-    draws = context.workspace.host_array("randomk.draws", min(k, _CHUNK), np.float64)
-    drawn = _host_room(out, context)
-    for first in range(0, k, _CHUNK):
-        bounds = _bounds(first, min(first + _CHUNK, k), numel, k)
-        offsets = draws[: bounds.size - 1]
-        random.random(out=offsets)
-        offsets *= np.diff(bounds)
-        np.floor(offsets, out=offsets)
-        offsets += bounds[:-1]
-        drawn[first : first + offsets.size] = offsets
-    _hand_over(drawn, out)
-
-
-def _host_room(out: NDArray[np.uint32], context: Context) -> NDArray[np.uint32]:
-    """Return the array in which the host draws positions: ``out`` if it is in host memory."""
-    return out if isinstance(out, np.ndarray) else context.workspace.host_array("randomk.drawn", out.size, np.uint32)
-
-
-def _hand_over(drawn: NDArray[np.uint32], out: NDArray[np.uint32]) -> None:
-    """Copy positions to ``out`` if they were drawn in another array."""
-    if drawn is not out:
-        current_device().assign(out, drawn)
-
-
 def _bounds(first: int, last: int, numel: int, k: int) -> NDArray[np.uint64]:
-    """Return the first position of each part, and the end of the last one."""
     bounds = np.arange(first, last + 1, dtype=np.uint64)
     bounds *= np.uint64(numel)  # below 2**64, since numel and k are below 2**32
     bounds //= np.uint64(k)

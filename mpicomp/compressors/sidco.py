@@ -63,8 +63,7 @@ class SIDCo(Estimator):
     -----
     Corrections are new: under error feedback elements crowd below the threshold of the step before, which no
     distribution fits. Of more than 2,097,152 elements every n-th group of 1024 is read. Fewer than 2,048 elements, and
-    an estimate that `Estimator` refuses, give an exact top-k. With ``published`` the laws hold, but messages are not
-    bounded: the residual keeps all that an estimate leaves out. docs/papers.md has all that differs from the paper.
+    an estimate that `Estimator` refuses, give an exact top-k. docs/papers.md has all that differs from the paper.
     """
 
     id: ClassVar[str] = "sidco"

@@ -184,7 +184,7 @@ class GaussianK(Estimator):
         sent = np.where(abs(x) > threshold, x, 0)
 
     It is halved where fewer than 2 k / 3 elements exceed it and multiplied by 1.5 where more than 4 k / 3 do, at most
-    three times. Gradients have longer tails than a normal distribution, so that at small ratios it begins too low.
+    three times.
 
     Notes
     -----
@@ -228,8 +228,6 @@ class RedSync(Estimator):
         mean, largest = np.mean(abs(x)), abs(x).max()
         threshold = mean + t * (largest - mean)  # t: see ``search``
         sent = np.where(abs(x) > threshold, x, 0)
-
-    The number of selected elements is often far from k: t takes few values, and the largest magnitude moves them all.
 
     Parameters
     ----------
@@ -398,8 +396,8 @@ class DGC(Sparsifier):
         threshold = sample[-round(ratio * sample.size)]
         sent = np.where(abs(x) > threshold, x, 0)
 
-    The exact top-k of a strided sample sets the threshold. Where fewer than 0.8 k elements exceed it, it is multiplied
-    by 0.8, at most ten times; where more than k do, exactly the k largest are sent.
+    Where fewer than 0.8 k elements exceed the threshold, it is multiplied by 0.8, at most ten times; where more than k
+    do, exactly the k largest are sent.
 
     Parameters
     ----------
@@ -408,15 +406,8 @@ class DGC(Sparsifier):
     sample : float
         Fraction of the elements in the sample, but at least ``2 / ratio`` elements. If that is every third or more, or
         the ratio is 1, the selection is exact.
-    momentum : float
-        If not 0, momentum is applied before the residual (momentum correction), and the optimizer must not apply it
-        again.
-    nesterov : bool
-        Whether that is Nesterov's form.
-    masking : bool
-        Whether the velocity of sent elements is set to zero (momentum factor masking).
-    clip : float or None
-        Each rank first scales its gradients down to an L2 norm of at most ``clip / sqrt(ranks)``.
+    momentum, nesterov, masking, clip
+        Momentum correction and factor masking, and clipping, see `Entry`. The optimizer must not apply momentum again.
     warmup_steps : int
         At step s of the warm-up, from 0 on, the ratio is ``ratio ** ((s + 1) / (warmup_steps + 1))``.
 
@@ -518,15 +509,13 @@ class Threshold(Sparsifier):
 
         sent = np.where(abs(x) >= limit, x, 0)
 
-    Top-k loses least in every step; a fixed threshold loses least over a training for the same number of elements sent,
-    since more is sent when gradients are large. The size of messages follows the data, from nothing to the whole array.
+    More is sent when gradients are large. The size of messages follows the data, from nothing to the whole array.
 
     Parameters
     ----------
     limit : float
-        Magnitudes of at least this are sent; 0 sends whatever is not zero. An element waits in the residual until its
-        sum reaches the limit: about ``(limit / s)**2`` steps for independent gradients of standard deviation s. So ten
-        standard deviations keep about 1 %, as the default does for elements of about 0.001.
+        Magnitudes of at least this are sent; 0 sends whatever is not zero. For independent gradients of standard
+        deviation s an element waits about ``(limit / s)**2`` steps: ten standard deviations keep about 1 %.
 
     Notes
     -----

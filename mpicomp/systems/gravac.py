@@ -67,13 +67,7 @@ class LevelsSurvey:
         compressor = at_ratio(self._compressor, ratio)
         workspace = self._workspaces.setdefault((current_device(), level), Workspace(current_device()))
         context = Context(step=step, bucket=level, workspace=workspace)  # estimators start afresh
-        if isinstance(compressor, SharedSparsifier):
-            places = workspace.array("positions", compressor.count(array.size), np.uint32)
-            compressor.positions(array.size, context, places)
-            values: NDArray[np.floating] = workspace.array("values", places.size, array.dtype)
-            kernels.gather(array, places, values)
-            return values
-        assert isinstance(compressor, Sparsifier)
+        assert isinstance(compressor, Sparsifier | SharedSparsifier)
         buffer = workspace.array("copy", array.size + TRAILER, array.dtype)
         return compressor.select(Accumulated(buffer, None, [Piece(0, array)]), context).values
 
