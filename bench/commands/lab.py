@@ -55,6 +55,8 @@ examples:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the lab and return the exit status of the job, or 2 when there was none."""
+    from dataclasses import replace
+
     from mpicomp.bench.lab.lab_settings import LabError, make_settings
     from mpicomp.bench.lab.run import run_lab
 
@@ -71,9 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
             mpi=arguments.mpi,
             schedule=arguments.schedule,
             loss=arguments.loss,
-            seed=arguments.seed,
         )
-        return run_lab(settings)
+        return run_lab(replace(settings, seed=arguments.seed))
     except LabError as error:
         print(f"lab: {error}", file=sys.stderr)
         return 2

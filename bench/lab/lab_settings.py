@@ -151,7 +151,6 @@ def make_settings(
     mpi: str | None = None,
     schedule: str | None = None,
     loss: str = "0%",
-    seed: int = 0,
 ) -> Settings:
     """Check the user's settings."""
     if not 1 <= hosts <= MOST_HOSTS:
@@ -164,16 +163,7 @@ def make_settings(
         raise LabError("a command must follow the options, got none; write -- and then the command")
     links = parse_links(bandwidth, latency, hosts)
     changes = read_schedule(Path(schedule), hosts) if schedule is not None else ()
-    return Settings(
-        hosts=hosts,
-        ppn=ppn,
-        links=links,
-        command=tuple(command),
-        mpi=mpi,
-        schedule=changes,
-        loss=parse_loss(loss),
-        seed=seed,
-    )
+    return Settings(hosts, ppn, links, tuple(command), mpi, changes, parse_loss(loss))
 
 
 def read_schedule(path: Path, hosts: int) -> tuple[Change, ...]:
