@@ -1,13 +1,9 @@
-"""The examples and a task as plugins of an mpicomp that is installed from a wheel, away from the checkout."""
+"""Commands with the examples and a task as plugins."""
 
 import json
-import subprocess
-import sys
-import venv
 from pathlib import Path
 
 import pytest
-import run
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
@@ -19,50 +15,12 @@ TASK = Path(__file__).with_name("tiny_task.py")
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    """Return the Python of a fresh environment with the wheel, where all else is found where this Python has it."""
-    command = ["git", "ls-files", "-co", "--exclude-standard"]
-    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if files.returncode != 0:
-        pytest.skip("not a git checkout")
-    folder = tmp_path_factory.mktemp("installed")
-    for name in files.stdout.splitlines():
-        if (ROOT / name).exists():
-            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source"]
-    subprocess.run([*pip, *build], check=True, timeout=200)
-    home = folder / "venv"
-    venv.create(home, symlinks=True)
-    executable = home / "bin" / "python"
-    [wheel] = folder.glob("*.whl")
-    subprocess.run([*pip, "--python", executable, "install", "--no-deps", wheel], check=True, timeout=100)
-    [site] = home.glob("lib/python*/site-packages")
-    theirs = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "theirs.pth").write_text("\n".join(theirs))  # of folders in a .pth file no .pth files are read
-    return executable
-
-
 @pytest.fixture
-def mpicomp(python, tmp_path, clean_environ):
+def mpicomp(mpiexec, tmp_path):
     """Run the command in a temporary folder, as so many ranks, and return its output."""
 
-    def start(*words, ranks=1, env=None):
-        command, settings = run.launcher()
-        command = [] if ranks == 1 else [*command, "-n", str(ranks)]
-        for library in Path(sys.prefix, "lib").glob("libmpi.so.*"):  # which mpi4py looks for next to its Python
-            settings["MPI4PY_LIBMPI"] = str(library)
-        done = subprocess.run(
-            [*command, python, "-P", "-m", "mpicomp", *map(str, words)],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**clean_environ, **settings, **(env or {})},
-            timeout=120,
-            check=False,
-        )
+    def start(*words, ranks=1):
+        done = mpiexec(ranks, "-P", "-m", "mpicomp", *words, cwd=tmp_path, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -71,12 +29,6 @@ def mpicomp(python, tmp_path, clean_environ):
 
 def plugins(*files):
     return [word for file in files for word in ("--plugin", file)]
-
-
-def test_installed_package_is_the_one_imported(python, tmp_path):
-    code = "import mpicomp; print(mpicomp.__file__)"
-    done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.startswith(str(python.parents[1]))
 
 
 def test_list_shows_the_files_of_plugins(mpicomp):
