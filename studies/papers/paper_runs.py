@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # where the other studies ar
 
 from flexible_search import Outcome, Search, TopKAsTold
 from mpicomp.bench.measure import results
-from mpicomp.bench.tasks import get_task
+from mpicomp.bench.tasks import Task, get_task
 from study_rows import Rows, SharedModel, add_rows, begin, print_late
 
 import mpicomp
@@ -156,10 +156,97 @@ class Simulated:
     compute_s: float
 
 
+class _Training:
+    """Ranks that are simulated in this process: what is sent and learned is what it would be among others."""
+
+    def __init__(self, arm: Arm, task: Task, steps: int, ranks: int, simulated: Simulated | None) -> None:
+        self.arm, self.steps, self.simulated = arm, steps, simulated
+        self.shared = SharedModel(task, steps)
+        self.done = 0  # steps that are not trials
+        self.lines: list[dict[str, Any]] = []
+        self.code_errors: list[float] = []
+        self.computed: list[float] = []  # seconds of ranks' losses and backwards
+        network = None if simulated is None else lambda task, group: simulated.link(self.done)(task, group)
+        self.world = LocalWorld(ranks, hosts=1 if simulated is None else ranks, network=network)
+        self.searched = [TopKAsTold() for _ in self.world.transports]
+        self.reducers = [
+            mpicomp.Reducer(arm.compressor, arm.collective, with_warmup(arm.policy, arm.warmup), comm=end)
+            if arm.search is None
+            else mpicomp.Reducer(policy=policy, comm=end)
+            for end, policy in zip(self.world.transports, self.searched, strict=True)
+        ]
+        self.clocks = [_ComputeClock(end) for end in self.world.transports] if simulated is not None else []
+
+    def clock(self) -> float:
+        if self.simulated is None:
+            return time.monotonic()
+        return max(end.seconds for end in self.world.transports)
+
+    def make_step(self, is_trial: bool = False) -> None:
+        shared, begin, ranks = self.shared, self.clock(), len(self.reducers)
+        gradients = []
+        for rank in range(ranks):
+            start = time.thread_time()
+            shared.backward(len(self.lines), rank, ranks)
+            self.computed.append(time.thread_time() - start)
+            gradients.append(shared.gradients())
+        for end in self.world.transports if self.simulated is not None else ():
+            end.seconds += self.simulated.compute_s
+        exchanges = [reducer.rounds(arrays) for reducer, arrays in zip(self.reducers, gradients, strict=True)]
+        if self.simulated is not None:
+            exchanges = [each.counted(exchange) for each, exchange in zip(self.clocks, exchanges, strict=True)]
+        shared.set_gradients(self.world.run(exchanges)[0])
+        record = self.reducers[0].last_step
+        assert record is not None
+        if any("learning" in bucket.reason for bucket in record.buckets):
+            memories = [bucket.memory.get("lgc", {}) for bucket in self.reducers[0].layout.buckets]
+            self.code_errors += [memory["error"] for memory in memories if memory.get("error") is not None]
+        if is_trial:
+            shared.optimizer.step()  # the rate stays what it is
+        else:
+            shared.updater.update()
+            self.done += 1
+        line = record.to_json() | {"seconds": self.clock() - begin, "quality": None}
+        if not is_trial and self.done % max(1, self.steps // _LOOKS) == 0:
+            line["quality"] = shared.task.evaluate(shared.model, shared.task.glance)
+        self.lines.append(line)
+
+    def search(self, settings: Mapping[str, Any]) -> None:
+        """Train by the published search, which names what is exchanged in each step."""
+        assert self.simulated is not None
+        link = self.simulated.link
+        nbytes = 4 * sum(parameter.numel() for parameter in self.shared.parameters.values())
+
+        def keep() -> Any:
+            return self.shared.copy(self.arm.buffers), [reducer.state_dict() for reducer in self.reducers]
+
+        def restore(kept: Any) -> None:
+            self.shared.restore(kept[0])
+            for reducer, state in zip(self.reducers, kept[1], strict=True):
+                reducer.load_state_dict(state)
+
+        def network() -> tuple[float, float]:
+            return link(self.done).latency_s, 8 / link(self.done).bits
+
+        Search(self._step_as_told, keep, restore, network, len(self.reducers), nbytes, **settings).run(self.steps)
+
+    def _step_as_told(self, ratio: float, collective: str, reason: str) -> Outcome:
+        for policy in self.searched:
+            policy.ratio, policy.collective, policy.reason = ratio, collective, reason
+        self.make_step(TRIAL in reason)
+        buckets = [reducer.last_step.buckets[0] for reducer in self.reducers if reducer.last_step is not None]
+        return Outcome(
+            max(bucket.phases_s["compress"] + bucket.phases_s["decode"] for bucket in buckets),
+            min(bucket.phases_s["exchange"] for bucket in buckets),
+            (buckets[0].gain or 0.0) * (buckets[0].energy or 0.0),
+            buckets[0].energy or 0.0,
+        )
+
+
 def train(
     arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0, simulated: Simulated | None = None
 ) -> dict[str, Any]:
-    """Train with ranks that are simulated in this process: what is sent and learned is what it would be among others.
+    """Train with simulated ranks; return the row.
 
     Steps for a trial come besides, as in papers that have them. On a simulated network each rank is a host, and seconds
     are those of its clocks; otherwise those of all ranks one after the other. Late bytes are those of a step of rank 0,
@@ -168,96 +255,18 @@ def train(
     """
     import paper_tasks  # noqa: F401, registers tasks
 
-    shared = SharedModel(get_task(task_name, seed), steps)
-    now, compute_s = 0, 0.0 if simulated is None else simulated.compute_s
-    if simulated is None:
-        world = LocalWorld(ranks)
-    else:
-        world = LocalWorld(ranks, hosts=ranks, network=lambda task, group: simulated.link(now)(task, group))
-
-    def clock() -> float:
-        return time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
-
-    searched = [TopKAsTold() for _ in world.transports]
-    reducers = [
-        mpicomp.Reducer(arm.compressor, arm.collective, with_warmup(arm.policy, arm.warmup), comm=end)
-        if arm.search is None
-        else mpicomp.Reducer(policy=policy, comm=end)
-        for end, policy in zip(world.transports, searched, strict=True)
-    ]
-    clocks = [_ComputeClock(end) for end in world.transports] if simulated is not None else []
-    lines: list[dict[str, Any]] = []
-    code_errors: list[float] = []
-    computed: list[float] = []
-    every = max(1, steps // _LOOKS)
-
-    def make_step(is_trial: bool = False) -> None:
-        nonlocal now
-        begin = clock()
-        gradients = []
-        for rank in range(ranks):
-            start = time.thread_time()
-            shared.backward(len(lines), rank, ranks)
-            computed.append(time.thread_time() - start)
-            gradients.append(shared.gradients())
-        for end in world.transports:
-            end.seconds += compute_s
-        exchanges = [reducer.rounds(arrays) for reducer, arrays in zip(reducers, gradients, strict=True)]
-        if simulated is not None:
-            exchanges = [each.counted(exchange) for each, exchange in zip(clocks, exchanges, strict=True)]
-        shared.set_gradients(world.run(exchanges)[0])
-        record = reducers[0].last_step
-        assert record is not None
-        if any("learning" in bucket.reason for bucket in record.buckets):
-            memories = [bucket.memory.get("lgc", {}) for bucket in reducers[0].layout.buckets]
-            code_errors.extend(memory["error"] for memory in memories if memory.get("error") is not None)
-        if is_trial:
-            shared.optimizer.step()  # the rate stays what it is
-        else:
-            shared.updater.update()
-        line = record.to_json() | {"seconds": clock() - begin, "quality": None}
-        now += not is_trial
-        if now % every == 0 and not is_trial:
-            line["quality"] = shared.task.evaluate(shared.model, shared.task.glance)
-        lines.append(line)
-
-    def step_as_told(ratio: float, collective: str, reason: str) -> Outcome:
-        for policy in searched:
-            policy.ratio, policy.collective, policy.reason = ratio, collective, reason
-        make_step(TRIAL in reason)
-        records = [reducer.last_step for reducer in reducers]
-        buckets = [record.buckets[0] for record in records if record is not None]
-        return Outcome(
-            max(bucket.phases_s["compress"] + bucket.phases_s["decode"] for bucket in buckets),
-            min(bucket.phases_s["exchange"] for bucket in buckets),
-            (buckets[0].gain or 0.0) * (buckets[0].energy or 0.0),
-            buckets[0].energy or 0.0,
-        )
-
-    def keep() -> Any:
-        return shared.copy(arm.buffers), [reducer.state_dict() for reducer in reducers]
-
-    def restore(kept: Any) -> None:
-        shared.restore(kept[0])
-        for reducer, state in zip(reducers, kept[1], strict=True):
-            reducer.load_state_dict(state)
-
-    if arm.search is None:
-        while now < steps:
-            make_step()
-    else:
-        assert simulated is not None
-        nbytes = 4 * sum(parameter.numel() for parameter in shared.parameters.values())
-
-        def link() -> tuple[float, float]:
-            found = simulated.link(now)
-            return found.latency_s, 8 / found.bits
-
-        Search(step_as_told, keep, restore, link, ranks, nbytes, **arm.search).run(steps)
-    for reducer in reducers:
+    training = _Training(arm, get_task(task_name, seed), steps, ranks, simulated)
+    if arm.search is not None:
+        training.search(arm.search)
+    while training.done < steps:
+        training.make_step()
+    for reducer in training.reducers:
         reducer.close()
-    code_error = fmean(code_errors[-_LOOKS:] or [0])
-    return _row(lines) | {"quality": shared.quality(), "compute_s": median(computed), "code_error": code_error}
+    return _row(training.lines) | {
+        "quality": training.shared.quality(),
+        "compute_s": median(training.computed),
+        "code_error": fmean(training.code_errors[-_LOOKS:] or [0]),
+    }
 
 
 def _row(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
