@@ -13,10 +13,10 @@ from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
 from mpicomp.bounded.allreduce import bounded_rounds
+from mpicomp.mpi import Transport
+from mpicomp.mpi.rounds import dense_ring_bytes
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.record import wire_bytes
-from mpicomp.rounds import dense_ring_bytes
-from mpicomp.transport import Transport
 
 Field = NDArray[np.float32]
 

@@ -19,7 +19,7 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel, measure_kernels
 from mpicomp.errors import IncompatiblePairError
 from mpicomp.gpu import HOST, Device
-from mpicomp.transport import Transport
+from mpicomp.mpi import Transport
 
 AUTO = "auto"
 

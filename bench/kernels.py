@@ -35,8 +35,8 @@ from mpicomp.compressors import (
 )
 from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import HOST, Device
+from mpicomp.mpi.rounds import Group
 from mpicomp.reducer.bucket import Bucket
-from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace
 
 SUITED = {"threshold": {"limit": 14.0}}

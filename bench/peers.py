@@ -22,10 +22,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi import Transport
+from mpicomp.mpi.rounds import dense_ring_bytes
 from mpicomp.reducer.agreement import run_collectively
-from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import broadcast_parameters
-from mpicomp.transport import Transport
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names the network interface of gloo; in a lab the shaped one."""

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from mpicomp.checkpoint import load_checkpoint, save_checkpoint
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.errors import ConfigurationError, MpicompError
+from mpicomp.mpi import Transport
+from mpicomp.mpi.rounds import dense_ring_bytes
 from mpicomp.policies import Policy
 from mpicomp.policies.schedule import read_warmup
 from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
-from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import shard_mesh
 from mpicomp.torch.updates import AUTO
-from mpicomp.transport import Transport
 
 _MAX_START_STEPS = 5  # first steps that are not timed: they compile, agree and grow buffers
 _NOISE = 0.03  # differences below this share of a step say nothing

@@ -14,14 +14,14 @@ from mpicomp.bench.measure.timings import gather
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater
 
+from mpicomp.mpi import Transport
+from mpicomp.mpi.connect import connect
+from mpicomp.mpi.rounds import Group
+from mpicomp.mpi.transport import RoundLog
 from mpicomp.reducer import StepRecord
-from mpicomp.rounds import Group
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters, replicas
 from mpicomp.torch.muon import muon_and_adamw
 from mpicomp.torch.shards import local_of
-from mpicomp.transport import Transport
-from mpicomp.transport.base import RoundLog
-from mpicomp.transport.connect import connect
 
 CPU = torch.device("cpu")
 

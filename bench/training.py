@@ -15,7 +15,7 @@ from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
-from mpicomp.transport import Transport
+from mpicomp.mpi import Transport
 
 if TYPE_CHECKING:  # they load torch
     from mpicomp.bench.tasks import Task

@@ -16,8 +16,8 @@ from numpydoc.docscrape import NumpyDocString
 from mpicomp.cli.list import compressor_entries
 from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import compressor_class, get_compressor, list_compressors
+from mpicomp.mpi.rounds import HOST, layout_groups
 from mpicomp.registry import REGISTRIES
-from mpicomp.rounds import HOST, layout_groups
 
 # Where classes are public under a shorter name than that of their module.
 PACKAGES = {"compressor": "mpicomp", "collective": "mpicomp.collectives", "policy": "mpicomp.policies"}

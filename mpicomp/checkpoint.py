@@ -22,10 +22,10 @@ from safetensors import safe_open
 from mpicomp._version import __version__
 from mpicomp.arrays import ArraySpec, to_host
 from mpicomp.errors import CheckpointError, ConfigurationError, MpicompError
+from mpicomp.mpi.connect import run_over
+from mpicomp.mpi.rounds import Group, Round, Rounds
+from mpicomp.mpi.transport import Value
 from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.transport.base import Value
-from mpicomp.transport.connect import run_over
 
 Folder = str | os.PathLike[str]
 Rows = Mapping[str, Sequence[int]]  # first row, end and number of rows of sharded parameters, by name
@@ -72,7 +72,7 @@ def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1)
     Examples
     --------
     >>> import tempfile
-    >>> from mpicomp.transport import LocalWorld
+    >>> from mpicomp.mpi import LocalWorld
     >>> alone = LocalWorld(1).transports[0]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_checkpoint(folder, {"epoch": 3, "betas": (0.9, 0.999)}, comm=alone)

@@ -23,11 +23,11 @@ import mpicomp
 from mpicomp.cli import run_program
 from mpicomp.cli.options import add_device, read_list
 from mpicomp.errors import UnknownNameError
-from mpicomp.rounds import dense_ring_bytes
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import dense_ring_bytes
 from mpicomp.setting_checks import check_least
 from mpicomp.torch import UpdateOptimizer
 from mpicomp.torch.muon import muon_and_adamw
-from mpicomp.transport import LocalWorld
 
 _STUDY = "update_exchanges"
 _KEY = ("task", "arm", "rate", "seed", "steps", "device", "ranks")

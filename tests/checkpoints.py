@@ -7,7 +7,7 @@ import numpy as np
 
 from mpicomp.checkpoint import load_rounds, save_rounds
 from mpicomp.errors import CheckpointError, MpicompError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 def save(folder, states, keep=1):

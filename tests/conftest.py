@@ -223,7 +223,7 @@ def comm(request):
 
 def _barrier(comm):
     """Wait for all ranks without keeping a core busy: MPI's own Barrier yields it in a loop while others compile."""
-    from mpicomp.transport.base import wait
+    from mpicomp.mpi.transport import wait
 
     wait(comm.Ibarrier().Test)
 

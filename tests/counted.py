@@ -9,7 +9,7 @@ class Count:
     """Bytes of everything that this rank has handed to MPI since a reducer was made, or since they were taken."""
 
     def __init__(self, monkeypatch):
-        from mpicomp.transport.mpi import MPITransport
+        from mpicomp.mpi.comm import MPITransport
 
         self.sent, self.wire = 0, 0.0
         for name in ("start", "perform"):

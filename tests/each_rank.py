@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 
 from mpicomp.cost.formulas import terms
-from mpicomp.rounds import layout_groups
+from mpicomp.mpi.rounds import layout_groups
 
 LATER = 1 << 30
 

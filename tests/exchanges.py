@@ -6,7 +6,7 @@ hand; what is expected of a rank follows from what that rank sends.
 
 import numpy as np
 
-from mpicomp.rounds import Round
+from mpicomp.mpi.rounds import Round
 
 LAYOUTS = {
     1: [[0]],

@@ -7,7 +7,7 @@ import torch
 
 import mpicomp
 from mpicomp.checkpoint import load_rounds, save_rounds
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 TRUTH = np.random.default_rng(11).normal(size=(9, 7))
 

@@ -7,8 +7,8 @@ import numpy as np
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.wire import Selection
-from mpicomp.rounds import Round, observe
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Round, observe
 from mpicomp.workspace import Workspace
 
 

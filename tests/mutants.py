@@ -16,7 +16,7 @@ import sys
 
 import run
 
-FOLDERS = "mpicomp/reducer,mpicomp/collectives,mpicomp/compressors,mpicomp/policies,mpicomp/transport,kernels/cpu"
+FOLDERS = "mpicomp/reducer,mpicomp/collectives,mpicomp/compressors,mpicomp/policies,mpicomp/mpi,kernels/cpu"
 SWAPS = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

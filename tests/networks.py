@@ -6,7 +6,7 @@ algorithms that libraries have: rings, trees, pairwise exchanges; which one depe
 
 import functools
 
-from mpicomp.rounds import ACROSS, HOST
+from mpicomp.mpi.rounds import ACROSS, HOST
 
 SMALL = 8192  # bytes: below it libraries take the algorithm with the fewest messages
 INSIDE = 20  # how many times faster messages are that stay on their host

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import mpicomp
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 HOSTS = [[0, 1], [2, 3]]  # ranks of torch, a row for each replica
 DENSE = {"compressor": "dense", "collective": "allreduce"}

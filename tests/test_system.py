@@ -158,7 +158,7 @@ had = os.sched_getaffinity(0)
 {imports}
 import threading, time
 import numpy as np
-from mpicomp.transport.scheduler import ProgressThread
+from mpicomp.mpi.thread import ProgressThread
 reducer = mpicomp.Reducer("dense")
 thread = ProgressThread(reducer.transport, channels=1).start()
 reducer.reduce({{"w": np.ones(4)}})

@@ -12,8 +12,8 @@ from mpicomp.collectives import COLLECTIVES
 from mpicomp.collectives.dense import Allreduce
 from mpicomp.compressors import COMPRESSORS, SharedSparsifier
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.rounds import Round
 from mpicomp.policies import POLICIES, Static
-from mpicomp.rounds import Round
 from mpicomp.testing import checks, example
 
 COMPRESSORS_AT_DEFAULTS = [example(cls) for cls in COMPRESSORS.classes() if COMPRESSORS.plugin(cls.id) is None]

@@ -6,7 +6,7 @@ for long arrays, there are several here.
 
 from collections.abc import Callable
 
-from mpicomp.rounds import Round
+from mpicomp.mpi.rounds import Round
 
 Step = tuple[list[tuple[int, int]], list[int]]
 """What one rank does at once: messages to others, with their bytes, and whom it has messages from."""

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from mpicomp.mpi import LocalWorld
 from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer.training_reducer import TrainingReducer
-from mpicomp.transport import LocalWorld
 
 
 class Ranks:

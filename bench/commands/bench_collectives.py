@@ -9,7 +9,7 @@ from mpicomp.cli.options import add_device, count, table_columns
 if TYPE_CHECKING:
     from mpicomp.compressors import Compressor
     from mpicomp.cost import CostModel
-    from mpicomp.transport import Transport
+    from mpicomp.mpi import Transport
 
 HELP = "time every exchange among the ranks of this job, check it, and compare what auto chooses with the best"
 
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     on_gpu = arguments.device == "gpu"
     gpu = devices.find() if on_gpu else 0
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     transport = MPITransport()
     first = transport.group.rank == 0

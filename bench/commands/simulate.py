@@ -10,7 +10,7 @@ from mpicomp.cli.options import add_plugin, table_columns, write_json
 if TYPE_CHECKING:
     from mpicomp.collectives import Scheme
     from mpicomp.compressors import Compressor
-    from mpicomp.rounds import Group
+    from mpicomp.mpi.rounds import Group
 
 HELP = "predict the seconds of a step on other hosts and links by the cost model"
 
@@ -97,8 +97,8 @@ def simulate(
 
     from mpicomp.compressors import Dense
     from mpicomp.cost import CostModel, Network, measure_kernels
-    from mpicomp.rounds import WORLD, layout_groups
-    from mpicomp.transport import LocalWorld
+    from mpicomp.mpi import LocalWorld
+    from mpicomp.mpi.rounds import WORLD, layout_groups
 
     [alone] = LocalWorld(1).transports
     kernels: dict[str, Any] = {}

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.lab.lab_settings import parse_bandwidth
     from mpicomp.bench.lab.simulated_links import SimulatedLinks
 
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     transport = SimulatedLinks(HOSTS, parse_bandwidth(BANDWIDTH)) if arguments.simulated else MPITransport()
     from mpicomp.bench.measure.metrics import MetricsWriter

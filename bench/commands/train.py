@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from mpicomp.bench.train import Settings, Trained
 
     from mpicomp.compressors import Compressor
+    from mpicomp.mpi import Transport
     from mpicomp.policies import Policy
-    from mpicomp.transport import Transport
 
 HELP = "train a real model on real data with compressed exchange, and say whether it paid"
 

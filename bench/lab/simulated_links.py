@@ -10,8 +10,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mpicomp.rounds import WORLD, Pending, Round
-from mpicomp.transport.mpi import MPITransport
+from mpicomp.mpi.comm import MPITransport
+from mpicomp.mpi.rounds import WORLD, Pending, Round
 
 
 class SimulatedLinks(MPITransport):

@@ -15,9 +15,9 @@ from mpicomp.arrays import to_host
 from mpicomp.compressors import Compressor, Dense, SharedSparsifier, Sparsifier
 from mpicomp.cost import CostModel
 from mpicomp.gpu import HOST, Device
+from mpicomp.mpi import Transport
+from mpicomp.mpi.rounds import Round, dense_ring_bytes
 from mpicomp.reducer import Reducer, StepRecord
-from mpicomp.rounds import Round, dense_ring_bytes
-from mpicomp.transport import Transport
 
 NAME = "gradient"
 MPI = "MPI_Allreduce"  # stands for a collective in the plan of the library's own sum

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
+from mpicomp.mpi import Transport
 from mpicomp.reducer import Reducer
-from mpicomp.transport import Transport
 
 _WARM = 3  # exchanges before the timed ones
 _REPEATS = 5  # timed exchanges of a collective

@@ -8,8 +8,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.rounds import Round
-from mpicomp.transport import Transport
+from mpicomp.mpi import Transport
+from mpicomp.mpi.rounds import Round
 
 PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
 """Parts of a step: forward and backward; the reducer's three; the optimizer; the rest."""

@@ -8,7 +8,7 @@ import mpicomp
 from mpicomp.collectives import Context, Exchange, Result, Scheme, gain_of, is_finite
 from mpicomp.compressors import Accumulated
 from mpicomp.compressors.accumulated import TRAILER
-from mpicomp.rounds import Group, Round
+from mpicomp.mpi.rounds import Group, Round
 
 Move = tuple[tuple[int | None, int | None], slice, slice]  # to whom and from whom, and which part of the array
 

@@ -4,7 +4,7 @@ import flush  # noqa: F401, registers it
 import numpy as np
 
 import mpicomp
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 world = LocalWorld(2)
 reducers = [mpicomp.Reducer("topk", policy={"id": "flush", "every": 3}, comm=end) for end in world.transports]

@@ -4,7 +4,7 @@ import numpy as np
 from sign_topk import SignTopK
 
 import mpicomp
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 world = LocalWorld(2)
 reducers = [

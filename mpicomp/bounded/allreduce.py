@@ -14,13 +14,13 @@ from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.kernels.cpu.compile import check_compiler
+from mpicomp.mpi import Transport
+from mpicomp.mpi.connect import connect, run_over
+from mpicomp.mpi.rounds import Group, Rounds, gather_rows
 from mpicomp.reducer.agreement import Signature, agree, no_memory
 from mpicomp.reducer.reducer import Reducer
 from mpicomp.reducer.settings import check_arguments
-from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.setting_checks import check_choice, check_range
-from mpicomp.transport import Transport
-from mpicomp.transport.connect import connect, run_over
 
 _REALS = {"float32": "float32", "float64": "float64", "complex64": "float32", "complex128": "float64"}
 _MIN_ERROR = {"float32": 1e-37, "float64": 1e-280}  # below, roundings of subnormal numbers would count
@@ -84,7 +84,7 @@ def allreduce(
     Examples
     --------
     >>> import numpy as np
-    >>> from mpicomp.transport import LocalWorld
+    >>> from mpicomp.mpi import LocalWorld
     >>> allreduce(np.array([3, -5, 1], np.float32), "dense", LocalWorld(1).transports[0]).tolist()
     [3.0, -5.0, 1.0]
     >>> world = LocalWorld(2)

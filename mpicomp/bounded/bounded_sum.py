@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.scheme import check_counts
 from mpicomp.errors import MessageError
-from mpicomp.rounds import Group, Round, Rounds, gather_rows, parts_of
+from mpicomp.mpi.rounds import Group, Round, Rounds, gather_rows, parts_of
 
 _WORD = np.dtype(np.uint64)
 _NAME = "allreduce with a bound"

@@ -111,7 +111,7 @@ def _memory(collective: str, compressors: list[dict[str, Any]]) -> dict[str, flo
 
     from mpicomp.collectives import bind
     from mpicomp.compressors import get_compressor
-    from mpicomp.rounds import Group
+    from mpicomp.mpi.rounds import Group
 
     carried = [entry["name"] for entry in compressors if collective in entry["collectives"]]
     name = min(carried, key=lambda name: name not in ("dense", "topk", "onebit"))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpicomp.bench.tasks import Task
     from mpicomp.compressors import Compressor
-    from mpicomp.rounds import Group
-    from mpicomp.transport import Transport
+    from mpicomp.mpi import Transport
+    from mpicomp.mpi.rounds import Group
 
 
 def add_plugin(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def start_training(
 
     gpu = devices.find() if arguments.device == "gpu" else None  # before MPI starts, as it calls another program
     # MPI starts before torch is loaded: Slurm's pmi2 cuts the longer messages that MPICH sends it afterwards.
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     transport = MPITransport()
     task = load_task(command, arguments, data, transport.group)

@@ -54,8 +54,8 @@ from mpicomp.compressors.wire import (
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, to_python
 from mpicomp.kernels import cpu
+from mpicomp.mpi.rounds import Group, Round
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)

@@ -16,8 +16,8 @@ from mpicomp.compressors.wire import Selection
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, to_python
 from mpicomp.kernels import sizes
+from mpicomp.mpi.rounds import Group, Round
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round
 
 _HEADER = np.dtype([("energy", "<f8"), ("count", "<i8")])  # of VAR-Topk
 

@@ -15,7 +15,7 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.wire import SHARING
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.rounds import Group, Round
+from mpicomp.mpi.rounds import Group, Round
 
 list_collectives = COLLECTIVES.names
 collective_class = COLLECTIVES.cls

@@ -36,8 +36,8 @@ from mpicomp.compressors.wire import (
 )
 from mpicomp.errors import MessageError
 from mpicomp.gpu import received_on_host, to_python
+from mpicomp.mpi.rounds import Group, Round, parts_of
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round, parts_of
 
 _BYTE = np.dtype(np.uint8)
 _SERVER = 0  # rank

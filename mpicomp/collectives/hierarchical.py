@@ -29,8 +29,8 @@ from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire import DAMAGED, Selection
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, to_python
+from mpicomp.mpi.rounds import ACROSS, HOST, Group, Request, Round, Rounds, observe, parts_of
 from mpicomp.registry import register
-from mpicomp.rounds import ACROSS, HOST, Group, Request, Round, Rounds, observe, parts_of
 from mpicomp.workspace import Workspace
 
 _NUMBER = np.dtype(np.float64)

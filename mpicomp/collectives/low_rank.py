@@ -18,8 +18,8 @@ from mpicomp.compressors.powersgd import PowerSGD, Stack, multiply, orthogonaliz
 from mpicomp.compressors.wire import Selection
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, to_python
+from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round, Rounds
 
 Stacks = list[NDArray[np.floating]]
 

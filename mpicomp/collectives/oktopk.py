@@ -34,8 +34,8 @@ from mpicomp.compressors.wire import (
 )
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, pick, to_python
+from mpicomp.mpi.rounds import Group, Round, Rounds, gather_rows, parts_of
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round, Rounds, gather_rows, parts_of
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)

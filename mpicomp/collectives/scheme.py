@@ -17,8 +17,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import DAMAGED, NONFINITE, SHARING, STALE, Selection
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device
+from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.registry import Registry
-from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.workspace import Workspace
 
 Exchange = Rounds["Result"]

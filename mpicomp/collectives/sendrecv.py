@@ -17,8 +17,8 @@ from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.gpu import received_on_host, to_python
+from mpicomp.mpi.rounds import Group, Pending, Round, parts_of
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Pending, Round, parts_of
 
 HALF_BYTES = 1 << 20
 """Bytes of half a part from which on the halves travel apart: two segments of a transport's, so that some follow."""

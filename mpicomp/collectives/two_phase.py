@@ -17,8 +17,8 @@ from mpicomp.compressors.kinds import CACHED, LARGEST_KEY, Quantiser, packers
 from mpicomp.compressors.wire import HEADER_BYTES, NONFINITE, STALE, write_dense_header
 from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
+from mpicomp.mpi.rounds import Group, Round, parts_of
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round, parts_of
 
 _BYTE = np.dtype(np.uint8)
 

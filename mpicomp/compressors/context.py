@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.rounds import Group
+from mpicomp.mpi.rounds import Group
 from mpicomp.workspace import Workspace
 
 

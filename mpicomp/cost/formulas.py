@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mpicomp.rounds import ACROSS, Group, Round
+from mpicomp.mpi.rounds import ACROSS, Group, Round
 
 
 @dataclass(frozen=True)

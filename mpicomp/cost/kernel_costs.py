@@ -18,8 +18,8 @@ from mpicomp.collectives.scheme import LazyMean
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.gpu import HOST, Device
 from mpicomp.gpu.routes import run_on_device
-from mpicomp.rounds import Group
-from mpicomp.transport.local import LocalWorld
+from mpicomp.mpi.local import LocalWorld
+from mpicomp.mpi.rounds import Group
 from mpicomp.workspace import Workspace
 
 # Elements of the two measured arrays: squares, since compressors of matrices are measured on square ones.

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from mpicomp.cost.formulas import terms
 from mpicomp.cost.network_model import OPERATIONS, Network
-from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Round, Rounds, gather_rows
-from mpicomp.transport.base import Transport
+from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, Round, Rounds, gather_rows
+from mpicomp.mpi.transport import Transport
 
 _SMALL_BYTES = 64  # of a message that measures latency
 _MEDIUM_BYTES = 1 << 14  # libraries send shorter messages by algorithms with fewer messages

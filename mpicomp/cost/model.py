@@ -15,7 +15,7 @@ from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.network_model import Network, sample_views
 from mpicomp.cost.plans import Candidates, Correction
 from mpicomp.errors import ConfigurationError
-from mpicomp.rounds import Group
+from mpicomp.mpi.rounds import Group
 from mpicomp.system import whole_file
 
 SCHEMA = 3

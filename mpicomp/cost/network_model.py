@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mpicomp.cost import arithmetic
 from mpicomp.cost.formulas import Terms, slowest, terms
-from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Round
+from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, Round
 
 OPERATIONS = ("allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv")
 GROUPS = (WORLD, HOST, ACROSS)

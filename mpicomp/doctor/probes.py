@@ -196,8 +196,8 @@ class Clocks:
 def measure(comm: Any) -> tuple[Link | None, Clocks]:
     """Compare clocks, and measure the link in milliseconds unless ``MPICOMP_PROBE=0`` on rank 0. Collective."""
     from mpicomp.cost import Network, probe_link
-    from mpicomp.transport.clocks import compare_clocks
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.clocks import compare_clocks
+    from mpicomp.mpi.comm import MPITransport
 
     transport = MPITransport(comm)
     try:

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.gpu.device import HOST, Device
-from mpicomp.rounds import Pending, Returned, Round, Rounds, advance, gather_rows
+from mpicomp.mpi.rounds import Pending, Returned, Round, Rounds, advance, gather_rows
+from mpicomp.mpi.transport import Transport, received
 from mpicomp.system.cuda_aware import NO_GPU
-from mpicomp.transport.base import Transport, received
 
 Value = TypeVar("Value")
 

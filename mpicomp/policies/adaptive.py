@@ -12,11 +12,11 @@ import numpy as np
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense, get_compressor
 from mpicomp.cost import CostModel
+from mpicomp.mpi.rounds import Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies.plan_selector import PlanSelector, collectives_for
 from mpicomp.policies.policy import Plan, Policy, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import default_compressor
-from mpicomp.rounds import Rounds
-from mpicomp.transport.base import Transport
 
 _COMPUTE_STEPS = 15  # whose median is the time outside of exchanges
 

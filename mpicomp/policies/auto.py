@@ -14,6 +14,8 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.mpi.rounds import Group, Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies.adaptive import MeasuredPolicy
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
 from mpicomp.policies.plan_selector import SWITCH_MARGIN, PlanSelector, collectives_for
@@ -28,9 +30,7 @@ from mpicomp.policies.ratio_levels import (
 )
 from mpicomp.policies.surveys import Survey
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Rounds
 from mpicomp.setting_checks import is_number
-from mpicomp.transport.base import Transport
 
 _MIN_RATIO = 0.001  # below it indices take more bytes than values
 _MAX_RATIO = 0.25  # above it four bits of all elements are fewer

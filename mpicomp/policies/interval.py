@@ -8,13 +8,13 @@ from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.rounds import Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies.adaptive import MeasuredPolicy, StepTimes
 from mpicomp.policies.plan_selector import PlanSelector, collectives_for
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of, model_of
 from mpicomp.registry import register
-from mpicomp.rounds import Rounds
 from mpicomp.setting_checks import is_number
-from mpicomp.transport.base import Transport
 
 _STEPS = 1, 2, 5, 10, 20, 40  # docs/updates.md has what they cost
 _BITS = 1, 2, 4

@@ -25,9 +25,9 @@ from mpicomp.cost import (
 )
 from mpicomp.cost.network_model import MIN_CHANGE_LOG
 from mpicomp.gpu import HOST
+from mpicomp.mpi.rounds import Group, Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies.policy import Plan, Shape, StepReport
-from mpicomp.rounds import Group, Rounds
-from mpicomp.transport.base import Transport
 
 SWITCH_MARGIN = 0.03  # fraction by which other plans have to be better than those that run
 

@@ -14,10 +14,10 @@ from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Prediction
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.gpu import HOST, Device
+from mpicomp.mpi.rounds import Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies.surveys import Survey
 from mpicomp.registry import Configurable, Registry
-from mpicomp.rounds import Rounds
-from mpicomp.transport.base import Transport
 
 MAX_REPORT_STEPS = 4
 """Steps after which a report arrives at the latest: policies follow changes within ten."""

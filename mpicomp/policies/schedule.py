@@ -9,15 +9,15 @@ from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.mpi.rounds import Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_has_ratio, ladder
 from mpicomp.policies.static import Static
 from mpicomp.policies.surveys import Survey
 from mpicomp.registry import register
-from mpicomp.rounds import Rounds
 from mpicomp.setting_checks import check_choice, check_least, check_range, check_ratio
-from mpicomp.transport.base import Transport
 
 _MAX_LEVELS = 33  # ratios for which seconds are predicted
 _MAX_SLOPE = 1e6  # a ramp of one step, however long training is

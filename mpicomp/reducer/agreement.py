@@ -12,10 +12,9 @@ from mpicomp import errors, plugins
 from mpicomp.arrays import ArraySpec
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, DisagreementError, MessageError, MpicompError, OutOfMemoryError
+from mpicomp.mpi import Transport
+from mpicomp.mpi.rounds import Group, Round, Rounds, checked_lengths, gather_rows, read_object
 from mpicomp.policies import Policy
-from mpicomp.rounds import Group, Round, Rounds, gather_rows
-from mpicomp.rounds.reports import checked_lengths, read_object
-from mpicomp.transport import Transport
 
 Made = TypeVar("Made")
 

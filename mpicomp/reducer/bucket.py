@@ -17,8 +17,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import HOST, Device, device_array
+from mpicomp.mpi.rounds import Group
 from mpicomp.policies import Shape
-from mpicomp.rounds import Group
 from mpicomp.workspace import Scratch, Workspace
 
 _INDEX_LIMIT = 2**32  # indices travel in 32 bits

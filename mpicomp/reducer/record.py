@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import Result
 from mpicomp.errors import NonFiniteError
+from mpicomp.mpi.rounds import Group, dense_ring_bytes
+from mpicomp.mpi.transport import RoundLog
 from mpicomp.policies import Plan
 from mpicomp.reducer.bucket import Bucket
-from mpicomp.rounds import Group, dense_ring_bytes
-from mpicomp.transport.base import RoundLog
 
 SCHEMA = 1  # version of `StepRecord.to_json`, which changes when a field changes its meaning or is removed
 _NOTHING = np.empty(0, np.float32)

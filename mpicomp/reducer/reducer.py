@@ -23,6 +23,11 @@ from mpicomp.errors import (
 from mpicomp.gpu import on_device
 from mpicomp.gpu.routes import choose_routes
 from mpicomp.kernels.cpu.compile import check_compiler
+from mpicomp.mpi import Transport
+from mpicomp.mpi.connect import connect
+from mpicomp.mpi.rounds import Rounds, from_one, gather_rows
+from mpicomp.mpi.thread import ProgressThread
+from mpicomp.mpi.transport import RoundLog
 from mpicomp.policies import BucketOutcome, Plan, Policy, StepReport, UserSettings
 from mpicomp.reducer import trace
 from mpicomp.reducer.agreement import (
@@ -40,14 +45,8 @@ from mpicomp.reducer.settings import check_arguments, make_planner, to_decay
 from mpicomp.reducer.step import Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.telemetry import Telemetry
-from mpicomp.rounds import Rounds, gather_rows
-from mpicomp.rounds.reports import from_one
 from mpicomp.setting_checks import to_number, to_whole
 from mpicomp.system import stopping
-from mpicomp.transport import Transport
-from mpicomp.transport.base import RoundLog
-from mpicomp.transport.connect import connect
-from mpicomp.transport.scheduler import ProgressThread
 
 _NONFINITE = ("raise", "skip", "pass")
 _ON_FAILURE = ("abort", "shrink")
@@ -124,7 +123,7 @@ class Reducer:
 
     >>> import numpy as np
     >>> from mpicomp import Reducer, TopK
-    >>> from mpicomp.transport import LocalWorld
+    >>> from mpicomp.mpi import LocalWorld
     >>> reducer = Reducer(TopK(ratio=0.25), policy={"warmup": 0}, comm=LocalWorld(1).transports[0])
     >>> mean = reducer.reduce({"weight": np.array([[1, -4], [2, 3]], np.float32)})
     >>> mean["weight"].tolist()
@@ -304,7 +303,7 @@ class Reducer:
         finite: bool = True,
         extra: ExtraExchange = NO_EXTRA,
     ) -> Rounds[Any]:
-        """Do what `reduce` does as a generator of rounds, for ranks of a `mpicomp.transport.LocalWorld`."""
+        """Do what `reduce` does as a generator of rounds, for ranks of a `mpicomp.mpi.LocalWorld`."""
         if self._closed:
             raise self._closed_error()
         transport = self.transport

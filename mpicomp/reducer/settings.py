@@ -8,11 +8,11 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from mpicomp.compressors import get_compressor
 from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
+from mpicomp.mpi.connect import connected
 from mpicomp.policies import Policy, UserSettings, get_policy
 from mpicomp.policies.schedule import WarmUp, choose_warmup
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.setting_checks import check_kind, check_range, kinds_of
-from mpicomp.transport.connect import connected
 
 Settings = ParamSpec("Settings")
 Made = TypeVar("Made")

@@ -12,15 +12,15 @@ from mpicomp.compressors.wire import Selection
 from mpicomp.errors import MessageError, MpicompError
 from mpicomp.gpu import HOST
 from mpicomp.gpu.routes import run_on_device
+from mpicomp.mpi import Transport
+from mpicomp.mpi.rounds import Rounds, gather_rows
+from mpicomp.mpi.transport import RoundLog
 from mpicomp.policies import Plan
 from mpicomp.policies.surveys import Survey
 from mpicomp.reducer import trace
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.reducer.layout import Inputs, Layout
 from mpicomp.reducer.record import BucketExchange, StepRecord
-from mpicomp.rounds import Rounds, gather_rows
-from mpicomp.transport import Transport
-from mpicomp.transport.base import RoundLog
 
 _ACTIVITY = "step %d, bucket %d ('%s' ...) by %s"
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpicomp.errors import RankFailedError
+from mpicomp.mpi.rounds import Rounds
+from mpicomp.mpi.thread import Job, ProgressThread
+from mpicomp.mpi.transport import RoundLog
 from mpicomp.reducer.agreement import ExtraExchange
 from mpicomp.reducer.bucket import Bucket
-from mpicomp.rounds import Rounds
-from mpicomp.transport.base import RoundLog
-from mpicomp.transport.scheduler import Job, ProgressThread
 
 if TYPE_CHECKING:
     from mpicomp.reducer.reducer import Reducer

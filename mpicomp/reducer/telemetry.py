@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.cost import sample_views
+from mpicomp.mpi.rounds import Group, Pending, Round, Rounds
 from mpicomp.policies import Policy, StepReport
 from mpicomp.policies.policy import MAX_REPORT_STEPS
-from mpicomp.rounds import Group, Pending, Round, Rounds
 
 _PER_BUCKET = 4  # times of a bucket: start, end, seconds outside rounds, ready
 PACE_STEPS = 16  # steps between two messages about the work of ranks, which then cost next to nothing

@@ -21,13 +21,13 @@ from typing import IO, Any, Protocol, Self
 import numpy as np
 
 from mpicomp.errors import ConfigurationError, RankFailedError
+from mpicomp.mpi import Transport
+from mpicomp.mpi.clocks import compare_clocks
+from mpicomp.mpi.connect import connect
+from mpicomp.mpi.rounds import WORLD, Round, Rounds, gather_rows, observe
+from mpicomp.mpi.transport import Value
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.record import BucketExchange, StepRecord
-from mpicomp.rounds import WORLD, Round, Rounds, gather_rows, observe
-from mpicomp.transport import Transport
-from mpicomp.transport.base import Value
-from mpicomp.transport.clocks import compare_clocks
-from mpicomp.transport.connect import connect
 
 _FLUSH_S = 0.25  # seconds after which events are written: a job that dies loses no more
 _BLOCK_BYTES = 1 << 20  # of each rank's file that are merged at a time
@@ -114,7 +114,7 @@ class trace:  # noqa: N801, it reads as a verb: with mpicomp.trace(...)
     >>> import json, pathlib, tempfile
     >>> import numpy as np
     >>> import mpicomp
-    >>> from mpicomp.transport import LocalWorld
+    >>> from mpicomp.mpi import LocalWorld
     >>> alone = LocalWorld(1).transports[0]
     >>> reducer = mpicomp.Reducer("topk", comm=alone, policy={"warmup": 0})
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel
+from mpicomp.mpi.rounds import Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_has_ratio, check_no_layers, check_ratios, ladder
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
-from mpicomp.rounds import Rounds
 from mpicomp.setting_checks import check_least, check_range
-from mpicomp.transport.base import Transport
 
 _STRIDE = 8  # of a survey: one group of elements in so many
 _DROP = 0.5  # a learning rate that falls to this share has dropped; one lowered a little at every step has not

@@ -24,15 +24,15 @@ from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.rounds import Group, Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies.adaptive import MeasuredPolicy
 from mpicomp.policies.plan_selector import PlanSelector, PlanTable, collectives_for
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, default_compressor, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Rounds
 from mpicomp.setting_checks import check_choice, check_least, check_range
-from mpicomp.transport.base import Transport
 
 __all__ = ["Flexible"]
 

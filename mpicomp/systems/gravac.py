@@ -28,14 +28,14 @@ from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.cost import CostModel
 from mpicomp.gpu import Device, current_device, to_python
+from mpicomp.mpi.rounds import Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
-from mpicomp.rounds import Rounds
 from mpicomp.setting_checks import check_choice, check_flag, check_least, check_range
-from mpicomp.transport.base import Transport
 from mpicomp.workspace import Workspace
 
 _STRIDE = 16  # a survey reads one group of elements in so many

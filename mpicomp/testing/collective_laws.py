@@ -11,8 +11,8 @@ import numpy as np
 from mpicomp.collectives import Context, Result, Scheme, bind, collective_class, fitting
 from mpicomp.compressors import Compressor, Selection, Sparsifier
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
+from mpicomp.mpi import LocalWorld, Transport
 from mpicomp.testing.examples import DTYPES, Array, norm2, representatives
-from mpicomp.transport import LocalWorld, Transport
 from mpicomp.workspace import Workspace
 
 _RANKS = (1, 2, 3, 4, 5)  # 3 and 5 catch code that works for powers of two only

@@ -22,10 +22,10 @@ from mpicomp.compressors import (
 )
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.wire import read_sparse, sparse_bytes, write_sparse
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Group
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Group
 from mpicomp.testing.examples import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
-from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 
 _SIZES = (1, 2, 7, 1000, 20_011)

@@ -12,9 +12,9 @@ from mpicomp.collectives import fitting
 from mpicomp.compressors import COMPRESSORS, Compressor, Sparsifier, get_compressor
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi import LocalWorld
 from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
-from mpicomp.transport import LocalWorld
 
 Array = NDArray[Any]  # float32 or float64
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Request, Round, observe
 from mpicomp.policies import Policy, get_policy, policy_class
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Request, Round, observe
 from mpicomp.testing.examples import PRECISION, Array, make_reducers
-from mpicomp.transport import LocalWorld
 
 _RANKS = (1, 2, 3)
 _STEPS = 30

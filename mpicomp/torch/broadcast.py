@@ -11,13 +11,13 @@ from torch.serialization import default_restore_location
 
 from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError, warn_user
+from mpicomp.mpi.connect import run_over
+from mpicomp.mpi.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.settings import check_arguments
-from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.torch.parameters import to_pairs
 from mpicomp.torch.proxy import OptimizerProxy
 from mpicomp.torch.shards import array_specs, exchanged, is_sharded, local_of, refusal_of, shard_like, spec_of
-from mpicomp.transport.connect import run_over
 
 _BYTE, _SIZE = np.dtype(np.uint8), np.dtype(np.int64)
 _PARAMETERS, _STATE = "broadcast_parameters", "broadcast_optimizer_state"

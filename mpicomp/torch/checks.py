@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError, DisagreementError, warn_user
+from mpicomp.mpi.rounds import Group, Pending, Round, Rounds, gather_rows
 from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.rounds import Group, Pending, Round, Rounds, gather_rows
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.combined import optimizers_in
 from mpicomp.torch.parameters import MAX_NORM_ADVICE

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.torch.parameters import members_of
 from mpicomp.torch.shards import ShardGroup, exchanged, local_of
 
@@ -46,7 +46,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> 
     --------
     >>> import torch
     >>> from mpicomp.torch import DistributedOptimizer
-    >>> from mpicomp.transport import LocalWorld
+    >>> from mpicomp.mpi import LocalWorld
     >>> model = torch.nn.Linear(3, 1, bias=False)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> optimizer = DistributedOptimizer(sgd, model, comm=LocalWorld(1).transports[0])

@@ -9,18 +9,18 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.connect import connected
+from mpicomp.mpi.rounds import Group, Rounds
 from mpicomp.policies import Policy
 from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import ExtraExchange, GradientInput, run_collectively
 from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.stream import Stream
-from mpicomp.rounds import Group, Rounds
 from mpicomp.torch.checks import BROADCAST_ADVICE, COMPARE_EVERY, Fingerprint, check_same
 from mpicomp.torch.overlap import start_overlap_thread
 from mpicomp.torch.parameters import as_real, check_forward, check_kind
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
-from mpicomp.transport.connect import connected
 
 _WHO = "ddp_comm_hook"
 

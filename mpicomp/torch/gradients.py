@@ -10,11 +10,12 @@ import torch
 
 from mpicomp.arrays import as_kind_of
 from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError, warn_user
+from mpicomp.mpi.rounds import Group, Rounds, from_one, gather_rows
+from mpicomp.mpi.thread import ProgressThread
+from mpicomp.mpi.transport import Value
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
 from mpicomp.reducer.stream import Stream
-from mpicomp.rounds import Group, Rounds, gather_rows
-from mpicomp.rounds.reports import from_one
 from mpicomp.torch.checks import (
     BROADCAST_ADVICE,
     DRIFT_ADVICE,
@@ -29,8 +30,6 @@ from mpicomp.torch.join import JOIN_ADVICE, Join
 from mpicomp.torch.overlap import BackwardOverlap
 from mpicomp.torch.parameters import as_real
 from mpicomp.torch.shards import ShardGroup, array_specs, exchanged
-from mpicomp.transport.base import Value
-from mpicomp.transport.scheduler import ProgressThread
 
 _WHO = "DistributedOptimizer"
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.rounds import Rounds, gather_rows
-from mpicomp.rounds.reports import from_one
+from mpicomp.mpi.rounds import Rounds, from_one, gather_rows
 from mpicomp.torch.broadcast import from_root
 from mpicomp.torch.checks import settings_of
 from mpicomp.torch.parameters import members_of

@@ -9,6 +9,7 @@ import torch
 
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.connect import connected
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import run_collectively
 from mpicomp.reducer.settings import check_arguments
@@ -18,7 +19,6 @@ from mpicomp.torch.parameters import NamedParameters, check_kind, named_pairs
 from mpicomp.torch.shards import from_whole, is_sharded
 from mpicomp.torch.states import name_of
 from mpicomp.torch.updates import UpdateOptimizer
-from mpicomp.transport.connect import connected
 
 LR, ADAMW_LR, WEIGHT_DECAY, SYNC_EVERY, COMPRESSOR = 0.02, 3e-3, 0.1, 10, "onebit"
 _WHO = "LocalMuon"
@@ -194,7 +194,7 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
     Examples
     --------
     >>> import torch
-    >>> from mpicomp.transport import LocalWorld
+    >>> from mpicomp.mpi import LocalWorld
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> optimizer = LocalMuon(model, comm=LocalWorld(1).transports[0])
     >>> [type(member).__name__ for member in optimizer.optimizers]

@@ -9,6 +9,7 @@ import torch
 
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.connect import connected
 from mpicomp.policies import Policy
 from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
@@ -40,7 +41,6 @@ from mpicomp.torch.proxy import (
 )
 from mpicomp.torch.shards import check_shards, is_sharded, local_of, make_for_replicas
 from mpicomp.torch.states import to_arrays
-from mpicomp.transport.connect import connected
 
 _WHO = "DistributedOptimizer"
 _PLAIN = torch.optim.SGD, torch.optim.ASGD  # whose steps are as large as gradients, so that bursts cost nothing
@@ -132,7 +132,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     Examples
     --------
     >>> import torch
-    >>> from mpicomp.transport import LocalWorld
+    >>> from mpicomp.mpi import LocalWorld
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> optimizer = DistributedOptimizer(
     ...     torch.optim.SGD(model.parameters(), lr=0.1),

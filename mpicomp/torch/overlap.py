@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError, LaunchError, MpicompError, warn_user
+from mpicomp.mpi.rounds import Group, gather_rows
+from mpicomp.mpi.thread import ProgressThread
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.stream import Stream
-from mpicomp.rounds import Group, gather_rows
 from mpicomp.torch.checks import WORDS, sample_of, sum_of_bits
 from mpicomp.torch.parameters import as_real
 from mpicomp.torch.shards import LocalShard, whole_of
-from mpicomp.transport.scheduler import ProgressThread
 
 _TRIAL_STEPS = 2  # steps that are exchanged after backward, to see whether the script allows an exchange during it
 _OBSTACLES = {  # reasons for which gradients cannot be exchanged during backward, and what would allow it

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from mpicomp.errors import ConfigurationError, warn_user
+from mpicomp.mpi import Transport
 from mpicomp.reducer import Reducer
 from mpicomp.torch.parameters import named_group, split_group
 from mpicomp.torch.shards import check_rows, rows_of
 from mpicomp.torch.states import name_of, to_tensors
-from mpicomp.transport import Transport
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a step, without the optimizer itself
 

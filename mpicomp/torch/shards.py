@@ -12,11 +12,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from mpicomp import errors
 from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ConfigurationError, DisagreementError, MpicompError, RankFailedError
+from mpicomp.mpi import Transport
+from mpicomp.mpi.connect import connected, run_over, split
+from mpicomp.mpi.rounds import Group, Rounds, from_one, gather_rows
 from mpicomp.reducer.agreement import Made, Signature, agree, error_of, run_collectively
-from mpicomp.rounds import Group, Rounds, gather_rows
-from mpicomp.rounds.reports import from_one
-from mpicomp.transport import Transport
-from mpicomp.transport.connect import connected, run_over, split
 
 _WHO = "replicas"
 _ADVICE = "start the job with mpirun or srun, and torch's process group among its ranks, see docs/pytorch.md"

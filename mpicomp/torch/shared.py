@@ -7,9 +7,9 @@ import torch
 
 from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.rounds import Rounds
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
-from mpicomp.rounds import Rounds
 from mpicomp.torch.checks import BROADCAST_ADVICE, Fingerprint, SettingsCheck, check_same, sample_of
 from mpicomp.torch.parameters import as_real
 from mpicomp.torch.shards import ShardGroup, exchanged, spec_of

@@ -13,13 +13,14 @@ import torch
 from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.connect import connected
+from mpicomp.mpi.rounds import Group, Rounds, gather_rows
 from mpicomp.policies import Policy, get_policy
 from mpicomp.policies.interval import Interval
 from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.training_reducer import TrainingReducer
-from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.setting_checks import check_flag, check_least
 from mpicomp.system import abort, say
 from mpicomp.torch.checks import COMPARE_EVERY, StepWatch, hook_gradients
@@ -35,7 +36,6 @@ from mpicomp.torch.parameters import (
 from mpicomp.torch.proxy import Arguments, Exchange, OptimizerProxy, check_not_nested, closure_of, with_closure, wrap
 from mpicomp.torch.shards import check_shards, is_sharded, local_of, make_for_replicas
 from mpicomp.torch.shared import SharedParameters
-from mpicomp.transport.connect import connected
 
 WHO = "UpdateOptimizer"
 AUTO = "auto"
@@ -141,7 +141,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     Examples
     --------
     >>> import torch
-    >>> from mpicomp.transport import LocalWorld
+    >>> from mpicomp.mpi import LocalWorld
     >>> world = LocalWorld(2)
     >>> models = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
     >>> models[1].load_state_dict(models[0].state_dict())

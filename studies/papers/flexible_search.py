@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from mpicomp.collectives import Scheme, bind
 from mpicomp.compressors import TopK
 from mpicomp.cost.formulas import Terms, allgather, broadcast, ring, tree
+from mpicomp.mpi.rounds import Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies import Plan, Policy, Shape, UserSettings
-from mpicomp.rounds import Rounds
 from mpicomp.systems.flexible import Objectives, candidates, evolve, pick
-from mpicomp.transport.base import Transport
 
 TRIAL_STEPS = 10  # of each candidate
 _WEIGHTS = (0.6, 0.6, 0.4)  # of both times and of 1 / gain: the code has one time at 0.6, the paper gives no weights

@@ -25,10 +25,10 @@ from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor
 from mpicomp.cost import formulas
-from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.mpi import Transport
+from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.setting_checks import check_least
 from mpicomp.system import launcher
-from mpicomp.transport import Transport
 
 _NAME = "flexible_tables"
 _KEY = ("table", "model", "gbps", "latency_ms", "ratio", "seed")
@@ -246,7 +246,7 @@ def _in_lab(hosts: int, network: Network, missing: Sequence[Cell], rows: Rows) -
 
 
 def _among_ranks(asked: Sequence[Mapping[str, Any]]) -> int:
-    from mpicomp.transport.mpi import MPITransport  # it loads MPI
+    from mpicomp.mpi.comm import MPITransport  # it loads MPI
 
     transport = MPITransport()
     for words in asked:

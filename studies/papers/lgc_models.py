@@ -8,9 +8,9 @@ import numpy as np
 from mpicomp.arrays import ArraySpec
 from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
+from mpicomp.mpi.rounds import Group
 from mpicomp.reducer.bucket import cut
 from mpicomp.reducer.layout import LARGE_BUCKET
-from mpicomp.rounds import Group
 
 _STEPS = 40
 MODELS = {"ResNet-50": ((3, 4, 6, 3), 1000), "ResNet-101": ((3, 4, 23, 3), 10)}

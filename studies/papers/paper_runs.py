@@ -21,12 +21,12 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
 from mpicomp.cost.formulas import terms
 from mpicomp.errors import UnknownNameError
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.local import LocalTransport
+from mpicomp.mpi.rounds import Group, Round, Rounds, dense_ring_bytes
+from mpicomp.mpi.transport import Value
 from mpicomp.policies.schedule import with_warmup
-from mpicomp.rounds import Group, Round, Rounds, dense_ring_bytes
 from mpicomp.setting_checks import check_least
-from mpicomp.transport import LocalWorld
-from mpicomp.transport.base import Value
-from mpicomp.transport.local import LocalTransport
 
 TRIAL = "trial"  # in the reason of a step for a trial, which is undone
 _LOOKS = 10  # at held-out data, in a training

@@ -10,7 +10,7 @@ from mpicomp.bench.measure.timed_plan import OSU_HEADER, osu_blocks
 
 from mpicomp import Dense, TopK
 from mpicomp.collectives import variants
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 TOPK = TopK(ratio=0.1)
 
@@ -229,7 +229,7 @@ def test_text_that_reads_like_osu(rows):
 @pytest.mark.mpi(min_size=2, max_size=3)
 def test_ranks_agree_on_everything_and_means_are_right(comm, caplog):
     from mpicomp.cost import calibrate
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     transport = MPITransport(comm)
     model = calibrate(transport)

@@ -17,9 +17,9 @@ from mpicomp.bench.train import Checkpoints, Settings, Stopped, train_measured
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.comm import MPITransport
 from mpicomp.policies import get_policy
 from mpicomp.system import stopping
-from mpicomp.transport.mpi import MPITransport
 
 STEPS = 12
 UPDATES = {"sync_every": 3, "outer": {"lr": 0.7, "momentum": 0.9}}

@@ -8,7 +8,7 @@ import sys
 import pytest
 from lab.labs import AS_A_USER, FORBIDDEN, MAIN, reason_without_lab, reason_without_user_namespaces
 
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 NAMES = ["dense", "auto", "LocalMuon"]
 STEPS, PARAMETERS = 10, 38_282

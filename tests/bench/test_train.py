@@ -13,8 +13,8 @@ from mpicomp.bench.tasks import get_task
 
 from mpicomp import Dense
 from mpicomp.cli import main
+from mpicomp.mpi import LocalWorld
 from mpicomp.policies import get_policy
-from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")

@@ -31,9 +31,9 @@ from mpicomp.bench.training import (
 
 from mpicomp import Dense, OneBit, TopK
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.comm import MPITransport
 from mpicomp.torch import UpdateOptimizer
-from mpicomp.transport import LocalWorld
-from mpicomp.transport.mpi import MPITransport
 
 
 class Scripted:

@@ -15,8 +15,8 @@ import mpicomp
 from mpicomp.bounded.allreduce import bounded_rounds
 from mpicomp.bounded.bounded_sum import grid_of
 from mpicomp.errors import ArrayTypeError, ConfigurationError, DisagreementError, MessageError
-from mpicomp.rounds import observe
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import observe
 
 ONES = np.ones(5, np.float32)
 SURE = {4: 2**23, 8: 2**50}

@@ -17,7 +17,7 @@ import mpicomp
 from mpicomp import checkpoint
 from mpicomp.checkpoint import load_rounds, save_rounds
 from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 FIRST, SECOND, THIRD = (f"checkpoint-{number:08d}" for number in (1, 2, 3))
 
@@ -76,7 +76,7 @@ import os, pathlib, shutil, signal, sys
 import numpy as np
 import mpicomp
 from mpicomp import checkpoint
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 folder, moment = sys.argv[1:]
 alone = LocalWorld(1).transports[0]
@@ -276,7 +276,7 @@ def test_tensors_need_torch(tmp_path):
     save(tmp_path, [{"w": torch.ones(3)}])
     code = f"""if True:
         import sys, mpicomp
-        from mpicomp.transport import LocalWorld
+        from mpicomp.mpi import LocalWorld
         try:
             mpicomp.load_checkpoint({str(tmp_path)!r}, LocalWorld(1).transports[0])
         except mpicomp.MpicompError as error:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mpicomp.checkpoint import load_rounds
 from mpicomp.errors import DisagreementError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 SHAPES = {"w": (7, 2), "b": (5,), "one": (1, 3)}  # "one" leaves all shards but the first without a row
 

@@ -9,7 +9,7 @@ from mpicomp.cli import main
 from mpicomp.collectives import bind
 from mpicomp.compressors import compressor_class
 from mpicomp.errors import ConfigurationError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 OURS = [name for name in mpicomp.list_compressors() if compressor_class(name).__module__.startswith("mpicomp.")]
 

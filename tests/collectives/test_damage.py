@@ -12,8 +12,8 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.collectives import allgather, oktopk, variants
 from mpicomp.errors import DisagreementError, MessageError, NonFiniteError
-from mpicomp.rounds import observe
-from mpicomp.transport.scheduler import ProgressThread
+from mpicomp.mpi.rounds import observe
+from mpicomp.mpi.thread import ProgressThread
 
 SHAPES = {"first": (14, 15), "second": (9, 7)}  # a bucket each
 CODE = {"ratio": 0.3, "encoder": (2,), "decoder": (2,), "passes": 1, "dense_steps": 0}

@@ -7,7 +7,7 @@ from lockstep import dense, gradients, run
 
 import mpicomp
 from mpicomp.collectives import bind
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 SEGMENTED = {"ring": oracle.ring_step, "recursive-doubling": oracle.doubling_step}
 

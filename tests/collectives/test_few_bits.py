@@ -10,7 +10,7 @@ import mpicomp
 from mpicomp.collectives import bind, fitting
 from mpicomp.compressors.wire import BITS, Wire, sparse_bytes
 from mpicomp.errors import IncompatiblePairError, MessageError
-from mpicomp.rounds import observe
+from mpicomp.mpi.rounds import observe
 
 CARRIERS = ["allgather", "hierarchical"]
 NUMEL, RATIO = 2000, 0.3  # some blocks of 256, the last one not full

@@ -11,7 +11,7 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.collectives import bind, fitting, variants
 from mpicomp.errors import NonFiniteError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 LAYOUTS = [[0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1], [0, 1, 0, 2, 1, 0, 0, 2]]
 SLICED = [compressor for compressor in REPRESENTATIVES if "hierarchical" in fitting(compressor)]

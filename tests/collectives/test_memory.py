@@ -12,8 +12,8 @@ import mpicomp
 from mpicomp.collectives import Context, bind, variants
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.gpu import HOST
+from mpicomp.mpi import LocalWorld
 from mpicomp.policies import POLICIES, Plan, Policy, Shape
-from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Scratch, Workspace
 
 NUMEL, STEPS = 40_000, 3

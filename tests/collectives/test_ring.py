@@ -6,8 +6,8 @@ from lockstep import run
 import mpicomp
 from mpicomp.collectives import Context, bind, sendrecv
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
-from mpicomp.rounds import Pending, Round, observe
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Pending, Round, observe
 
 NUMEL = 61
 

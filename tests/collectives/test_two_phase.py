@@ -14,8 +14,8 @@ from worlds import Ranks
 import mpicomp
 from mpicomp import Dense, Sparsifier
 from mpicomp.collectives import bind, fitting
-from mpicomp.rounds import Group
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Group
 
 HEADER = 24  # bytes
 

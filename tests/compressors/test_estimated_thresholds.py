@@ -18,7 +18,7 @@ from marks import slow
 from worlds import Ranks
 
 from mpicomp import DGC, Context, GaussianK, MSTopK, RedSync, SIDCo, Threshold, TopK, get_compressor
-from mpicomp.rounds import Group
+from mpicomp.mpi.rounds import Group
 
 NUMEL = 6001
 # Two-sided quantiles of the normal distribution, from a table.

@@ -12,7 +12,7 @@ from mpicomp.collectives import Context, bind
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.powersgd import Matrix, orthogonalize, stacked
 from mpicomp.errors import ConfigurationError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 SHAPES = {"wide": (6, 40), "b": (7,), "conv": (12, 3, 3, 3), "small": (3, 2), "s": ()}
 

@@ -8,7 +8,7 @@ from lockstep import dense, gradients, run
 from worlds import Ranks
 
 from mpicomp import BlockRandomK, Context, GlobalRandKMaxNorm, RandomK
-from mpicomp.rounds import Group
+from mpicomp.mpi.rounds import Group
 
 RANDOM = pytest.mark.parametrize("cls", [RandomK, BlockRandomK])
 

@@ -26,6 +26,7 @@ MODULES = [
     "mpicomp.compressors",
     "mpicomp.cost",
     "mpicomp.errors",
+    "mpicomp.mpi",
     "mpicomp.policies",
     "mpicomp.reducer",
     "mpicomp.systems.accordion",
@@ -35,7 +36,6 @@ MODULES = [
     "mpicomp.systems.lgreco",
     "mpicomp.testing",
     "mpicomp.torch",
-    "mpicomp.transport",
 ]
 COLLECTIVES = ["--compressor", "dense,topk", "--ratio", "0.1", "--collective", "allgather,allreduce,auto"]
 BOUNDS = ["--error", "0.01", "--limit", "0.1"]

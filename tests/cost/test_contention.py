@@ -6,7 +6,7 @@ from networks import Link
 
 import mpicomp
 from mpicomp.cost.plans import Contention
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 ADDED_S = 12e-3
 

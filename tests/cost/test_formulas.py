@@ -6,7 +6,7 @@ import pytest
 import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.cost.formulas import Terms, allgather, broadcast, ring, slowest, terms
-from mpicomp.rounds import Round, layout_groups
+from mpicomp.mpi.rounds import Round, layout_groups
 
 
 def plan_terms(compressor, collective, numel, ranks, layout=None):

@@ -12,8 +12,8 @@ from mpicomp.collectives import bind
 from mpicomp.cost import Network
 from mpicomp.cost.link_probe import probe, probe_link
 from mpicomp.cost.network_model import sample_views
-from mpicomp.rounds import Round
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Round
 
 NETWORKS = {"near": (2e-6, 25e9), "usual": (5e-5, 1e9), "far": (5e-3, 200e6)}
 F4 = np.dtype(np.float32)

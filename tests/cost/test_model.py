@@ -15,8 +15,8 @@ from mpicomp.cost import CostModel, Network, measure_kernels
 from mpicomp.cost.calibrate import compilation_order
 from mpicomp.cost.kernel_costs import KernelCost, measure_kernel
 from mpicomp.cost.model import scheme_key
-from mpicomp.rounds import layout_groups
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import layout_groups
 
 LATENCY, BITS = 1e-5, 1e7
 SHAPE = (400, 1000)  # so large that a library broadcasts in parts, as is assumed before a measurement

@@ -9,7 +9,7 @@ import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.cost.formulas import slowest, terms
 from mpicomp.cost.network_model import Network, sample_views
-from mpicomp.rounds import layout_groups
+from mpicomp.mpi.rounds import layout_groups
 
 pytestmark = pytest.mark.quick
 

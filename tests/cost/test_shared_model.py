@@ -11,7 +11,7 @@ from networks import Link
 import mpicomp
 from mpicomp.cost import CostModel, Network
 from mpicomp.errors import ConfigurationError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 LINK = Link(1e-4, 1e9)
 TOPK = mpicomp.TopK(ratio=0.05)
@@ -136,7 +136,7 @@ def test_cost_model_is_read_from_a_path_or_a_name(tmp_path):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("policy", "collective"), [("static", "allgather"), ("schedule", "auto")])
 def test_cost_model_of_rank_0_counts_over_mpi(comm, collective, policy):
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     for ranks in ([0], [1], range(comm.size), []):
         transport = MPITransport(comm)

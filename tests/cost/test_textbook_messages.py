@@ -7,7 +7,7 @@ import pytest
 import textbook_messages as messages
 
 from mpicomp.cost.formulas import terms
-from mpicomp.rounds import Round, layout_groups
+from mpicomp.mpi.rounds import Round, layout_groups
 
 pytestmark = pytest.mark.quick
 

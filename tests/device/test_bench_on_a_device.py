@@ -21,8 +21,8 @@ from mpicomp.cost import CostModel, Network, kernel_costs
 from mpicomp.errors import ConfigurationError, LaunchError
 from mpicomp.gpu import HOST
 from mpicomp.gpu.cuda import CudaDevice
+from mpicomp.mpi import LocalWorld
 from mpicomp.policies import Shape
-from mpicomp.transport import LocalWorld
 
 SCHEDULES = ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lazy", "random"))]
 TOPK = mpicomp.TopK(ratio=0.1)
@@ -136,7 +136,7 @@ def test_collectives_are_timed_on_the_device(cupy):
 @pytest.fixture
 def one_rank(monkeypatch):
     """Let commands run as a job of one rank, without MPI, that has found a GPU."""
-    monkeypatch.setattr("mpicomp.transport.mpi.MPITransport", lambda: LocalWorld(1).transports[0])
+    monkeypatch.setattr("mpicomp.mpi.comm.MPITransport", lambda: LocalWorld(1).transports[0])
     monkeypatch.setattr(devices, "find", lambda: 0)
 
 

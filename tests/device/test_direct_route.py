@@ -17,7 +17,7 @@ import mpicomp
 from mpicomp.gpu import routes as gpu_routes
 from mpicomp.gpu.cuda import CudaDevice
 from mpicomp.gpu.routes import RouteTable
-from mpicomp.rounds import Returned, Round, advance
+from mpicomp.mpi.rounds import Returned, Round, advance
 
 pytestmark = pytest.mark.mpi
 slow = pytest.mark.slow  # what guarded memory and four kinds of messages leave over
@@ -41,7 +41,7 @@ def naps(request, monkeypatch):
 @contextlib.contextmanager
 def opened(comm, limit=None):
     """Give a transport of each layout, with the layout."""
-    from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+    from mpicomp.mpi.comm import COUNT_LIMIT, MPITransport
 
     layouts = LAYOUTS.get(comm.size, [[0] * comm.size])
     made = [(layout, MPITransport(comm, limit or COUNT_LIMIT, layout)) for layout in layouts]
@@ -95,7 +95,7 @@ def directly(exchange):
 
 @pytest.mark.slow
 def test_in_a_thread_during_other_rounds(transports, comm):
-    from mpicomp.transport.scheduler import ProgressThread
+    from mpicomp.mpi.thread import ProgressThread
 
     layout, transport = transports[-1]
     with ProgressThread(transport) as thread:
@@ -107,7 +107,7 @@ def test_in_a_thread_during_other_rounds(transports, comm):
 
 @pytest.mark.parametrize("numel", [0, 70_000, *(pytest.param(numel, marks=slow) for numel in (1, 200_001))])
 def test_parts_are_worked_on_as_they_arrive(cupy, comm, naps, numel):
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     transport, gpu, parts = MPITransport(comm), CudaDevice(0), []
     rank, size = comm.rank, comm.size

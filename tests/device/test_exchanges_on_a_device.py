@@ -383,7 +383,7 @@ def test_routes_are_measured_where_no_rank_must_stage(on_device, takes, measured
 )
 def test_sums_that_are_slow_or_differ_are_staged(identical, operation, dtype, route, cupy):
     from mpicomp.gpu.routes import faster_route
-    from mpicomp.rounds import Round
+    from mpicomp.mpi.rounds import Round
 
     device, sums = CudaDevice(0), ({"direct": (9.0,), "staged": (3.0,)},) if identical else ()
     device.routes = RouteTable((1,), {"direct": (1.0,), "staged": (2.0,)}, identical, *sums)

@@ -26,8 +26,8 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.gpu import HOST
 from mpicomp.gpu.routes import ROUTES, RouteTable
+from mpicomp.mpi import LocalWorld
 from mpicomp.system import launcher
-from mpicomp.transport import LocalWorld
 
 QUICK = os.environ.get("FIRST_HOUR") == "quick"
 

@@ -13,8 +13,8 @@ from marks import slow
 import mpicomp
 from mpicomp.errors import NonFiniteError
 from mpicomp.gpu.cuda import CudaDevice
+from mpicomp.mpi import LocalWorld
 from mpicomp.system import stopping
-from mpicomp.transport import LocalWorld
 
 SHAPES = {"first": (40, 25), "second": (7,), "third": (3, 5, 2)}
 # The sum stays; the mean is left in its place; the residual is; messages are decoded by all.

@@ -10,7 +10,7 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.errors import DisagreementError, NonFiniteError, OutOfMemoryError
-from mpicomp.transport.scheduler import ProgressThread
+from mpicomp.mpi.thread import ProgressThread
 
 SHAPES = {"first": (30, 20), "second": (9,)}
 SCHEDULES = ["lazy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "random"))]

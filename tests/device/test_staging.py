@@ -11,8 +11,8 @@ import mpicomp
 from mpicomp import Reducer, TopK
 from mpicomp.errors import ArrayTypeError
 from mpicomp.gpu import arrays, cuda
-from mpicomp.transport import LocalWorld
-from mpicomp.transport.scheduler import ProgressThread
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.thread import ProgressThread
 
 torch = pytest.importorskip("torch")
 

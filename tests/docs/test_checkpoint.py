@@ -6,7 +6,7 @@ import pytest
 from tables import DOCS
 
 import mpicomp
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 SCRIPT = re.search(r"```python\n(.*?)```", (DOCS / "checkpoint.md").read_text(), re.DOTALL)[1]
 

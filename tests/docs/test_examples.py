@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 

@@ -9,7 +9,7 @@ from tables import DOCS, FILL
 import mpicomp
 from mpicomp.collectives import collective_class, fitting
 from mpicomp.compressors import compressor_class
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 COMPRESSORS = FILL((DOCS / "compressors.md").read_text())
 COLLECTIVES = FILL((DOCS / "collectives.md").read_text())

@@ -10,7 +10,7 @@ from tables import DOCS, check_types, documented
 from tracing.chrome import check, names
 
 import mpicomp
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 def compare(written, heading, left_out=()):

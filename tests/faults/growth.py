@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from mpicomp.transport.mpi_pool import pools
+from mpicomp.mpi.pool import pools
 
 
 class CommunicatorCount:

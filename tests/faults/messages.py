@@ -43,13 +43,12 @@ from mpicomp.cost.model import CostModel
 from mpicomp.cost.network_model import Network
 from mpicomp.errors import DisagreementError, MpicompError
 from mpicomp.gpu.device import activated
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Returned, Round, advance, drive, observe
 from mpicomp.policies import POLICIES
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.rounds import Round, observe
-from mpicomp.rounds.drive import Returned, advance, drive
 from mpicomp.testing.examples import example, representatives
-from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 
 SPARE = 64

@@ -45,11 +45,11 @@ from schemes import OWN, UNBIASED, USERS, pairs
 
 import mpicomp
 from mpicomp.errors import MpicompError, NonFiniteError, UnknownNameError
-from mpicomp.transport.base import wait
-from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
-from mpicomp.transport.mpi_pool import _SETS_BEFORE_GC as MANY
-from mpicomp.transport.mpi_pool import pools
-from mpicomp.transport.scheduler import ProgressThread
+from mpicomp.mpi.comm import COUNT_LIMIT, MPITransport
+from mpicomp.mpi.pool import _SETS_BEFORE_GC as MANY
+from mpicomp.mpi.pool import pools
+from mpicomp.mpi.thread import ProgressThread
+from mpicomp.mpi.transport import wait
 
 PAIRS = pairs(OWN) + pairs(UNBIASED) + pairs(USERS)
 FIRST = [(*pair, True) for pair in PAIRS] + [(*pair, False) for pair in pairs(OWN)]  # whether with feedback

@@ -14,10 +14,10 @@ import mpicomp
 from mpicomp.collectives import Context, bind
 from mpicomp.collectives.scheme import check_counts
 from mpicomp.errors import MessageError
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Group, drive
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
-from mpicomp.rounds import Group, drive
 from mpicomp.testing.examples import accumulated
-from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 
 SCRIPT = Path(fuzz.__file__)

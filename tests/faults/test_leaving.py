@@ -139,7 +139,7 @@ def test_rank_that_leaves_is_named_and_the_job_ends(job, ranks, kind, leaves):
 CLOSES = """
 shared = None
 if sys.argv[1] == "shared":
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
     shared = MPITransport()
     training = Plain()
     training.reducer = mpicomp.Reducer("topk", "allgather", comm=shared)
@@ -263,7 +263,7 @@ def test_ranks_that_wait_in_vain_end_the_job(job, ranks, body, env, said):
 
 
 COMPUTES = """
-from mpicomp.transport.mpi import MPITransport
+from mpicomp.mpi.comm import MPITransport
 shared = MPITransport()
 for _ in range(2):  # numbers of the first one's users are those of another one's, which is open
     with mpicomp.Reducer("topk", "allgather", comm=shared) as first:

@@ -155,7 +155,7 @@ import sys, time
 import numpy as np
 from mpi4py import MPI
 import mpicomp
-from mpicomp.transport.mpi_rounds import Channel
+from mpicomp.mpi.channel import Channel
 
 reducer = mpicomp.Reducer("topk", "star-topk:ring")
 gradient = {"w": np.ones(5000, np.float32)}

@@ -15,7 +15,7 @@ from marks import slow
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, UnknownNameError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 pytestmark = pytest.mark.timeout(300)
 JOB_S = 120  # a job takes 9 s on two idle cores, and 24 where two others run
@@ -317,7 +317,7 @@ def test_rank_that_crashes_dies_at_once(job):
 # A schedule makes ranks compare settings in a message of each step, which then is under way.
 DIFFERENT_PLACES = """
 import torch, mpicomp.torch
-from mpicomp.transport import mpi_rounds
+from mpicomp.mpi import channel
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -331,11 +331,11 @@ else:
         optimizer, model.named_parameters(), compressor="topk", warmup=0, overlap=False, on_failure="shrink"
     )
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-finish = mpi_rounds.StartedRound.finish
+finish = channel.StartedRound.finish
 
 def finish_late(started, *naps):
     time.sleep(1)  # its messages are on their way
-    mpi_rounds.StartedRound.finish = finish
+    channel.StartedRound.finish = finish
     return finish(started, *naps)
 
 lost = []
@@ -343,7 +343,7 @@ for step in range(20):
     if step == 5 and rank == 1:
         threading.Timer(0.3, die).start()
     if step == 5 and rank == 2:
-        mpi_rounds.StartedRound.finish = finish_late
+        channel.StartedRound.finish = finish_late
     optimizer.zero_grad()
     (model(torch.full((2, 10), rank + 1.0)) - 1).square().mean().backward()
     optimizer.step()

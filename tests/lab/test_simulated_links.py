@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from mpicomp.rounds import Round
+from mpicomp.mpi.rounds import Round
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

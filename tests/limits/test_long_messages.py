@@ -11,7 +11,7 @@ from marks import once
 from schemes import OWN, pairs
 
 import mpicomp
-from mpicomp.rounds import Round
+from mpicomp.mpi.rounds import Round
 
 GIB = 1 << 30
 LONG = 2**31 + 2**20 + 5  # elements of a byte
@@ -26,7 +26,7 @@ FITS = pytest.mark.skipif(
 @pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN)), ids=str)
 def test_cut_messages_deliver_the_same(comm, compressor, collective):
     """No call of MPI has more than 100 bytes on the one transport; on the other one all have what they like."""
-    from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+    from mpicomp.mpi.comm import COUNT_LIMIT, MPITransport
 
     transports = [MPITransport(comm, limit) for limit in (100, COUNT_LIMIT)]
     reducers = [mpicomp.Reducer(compressor, collective, feedback=True, comm=end) for end in transports]
@@ -73,7 +73,7 @@ def pair(comm):
 @pytest.mark.parametrize("operation", ["allreduce", "bcast", "sendrecv", "allgatherv", "gatherv", "alltoallv"])
 def test_message_beyond_31_bits_of_elements_arrives(pair, operation, limit):
     """Rounds of bytes, most of which are in the same few pages, see `folded`: 2 GiB of memory at most."""
-    from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+    from mpicomp.mpi.comm import COUNT_LIMIT, MPITransport
 
     transport = MPITransport(pair, limit or COUNT_LIMIT)
     rank, other, byte = pair.rank, 1 - pair.rank, np.dtype(np.uint8)

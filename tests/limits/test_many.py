@@ -66,7 +66,7 @@ def draw(step, ranks, count, size=20):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_thousand_buckets_over_mpi_are_reduced(comm, overlap):
     """Longer than the tags of messages go round, which every channel has 2^15 of."""
-    from mpicomp.transport.scheduler import ProgressThread
+    from mpicomp.mpi.thread import ProgressThread
 
     reducer = mpicomp.Reducer("topk", "star-topk:ring", bucket_bytes=1, comm=comm)
     thread = ProgressThread(reducer.transport, channels=1).start() if overlap else None

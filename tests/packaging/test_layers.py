@@ -23,8 +23,7 @@ LAYERS = [
     ["mpicomp.cost"],
     ["mpicomp.collectives"],
     ["mpicomp.compressors", "mpicomp.gpu.routes"],
-    ["mpicomp.transport"],
-    ["mpicomp.rounds"],
+    ["mpicomp.mpi"],
     ["mpicomp.workspace"],
     ["mpicomp.gpu"],
     ["mpicomp.arrays", "mpicomp.registry"],
@@ -35,9 +34,8 @@ LAYERS = [
 # Who may import what from outside, at whatever place in the file.
 HOMES = {
     "mpi4py": (
-        "mpicomp/transport/mpi",
+        *(f"mpicomp/mpi/{name}.py" for name in ("comm", "channel", "pool", "watchdog", "failures", "end", "connect")),
         "mpicomp/gpu/routes.py",
-        "mpicomp/transport/connect.py",
         "mpicomp/system/abort.py",
         "mpicomp/doctor/",
     ),

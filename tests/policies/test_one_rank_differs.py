@@ -11,8 +11,8 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.compressors.powersgd import Matrix
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi import LocalWorld
 from mpicomp.systems.lgreco.layer_settings import RankSurvey
-from mpicomp.transport import LocalWorld
 
 NEEDS = [
     ("torch", "lgc", "auto", "static"),

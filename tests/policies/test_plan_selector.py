@@ -9,7 +9,7 @@ import mpicomp
 from mpicomp.collectives import bind, variants
 from mpicomp.cost import CostModel, Network, sample_views
 from mpicomp.cost.network_model import OPERATIONS
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 class Ranks:
@@ -106,7 +106,7 @@ def test_every_compressor_has_something_that_carries_it(compressor, hosts):
 @pytest.mark.mpi(min_size=2)
 def test_named_compressor_over_mpi_is_carried_whole(comm):
     """The cost model that is given knows a network on which everything else is far faster."""
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     transport = MPITransport(comm)
     network = Network(transport.group.hosts)

@@ -8,8 +8,8 @@ from worlds import CheckedRanks, Ranks
 import mpicomp
 from mpicomp.collectives import fitting
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.mpi import LocalWorld
 from mpicomp.testing import checks
-from mpicomp.transport import LocalWorld
 
 SETTINGS = {
     "accordion": [

@@ -8,9 +8,9 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.mpi import LocalWorld
 from mpicomp.policies import Schedule, list_policies
 from mpicomp.policies.schedule import with_warmup
-from mpicomp.transport import LocalWorld
 
 TOPK = {"id": "topk", "ratio": 0.1}
 

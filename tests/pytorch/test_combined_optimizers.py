@@ -9,7 +9,7 @@ from local_replicas import ByHand, Updates, adam, loss_of, network
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 def pair(model):

@@ -7,7 +7,7 @@ from replicas import Reference, adam, assert_replicas, assert_same, descent, dis
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 

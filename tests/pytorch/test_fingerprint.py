@@ -8,8 +8,8 @@ from replicas import close_at_end, descent
 
 import mpicomp
 from mpicomp.errors import DisagreementError
+from mpicomp.mpi import LocalWorld
 from mpicomp.torch.checks import Fingerprint
-from mpicomp.transport import LocalWorld
 
 
 def compare(replicas_at, every, times, size):

@@ -23,7 +23,7 @@ from replicas import (
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 def decaying(model):

@@ -13,8 +13,8 @@ from networks import Link
 from torch import nn
 
 from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.mpi import LocalWorld
 from mpicomp.torch import LocalMuon, Muon
-from mpicomp.transport import LocalWorld
 
 
 @pytest.fixture

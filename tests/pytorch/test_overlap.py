@@ -10,7 +10,7 @@ from replicas import Branches, Pair, assert_equal, assert_replicas, batch, desce
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, LaunchError
-from mpicomp.transport.scheduler import ProgressThread
+from mpicomp.mpi.thread import ProgressThread
 
 
 @pytest.mark.mpi(max_size=3)
@@ -79,7 +79,7 @@ def test_parameters_that_differ_at_the_start_are_named(comm):
 
 
 def on_hosts(comm, hosts):
-    from mpicomp.transport.mpi import MPITransport  # starts MPI
+    from mpicomp.mpi.comm import MPITransport  # starts MPI
 
     return MPITransport(comm, layout=hosts)
 
@@ -162,7 +162,7 @@ def test_overlap_needs_a_network_or_a_free_core(comm, layout, cores, wanted, exp
 
 @pytest.mark.mpi(min_size=2, max_size=3)
 def test_too_low_thread_level_on_some_rank_is_warned_of(comm, monkeypatch):
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     def check(self, alone):
         if self.group.rank == 1:

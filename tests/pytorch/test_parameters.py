@@ -22,7 +22,7 @@ from replicas import (
 )
 
 import mpicomp
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 def decaying(model):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mpicomp
+from mpicomp.mpi import LocalWorld
 from mpicomp.reducer import trace
-from mpicomp.transport import LocalWorld
 
 PHASES = ["compress", "exchange", "decode"]
 

@@ -23,7 +23,7 @@ from replicas import (
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 def step(model, optimizer, number, rank):

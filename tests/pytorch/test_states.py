@@ -15,7 +15,7 @@ from replicas import network as narrow
 import mpicomp
 from mpicomp.collectives import fitting
 from mpicomp.errors import ConfigurationError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 LEARNED = {"id": "lgc", "ratio": 0.3, "dense_steps": 1, "training_steps": 2}
 COMPRESSORS = [*mpicomp.list_compressors(), LEARNED]

@@ -10,7 +10,7 @@ from replicas import distribute, network, sgd, square, train
 
 import mpicomp
 from mpicomp.errors import ArrayTypeError, ConfigurationError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 @pytest.mark.mpi(max_size=2)

@@ -9,7 +9,7 @@ from local_replicas import ByHand, Updates, adam, loss_of, network
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 def test_writes_of_all_ranks_are_copied_to_the_shared_ones():

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpicomp
 from mpicomp.errors import ClosedError, ConfigurationError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 # What torch.compile does within.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:The .grad attribute of a T")

@@ -8,8 +8,8 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.errors import NonFiniteError
+from mpicomp.mpi import LocalWorld
 from mpicomp.reducer.agreement import ExtraExchange
-from mpicomp.transport import LocalWorld
 
 
 def messages(ranks, gradients):

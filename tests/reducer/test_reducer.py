@@ -17,8 +17,8 @@ from mpicomp.errors import (
     NonFiniteError,
     UnknownNameError,
 )
-from mpicomp.rounds import Group
-from mpicomp.transport import Transport
+from mpicomp.mpi import Transport
+from mpicomp.mpi.rounds import Group
 
 COMPRESSORS = [mpicomp.Dense(), mpicomp.Dense(wire="bf16"), mpicomp.Dense(wire="fp16"), mpicomp.TopK(ratio=0.2)]
 PAIRS = [(compressor, name) for compressor in COMPRESSORS for name in fitting(compressor)]

@@ -10,8 +10,8 @@ from networks import Link
 
 import mpicomp
 from mpicomp.collectives import bind
-from mpicomp.rounds import layout_groups
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import layout_groups
 
 SHAPES = {"conv": (40, 50), "bias": (17,), "fc": (30, 100)}
 NUMEL = 2000 + 17 + 3000

@@ -21,8 +21,8 @@ import study_rows
 
 import mpicomp
 from mpicomp.errors import MpicompError
-from mpicomp.rounds import Round
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Round
 
 PAPERS = Path(__file__).resolve().parents[2] / "studies" / "papers"
 

@@ -10,7 +10,7 @@ from worlds import CheckedRanks
 
 import mpicomp
 from mpicomp.collectives import bind, variants
-from mpicomp.rounds import layout_groups
+from mpicomp.mpi.rounds import layout_groups
 from mpicomp.systems import flexible
 from mpicomp.systems.flexible import Option, candidates
 

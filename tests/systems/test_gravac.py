@@ -9,7 +9,7 @@ from networks import Link
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 LAG = 2  # a step is decided with what is known of the second step before it
 SIZES = {"a": 6000, "b": 3000}  # a bucket each

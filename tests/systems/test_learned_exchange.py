@@ -9,7 +9,7 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.collectives import bind
 from mpicomp.errors import IncompatiblePairError, MpicompError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 DENSE, LEARNING = 2, 3  # steps
 SHAPES = {

@@ -12,12 +12,12 @@ from worlds import CheckedRanks
 
 import mpicomp
 from mpicomp.compressors.powersgd import Matrix
+from mpicomp.mpi import LocalWorld
 from mpicomp.policies import POLICIES
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.surveys import SpectrumSurvey
 from mpicomp.systems.lgreco import LGreCo
 from mpicomp.systems.lgreco.layer_settings import RankSurvey
-from mpicomp.transport import LocalWorld
 
 
 @pytest.fixture(autouse=True)

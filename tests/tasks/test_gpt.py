@@ -12,8 +12,8 @@ from mpicomp.bench.tasks.updating import Updater, warm_up_and_cosine
 from tiny_gpt import Tiny
 
 import mpicomp
+from mpicomp.mpi import LocalWorld
 from mpicomp.policies import get_policy
-from mpicomp.transport import LocalWorld
 
 pytestmark = pytest.mark.timeout(60)
 

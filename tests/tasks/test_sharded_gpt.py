@@ -10,9 +10,9 @@ from sharded_models import end_groups, shards
 from tiny_gpt import Tiny
 
 import mpicomp
+from mpicomp.mpi.connect import connect
 from mpicomp.policies import get_policy
 from mpicomp.torch.shards import local_of
-from mpicomp.transport.connect import connect
 
 pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
 MUON = {"sync_every": 2, "inner": "muon"}

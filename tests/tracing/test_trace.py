@@ -15,8 +15,8 @@ from tracing.chrome import check, names
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi import LocalWorld
 from mpicomp.reducer import trace as tracing
-from mpicomp.transport import LocalWorld
 
 TRACKS = {"step", "compute", "bucket", "compress", "exchange", "decode"}
 CASES = [("topk", "allgather", 2), ("dense", "ring", 1), slow("topk", "hierarchical", 2), slow("qsgd", "auto", 1)]
@@ -43,7 +43,7 @@ def shared(comm, tmp_path):
 
 def reduce_some(comm, pair, path, layout=None):
     """Reduce on all ranks while a trace is written; return the trace on rank 0, and the records of all."""
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     transport = MPITransport(comm, layout=layout)
     reducer = mpicomp.Reducer(*pair, policy={"warmup": 0}, comm=transport, bucket_bytes=4000)

@@ -18,8 +18,8 @@ from mpicomp.compressors.topk import TopK
 from mpicomp.compressors.wire import Selection
 from mpicomp.errors import MpicompError
 from mpicomp.gpu import current_device
+from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC, Selected
 from mpicomp.systems.lgc.leader_message import (

@@ -15,7 +15,7 @@ from mpicomp.compressors.topk import largest_of_parts
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, received_on_host, to_python
-from mpicomp.rounds import Round, Rounds
+from mpicomp.mpi.rounds import Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import Selected, index_bytes
 from mpicomp.workspace import Workspace

@@ -12,7 +12,7 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.wire import DAMAGED, Selection
 from mpicomp.gpu import to_python
-from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC
 from mpicomp.systems.lgc.leader_message import Frame, LeaderMessage, leader_of, relative, share_selection

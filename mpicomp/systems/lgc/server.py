@@ -24,7 +24,7 @@ from mpicomp.compressors.wire import (
 )
 from mpicomp.errors import MessageError
 from mpicomp.gpu import received_on_host, to_python
-from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC
 from mpicomp.systems.lgc.leader_message import Frame, LeaderMessage, ReceivedSelection, leader_of, share_selection

@@ -11,6 +11,8 @@ from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.rounds import Rounds
+from mpicomp.mpi.transport import Transport
 from mpicomp.policies import get_policy
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.plan_tradeoff import least_total, total
@@ -18,10 +20,8 @@ from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettin
 from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.policies.surveys import Survey
 from mpicomp.registry import register
-from mpicomp.rounds import Rounds
 from mpicomp.setting_checks import check_flag, check_least, check_range
 from mpicomp.systems.lgreco.layer_settings import SumSurvey, Table, table_for
-from mpicomp.transport.base import Transport
 
 _SURVEYED_STEPS = 10  # before an adjustment
 _RATIO_SPAN = 8.0  # factor from the uniform ratio to the smallest and the largest candidate

@@ -7,7 +7,7 @@ import pytest
 from mpicomp.bench.measure.chosen_plans import Choices, in_short, kept_share, leading
 
 import mpicomp
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 def bucket(names, numel, kept, compressor, collective="allgather", gain=0.5):

@@ -4,7 +4,7 @@ import pytest
 from mpicomp.bench.measure import probe
 from mpicomp.bench.measure.interleaved import Kernel, take_turns
 
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 class Clock:

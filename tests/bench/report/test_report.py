@@ -21,7 +21,7 @@ from mpicomp.bench.report.runs import read_lines, read_runs
 import mpicomp
 from mpicomp import cli
 from mpicomp.errors import ConfigurationError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 def report(folder, *names, more=()):

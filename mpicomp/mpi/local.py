@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.errors import MpicompError
-from mpicomp.rounds import Group, Pending, Returned, Round, Rounds, advance, layout_groups, parts_of
-from mpicomp.transport.base import Transport, Value, received
+from mpicomp.mpi.rounds import Group, Pending, Returned, Round, Rounds, advance, layout_groups, parts_of
+from mpicomp.mpi.transport import Transport, Value, received
 
 Network = Callable[[Round, Group], float]  # gives the seconds that a round takes a group
 

@@ -1,6 +1,6 @@
 """The only layer that calls MPI: it runs the rounds that schemes ask for."""
 
-from mpicomp.transport.base import RoundLog, Transport
-from mpicomp.transport.local import LocalWorld
+from mpicomp.mpi.local import LocalWorld
+from mpicomp.mpi.transport import RoundLog, Transport
 
 __all__ = ["LocalWorld", "RoundLog", "Transport"]

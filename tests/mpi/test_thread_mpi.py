@@ -7,14 +7,14 @@ import pytest
 from exchanges import DTYPES, LAYOUTS, OPERATIONS, allreduce, at_once, in_the_background
 
 from mpicomp.errors import MessageError
-from mpicomp.rounds import Round, observe
+from mpicomp.mpi.rounds import Round, observe
 
 pytestmark = pytest.mark.mpi(max_size=3)
 
 
 @pytest.fixture(params=["0", "1"], ids=["blocking", "naps"])
 def transports(comm, request, monkeypatch):
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     monkeypatch.setenv("MPICOMP_NAPS", request.param)
     layouts = LAYOUTS.get(comm.size, [[0] * comm.size])
@@ -47,7 +47,7 @@ def programs(layout, rank):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_scheduler_gives_the_results_of_single_runs(transports, comm, channels):
-    from mpicomp.transport.scheduler import RoundScheduler
+    from mpicomp.mpi.thread import RoundScheduler
 
     for layout, transport in transports:
         scheduler = RoundScheduler(transport, channels)
@@ -59,7 +59,7 @@ def test_scheduler_gives_the_results_of_single_runs(transports, comm, channels):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_thread_runs_generators_during_other_rounds(transports, comm, channels):
-    from mpicomp.transport.scheduler import ProgressThread
+    from mpicomp.mpi.thread import ProgressThread
 
     for layout, transport in transports:
         with ProgressThread(transport, channels) as thread:
@@ -73,8 +73,8 @@ def test_thread_runs_generators_during_other_rounds(transports, comm, channels):
 
 
 def test_failing_generator_in_a_thread_leaves_others_running(comm):
-    from mpicomp.transport.mpi import MPITransport
-    from mpicomp.transport.scheduler import ProgressThread
+    from mpicomp.mpi.comm import MPITransport
+    from mpicomp.mpi.thread import ProgressThread
 
     def fails():
         yield from at_once([0] * comm.size, comm.rank, [allreduce], ["world"])

@@ -7,7 +7,7 @@ import pytest
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, LaunchError
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
 
 
 def doors(tmp_path):

@@ -18,12 +18,12 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
+from mpicomp.mpi.channel import Channel
+from mpicomp.mpi.failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
+from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, layout_groups
+from mpicomp.mpi.transport import wait
+from mpicomp.mpi.watchdog import STALL_END_S, STALL_S, Closing, StallWatchdog, lookout
 from mpicomp.system import say, variables
-from mpicomp.transport.base import wait
-from mpicomp.transport.mpi_failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
-from mpicomp.transport.mpi_rounds import Channel
-from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, Closing, StallWatchdog, lookout
 
 _NAMES = (WORLD, HOST, ACROSS)
 _MEETING, _ALONE = -1, -2  # keys of channels that are none of a set's

@@ -4,8 +4,8 @@ from exchanges import LAYOUTS, at_once, in_the_background
 from marks import slow
 
 from mpicomp.errors import MpicompError
-from mpicomp.rounds import Round
-from mpicomp.transport import LocalWorld
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Round
 
 pytestmark = pytest.mark.quick
 

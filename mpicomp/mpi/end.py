@@ -1,7 +1,7 @@
 """The end of a rank: it completes rounds that nobody waits for, and leaves once all other ranks leave, too.
 
 MPI's own end waits for all ranks as well, but without a word, and a rank that still waits for this one would do so
-forever. Here the others learn of it, so that such a rank ends the job; see `mpicomp.transport.mpi_watch`.
+forever. Here the others learn of it, so that such a rank ends the job; see `mpicomp.mpi.watchdog`.
 
 Where a rank of the job has died, none that has a transport comes to MPI's own end, even if it had nothing to do with
 the dead one. That end has a barrier of Open MPI's launcher, which may last forever where a process ends without it at
@@ -19,12 +19,12 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomp.errors import RankFailedError
+from mpicomp.mpi.failures import all_end, fault_tolerant
+from mpicomp.mpi.pool import Pool, pools
+from mpicomp.mpi.thread import leave_all
+from mpicomp.mpi.transport import SHORTEST_S, Naps
+from mpicomp.mpi.watchdog import lookout
 from mpicomp.system import abort
-from mpicomp.transport.base import SHORTEST_S, Naps
-from mpicomp.transport.mpi_failures import all_end, fault_tolerant
-from mpicomp.transport.mpi_pool import Pool, pools
-from mpicomp.transport.mpi_watch import lookout
-from mpicomp.transport.scheduler import leave_all
 
 _LAST_ROUNDS_S = 3.0  # seconds that rounds may take which nobody has waited for
 _LONGEST_NAP_S = 0.01  # seconds; others may compute for hours, and perhaps on this rank's core

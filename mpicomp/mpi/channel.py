@@ -10,9 +10,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomp.errors import RankFailedError
-from mpicomp.rounds import Pending, Round
-from mpicomp.transport.base import Naps, wait
-from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant, kept
+from mpicomp.mpi.failures import completed, failure_of, fault_tolerant, kept
+from mpicomp.mpi.rounds import Pending, Round
+from mpicomp.mpi.transport import Naps, wait
 
 SEGMENT = 1 << 19
 """Bytes of one message between two ranks: longer arrays go in several, so that the first can be worked on."""

@@ -5,14 +5,14 @@ import os
 import numpy as np
 import pytest
 
-from mpicomp.rounds import Round
+from mpicomp.mpi.rounds import Round
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(params=[None, 9], ids=["whole", "cut to 9 bytes"])
 def transport(comm, request):
-    from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+    from mpicomp.mpi.comm import COUNT_LIMIT, MPITransport
 
     end = MPITransport(comm, count_limit=request.param or COUNT_LIMIT)
     yield end
@@ -79,7 +79,7 @@ def one_core():
 
 @pytest.mark.parametrize("hosts", ["one", "each its own", "two"])
 def test_cores_shared_by_ranks_of_a_host_count_once(comm, hosts, one_core):
-    from mpicomp.transport.mpi import cores_of_a_rank
+    from mpicomp.mpi.comm import cores_of_a_rank
 
     layout = {"one": [0] * comm.size, "each its own": list(range(comm.size)), "two": [r % 2 for r in range(comm.size)]}
     bound = comm.allgather(one_core(comm.rank))
@@ -92,7 +92,7 @@ def test_cores_shared_by_ranks_of_a_host_count_once(comm, hosts, one_core):
 
 
 def test_ranks_that_may_run_anywhere_share_all_cores(comm):
-    from mpicomp.transport.mpi import cores_of_a_rank
+    from mpicomp.mpi.comm import cores_of_a_rank
 
     expected = len(os.sched_getaffinity(0)) / comm.size
     assert cores_of_a_rank(comm, [0] * comm.size) == expected
@@ -102,7 +102,7 @@ def test_ranks_that_may_run_anywhere_share_all_cores(comm):
 
 
 def test_ranks_on_hosts_of_their_own_share_no_cores(comm, monkeypatch):
-    from mpicomp.transport.mpi import cores_of_a_rank
+    from mpicomp.mpi.comm import cores_of_a_rank
 
     for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.setenv(name, "1")
@@ -113,7 +113,7 @@ def test_ranks_on_hosts_of_their_own_share_no_cores(comm, monkeypatch):
     ("setting", "cores", "naps"), [(None, 0.5, True), (None, 1.0, False), ("0", 0.5, False), ("1", 2.0, True)]
 )
 def test_ranks_that_share_a_core_take_naps(comm, monkeypatch, setting, cores, naps):
-    from mpicomp.transport.mpi import takes_naps
+    from mpicomp.mpi.comm import takes_naps
 
     monkeypatch.delenv("MPICOMP_NAPS", raising=False)
     if setting is not None:

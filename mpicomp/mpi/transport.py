@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError
-from mpicomp.rounds import Group, Pending, Request, Round, Rounds
+from mpicomp.mpi.rounds import Group, Pending, Request, Round, Rounds
 
 Value = TypeVar("Value")
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mpicomp.errors import ClosedError, MpicompError
-from mpicomp.rounds import Group, Pending, Round
-from mpicomp.transport import LocalWorld, Transport
-from mpicomp.transport.scheduler import ProgressThread, RoundScheduler
+from mpicomp.mpi import LocalWorld, Transport
+from mpicomp.mpi.rounds import Group, Pending, Round
+from mpicomp.mpi.thread import ProgressThread, RoundScheduler
 
 
 class Held(Pending):
@@ -200,10 +200,10 @@ def test_rounds_of_several_ranks_in_one_process_go_together():
 LEVELS = """
 import sys
 import numpy as np
-from mpicomp.rounds import Round
+from mpicomp.mpi.rounds import Round
 from mpicomp.errors import LaunchError
-from mpicomp.transport.scheduler import ProgressThread
-from mpicomp.transport.mpi import MPITransport
+from mpicomp.mpi.thread import ProgressThread
+from mpicomp.mpi.comm import MPITransport
 
 def ask():
     send = np.ones(1)
@@ -237,9 +237,9 @@ def test_thread_without_its_mpi_level_is_refused(mpiexec, level, alone, said):
 
 LEAVES = """
 import numpy as np
-from mpicomp.rounds import Round
-from mpicomp.transport.scheduler import ProgressThread
-from mpicomp.transport.mpi import MPITransport
+from mpicomp.mpi.rounds import Round
+from mpicomp.mpi.thread import ProgressThread
+from mpicomp.mpi.comm import MPITransport
 
 def ask():
     send = np.ones(100_000)

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpicomp.errors import ConfigurationError, LaunchError
-from mpicomp.rounds import Group, Rounds
+from mpicomp.mpi.rounds import Group, Rounds
+from mpicomp.mpi.transport import Transport, Value, wait
 from mpicomp.system import abort
-from mpicomp.transport.base import Transport, Value, wait
 
 _EXPECTED = "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD"
 
@@ -23,7 +23,7 @@ def connect(comm: Any = None) -> Transport:
         return comm
     from mpi4py import MPI  # starts MPI, which import mpicomp must not
 
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     # A call of MPI would end this process without a message.
     if not MPI.Is_initialized():

@@ -5,10 +5,10 @@ import time
 import numpy as np
 import pytest
 
-from mpicomp.rounds import Round, layout_groups
-from mpicomp.transport import LocalWorld
-from mpicomp.transport.clocks import compare_clocks
-from mpicomp.transport.local import LocalTransport
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.clocks import compare_clocks
+from mpicomp.mpi.local import LocalTransport
+from mpicomp.mpi.rounds import Round, layout_groups
 
 LAYOUTS = [[0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1, 1], [0, 1, 1, 0, 2, 2]]
 
@@ -82,7 +82,7 @@ def test_fastest_answer_counts(monkeypatch):
 @pytest.mark.mpi
 @pytest.mark.parametrize("spread", ["one host", "a host each", "pairs"])
 def test_wrong_clocks_over_mpi_are_corrected(comm, spread):
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     ranks_per_host = {"one host": comm.size, "a host each": 1, "pairs": 2}[spread]
     layout = [rank // ranks_per_host for rank in range(comm.size)]

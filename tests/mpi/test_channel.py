@@ -6,7 +6,7 @@ from exchanges import DTYPES, LAYOUTS, at_once, in_the_background, of
 from marks import slow
 
 from mpicomp.errors import ClosedError
-from mpicomp.rounds import Round
+from mpicomp.mpi.rounds import Round
 
 pytestmark = pytest.mark.mpi
 
@@ -23,7 +23,7 @@ OTHER_WAYS = {"blocking, cut to 9 bytes": ("0", 9), "naps, whole": ("1", None)}
 @pytest.fixture(params=[*WAYS.values(), *map(slow, OTHER_WAYS.values())], ids=[*WAYS, *OTHER_WAYS])
 def transports(comm, monkeypatch, request):
     """Give a transport of each layout, with the layout."""
-    from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+    from mpicomp.mpi.comm import COUNT_LIMIT, MPITransport
 
     naps, limit = request.param
     monkeypatch.setenv("MPICOMP_NAPS", naps)
@@ -61,7 +61,7 @@ NAMES = ("world", "host", "across")
 
 @pytest.fixture
 def transport(comm, naps):
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     end = MPITransport(comm)
     yield end
@@ -70,7 +70,7 @@ def transport(comm, naps):
 
 @pytest.mark.parametrize("numel", [0, 1, 70_000, 700_001])
 def test_arrived_parts_cover_the_array_once_as_sent(comm, transport, numel):
-    from mpicomp.transport.mpi_rounds import SEGMENT
+    from mpicomp.mpi.channel import SEGMENT
 
     rank, size = comm.rank, comm.size
     source = of((rank - 1) % size, numel, np.float64)
@@ -94,7 +94,7 @@ def test_arrived_parts_cover_the_array_once_as_sent(comm, transport, numel):
 @pytest.mark.mpi(min_size=2)
 def test_first_part_arrives_before_the_rest_is_sent(comm, transport):
     """Rank 1 waits in its first part for word from rank 0, which by then knows that part to be there."""
-    from mpicomp.transport.mpi_rounds import SEGMENT
+    from mpicomp.mpi.channel import SEGMENT
 
     numel, parts = 16 * SEGMENT, []
     if comm.rank == 0:
@@ -136,7 +136,7 @@ def test_background_round_begins_at_any_time_on_a_rank(comm, transport):
 
 
 def test_closing_leaves_open_rounds_to_the_next_transport(comm, naps):
-    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.mpi.comm import MPITransport
 
     recv = np.zeros(1)
     transport = MPITransport(comm)
@@ -152,7 +152,7 @@ def test_closing_leaves_open_rounds_to_the_next_transport(comm, naps):
 
 def test_background_segments_go_one_after_the_other(comm, transport):
     """A wait for any of them moves all on, so they are done wherever one waits first."""
-    from mpicomp.transport.mpi_rounds import SEGMENT
+    from mpicomp.mpi.channel import SEGMENT
 
     ranks, rank, numel = comm.size, comm.rank, 20 * SEGMENT + 1
     for order in ([0, 1, 2], [2, 0, 1]):

@@ -81,8 +81,8 @@ def test_wrong_number_of_seconds_is_refused(run, settings, name):
 EXIT = """
 import sys, time
 import numpy as np
-from mpicomp.rounds import Round
-from mpicomp.transport.mpi import MPITransport
+from mpicomp.mpi.rounds import Round
+from mpicomp.mpi.comm import MPITransport
 
 transport = MPITransport()
 rank, ranks = transport.group.rank, transport.group.size

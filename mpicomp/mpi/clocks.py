@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from mpicomp.rounds import Group, Round, Rounds
-from mpicomp.transport.base import Transport
+from mpicomp.mpi.rounds import Group, Round, Rounds
+from mpicomp.mpi.transport import Transport
 
 _QUESTIONS = 5  # questions to a clock; one before them opens the connection and does not count
 

@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mpicomp.errors import ClosedError, MpicompError
-from mpicomp.rounds import Pending, Request, Returned, Round, Rounds, advance
+from mpicomp.mpi.rounds import Pending, Request, Returned, Round, Rounds, advance
+from mpicomp.mpi.transport import Naps, RoundLog, Transport
 from mpicomp.system import processors
-from mpicomp.transport.base import Naps, RoundLog, Transport
 
 Value = TypeVar("Value")
 
@@ -90,8 +90,8 @@ class ProgressThread:
     generators run: then a lower thread level is enough. Without the level that it needs it raises `LaunchError`.
 
     >>> import numpy as np
-    >>> from mpicomp.rounds import Round
-    >>> from mpicomp.transport import LocalWorld
+    >>> from mpicomp.mpi.rounds import Round
+    >>> from mpicomp.mpi import LocalWorld
     >>> def total(number):
     ...     send = np.array([number])
     ...     received = yield Round("allreduce", (1,), send.dtype, send=send, recv=np.empty_like(send))
