@@ -526,6 +526,7 @@ def install(monkeypatch, schedule="eager", seed=0, emulated=False, guarded=False
     driver = Driver(schedule, seed)
     cupy = Cupy(driver)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr("mpicomp.gpu.cuda._in_use", [])  # threads that later tests start have no such GPU
     monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=lambda size, dtype: driver.pinned(size)))
     monkeypatch.setitem(kernels._modules, ndarray, gpu if emulated else HostKernels(cupy))
     return cupy

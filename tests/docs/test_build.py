@@ -21,6 +21,7 @@ check = runpy.run_path(str(ROOT / "docs" / "links.py"))["check"]
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"needs the extras docs and torch: there is no {', '.join(MISSING)}")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_documentation_builds(tmp_path):
     command = [sys.executable, "-P", "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "trees"]

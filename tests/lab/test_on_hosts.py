@@ -5,20 +5,19 @@ import shlex
 from pathlib import Path
 
 import pytest
-from marks import slow
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(110)]
 
 
-@pytest.mark.parametrize("hosts", [3, slow(4)])
+@pytest.mark.parametrize("hosts", [3, 4])
 @pytest.mark.parametrize(
     ("config", "collective", "steps"),
     [
-        slow({"id": "dense"}, "allreduce", 10),
-        slow({"id": "dense"}, "scatter-reduce", 10),
-        slow({"id": "dense", "wire": "bf16"}, "scatter-reduce", 20),
+        ({"id": "dense"}, "allreduce", 10),
+        ({"id": "dense"}, "scatter-reduce", 10),
+        ({"id": "dense", "wire": "bf16"}, "scatter-reduce", 20),
         ({"id": "topk", "ratio": 0.01}, "allgather", 90),  # so that the probes at the start are a few per cent
-        slow({"id": "topk", "ratio": 0.1}, "star-topk", 20),
+        ({"id": "topk", "ratio": 0.1}, "star-topk", 20),
     ],
     ids=["allreduce", "scatter-reduce", "bf16", "allgather", "star-topk"],
 )
@@ -44,7 +43,6 @@ def test_links_count_the_recorded_bytes(lab, hosts, config, collective, steps):
         assert counted == pytest.approx(recorded, rel=0.05)
 
 
-@pytest.mark.slow
 def test_exchanges_cross_the_links(lab, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
@@ -60,7 +58,6 @@ def test_exchanges_cross_the_links(lab, tmp_path):
         assert row["wire_bytes"] < row["link_bytes"] < 1.2 * row["wire_bytes"] + 5000  # headers, and ranks that meet
 
 
-@pytest.mark.slow
 def test_shards_stay_inside_hosts(lab, tmp_path):
     """Between hosts travel the messages of each rank's shard: what FSDP gathers and scatters would be several times."""
     pytest.importorskip("torch")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 TASK = Path(__file__).with_name("tiny_task.py")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -43,7 +43,6 @@ def test_list_shows_the_files_of_plugins(mpicomp):
     assert "plugin" not in mpicomp("list")
 
 
-@pytest.mark.slow
 def test_train_runs_a_task_compressor_and_policy_of_plugins(mpicomp, tmp_path):
     files = [TASK, EXAMPLES / "sign_topk.py", EXAMPLES / "flush.py"]
     words = ["--task", "plane", "--compressor", "sign-topk", "--ratio", "0.1", "--collective", "allgather"]
@@ -57,7 +56,6 @@ def test_train_runs_a_task_compressor_and_policy_of_plugins(mpicomp, tmp_path):
     assert set(range(4, 20, 5)) <= set(dense)
 
 
-@pytest.mark.slow
 def test_bench_measures_compressor_and_collective_of_plugins(mpicomp, tmp_path):
     files = plugins(EXAMPLES / "sign_topk.py", EXAMPLES / "halving_doubling.py")
     words = ["--numel", "100000", "--compressor", "sign-topk", "--limit", "0.2", "--json", "rows.json"]

@@ -25,7 +25,7 @@ def test_interval_is_the_narrowest_of_95_percent(number):
 def test_ratio_interval_gains_by_pairs():
     random = np.random.default_rng(0)
     held, widths, widths_unpaired = [], [], []
-    for _ in range(100):
+    for _ in range(40):
         both = random.lognormal(sigma=0.2, size=31)  # what the machine does to both of a pair
         mine, others = 1.2 * both * random.lognormal(sigma=0.1, size=31), both * random.lognormal(sigma=0.1, size=31)
         low, high = ratio_interval(mine, others)
