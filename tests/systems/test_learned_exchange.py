@@ -91,87 +91,74 @@ class Slow:
         self.residuals = [np.zeros(sum(size for _, size, _ in LAYERS)) for _ in range(ranks)]
         self.learned, self.energy, self.lost = [], 0.0, 0.0
 
-    def step(self, gradients):
-        everyones = [residual + gradient for residual, gradient in zip(self.residuals, gradients, strict=True)]
-        leader = int(np.random.default_rng([0, self.steps, 0]).integers(self.ranks))
-        listed, coded, scales = [], [], {}
-        start = 0
+    @staticmethod
+    def selection(values):
+        """Return the elements that a rank with these values would send, and of each layer those that are coded."""
+        listed, coded, start = [], [], 0
         for _, size, travels in LAYERS:
             part = range(start, start + size)
             if travels != "dense":
-                magnitudes = np.abs(everyones[leader][start : start + size])
-                part = sorted(start + place for place in oracle.largest(magnitudes, oracle.kept(RATIO, size)))
+                largest = oracle.largest(np.abs(values[start : start + size]), oracle.kept(RATIO, size))
+                part = sorted(start + place for place in largest)
             if travels == "coded":
-                coded += part
-                scale = np.sqrt(np.mean(np.square(everyones[leader][part])))
-                for place in part:
-                    negative = self.compressor.signs and everyones[leader][place] < 0
-                    scales[place] = -scale if negative else scale
+                coded.append(part)
             listed += part
             start += size
-        frame = np.array([scales[place] for place in coded])
-        mean, sent = np.zeros_like(everyones[0]), [np.zeros_like(everyones[0]) for _ in range(self.ranks)]
-        if self.compressor.published and DENSE <= self.steps < DENSE + LEARNING:
-            return self.step_with_own(everyones, leader)
+        return listed, coded
+
+    def step(self, gradients):
+        everyones = [residual + gradient for residual, gradient in zip(self.residuals, gradients, strict=True)]
+        leader = int(np.random.default_rng([0, self.steps, 0]).integers(self.ranks))
+        learns = DENSE <= self.steps < DENSE + LEARNING
+        own = self.compressor.published and learns  # then each rank sends its own largest values
+        selected = [self.selection(values if own else everyones[leader]) for values in everyones]
+        listed, layers = zip(*selected, strict=True)
+        leaders = [everyones[leader][part] for part in layers[leader]]
+        signs = [np.where(self.compressor.signs & (part < 0), -1, 1) for part in leaders]
+        frame = np.concatenate([s * np.sqrt(np.mean(part**2)) for s, part in zip(signs, leaders, strict=True)])
+        coded = [np.concatenate(parts) for parts in layers]
         if self.steps < DENSE:
-            listed, coded = list(range(start)), []
-        for rank, values in enumerate(everyones):
-            sent[rank][listed] = values[listed]
-        if DENSE <= self.steps < DENSE + LEARNING:
-            self.learned.append((np.array([values[coded] / frame for values in everyones]), leader))
+            listed = [range(everyones[0].size)] * self.ranks
+        sent = [np.zeros_like(values) for values in everyones]
+        for part, values, places in zip(sent, everyones, listed, strict=True):
+            part[places] = values[places]
+        if learns:
+            values = [values[places] / frame for values, places in zip(everyones, coded, strict=True)]
+            self.learned.append((np.array(values), leader))
         elif self.steps >= DENSE:
-            gain = 0.25 * LEARNING
-            relative = [np.clip(values[coded] / frame, -100, 100) for values in everyones]
-            codes = [[sum(entry[at : at + 2]) / 2 for at in range(0, len(entry), 2)] for entry in relative]
-            if self.compressor.instance == "ring":
-                shares = [np.repeat(code, 2)[: len(coded)] * gain * frame for code in codes]
-                match = sum(values[coded] @ share for values, share in zip(everyones, shares, strict=True))
-                factor = max(0.0, match / sum(share @ share for share in shares))
-                factor = 1 if self.compressor.published else factor
-                for rank, share in enumerate(shares):
-                    sent[rank][coded] = factor * share
-            else:
-                for rank, values in enumerate(everyones):
-                    share = np.repeat(codes[leader], 2)[: len(coded)] * gain * (1 + rank / 8) * frame
-                    if not self.compressor.published:
-                        share = max(0.0, values[coded] @ share / (share @ share)) * share
-                    count = oracle.kept(self.compressor.innovation, len(coded))
-                    for place in oracle.largest(np.abs(values[coded] - share), count):
-                        share[place] = values[coded[place]]
-                    sent[rank][coded] = share
-        mean = sum(sent) / self.ranks
+            shares = self.decoded(everyones, coded[leader], frame, leader)
+            for part, places, share in zip(sent, coded, shares, strict=True):
+                part[places] = share
         self.energy = sum(values @ values for values in everyones)
         self.lost = sum(np.sum(np.square(values - part)) for values, part in zip(everyones, sent, strict=True))
+        mean = sum(sent) / self.ranks
         if self.compressor.error == "selected":
-            for part, values in zip(sent, everyones, strict=True):
-                part[listed] = values[listed]
+            for part, values, places in zip(sent, everyones, listed, strict=True):
+                part[places] = values[places]
         self.residuals = [values - part for values, part in zip(everyones, sent, strict=True)]
         self.steps += 1
         return mean
 
-    def step_with_own(self, everyones, leader):
-        """Send every rank's own largest values: the second phase as published."""
-        sent, learned = [], []
-        for values in everyones:
-            sent.append(np.zeros_like(values))
-            learned.append([])
-            start = 0
-            for _, size, travels in LAYERS:
-                part = range(start, start + size)
-                if travels != "dense":
-                    chosen = oracle.largest(np.abs(values[start : start + size]), oracle.kept(RATIO, size))
-                    part = sorted(start + place for place in chosen)
-                sent[-1][part] = values[part]
-                if travels == "coded":
-                    learned[-1].append(values[part])
-                start += size
-        frame = np.concatenate([np.full(part.size, np.sqrt(np.mean(part**2))) for part in learned[leader]])
-        self.learned.append((np.array([np.concatenate(values) / frame for values in learned]), leader))
-        self.energy = sum(values @ values for values in everyones)
-        self.residuals = [values - part for values, part in zip(everyones, sent, strict=True)]
-        self.lost = sum(residual @ residual for residual in self.residuals)
-        self.steps += 1
-        return sum(sent) / self.ranks
+    def decoded(self, everyones, coded, frame, leader):
+        """Return what is sent of each rank's coded values."""
+        gain, published = 0.25 * LEARNING, self.compressor.published
+        relative = [np.clip(values[coded] / frame, -100, 100) for values in everyones]
+        codes = [[sum(entry[at : at + 2]) / 2 for at in range(0, len(entry), 2)] for entry in relative]
+        if self.compressor.instance == "ring":
+            shares = [np.repeat(code, 2)[: len(coded)] * gain * frame for code in codes]
+            match = sum(values[coded] @ share for values, share in zip(everyones, shares, strict=True))
+            factor = 1 if published else max(0.0, match / sum(share @ share for share in shares))
+            return [factor * share for share in shares]
+        shares = []
+        for rank, values in enumerate(everyones):
+            share = np.repeat(codes[leader], 2)[: len(coded)] * gain * (1 + rank / 8) * frame
+            if not published:
+                share = max(0.0, values[coded] @ share / (share @ share)) * share
+            count = oracle.kept(self.compressor.innovation, len(coded))
+            for place in oracle.largest(np.abs(values[coded] - share), count):
+                share[place] = values[coded[place]]
+            shares.append(share)
+        return shares
 
 
 def flat(arrays):
@@ -266,7 +253,7 @@ def memory(reducer):
 
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
-@pytest.mark.parametrize("at", range(1, DENSE + LEARNING + 3))
+@pytest.mark.parametrize("at", [1, DENSE, DENSE + 1, DENSE + LEARNING, DENSE + LEARNING + 2])
 def test_it_resumes_in_the_middle_of_every_phase(instance, at):
     members, again = Ranks(3, lgc(instance=instance), seed=5), Ranks(3, lgc(instance=instance), seed=5)
     rng = np.random.default_rng(0)
