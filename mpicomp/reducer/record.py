@@ -238,24 +238,18 @@ class StepRecord:
         Seconds a step of its work over that of the median rank (the faster of two), which the others wait.
     choosing_s : float
         This rank's seconds for choosing plans and learning from their times, without waits.
-    once_wire_bytes : float
-        Bytes that left this rank for measuring the network, before the first step and after a change, and in rounds
-        that run once, such as the broadcast of a learned code; in no sum.
-    overhead_bytes : int
-        Payload of rounds outside the buckets' exchanges since the last step: agreement, exchanges that it cut short,
-        telemetry, and further exchanges of PyTorch's wrappers: the comparison of parameters, and flags.
-    overhead_wire_bytes : float
-        Bytes that left this rank in them.
     """
 
+    step: int
+    seconds: float = 0.0
     lr: float | None = None
-    seconds = 0.0
-    agreed = False
-    lost_ranks: Sequence[int] = ()
-    stop = False
+    skipped: bool
+    agreed: bool = False
+    lost_ranks: list[int] = []  # noqa: RUF012, replaced, never changed
+    stop: bool = False
     slowest_rank: int | None = None
     slowest_costs_s: float | None = None
-    choosing_s = 0.0
+    choosing_s: float = 0.0
     exchanges: Sequence[BucketExchange] = ()
     once: Sequence[RoundLog] = ()
     """Rounds that measured the network or prepared new buckets."""
@@ -267,13 +261,13 @@ class StepRecord:
 
     @property
     def once_wire_bytes(self) -> float:
-        """Bytes that left this rank in rounds that do not recur."""
+        """Bytes that left this rank in rounds that measure the network or run once, such as a code's; in no sum."""
         recurring = [entry for done in self.exchanges for entry in done.log if entry.task.once]
         return wire_bytes(self.once) + wire_bytes(recurring)
 
     @property
     def overhead_bytes(self) -> int:
-        """Payload of rounds outside the buckets' exchanges."""
+        """Payload of other rounds since the last step: agreement, telemetry, comparisons of PyTorch's wrappers."""
         return sent_bytes(self.overhead)
 
     @property
