@@ -181,38 +181,30 @@ class Accumulated:
                 entry.set_found(found)
         return candidates
 
-    def fused(self, kernel: Callable[[Any, Any, Any], Any]) -> Any:
-        """Compute the sum by a kernel that selects from it too, and return its result, moments among it.
+    def fused(self, kernel: Callable[..., Any], gathers: bool = False) -> Any:
+        """Compute the sum by a kernel that selects from it or packs it, and return its result, moments among it.
 
-        The kernel is called with the gradient, the residual or None, and the array that receives the sum, all of which
-        are flat; the first may be the last.
+        It is called with the gradient, the residual or None, and the array that receives the sum, all of which are
+        flat; the first may be the last. One that ``gathers`` is called with the gradient or a table of its pieces, its
+        factor, and the others.
         """
         assert not self.is_computed, "the sum was computed before"
         out = self.memory[: self.numel]
         if not self._pieces:
             out.fill(0)
-        return self._fused_result(kernel(self._gathered(out), self.residual, out))
-
-    def fused_pieces(self, kernel: Callable[[Any, float, Any, Any], Any]) -> Any:
-        """Do what `fused` does by a kernel that gathers pieces, too.
-
-        The kernel is called with the gradient or the table of its pieces, their factor, the residual or None, and the
-        array that receives what the kernel leaves of the sum.
-        """
-        if self._velocity is not None or not self._pieces:
-            return self.fused(lambda gradient, residual, out: kernel(gradient, 1.0, residual, out))
-        assert not self.is_computed, "the sum was computed before"
-        out = self.memory[: self.numel]
-        flats = self._flat_pieces()
-        gradient: Any = flats[0]
-        if len(flats) > 1 or gradient.dtype != self.dtype:
-            gradient = self._tables["pieces"] = self.kernels.table_of(flats, out, self._tables.get("pieces"))
-        return self._fused_result(kernel(gradient, self._scale, self.residual, out))
-
-    def _fused_result(self, made: Any) -> Any:
+        made = kernel(*(self._table(out) if gathers else (self._gathered(out),)), self.residual, out)
         self._device_moments = cpu.Moments(made.nonzero, made.total, made.energy, made.finite)
         self.is_computed = True
         return made
+
+    def _table(self, out: NDArray[np.floating]) -> tuple[Any, float]:
+        if self._velocity is not None or not self._pieces:
+            return self._gathered(out), 1.0
+        flats = self._flat_pieces()
+        if len(flats) == 1 and flats[0].dtype == self.dtype:
+            return flats[0], self._scale
+        table = self._tables["pieces"] = self.kernels.table_of(flats, out, self._tables.get("pieces"))
+        return table, self._scale
 
     def to_host(self, *more: Any) -> list[Any]:
         """Return Python numbers for results of kernels; moments that were not read yet are read with them."""

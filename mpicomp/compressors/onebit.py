@@ -104,7 +104,7 @@ class OneBit(Quantiser):
         block = self._block_of(numel)
         fused = getattr(accumulated.kernels, "accumulate_signs", None)
         if fused is not None and numel == accumulated.numel and not accumulated.is_computed:
-            lost: float = accumulated.fused_pieces(lambda *arrays: fused(*arrays, block, scales, words)).lost
+            lost: float = accumulated.fused(lambda *arrays: fused(*arrays, block, scales, words), gathers=True).lost
             return lost
         # On the host summed and packed in turns, so that a sum is packed while it is in the second-level cache.
         step = max(1, CACHED // block) * block if accumulated.kernels is cpu else max(1, numel)

@@ -93,6 +93,7 @@ def test_compressor_with_a_bad_setting_is_refused(name, setting, value, text):
         (mpicomp.BlockRandomK(scaled=True), ""),
         (mpicomp.MaxNorm(bits=6), r"MaxNorm\(.*rounding='nearest'\)"),
         (mpicomp.MaxNorm(norm="l2"), r"MaxNorm\(.*rounding='nearest'\)"),
+        (mpicomp.QSGD(bits=4, bucket=512, norm="l2"), r"or use QSGD\(bucket=512, rounding='nearest'\)$"),
         (mpicomp.RandomK(scaled=True), ""),
         (mpicomp.SignSGD(), "leave feedback out"),
         (mpicomp.TernGrad(), ""),

@@ -183,18 +183,6 @@ def test_sidco_selects_above_the_papers_threshold(distribution, stages, parent, 
     check_selected(compressor, array, published(distribution, array, ratio, stages))
 
 
-def test_sidco_papers_rule_sticks_at_one_stage_on_heavy_tails():
-    """Too many elements mean fewer stages, of which there is one: the rule that climbs is a deviation for that."""
-    array = np.random.default_rng(3).standard_t(3, 200_000).astype(np.float32)
-    stages = {}
-    for corrections in (False, True):
-        context = Context()
-        for _ in range(40):
-            SIDCo(ratio=0.02, corrections=corrections).select(accumulated(array), context)
-        stages[corrections] = context.memory["sidco.stages"]
-    assert stages[False] == 1 < stages[True]
-
-
 class Paper:
     """A rank that runs the paper's SIDCo on float64: fixed shares, its rule for stages, and whatever comes of it."""
 

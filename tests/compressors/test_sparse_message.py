@@ -144,14 +144,6 @@ def test_message_parts_in_full_are_views():
     assert np.shares_memory(sparse.selection.values, out)
 
 
-def test_message_decoded_parts_reuse_memory():
-    workspace = Workspace()
-    out, _, _ = message(100, np.float32, Wire("fp16", "elias-fano"))
-    first, second = (read_sparse(out, NUMEL, np.dtype(np.float32), workspace).selection for _ in range(2))
-    assert np.shares_memory(first.indices, second.indices)
-    assert np.shares_memory(first.values, second.values)
-
-
 def test_message_bytes_are_those_of_the_table():
     """Each message by hand: header, values padded to 8 bytes, indices padded to 8 bytes."""
     header = {

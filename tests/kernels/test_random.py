@@ -47,9 +47,3 @@ def test_numbers_are_uniform_and_neighbors_uncorrelated(key):
     assert np.square(counts - COUNT / 64).sum() / (COUNT / 64) < 63 + 5 * np.sqrt(2 * 63)  # chi squared
     for distance in (1, 2, 64, 128, 1024):
         assert abs(np.corrcoef(numbers[distance:], numbers[:-distance])[0, 1]) < 5 / np.sqrt(COUNT)
-
-
-def test_keys_are_uncorrelated():
-    drawn = [many(key) / 2**32 for key in KEYS]
-    difference = np.abs(np.corrcoef(drawn) - np.eye(len(KEYS)))
-    assert difference.max() < 5 / np.sqrt(COUNT)
