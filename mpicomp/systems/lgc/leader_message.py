@@ -97,7 +97,8 @@ class LeaderMessage:
 
     def cut(self, message: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
         """Return scales, signs, code and indices as views of the message."""
-        return np.split(message, list(accumulate(self.sizes))[:-1])
+        ends = list(accumulate(self.sizes))
+        return [message[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
 
 
 @dataclass
