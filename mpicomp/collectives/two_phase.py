@@ -13,7 +13,7 @@ from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Schem
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.kinds import CACHED, LARGEST_KEY, Quantiser, packers
+from mpicomp.compressors.kinds import CACHED_NUMEL, LARGEST_KEY, Quantiser, packers
 from mpicomp.compressors.wire import HEADER_BYTES, NONFINITE, STALE, write_dense_header
 from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
@@ -111,7 +111,7 @@ class TwoPhase(Scheme[Quantiser]):
             message = reply[place : HEADER_BYTES + packed_bytes.stop]
             packer.pack(total, message, delivered, key + number & LARGEST_KEY)
             # This packing was of the mean: it took its error from every rank's share of it.
-            chunk = CACHED if accumulated.kernels is cpu else max(1, total.size)
+            chunk = CACHED_NUMEL if accumulated.kernels is cpu else max(1, total.size)
             for start in range(0, total.size, chunk):
                 part = slice(start, start + chunk)
                 owned = owned_piece[part]

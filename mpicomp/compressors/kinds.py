@@ -20,9 +20,9 @@ from mpicomp.setting_checks import check_choice, check_ratio
 Floats = NDArray[np.floating]
 Bytes = NDArray[np.uint8]
 
-CACHED = 1 << 16
+CACHED_NUMEL = 1 << 16
 """Elements that, with their gradient and residual, stay in the second-level cache."""
-PIECE = 1 << 19
+PIECE_NUMEL = 1 << 19
 """Elements of a part that are packed by themselves where no grid reaches across, so that a whole part needs no copy."""
 LARGEST_KEY = (1 << 64) - 1
 
@@ -283,13 +283,13 @@ class Packer:
 
     @functools.cached_property
     def pieces(self) -> "list[tuple[slice, slice, int, Packer]]":
-        """Packers of runs of parts, of about `PIECE` elements: elements, bytes, number of the first part, packer."""
+        """Packers of runs of about `PIECE_NUMEL` elements: elements, bytes, number of the first part, packer."""
         pieces, run = [], list[tuple[int, Quantiser]]()
         first = start = place = size = 0
         for number, (quantiser, part, packed) in enumerate(self._parts, 1):
             run.append((part.stop - part.start, quantiser))
             size += part.stop - part.start
-            if size >= PIECE or number == len(self._parts):
+            if size >= PIECE_NUMEL or number == len(self._parts):
                 packer = Packer(run)
                 pieces.append((slice(start, start + size), slice(place, packed.stop), first, packer))
                 run, first, start, place, size = [], number, part.stop, packed.stop, 0
@@ -334,9 +334,11 @@ class Packer:
 def _cut(quantiser: Quantiser, size: int) -> list[tuple[int, Quantiser]]:
     """Return the parts of a long piece that share no grid."""
     grid = getattr(quantiser, "bucket", None) or getattr(quantiser, "block", None)
-    if grid is None or PIECE % grid:
+    if grid is None or PIECE_NUMEL % grid:
         return [(size, quantiser)]
-    return [(PIECE, quantiser)] * (size // PIECE) + ([(size % PIECE, quantiser)] if size % PIECE or not size else [])
+    return [(PIECE_NUMEL, quantiser)] * (size // PIECE_NUMEL) + (
+        [(size % PIECE_NUMEL, quantiser)] if size % PIECE_NUMEL or not size else []
+    )
 
 
 def sum_numbers(numbers: list[float]) -> float:

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters
-from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser, sum_numbers
+from mpicomp.compressors.kinds import CACHED_NUMEL, Bytes, Floats, Quantiser, sum_numbers
 from mpicomp.compressors.wire import SIGNS
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_multiple, is_integer, is_number
 
-_MOST_BITS = 4
-_LARGEST = float(np.finfo(np.float32).max)
+_MAX_BITS = 4
+_MAX_SCALE = float(np.finfo(np.float32).max)
 
 
 @register
@@ -70,8 +70,8 @@ class OneBit(Quantiser):
     bits: int = 1
 
     def __post_init__(self) -> None:
-        if not is_integer(self.bits) or not 1 <= self.bits <= _MOST_BITS:
-            raise ConfigurationError(f"onebit: bits must be a whole number from 1 to {_MOST_BITS}, got {self.bits!r}")
+        if not is_integer(self.bits) or not 1 <= self.bits <= _MAX_BITS:
+            raise ConfigurationError(f"onebit: bits must be a whole number from 1 to {_MAX_BITS}, got {self.bits!r}")
         if self.block is not None:
             self._set(block=check_multiple("onebit", "block", self.block, SIGNS))
 
@@ -107,7 +107,7 @@ class OneBit(Quantiser):
             lost: float = accumulated.fused(lambda *arrays: fused(*arrays, block, scales, words), gathers=True).lost
             return lost
         # On the host summed and packed in turns, so that a sum is packed while it is in the second-level cache.
-        step = max(1, CACHED // block) * block if accumulated.kernels is cpu else max(1, numel)
+        step = max(1, CACHED_NUMEL // block) * block if accumulated.kernels is cpu else max(1, numel)
         losses: list[float] = []
         for start in range(0, numel, step):
             array = accumulated.part(place.start + start, min(place.start + start + step, place.stop))
@@ -194,9 +194,9 @@ class SignSGD(Quantiser):
     contractive = False  # delivered values may be many times as large as the gradient
 
     def __post_init__(self) -> None:
-        if not is_number(self.scale) or not 0 < self.scale <= _LARGEST:
+        if not is_number(self.scale) or not 0 < self.scale <= _MAX_SCALE:
             raise ConfigurationError(
-                f"signsgd: scale must be a positive number, got {self.scale!r}; at most {_LARGEST!r}, as a float32"
+                f"signsgd: scale must be a positive number, got {self.scale!r}; at most {_MAX_SCALE!r}, as a float32"
             )
         self._set(scale=float(self.scale))
 

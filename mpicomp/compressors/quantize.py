@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, match_layer_setting
-from mpicomp.compressors.kinds import CACHED, Bytes, Floats, Quantiser, sum_numbers
+from mpicomp.compressors.kinds import CACHED_NUMEL, Bytes, Floats, Quantiser, sum_numbers
 from mpicomp.compressors.wire import SIGNS
 from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import to_python
@@ -24,8 +24,8 @@ Words = NDArray[np.uint64]
 Grids = tuple[NDArray[np.float32] | None, NDArray[np.float32]]
 """The least point of each bucket's grid, None for grids around zero, and its step."""
 
-_LAUNCHED = 1 << 22  # elements that a device packs at a time
-MOST_BITS = 8  # largest number of bits of an element
+_LAUNCH_NUMEL = 1 << 22  # elements that a device packs at a time
+MAX_BITS = 8  # largest number of bits of an element
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,9 +62,9 @@ class Grid(Quantiser):
         self._set(bits=int(self.bits), bucket=bucket, layers=layers)
 
     def _check_bits(self, name: str, bits: Any) -> int:
-        if not is_integer(bits) or not self.least_bits <= bits <= MOST_BITS:
+        if not is_integer(bits) or not self.least_bits <= bits <= MAX_BITS:
             raise ConfigurationError(
-                f"{self.id}: {name} must be a whole number from {self.least_bits} to {MOST_BITS}, got {bits!r}"
+                f"{self.id}: {name} must be a whole number from {self.least_bits} to {MAX_BITS}, got {bits!r}"
             )
         return int(bits)
 
@@ -126,7 +126,7 @@ class Grid(Quantiser):
         numel = place.stop - place.start
         words, (bases, steps) = self._parts(message, numel)
         bucket = self._bucket_of(numel)
-        chunk = max(1, (CACHED if accumulated.kernels is cpu else _LAUNCHED) // bucket) * bucket
+        chunk = max(1, (CACHED_NUMEL if accumulated.kernels is cpu else _LAUNCH_NUMEL) // bucket) * bucket
         sent, losses = None, list[float]()
         for start in range(0, numel, chunk):
             array = accumulated.part(place.start + start, min(place.start + start + chunk, place.stop))

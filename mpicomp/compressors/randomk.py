@@ -15,7 +15,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice
 
-_CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the cache
+_CHUNK_STRATA = 1 << 16  # strata that are drawn at once: what they need stays in the cache
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,9 +85,9 @@ class RandomK(_Random):
 
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         k, random = out.size, context.random(shared=True)
-        draws = context.workspace.host_array("randomk.draws", min(k, _CHUNK), np.float64)
-        for first in range(0, k, _CHUNK):
-            bounds = _bounds(first, min(first + _CHUNK, k), numel, k)
+        draws = context.workspace.host_array("randomk.draws", min(k, _CHUNK_STRATA), np.float64)
+        for first in range(0, k, _CHUNK_STRATA):
+            bounds = _bounds(first, min(first + _CHUNK_STRATA, k), numel, k)
             offsets = draws[: bounds.size - 1]
             random.random(out=offsets)
             offsets *= np.diff(bounds)

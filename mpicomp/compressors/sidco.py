@@ -20,13 +20,13 @@ from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice, check_flag
 
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
-_FIRST = 0.25  # share of elements that the first of several stages leaves
-_STEPS = 5  # steps between two adjustments of the number of stages
-_BAND = 0.2  # share by which the reached ratio may miss the one that is asked for
-_FEW = 10  # survivors; fewer are not worth another fit
-_CORRECTIONS = 6  # stages that a step may add where its estimate misses
-_SMALL = 2048  # elements; below, an exact selection is cheaper than an estimate is good
-_SAMPLE = 1 << 21  # elements that are enough for a fit: thresholds come from every n-th group of a larger array
+_FIRST_SHARE = 0.25  # share of elements that the first of several stages leaves
+_ADAPT_STEPS = 5  # steps between two adjustments of the number of stages
+_MAX_MISS = 0.2  # share by which the reached ratio may miss the one that is asked for
+_MIN_SURVIVORS = 10  # survivors; fewer are not worth another fit
+_MAX_CORRECTIONS = 6  # stages that a step may add where its estimate misses
+_MIN_NUMEL = 2048  # elements; below, an exact selection is cheaper than an estimate is good
+_SAMPLE_NUMEL = 1 << 21  # elements that are enough for a fit: thresholds come from every n-th group of a larger array
 
 
 @register
@@ -136,7 +136,7 @@ class SIDCo(Estimator):
         moments, memory = search.accumulated.moments, search.memory
         if not 0 < moments.energy < math.inf:
             return math.nan
-        if self.bounded and (search.numel < _SMALL or search.k >= moments.nonzero):
+        if self.bounded and (search.numel < _MIN_NUMEL or search.k >= moments.nonzero):
             return math.nan
         first = _start(self.ratio) if self.corrections else 1
         threshold, reached = self._estimate(search, self.stages or memory.setdefault("sidco.stages", first))
@@ -147,30 +147,30 @@ class SIDCo(Estimator):
     def _estimate(self, search: Search, stages: int) -> tuple[float, float]:
         """Return the threshold, and the number of elements that the stages select without corrections, over k."""
         moments, candidates, corrects = search.accumulated.moments, search.candidates, self.corrections
-        stride = max(1, search.numel // _SAMPLE) if corrects else 1
+        stride = max(1, search.numel // _SAMPLE_NUMEL) if corrects else 1
         wanted = search.k * _seen(search.numel, stride) / search.numel
         fitted = moments if corrects else moments._replace(nonzero=search.numel)  # the paper fits zeros too
         logarithms = candidates.logarithms(stride) if self.distribution == "gamma" else None
         share = search.k / fitted.nonzero
-        later = stages - 1 if share < _FIRST else 0
-        threshold = whole_threshold(self.distribution, fitted, logarithms, _FIRST if later else share)
+        later = stages - 1 if share < _FIRST_SHARE else 0
+        threshold = whole_threshold(self.distribution, fitted, logarithms, _FIRST_SHARE if later else share)
         tail = candidates.tail(threshold, stride)
         points = [(threshold, tail.count)]
         for left in range(later, 0, -1):
-            if tail.count < (_FEW if self.bounded or corrects else 1):
+            if tail.count < (_MIN_SURVIVORS if self.bounded or corrects else 1):
                 break
-            part = (wanted / tail.count) ** (1 / left) if corrects else (share / _FIRST) ** (1 / later)
+            part = (wanted / tail.count) ** (1 / left) if corrects else (share / _FIRST_SHARE) ** (1 / later)
             threshold = excess_threshold(self.distribution, tail, threshold, part)
             tail = candidates.tail(threshold, stride)
             points.append((threshold, tail.count))
         reached = tail.count / wanted
-        for _ in range(_CORRECTIONS if corrects else 0):
-            if abs(tail.count / wanted - 1) <= _BAND / 2:
+        for _ in range(_MAX_CORRECTIONS if corrects else 0):
+            if abs(tail.count / wanted - 1) <= _MAX_MISS / 2:
                 break
             between = interpolated(points, wanted)
             if between is not None:
                 threshold = between
-            elif tail.count >= _FEW:
+            elif tail.count >= _MIN_SURVIVORS:
                 threshold = excess_threshold(self.distribution, tail, threshold, wanted / tail.count)
             else:
                 break
@@ -180,7 +180,7 @@ class SIDCo(Estimator):
 
 
 def _start(ratio: float) -> int:
-    return 1 if ratio >= _FIRST else 2 if ratio >= 0.05 else 3
+    return 1 if ratio >= _FIRST_SHARE else 2 if ratio >= 0.05 else 3
 
 
 def _seen(numel: int, stride: int) -> int:
@@ -190,16 +190,16 @@ def _seen(numel: int, stride: int) -> int:
 
 
 def _adapt(memory: dict[str, Any], reached: float, ratio: float, climbs: bool = True) -> None:
-    """Change the number of stages every `_STEPS` steps, if the mean of ``reached`` (selected / k) misses the band."""
+    """Change the number of stages, every few steps, if the mean of ``reached`` (selected / k) is too far from 1."""
     memory["sidco.sum"] = memory.get("sidco.sum", 0.0) + reached
     memory["sidco.steps"] = memory.get("sidco.steps", 0) + 1
-    if memory["sidco.steps"] < _STEPS:
+    if memory["sidco.steps"] < _ADAPT_STEPS:
         return
     mean = memory["sidco.sum"] / memory["sidco.steps"]
     miss = abs(mean - 1)
     memory["sidco.sum"], memory["sidco.steps"] = 0.0, 0
     before = memory.pop("sidco.miss", math.inf)
-    if miss <= _BAND:
+    if miss <= _MAX_MISS:
         return
     most = max(1, math.ceil(math.log2(1 / ratio)))
     if not climbs:

@@ -29,7 +29,7 @@ _FIRST_GAP = 0.1  # share of the threshold; it adapts, since elements crowd belo
 _MIN_GAP, _MAX_GAP = 1e-6, 0.5
 _MAX_FACTOR = 4  # times k: more elements than that and _SLACK are never sent
 _SLACK = 1024  # elements: sending so many too many costs nothing
-_FORESEEN = 8  # thresholds that are counted in one sweep
+_MAX_FORESEEN = 8  # thresholds that are counted in one sweep
 
 
 def max_sent(k: int) -> int:
@@ -78,7 +78,7 @@ class Search:
     def foresee(self, thresholds: Iterable[float]) -> None:
         """Count above the first eight of the thresholds that may be needed, if numbers are waited for."""
         if self.waits:
-            fitted = [self._fitted(threshold) for threshold in islice(thresholds, _FORESEEN)]
+            fitted = [self._fitted(threshold) for threshold in islice(thresholds, _MAX_FORESEEN)]
             counts = self.accumulated.to_host(*kernels.counts_above(self.accumulated.array(), fitted))
             self._counts.update(zip(fitted, map(int, counts), strict=True))
 
@@ -497,7 +497,7 @@ class DGC(Sparsifier):
 
 
 _ASSUMED_SHARE = 0.01  # assumed kept fraction of a fixed threshold before the first step
-_MORE_LISTED = 1024  # elements that can be listed beyond twice what the step before had
+_MIN_SPARE_LISTED = 1024  # elements that can be listed beyond twice what the step before had
 
 
 @register
@@ -538,7 +538,7 @@ class Threshold(Sparsifier):
         # Elements above the next smaller magnitude are those that reach the limit.
         below = cpu.magnitude_of(max(0, cpu.magnitude_bits(self.limit, accumulated.dtype) - 1), accumulated.dtype)
         room = context.memory.get("threshold.room", self.expected(accumulated.numel))
-        whole = slice(0, accumulated.numel), below, 2 * room + _MORE_LISTED
+        whole = slice(0, accumulated.numel), below, 2 * room + _MIN_SPARE_LISTED
         [candidates] = accumulated.list_above(context.workspace, [whole])
         selection = candidates.above(below, room)
         context.memory["threshold.room"] = selection.indices.size

@@ -121,7 +121,7 @@ def test_a_large_array_is_fitted_by_a_sample(place, dtype, distribution, size, m
     monkeypatch.setattr(
         sys.modules[gamma_threshold.__module__], "SAMPLE", 9000
     )  # the name in the package is the function
-    monkeypatch.setattr(rule, "_SAMPLE", 9000)
+    monkeypatch.setattr(rule, "_SAMPLE_NUMEL", 9000)
     gradient = np.random.default_rng(1).standard_t(4, size=size).astype(dtype)
     gradient[::7] = 0
     workspace = gpu.Workspace(size, size // 10, dtype)

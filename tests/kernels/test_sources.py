@@ -124,9 +124,9 @@ def test_what_kernels_name_is_what_the_host_names():
 def test_numbers_of_the_estimate_are_those_of_the_compressor():
     text = (FOLDER / "sidco.cu").read_text()
     there = dict(re.findall(r"constexpr (?:double|i64) (\w+) = ([\d.e-]+);", text))
-    assert (float(there["FIRST"]), float(there["FEW"])) == (rule._FIRST, rule._FEW)
-    assert (float(there["NEAR"]), int(there["CORRECTIONS"])) == (rule._BAND / 2, rule._CORRECTIONS)
-    assert (CORRECTIONS, SMALL, SAMPLE) == (rule._CORRECTIONS, rule._SMALL, rule._SAMPLE)
+    assert (float(there["FIRST"]), float(there["FEW"])) == (rule._FIRST_SHARE, rule._MIN_SURVIVORS)
+    assert (float(there["NEAR"]), int(there["CORRECTIONS"])) == (rule._MAX_MISS / 2, rule._MAX_CORRECTIONS)
+    assert (CORRECTIONS, SMALL, SAMPLE) == (rule._MAX_CORRECTIONS, rule._MIN_NUMEL, rule._SAMPLE_NUMEL)
     assert (LIMIT, SLACK) == (thresholds._MAX_FACTOR, thresholds._SLACK)
     for stride, numel in itertools.product((1, 2, 3), (1, 1024, 5000, 123_456)):
         assert sampled_of(numel, stride) == rule._seen(numel, stride)

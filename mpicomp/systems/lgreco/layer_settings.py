@@ -14,7 +14,7 @@ from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.compressors.base_compressor import match_layer_setting, num_kept
 from mpicomp.compressors.kinds import Quantiser, packers
 from mpicomp.compressors.powersgd import Matrix, orthogonalize
-from mpicomp.compressors.quantize import MOST_BITS
+from mpicomp.compressors.quantize import MAX_BITS
 from mpicomp.compressors.wire import sparse_bytes
 from mpicomp.gpu import Device, current_device, to_python
 from mpicomp.policies.policy import Shape
@@ -230,7 +230,7 @@ class _Quantized(Table):
     def __init__(self, compressor: Any, shape: Shape, span: float, stride: int) -> None:
         super().__init__(shape)
         least = max(compressor.least_bits, math.floor(compressor.bits / span))
-        numbers = range(least, min(MOST_BITS, math.ceil(compressor.bits * span)) + 1)
+        numbers = range(least, min(MAX_BITS, math.ceil(compressor.bits * span)) + 1)
         # If residuals shrink at the uniform bits, they have to at all others
         quantisers = [compressor.at_bits(bits) for bits in numbers]
         quantisers = [each for each in quantisers if each.contractive or not compressor.contractive]
