@@ -1,4 +1,4 @@
-"""Messages on the wire, sparse and dense: what writes one stands beside what reads it.
+"""Messages on the wire, sparse and dense: what writes one stands next to what reads it.
 
 ======  =====  ===========================================================================================
 offset  bytes  sparse message: some elements and their indices

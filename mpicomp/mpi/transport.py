@@ -73,7 +73,7 @@ class Transport(ABC):
     cores: float = math.inf  # cores for each rank on the host where they are fewest; the same on all ranks
     offset: float = 0.0  # seconds by which the first rank's clock is ahead of this one's
     log: list[RoundLog] | None = None
-    """Every round that is run, with its arrays: a list of whoever reads it, or None."""
+    """Every round that is run, with its arrays: a list that its reader sets, or None."""
 
     @abstractmethod
     def start(self, task: Round) -> Pending:

@@ -110,8 +110,8 @@ class Slow:
         everyones = [residual + gradient for residual, gradient in zip(self.residuals, gradients, strict=True)]
         leader = int(np.random.default_rng([0, self.steps, 0]).integers(self.ranks))
         learns = DENSE <= self.steps < DENSE + LEARNING
-        own = self.compressor.published and learns  # then each rank sends its own largest values
-        selected = [self.selection(values if own else everyones[leader]) for values in everyones]
+        selects_alone = self.compressor.published and learns  # then each rank sends its own largest values
+        selected = [self.selection(values if selects_alone else everyones[leader]) for values in everyones]
         listed, layers = zip(*selected, strict=True)
         leaders = [everyones[leader][part] for part in layers[leader]]
         signs = [np.where(self.compressor.signs & (part < 0), -1, 1) for part in leaders]
