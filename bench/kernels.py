@@ -27,7 +27,6 @@ from mpicomp.compressors import (
     Compressor,
     Context,
     Quantiser,
-    SharedSparsifier,
     Sparsifier,
     TopK,
     compressor_class,
@@ -67,7 +66,7 @@ def measurable(device: str = "cpu") -> list[str]:
     >>> "topk" in measurable(), "qsgd" in measurable(), "dense" in measurable()
     (True, True, False)
     """
-    kinds = Sparsifier | SharedSparsifier | Quantiser
+    kinds = Sparsifier | Quantiser
     names = [name for name in list_compressors() if issubclass(compressor_class(name), kinds)]
     return names if device == "cpu" else [name for name in names if name in _GPU_COMPRESSORS]
 
@@ -139,7 +138,7 @@ def _host_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
     buckets: dict[Any, Bucket] = {}
     workspace = Workspace()
     for compressor in settings.compressors:
-        assert isinstance(compressor, Sparsifier | SharedSparsifier | Quantiser)
+        assert isinstance(compressor, Sparsifier | Quantiser)
         kind = (compressor.entry, compressor.feedback)
         if kind not in buckets:  # memory does not hold as many residuals as compressors
             buckets[kind] = make_bucket(numel, compressor, compressor.feedback, threads)
@@ -184,7 +183,7 @@ def _gpu_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
 
 def compress_on_gpu(compressor: Compressor, gradients: Gradients) -> Compress:
     """Return the kernel that times a compressor, with a bucket of its own where the gradients are."""
-    assert isinstance(compressor, Sparsifier | SharedSparsifier)
+    assert isinstance(compressor, Sparsifier)
     numel, device = gradients.numel, gradients.device
     selecting = Selecting(compressor, numel, Context(workspace=Workspace(device)), finite=True)
     bucket = make_bucket(numel, compressor, compressor.feedback, device=device)

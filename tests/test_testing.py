@@ -219,7 +219,7 @@ def test_wrong_collectives_are_found(change, law, message):
     [
         (
             {"rounds": lambda self, numel, dtype, group, step=0: [Round("allreduce", (numel,), dtype)]},
-            "bytes_are_those_of_rounds", "sent .* rounds say",
+            "bytes_are_those_of_rounds", "sent .* rounds announce",
         ),
         (
             {"rounds": lambda self, *shape: 2 * Allreduce.rounds(self, *shape)},

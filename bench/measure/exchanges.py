@@ -12,7 +12,7 @@ from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
 from mpicomp.arrays import to_host
-from mpicomp.compressors import Compressor, Dense, SharedSparsifier, Sparsifier
+from mpicomp.compressors import Compressor, Dense, Sparsifier
 from mpicomp.cost import CostModel
 from mpicomp.gpu import HOST, Device
 from mpicomp.mpi import Transport
@@ -57,7 +57,7 @@ class Residuals:
 
     def state(self, compressor: Compressor, numel: int) -> dict[str, Any] | None:
         """Return the state of a reducer of one array, None for a compressor that selects nothing."""
-        if not compressor.feedback or not isinstance(compressor, Sparsifier | SharedSparsifier):
+        if not compressor.feedback or not isinstance(compressor, Sparsifier):
             return None
         size = min(_SHORT, numel)
         key = (json.dumps(compressor.get_config(), sort_keys=True), size)

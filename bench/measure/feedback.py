@@ -14,7 +14,6 @@ from mpicomp.compressors import (
     Context,
     Quantiser,
     Selection,
-    SharedSparsifier,
     Sparsifier,
 )
 from mpicomp.compressors.wire import STALE, Wire, sparse_bytes, write_sparse
@@ -35,7 +34,7 @@ def make_bucket(numel: int, compressor: Compressor, feedback: bool, threads: int
 class Selecting:
     """A compressor at work on one array, step after step, with its memory and its arrays."""
 
-    compressor: Sparsifier | SharedSparsifier | Quantiser  # what selects, or packs
+    compressor: Sparsifier | Quantiser  # what selects, or packs
     numel: int  # length of the array
     # Its workspace is where the array is; that device is current while a step is done
     context: Context = field(default_factory=Context)
@@ -43,7 +42,7 @@ class Selecting:
 
     def __post_init__(self) -> None:
         compressor = self.compressor.bind(["gradient"], [self.numel])
-        assert isinstance(compressor, Sparsifier | SharedSparsifier | Quantiser)
+        assert isinstance(compressor, Sparsifier | Quantiser)
         self.compressor = compressor
 
     def step(self, bucket: Bucket, gradient: NDArray[np.floating], message: bool) -> int:
@@ -70,10 +69,10 @@ class Selecting:
         compressor.pack(accumulated.array(), message, sent, key)
         return sent
 
-    def _select(self, compressor: Sparsifier | SharedSparsifier, accumulated: Accumulated, message: bool) -> Selection:
+    def _select(self, compressor: Sparsifier, accumulated: Accumulated, message: bool) -> Selection:
         context = self.context
         selection = compressor.select(accumulated, context)
-        if message and isinstance(compressor, Sparsifier):
+        if message and not compressor.shares_positions:
             if compressor.wire is not None and np.may_share_memory(selection.values, accumulated.array()):
                 selection = Selection(selection.indices, selection.values.copy())  # rounded in place
             write_plain(selection, accumulated, context, Wire(compressor.wire))
@@ -135,7 +134,7 @@ class Settled:
     A long array's residual is like the short one's, repeated: the steady state is ``1 / ratio`` steps away.
     """
 
-    def __init__(self, compressor: Sparsifier | SharedSparsifier | Quantiser, gradients: Gradients) -> None:
+    def __init__(self, compressor: Sparsifier | Quantiser, gradients: Gradients) -> None:
         self._gradients = gradients
         self._bucket = make_bucket(gradients.numel, compressor, compressor.feedback)
         self._selecting = Selecting(compressor, gradients.numel)

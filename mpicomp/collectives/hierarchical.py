@@ -195,7 +195,7 @@ class Hierarchical(Scheme[Compressor]):
 
     @property
     def _sparse(self) -> bool:
-        return isinstance(self.compressor, Sparsifier)
+        return isinstance(self.compressor, Sparsifier) and not self.compressor.shares_positions
 
     def _exchanged(self, owned: int) -> bool:
         """Return whether the owners of a slice talk: nothing can be selected from an empty one."""

@@ -114,8 +114,8 @@ class Sparsifier(Compressor):
 
 
 @dataclass(frozen=True, repr=False)
-class SharedSparsifier(Compressor):
-    """A compressor that sends the same elements on all ranks, so that no index travels and values can be summed.
+class SharedSparsifier(Sparsifier):
+    """A sparsifier that sends the same elements on all ranks, so that no index travels and values can be summed.
 
     To add one: derive from it and implement `positions`, and `count` unless a field ``ratio`` sets it. Every
     collective that sums dense arrays carries it.
@@ -127,22 +127,14 @@ class SharedSparsifier(Compressor):
         travels as `mpicomp.MaxNorm` packs an array, in 8 bits a value.
     """
 
-    family: ClassVar[str] = "sparsifier"
-    message: ClassVar[str] = "sparse"
     shares_positions: ClassVar[bool] = True
-
-    wire: str | None = field(default=None, kw_only=True)
+    indices: ClassVar[str] = "plain"  # type: ignore[misc]  # no parameter: none travels
 
     by_magnitude = False
 
     def __post_init__(self) -> None:
         check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16", "q8"))
-        if self.selects_by_ratio:
-            self._set(ratio=check_ratio(self.id, getattr(self, "ratio", None)))
-
-    @property
-    def feedback(self) -> bool:
-        return True
+        super().__post_init__()
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
         return self.count(1 << 20) / (1 << 20) * {None: itemsize, "q8": 1}.get(self.wire, 2)
@@ -150,9 +142,6 @@ class SharedSparsifier(Compressor):
     def count(self, numel: int) -> int:
         """Return the number of elements sent out of ``numel``."""
         return num_kept(getattr(self, "ratio", 1.0), numel)
-
-    def expected(self, numel: int) -> int:
-        return self.count(numel)
 
     @abstractmethod
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:

@@ -31,7 +31,7 @@ class _Random(SharedSparsifier):
             raise ConfigurationError(f"{self.id}: scaled=True needs wire None, 'fp16' or 'bf16', got 'q8'")
 
     @property
-    def feedback(self) -> bool:  # scaled values are unbiased, and the residual would not shrink
+    def feedback(self) -> bool:  # type: ignore[override]  # scaled values are unbiased, and the residual would not shrink
         return not self.scaled
 
     @property

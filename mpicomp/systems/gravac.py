@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors import Compressor, Context, SharedSparsifier, Sparsifier
+from mpicomp.compressors import Compressor, Context, Sparsifier
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.cost import CostModel
@@ -67,7 +67,7 @@ class LevelsSurvey:
         compressor = at_ratio(self._compressor, ratio)
         workspace = self._workspaces.setdefault((current_device(), level), Workspace(current_device()))
         context = Context(step=step, bucket=level, workspace=workspace)  # estimators start afresh
-        assert isinstance(compressor, Sparsifier | SharedSparsifier)
+        assert isinstance(compressor, Sparsifier)
         buffer = workspace.array("copy", array.size + TRAILER, array.dtype)
         return compressor.select(Accumulated(buffer, None, [Piece(0, array)]), context).values
 
