@@ -144,9 +144,9 @@ class Decode(Kernel):
 
     def run(self) -> None:
         factor = 1 / len(self._headers)
-        mean, answers = mean_of_messages(self._all, self._headers, factor, self.numel, DTYPE, self._workspace)
+        write, answers = mean_of_messages(self._all, self._headers, factor, self.numel, DTYPE, self._workspace)
         to_python(*answers)
-        mean.write(self._workspace.array("mean", self.numel, DTYPE))
+        write(self._workspace.array("mean", self.numel, DTYPE))
 
 
 @dataclass

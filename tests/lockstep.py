@@ -9,7 +9,7 @@ from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.wire import Selection
 from mpicomp.mpi import LocalWorld
 from mpicomp.mpi.rounds import Round, observe
-from mpicomp.workspace import Workspace
+from mpicomp.testing import mean_of
 
 
 class Outcome(NamedTuple):
@@ -17,6 +17,7 @@ class Outcome(NamedTuple):
     transports: list
     scheme: Scheme
     accumulated: list  # every rank's array as the exchange leaves it, which is what `sent` is a share of
+    holds: list  # what it is then
 
 
 def run(
@@ -46,9 +47,10 @@ def run(
         exchange = scheme.exchange(accumulated[-1], context)
         exchanges.append(exchange if segment is None else in_segments(exchange, segment))
     results = world.run(exchanges)
-    for result in results:
-        result.mean = result.mean_in(Workspace())
-    return Outcome(results, world.transports, scheme, [whole.array() for whole in accumulated])
+    for result, array in zip(results, arrays, strict=True):
+        result.mean = mean_of(result, array)
+    after, holds = [whole.array() for whole in accumulated], [whole.holds for whole in accumulated]
+    return Outcome(results, world.transports, scheme, after, holds)
 
 
 def in_segments(exchange, segment):

@@ -47,22 +47,22 @@ class Selecting:
 
     def step(self, bucket: Bucket, gradient: NDArray[np.floating], message: bool) -> int:
         """Do the work of a step before and after its exchange, and return the number of elements that are sent."""
-        accumulated, in_place = bucket.accumulate([gradient]), False
+        accumulated = bucket.accumulate([gradient])
+        accumulated.may_be_overwritten = True
         if isinstance(self.compressor, Quantiser):
-            in_place = self.compressor.packs_in_place
             sent: NDArray[np.floating] | Selection = self._pack(self.compressor, accumulated)
             count = self.numel
         else:
             sent = self._select(self.compressor, accumulated, message)
             count = int(sent.indices.size)
-        bucket.keep(sent, self.finite or accumulated.finite, "residual" if in_place else "sum")
+        bucket.keep(sent, self.finite or accumulated.finite)
         self.context.step += 1
         return count
 
     def _pack(self, compressor: Quantiser, accumulated: Accumulated) -> NDArray[np.floating]:
         message = self.context.workspace.array("packed", compressor.packed_bytes(self.numel), np.uint8)
         key = self.context.key(shared=False)
-        if compressor.packs_in_place:
+        if compressor.packs_in_place and accumulated.overwrite("residual"):
             compressor.pack_in_place(accumulated, slice(0, self.numel), message, key)
             return accumulated.array()
         sent = self.context.workspace.array("sent", self.numel, accumulated.dtype)

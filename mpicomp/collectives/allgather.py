@@ -14,17 +14,16 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import (
     Exchange,
-    LazyMean,
+    MeanWriter,
     Memory,
     Result,
     Scheme,
+    add_unless_zero,
     count_round,
+    failed_result,
     far_from_largest,
-    gain_of,
     gather_counts,
     is_finite,
-    plus,
-    undelivered,
 )
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
@@ -73,6 +72,7 @@ class MessageLayout:
         self.is_fixed = False
         """Whether all ranks send the same number of elements at each step."""
         self.numel, self.dtype = like.numel, like.dtype
+        self.kept = sum(counts) / group.size
         self.wire = compressor.wire_for(counts[group.rank], self.numel)
         formats = [compressor.wire_for(count, self.numel) for count in counts]
         parts = [
@@ -95,7 +95,6 @@ class MessageLayout:
                 for start, count in zip(self._indices_at, counts, strict=True)
             ]
             self._stored = self.dtype.name  # not made at every step
-            self.mean = LazyMean(self.numel, self.dtype, self._write)
             self.leads = [sparse_lead(count, self.dtype, wire) for count, wire in zip(counts, formats, strict=True)]
             self._headers = struct.Struct("<" + "".join(f"Qdd{size - HEADER_BYTES}x" for size in sizes))
             self.message.fill(0)
@@ -143,7 +142,7 @@ class MessageLayout:
             raise MessageError(f"from rank {len(headers)}: {error}") from error
         return flags, energy, lost, headers
 
-    def _write(self, out: NDArray[np.floating]) -> None:
+    def write_mean(self, out: NDArray[np.floating]) -> None:
         """Write the mean of messages that have the parts of this layout."""
         out.fill(0)
         where, factor = self.received, 1 / self.group.size
@@ -157,7 +156,7 @@ def mean_of_messages(
     numel: int,
     dtype: np.dtype[Any],
     workspace: Workspace,
-) -> tuple[LazyMean, list[Any]]:
+) -> tuple[MeanWriter, list[Any]]:
     """Return ``factor`` times the sum of all undamaged messages in ``received``, and answers whether these are sound.
 
     Sound are indices that ascend below ``numel``, and scales that are finite. On a device answers are 0-d arrays.
@@ -185,7 +184,13 @@ def mean_of_messages(
             values_at = [dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
         add = kernels.of(received).sparse_add
         additions.append(partial(add, values, values_at, indices, indices_at, counts, stored, factor))
-    return LazyMean.sum_of(numel, dtype, *additions), answers
+
+    def write(out: NDArray[np.floating]) -> None:
+        out.fill(0)
+        for add in additions:
+            add(out)
+
+    return write, answers
 
 
 @register
@@ -244,27 +249,20 @@ class Allgather(Scheme[Sparsifier]):
         received = yield task
         try:
             flags, energy, lost, headers = layout.read(received)
-            written = None
-            if headers is None:
-                mean = layout.mean
-            else:
-                mean, answers = mean_of_messages(received, headers, 1 / group.size, numel, layout.dtype, workspace)
-                if not all(to_python(*answers)):
-                    return undelivered(accumulated, self._wrong(received, layout, workspace), False)
-            if not far_from_largest(energy * group.size, accumulated.dtype):
-                written = workspace.array("mean", numel, accumulated.dtype)
-                mean.write(written)
         except MessageError as error:
-            return undelivered(accumulated, MessageError(f"allgather: {error}"), False)
-        return Result(
-            mean=mean if written is None else written,
-            sent=selection,
-            energy=energy,
-            gain=gain_of(lost, energy),
-            kept=sum(layout.counts) / group.size,
-            nonfinite=bool(flags & NONFINITE) or not (written is None or is_finite(written, energy, group.size)),
-            stale=bool(flags & STALE),
-        )
+            return failed_result(accumulated, MessageError(f"allgather: {error}"), False)
+        write = layout.write_mean
+        if headers is not None:
+            write, answers = mean_of_messages(received, headers, 1 / group.size, numel, layout.dtype, workspace)
+            if not all(to_python(*answers)):
+                return failed_result(accumulated, self._wrong(received, layout, workspace), False)
+        finite = True
+        mean: MeanWriter | NDArray[np.floating] = write
+        if not far_from_largest(energy * group.size, accumulated.dtype):
+            mean = workspace.array("mean", numel, accumulated.dtype)
+            write(mean)
+            finite = is_finite(mean, energy, group.size)
+        return Result.from_headers(mean, selection, layout.kept, flags, energy, lost, finite)
 
     def _pack_and_count(
         self, found: UncountedSelection, accumulated: Accumulated, context: Context
@@ -329,7 +327,7 @@ class PackedAllgather(Scheme[Quantiser]):
         [packer] = packers(self.compressor, [numel])
         [gather] = self.rounds(numel, dtype, group)
         size = gather.counts[group.rank]
-        in_place = accumulated.may_be_overwritten and packer.packs_in_place
+        in_place = packer.packs_in_place and accumulated.overwrite("residual")
         message = workspace.scratch("outgoing", size, _BYTE)
         packed, key = message[HEADER_BYTES:], context.key(False)
         if in_place:
@@ -337,7 +335,7 @@ class PackedAllgather(Scheme[Quantiser]):
         else:
             sent = workspace.scratch("sent", numel, dtype)
             lost = packer.pack(accumulated.array(), packed, sent, key)
-        moments, lost = accumulated.device_moments, plus(lost, accumulated.lost)
+        moments, lost = accumulated.device_moments, add_unless_zero(lost, accumulated.lost)
         write_dense_header(message, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
         gather.send = message
         gather.recv = workspace.array("messages", size * group.size, _BYTE)
@@ -346,18 +344,17 @@ class PackedAllgather(Scheme[Quantiser]):
         try:
             flags, energy, lost = read_dense_headers(messages, numel)
         except MessageError as error:
-            return undelivered(accumulated, MessageError(f"packed-allgather: {error}"), False)
+            return failed_result(accumulated, MessageError(f"packed-allgather: {error}"), False)
 
         def write(out: NDArray[np.floating]) -> None:
             packer.unpack_sum(messages, HEADER_BYTES, 1 / group.size, out)
 
-        mean = LazyMean(numel, dtype, write)
-        bad = False
+        finite = True
         if not far_from_largest(energy * group.size, dtype):
             written = workspace.scratch("written mean", numel, dtype)
-            mean.write(written)
-            bad = not np.isfinite(written).all()
-        leaves = "residual" if in_place else "sum"
+            write(written)
+            finite = bool(np.isfinite(written).all())
         if not self.compressor.averages:  # what wins is every rank's share, whatever its own sign
-            sent, lost = mean.in_workspace(workspace), math.nan
-        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, bad, leaves)
+            sent, lost = workspace.array("written mean", numel, dtype), math.nan
+            write(sent)
+        return Result.from_headers(write, sent, float(numel), flags, energy, lost, finite)

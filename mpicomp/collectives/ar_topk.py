@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, check_counts, undelivered
+from mpicomp.collectives.scheme import Exchange, Memory, Result, Scheme, check_counts, failed_result, mean_at
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
@@ -193,11 +193,11 @@ def exchange_at(
     result = yield from inner.exchange(part, context)
     problem = problem or result.problem
     if problem is not None:
-        return undelivered(accumulated, problem, result.stale)
+        return failed_result(accumulated, problem, result.stale)
     assert not isinstance(result.sent, Selection)
     values[:] = result.sent  # which may be scratch; often it is these values
     return Result(
-        mean=LazyMean.of(accumulated.numel, indices, result.mean_in(context.workspace, "mean of positions")),
+        mean=mean_at(indices, result.mean_array(part, context.workspace, "mean of positions")),
         sent=Selection(indices, values),
         energy=result.energy,
         gain=result.gain,

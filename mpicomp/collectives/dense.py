@@ -10,15 +10,13 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import (
     Exchange,
-    LazyMean,
+    MeanWriter,
     Memory,
     Result,
     Scheme,
+    add_unless_zero,
     check_undamaged,
-    gain_of,
-    is_finite,
-    plus,
-    undelivered,
+    failed_result,
 )
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
@@ -35,7 +33,7 @@ from mpicomp.compressors.wire import (
     write_dense_header,
 )
 from mpicomp.errors import MessageError
-from mpicomp.gpu import received_on_host, to_python
+from mpicomp.gpu import to_python
 from mpicomp.mpi.rounds import Group, Round, parts_of
 from mpicomp.registry import register
 
@@ -67,31 +65,16 @@ class Allreduce(Scheme[Dense]):
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, numel = context.group, accumulated.numel
-        if not self._summable(group):
+        if self.compressor.wire is not None or not group.identical_sums:
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
         workspace, dtype = context.workspace, accumulated.dtype
         is_divided = accumulated.divide(group.size)
-        whole = send = accumulated.with_trailer()
-        if not accumulated.may_be_overwritten:
-            whole = workspace.array("mean", numel + TRAILER, dtype)
-        task = Round("allreduce", (numel + TRAILER,), dtype, send=send, recv=whole)
-        whole = yield task
-        mean = workspace.part(whole, numel)
-        nonfinite, stale, energy, lost = received_on_host(whole[numel:]).tolist()
-        if is_divided:
-            finite = is_finite(mean, energy, group.size)
-        else:
+        send, recv = accumulated.with_trailer(), accumulated.memory_of_mean(workspace)
+        whole = yield Round("allreduce", (numel + TRAILER,), dtype, send=send, recv=recv)
+        mean, finite = workspace.part(whole, numel), None
+        if not is_divided:
             [finite] = to_python(accumulated.kernels.scale(mean, 1 / group.size))
-        return Result(
-            mean=mean,
-            sent=accumulated.array(),
-            energy=energy,
-            gain=gain_of(lost, energy),
-            kept=float(numel),
-            nonfinite=nonfinite > 0 or not finite,
-            stale=stale > 0,
-            leaves="mean" if accumulated.may_be_overwritten else "sum",
-        )
+        return Result.from_trailer(accumulated, mean, whole[numel:], group.size, finite)
 
     def _summable(self, group: Group) -> bool:
         return self.compressor.wire is None and group.identical_sums
@@ -144,7 +127,7 @@ class ScatterReduce(Scheme[Dense]):
             part = slice(bounds[rank], bounds[rank + 1])
             message = outgoing[places[rank] : places[rank + 1]]
             lost = write_dense(array[part], wire, message, sent[part])
-            lost, flags = plus(lost, left_out), STALE * accumulated.stale
+            lost, flags = add_unless_zero(lost, left_out), STALE * accumulated.stale
             write_dense_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
             left_out = 0.0  # said once
         size = scatter.counts[group.rank]
@@ -175,20 +158,17 @@ class ScatterReduce(Scheme[Dense]):
 
         flags, energy, lost, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
         if problem is not None:
-            return undelivered(accumulated, problem, stale=False)
+            return failed_result(accumulated, problem, stale=False)
 
         def write(out: NDArray[np.floating]) -> None:
             for rank in range(group.size):
                 read_dense(replies[places[rank] : places[rank + 1]], wire, out[bounds[rank] : bounds[rank + 1]])
 
-        if wire is not None:
-            mean = LazyMean(numel, dtype, write)
-            return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
-        overwrites = accumulated.may_be_overwritten
-        whole = array if overwrites else workspace.array("mean", numel, dtype)
-        write(whole)
-        leaves = "mean" if overwrites else "sum"
-        return Result.from_headers(whole, sent, float(numel), flags, energy, lost, leaves=leaves)
+        mean: NDArray[np.floating] | MeanWriter = write
+        if wire is None:
+            mean = accumulated.memory_of_mean(workspace)[:numel]
+            write(mean)
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
 
 
 @register
@@ -224,15 +204,15 @@ class ParameterServer(Scheme[Dense]):
         array = accumulated.array()
         sent = array if wire is None else workspace.scratch("sent", numel, dtype)
         gather.send = workspace.scratch("outgoing", size, _BYTE)
-        moments, lost = accumulated.device_moments, plus(write_dense(array, wire, gather.send, sent), accumulated.lost)
+        moments = accumulated.device_moments
+        lost = add_unless_zero(write_dense(array, wire, gather.send, sent), accumulated.lost)
         write_dense_header(gather.send, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
         # An answer in 16 bits holds the mean until it is written.
         reply.recv = (workspace.scratch if wire is None else workspace.array)("reply", size, _BYTE)
-        overwrites = accumulated.may_be_overwritten and wire is None
-        if wire is not None:
-            mean = workspace.scratch("total", numel if group.rank == _SERVER else 0, dtype)
+        if wire is None:
+            mean = accumulated.memory_of_mean(workspace)[:numel]
         else:
-            mean = array if overwrites else workspace.array("mean", numel, dtype)
+            mean = workspace.scratch("total", numel if group.rank == _SERVER else 0, dtype)
         if group.rank == _SERVER:
             gather.recv = workspace.scratch("incoming", size * group.size, _BYTE)
         messages = yield gather
@@ -253,13 +233,12 @@ class ParameterServer(Scheme[Dense]):
         answer = yield reply
         flags, energy, lost, unread = read_answers(self.id, answer, [size], [numel], problem)
         if unread is not None:
-            return undelivered(accumulated, unread, stale=False)
+            return failed_result(accumulated, unread, stale=False)
+        write = functools.partial(read_dense, answer, wire)
         if wire is not None:
-            lazy = LazyMean(numel, dtype, functools.partial(read_dense, answer, wire))
-            return Result.from_headers(lazy, sent, float(numel), flags, energy, lost)
-        read_dense(answer, wire, mean)
-        leaves = "mean" if overwrites else "sum"
-        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, leaves=leaves)
+            return Result.from_headers(write, sent, float(numel), flags, energy, lost)
+        write(mean)
+        return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
 
 
 def read_sent(

@@ -11,15 +11,15 @@ from mpicomp import kernels
 from mpicomp.collectives.dense import ScatterReduce
 from mpicomp.collectives.scheme import (
     Exchange,
-    LazyMean,
+    MeanWriter,
     Memory,
     Result,
     Scheme,
     cause_of,
     check_undamaged,
+    failed_result,
     far_from_largest,
     gain_of,
-    undelivered,
 )
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.base_compressor import Compressor
@@ -129,8 +129,7 @@ class Hierarchical(Scheme[Compressor]):
                 accumulated.array()  # owners on other hosts have made their sums, and all have to divide alike
             result, damaged = yield from self._between_hosts(accumulated, context, across)
             report = self._report(result, damaged, True)
-            alone = _put_together(report, result.mean, result.sent, result.problem, accumulated.numel)
-            return replace(alone, leaves=result.leaves)
+            return _joined(report, result.mean, result.sent, result.problem, accumulated.numel)
         return (yield from self._exchange(accumulated, context, host, across))
 
     def _exchange(self, accumulated: Accumulated, context: Context, host: Group, across: Group | None) -> Exchange:
@@ -156,17 +155,18 @@ class Hierarchical(Scheme[Compressor]):
         if self._sparse:
             sent = Selection(workspace.array("none", 0, np.uint32), mean)
         # The mean takes the place of the sum; what is kept back of it is in this rank's slice alone.
-        overwrites, kept_back = accumulated.may_be_overwritten, None
+        overwrites, unsent = accumulated.may_be_overwritten, None
         if owner and self._exchanged(owned):
             assert across is not None
             part = self._part(accumulated, incoming, owned_slice, group.hosts, workspace)
             result, damaged = yield from self._between_hosts(part, context, across)
-            report, mean, problem = self._report(result, damaged, last), result.mean_in(workspace), result.problem
+            report, problem = self._report(result, damaged, last), result.problem
+            mean = result.mean_array(part, workspace)
             exact = not self._sparse and np.may_share_memory(result.sent, part.array())
             if overwrites and not exact:
-                kept_back = workspace.array("kept back", owned, dtype)
-                kept_back[:] = part.array()
-                _subtract(result.sent, kept_back)
+                unsent = workspace.array("unsent", owned, dtype)
+                unsent[:] = part.array()
+                _subtract(result.sent, unsent)
             if self._sparse and isinstance(result.sent, Selection):
                 indices = workspace.array("indices", result.sent.indices.size, np.uint32)
                 np.add(result.sent.indices, np.uint32(owned_slice.start), out=indices)
@@ -186,12 +186,10 @@ class Hierarchical(Scheme[Compressor]):
         report_round.recv = workspace.host_array("reports", _REPORT * len(slices), _NUMBER)
         reports = yield report_round
         gather.send = mean
-        gather.recv = accumulated.array() if overwrites else workspace.array("mean", numel, dtype)
-        joined = _put_together(reports, (yield gather), sent, problem, numel)
-        if overwrites:
-            joined.leaves = "mean"
-            joined.kept_back = None if kept_back is None else (owned_slice.start, kept_back)
-        return joined
+        gather.recv = accumulated.memory_of_mean(workspace)[:numel]
+        if unsent is not None:
+            accumulated.unsent = owned_slice.start, unsent
+        return _joined(reports, (yield gather), sent, problem, numel)
 
     @property
     def _sparse(self) -> bool:
@@ -249,11 +247,11 @@ class Hierarchical(Scheme[Compressor]):
         try:
             result = yield from observe(self._inner.exchange(part, inner), before=address)
         except MessageError as error:
-            result = undelivered(part, error, stale=False)
+            result = failed_result(part, error, stale=False)
             result.problem = cause_of(error)
             return result, True
         if context.group.size > context.group.hosts:
-            result.mean = result.mean_in(inner.workspace)
+            result.mean = result.mean_array(part, inner.workspace)
             kernels.scale(result.mean, context.group.hosts / context.group.size)
         return result, False
 
@@ -297,9 +295,9 @@ def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], e
     return 16 * hosts * float(top) < float(np.finfo(array.dtype).max)
 
 
-def _put_together(
+def _joined(
     reports: NDArray[np.float64],
-    mean: NDArray[np.floating] | LazyMean,
+    mean: NDArray[np.floating] | MeanWriter,
     sent: NDArray[np.floating] | Selection,
     problem: MessageError | None,
     numel: int,

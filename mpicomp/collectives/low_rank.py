@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, failed_result, far_from_largest
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
@@ -80,7 +80,7 @@ class LowRank(Scheme[PowerSGD]):
             bases = yield from self._factor_step(matrices, lefts, rights, sums)
         second, problem = sums.right_sum, sums.problem
         if problem is not None:
-            return undelivered(accumulated, problem, sums.stale)
+            return failed_result(accumulated, problem, sums.stale)
         following = self._rights(sums.right_mean)
         largest = None if sums.nonfinite else _largest(following)  # the host waits here, before the products below
         # P Q^T with the mean Q is the mean; with this rank's Q it is this rank's share.
@@ -182,6 +182,7 @@ class _FactorSums:
         self.delivered_rest = workspace.array("rest", 2 * rest, dtype).reshape(2, rest)
         self._rounding: tuple[Any, Any] = (0.0, 0.0)
         self.right_sum: Result
+        self.right_mean: NDArray[np.floating]
         self.problem: MessageError | None = None
         self.nonfinite = self.stale = False
         self._left_is_finite = True
@@ -190,9 +191,9 @@ class _FactorSums:
         """Return the mean P, which may hold NaN or infinity; see `finite`."""
         size = self._left_size + (self.rest.size if self._with_rest else 0)
         finite = self._moments.finite
-        first = yield from self._sum(self.left[: size + TRAILER], kernels.energy(self.left[:size]), 0.0, finite)
+        energy = kernels.energy(self.left[:size])
+        first, left_mean = yield from self._sum(self.left[: size + TRAILER], energy, 0.0, finite)
         assert not isinstance(first.sent, Selection)
-        left_mean = first.mean_in(self._context.workspace)
         if self._with_rest:
             self._with_rest = False
             self.delivered_rest[0] = left_mean[self._left_size :]
@@ -202,11 +203,6 @@ class _FactorSums:
             self._rounding = rounded, kernels.energy(self.rest)
         self._left_is_finite = not first.nonfinite
         return left_mean
-
-    @property
-    def right_mean(self) -> NDArray[np.floating]:
-        """The mean Q."""
-        return self.right_sum.mean_in(self._context.workspace)
 
     def finite(self, stack: NDArray[np.floating]) -> NDArray[np.floating]:
         """Return a stack of the mean P with zeros in place of matrices that are not finite."""
@@ -222,16 +218,18 @@ class _FactorSums:
         )
         lost = max(0.0, energy - projected + (rounded - rest_energy))
         finite = finite and _projects_finitely(self._accumulated.array(), energy)
-        self.right_sum = yield from self._sum(self.right, energy, lost, finite)
+        self.right_sum, self.right_mean = yield from self._sum(self.right, energy, lost, finite)
 
-    def _sum(self, factors: NDArray[np.floating], energy: Any, lost: float, finite: Any) -> Exchange:
+    def _sum(
+        self, factors: NDArray[np.floating], energy: Any, lost: float, finite: Any
+    ) -> Rounds[tuple[Result, NDArray[np.floating]]]:
         asks = self._accumulated.stale or self.problem is not None
         part = Accumulated.ready(factors, energy, lost, finite, asks)
         result = yield from self._inner.exchange(part, self._context)
         self.problem = self.problem or result.problem
         self.nonfinite |= result.nonfinite
         self.stale |= result.stale
-        return result
+        return result, result.mean_array(part, self._context.workspace)
 
 
 def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> Stacks:

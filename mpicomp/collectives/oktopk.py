@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import (
     Exchange,
-    LazyMean,
     Memory,
     Result,
     Scheme,
     check_counts,
     check_undamaged,
+    failed_result,
     flags_of,
-    undelivered,
+    mean_at,
 )
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
@@ -166,13 +166,13 @@ class _Step:
         self.context.memory["oktopk"] = self.state
 
         if self.problem is not None:
-            return undelivered(self.accumulated, self.problem, stale=False)
+            return failed_result(self.accumulated, self.problem, stale=False)
         # Sums can be infinite where no rank's value is; they reach every threshold.
         [infinite] = to_python(kernels.count_reaching(delivered.values, kernels.magnitude_bits(np.inf, self.dtype)))
         total = sum(message.energy for message in arrived)
         kept = float(delivered.indices.size)
-        mean = LazyMean.of(self.numel, delivered.indices, delivered.values)
-        return Result.from_headers(mean, sent, kept, self.flags, total, lost, infinite > 0)
+        mean = mean_at(delivered.indices, delivered.values)
+        return Result.from_headers(mean, sent, kept, self.flags, total, lost, infinite == 0)
 
     def _scatter(self, selection: Selection, regions: Sequence[_Span]) -> Rounds[tuple[int, list[Sparse]]]:
         """Send every region's elements to its owner; return k and the messages received, one a rank."""

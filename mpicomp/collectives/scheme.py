@@ -16,7 +16,7 @@ from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import DAMAGED, NONFINITE, SHARING, STALE, Selection
 from mpicomp.errors import MessageError
-from mpicomp.gpu import current_device
+from mpicomp.gpu import current_device, received_on_host
 from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.registry import Registry
 from mpicomp.workspace import Workspace
@@ -29,36 +29,8 @@ _CANDIDATES = 5  # elements for each selected one that a compressor may list whi
 _LATE_STEP = 1 << 30  # a step in the long run: first steps may have other rounds
 
 
-class LazyMean:
-    """A mean that messages hold until it is written, so that a step can write it to memory that is free by then.
-
-    ``write`` fills an array, shape (numel,); messages were checked before.
-    """
-
-    def __init__(self, numel: int, dtype: np.dtype[Any], write: Callable[[NDArray[np.floating]], None]) -> None:
-        self.numel, self.dtype, self.write = numel, dtype, write
-
-    @classmethod
-    def sum_of(cls, numel: int, dtype: np.dtype[Any], *additions: Callable[[NDArray[np.floating]], Any]) -> "LazyMean":
-        """Return the sum of selections, which functions add to an array in order."""
-
-        def write(out: NDArray[np.floating]) -> None:
-            out.fill(0)
-            for add in additions:
-                add(out)
-
-        return cls(numel, dtype, write)
-
-    @classmethod
-    def of(cls, numel: int, indices: NDArray[np.uint32], values: NDArray[np.floating]) -> "LazyMean":
-        """Return the mean with these values at these indices, and zeros elsewhere."""
-        return cls.sum_of(numel, values.dtype, functools.partial(kernels.scatter_add, indices, values, 1.0))
-
-    def in_workspace(self, workspace: Workspace, name: str = "written mean") -> NDArray[np.floating]:
-        """Return it in an array of a workspace's."""
-        out: NDArray[np.floating] = workspace.array(name, self.numel, self.dtype)
-        self.write(out)
-        return out
+MeanWriter = Callable[[NDArray[np.floating]], None]
+"""Writes a mean to an array of shape (numel,), from messages that were checked before."""
 
 
 @dataclass
@@ -67,11 +39,12 @@ class Result:
 
     Parameters
     ----------
-    mean : array or LazyMean, shape (numel,)
-        The same bits on every rank. It belongs to the workspace, which holds also what a `LazyMean` sums.
+    mean : array, shape (numel,), or function
+        The same bits on every rank. A function writes it to an array, so that a step can choose memory that is free by
+        then. It belongs to the workspace, and so do the messages that a function reads.
     sent : array or Selection
         This rank's share of what was delivered: the sum over ranks is ``ranks x mean``. A `Selection` is zero outside
-        its indices. It may be the accumulated array itself: then nothing was lost, or see ``leaves``.
+        its indices. ``accumulated.array()`` itself stands for everything, or for what `Accumulated.holds` says.
     energy : float
         ``norm2(accumulated)``, the squared norm, summed over ranks. The same on every rank.
     gain : float
@@ -81,13 +54,6 @@ class Result:
         Kept elements of a rank, averaged over ranks. The same on every rank.
     nonfinite, stale : bool
         Whether some rank held NaN or infinity; whether some rank asked for a new agreement. The same on every rank.
-    leaves : {"sum", "residual", "mean"}
-        What the exchange has left in the accumulated array, which then stands for ``sent`` too: ``"residual"`` is
-        ``accumulated - sent``; with ``"mean"`` all was sent but ``kept_back``. Other than the sum only if
-        `Accumulated.may_be_overwritten`.
-    kept_back : (int, array) or None
-        Of an exchange that leaves the mean and has not sent all: where the part begins that has a residual, and that
-        residual. It is zero elsewhere.
     note : str
         Text that the record appends to the reason of the plan; empty where there is nothing to say.
     problem : MessageError or None
@@ -96,38 +62,69 @@ class Result:
         last message.
     """
 
-    mean: NDArray[np.floating] | LazyMean
+    mean: NDArray[np.floating] | MeanWriter
     sent: NDArray[np.floating] | Selection
     energy: float
     gain: float
     kept: float
     nonfinite: bool
     stale: bool
-    leaves: str = "sum"
-    kept_back: tuple[int, NDArray[np.floating]] | None = None
     note: str = ""
     problem: MessageError | None = None
 
     @classmethod
     def from_headers(
         cls,
-        mean: NDArray[np.floating] | LazyMean,
+        mean: NDArray[np.floating] | MeanWriter,
         sent: NDArray[np.floating] | Selection,
         kept: float,
         flags: int,
         energy: float,
         lost: float,
-        nonfinite: bool = False,
-        leaves: str = "sum",
+        finite: bool = True,
     ) -> "Result":
         """Return the result of an exchange whose messages have headers, from all their flags and their sums."""
-        bad, stale = nonfinite or bool(flags & NONFINITE), bool(flags & STALE)
-        gain = gain_of(lost, energy)
-        return cls(mean, sent, energy, gain, kept, bad, stale, leaves=leaves)
+        nonfinite, stale = bool(flags & NONFINITE) or not finite, bool(flags & STALE)
+        return cls(mean, sent, energy, gain_of(lost, energy), kept, nonfinite, stale)
 
-    def mean_in(self, workspace: Workspace, name: str = "written mean") -> NDArray[np.floating]:
+    @classmethod
+    def from_trailer(
+        cls,
+        accumulated: Accumulated,
+        mean: NDArray[np.floating],
+        trailer: NDArray[np.floating],
+        ranks: int,
+        finite: bool | None = None,
+    ) -> "Result":
+        """Return the result of a dense sum of `Accumulated.with_trailer`, of which all was sent.
+
+        ``trailer`` are its last numbers, summed over ranks; ``finite`` is whether the mean is, where that is known.
+        """
+        nonfinite, stale, energy, lost = received_on_host(trailer).tolist()
+        if finite is None:
+            finite = is_finite(mean, energy, ranks)
+        sent, kept = accumulated.memory[: accumulated.numel], float(accumulated.numel)
+        return cls(mean, sent, energy, gain_of(lost, energy), kept, nonfinite > 0 or not finite, stale > 0)
+
+    def mean_array(
+        self, accumulated: Accumulated, workspace: Workspace, name: str = "written mean"
+    ) -> NDArray[np.floating]:
         """Return the mean as an array, in a workspace if it has to be written first."""
-        return self.mean.in_workspace(workspace, name) if isinstance(self.mean, LazyMean) else self.mean
+        if not callable(self.mean):
+            return self.mean
+        out: NDArray[np.floating] = workspace.array(name, accumulated.numel, accumulated.dtype)
+        self.mean(out)
+        return out
+
+
+def mean_at(indices: NDArray[np.uint32], values: NDArray[np.floating]) -> MeanWriter:
+    """Return the mean with values at some indices, and zeros elsewhere."""
+
+    def write(out: NDArray[np.floating]) -> None:
+        out.fill(0)
+        kernels.scatter_add(indices, values, 1.0, out)
+
+    return write
 
 
 class Memory(NamedTuple):
@@ -169,7 +166,7 @@ class Scheme(ABC, Generic[CompressorType]):
     may_drop_selected: bool = False
     """Whether it delivers less than all that every rank's compressor has selected."""
     overwrites: ClassVar[bool] = False
-    """Whether it may leave something else in the accumulated array, see `Result`."""
+    """Whether it calls `Accumulated.overwrite` where it may."""
     by_value: bool = False
     """Whether values decide how much travels, even of a compressor that selects a fixed number of elements."""
 
@@ -233,12 +230,12 @@ def flags_of(accumulated: Accumulated) -> int:
     return NONFINITE * (not accumulated.finite) | STALE * accumulated.stale
 
 
-def plus(number: float, more: float) -> float:
-    """Return the sum of two numbers of which the first may be known on a device only: often there is nothing to add."""
+def add_unless_zero(number: float, more: float) -> float:
+    """Return the sum of a number that may be known on a device only, and one that often is 0."""
     return number + more if more != 0 else number
 
 
-def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) -> Result:
+def failed_result(accumulated: Accumulated, problem: MessageError, stale: bool) -> Result:
     """Return the result of an exchange in which this rank could not read a message."""
     return Result(
         mean=current_device().zeros(accumulated.numel, accumulated.dtype),

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange, Memory, Result, Scheme, gain_of
+from mpicomp.collectives.scheme import Exchange, Memory, Result, Scheme
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.gpu import received_on_host, to_python
+from mpicomp.gpu import to_python
 from mpicomp.mpi.rounds import Group, Pending, Round, parts_of
 from mpicomp.registry import register
 
@@ -84,7 +84,7 @@ class Ring(Scheme[Dense]):
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         size, workspace = group.size, context.workspace
         segments = SegmentedMean(accumulated, size)
-        mean = accumulated.memory if accumulated.may_be_overwritten else workspace.array("mean", numel + TRAILER, dtype)
+        mean = accumulated.memory_of_mean(workspace)
         halved = _halved(numel, dtype, size)
         tails = workspace.scratch("tails", size * TRAILER if halved else 0, dtype)
         if not halved:
@@ -111,9 +111,9 @@ class Ring(Scheme[Dense]):
             task.send = accumulated.part(out.start, out.stop) if place == 0 else mean[out]
             if place < size - 1:
                 task.recv = received = incoming[turn, : into.stop - into.start]
-                task.arrived = segments.adds(received, mean, into.start, accumulated.part, complete=place == size - 2)
+                task.arrived = segments.add(received, mean, into.start, accumulated.part, complete=place == size - 2)
             else:
-                task.recv, task.arrived = mean[into], segments.sees(mean, into.start)
+                task.recv, task.arrived = mean[into], segments.check_finite(mean, into.start)
             reply = yield task
             if halved:
                 under_way.append(reply)
@@ -196,9 +196,8 @@ class RecursiveDoubling(Scheme[Dense]):
         segments = SegmentedMean(accumulated, group.size)
         tasks = self.rounds(accumulated.numel, dtype, group)
         mine = accumulated.with_trailer()
-        overwrites = accumulated.may_be_overwritten
         # Sums are made in two arrays in turn. The one that is returned may be this rank's own, which was sent by then.
-        mean = mine if overwrites else workspace.array("mean", whole, dtype)
+        mean = accumulated.memory_of_mean(workspace)
         other = workspace.scratch("incoming", whole, dtype)
         beyond = group.rank >= _power_of_two(group.size)
         last = len(tasks) - 1 - (group.size > _power_of_two(group.size))
@@ -210,9 +209,9 @@ class RecursiveDoubling(Scheme[Dense]):
             received = mean if total is other else other
             task.send, task.recv = total[: task.counts[0]], received[: task.counts[1]]
             if beyond:
-                task.arrived = segments.sees(received, 0)
+                task.arrived = segments.check_finite(received, 0)
             else:
-                task.arrived = segments.adds(received, received, 0, partial(_cut, total), complete=place == last)
+                task.arrived = segments.add(received, received, 0, partial(_cut, total), complete=place == last)
             yield task
             if task.peers[1] is not None:
                 total = received
@@ -254,7 +253,7 @@ class SegmentedMean:
         self._ranks = ranks
         self._finite: Any = True
 
-    def adds(
+    def add(
         self,
         received: NDArray[np.floating],
         array: NDArray[np.floating],
@@ -273,7 +272,7 @@ class SegmentedMean:
 
         return arrived
 
-    def sees(self, array: NDArray[np.floating], offset: int) -> Callable[[int, int], None]:
+    def check_finite(self, array: NDArray[np.floating], offset: int) -> Callable[[int, int], None]:
         """Return a function that checks whether segments of ``array``, which are means already, are finite."""
 
         def arrived(start: int, stop: int) -> None:
@@ -293,18 +292,8 @@ class SegmentedMean:
     def result(self, array: NDArray[np.floating]) -> Result:
         """Return the result, once all segments of ``array`` were divided or seen."""
         numel = self._accumulated.numel
-        nonfinite, stale, energy, lost = received_on_host(array[numel : numel + TRAILER]).tolist()
         [finite] = to_python(self._finite)
-        return Result(
-            mean=array[:numel],
-            sent=self._accumulated.array(),
-            energy=energy,
-            gain=gain_of(lost, energy),
-            kept=float(numel),
-            nonfinite=nonfinite > 0 or not finite,
-            stale=stale > 0,
-            leaves="mean" if array is self._accumulated.memory else "sum",
-        )
+        return Result.from_trailer(self._accumulated, array[:numel], array[numel:], self._ranks, finite)
 
     def _values(self, array: NDArray[np.floating], start: int, stop: int) -> NDArray[np.floating]:
         return array[start : min(stop, self._accumulated.numel)]

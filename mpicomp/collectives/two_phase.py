@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.dense import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, LazyMean, Memory, Result, Scheme, plus, undelivered
+from mpicomp.collectives.scheme import Exchange, Memory, Result, Scheme, add_unless_zero, failed_result
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
@@ -67,7 +67,7 @@ class TwoPhase(Scheme[Quantiser]):
         mine = slice(bounds[group.rank], bounds[group.rank + 1])
         scatter, gather = self.rounds(numel, dtype, group)
         places = [0, *accumulate(scatter.counts)]
-        in_place = accumulated.may_be_overwritten and all(packer.packs_in_place for packer in packed)
+        in_place = all(packer.packs_in_place for packer in packed) and accumulated.overwrite("residual")
         sent = None if in_place else workspace.scratch("sent", numel, dtype)
 
         outgoing = workspace.scratch("outgoing", places[-1], _BYTE)
@@ -83,7 +83,7 @@ class TwoPhase(Scheme[Quantiser]):
                 array = accumulated.part(part.start, part.stop)
                 lost = packed[rank].pack(array, message, sent[part], context.key(False, rank))
             losses.append(lost)
-        losses[0] = plus(losses[0], accumulated.lost)  # said once
+        losses[0] = add_unless_zero(losses[0], accumulated.lost)  # said once
         moments = accumulated.device_moments
         for rank, lost in enumerate(losses):
             message, flags = outgoing[places[rank] : places[rank + 1]], STALE * accumulated.stale
@@ -133,14 +133,13 @@ class TwoPhase(Scheme[Quantiser]):
 
         flags, energy, lost, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
         if problem is not None:
-            return undelivered(accumulated, problem, stale=False)
+            return failed_result(accumulated, problem, stale=False)
 
         def write(out: NDArray[np.floating]) -> None:
             for rank in range(group.size):
                 message = replies[places[rank] : places[rank + 1]]
                 packed[rank].unpack(message[HEADER_BYTES:], out[bounds[rank] : bounds[rank + 1]])
 
-        mean, leaves = LazyMean(numel, dtype, write), "sum" if sent is not None else "residual"
         if sent is None:
             sent = accumulated.array()
-        return Result.from_headers(mean, sent, float(numel), flags, energy, lost, leaves=leaves)
+        return Result.from_headers(write, sent, float(numel), flags, energy, lost)

@@ -90,8 +90,15 @@ class Accumulated:
         self.lost = 0.0
         """Energy of what `ready` left out of the sum."""
         self.may_be_overwritten = False
-        """Whether an exchange may leave the residual of the step, or the mean, in place of the sum; see `Result`."""
-        self._pieces, self._scale, self._velocity = pieces, scale, velocity
+        """Whether an exchange may leave the step's residual, or the mean, in place of the sum; see `overwrite`."""
+        self.holds = "sum"
+        """What the memory holds now: ``"sum"``, ``"residual"`` or ``"mean"``. With a mean all was sent but
+        ``unsent``."""
+        self.unsent: tuple[int, NDArray[np.floating]] | None = None
+        """Where the part begins that was not all sent, and its residual."""
+        self._pieces, self._velocity = pieces, velocity
+        self.scale = scale
+        """Factor of the gradients."""
         self._factor = 1.0  # of the sum, see `divide`
         self._tables = {} if tables is None else tables
         self.is_computed = False
@@ -202,9 +209,9 @@ class Accumulated:
             return self._gathered(out), 1.0
         flats = self._flat_pieces()
         if len(flats) == 1 and flats[0].dtype == self.dtype:
-            return flats[0], self._scale
+            return flats[0], self.scale
         table = self._tables["pieces"] = self.kernels.table_of(flats, out, self._tables.get("pieces"))
-        return table, self._scale
+        return table, self.scale
 
     def to_host(self, *more: Any) -> list[Any]:
         """Return Python numbers for results of kernels; moments that were not read yet are read with them."""
@@ -226,6 +233,19 @@ class Accumulated:
         divides = self.may_be_overwritten and not self.is_computed and self._parts_numel == 0 and ranks.bit_count() == 1
         self._factor = 1 / ranks if divides else 1.0
         return divides
+
+    def overwrite(self, by: str) -> bool:
+        """Return whether the memory may hold the residual or the mean in place of the sum, and note that it does."""
+        if self.may_be_overwritten:
+            self.holds = by
+        return self.may_be_overwritten
+
+    def memory_of_mean(self, workspace: Workspace) -> NDArray[np.floating]:
+        """Return an array for the mean and a trailer: the memory of the sum if that may be overwritten."""
+        if not self.may_be_overwritten:
+            return workspace.array("mean", self.memory.size, self.dtype)
+        self.holds = "mean"
+        return self.memory
 
     def with_trailer(self, *trailer: float) -> NDArray[np.floating]:
         """Return the sum and ``trailer``, a contiguous array of shape (numel + TRAILER,).
@@ -264,7 +284,7 @@ class Accumulated:
         if not self._pieces:
             out[start:stop] = 0
         gathers = kernels is not cpu and bool(self._pieces) and getattr(kernels, "GATHERS", False)
-        changes = not gathers and (self._velocity is not None or self._scale != 1)
+        changes = not gathers and (self._velocity is not None or self.scale != 1)
         first_piece = max(0, bisect_right(self._pieces, start, key=itemgetter(0)) - 1)
         for offset, gradient in [(0, self._gathered(out))] if gathers else islice(self._pieces, first_piece, None):
             if offset >= stop:
@@ -277,12 +297,12 @@ class Accumulated:
                 flat = self._scaled(flat, low, high)
             for first, last, entry in _cuts(low, high, listing) if listing else ((low, high, None),):
                 source, target = flat[first - low : last - low], out[first:last]
-                kept_back = None if residual is None else residual[first:last]
+                before = None if residual is None else residual[first:last]
                 if entry is None:
-                    added = kernels.accumulate(source, kept_back, target, self.threads, self._factor)
+                    added = kernels.accumulate(source, before, target, self.threads, self._factor)
                 else:
                     entry.found, added = kernels.accumulate_candidates(
-                        source, kept_back, target, entry.bound, first, entry.index, entry.bits, entry.found,
+                        source, before, target, entry.bound, first, entry.index, entry.bits, entry.found,
                         self.threads,
                     )  # fmt: skip
                 moments = added if moments is None else moments + added
@@ -292,7 +312,7 @@ class Accumulated:
         """Return the input to the sum as one flat array, in ``out`` if there are several pieces or none."""
         if not self._pieces:
             return out
-        flats, scale = self._flat_pieces(), 1.0 if self._velocity is not None else self._scale
+        flats, scale = self._flat_pieces(), 1.0 if self._velocity is not None else self.scale
         flat = flats[0]
         if len(flats) > 1 or scale != 1 or flat.dtype != self.dtype:
             self._tables["pieces"] = self.kernels.concatenate(flats, out, scale, self._tables.get("pieces"))
@@ -322,10 +342,10 @@ class Accumulated:
         out, velocity = self.memory[start:stop], self._velocity
         if velocity is not None:
             before, after = velocity.before[start:stop], velocity.after[start:stop]
-            kernels.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out)
+            kernels.momentum(flat, self.scale, before, velocity.factor, velocity.nesterov, after, out)
             return out
         with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(flat, flat.dtype.type(self._scale), out=out)
+            np.multiply(flat, flat.dtype.type(self.scale), out=out)
         return out
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.arrays import ArraySpec
-from mpicomp.collectives.scheme import LazyMean, Result, Scheme
+from mpicomp.collectives.scheme import Result, Scheme
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Velocity
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.context import Context
@@ -29,11 +29,11 @@ class Bucket:
     """Arrays of one work dtype, one after the other in a flat array.
 
     Two flat arrays trade places under error feedback: one holds the residual, the other receives the accumulated
-    gradient, which becomes the next residual, while the former residual's memory receives a lazy mean. An undone step
+    gradient, which becomes the next residual, while a mean is written to the former residual's memory. An undone step
     does not change a bit of the residual. ``decay`` multiplies the residual when it is added.
 
     With ``holds_gradients``, gradients may lie where the sum is made (`gradient`), and the two arrays keep their
-    places: the next residual is copied, and a lazy mean is written over the gradients.
+    places: the next residual is copied, and a mean is written over the gradients.
 
     All buckets of a reducer on one device share ``scratch``.
     """
@@ -69,6 +69,7 @@ class Bucket:
                 f"reduce: '{self.members[0].name}' must have fewer than 2**32 elements, got {self.numel}; split it"
             )
         self._accumulated = self.device.zeros(self.numel + TRAILER, self.dtype)
+        self._sum: Accumulated | None = None  # of the step under way; it says what its memory holds
         self._residual = self.device.zeros(self.numel + TRAILER if self.feedback else 0, self.dtype)
         self._residual_is_zero = True  # known to be, so that it need not be added, and its memory not be touched
         self._parts = {id(flat): flat[: self.numel] for flat in (self._accumulated, self._residual)}
@@ -96,7 +97,8 @@ class Bucket:
             zeros = self._accumulated
             if self.holds_gradients:
                 zeros = self.device.empty(zeros.size, self.dtype)
-            return Accumulated(zeros, None, [], stale=True)
+            self._sum = Accumulated(zeros, None, [], stale=True)
+            return self._sum
         residual = self._residual[: self.numel] if self.feedback and not self._residual_is_zero else None
         if residual is not None and self.decay != 1:
             with self.device.active():
@@ -105,7 +107,9 @@ class Bucket:
         if self.entry.momentum:
             velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
         pieces, tables = self._pieces_of(gradients), self._tables
-        return Accumulated(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
+        memory = self._accumulated
+        self._sum = accumulated = Accumulated(memory, residual, pieces, False, self.threads, scale, velocity, tables)
+        return accumulated
 
     def _pieces_of(self, gradients: Sequence[Any]) -> list[tuple[int, Any]]:
         """Return gradients on the device of the bucket, with their offsets; those in place on a GPU as one array."""
@@ -150,19 +154,29 @@ class Bucket:
         memory: NDArray[np.floating] = self._accumulated[self._spans[name]]
         return memory
 
-    def restore_gradients(self, accumulated: Accumulated, scale: float) -> None:
+    def undo(self) -> None:
         """Subtract the residual from the sum, so that gradients that lie there can be exchanged again."""
-        if accumulated.is_computed and not accumulated.may_be_overwritten:
+        accumulated, self._sum = self._sum, None
+        is_here = accumulated is not None and self.holds_gradients and accumulated.memory is self._accumulated
+        if accumulated is not None and is_here and accumulated.is_computed and accumulated.holds == "sum":
             with self.device.active():
                 gradient = accumulated.array()
                 if accumulated.residual is not None:
                     gradient -= accumulated.residual
-                gradient /= self.dtype.type(scale)
+                gradient /= self.dtype.type(accumulated.scale)
             self.device.wait()  # the streams that read gradients have no event to wait for
 
-    def replace_gradients(self, mean: NDArray[np.floating], scale: float) -> None:
-        """Let the mean of a step that is repeated stand for the gradients that lay in the bucket."""
-        np.divide(mean, self.dtype.type(scale), out=self._parts[id(self._accumulated)])
+    @property
+    def has_lost_gradients(self) -> bool:
+        """Whether gradients lay in the bucket and were overwritten, on all ranks."""
+        return self.holds_gradients and self._sum is not None and self._sum.holds != "sum"
+
+    def replace_gradients(self, result: Result) -> None:
+        """Keep the residual, and let the mean of a step that is repeated stand for the gradients."""
+        assert self._sum is not None
+        scale = self.dtype.type(self._sum.scale)
+        with self.device.active():
+            np.divide(self.commit(result, not result.nonfinite), scale, out=self._parts[id(self._accumulated)])
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
         """Return the squared L2 norm of gradients; overwrites the sum of `accumulate`."""
@@ -172,30 +186,28 @@ class Bucket:
 
     def commit(self, result: Result, finite: bool) -> Any:
         """Make the finite elements of ``accumulated - sent`` the residual, and return the mean's array."""
-        self.keep(result.sent, finite, result.leaves, result.kept_back)
-        if not isinstance(result.mean, LazyMean):
-            return result.mean
+        self.keep(result.sent, finite)
+        mean = result.mean
+        if not callable(mean):
+            return mean
         out = self._parts[id(self._accumulated)]
-        result.mean.write(out)
+        mean(out)
         return out
 
-    def keep(
-        self,
-        sent: NDArray[np.floating] | Selection,
-        finite: bool,
-        leaves: str = "sum",
-        kept_back: tuple[int, NDArray[np.floating]] | None = None,
-    ) -> None:
+    def keep(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
         """Make the finite elements of ``accumulated - sent`` the residual; see `Result`."""
+        accumulated, self._sum = self._sum, None
+        assert accumulated is not None, "nothing was accumulated"
+        holds = accumulated.holds
         if self.feedback and self.entry.momentum:
             self._keep_velocity(sent, finite)
         left = self._parts[id(self._accumulated)]
-        if self.feedback and (leaves == "mean" or (leaves == "sum" and _is_all_of(left, sent))):
+        if self.feedback and (holds == "mean" or (holds == "sum" and _is_all_of(left, sent))):
             if not self._residual_is_zero:
                 self._residual[: self.numel] = 0
             self._residual_is_zero = True
-            if kept_back is not None:
-                start, values = kept_back
+            if accumulated.unsent is not None:
+                start, values = accumulated.unsent
                 if not finite:
                     values[~np.isfinite(values)] = 0
                 self._residual[start : start + values.size] = values
@@ -203,7 +215,7 @@ class Bucket:
         elif self.feedback:
             if isinstance(sent, Selection):
                 kernels.of(left).subtract_at(sent.indices, sent.values, left)
-            elif leaves == "sum":
+            elif holds == "sum":
                 with np.errstate(invalid="ignore", over="ignore"):
                     np.subtract(left, sent, out=left)
             if not finite:
@@ -214,9 +226,9 @@ class Bucket:
                 self._accumulated, self._residual = self._residual, self._accumulated
             self._residual_is_zero = False
 
-    def skip(self, mean: NDArray[np.floating] | LazyMean) -> Any:
+    def skip(self, result: Result) -> Any:
         """Return zeros in place of the mean of a step that is undone."""
-        out = self._parts[id(self._accumulated)] if isinstance(mean, LazyMean) else mean
+        out = self._parts[id(self._accumulated)] if callable(result.mean) else result.mean
         out[:] = 0
         return out
 
@@ -238,19 +250,19 @@ class Bucket:
         self.scratch.clear()
         self._needs = scheme, overwrites
 
-    def settle(self, accumulated: Accumulated, result: Result) -> None:
+    def settle(self, result: Result) -> None:
         """Subtract a sent array from the sum, or copy it if the sum may not be overwritten: it may lie in scratch."""
-        sent = result.sent
-        assert not isinstance(sent, Selection)
+        accumulated, sent = self._sum, result.sent
+        assert accumulated is not None and not isinstance(sent, Selection)  # noqa: PT018
         if _is_all_of(accumulated.array(), sent):
             return
         if not self.feedback:
             result.sent = accumulated.array()
-        elif accumulated.may_be_overwritten:
+        elif accumulated.overwrite("residual"):
             left = accumulated.array()
             with np.errstate(invalid="ignore", over="ignore"):
                 np.subtract(left, sent, out=left)
-            result.sent, result.leaves = left, "residual"
+            result.sent = left
         else:
             result.sent = self.workspace.array("kept sent", self.numel, self.dtype)
             result.sent[:] = sent

@@ -81,7 +81,6 @@ class Step:
         self.done: list[BucketExchange] = []
         self._layout, self._transport, self._seed, self._previous = layout, transport, seed, previous
         self._memories: list[tuple[Bucket, dict[str, Any]]] = []
-        self._sums: list[tuple[Bucket, Accumulated]] = []  # made over gradients that lie in a bucket
         if layout.stages:
             layout.begin_step()
 
@@ -131,8 +130,6 @@ class Step:
         done = BucketExchange(bucket, plan, ready, transport.timer(), self.frozen, group)
         accumulated = bucket.accumulate(gradients, self.factor)
         accumulated.may_be_overwritten = may_overwrite
-        if holds_gradients and gradients is not None:
-            self._sums.append((bucket, accumulated))
         if survey is not None and gradients is not None:  # before the exchange, which may overwrite the sum
             self._measure(bucket, accumulated, survey, done)
         if bucket.changes(scheme, may_overwrite):
@@ -148,10 +145,9 @@ class Step:
             return
         done.result, done.end, done.log = result, transport.timer(), log[first:]
         del log[first:]
-        if result.leaves == "sum" and not isinstance(result.sent, Selection):
+        if accumulated.holds == "sum" and not isinstance(result.sent, Selection):
             with bucket.device.active():
-                bucket.settle(accumulated, result)
-        accumulated.may_be_overwritten = result.leaves != "sum"  # where it is not, the sum is still there
+                bucket.settle(result)
         self.damaged = self.damaged or result.problem
         if result.stale:
             self.stale, done.survey = True, None
@@ -198,10 +194,10 @@ class Step:
         for bucket, done in zip(layout.buckets, self.done, strict=True):
             begin = timer()
             if bucket.device is HOST:
-                mean = bucket.skip(done.result.mean) if skip else bucket.commit(done.result, finite)
+                mean = bucket.skip(done.result) if skip else bucket.commit(done.result, finite)
             else:
                 with bucket.device.active():
-                    mean = bucket.skip(done.result.mean) if skip else bucket.commit(done.result, finite)
+                    mean = bucket.skip(done.result) if skip else bucket.commit(done.result, finite)
             means |= layout.unflatten(bucket, mean, gradients, unused)
             done.commit_s = timer() - begin
         if layout.empty:
@@ -214,26 +210,21 @@ class Step:
         """Restore the memories of compressors and collectives, and gradients, to those before the step."""
         for bucket, memory in reversed(self._memories):
             bucket.memory = memory
+            bucket.undo()
         self._memories.clear()
-        for bucket, accumulated in self._sums:
-            bucket.restore_gradients(accumulated, self.factor)
-        self._sums.clear()
 
     def begin_again(self) -> None:
         """Undo the exchanges so far, whose rounds become overhead.
 
         Where gradients were overwritten all ranks took part, so means replace them.
         """
-        kept = {id(done.bucket) for done in self.done if done.result.leaves != "sum" and done.bucket.holds_gradients}
+        replaced = set()
         for done in self.done:
             self.log += done.log
-            if id(done.bucket) in kept:
-                bucket, result = done.bucket, done.result
-                with bucket.device.active():
-                    mean = bucket.commit(result, not result.nonfinite)
-                    bucket.replace_gradients(mean, self.factor)
-        self._memories = [(bucket, memory) for bucket, memory in self._memories if id(bucket) not in kept]
-        self._sums = [(bucket, accumulated) for bucket, accumulated in self._sums if id(bucket) not in kept]
+            if done.bucket.has_lost_gradients and done.result.problem is None:
+                done.bucket.replace_gradients(done.result)
+                replaced.add(id(done.bucket))
+        self._memories = [(bucket, memory) for bucket, memory in self._memories if id(bucket) not in replaced]
         self.undo()
         self.done.clear()
         self.nonfinite, self.stale, self.must_agree = (), False, False

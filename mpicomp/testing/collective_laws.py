@@ -12,8 +12,7 @@ from mpicomp.collectives import Context, Result, Scheme, bind, collective_class,
 from mpicomp.compressors import Compressor, Selection, Sparsifier
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.mpi import LocalWorld, Transport
-from mpicomp.testing.examples import DTYPES, Array, norm2, representatives
-from mpicomp.workspace import Workspace
+from mpicomp.testing.examples import DTYPES, Array, mean_of, norm2, representatives
 
 _RANKS = (1, 2, 3, 4, 5)  # 3 and 5 catch code that works for powers of two only
 _LENGTHS = (1, 2, 7, 1001)
@@ -49,7 +48,7 @@ def check_nothing_is_lost(cls: type[Scheme[Any]]) -> None:
 def check_sums(where: str, outcome: Outcome) -> None:
     """Check `check_nothing_is_lost` for one exchange."""
     first, ranks = outcome.results[0], len(outcome.results)
-    means = [result.mean_in(Workspace()) for result in outcome.results]
+    means = [mean_of(result, outcome.before[0]) for result in outcome.results]
     numel, dtype = outcome.before[0].size, outcome.before[0].dtype
     for result, mean in zip(outcome.results, means, strict=True):
         assert mean.tobytes() == means[0].tobytes(), f"means differ: {where}"

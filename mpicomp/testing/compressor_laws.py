@@ -25,7 +25,17 @@ from mpicomp.compressors.wire import read_sparse, sparse_bytes, write_sparse
 from mpicomp.mpi import LocalWorld
 from mpicomp.mpi.rounds import Group
 from mpicomp.reducer import Reducer
-from mpicomp.testing.examples import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
+from mpicomp.testing.examples import (
+    DTYPES,
+    PRECISION,
+    Array,
+    accumulated,
+    awkward,
+    make_reducers,
+    mean_of,
+    norm2,
+    reduce_one,
+)
 from mpicomp.workspace import Workspace
 
 _SIZES = (1, 2, 7, 1000, 20_011)
@@ -224,7 +234,7 @@ def check_unbiased(compressor: Compressor) -> None:
     total, squares = np.zeros((2, 2, exact.size // _BLOCK))
     for context.step in range(_DRAWS):
         [result] = world.run([scheme.exchange(accumulated(array), context)])
-        sums = (weights * (result.mean_in(Workspace()) - exact)).reshape(2, -1, _BLOCK).sum(axis=2)
+        sums = (weights * (mean_of(result, array) - exact)).reshape(2, -1, _BLOCK).sum(axis=2)
         total += sums
         squares += sums**2
     bias = np.abs(total / _DRAWS)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import fitting
+from mpicomp.collectives import Result, fitting
 from mpicomp.compressors import COMPRESSORS, Compressor, Sparsifier, get_compressor
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.errors import ConfigurationError
@@ -73,6 +73,15 @@ def accumulated(array: Array, residual: Array | None = None) -> Accumulated:
         The residual.
     """
     return Accumulated(np.full(array.size + TRAILER, np.nan, array.dtype), residual, [Piece(0, array)])
+
+
+def mean_of(result: Result, array: Array) -> Array:
+    """Return the mean of an exchange of arrays like ``array``, written first if messages hold it."""
+    if not callable(result.mean):
+        return result.mean
+    mean = np.empty_like(array)
+    result.mean(mean)
+    return mean
 
 
 def awkward() -> dict[str, Array]:

@@ -73,7 +73,7 @@ def test_var_topk_is_not_led_by_a_rank_with_nan(bad):
 
 def test_var_topk_bytes_are_those_of_rounds():
     arrays = [np.arange(1000, dtype=np.float32) * scale for scale in (1, 3, 2)]
-    _, transports, scheme, _ = run(mpicomp.TopK(ratio=0.1), "var-topk", arrays)
+    _, transports, scheme, *_ = run(mpicomp.TopK(ratio=0.1), "var-topk", arrays)
     rounds = [scheme.rounds(1000, np.dtype(np.float32), end.group) for end in transports]
     for end, expected in zip(transports, rounds, strict=True):
         assert [entry.wire_bytes for entry in end.log] == [task.wire_bytes(end.group) for task in expected]

@@ -48,6 +48,7 @@ from mpicomp.mpi.rounds import Returned, Round, advance, drive, observe
 from mpicomp.policies import POLICIES
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.testing import mean_of
 from mpicomp.testing.examples import example, representatives
 from mpicomp.workspace import Workspace
 
@@ -242,9 +243,9 @@ def sparse(wire):
                 assert chosen.indices.size == chosen.values.size <= numel
                 assert chosen.values.dtype == dtype
                 check_ascending(chosen.indices, numel)
-                mean, answers = mean_of_messages(message, [header], 0.5, numel, dtype, workspace)
+                write, answers = mean_of_messages(message, [header], 0.5, numel, dtype, workspace)
                 assert all(answers), "one way to read it finds an error and one does not"
-                mean.write(fence.zeros(numel, dtype))
+                write(fence.zeros(numel, dtype))
 
         return Case(message.tobytes(), decode)
 
@@ -411,7 +412,7 @@ def whole_exchange(compressor, collective):
             return scheme.exchange(inputs[rank](), again)
 
         def check(result):
-            mean = result.mean_in(Workspace())
+            mean = mean_of(result, np.empty(numel, dtype))
             assert mean.shape == (numel,)
             assert mean.dtype == dtype
             if isinstance(result.sent, Selection):

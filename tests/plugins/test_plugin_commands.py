@@ -32,13 +32,13 @@ def plugins(*files):
 
 
 def test_list_shows_the_files_of_plugins(mpicomp):
-    files = [EXAMPLES / name for name in ("sign_topk.py", "halving_doubling.py", "flush.py")]
+    files = [EXAMPLES / name for name in ("sign_topk.py", "tree.py", "flush.py")]
     written = json.loads(mpicomp("list", "--json", *plugins(*files)))
     found = {entry["name"]: entry["plugin"] for kind in written.values() for entry in kind if entry["plugin"]}
-    assert found == dict(zip(("sign-topk", "halving-doubling", "flush"), map(str, files), strict=True))
+    assert found == dict(zip(("sign-topk", "tree", "flush"), map(str, files), strict=True))
     of = {entry["name"]: entry for entry in written["compressors"]}
     assert of["sign-topk"]["wire_bytes_per_element"] < 0.01 * 2
-    assert "halving-doubling" in of["dense"]["collectives"]
+    assert "tree" in of["dense"]["collectives"]
     assert f"\n    plugin: {files[0]}\n" in mpicomp("list", *plugins(files[0]))
     assert "plugin" not in mpicomp("list")
 
@@ -57,12 +57,12 @@ def test_train_runs_a_task_compressor_and_policy_of_plugins(mpicomp, tmp_path):
 
 
 def test_bench_measures_compressor_and_collective_of_plugins(mpicomp, tmp_path):
-    files = plugins(EXAMPLES / "sign_topk.py", EXAMPLES / "halving_doubling.py")
+    files = plugins(EXAMPLES / "sign_topk.py", EXAMPLES / "tree.py")
     words = ["--numel", "100000", "--compressor", "sign-topk", "--limit", "0.2", "--json", "rows.json"]
     mpicomp("bench", "collectives", *files, *words, ranks=2)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     pairs = {(row["compressor"], row["collective"]) for row in rows}
-    assert {("sign-topk", "allgather"), ("sign-topk", "auto"), ("dense", "halving-doubling")} <= pairs
+    assert {("sign-topk", "allgather"), ("sign-topk", "auto"), ("dense", "tree")} <= pairs
     mpicomp("bench", "kernels", *files, "--numel", "10000", "--compressor", "sign-topk", "--json", "rows.json")
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert "sign-topk.compress" in {row["name"] for row in rows}

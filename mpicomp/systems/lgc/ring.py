@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import LazyMean, Result, Scheme, check_undamaged, far_from_largest, gain_of
+from mpicomp.collectives.scheme import Result, Scheme, check_undamaged, far_from_largest, gain_of, mean_at
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
@@ -67,7 +67,7 @@ class CodeRing:
         part = Accumulated.ready(travels, moments.energy, 0.0, moments.finite, accumulated.stale)
         summed = yield from self._sum.exchange(part, context)
         assert not isinstance(summed.sent, Selection)
-        summed_mean = summed.mean_in(workspace)
+        summed_mean = summed.mean_array(part, workspace)
 
         # 3. Decode the mean of codes, and this rank's share of it.
         decoded = workspace.array("decoded", count, dtype)
@@ -107,7 +107,7 @@ class CodeRing:
         finite = all(far_from_largest(energy, dtype) for energy in energies.tolist())
         [mean_finite] = to_python(np.isfinite(mean).all())
         result = Result(
-            mean=LazyMean.of(accumulated.numel, received.indices, mean),
+            mean=mean_at(received.indices, mean),
             sent=Selection(received.indices, received.values if self._compressor.error == "selected" else sent),
             energy=summed.energy,
             gain=gain_of(lost, float(everyones["energy"].sum())),

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import LazyMean, Result, check_undamaged, far_from_largest, gain_of, undelivered
+from mpicomp.collectives.scheme import Result, check_undamaged, failed_result, far_from_largest, gain_of, mean_at
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
@@ -99,12 +99,12 @@ class CodeServer:
             flags |= NONFINITE * (not far_from_largest(parsed.energy + parsed.lost, dtype))
         check_undamaged("learned", flags, None)
         if unread is not None:
-            return undelivered(accumulated, unread, stale=False), 1.0
+            return failed_result(accumulated, unread, stale=False), 1.0
         with np.errstate(under="ignore", invalid="ignore"):
             np.multiply(mean, dtype.type(1 / group.size), out=mean)
         [mean_finite] = to_python(np.isfinite(mean).all())
         result = Result(
-            mean=LazyMean.of(accumulated.numel, received.indices, mean),
+            mean=mean_at(received.indices, mean),
             sent=Selection(received.indices, received.values if self._compressor.error == "selected" else sent),
             energy=energy,
             gain=gain_of(lost, energy),
