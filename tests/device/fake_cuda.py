@@ -81,6 +81,8 @@ class ndarray:  # noqa: N801 (CuPy's name)
             raise TypeError(f"CuPy has no {function.__name__}")
         if function.__name__ in ("may_share_memory", "shares_memory"):
             return function(*(_host_of(value) for value in args))
+        if function.__name__ == "split":
+            return [args[0]._view(part) for part in np.split(args[0]._host, *args[1:], **kwargs)]
         if function.__name__ == "copyto":
             out, source, *rest = args
             self.cupy.change(out, lambda host: np.copyto(host, _host_of(source), *rest, **kwargs), source)
