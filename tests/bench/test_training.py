@@ -274,3 +274,28 @@ def test_process_group_with_a_named_interface(interface, monkeypatch):
         process_group(LocalWorld(1).transports[0]),
     ):
         pass
+
+
+SCRIPT = """
+import numpy as np
+import torch
+from mpicomp.bench.measure.timings import gather
+from mpicomp.bench.peers import process_group
+from mpicomp.transport.mpi import MPITransport
+from torch import distributed
+
+transport = MPITransport()
+with process_group(transport):
+    if transport.group.rank == 1:
+        pending = distributed.all_reduce(torch.ones(4), async_op=True)
+        raise RuntimeError("only this rank fails")
+    gather(np.zeros(1), transport)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_failed_rank_waits_for_no_exchange(mpiexec, ranks):
+    done = mpiexec(ranks, "-c", SCRIPT, timeout=120)
+    assert done.returncode != 0
+    assert "RuntimeError: only this rank fails" in done.stderr

@@ -78,3 +78,22 @@ def test_shards_stay_inside_hosts(lab, tmp_path):
 
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "script_shapes.py"
+
+
+@pytest.mark.slow  # the same scripts run in tests/pytorch/test_scripts.py
+def test_scripts_on_two_hosts_resume(lab, tmp_path):
+    pytest.importorskip("torch")
+    command = ["python", str(SCRIPTS), str(tmp_path)]
+    done = lab("--hosts", "2", "--bandwidth", "1gbit", "--latency", "0us", command=command, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == {"images", "closures", "characters"}
+    for name, script in found.items():
+        assert script["replicas"] == [True, True], name
+        assert script["resumed"][1], name  # with a collective that is named
+        # Clipping before step() does not go with an exchange during backward: that is said once.
+        clips = name != "images"
+        assert script["overlaps"] == [not clips] * 2, name
+        for warnings in script["warnings"]:
+            about = [text for text in warnings if "not during backward" in text]
+            assert len(about) == clips, warnings
