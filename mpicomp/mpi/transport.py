@@ -121,19 +121,19 @@ class Transport(ABC):
                     return value
                 begun = True
                 advance = exchange.send
-                begin = timer()
+                begin, task = timer(), request if isinstance(request, Round) else request.task
                 try:
-                    if not isinstance(request, Round):
-                        reply = self.wait(request)
-                    elif request.background:
-                        reply = self.start(request)
+                    if task is not request:
+                        reply = self.wait(request)  # type: ignore[arg-type]
+                    elif task.background:
+                        reply = self.start(task)
                     else:
-                        reply = self.perform(request)
+                        reply = self.perform(task)
                 except RankFailedError as error:  # the generator may go on with those that are left
                     advance, reply = exchange.throw, error
                     continue
                 if self.log is not None:
-                    self.note(request, begin, timer())
+                    self.log.append(RoundLog(task, self.group, begin, timer(), task is request))
         except MpicompError:
             raise
         except BaseException as error:

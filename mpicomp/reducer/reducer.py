@@ -1,6 +1,7 @@
 """The reducer: gradients in, their mean over ranks out, and nothing lost in between."""
 
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
 
@@ -52,6 +53,9 @@ _NONFINITE = ("raise", "skip", "pass")
 _ON_FAILURE = ("abort", "shrink")
 _SCHEMA = 1
 _numbers = itertools.count()
+
+
+_waited_s = operator.attrgetter("waited_s")
 
 
 class Reducer:
@@ -382,8 +386,9 @@ class Reducer:
     def _choose_plans(self, step: Step) -> None:
         planner, buckets = self.planner, self.layout.buckets
         is_frozen = step.frozen and bool(self.plans)
-        step.plans = self.plans if is_frozen else [planner.plan(bucket.index) for bucket in buckets]
-        step.surveys = [None if step.frozen else planner.survey(bucket.index) for bucket in buckets]
+        numbers = range(len(buckets))
+        step.plans = self.plans if is_frozen else list(map(planner.plan, numbers))
+        step.surveys = [None] * len(buckets) if step.frozen else list(map(planner.survey, numbers))
 
     def commit(self, step: Step, finite: bool, extra: ExtraExchange) -> Rounds[dict[str, Any]]:
         """Keep the step or undo it, the same on all ranks, and return the means; none if it was ended. As rounds."""
@@ -463,12 +468,17 @@ class Reducer:
             planner.on_step_end(record.step, outcomes)
         if telemetry.has_arrived(record.step):
             yield from telemetry.receive(planner, record.step)
-        surveys = {done.bucket.index: done.survey for done in step.done if done.survey is not None}
+        surveys: dict[int, NDArray[np.float32]] = {}
+        for done in step.done:
+            if done.survey is not None:
+                surveys[done.bucket.index] = done.survey
         if step.done and (surveys or planner.wants_telemetry):
             times = np.array([done.times(transport.offset) for done in step.done])
             report = StepReport(record.step, record.lr, self.plans, outcomes, times, surveys)
             yield from telemetry.publish(report, planner)
-        record.choosing_s += transport.timer() - begin - sum([entry.seconds for entry in step.log[first:]])
+        record.choosing_s += transport.timer() - begin
+        for entry in step.log[first:]:
+            record.choosing_s -= entry.seconds
 
     def end_step(self, step: Step, begin: float, waited_s: float | None = None) -> None:
         """Record the seconds of a step, of which ``waited_s``, or those of its rounds, were spent waiting."""
@@ -482,7 +492,7 @@ class Reducer:
             for listener in tuple(trace.listeners):
                 listener.on_step(record, step.done, self.number, self.transport)
             if waited_s is None:
-                waited_s = sum([done.waited_s for done in step.done])
+                waited_s = sum(map(_waited_s, step.done))
         self.telemetry.note_work(end, waited_s or 0.0, is_applied and not record.agreed)
 
     def _agree(self, step: Step, extra: ExtraExchange) -> Rounds[bool]:

@@ -86,8 +86,7 @@ class Step:
 
     def gradients_of(self, bucket: Bucket) -> list[Any] | None:
         """Return the gradients of a bucket; None if the ranks have to agree first."""
-        gradients = self.inputs.gradients
-        return None if self.must_agree else [gradients[name] for name in bucket.names]
+        return None if self.must_agree else list(map(self.inputs.gradients.__getitem__, bucket.names))
 
     def exchange(
         self,
