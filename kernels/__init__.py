@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpicomp.kernels.cpu import *  # noqa: F403  (for the signatures of what `__getattr__` returns)
+    from mpicomp.kernels.cpu import *  # noqa: F403  (for the signatures of the functions that `__getattr__` returns)
 
 _HOST = "mpicomp.kernels.cpu"
 _CUDA = "mpicomp.kernels.gpu"
@@ -32,7 +32,6 @@ def of(array: Any) -> Any:
 
 
 def _module_of(kind: type) -> Any:
-    """Return the kernels for arrays of a type, None where it is none of an array."""
     if kind not in _modules:
         numpy, cupy = sys.modules.get("numpy"), sys.modules.get("cupy")
         name = None

@@ -38,8 +38,8 @@ def cached(function: Function) -> Function:
     Nothing is read or written before the function is first compiled, and no error is raised.
     """
     dispatcher: Any = function
-    if hasattr(dispatcher, "py_func"):  # with NUMBA_DISABLE_JIT, Numba leaves functions as they are
-        dispatcher._cache = HostCache(dispatcher.py_func)  # what enable_caching() sets to Numba's cache
+    if hasattr(dispatcher, "py_func"):  # with NUMBA_DISABLE_JIT, Numba does not wrap functions
+        dispatcher._cache = HostCache(dispatcher.py_func)  # in place of Numba's cache, by enable_caching()
     return function
 
 
@@ -87,7 +87,6 @@ class HostCache(NullCache):  # type: ignore[misc]
 
     @functools.cached_property
     def _files(self) -> Any:
-        """Numba's cache in this host's folder, or None without one."""
         place = folder()
         if place is None:
             return None
@@ -96,7 +95,7 @@ class HostCache(NullCache):  # type: ignore[misc]
             config.CACHE_DIR = str(place / _fingerprint())
             try:
                 return FunctionCache(self._function)
-            except (OSError, RuntimeError):  # what Numba raises where it finds no place, or no source
+            except (OSError, RuntimeError):  # Numba's errors without a folder or a source file
                 return None
             finally:
                 config.CACHE_DIR = before

@@ -33,7 +33,6 @@ def __getattr__(name: str) -> _Any:
 
 
 def _compressor_class(name: str) -> _Any:
-    """Return the class of a built-in compressor by the name of the class."""
     if name[:1].isupper():
         from mpicomp.compressors import COMPRESSORS
 

@@ -55,7 +55,6 @@ def _library(array: Any) -> str | None:
 
 @functools.cache
 def _library_of(kind: type) -> str | None:
-    """Return the library whose arrays have a type, or None."""
     if issubclass(kind, np.ndarray):
         return "numpy"
     for cls in kind.__mro__:

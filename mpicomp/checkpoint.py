@@ -47,7 +47,7 @@ def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1)
     """Write every rank's state, as a new checkpoint below a folder.
 
     Collective over ``comm``. An error on one rank is raised on all of them; after it, and after a crash at any moment,
-    the checkpoints before are as they were, and the next call removes what was left half written.
+    older checkpoints are unchanged, and the next call removes incomplete files.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def load_checkpoint(folder: Folder, comm: Any = None, rows: Rows | None = None) 
     """Read the newest checkpoint below a folder, on any number of ranks; nothing is modified. Collective over ``comm``.
 
     With as many ranks as wrote it, each gets its state. Otherwise rank ``r`` of N gets that of rank ``r * M // N`` of
-    M, but residuals and velocities of reducers are redistributed: their means over the ranks are what they were.
+    M, but residuals and velocities of reducers are redistributed: their means over the ranks are preserved.
 
     Parameters
     ----------
@@ -204,7 +204,6 @@ def _attempt(work: Callable[[], Value], what: str) -> tuple[Value | None, Mpicom
 
 
 def _from_rank_0(numbers: Sequence[int], problem: MpicompError | None, group: Group) -> Rounds[list[int]]:
-    """Return the numbers of rank 0 on all ranks, or raise its problem on all of them."""
     yield from agree(None, problem, group)
     send = np.array(numbers, np.int64)
     received = yield Round("bcast", (send.size,), send.dtype, send=send, recv=np.empty_like(send))
@@ -214,7 +213,7 @@ def _from_rank_0(numbers: Sequence[int], problem: MpicompError | None, group: Gr
 def _not_saved(text: str) -> CheckpointError:
     return CheckpointError(
         f"save_checkpoint: {text}; the folder must be on a file system that all ranks share, with room for one more "
-        "checkpoint. Those before are as they were"
+        "checkpoint. Older ones are unchanged"
     )
 
 
@@ -227,13 +226,11 @@ def _file_name(rank: int) -> str:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Return the numbers of the complete checkpoints in a folder, oldest first."""
     matches = [_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
     return sorted(int(match[1]) for match in matches if match)
 
 
 def _begin(folder: Path) -> int:
-    """Remove what a crash has left half written, make the folder of a new checkpoint, and return its number."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("checkpoint-*.part"):
         if _NAME.fullmatch(path.stem):
@@ -244,7 +241,6 @@ def _begin(folder: Path) -> int:
 
 
 def _finish(part: Path, ranks: int) -> None:
-    """Rename the folder that all ranks have written to, so that it is complete."""
     for rank in range(ranks):
         if not (part / _file_name(rank)).exists():
             raise CheckpointError(f"rank 0 does not see the file of rank {rank} in '{part}'")
@@ -263,7 +259,6 @@ def _sync(folder: Path) -> None:
 
 
 def _drop_older(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints, where the system allows it."""
     with contextlib.suppress(OSError):
         for number in _numbers(folder)[:-keep]:
             complete = folder / _name(number)
@@ -271,7 +266,6 @@ def _drop_older(folder: Path, keep: int) -> None:
 
 
 def _newest(folder: Path) -> list[int]:
-    """Return the header of the newest checkpoint; zeros where there is none."""
     try:
         number = max(_numbers(folder), default=0)
     except FileNotFoundError:
@@ -357,7 +351,6 @@ def _type_name(value: Any) -> str:
 
 
 def _write(folder: Path, header: _Header, tree: str, arrays: Sequence[tuple[_Leaf, Any]]) -> None:
-    """Write a rank's file, and sync it to the disk; an array on a device is copied when it is its turn."""
     about = json.dumps({"schema": SCHEMA, "mpicomp": __version__, **header._asdict()})
     entries: dict[str, Any] = {"__metadata__": {"mpicomp": about, "state": tree}}
     arrays = sorted(arrays, key=lambda array: -array[1].itemsize if array[0].dtype in _STORED else 0)  # keeps alignment
@@ -493,11 +486,10 @@ class _Redistribution:
         state = self._made(file.tree, "state")
         if not self._is_same[self._nearest]:
             for _, reducer_state in _reducer_states(state):
-                reducer_state["memories"] = {}  # what compressors have learned of buckets with other rows
+                reducer_state["memories"] = {}  # learned from buckets with other rows
         return state
 
     def _pieces_of(self, name: str, length: int, held: Sequence[Rows]) -> dict[tuple[int, int], list[int]]:
-        """Return the ranks that held the same rows of a parameter, in the order of replicas, by these rows."""
         pieces: dict[tuple[int, int], list[int]] = {}
         for rank, of_rank in enumerate(held):
             first, end, whole = of_rank.get(name, (0, 0, 0)) if of_rank else (0, length, length)
@@ -517,7 +509,6 @@ class _Redistribution:
         return self._opened[rank]
 
     def _made(self, node: Any, place: str) -> Any:
-        """Return a part of the nearest rank's tree, with this rank's arrays."""
         if isinstance(node, _Leaf):
             return self._file(self._nearest).read(node)
         if isinstance(node, list | tuple):
@@ -540,7 +531,6 @@ class _Redistribution:
         return made
 
     def _array(self, name: str, place: str, averaged: bool) -> Any:
-        """Return this rank's rows of an array by the name of a parameter; None where there is no such array."""
         if name not in self._rows:
             return self._mean(range(self._header.ranks), place, averaged)
         parts: list[Any] = []
@@ -556,7 +546,6 @@ class _Redistribution:
         return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else sys.modules["torch"].cat(parts)
 
     def _mean(self, ranks: Sequence[int], place: str, averaged: bool) -> Any:
-        """Return an array of this rank's replica, or the mean of those of the replicas that it continues."""
         rank, size = self._group.rank, self._group.size
         shares = weights(rank, size, len(ranks)) if averaged else {rank * len(ranks) // size: 1.0}
         arrays = []
@@ -580,7 +569,6 @@ def _walk(tree: Any, place: str = "state") -> Iterator[tuple[str, Any]]:
 
 
 def _rows_in(tree: Any) -> dict[str, list[int]]:
-    """Return the rows of all sharded parameters that states of optimizers in a tree are of."""
     found: dict[str, list[int]] = {}
     for _, node in _walk(tree):
         rows = node.get("rows") if isinstance(node, dict) else None
@@ -590,8 +578,6 @@ def _rows_in(tree: Any) -> dict[str, list[int]]:
 
 
 def _reducer_states(tree: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return every result of ``Reducer.state_dict()`` in a tree, with its place."""
-
     def holds_arrays(value: Any) -> bool:  # or their descriptions
         return isinstance(value, dict) and all(hasattr(array, "shape") for array in value.values())
 
@@ -616,6 +602,5 @@ def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
 
 
 def _like(old: Any, values: NDArray[np.float64]) -> Any:
-    """Return values in the dtype and the library of what they replace."""
     array = np.asarray(values, to_host(old).dtype)
     return array if isinstance(old, np.ndarray) else sys.modules["torch"].from_numpy(array)

@@ -67,7 +67,6 @@ def _is_file(name: str) -> bool:
 
 
 def _load(name: str) -> None:
-    """Import a file or a module, unless its file was imported already under any name."""
     spec = _found(name)
     place = os.path.realpath(spec.origin) if spec.has_location and spec.origin else spec.name
     if place in _loaded:
@@ -111,7 +110,6 @@ def _found(name: str) -> ModuleSpec:
 
 
 def _is_imported(place: str) -> bool:
-    """Return whether a script has imported a file as a module."""
     files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     name = os.path.basename(place)
     return any(file and os.path.basename(file) == name and os.path.realpath(file) == place for file in files)

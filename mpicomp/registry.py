@@ -86,7 +86,8 @@ class Registry(Generic[Object]):
         name = getattr(cls, self._key, None)
         if not isinstance(name, str):
             raise ConfigurationError(f"{self._kind}: {cls.__qualname__} needs {self._key}, a string, got {name!r}")
-        origin = _file_of(cls), cls.__qualname__
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        origin = os.path.realpath(file) if file else cls.__module__, cls.__qualname__
         if name in self._classes and self._origins[name] != origin:
             other = self._classes[name]
             raise ConfigurationError(f"{self._kind}: '{name}' is already {other.__module__}.{other.__qualname__}")
@@ -150,7 +151,6 @@ class Registry(Generic[Object]):
         return None if self.cls(name).__module__.startswith("mpicomp.") else self._origins[name][0]
 
     def _load(self) -> None:
-        """Import modules that register classes, which may look up names themselves."""
         if not self._loaded:
             self._loaded = True
             try:
@@ -162,9 +162,3 @@ class Registry(Generic[Object]):
                 self._loaded = False
                 raise
         plugins.load_all()
-
-
-def _file_of(cls: type) -> str:
-    """Return the file in which a class is defined, or its module without one."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return os.path.realpath(file) if file else cls.__module__

@@ -34,7 +34,7 @@ _TOTAL_S = 600.0  # seconds for all checks
 _ENDING_S = 5.0  # seconds that a process has to end after SIGTERM
 NO_GPU = 3
 """Exit status where there is no GPU, or no CuPy to use it with."""
-_FOUND = 99  # what compute-sanitizer exits with where it has found something
+_FOUND = 99  # exit status of compute-sanitizer after a finding
 _FAULT = """
 import cupy, numpy
 cupy.cuda.set_allocator(None)
@@ -43,7 +43,7 @@ module.get_function("f")((1,), (32,), (cupy.zeros(64, numpy.float32),))
 cupy.cuda.Device().synchronize()
 """
 Line = tuple[str, str, str, bool | None]
-"""What was checked, what it should be, what it was, and whether that holds; None where nothing was judged."""
+"""The check, the expected and the measured value, and whether it passed; None where nothing was judged."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Check:
     tool: str = ""  # of compute-sanitizer
 
 
-CHECKS = [  # what matters most comes first, in case the time runs out
+CHECKS = [  # the most important ones first, in case the time runs out
     Check("doctor", "doctor", 90),
     Check("bits", "bits", 90, emulated=True),
     Check("bytes over the bus", "bytes", 60, emulated=True),
@@ -81,7 +81,6 @@ CHECKS = [  # what matters most comes first, in case the time runs out
 
 
 def _lines(check: Check, arguments: argparse.Namespace, scratch: Path, limit_s: float) -> list[Line]:
-    """Run a check, and return its lines."""
     kind = "not cuda" if arguments.emulated else "not emulated"
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if check.tests:
@@ -156,7 +155,9 @@ def last(text: str) -> str:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"studies/{_STUDY}.py", description="make all checks that need a GPU")
     parser.add_argument("--quick", action="store_true", help="short arrays: no time is judged")
-    parser.add_argument("--emulated", action="store_true", help="without a GPU: a stand-in, for what makes sense on it")
+    parser.add_argument(
+        "--emulated", action="store_true", help="without a GPU: the checks that make sense on the emulator"
+    )
     parser.add_argument("--json", metavar="F", help="write the lines to F as one JSON object")
     parser.set_defaults(alone=True)
     return parser

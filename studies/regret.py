@@ -83,12 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of one network with the results of their cells; those of ``auto`` say whether it is behind."""
+    """Return rows of one network with the results of their cells; those of ``auto`` with whether it is behind."""
     found = []
     for row in rows:
         more: dict[str, Any] = {"prediction_error": None, "is_behind": None}
         if row["chosen"] is not None:
-            errors = prediction_errors([other for other in rows if _same_cell(other, row)])
+            same = [other for other in rows if other["compressor"] == "dense" or other["config"] == row["config"]]
+            errors = prediction_errors([other for other in same if other["numel"] == row["numel"]])
             behind_s = row["median_s"] - row["best_dense_s"]
             most_s = _BEHIND_S if row["median_s"] < _SHORT_S else _BEHIND * row["best_dense_s"]
             more = {"prediction_error": float(np.median(errors)) if errors else None, "is_behind": behind_s > most_s}
@@ -96,15 +97,10 @@ def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _same_cell(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    same = other["compressor"] == "dense" or other["config"] == row["config"]
-    return bool(other["numel"] == row["numel"] and same)
-
-
 def prediction_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return ``|predicted - measured| / measured`` of every plan that was run and predicted.
 
-    Predicted and measured is what lies between the last rank's start and the last rank's end.
+    Seconds are from the last rank's start to the last rank's end.
 
     >>> prediction_errors([{"predicted_s": value, "span_s": 1.0} for value in (0.5, 1.25, None)])
     [0.5, 0.25]

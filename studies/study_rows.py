@@ -1,4 +1,4 @@
-"""The frame of studies: rows in a file that a later run goes on from, and the model of ranks in this process."""
+"""The frame of studies: rows in a file that a later run continues, and the model of ranks in this process."""
 
 import argparse
 import copy

@@ -99,7 +99,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 def train(task: str, network: Network | None, arm: str, seed: int, steps: int | None, hosts: int) -> dict[str, Any]:
-    """Train with one rank on each host of a lab, or on this host; return what was learned and what steps took."""
+    """Train with one rank on each host of a lab, or on this host; return the qualities and the seconds of steps."""
     goal = GOALS[task]
     every = goal.look_every if steps is None else min(goal.look_every, max(1, steps // _LEAST_LOOKS))
     steps = goal.steps if steps is None else steps
@@ -122,7 +122,7 @@ def train(task: str, network: Network | None, arm: str, seed: int, steps: int | 
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the centred moving mean over three values; the first and the last one stay as they are.
+    """Return the centred moving mean over three values; the first and the last one are unchanged.
 
     So the last one reaches a target exactly when the final quality does.
 
@@ -275,7 +275,7 @@ def run(arguments: argparse.Namespace) -> int:
     })  # fmt: skip
     print(
         "time_s: steps to the target times the median step, mean and deviation over seeds; none where a seed misses it"
-        "\nsummed_s: of policies with the steps as they were; target: dense less 0.015 (digits), times 1.01 (text)"
+        "\nsummed_s: of policies with their measured steps; target: dense less 0.015 (digits), times 1.01 (text)"
     )
     return study_rows.print_late(rows)
 

@@ -47,7 +47,7 @@ class Arm:
     """An exchange, and the optimizers around it."""
 
     compressor: Any
-    updates: bool = True  # what ranks' optimizers change is exchanged, in place of gradients
+    updates: bool = True  # exchange the changes of ranks' optimizers, not gradients
     settings: Mapping[str, Any] = field(default_factory=dict)  # of `mpicomp.torch.UpdateOptimizer`
     inner: str = "task"  # the task's optimizer, or "muon"
 
@@ -81,7 +81,7 @@ ARMS = {
         "signsgd", settings={"sync_every": 10, "outer": {"sign": True, "lr": 3.0}}, inner="muon"
     ),
 }  # fmt: skip
-"""What can be compared, by name."""
+"""The arms to compare, by name."""
 
 
 def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch.optim.Optimizer:

@@ -57,8 +57,6 @@ def _write(typingctx: Any, codes: Any, start: Any, planes: Any, words: Any, firs
 
 @intrinsic
 def _read(typingctx: Any, words: Any, first: Any, planes: Any, codes: Any, start: Any) -> Any:
-    """Read one group: from the top plane down, each doubles what was read and adds its bit."""
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, first, planes, out, start = arguments
         read = cgutils.alloca_once_value(builder, ir.Constant(_BYTES, [0] * LANES))
@@ -80,7 +78,6 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, place: Any) -> A
 
 
 def _everywhere(builder: Any, value: Any) -> Any:
-    """Return a vector with the same byte in every lane."""
     undefined = ir.Constant(_BYTES, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))

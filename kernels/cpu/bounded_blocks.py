@@ -4,7 +4,7 @@ A message has a byte for each block, filled up to a whole word, and then the wor
 the byte are the width w, and the block has w words: the bit planes, see `mpicomp.kernels.cpu.bit_planes`, of its
 integers, of the differences of neighbors or of the differences of those, by the number in the upper two bits: 0, 1 or
 2. Differences begin with the last two integers before the block. Signs are folded in: 0, -1, 1, -2 become 0, 1, 2, 3. A
-block whose byte is `RAW` has its elements as they are: where one is beyond the limit of the grid or no number, and
+block whose byte is `RAW` has its elements uncoded: where one is beyond the limit of the grid or no number, and
 where integers would be no shorter.
 """
 
@@ -21,7 +21,7 @@ BLOCK = 64  # elements of a block: one word has a bit of each
 RAW = 192
 _ORDER, _WIDTH = 6, 63  # where a byte has the order of differences, and the bits that are the width
 _WIDEST = {4: 31, 8: 62}  # bits of an integer by the bytes of an element
-_SCALE = 2.0**-32  # with it the sums of up to 2**32 numbers stay finite, and what it takes away is below 1e-300
+_SCALE = 2.0**-32  # with it the sums of up to 2**32 numbers stay finite, and the loss is below 1e-300
 
 
 def bounded_words(count: int, itemsize: int) -> int:
@@ -55,8 +55,8 @@ def check_bounded(message: Words, count: int, itemsize: int) -> bool:
 def pack_bounded(array: Floats, step: float, limit: float, words: Words) -> int:
     """Round an array to multiples of ``step`` and write its message; return the length in words.
 
-    A block with an element beyond ``-limit`` to ``limit`` goes as it is. ``limit / step`` has to leave four bits of the
-    integers of an element's width free.
+    A block with an element beyond ``-limit`` to ``limit`` is sent uncoded. ``limit / step`` has to leave four bits of
+    the integers of an element's width free.
     """
     return int(_pack(array, 1 / step, limit, words, *_views(words, array.dtype), *_scratch(array.dtype)))
 
@@ -65,8 +65,8 @@ def add_bounded(messages: Words, starts: NDArray[np.int64], count: int, step: fl
     """Add the ranks' messages of ``count`` elements, write the message of the result, and return its length in words.
 
     Rank r's message is ``messages[starts[r] : starts[r + 1]]``; ``out`` is a view as floats of the words to write.
-    Integers are added as integers. A block that some rank has sent as it is becomes the exact sum over ranks, divided
-    by ``divisor``, and goes as it is.
+    Integers are added as integers. A block that some rank has sent uncoded becomes the exact sum over ranks, divided
+    by ``divisor``, uncoded too.
     """
     words, scratch = out.view(np.uint64), _scratch(out.dtype)
     sums = np.zeros_like(scratch[0])
@@ -75,7 +75,7 @@ def add_bounded(messages: Words, starts: NDArray[np.int64], count: int, step: fl
 
 
 def unpack_bounded(message: Words, factor: float, out: Floats) -> None:
-    """Write a message's integers times ``factor``, and its other elements as they are."""
+    """Write a message's integers times ``factor``, and its uncoded elements unscaled."""
     _unpack(message, *_views(message, out.dtype), factor, *_scratch(out.dtype), out)
 
 
@@ -130,7 +130,6 @@ def _encode(ints, folded, planes, words, place):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def _decode(byte, words, place, folded, planes, ints):  # type: ignore[no-untyped-def]
-    """Read a block's integers behind the two before them, which are ``ints[:2]``."""
     signed, unsigned = ints.dtype.type, folded.dtype.type
     width, one = byte & _WIDTH, unsigned(1)
     _read(words, place, min(8, width), planes, 0)
@@ -256,7 +255,7 @@ def _exact_sum(numbers, divisor, parts):  # type: ignore[no-untyped-def]
     result = 0.0
     for j in range(count):
         result += parts[j]
-    # NaN where a number was not finite; the plain sum then says which of NaN and the infinities it is.
+    # NaN where a number was not finite; the plain sum is then NaN or the right infinity.
     return result / divisor / _SCALE if np.isfinite(result) else plain
 
 

@@ -1,4 +1,4 @@
-"""16-bit wires: rounding to nearest even, saturating, with what was lost at hand.
+"""16-bit wires: rounding to nearest even, saturating, with the rounding error at hand.
 
 A finite value beyond the largest 16-bit number becomes that number, so that error feedback can send the
 rest later; infinity and NaN stay what they are.

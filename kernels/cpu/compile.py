@@ -38,11 +38,8 @@ def kernel(function: Function) -> Function:
 
 
 def exact(function: Function) -> Function:
-    """Compile as `kernel` does, but so that every processor rounds alike: for what ranks work out for themselves.
-
-    A product and a sum that some processors can do in one go are done in two, and no sum changes its order.
-    """
-    # Said, since what is left out would be taken over from the first kernel that calls the function.
+    """Compile without FMA and reassociation, so that results that every rank computes for itself have the same bits."""
+    # Explicit: Numba would take a missing option from the first kernel that calls the function.
     return _compiled(function, False)
 
 
@@ -55,7 +52,7 @@ def _compiled(function: Function, fastmath: set[str] | bool) -> Function:
 
 
 def check_compiler() -> None:
-    """Refuse to run where kernels are not compiled: their vector instructions are none of Python's."""
+    """Refuse to run where kernels are not compiled: their vector instructions need a compiler."""
     if numba.config.DISABLE_JIT:
         raise ConfigurationError(
             "kernels: NUMBA_DISABLE_JIT=1 keeps Numba from compiling them, and they do not run uncompiled; unset it. "
@@ -64,7 +61,7 @@ def check_compiler() -> None:
 
 
 def cut(size: int, threads: int) -> list[slice]:
-    """Cut ``size`` elements into at most ``threads`` parts, none of them too short to be worth a thread.
+    """Cut ``size`` elements into at most ``threads`` parts, each long enough to be worth a thread.
 
     >>> cut(10, 4), cut(1 << 20, 2)
     ([slice(0, 10, None)], [slice(0, 524288, None), slice(524288, 1048576, None)])

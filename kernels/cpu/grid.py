@@ -1,6 +1,6 @@
 """A few bits an element: its place on a grid of equal steps that each bucket of elements has for itself.
 
-An element travels as a code of b bits and comes out as ``base + (code - offset) * step``, where base and step are
+An element travels as a code of b bits and is decoded as ``base + (code - offset) * step``, where base and step are
 float32 numbers of its bucket. A symmetric grid has ``2 * offset + 1`` points around zero, with ``offset`` being
 ``2**(b-1) - 1``, and no base; one between the extremes of a bucket has ``2**b``, and no offset. Codes travel in bit
 planes, see `mpicomp.kernels.cpu.bit_planes`. Buckets are multiples of 64 elements long, but for the last one.
@@ -67,7 +67,7 @@ def pack_range(
 
 
 def unpack_grid(bases: Singles | None, steps: Singles, words: Words, bucket: int, bits: int, out: Floats) -> None:
-    """Write what `pack_grid` (without bases) or `pack_range` has packed to an array of its length."""
+    """Decode the codes of `pack_grid` (without bases) or `pack_range` to an array of their number."""
     _unpack_grid(bases, steps, words, bucket, bits, None, out)
 
 
@@ -103,7 +103,6 @@ _SIGNED: dict[np.dtype[Any], np.dtype[Any]] = {
 
 @intrinsic
 def _real(typingctx: Any, bits: Any) -> Any:
-    """Return the float32 or float64 that has these 32 or 64 bits."""
     real = types.float32 if bits.bitwidth == 32 else types.float64
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -118,7 +117,7 @@ def _real(typingctx: Any, bits: Any) -> Any:
 
 @kernel
 def _symmetric(array, keys, flip, euclidean, points, start, stop):  # type: ignore[no-untyped-def]
-    # What is not finite shows in the largest magnitude; in float64 a sum of squares may leave the range without it.
+    # NaN and infinity show in the largest magnitude; in float64 a sum of squares may leave the range without it.
     integer = keys.dtype.type
     magnitudes, top = integer(flip), integer(0)
     for i in range(start, stop):
@@ -191,7 +190,7 @@ def _lost(array, sent, start, stop):  # type: ignore[no-untyped-def]
     return lost
 
 
-# What several ranks work out for themselves: it has to have the same bits on each.
+# Computed by several ranks for themselves, with the same bits on each.
 
 
 @exact
@@ -202,7 +201,7 @@ def _write(codes, place, base, step, offset, out, start, stop, add):  # type: ig
         out[i] = value if add is None else out[i] + value
 
 
-# Packing goes block by block, and what is done to a block lies in the first-level cache. A block is as many buckets as
+# Packing goes block by block, each of which stays in the first-level cache. A block is as many buckets as
 # fit in it, or a part of one: codes are written in small pieces, and the processor waits where it reads them in large
 # ones soon after.
 

@@ -50,8 +50,8 @@ def decode_indices(code: NDArray[np.unsignedinteger], count: int, numel: int, ou
 def decode_indices_of(messages: Bytes, starts: Sequence[int], counts: Sequence[int], numel: int, out: Indices) -> bool:
     """Read several codes into ``out``, one after the other, as `decode_indices` reads one.
 
-    Codes start at these bytes of ``messages``, multiples of 8, and have so many indices. Return False where a code lies
-    outside ``messages`` or is wrong; ``out`` is then undefined.
+    Codes start at ``starts``, bytes of ``messages`` and multiples of 8, and have ``counts`` indices. Return
+    False where a code lies outside ``messages`` or is wrong; ``out`` is then undefined.
     """
     if sum(counts) != out.size:
         raise ValueError(f"decode_indices_of: {sum(counts)} indices do not fill an array of {out.size}")

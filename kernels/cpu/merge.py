@@ -118,7 +118,7 @@ def _merge(indices_a, values_a, indices_b, values_b, out_indices, out_values, su
 
 @kernel
 def _intersect(indices_a, values_a, indices_b, out_indices, out_values):  # type: ignore[no-untyped-def]
-    # While both lists last, fewer elements than the shorter one has were found: there is room for what is written.
+    # While both lists last, fewer elements than the shorter one has were found: the output is long enough.
     a, b, count = 0, 0, 0
     while a < indices_a.size and b < indices_b.size:
         first, second = indices_a[a], indices_b[b]

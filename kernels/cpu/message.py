@@ -24,7 +24,7 @@ _DTYPES = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
 def write_header(
     message: Bytes, lead: int, finite: bool, energy: float, kept: float | Floats | None, rounding: float
 ) -> None:
-    """Fill the first 24 bytes of a message: what it is, its energy, and the energy of what it leaves out.
+    """Fill the first 24 bytes of a message: its form, its energy, and the energy that it lacks.
 
     ``lead`` is the first word; its bit 8 is also set where the gradient is not ``finite``. ``energy`` is the squared L2
     norm of the gradient. ``kept`` is that of the sent part, or its values, whose norm is then computed as `energy`

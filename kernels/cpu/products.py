@@ -11,7 +11,7 @@ _TILE = 512  # places that are worked on at a time: what they need of all channe
 
 
 def conv_room(inputs: int) -> int:
-    """Return the elements of scratch that a layer with so many input channels works in."""
+    """Return the elements of scratch for a layer with ``inputs`` channels."""
     return 2 * (inputs + 1) * (_TILE + 1)
 
 
@@ -31,7 +31,7 @@ def conv_halve(
 def conv_double(
     values: Floats, weights: Singles, bias: Singles, slope: float, gate: Floats, scratch: Floats, out: Floats
 ) -> None:
-    """Convolve with three taps to twice as many places: the transpose of what `conv_halve` does.
+    """Convolve with three taps to twice as many places: the transpose of `conv_halve`.
 
     Shapes are (inputs, places) for ``values``, (inputs, outputs, 3) for ``weights`` and (outputs, 2 * places) for
     ``out`` and ``gate``. Input ``t`` counts for outputs ``2 t - 1``, ``2 t`` and ``2 t + 1``.

@@ -8,7 +8,7 @@ from mpicomp.kernels.cpu.cast import widen
 from mpicomp.kernels.cpu.compile import Floats, Indices, exact, kernel
 from numpy.typing import NDArray
 
-WIRES = {np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}  # what integers of 16 bits stand for: bfloat16
+WIRES = {np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}  # integers of 16 bits are bfloat16
 
 
 def gather(array: Floats, indices: Indices, out: Floats) -> bool:
@@ -49,7 +49,7 @@ def concatenate(pieces: Sequence[NDArray[Any]], out: Floats, scale: float = 1.0,
     """Write pieces one after the other, each of them times ``scale``, and return the table for the next call.
 
     Pieces are of the dtype of ``out``, of float16, or of uint16, which stands for bfloat16, and fill ``out``. The scale
-    is rounded to the dtype of ``out``; 1 leaves all bits as they are. ``table`` is what an earlier call has returned.
+    is rounded to the dtype of ``out``; 1 changes no bit. ``table`` is the result of an earlier call.
     """
     check_pieces(pieces, out)
     by, start = out.dtype.type(scale), 0

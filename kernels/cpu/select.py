@@ -24,7 +24,7 @@ def kth_magnitude(array: Floats, k: int) -> int:
 def select_largest(array: Floats, threshold: int, indices: Indices, values: Floats) -> None:
     """Write the ``indices.size`` largest elements, ascending by index, in two sweeps.
 
-    ``threshold`` is what `kth_magnitude` returned for ``k = indices.size``.
+    ``threshold`` is the result of `kth_magnitude` for ``k = indices.size``.
     """
     mask = MASKS[array.dtype]
     _select_largest(array, None, as_bits(array), mask, mask.dtype.type(threshold), indices, values)

@@ -29,7 +29,7 @@ def pack_signs_in_place(array: Floats, block: int, scales: Singles, words: Words
 
 
 def unpack_signs(scales: Singles, words: Words, block: int, out: Floats) -> None:
-    """Write what `pack_signs` has packed to a float32 or float64 array of the same length."""
+    """Decode the signs of `pack_signs` to a float32 or float64 array of the same length."""
     _unpack_signs(scales, words, block, out)
 
 

@@ -108,7 +108,6 @@ def _signed(out: Any, add: bool) -> Any:
 def _addresses(
     context: Any, builder: Any, signature: Any, arguments: Any, vector: ir.VectorType
 ) -> Iterator[tuple[int, Any]]:
-    """Yield, for each vector of the array's elements from ``start`` on, its first lane and its address."""
     data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
     for offset in range(0, LANES, vector.count):
         address = builder.gep(data, [builder.add(arguments[1], ir.Constant(_PLACE, offset))])
@@ -116,7 +115,6 @@ def _addresses(
 
 
 def _everywhere(builder: Any, value: Any, vector: ir.VectorType) -> Any:
-    """Return a vector with the same value in every lane."""
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
@@ -124,6 +122,5 @@ def _everywhere(builder: Any, value: Any, vector: ir.VectorType) -> Any:
 
 
 def _with_bits(builder: Any, word: Any, truths: Any, offset: int, vector: ir.VectorType) -> Any:
-    """Put a vector's truths into a word, from bit ``offset`` on."""
     part = builder.zext(builder.bitcast(truths, ir.IntType(vector.count)), _PLACE)
     return builder.or_(word, builder.shl(part, ir.Constant(_PLACE, offset)))

@@ -1,7 +1,7 @@
 """A few bits an element: its sign, and one of the levels of its block, which are spaced like the squares of integers.
 
 An element travels as a code of 2, 4 or 8 bits. The highest of them is its sign and the others are a number j; its
-magnitude comes out as ``base + j**2 * step``, where base and step are float32 numbers of its block of 256 elements, of
+magnitude is decoded as ``base + j**2 * step``, where base and step are float32 numbers of its block of 256 elements, of
 which the last block may have fewer. Levels are dense at the base and sparse at the end: of elements that were selected
 for their size most are just above a threshold, and a few are much larger.
 
@@ -42,9 +42,9 @@ def pack_squares(array: Floats, bits: int, out: Bytes, sent: Floats) -> float:
 def unpack_squares(messages: Bytes, starts: Sequence[int], counts: Sequence[int], bits: int, out: Floats) -> bool:
     """Read several results of `pack_squares` into ``out``, one after the other, with the same bits on every processor.
 
-    They start at these bytes of ``messages``, multiples of 8, and have so many elements. Return False where a base, a
-    step or the last level of a block is no finite number, or one of the first two is negative: elements were not
-    finite, or the message is damaged.
+    They start at ``starts``, bytes of ``messages`` and multiples of 8, and have ``counts`` elements. Return
+    False where a base, a step or the last level of a block is no finite number, or one of the first two is negative:
+    elements were not finite, or the message is damaged.
     """
     check_places("unpack_squares", messages.size, starts, counts, bits, out.size)
     right, place = True, 0
@@ -65,14 +65,13 @@ def check_places(name: str, room: int, starts: Sequence[int], counts: Sequence[i
 
 
 def split_of(nbytes: int, count: int, bits: int) -> int:
-    """Return the bytes before the scales; refuse memory that is longer or shorter than so many elements."""
+    """Return the bytes before the scales; refuse memory of another length than ``count`` elements."""
     if nbytes != squares_bytes(count, bits):
         raise ValueError(f"squares: {count} elements take {squares_bytes(count, bits)} bytes, got {nbytes}")
     return code_bytes(count, bits)
 
 
 def _parts(packed: Bytes, count: int, bits: int) -> tuple[Bytes, Singles]:
-    """Return the codes, with what fills the last word, and the scales."""
     split = split_of(packed.size, count, bits)
     return packed[:split], packed[split:].view(np.float32)
 

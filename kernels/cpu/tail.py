@@ -102,7 +102,7 @@ def _tail(array, threshold, stride):  # type: ignore[no-untyped-def]
 
 @kernel
 def append_reaching(array, bits, mask, bound, base, indices, values, count):  # type: ignore[no-untyped-def]
-    """Append indices and elements, or magnitude bits without an array, of what reaches a bound; return their end."""
+    """Append indices and elements, or magnitude bits without an array, from a bound up; return their end."""
     whole = bits.size - bits.size % LANES
     for first in range(0, whole, LANES):
         reached = at_least(bits, first, bound)

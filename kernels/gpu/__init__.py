@@ -1,6 +1,6 @@
 """CUDA kernels for contiguous one-dimensional CuPy arrays of float32 or float64.
 
-A kernel returns what that of the same name in `mpicomp.kernels.cpu` returns, except for numbers that are subnormal as
+A kernel returns the same as that of its name in `mpicomp.kernels.cpu`, except for numbers that are subnormal as
 float32: CuPy has every source compiled so that they are treated as zero. Every launch goes into the current stream,
 and none waits: a number that a CPU function returns is a 0-d device array here, and converting it to a Python number
 waits for it. Numbers as arguments may be such arrays, too.

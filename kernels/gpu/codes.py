@@ -39,7 +39,7 @@ class SignStats(NamedTuple):
     energy: Any
     finite: Any
     lost: Any
-    """Squared L2 norm of what the message lacks."""
+    """Squared L2 norm of the elements that the message lacks."""
 
 
 @twin_of(cpu.pack_signs)
@@ -186,5 +186,4 @@ def _or_null(array):
 
 
 def _random(key):
-    """Return whether a kernel rounds at random, and the two halves of its key."""
     return (0, 0, 0) if key is None else (1, *map(int, halves(key)))

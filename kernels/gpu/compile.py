@@ -62,7 +62,7 @@ def launch(source: str, name: str, dtype: Any, blocks: int, *arguments: Any) -> 
 
 
 def tile(dtype: Any) -> int:
-    """Return the number of elements of a tile: 16 KiB, which is what a block handles at a time."""
+    """Return the number of elements of a tile: 16 KiB, handled by a block at a time."""
     return 16384 // int(np.dtype(dtype).itemsize)
 
 

@@ -73,7 +73,6 @@ def _merge(
     name: str, operation: Operation, first: tuple[Any, Any], second: tuple[Any, Any], room: int, out_indices: Any,
     out_values: Any,
 ) -> Any:  # fmt: skip
-    """Launch the kernels that count the elements of the result, and write them; return their number."""
     if min(out_indices.size, out_values.size) < room:
         there = min(out_indices.size, out_values.size)
         raise ValueError(f"{name}: room for {room} elements is needed, got {there}")
@@ -94,7 +93,6 @@ def _merge(
 
 
 def _count(values: Any, threshold: Any, rule: Rule, room: int) -> tuple[int, Any, Any, Any]:
-    """Count the values above a threshold and equal to it; return the number of tiles, their counts and the state."""
     number = tiles(values.size, values.dtype)
     of_tiles, before = counters_of_tiles(number)
     state = library().zeros(len(Field), np.uint64)

@@ -60,7 +60,7 @@ class Pieces:
     def __init__(self, pieces: Sequence[Any]) -> None:
         self._described = [_description(piece) for piece in pieces]
         self.number = len(pieces)
-        rows = np.zeros((len(pieces) + 1, 3), np.int64)  # the last one says where the output ends
+        rows = np.zeros((len(pieces) + 1, 3), np.int64)  # the last one has the end of the output
         for row, (address, _, dtype) in zip(rows, self._described, strict=False):
             row[0], row[2] = address, KINDS.get(WIRES.get(dtype, ""), 0)
         rows[1:, 1] = np.cumsum([size for _, size, _ in self._described])

@@ -18,12 +18,12 @@ MARGIN = 0.8  # the first bound for candidates, as a fraction of the threshold o
 
 
 class Word(IntEnum):
-    """Places of what a sweep has found, of 64 bits each; the totals of columns follow."""
+    """Places of a sweep's results, of 64 bits each; the totals of columns follow."""
 
     TICKET, TOP, FINITE, TOTALS = range(4)
 
 
-_HELD = 3  # references to an array that nobody else holds: of its owner, of a loop, and of what counts them
+_HELD = 3  # references to a free array: of its owner, of a loop, and of the counting function
 
 
 class Reused:
@@ -38,13 +38,13 @@ class Reused:
         self.results: dict[Any, Any] = {}
 
     def result(self, cut: Callable[..., Any], *place: Any) -> Any:
-        """Return a 0-d array that a function cuts out, the same at every call; it is valid as long as it is held."""
+        """Return a 0-d array that a function cuts out, the same at every call; it is valid while it is referenced."""
         if (cut, *place) not in self.results:
             self.results[cut, *place] = cut(self.memory, *place)
         return self.results[cut, *place]
 
     def is_free(self) -> bool:
-        """Return whether nobody holds one of the results, so that a launch may overwrite them."""
+        """Return whether no result is referenced elsewhere, so that a launch may overwrite them."""
         return all(sys.getrefcount(result) == _HELD for result in self.results.values())
 
 
@@ -52,7 +52,7 @@ ReusedType = TypeVar("ReusedType", bound=Reused)
 
 
 def reuse(make: Callable[..., ReusedType], *shape: Any) -> ReusedType:
-    """Return ``make(*shape)`` for a launch of the current stream: one whose results nobody holds, if there is one."""
+    """Return ``make(*shape)`` for a launch of the current stream: a free one, if there is one."""
     cupy = library()
     pool = _pool(cupy, cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr, make, *shape)
     for found in pool:
@@ -120,7 +120,7 @@ class Table(Reused):
 
 
 def spare_number() -> Any:
-    """Return an array of one uint64, not cleared, whose memory is used again once nobody holds it."""
+    """Return an array of one uint64, not cleared, whose memory is used again once it is free."""
     return reuse(Table, 1).all(np.uint64)
 
 

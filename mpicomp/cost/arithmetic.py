@@ -49,7 +49,6 @@ def add_process_noise(
 
 @compiled
 def _project(covariance: Array, slope: Array, out: Array) -> float:
-    """Write P h into ``out`` and return h^T P h (P: covariance, h: slope)."""
     variance = 0.0
     for row in range(slope.size):
         total = 0.0

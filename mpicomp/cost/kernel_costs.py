@@ -76,7 +76,6 @@ def _arrays(numel: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 
 
 def _bound(scheme: Scheme[Any], numel: int) -> Scheme[Any]:
-    """Return a scheme for one square matrix, without its compressor's warm-up."""
     side = math.isqrt(numel)
     return bind(scheme.compressor.bind(["gradient"], [numel], [(side, side)], warm_up=False), scheme.id)
 

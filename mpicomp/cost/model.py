@@ -149,7 +149,6 @@ def _config(scheme: Scheme[Any], ladder: bool) -> str:
 
 
 def _correction(known: _Corrections, key: str, numel: int, sd: float) -> Correction:
-    """Return the correction at lengths like this one; the first one comes from those at other lengths."""
     lengths, length = known.setdefault(key, {}), _round_length(numel)
     if length not in lengths:
         lengths[length] = Correction.first(list(lengths.values()), sd)

@@ -15,7 +15,7 @@ import numpy as np
 from mpicomp.errors import ArrayTypeError
 
 LEGACY = 1
-"""The default stream, which waits for all streams that do not say otherwise."""
+"""The default stream, which waits for all streams but non-blocking ones."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def streams_of(arrays: Iterable[Any]) -> set[int]:
             if stream == 0:
                 raise ArrayTypeError(
                     "device: an array on a GPU must name its stream as None, 1, 2 or an address, got 0, which could be "
-                    "either default stream; make its library say which"
+                    "either default stream; make its library name one"
                 )
             if stream is not None:
                 streams.add(stream)

@@ -52,7 +52,6 @@ def make_current() -> None:
 
 @functools.cache
 def _has_cupy() -> bool:
-    """Return whether CuPy is installed with CUDA's driver; warn where it is missing on NVIDIA's GPUs."""
     try:
         import cupy
 
@@ -253,7 +252,7 @@ class CudaDevice(Device):
         return pinned
 
     def pinned(self, nbytes: int) -> _Pinned:
-        """Return pinned memory of at least so many bytes."""
+        """Return pinned memory of at least ``nbytes``."""
         fitting = [pinned for pinned in self._pinned if not pinned.busy and pinned.memory.size >= nbytes]
         if fitting:
             smallest = min(fitting, key=lambda pinned: pinned.memory.size)
@@ -307,7 +306,6 @@ class CudaDevice(Device):
                 yield part.of(wholes[type(like)]).reshape(found.shape)
 
     def _view(self, array: Any, found: DeviceArray) -> Any:
-        """Return CuPy's array of a piece of memory, which keeps its owner alive."""
         if isinstance(array, self._cupy.ndarray):
             return array.view(found.dtype)  # of bfloat16, which has no kind of its own
         low, nbytes = found.span()

@@ -16,7 +16,7 @@ _MAPPED_BYTES = 1 << 20  # from which on memory is the system's again once it is
 
 
 class MeanPart(NamedTuple):
-    """The part of a flat mean that belongs to one array, and what returns it as the kind of array that came in."""
+    """The part of a flat mean that belongs to one array, and the conversion to that array's library."""
 
     start: int
     described: ArraySpec
@@ -30,7 +30,7 @@ class MeanPart(NamedTuple):
 
 
 class Device:
-    """The device of a bucket's arrays: the host, unless a derived class says otherwise.
+    """The device of a bucket's arrays: the host, except in derived classes.
 
     While an exchange computes, its device is active in the thread (`active`): arrays and kernels are those of the
     device, and so are `to_python` and `received_on_host` of this package.
@@ -83,23 +83,22 @@ class Device:
 
     def fetch_head(self, array: Any, nbytes: int, *numbers: Any) -> tuple[NDArray[np.uint8], list[Any]]:
         """Return the first bytes of a device's array, valid until the next call, and numbers, with one wait."""
-        raise NotImplementedError("what is on the host needs no copy")
+        raise NotImplementedError("an array on the host needs no copy")
 
     def unflatten(self, mean: Any, parts: Sequence[MeanPart]) -> list[Any]:
         """Return parts of a flat mean of this device as the kinds of arrays that came in."""
         raise NotImplementedError("means on the host are unflattened by mpicomp.arrays.from_host")
 
     def received_on_host(self, array: Any) -> NDArray[Any]:
-        """Return a short part of what a round has received, in host memory."""
+        """Return a short part of a received array, in host memory."""
         host: NDArray[Any] = array
         return host
 
 
 def _mapped(size: int, dtype: DTypeLike) -> NDArray[Any]:
-    """Return an array of zeros in a mapping of its own, whose pages are there once they are written to."""
     try:
         memory = mmap.mmap(-1, size * np.dtype(dtype).itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # then NumPy's error says how much was asked for
+    except OSError:  # NumPy's error has the number of bytes
         return np.zeros(size, dtype)
     with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -141,5 +140,5 @@ def pick(array: Any, positions: Sequence[int]) -> NDArray[Any]:
 
 
 def received_on_host(array: Any) -> NDArray[Any]:
-    """Return a short part of what a round has received, in host memory; a staged message is there already."""
+    """Return a short part of a received array, in host memory; a staged message is there already."""
     return array if type(array) is np.ndarray else current_device().received_on_host(array)

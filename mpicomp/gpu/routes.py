@@ -60,7 +60,7 @@ class RouteTable:
         return cls((1,), {route: (1.0,)}, identical_sums=True)
 
     def faster(self, nbytes: int, summed: bool = False) -> str:
-        """Return the faster route for so many bytes, interpolated between the sizes."""
+        """Return the faster route for ``nbytes``, interpolated between the sizes."""
         position, sizes = np.log(max(1, nbytes)), np.log(self.sizes)
         seconds = self.sums if summed and self.sums is not None else self.seconds
         return min(seconds, key=lambda route: float(np.interp(position, sizes, np.log(seconds[route]))))
@@ -283,7 +283,6 @@ def _measure(device: Device, transport: Transport, task: Round) -> Rounds[NDArra
 
 
 def _sums_are_identical(device: Device, transport: Transport) -> Rounds[bool]:
-    """Return whether the library's sum of arrays on devices has the same bits on all ranks."""
     group = transport.group
     numbers = np.random.default_rng(group.rank).standard_normal(_COMPARED_ELEMENTS).astype(_SINGLE)
     send, recv = device.to_device(numbers), device.zeros(_COMPARED_ELEMENTS, _SINGLE)
@@ -294,7 +293,7 @@ def _sums_are_identical(device: Device, transport: Transport) -> Rounds[bool]:
 
 
 def mpi_takes_pointers(cupy: Any) -> bool:
-    """Return whether numbers come out of MPI as they went in, through pointers to GPU memory."""
+    """Return whether MPI transfers numbers unchanged through pointers to GPU memory."""
     from mpi4py import MPI  # starts MPI, which only a process with a GPU has to
 
     values = cupy.arange(_SELF_TEST_ELEMENTS, dtype=np.float32)

@@ -74,7 +74,6 @@ class MeasuredPolicy(Policy):
         self._learn(report)
 
     def _learn(self, report: StepReport) -> bool:
-        """Learn seconds from a step; return whether it was learned from, and not only compared."""
         learned = self._selector.on_telemetry(report)
         if learned:
             self.step_times.observe(report)
@@ -143,7 +142,6 @@ class Adaptive(MeasuredPolicy):
         yield from self._selector.start(ladders, shapes, transport)
 
     def _as_chosen(self, level: Compressor) -> Compressor:
-        """Return a compressor that the same collectives carry as a result of `choose`."""
         setting = level.layer_setting
         if not self.by_layer or setting is None:
             return level

@@ -294,10 +294,6 @@ class Auto(MeasuredPolicy):
     def _allow_dense(self) -> None:
         self._allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
 
-    def _fastest_dense(self, bucket: int) -> int:
-        rows = self._dense_rows(bucket)
-        return int(rows[self._selector.seconds(bucket)[rows].argmin()])
-
     def _search_plans(self) -> None:
         self._searched_s = math.nan
         tradeoff = self._tradeoff()
@@ -332,9 +328,9 @@ class Auto(MeasuredPolicy):
         )
 
     def _best_rows(self, tradeoff: PlanTradeoff) -> list[int]:
-        """Return the row to run of every bucket: dense unless others gain enough, and the last ones within a margin."""
         buckets = range(len(self._shapes))
-        dense = [self._fastest_dense(bucket) for bucket in buckets]
+        dense_rows = (self._dense_rows(bucket) for bucket in buckets)
+        dense = [int(rows[self._selector.seconds(bucket)[rows].argmin()]) for bucket, rows in enumerate(dense_rows)]
         selecting = self._selecting()
         best, last = tradeoff.best_over(dense, selecting), [self._selector.row(bucket) for bucket in buckets]
         is_near = tradeoff.cost(last) <= (1 + SWITCH_MARGIN) * tradeoff.cost(best)

@@ -1,8 +1,8 @@
 """The convergence penalty: the share of its steps by which compressed training falls behind a dense run.
 
 An optimizer such as Adam divides by the root of a gradient's mean square. The accumulated gradient of an element that
-is sent seldom comes in bursts, whose mean square is larger, so its steps are smaller for good; and what waits in
-residuals is not applied yet. Both depend on the element: large and noisy ones are sent at once, small ones late. The
+is sent seldom arrives in bursts, whose mean square is larger, so its steps are smaller for good; and residuals are not
+applied yet. Both depend on the element: large and noisy ones are sent at once, small ones late. The
 penalty follows from scales, shares of signal and activity that ranks survey now and then, up to two fitted numbers.
 """
 
@@ -50,8 +50,8 @@ class ElementSurvey:
 
     These are of different batches, so what they have in common on one rank is signal, even if ranks have data of
     different kinds. Two surveys in a row are needed for a product. Elements are classed by their scale, the root of
-    their mean square, relative to that of all: gradients become smaller as training proceeds. What quantizers send, and
-    what waits, is measured by packing runs of neighbours, each quantizer with a separate residual.
+    their mean square, relative to that of all: gradients become smaller as training proceeds. Messages and
+    residuals of quantizers are measured by packing runs of neighbours, each quantizer with a separate residual.
 
     The importance of an element is relative to its parameter: one whose gradients are small, as those of queries and
     keys are, is needed as much as others. A parameter counts with the elements that are active in a step, of which an
@@ -127,11 +127,10 @@ class ElementSurvey:
         return out
 
     def _importance(self) -> Array:
-        """Return the importance of each element; the sum over a parameter is the number of its active elements."""
         scales, none = np.sqrt(self._squares), np.zeros_like(self._squares)
         ratios = np.divide(self._magnitudes, scales, out=none, where=scales > 0)
         activity = np.minimum(1.0, _GAUSSIAN_ACTIVITY * ratios * ratios)
-        gains = activity * scales * np.sqrt(scales)  # the exponent 1.5 is fitted, as the factor of what is lost is
+        gains = activity * scales * np.sqrt(scales)  # the exponent 1.5 is fitted, as is the factor of the loss
         active, total = (np.add.reduceat(values, self._starts) for values in (activity, gains))
         factors = np.divide(active, total, out=np.zeros_like(total), where=total > 0)
         importance: Array = gains * np.repeat(factors, self._counts)
@@ -232,7 +231,7 @@ class ElementStatistics:
     def classes(self) -> ElementClasses:
         """Return the classes that have elements."""
         counts, importance, energies, products, *_ = self._sums[:, self._sums[2] > 0]
-        # Where steps are so long that successive gradients point against each other, these must not come late either.
+        # Where steps overshoot, so that successive gradients point against each other, these must not be late either.
         signals = np.clip(np.abs(products) / energies, _MIN_SIGNAL, 1)
         weights = importance / self._followed * signals
         return ElementClasses(counts / self._followed, np.sqrt(energies / counts), signals, weights)
@@ -303,7 +302,7 @@ def selection_penalties(
     log_kept = np.log((classes.shares / steps).sum(axis=1))[::-1]
     reach = thresholds / scales + _OVERSHOOT * np.sqrt(1 - signals)
     energies = reach * reach / steps
-    delays = np.maximum(0.0, (energies - 1) / (2 * signals))  # what arrives is larger by what had waited
+    delays = np.maximum(0.0, (energies - 1) / (2 * signals))  # a delayed sum includes its residual
     bursts = (energies + (ranks - 1) * signals) / ranks, _joint_bursts(steps, signals, ranks)
     separate, joint = (_penalty(classes, delays, burst if normalises else None, ranks, age) for burst in bursts)
     return np.interp(np.log(ratios), log_kept, separate[::-1]), np.interp(np.log(ratios), log_kept, joint[::-1])
@@ -342,7 +341,7 @@ def delay_penalty(delay: float, signal: float, ranks: int, age: float, normalise
 
 
 def _joint_bursts(steps: Array, signals: Array, ranks: int) -> Array:
-    """Return the mean square, per step, of ranks' mean of what has waited for some steps, over a gradient's."""
+    """Return the mean square, per step, of ranks' mean of sums over ``steps``, relative to a gradient's."""
     bursts: Array = steps * signals + (1 - signals) / ranks
     return bursts
 

@@ -1,4 +1,4 @@
-"""Steps from one exchange to the next, and bits of an element, by what an exchange takes of the steps between."""
+"""Steps from one exchange to the next, and bits of an element, by the share of time that exchanges take."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, User
 from mpicomp.registry import register
 from mpicomp.setting_checks import is_number
 
-_STEPS = 1, 2, 5, 10, 20, 40  # docs/updates.md has what they cost
+_STEPS = 1, 2, 5, 10, 20, 40  # their costs are in docs/updates.md
 _BITS = 1, 2, 4
 _STAY_RATIO = 1.2  # of the share that the last choice may take, so that noise in seconds changes nothing
 
@@ -68,7 +68,7 @@ class Interval(MeasuredPolicy):
         self._pinned = None if settings.collective == "auto" else settings.collective
         bind(self.compressor, self._pinned or fitting(self.compressor)[0])
         self._selector = PlanSelector(self.id, self.feedback, settings.cost)
-        self._chosen = 1, 0  # steps before the next exchange, and the level of what is exchanged after them
+        self._chosen = 1, 0  # steps before the next exchange, and the level of that exchange
         self._reason = "no step was timed yet"
         self._is_due = False
 

@@ -145,10 +145,6 @@ class PlanSelector:
         assert self.cost is not None
         return self._count % self._interval == 0 or bool(self._unknown) or self.cost.network.change_suspected
 
-    def _must_learn(self) -> bool:
-        assert self.cost is not None
-        return bool(self._unknown) or self.cost.network.change_suspected
-
     def share_cost(self, transport: Transport) -> Rounds[CostModel | None]:
         """Return the cost model of all ranks, measured if there is none; None if nothing can be measured. As rounds."""
         predicts = transport.group.size > 1 and transport.probes
@@ -282,7 +278,8 @@ class PlanSelector:
         if not self.measured:
             return False
         assert self.cost is not None
-        if report.step < self._learns_from and not self._must_learn():
+        must_learn = bool(self._unknown) or self.cost.network.change_suspected
+        if report.step < self._learns_from and not must_learn:
             self._compare(report)
             return False
         self.cost.network.time_update()
@@ -317,7 +314,6 @@ class PlanSelector:
         return True
 
     def _compare(self, report: StepReport) -> None:
-        """Compare measured with predicted seconds; an outlier requests telemetry of the next step."""
         for table, plan, (start, end, *_) in zip(self.tables, report.plans, report.latest.tolist(), strict=True):
             assert table.candidates is not None
             if plan.settled:

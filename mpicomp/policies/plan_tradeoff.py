@@ -14,7 +14,7 @@ _PENALTY_BINS = 400  # from 0 to the largest penalty
 _MIN_PROGRESS = 1e-3  # fraction of a step that counts as left at least, so that seconds are finite
 _BUCKET_PENALTY_RATIO = 2.0  # of one bucket's penalty over the largest of all: layers need each other
 # Exponent of the progress of a step. With 1 the seconds to a quality would be least; but most trainings have a fixed
-# number of steps, and end behind dense by what is lost.
+# number of steps, and end behind dense by the loss.
 _CAUTION = 2.0
 _PENALTY_SLACK = 1.1  # factor by which plans that run may exceed the largest penalty
 MIN_GAIN = 0.1  # fraction by which plans have to be better than safer ones: penalties are not exact
@@ -92,7 +92,6 @@ class PlanTradeoff:
 
 
 def _undominated(penalty: Array, seconds: Array, limit: float) -> NDArray[np.int64]:
-    """Return the rows to which no other one is superior in both; at least one of the least penalty."""
     order = np.lexsort((penalty, seconds))
     order = order[penalty[order] <= max(limit, float(penalty.min()))]
     lowest = np.minimum.accumulate(penalty[order])
@@ -174,7 +173,6 @@ def _units(errors: Array, limit: float, bins: int) -> NDArray[np.int64]:
 
 
 def _extend(best: Array, units: NDArray[np.int64], values: Array) -> tuple[Array, NDArray[np.int32]]:
-    """Add a part: return the best value for every sum of errors, and the setting for it."""
     out = np.full(best.size, np.inf)
     chosen = np.zeros(best.size, np.int32)
     for setting, (error, value) in enumerate(zip(units.tolist(), values.tolist(), strict=True)):

@@ -313,7 +313,6 @@ class WarmUp(Policy):
 
 
 def _for_dense(collective: str) -> str:
-    """Return the collective of dense steps: the user's if it carries them, else MPI's."""
     if collective == "auto":
         return collective
     try:

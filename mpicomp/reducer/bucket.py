@@ -126,7 +126,6 @@ class Bucket:
         return list(zip(self.offsets, gradients, strict=True))
 
     def _without_means(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return gradients, copied where they lie in the memory of the sum, as means of the last step do."""
         shares, memory = np.may_share_memory, self._accumulated
         return [
             array.copy() if shares(array, memory) and not self._is_in_place(array, offset) else array

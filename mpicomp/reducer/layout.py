@@ -276,7 +276,6 @@ class Layout:
         return {member.name: part for members in parts for member, part in members}
 
     def _states(self, kind: str) -> dict[str, NDArray[np.floating]]:
-        """Return copies of all arrays of a kind of state by name, shaped, in host memory; waiting ones come last."""
         shapes = {member.name: member.shape for member in self.members or ()}
         held = {name: self._copied(name, item).reshape(shapes[name]) for name, item in self._held(kind).items()}
         empty = {name: np.zeros(shape) for name, shape in shapes.items() if 0 in shape and self._feedback}

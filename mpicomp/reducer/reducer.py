@@ -92,7 +92,7 @@ class Reducer:
     feedback : bool or None
         Whether the part of a gradient that is not sent is kept for the next step. None follows the compressor.
     nonfinite : {"raise", "skip", "pass"}
-        What all ranks do if a gradient holds NaN or infinity on some rank. ``"raise"`` raises `NonFiniteError`;
+        Reaction of all ranks to a gradient with NaN or infinity on some rank. ``"raise"`` raises `NonFiniteError`;
         ``"skip"`` delivers zeros; neither changes residuals. ``"pass"`` delivers the result and keeps it
         out of the residuals.
     comm : mpi4py.MPI.Comm, Transport or None
@@ -496,7 +496,6 @@ class Reducer:
         self.telemetry.note_work(end, waited_s or 0.0, is_applied and not record.agreed)
 
     def _agree(self, step: Step, extra: ExtraExchange) -> Rounds[bool]:
-        """Compare the ranks' arrays, lay out new buckets, and exchange them; False if the step ends here. As rounds."""
         record, layout = step.record, self.layout
         step.begin_again()
         yield from self.telemetry.drop()
@@ -584,7 +583,6 @@ class Reducer:
         return step.scale * self.layout.clip_factor(step.inputs.gradients, step.scale, ranks)
 
     def _absences(self, names: list[str], absent: Collection[str], extra: ExtraExchange) -> Rounds[list[str]]:
-        """Return those of these names that some rank has no gradient for, and note whether some rank is to stop."""
         names = sorted(names)
         flags = [name in absent and not extra.idle for name in names]
         stop, *rows = (yield from self._share([stopping.asked(), *flags])).T

@@ -165,7 +165,6 @@ class Step:
         return run_on_device(bucket.device, exchange)
 
     def _measure(self, bucket: Bucket, accumulated: Accumulated, survey: Survey, done: BucketExchange) -> None:
-        """Survey a bucket, as if it came before the exchange: it is no part of its seconds."""
         timer = self._transport.timer
         with bucket.device.active():
             array, begin = accumulated.array(), timer()
@@ -175,7 +174,6 @@ class Step:
         done.start += seconds
 
     def _release_buffers(self) -> None:
-        """Drop arrays that records hold, as a bucket's plan changes: memory of the last plan is released."""
         for entry in self.log:
             entry.task = entry.task.shape()
         for done in self.done:

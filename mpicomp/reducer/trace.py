@@ -316,7 +316,6 @@ class trace:  # noqa: N801, it reads as a verb: with mpicomp.trace(...)
             self._transport.close()
 
     def _merge(self, clock: float) -> Rounds[None]:
-        """Write the events of all ranks to the file of the first; ``clock`` is the factor of this rank's times."""
         group = self._transport.group
         with contextlib.ExitStack() as stack:
             lines = _lines(stack.enter_context(open(self._part, "rb")), clock)

@@ -27,7 +27,7 @@ from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_least, check_range
 
-_STRIDE = 8  # of a survey: one group of elements in so many
+_STRIDE = 8  # a survey reads one group of elements in eight
 _DROP = 0.5  # a learning rate that falls to this share has dropped; one lowered a little at every step has not
 
 
@@ -171,7 +171,6 @@ class Accordion(Adaptive):
         self._delivered.clear()
 
     def _parts(self, bucket: int) -> tuple[str, ...]:
-        """Return the names of the parts of a bucket; a whole bucket has that of its first layer."""
         names = self._shapes[bucket].names
         return names if self.by_layer else names[:1]
 
@@ -190,7 +189,6 @@ class Accordion(Adaptive):
         self._current.clear()
 
     def _compare(self) -> None:
-        """Compare this period with the one before."""
         before, self._norms = self._norms, {part: total / self._counted for part, total in self._sums.items()}
         self._quiet = {
             part

@@ -40,7 +40,7 @@ _WEIGHTS = (0.6, 0.4)  # weights of seconds and of 1 / gain
 _LED = ("star-topk", "var-topk")  # collectives in which one rank's indices are those of all
 _KINDS = ("allgather", *_LED)  # collectives that carry a sparsifier
 _WINDOW = 5  # steps over which gains are averaged, or as many as there are ranks if that is more
-_STRIDE = 8  # of a survey: one group of elements in so many
+_STRIDE = 8  # a survey reads one group of elements in eight
 _LEAST_GAIN = 1e-9  # smallest gain that is divided by
 
 # Of NSGA-II, as in the published code.
@@ -260,7 +260,6 @@ class Flexible(MeasuredPolicy):
         return self._ramped < self.ramp
 
     def _plan_of_ramp(self, bucket: int) -> Plan:
-        """Return a plan of a larger ratio, by the collective of the largest candidate."""
         ratio = 1 + (self.most - 1) * self._ramped / self.ramp
         option = next(option for option in self._options if option.ratio == self._ratios[-1])
         reason = f"ratio {ratio:.4g}, step {self._ramped} of the ramp"
@@ -280,7 +279,6 @@ class Flexible(MeasuredPolicy):
         return levels
 
     def _by_option(self, table: PlanTable) -> dict[Option, NDArray[np.int64]]:
-        """Return the rows of each option, from the smallest ratio."""
         found: dict[Option, list[int]] = {}
         for row, (level, scheme) in enumerate(zip(table.levels.tolist(), table.schemes, strict=True)):
             option = Option(1.0, "dense")
@@ -297,11 +295,9 @@ class Flexible(MeasuredPolicy):
             self._gain += (gain - self._gain) / min(self._ran, self._window)
 
     def _renew(self) -> None:
-        """Forget the gains of the option that ran."""
         self._ran, self._gain, self._reference = 0, 0.0, None
 
     def _changed(self) -> bool:
-        """Return whether the current option's gain has changed; its first value is the reference."""
         if self._ran < self._window or self._spectral is None:
             return False
         if self._reference is None:
@@ -312,7 +308,6 @@ class Flexible(MeasuredPolicy):
         return abs(self._gain - self._reference) >= self.gain_threshold * self._reference
 
     def _note(self) -> bool:
-        """Record the gain with one rank's indices over the spectrum's; return whether it has changed."""
         option = self._current
         if option is None or option.kind not in _LED or self._ran < self._window:
             return False
@@ -323,7 +318,6 @@ class Flexible(MeasuredPolicy):
         return abs(now - before) >= self.gain_threshold * before
 
     def _solve(self) -> None:
-        """Choose an option by the current state."""
         if self._spectral is None:
             return
         objectives = self.objectives()

@@ -8,7 +8,7 @@ else dense. Every window of steps the next lower ratio becomes the candidate, an
 - where the two highest throughputs, gain over seconds of a step, are within omega of each other, the higher one of
   their ratios becomes the candidate and the search ends: from then on epsilon alone decides.
 
-The gain comes from two compressions on each rank: the gradient at the floor, and what that selects at the candidate.
+The gain comes from two compressions on each rank: of the gradient at the floor, and of that selection at the candidate.
 Here gains of all candidates come from one spectrum in one step of four, and a throughput is the median of a window.
 docs/papers.md has all that differs, also with `GraVAC.as_published`.
 """
@@ -38,12 +38,12 @@ from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice, check_flag, check_least, check_range
 from mpicomp.workspace import Workspace
 
-_STRIDE = 16  # a survey reads one group of elements in so many
+_STRIDE = 16  # a survey reads one group of elements in 16
 _MIN_STEPS = 3  # at a ratio: of fewer, an interrupted one could be the median
 
 
 class LevelsSurvey:
-    """Energies of a bucket, of its selection at the floor, and of what the candidate selects of that."""
+    """Energies of a bucket, of its selection at the floor, and of the candidate's selection from that."""
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
@@ -104,7 +104,7 @@ class GraVAC(Adaptive):
     window : int
         Steps for which a candidate is tried.
     omega : float
-        Relative difference, in [0, 1], below which gains, or throughputs, are alike.
+        Relative difference, in [0, 1], below which gains, or throughputs, are equal.
     epsilon : float
         Least gain, in (0, 1].
     smoothing : float or None
@@ -257,7 +257,6 @@ class GraVAC(Adaptive):
             self._decide(self._gains)
 
     def _candidates(self) -> list[float]:
-        """Return all ratios that may run, descending."""
         ratios, exponent = [self.most], 1
         while ratios[-1] > self.least:
             ratios.append(max(self.most / 2**exponent, self.least))
@@ -265,7 +264,6 @@ class GraVAC(Adaptive):
         return ratios
 
     def _update_gains(self, report: StepReport, choice: _Choice) -> None:
-        """Average the gains of a step, if it was surveyed."""
         if len(report.surveys) < len(self._shapes):
             return
         gains = np.full(len(self._ratios), np.nan)
@@ -292,7 +290,6 @@ class GraVAC(Adaptive):
         self._surveyed = report.step
 
     def _search(self, gains: NDArray[np.float64]) -> None:
-        """Try the next candidate, raise the floor, or end the search."""
         tried = self._candidate
         self._candidate = min(tried + 1, len(self._ratios) - 1)
         if abs(gains[self._floor] - gains[tried]) <= self.omega * gains[self._floor]:
@@ -308,7 +305,6 @@ class GraVAC(Adaptive):
                 self._floor = min(self._floor, self._candidate)
 
     def _decide(self, gains: NDArray[np.float64]) -> None:
-        """Choose the candidate, the floor or dense for the next step."""
         state = "found" if self._ended else "tried"
         for name, level in (("candidate", self._candidate), ("floor", self._floor)):
             if gains[level] >= self.epsilon:

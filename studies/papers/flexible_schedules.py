@@ -14,7 +14,7 @@ SCHEDULES: dict[str, list[tuple[int, float, float]]] = {
     "C2": [(12, _NEAR, 25), (8, 25, 13), (8, _FAR, 1), (8, 25, 13), (14, _NEAR, 25)],
 }
 """Phases: epochs, milliseconds and Gbit/s; what is moderate is not printed, and here between the two."""
-_COMPUTE_S = 0.01  # what the ring's formula leaves of a dense step of the paper's ResNet-18
+_COMPUTE_S = 0.01  # a dense step of the paper's ResNet-18, less the ring's formula
 
 
 def arms(steps: int) -> dict[str, paper_runs.Arm]:
@@ -37,7 +37,7 @@ def arms(steps: int) -> dict[str, paper_runs.Arm]:
 
 
 _PRINTED_TOP1 = {"dense": 90.8, "C1": 89.88, "C2": 90.1}  # ResNet18 on CIFAR100
-_SCALE = 43  # ResNet-18 has so many times the parameters of ResNet-20
+_SCALE = 43  # parameters of ResNet-18 over those of ResNet-20
 
 
 def phases(schedule: str, steps: int) -> list[tuple[str, paper_runs.Link]]:

@@ -66,7 +66,7 @@ class Cell:
     gbps: float
     latency_ms: float
     ratio: float
-    scale: int  # elements and bandwidth are so many times fewer here
+    scale: int  # the paper's elements and bandwidth over those here
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -100,7 +100,7 @@ def formula_ms(cell: Cell, hosts: int) -> dict[str, float]:
 
 
 def _plans(cell: Cell) -> dict[str, tuple[Compressor, str]]:
-    """Return what is timed in a cell: those of the paper send indices of 32 bits."""
+    """Return the plans that a cell times: those of the paper send indices of 32 bits."""
     plain, coded = TopK(ratio=cell.ratio, indices="plain"), TopK(ratio=cell.ratio)
     found = {name: (plain, name) for name in (*PUBLISHED, "var-topk:ring")}
     return {**found, "star-topk": (coded, "star-topk"), "allgather coded": (coded, "allgather")}
@@ -173,7 +173,8 @@ def _show_cells(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> No
     six = []
     for cell, row in timed:
         ms, formula, network = row["ms"], formula_ms(cell, row["hosts"]), _words(cell)
-        printed, place = _printed(cell), RATIOS.index(cell.ratio)
+        printed = PRINTED_VI.get((cell.model, cell.gbps)) if cell.latency_ms == 1 else None
+        place = RATIOS.index(cell.ratio)
         paper = None if printed is None else dict(zip(PUBLISHED, (times[place] for times in printed), strict=True))
         here = {name: ms[name] for name in PUBLISHED}
         rule = min(formula, key=lambda name: formula[name])
@@ -185,7 +186,7 @@ def _show_cells(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> No
         })  # fmt: skip
     notes = [
         f"here: {hosts} hosts of a lab; elements and bandwidth are {scale} times fewer, "
-        "latency is the paper's, so every term of the cost is what it is at full size",
+        "latency is the paper's, so every term of the cost equals that at full size",
         "tree: recursive doubling here, log2(N) rounds of everything; the paper's tree makes twice as many",
         "milliseconds of communication alone; * is the fastest of a row's three",
     ]
@@ -193,17 +194,13 @@ def _show_cells(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> No
         "model": "", "network": "", "ratio": "g", "paper: AG, ring, tree": "", "formula": "",
         "here: AG, ring, tree": "", "same best": "", "rule costs": ".2f", **dict.fromkeys(_OTHERS, ".4g"),
     }, [
-        *notes, "rule costs: time of what the formulas say is best over the fastest of the three",
+        *notes, "rule costs: time of the formulas' choice over the fastest of the three",
         "var-topk:ring has indices of 32 bits too; star-topk (the library's sum) and allgather coded send them coded",
     ])  # fmt: skip
 
 
 def _words(cell: Cell) -> str:
     return f"{cell.gbps:g} Gbit/s, {cell.latency_ms:g} ms"
-
-
-def _printed(cell: Cell) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]] | None:
-    return PRINTED_VI.get((cell.model, cell.gbps)) if cell.latency_ms == 1 else None
 
 
 def _three(ms: Mapping[str, float]) -> str:
@@ -233,8 +230,6 @@ def measure(rows: Rows, arguments: Namespace) -> None:
 
 
 def _in_lab(hosts: int, network: Network, missing: Sequence[Cell], rows: Rows) -> None:
-    """Time cells in one lab; every row is kept as it comes."""
-
     def watch(line: str) -> None:
         if line.startswith("{"):
             row = json.loads(line)

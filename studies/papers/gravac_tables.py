@@ -10,10 +10,10 @@ import paper_runs
 from paper_runs import of_seeds
 from study_rows import Rows
 
-_BASE = "top-k 10x"  # what the paper's speed-ups are over
+_BASE = "top-k 10x"  # the paper's speed-ups are relative to it
 _RATIO = 3.02  # the paper's speed-up of top-k 1000x over 10x on ResNet-101, from which the bandwidth follows
 _PROBE = 8  # steps from which computing is known
-_TIMED = 12  # steps of what is the same in all steps; the first two are left out
+_TIMED = 12  # steps of a static exchange; the first two are left out
 
 _STATIC = {"top-k": "topk", "DGC": "dgc", "RedSync": "redsync", "random-k": "randomk"}
 _LIMITS = {"least": 0.001, "most": 0.1, "epsilon": 0.7}
@@ -66,7 +66,7 @@ PAPER_OF = {"resnet20": 0, "vgg": 1, "text-lstm": 2}
 def train(
     task: str, arm: str, seed: int, ranks: int, steps: int, simulated: paper_runs.Simulated | None = None
 ) -> dict[str, Any]:
-    """Train, on a simulated network or, with what does not depend on it, without one."""
+    """Train, on a simulated network or, where results do not depend on it, without one."""
     row = paper_runs.train(arms(steps)[arm], task, steps, ranks, seed, simulated)
     plans = row.pop("plans")
     thirds = [plans[len(plans) * part // 3 : len(plans) * (part + 1) // 3] for part in range(3)]
@@ -131,14 +131,13 @@ def show(measured: Rows, arguments: Namespace) -> None:
         "processor time",
         *(f"{task}: {bits / 1e6:.3g} Mbit/s, {1e3 * compute_s:.3g} ms of computing"
           for task, bits, compute_s in sorted(networks)),
-        "speed-up: of seconds of as many steps; means over seeds, with the range; steps that are alike are timed once",
+        "speed-up: of seconds of as many steps; means over seeds, with the range; equal steps are timed once",
         "any gain: every factor is taken, as by the gain of the paper's code, which is above 1 at all of them",
         "ratios: mean of each third of the training; windows are a 32nd of it",
     ])  # fmt: skip
 
 
 def _network(probe: Mapping[str, Any]) -> paper_runs.Simulated:
-    """Return that on which the messages of the probe take as long as they do in the paper."""
     link = paper_runs.Link(0.0, 8 * probe["late_wire_bytes"] / ((_RATIO - 1) * probe["compute_s"]))
     return paper_runs.Simulated(lambda step: link, probe["compute_s"])
 

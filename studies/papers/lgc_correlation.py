@@ -1,4 +1,4 @@
-"""What ranks' gradients have in common, LGC's section III: ``python studies/papers/lgc_correlation.py``.
+"""Mutual information of ranks' gradients, LGC's section III: ``python studies/papers/lgc_correlation.py``.
 
 The paper does not print its histograms' bins, on which the result depends. Here 16 bins hold equally many elements of
 an array, so that layers can be compared, and zeros have a bin of their own. An estimate from few elements is too high,
@@ -49,7 +49,7 @@ def _entropy(shares: NDArray[np.float64]) -> float:
 
 
 def train(task: str, ranks: int, seed: int, steps: int, every: int) -> dict[str, Any]:
-    """Train with dense exchange; compare each rank's gradients with the next one's every so many steps."""
+    """Train with dense exchange; every few steps, compare each rank's gradients with the next one's."""
     shared, random = SharedModel(get_task(task, seed), steps), np.random.default_rng(seed)
     found: dict[str, list[tuple[float, ...]]] = {}
     for step in range(steps):
@@ -94,11 +94,11 @@ def show(rows: Rows, arguments: Namespace) -> None:
     columns = {"task": "", "ranks": "d", "seed": "d", "layer": "", "elements": ",d", "correlation": ".3f"}
     columns |= {"information": ".1%", "control": ".1%"}
     notes = ["information: share of the entropy, about 80 % in the paper; control: of arrays that share nothing"]
-    paper_runs.show("What the gradients of two ranks have in common", lines_of(rows.made), columns, notes)
+    paper_runs.show("Mutual information of two ranks' gradients", lines_of(rows.made), columns, notes)
 
 
 STUDY = paper_runs.Study(
-    "lgc_correlation", "Show what ranks' gradients have in common in a dense training.", ("task", "ranks", "seed"),
+    "lgc_correlation", "Show the mutual information of ranks' gradients in dense training.", ("task", "ranks", "seed"),
     measure, show, "digits", 100, 4, 1, 2, options={"--every": (5, "N", "steps between comparisons")},
 )  # fmt: skip
 

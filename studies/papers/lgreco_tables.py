@@ -15,7 +15,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "PowerSGD": ({"id": "powersgd", "rank": 4}, "auto"),
     "QSGD": ({"id": "qsgd", "bits": 4, "rounding": "nearest"}, "two-phase"),
 }
-"""The uniform setting of each, and what carries it."""
+"""The uniform setting of each, and its collective."""
 ALPHAS = (0.5, 1.0, 2.0, 4.0)
 
 

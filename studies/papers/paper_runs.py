@@ -1,4 +1,4 @@
-"""The frame of the papers' tables: options, rows that a later run goes on from, trainings, and how they are printed."""
+"""The frame of the papers' tables: options, rows that a later run continues, trainings, and how they are printed."""
 
 import argparse
 import sys
@@ -88,7 +88,6 @@ class Study:
 
 
 def _read_arms(study: str, text: str | None, known: Sequence[str]) -> list[str]:
-    """Return the exchanges that are named, all if none is."""
     names = list(known) if text is None else [name.strip() for name in text.split(";")]
     for name in names:
         if name not in known:
@@ -139,7 +138,7 @@ class _ComputeClock:
 
 @dataclass(frozen=True)
 class Link:
-    """A network on which a round takes what formulas say."""
+    """A network on which a round takes the seconds of the formulas."""
 
     latency_s: float
     bits: float
@@ -157,7 +156,7 @@ class Simulated:
 
 
 class _Training:
-    """Ranks that are simulated in this process: what is sent and learned is what it would be among others."""
+    """Ranks that are simulated in this process, with the same messages and losses as among processes."""
 
     def __init__(self, arm: Arm, task: Task, steps: int, ranks: int, simulated: Simulated | None) -> None:
         self.arm, self.steps, self.simulated = arm, steps, simulated
@@ -190,10 +189,10 @@ class _Training:
             shared.backward(len(self.lines), rank, ranks)
             self.computed.append(time.thread_time() - start)
             gradients.append(shared.gradients())
-        for end in self.world.transports if self.simulated is not None else ():
-            end.seconds += self.simulated.compute_s
         exchanges = [reducer.rounds(arrays) for reducer, arrays in zip(self.reducers, gradients, strict=True)]
         if self.simulated is not None:
+            for end in self.world.transports:
+                end.seconds += self.simulated.compute_s
             exchanges = [each.counted(exchange) for each, exchange in zip(self.clocks, exchanges, strict=True)]
         shared.set_gradients(self.world.run(exchanges)[0])
         record = self.reducers[0].last_step
@@ -310,7 +309,7 @@ def steps_to(row: Mapping[str, Any], target: float, lower: bool) -> int | None:
 
 
 def bits_for(share: float, compute_s: float, numel: int, ranks: int) -> float:
-    """Return the bandwidth at which dense exchange by a ring takes a share of a step that computes for so long.
+    """Return the bandwidth at which dense exchange by a ring takes a share of a step that computes for ``compute_s``.
 
     >>> bits_for(0.5, 0.1, 1_000_000, 4)
     480000000.0
@@ -319,7 +318,7 @@ def bits_for(share: float, compute_s: float, numel: int, ranks: int) -> float:
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], notes: Sequence[str] = ()) -> None:
-    """Print a table below its title, with what differs between the paper's set-up and this one."""
+    """Print a table below its title, with differences from the paper's set-up."""
     print(f"\n{title}")
     results.show(rows, columns)
     for note in notes:

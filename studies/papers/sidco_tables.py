@@ -25,7 +25,7 @@ PRINTED = {
     "sidco published": "near 1", "sidco here": "near 1", "dgc": "near 1", "gaussiank": "off by orders of magnitude",
     "redsync.binary": "off by orders of magnitude", "redsync.trimmed": "",
 }  # fmt: skip
-"""What the paper shows at a ratio of 0.001; its figures are curves."""
+"""The paper's results at a ratio of 0.001; its figures are curves."""
 _SPEEDUPS = {"dense": 41.7, "topk": 7.6, "dgc": 1.9}  # the paper's largest: SIDCo over these
 _FORMS = ("published", "here")
 
@@ -96,7 +96,7 @@ def _show_estimates(rows: Sequence[Mapping[str, Any]]) -> None:
         "off: factor from 1, geometric mean over data, worst: the largest; published: the switch of that name",
         "the paper's figures are curves over training; its data: ResNet-20, VGG-16, LSTMs, with error feedback",
         "gaussiank and redsync are bounded by 4 k + 1024 elements here, and sidco by an exact top-k where it fails; "
-        "published, an estimate that fails is sent as it is",
+        "published, an estimate that fails is sent uncorrected",
     ])  # fmt: skip
 
 
@@ -133,7 +133,6 @@ def _show_times(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _times(rows: Sequence[Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
-    """Return the time to the worst last quality of all exchanges, which are of one seed, by exchange."""
     lower = task.startswith("text")
     worst = (max if lower else min)(row["curve"][-1][1] for row in rows)
     lines: dict[str, dict[str, Any]] = {}

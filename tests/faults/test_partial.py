@@ -233,7 +233,7 @@ def test_full_disk_is_one_error_and_keeps_the_last_checkpoint(mpiexec, disk):
     assert len(said) == 3, done.stdout
     assert len(set(said)) == 1
     assert "No space left on device" in said[0]
-    assert "Those before are as they were" in said[0]
+    assert "Older ones are unchanged" in said[0]
     assert done.stdout.count("goes on") == 3
     assert [path.name for path in disk.iterdir()] == ["checkpoint-00000001"]
 

@@ -20,7 +20,7 @@ _STRETCH = 4096  # values that an optimizer step looks at
 _DECAY_MEAN = 0.9  # Adam's beta 1
 _DECAY_SQUARE = 0.999  # Adam's beta 2
 _TINY = 1e-8  # Adam's epsilon
-_HALVED = 100  # optimizer steps after which the learning rate is half of what it was at first
+_HALVED = 100  # optimizer steps that halve the learning rate
 
 Layer = tuple[tuple[int, ...], int]
 
@@ -54,9 +54,9 @@ class Autoencoder:
       its rate is ``1 / (1 + n / 100)`` of the first: at a constant one two of three networks of a language model
       diverged later, from an error of 0.24 to 0.77.
     - No rectifier behind the code: codes of either sign can be averaged.
-    - Losses are shares of the energy of what is coded, so that a rate fits small gradients and large ones. The
+    - Losses are shares of the energy of the coded values, so that a rate fits small gradients and large ones. The
       difference of codes is measured against the codes' energy, so that smaller codes are no better ones.
-    - The loss of noise. Error feedback returns to the code what it has lost before, which looks like nothing that it
+    - The loss of noise. Error feedback returns to the code its earlier error, which looks like nothing that it
       was trained on: of noise it kept a hundredth, where a projection keeps a quarter, and residuals grew until they
       hid everything else.
     - An innovation is no channel of the last convolution: the scheme sends exact values there.
@@ -170,7 +170,7 @@ class Autoencoder:
         return errors[0]
 
     def size(self, ranks: int) -> int:
-        """Return the number of weights, with a decoder for each of so many ranks."""
+        """Return the number of weights, with a decoder for each of ``ranks``."""
         return _size(self._encoder) + ranks * _size(self._decoder)
 
     def weights(self) -> NDArray[np.float32]:
@@ -198,7 +198,6 @@ class Autoencoder:
             self._steps, self._source = int(found["steps"]), state
 
     def _begin(self, ranks: int) -> None:
-        """Draw weights of each layer such that its outputs are as large as its inputs."""
         random = np.random.default_rng(self.seed)
         self._weights = np.zeros(self.size(ranks), np.float32)
         self._moments = np.zeros((2, self._weights.size), np.float32)
@@ -217,7 +216,6 @@ class Autoencoder:
         return self._on_device
 
     def _layers(self, flat: Any) -> tuple[list[tuple[Any, Any]], list[list[tuple[Any, Any]]]]:
-        """Return weights and biases of each layer of the encoder, and of each decoder, as views of a flat array."""
         start, width = _size(self._encoder), _size(self._decoder)
         decoders = [_parts(flat[place : place + width], self._decoder) for place in range(start, len(flat), width)]
         return _parts(flat[:start], self._encoder), decoders
@@ -280,7 +278,6 @@ class Autoencoder:
         return error + _SIMILARITY * unlike, error.detach()
 
     def _step(self, gradient: NDArray[np.float32]) -> None:
-        """Make a step of Adam or of plain descent, unless the gradient is not finite."""
         if not np.isfinite(gradient).all():
             return
         self._steps += 1
@@ -311,7 +308,6 @@ def _size(layers: Sequence[Layer]) -> int:
 
 
 def _parts(flat: Any, layers: Sequence[Layer]) -> list[tuple[Any, Any]]:
-    """Return weights and biases of each layer as views of a flat array, which may be torch's."""
     parts, start = [], 0
     for shape, biases in layers:
         middle = start + prod(shape)
@@ -329,7 +325,6 @@ def _move(values: NDArray[np.floating], shift: int, out: NDArray[np.floating]) -
 
 
 def _move_back(places: NDArray[np.floating], shift: int, out: NDArray[np.floating]) -> None:
-    """Undo `_move`."""
     first = min(out.size, places.size - shift)
     out[:first] = places[shift : shift + first]
     out[first:] = places[: out.size - first]

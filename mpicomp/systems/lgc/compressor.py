@@ -1,4 +1,4 @@
-"""The compressor `LGC`: its settings, and which elements of a bucket are sent dense, as they are and in a code."""
+"""The compressor `LGC`: its settings, and which elements of a bucket are sent dense, selected and in a code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ class Part:
     start: int  # in the bucket
     stop: int
     kept: int  # elements sent
-    travels: str  # "dense": all of them; "sparse": the selected ones as they are; "coded": these in a code
+    travels: str  # "dense": all of them; "sparse": the selected ones uncoded; "coded": these in a code
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Selected:
 class LGC(Compressor):
     """The largest values of each layer, at one rank's indices, in a code learned in the run.
 
-    Gradients travel dense for ``dense_steps``; for ``training_steps`` the largest values travel as they are, and one
+    Gradients travel dense for ``dense_steps``; for ``training_steps`` the largest values travel uncoded, and one
     rank learns the code from them, which it broadcasts at the end; from then on they travel in that code, a quarter as
     long. A layer is all parameters whose names differ only behind the last dot. A bucket with too few values for a code
-    stays in the second phase, and its record says so.
+    stays in the second phase, which its record shows.
 
     Parameters
     ----------
@@ -88,13 +88,13 @@ class LGC(Compressor):
         parameters.
     instance : {"ring", "server"}
         ``"ring"``: the mean of all ranks' codes is decoded. ``"server"``: one rank's code is decoded for each rank, and
-        innovations travel as they are. Neither needs a server.
+        innovations travel uncoded. Neither needs a server.
     dense_steps, training_steps : int
         Length of the first and the second phase.
     error : {"decoded", "selected"}
-        What the residual keeps of selected values: what the code has lost (``"decoded"``), or nothing, as in the paper.
+        Residual of selected values: the code's error (``"decoded"``), or nothing, as in the paper.
     innovation : float
-        In (0, 1]: share of the selected values that travels as it is with ``instance="server"``.
+        In (0, 1]: share of the selected values that travels uncoded with ``instance="server"``.
     signs : bool
         Whether the signs of the leading rank's values travel with its indices, a bit each, and values are coded
         relative to them.
@@ -225,7 +225,6 @@ class LGC(Compressor):
         return replace(made, exceptions=exceptions, parts=tuple(parts))
 
     def _exceptions_of(self, model: Mapping[str, int]) -> tuple[str | None, str | None]:
-        """Return the names of the layers of a model that travel dense, and sparse."""
         layers = _layers(list(model), list(model.values()))
         if not self.backward:
             layers.reverse()

@@ -46,8 +46,8 @@ class _BucketMemory:
     steps: int = 0  # successful exchanges so far
     learned: dict[str, Any] | None = None  # on the trainer in the second phase: the state of the code
     weights: NDArray[np.float32] | None = None  # of the code, once all ranks have them
-    # Squared error of what was decoded in the last step, over the energy of what was to be decoded, as this rank knows
-    # it: 1 is that of zeros. None before, and on ranks that do not learn
+    # Squared error of the values decoded in the last step, over the energy of the exact ones, as this rank knows it:
+    # 1 is that of zeros. None before, and on ranks that do not learn
     error: float | None = None
 
     @classmethod
@@ -150,7 +150,6 @@ class Learned(Scheme[LGC]):
         return result
 
     def _key(self, selected: Selected, context: Context) -> str:
-        """Return the identity of a code, which its state belongs to."""
         compressor = self.compressor
         kind: tuple[Any, ...] = (compressor.instance, compressor.encoder, compressor.decoder)
         if compressor.instance == "server":
@@ -166,7 +165,6 @@ class Learned(Scheme[LGC]):
     def _exchange_values(
         self, selected: Selected, accumulated: Accumulated, context: Context
     ) -> Rounds[tuple[Result, NDArray[np.floating]]]:
-        """Average the values at one rank's indices or the largest of each rank; return this rank's, too."""
         if self.compressor.published:
             result = yield from Allgather(_local_largest(selected)).exchange(accumulated, context)
             if isinstance(result.sent, Selection):
@@ -197,7 +195,6 @@ class Learned(Scheme[LGC]):
         return error
 
     def _share(self, code: Autoencoder, memory: _BucketMemory, context: Context) -> Rounds[None]:
-        """Broadcast the weights to ranks that have none, and load them into the code."""
         if memory.weights is None:
             task = self._weights_round(code, context.group)
             if context.group.rank == _TRAINER:
@@ -219,7 +216,6 @@ class Learned(Scheme[LGC]):
 
 
 def _local_largest(selected: Selected) -> TopK:
-    """Return what selects the largest values of each layer, and all of dense layers: the second phase as published."""
     return replace(TopK(), parts=tuple((part.stop - part.start, part.kept) for part in selected.parts))
 
 

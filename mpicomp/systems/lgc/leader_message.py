@@ -187,12 +187,10 @@ def _write(
 
 
 def _is_plain(lead: LeaderMessage) -> bool:
-    """Return whether indices travel without a code."""
     return compact(lead.selected.indices, lead.numel) == "plain"
 
 
 def _with_dense(selected: Selected, indices: NDArray[np.uint32], workspace: Workspace) -> NDArray[np.uint32]:
-    """Return the indices of all elements that are sent: those of dense parts are known."""
     if selected.count == selected.indices:
         return indices
     listed: NDArray[np.uint32] = workspace.array("listed", selected.count, np.uint32)
@@ -215,6 +213,5 @@ def _on_device(start: int, stop: int) -> NDArray[np.uint32]:
 def _gathered(
     listed: NDArray[np.uint32], accumulated: Accumulated, workspace: Workspace
 ) -> tuple[NDArray[np.floating], bool]:
-    """Return the values at some indices, and whether all of these are in the array: a flag on the device."""
     values: NDArray[np.floating] = workspace.array("listed.values", listed.size, accumulated.dtype)
     return values, kernels.gather(accumulated.array(), listed, values)

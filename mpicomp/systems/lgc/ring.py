@@ -103,7 +103,7 @@ class CodeRing:
                 np.multiply(results, dtype.type(factor), out=out[coded])
             out[: coded.start] = total[length : length + coded.start]
             out[coded.stop :] = total[length + coded.start : end]
-        # What each rank has sent, and its residual, are finite with these energies; all ranks find the same.
+        # Each rank's values and residual are finite with these energies, which all ranks know.
         finite = all(far_from_largest(energy, dtype) for energy in energies.tolist())
         [mean_finite] = to_python(np.isfinite(mean).all())
         result = Result(
@@ -115,7 +115,7 @@ class CodeRing:
             nonfinite=summed.nonfinite or not finite or not mean_finite,
             stale=summed.stale,
         )
-        return result, 1 - gain_of(missed, coded_energy)  # of this rank's share in what is decoded
+        return result, 1 - gain_of(missed, coded_energy)  # of this rank's share in the decoded values
 
     def _lead(self, numel: int) -> LeaderMessage:
         selected = self._compressor.selected(numel)

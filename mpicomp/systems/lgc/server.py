@@ -39,7 +39,7 @@ class CodeServer:
 
     A bcast of one rank's indices, of the divisors of values, and of its code; every rank decodes it with each rank's
     decoder. Then an allgatherv of each rank's factor for its decoded values, its uncoded values, and its innovation:
-    the exact values at which decoding is most wrong. So all ranks know what each one has sent, and average that.
+    the exact values at which decoding is most wrong. So all ranks know each one's sent values, and average them.
     """
 
     def __init__(self, compressor: LGC, code: Autoencoder) -> None:
@@ -95,7 +95,7 @@ class CodeServer:
             if rank == group.rank:
                 sent[:] = values
             flags, energy, lost = flags | parsed.flags, energy + parsed.energy, lost + parsed.lost
-            # What a rank has sent, and its residual, are finite with these; all ranks come to the same result.
+            # A rank's values and residual are finite with these energies; all ranks find the same result.
             flags |= NONFINITE * (not far_from_largest(parsed.energy + parsed.lost, dtype))
         check_undamaged("learned", flags, None)
         if unread is not None:
@@ -130,7 +130,6 @@ class CodeServer:
         context: Context,
         message: NDArray[np.uint8],
     ) -> tuple[float, float]:
-        """Write this rank's message; return the energy of its coded values that is not sent, and of all of them."""
         workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
         values = received.values[coded]
         missed = workspace.array("missed", values.size, dtype)
@@ -176,7 +175,6 @@ class CodeServer:
     def _cut(
         self, lead: LeaderMessage, message: NDArray[np.uint8], dtype: np.dtype[Any]
     ) -> tuple[NDArray[np.float64], NDArray[np.floating], NDArray[np.uint8]]:
-        """Return the factor, the uncoded values and the innovation's message, as views of a rank's message."""
         middle = _FACTOR + _uncoded_bytes(lead, dtype)
         uncoded = message[_FACTOR:middle].view(dtype)[: lead.selected.count - lead.selected.coded_count]
         return message[:_FACTOR].view(np.float64), uncoded, message[middle:]

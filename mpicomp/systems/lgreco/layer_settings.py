@@ -22,7 +22,7 @@ from mpicomp.policies.ratio_levels import ladder
 from mpicomp.policies.surveys import WHOLE, Spectra, SpectrumSurvey, Survey
 from mpicomp.workspace import Workspace
 
-_STRIDE = 8  # a survey of selections or bits reads one group of elements in so many
+_STRIDE = 8  # a survey of selections or bits reads one group of elements in eight
 _STRETCH = 256  # elements that are packed at a time if a grid is one of a whole array
 _EXTRA_DIRECTIONS = 4  # that make the requested ones more exact
 _ITERATIONS = 3  # of a subspace iteration
@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 
 
 class Table(ABC):
-    """Layers of one bucket that can have different settings; errors are L2 norms of what ranks leave out.
+    """Layers of one bucket that can have different settings; errors are L2 norms of the elements that are not sent.
 
     ``base`` is a compressor with one setting for all layers, or one for each.
     """
@@ -375,7 +375,6 @@ class SumSurvey:
 
 
 def _split(survey: Array, parts: Sequence[NDArray[Any]]) -> list[Array]:
-    """Cut a survey into parts that are as long as these."""
     return np.split(survey, np.cumsum([part.size for part in parts])[:-1])
 
 

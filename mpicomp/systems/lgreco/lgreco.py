@@ -266,7 +266,6 @@ class LGreCo(Adaptive):
         return _RATIO_SPAN if self.compressor.layer_setting == "ratio" else _SPAN * (1 if self._inner is None else 2)
 
     def _solve(self) -> None:
-        """Choose settings of all layers that are compressed."""
         self._solved = list(self._bases)
         self._plans = [None] * len(self._tables)
         uniform: dict[str, Any] = {}
@@ -291,11 +290,9 @@ class LGreCo(Adaptive):
         self._reason = f"layers at {share:.2f} of the bytes of the same setting for all"
 
     def _compressed(self) -> list[tuple[Table, Compressor]]:
-        """Return the tables of buckets that are compressed, and the compressors whose error is the limit."""
         return [(table, base) for table, base in zip(self._tables, self._bases, strict=True) if base is not None]
 
     def _nbytes(self, settings: Mapping[str, Any]) -> float:
-        """Return the bytes of all buckets' messages."""
         return sum(
             table.nbytes([settings[name] for name in table.settings_of(base)], base)
             for table, base in self._compressed()
