@@ -110,6 +110,23 @@ def test_state_of_another_step_is_one_error(comm, compressor, collective, runnin
 
 
 @pytest.mark.mpi(max_size=3)
+def test_all_ranks_go_back_to_an_earlier_step(comm):
+    reducer = mpicomp.Reducer({"id": "randomk", "ratio": 0.1}, "ring", comm=comm)
+
+    def step(number):
+        gradient = np.random.default_rng([comm.rank, number]).normal(size=3000).astype(np.float32)
+        return reducer.reduce({"w": gradient})["w"].tobytes(), reducer.residual("w").tobytes()
+
+    step(0)
+    state = reducer.state_dict()
+    before = [step(number) for number in (1, 2)]
+    reducer.load_state_dict(state)
+    assert reducer.state_dict()["step"] == 1
+    assert [step(number) for number in (1, 2)] == before
+    reducer.close()
+
+
+@pytest.mark.mpi(max_size=3)
 def test_state_without_a_step_loads_nothing(comm):
     reducer = mpicomp.Reducer({"id": "topk", "ratio": 0.1}, comm=comm)
     still_works(comm, reducer)

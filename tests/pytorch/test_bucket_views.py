@@ -5,7 +5,7 @@ import pytest
 import torch
 from held_arrays import held_bytes
 from marks import slow
-from replicas import Pair, assert_equal, assert_replicas, descent, distribute, network, square, train
+from replicas import Pair, assert_equal, assert_replicas, batch, descent, distribute, network, square, train
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
@@ -71,6 +71,41 @@ def test_gradients_that_are_kept_accumulated_and_clipped(comm):
         pair.reference.step(lambda model, step, rank: 2 * square(model, step, rank), step, clip)
     assert all(are_views(pair.model, pair.optimizer))
     pair.check()
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize("form", ["parameters", "autocast"])
+def test_views_change_no_bit_in_16_bits(comm, form):
+    """bfloat16 parameters, or autocast with a scaler and an overflow: two passes a step, means clipped."""
+    models, found, casts = (network(), network()), [], form == "autocast"
+    for model, views in zip(models, (False, True), strict=True):
+        model.to(torch.float32 if casts else torch.bfloat16)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=casts)
+        settings = {"overlap": None, "gradient_as_bucket_view": views} | ({"scaler": scaler} if casts else {})
+        optimizer = distribute(model, comm, descent(model), *KINDS[0], **settings)
+
+        def backward(number, factor=1, model=model, scaler=scaler):
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                loss = model(batch(number, comm.rank).to(model[0].weight.dtype)).float().square().mean()
+            scaler.scale(loss * factor).backward()
+
+        for step in range(6):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                backward(2 * step)
+            backward(2 * step + 1, torch.inf if casts and (step, comm.rank) == (3, 0) else 1)
+            if casts:
+                scaler.unscale_(optimizer)
+            else:
+                optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == (2.0**7 if casts else 1.0)
+        found.append([optimizer.reducer.layout.gradient(name) is not None for name, _ in model.named_parameters()])
+    assert found == [6 * [False], 6 * [casts]]  # those of 16 bits stay torch's
+    assert_equal(*models)
+    assert not torch.equal(models[0][0].weight, network()[0].weight.to(models[0][0].weight.dtype))
 
 
 @pytest.mark.mpi(max_size=2)

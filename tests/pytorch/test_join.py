@@ -121,21 +121,55 @@ def test_changed_means_reach_idle_ranks(comm, make, change):
 
 
 @pytest.mark.mpi(max_size=3)
-def test_settings_of_active_ranks_reach_idle_ones(comm):
-    """A rate that is changed between the mean and the step."""
+@pytest.mark.parametrize("place", ["before forward", "before the step", "after the step"])
+def test_changed_learning_rates_reach_idle_ranks(comm, place):
     pair = UnevenPair(comm, overlap=True)
     [group] = pair.optimizer.param_groups
 
+    def rate(step):
+        return 0.1 / (1 + step % 3)
+
     def body(step):
+        if place == "before forward":
+            group["lr"] = rate(step)
         pair.backward(step)
-        pair.optimizer.synchronize()
-        group["lr"] = 0.1 / (1 + step)
+        if place == "before the step":
+            pair.optimizer.synchronize()
+            group["lr"] = rate(step)
         pair.optimizer.step()
+        if place == "after the step":
+            group["lr"] = rate(step + 1)
 
     pair.join(body=body)
     steps = iter(range(100))
-    pair.follow(lambda _: pair.reference.optimizer.param_groups[0].update(lr=0.1 / (1 + next(steps))))
+    pair.follow(lambda _: pair.reference.optimizer.param_groups[0].update(lr=rate(next(steps))))
     pair.check()
+
+
+@pytest.mark.mpi(max_size=3)
+def test_accumulation_ends_with_a_window_that_is_not_full(comm):
+    pair = UnevenPair(comm, overlap=True)
+    optimizer = pair.optimizer
+
+    def loss(model, step, rank):
+        return [square(model, 3 * step + part, rank) for part in range(3)]
+
+    with optimizer.join():
+        for step in range(pair.batches[comm.rank]):
+            optimizer.zero_grad()
+            *first, last = loss(pair.model, step, comm.rank)
+            with optimizer.accumulate():
+                for part in first:
+                    part.backward()
+            last.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        with optimizer.accumulate():  # the window continues after the context
+            square(pair.model, 99, comm.rank).backward()
+        left = [parameter.grad.clone() for parameter in pair.model.parameters()]
+    pair.follow(loss=loss)
+    pair.check()
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(pair.model.parameters(), left, strict=True))
 
 
 @pytest.mark.mpi(max_size=3)

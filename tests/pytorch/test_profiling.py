@@ -1,6 +1,8 @@
 """torch's profiler and NVTX show the phases of an exchange, and nothing is begun while nobody looks."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -70,3 +72,25 @@ def test_what_has_begun_is_ended_where_an_exchange_fails(monkeypatch):
     with pytest.raises(RuntimeError, match="the network"):
         rounds.throw(RuntimeError("the network"))
     assert calls == [word for phase in PHASES[:2] for word in (f"mpicomp::{phase}", f"end of mpicomp::{phase}")]
+
+
+def test_nvtx_receives_ranges_where_a_tool_collects_them(tmp_path, clean_environ):
+    """The package nvtx, here a stand-in, receives the ranges for Nsight."""
+    (tmp_path / "nvtx.py").write_text(
+        "calls = []\npush_range = calls.append\npop_range = lambda: calls.append('end')\n"
+    )
+    code = f"""if True:
+        import sys; sys.path.insert(0, {str(tmp_path)!r})
+        import nvtx, numpy as np, mpicomp
+        from mpicomp.mpi import LocalWorld
+        reducer = mpicomp.Reducer("topk", "allgather", comm=LocalWorld(1).transports[0])
+        reducer.reduce({{"w": np.ones(10, np.float32)}})
+        print(*nvtx.calls)"""
+    found = []
+    for tool in ({"NVTX_INJECTION64_PATH": "/nowhere"}, {}):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=clean_environ | tool, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.split())
+    assert found == [[word for phase in PHASES for word in (f"mpicomp::{phase}", "end")], []]

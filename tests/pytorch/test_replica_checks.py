@@ -124,6 +124,18 @@ def test_states_that_differ_after_a_load_are_refused(comm, lost):
         step(model, optimizer, 2, comm.rank)
 
 
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_lost_momenta_show_in_parameters_soon(comm):
+    model = network()
+    optimizer = distribute(model, comm)
+    for number in range(16):
+        step(model, optimizer, number, comm.rank)
+        if number == 10 and comm.rank:
+            optimizer.state.clear()
+    with pytest.raises(DisagreementError, match="replicas have drifted"):
+        step(model, optimizer, 16, comm.rank)
+
+
 @pytest.mark.mpi(max_size=3)
 @each_wrapper
 @pytest.mark.parametrize(("same", "flag"), [(True, False), (True, True), (False, False)])

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from replicas import adam, network, sgd, square
+from replicas import adam, descent, network, sgd, square
 from sharded_models import Hybrid, TwoReplicas, assert_alike, shards
 
 import mpicomp
@@ -105,3 +105,36 @@ def test_norm_for_clipping_is_of_the_whole_model(comm, order):
             clip_grad_norm_(hybrid.optimizer, 0)
         with pytest.raises(ConfigurationError, match="DistributedOptimizer is needed, got SGD"):
             clip_grad_norm_(sgd(network()), 1.0)
+
+
+def test_changes_are_of_replicas_with_batches(comm):
+    """One replica has more batches than the other, as have both of its ranks."""
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, make=descent, wrap=UpdateOptimizer)
+        with hybrid.optimizer.join():
+            for step in range(2 + 2 * (comm.rank // 2)):
+                hybrid.backward(step)
+                hybrid.optimizer.step()
+        for step in range(4):
+            hybrid.reference.step(square, step, ranks=range(4) if step < 2 else (2, 3))
+        hybrid.check()
+
+
+def test_overflow_in_one_shard_skips_steps_of_its_replica(comm):
+    """Both ranks of the replica skip the step and scale down; the changes of the other one count by half."""
+    with shards(comm) as mesh:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        hybrid = Hybrid(comm, mesh, make=descent, wrap=UpdateOptimizer)
+        before = {name: p.detach().clone() for name, p in hybrid.reference.model.named_parameters()}
+        hybrid.optimizer.zero_grad()
+        scaler.scale(square(hybrid.model, 0, comm.rank)).backward()
+        if comm.rank == 1:
+            hybrid.model[0].weight.grad.to_local()[0, 0] = math.inf
+        scaler.step(hybrid.optimizer)
+        scaler.update()
+        hybrid.reference.step(square, 0, ranks=(2, 3))
+        with torch.no_grad():
+            for name, parameter in hybrid.reference.model.named_parameters():
+                parameter.add_(before[name]).div_(2)
+        hybrid.check()
+        assert comm.allgather(scaler.get_scale()) == [4.0, 4.0, 8.0, 8.0]

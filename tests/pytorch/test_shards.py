@@ -1,5 +1,7 @@
 """Shards of `fully_shard` are exchanged between replicas as whole parameters are between ranks."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
+from mpicomp.mpi.channel import Channel
 from mpicomp.torch.shards import local_of
 
 pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
@@ -203,6 +206,22 @@ def test_bytes_between_hosts_are_those_of_the_shard(comm):
             assert record.overhead_bytes == 0
 
 
+def test_groups_of_replicas_may_run_different_plans(comm):
+    """One sends its largest elements and the other all; both clip by one norm, and replicas stay equal."""
+    with shards(comm) as mesh:
+        sparse = mesh.get_local_rank() == 0
+        settings = {"compressor": mpicomp.TopK(ratio=0.1), "collective": "allgather", "warmup": 0} if sparse else {}
+        hybrid = Hybrid(comm, mesh, overlap=True, **settings)
+        for step in range(4):
+            hybrid.backward(step)
+            norm = mpicomp.torch.clip_grad_norm_(hybrid.optimizer, 0.5)
+            assert len(set(comm.allgather(norm))) == 1
+            hybrid.optimizer.step()
+        record = hybrid.optimizer.reducer.last_step
+        assert {bucket.compressor["id"] for bucket in record.buckets} == {"topk" if sparse else "dense"}
+        assert_alike(hybrid.model, hybrid.replicas)
+
+
 def spoil(model, value=torch.nan):
     """Write to one element of the first shard's gradient."""
     gradient = model[2].weight.grad.to_local()
@@ -236,6 +255,24 @@ def test_all_shards_skip_what_one_of_them_cannot_apply(comm, policy):
             assert hybrid.optimizer.reducer.last_step.skipped
         assert state_of(hybrid) == before
         hybrid.run(range(3, 5))
+        assert_alike(hybrid.model, hybrid.replicas)
+
+
+def test_overflow_of_one_shard_skips_the_step_of_all(comm):
+    with shards(comm) as mesh:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        settings = {"compressor": mpicomp.TopK(ratio=0.1), "collective": "allgather", "warmup": 0, "overlap": False}
+        hybrid = Hybrid(comm, mesh, scaler=scaler, **settings)
+        for step in range(4):
+            hybrid.optimizer.zero_grad()
+            scaler.scale(square(hybrid.model, step, comm.rank)).backward()
+            before = state_of(hybrid)
+            if step == 2 and comm.rank >= 2:
+                spoil(hybrid.model, torch.inf)
+            scaler.step(hybrid.optimizer)
+            scaler.update()
+            assert (state_of(hybrid) == before) == (step == 2)
+        assert set(comm.allgather(scaler.get_scale())) == {4.0}
         assert_alike(hybrid.model, hybrid.replicas)
 
 
@@ -310,3 +347,32 @@ def test_states_of_replicas_become_the_first_ones(comm):
             ConfigurationError, match=r"sharded as their parameter or not at all, got one that is a DTensor"
         ):
             mpicomp.torch.broadcast_optimizer_state(optimizer, comm=replicas)
+
+
+@pytest.mark.timeout(120)
+def test_late_ranks_block_no_others(comm, monkeypatch):
+    """Ranks are late at random at FSDP's collectives inside a replica (gloo), and at rounds between replicas (MPI)."""
+    random, late = np.random.default_rng(comm.rank), []
+
+    def delayed(function):
+        def call(*arguments, **settings):
+            if random.random() < 0.2:
+                late.append(random.random() * 0.005)
+                time.sleep(late[-1])
+            return function(*arguments, **settings)
+
+        return call
+
+    for where, name in (
+        (torch.distributed, "reduce_scatter_single"),
+        (torch.distributed, "all_gather_single"),
+        (Channel, "start"),
+        (Channel, "perform"),
+    ):
+        monkeypatch.setattr(where, name, delayed(getattr(where, name)))
+    with shards(comm) as mesh:
+        hybrid = Hybrid(comm, mesh, overlap=True, bucket_bytes=64)
+        hybrid.run(range(50))
+        assert hybrid.optimizer.overlaps
+        assert len(late) > 100
+        hybrid.check(most=1e-5)

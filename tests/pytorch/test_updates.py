@@ -7,8 +7,9 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from local_replicas import ByHand, Updates, adam, bits, loss_of, network, sgd
+from local_replicas import ByHand, Updates, adam, bits, exchanges_of, loss_of, network, sgd
 from marks import slow
+from networks import Link
 
 import mpicomp
 from mpicomp.compressors import compressor_class
@@ -72,6 +73,18 @@ def test_every_compressor_leaves_the_same_bits(name, size):
         assert ranks.same()
     assert np.isfinite(ranks.values()[0]).all()
     assert (ranks.values()[0] != start).any()
+
+
+@pytest.mark.parametrize(("rate", "compute_s", "pays"), [(2e6, 0.01, True), (1e10, 0.1, False)])
+def test_steps_to_an_exchange_are_chosen_where_they_pay(rate, compute_s, pays):
+    def make(model, end):
+        return mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), sync_every="auto", comm=end)
+
+    exchanges = exchanges_of(make, torch.nn.Linear(64, 64, bias=False), Link(50e-6, rate), compute_s, 240)
+    steps = [steps for steps, _ in exchanges]
+    assert steps[0] == 1  # until something is known
+    assert (steps[-1] > 1) == pays
+    assert pays or set(steps) == {1}
 
 
 @pytest.mark.parametrize(
