@@ -193,30 +193,25 @@ GradientInput = tuple[Mapping[str, Any], Collection[str]]
 """Arrays by name, and the names that stand for no gradient; see `mpicomp.Reducer.reduce`."""
 
 
-class ExtraExchange:
-    """Exchanges of a step outside its buckets, such as comparisons of replicas; by default there are none."""
+class Checks:
+    """Agreements of ranks that a caller adds to a step, such as comparisons of replicas; by default there are none."""
 
     stale = False  # whether ranks must compare arrays and settings in this step, for a reason that arrays do not show
     idle = False  # whether this rank has no gradients: its arrays are absent, and do not become conditional for that
-    has_shards = False  # whether other reducers have other shards of the same model, which `agree_finite` asks
     frozen = False  # whether some rank is idle, the same on all ranks: policies then keep their plans and learn nothing
 
-    def agree(self, gradients: GradientInput) -> Rounds[GradientInput | None]:
-        """Compare state of the caller; return the gradients to reduce, or None to end the step. As rounds."""
-        return gradients
+    def agree(self, given: GradientInput) -> Rounds[GradientInput | None]:
+        """Compare the caller's state; return the gradients to reduce, or None to end the step. As rounds."""
+        return given
         yield
 
-    def exchange(self) -> Rounds[bool]:
-        """Exchange gradients outside buckets; return whether they are finite, the same on all ranks. As rounds."""
-        return True
+    def finish(self, finite: bool) -> Rounds[bool]:
+        """Check the step after its exchanges; return whether it is finite, the same on all ranks. As rounds."""
+        return finite
         yield
-
-    def agree_finite(self, finite: bool) -> bool:
-        """Return whether all shards of a model are finite. Collective over their reducers."""
-        raise NotImplementedError
 
     def restart(self) -> None:
         """Forget what this rank has counted and begun: at a death ranks leave a step at different places."""
 
 
-NO_EXTRA: ExtraExchange = ExtraExchange()
+NO_CHECKS = Checks()

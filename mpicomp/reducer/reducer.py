@@ -32,8 +32,8 @@ from mpicomp.mpi.transport import RoundLog
 from mpicomp.policies import BucketOutcome, Plan, Policy, StepReport, UserSettings
 from mpicomp.reducer import trace
 from mpicomp.reducer.agreement import (
-    NO_EXTRA,
-    ExtraExchange,
+    NO_CHECKS,
+    Checks,
     LoadedState,
     Signature,
     agree,
@@ -254,7 +254,7 @@ class Reducer:
         absent: Collection[str] = (),
         scale: float = 1.0,
         finite: bool = True,
-        extra: ExtraExchange = NO_EXTRA,
+        checks: Checks = NO_CHECKS,
     ) -> dict[str, Any]:
         """Average gradients over the ranks.
 
@@ -275,8 +275,8 @@ class Reducer:
             scaled gradients.
         finite : bool
             False if another part of this step is not finite, on all ranks; treated as if a gradient were not.
-        extra : ExtraExchange
-            Exchanges that belong to this step but to no bucket; see `mpicomp.reducer.agreement.ExtraExchange`.
+        checks : Checks
+            What ranks compare in this step besides gradients; see `mpicomp.reducer.agreement.Checks`.
 
         Returns
         -------
@@ -293,7 +293,7 @@ class Reducer:
         ClosedError
             After `close`.
         """
-        rounds = self.rounds(gradients, lr, absent=absent, scale=scale, finite=finite, extra=extra)
+        rounds = self.rounds(gradients, lr, absent=absent, scale=scale, finite=finite, checks=checks)
         means: dict[str, Any] = self.transport.run(rounds)
         return means
 
@@ -305,7 +305,7 @@ class Reducer:
         absent: Collection[str] = (),
         scale: float = 1.0,
         finite: bool = True,
-        extra: ExtraExchange = NO_EXTRA,
+        checks: Checks = NO_CHECKS,
     ) -> Rounds[Any]:
         """Do what `reduce` does as a generator of rounds, for ranks of a `mpicomp.mpi.LocalWorld`."""
         if self._closed:
@@ -318,14 +318,14 @@ class Reducer:
                 try:
                     if self.failed is not None or self._generation != transport.generation:
                         yield from self._continue_without_dead(self.failed)
-                        extra.restart()
-                    step = self.begin_step(scale, extra)
+                        checks.restart()
+                    step = self.begin_step(scale, checks)
                     try:
-                        self.pass_gradients(step, gradients, absent, lr, extra)
+                        self.pass_gradients(step, gradients, absent, lr)
                         if self.layout.buckets:
                             yield from self.choose(step, step.log)
                             yield from self._exchange_all(step, begin)
-                        return (yield from self.commit(step, finite, extra))
+                        return (yield from self.commit(step, finite))
                     except RankFailedError:
                         step.undo()
                         raise
@@ -338,16 +338,14 @@ class Reducer:
         finally:
             transport.user = user
 
-    def begin_step(self, scale: float, extra: ExtraExchange) -> Step:
+    def begin_step(self, scale: float, checks: Checks) -> Step:
         """Return a new step; see `Stream`."""
         log = self.transport.log
         if log is None:  # another reducer has used this transport, and was closed
             log = self.transport.log = []
-        return Step(self.count, self.layout, self.transport, self.seed, scale, extra.frozen, log, self.last_step)
+        return Step(self.count, self.layout, self.transport, self.seed, scale, checks, log, self.last_step)
 
-    def pass_gradients(
-        self, step: Step, gradients: Mapping[str, Any], absent: Collection[str], lr: Any, extra: ExtraExchange
-    ) -> None:
+    def pass_gradients(self, step: Step, gradients: Mapping[str, Any], absent: Collection[str], lr: Any) -> None:
         """Check the gradients of this rank, which asks all ranks to agree if something is new or wrong."""
         layout = self.layout
         if lr is not None:
@@ -356,11 +354,11 @@ class Reducer:
             except MpicompError as error:
                 step.argument_problem = error
         step.inputs = inputs = layout.look(gradients, absent, step.argument_problem)
-        known = inputs.buckets is None and (not absent or extra.idle or set(absent) <= set(layout.conditional))
+        known = inputs.buckets is None and (not absent or step.checks.idle or set(absent) <= set(layout.conditional))
         step.must_agree = (
             inputs.problem is not None
             or not known
-            or extra.stale
+            or step.checks.stale
             or self.loaded is not None
             or self.must_check_ranks
             or (not self.stop and stopping.asked())
@@ -390,16 +388,16 @@ class Reducer:
         step.plans = self.plans if is_frozen else list(map(planner.plan, numbers))
         step.surveys = [None] * len(buckets) if step.frozen else list(map(planner.survey, numbers))
 
-    def commit(self, step: Step, finite: bool, extra: ExtraExchange) -> Rounds[dict[str, Any]]:
+    def commit(self, step: Step, finite: bool) -> Rounds[dict[str, Any]]:
         """Keep the step or undo it, the same on all ranks, and return the means; none if it was ended. As rounds."""
         record, layout, transport = step.record, self.layout, self.transport
         stale = step.stale or not layout.buckets  # without buckets no message could have carried the flag
         while stale:
-            if not (yield from self._agree(step, extra)):
+            if not (yield from self._agree(step)):
                 return {}
             stale = step.stale
-        if extra is not NO_EXTRA or step.nonfinite:
-            finite = yield from self._agree_finite(step, finite, extra)
+        if step.checks is not NO_CHECKS or step.nonfinite:
+            finite = yield from self._finish_checks(step, finite)
         unused: Collection[str] = ()
         if layout.conditional:
             flags = yield from self._share([name in step.inputs.absent for name in layout.conditional])
@@ -431,18 +429,16 @@ class Reducer:
             )
         return means
 
-    def _agree_finite(self, step: Step, finite: bool, extra: ExtraExchange) -> Rounds[bool]:
+    def _finish_checks(self, step: Step, finite: bool) -> Rounds[bool]:
         try:
-            finite = (yield from extra.exchange()) and finite
+            finite = yield from step.checks.finish(finite and not step.nonfinite)
         except MpicompError:
             step.undo()
             raise
-        overflows = bool(step.nonfinite)
-        if overflows and self.nonfinite == "raise" and step.damaged is None and not self.survives:
+        if step.nonfinite and self.nonfinite == "raise" and step.damaged is None and not self.survives:
             are_finite = all(map(is_finite, step.inputs.gradients.values()))
             step.has_overflowed = not (yield from self._share([not are_finite])).any()
-        finite = finite and not overflows
-        return extra.agree_finite(finite) if extra.has_shards else finite
+        return finite
 
     def _apply(self, step: Step, finite: bool, unused: Collection[str]) -> dict[str, Any]:
         if finite:
@@ -495,11 +491,11 @@ class Reducer:
                 waited_s = sum(map(_waited_s, step.done))
         self.telemetry.note_work(end, waited_s or 0.0, is_applied and not record.agreed)
 
-    def _agree(self, step: Step, extra: ExtraExchange) -> Rounds[bool]:
+    def _agree(self, step: Step) -> Rounds[bool]:
         record, layout = step.record, self.layout
         step.begin_again()
         yield from self.telemetry.drop()
-        given = yield from extra.agree((step.inputs.gradients, step.inputs.absent))
+        given = yield from step.checks.agree((step.inputs.gradients, step.inputs.absent))
         if given is None:
             return False
         if given[0] is not step.inputs.gradients:
@@ -507,7 +503,7 @@ class Reducer:
         yield from self._compare_ranks(step)
         inputs = step.inputs
         assert inputs.members is not None
-        absent = yield from self._absences([member.name for member in inputs.members], inputs.absent, extra)
+        absent = yield from self._absences(step, [member.name for member in inputs.members])
         record.agreed = True
         if (
             inputs.buckets is not None
@@ -582,9 +578,9 @@ class Reducer:
         ranks = self.transport.group.size
         return step.scale * self.layout.clip_factor(step.inputs.gradients, step.scale, ranks)
 
-    def _absences(self, names: list[str], absent: Collection[str], extra: ExtraExchange) -> Rounds[list[str]]:
+    def _absences(self, step: Step, names: list[str]) -> Rounds[list[str]]:
         names = sorted(names)
-        flags = [name in absent and not extra.idle for name in names]
+        flags = [name in step.inputs.absent and not step.checks.idle for name in names]
         stop, *rows = (yield from self._share([stopping.asked(), *flags])).T
         self.stop = self.stop or bool(stop.any())
         return [name for name, ranks in zip(names, rows, strict=True) if ranks.any()]
@@ -612,7 +608,7 @@ class Reducer:
         if callable(self._on_failure) and self.lost_ranks:
             self._on_failure(list(self.lost_ranks), transport.group.size)
 
-    def stream(self, thread: ProgressThread, scale: float = 1.0, extra: ExtraExchange = NO_EXTRA) -> Stream | None:
+    def stream(self, thread: ProgressThread, scale: float = 1.0, checks: Checks = NO_CHECKS) -> Stream | None:
         """Begin a step whose arrays are passed one by one, and exchanged meanwhile by a thread with one channel.
 
         None if all arrays have to be there first, the same on all ranks: at the first step, and if gradients are
@@ -623,7 +619,7 @@ class Reducer:
             raise self._closed_error()
         if not self.layout.buckets or self.layout.entry.clip is not None:
             return None
-        return Stream(self, thread, scale, extra)
+        return Stream(self, thread, scale, checks)
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return a copy of the residual of an array, shaped like it.

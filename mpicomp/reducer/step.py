@@ -18,6 +18,7 @@ from mpicomp.mpi.transport import RoundLog
 from mpicomp.policies import Plan
 from mpicomp.policies.surveys import Survey
 from mpicomp.reducer import trace
+from mpicomp.reducer.agreement import Checks
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.reducer.layout import Inputs, Layout
 from mpicomp.reducer.record import BucketExchange, StepRecord
@@ -40,8 +41,8 @@ class Step:
         Of random choices.
     scale : float
         Factor of the gradients.
-    frozen : bool
-        Whether plans are those of the step before.
+    checks : Checks
+        What the caller checks in this step; where they are frozen, plans are those of the step before.
     log : list of RoundLog
         Written by the transport; rounds that no bucket has taken are overhead of the step.
     previous : StepRecord, optional
@@ -70,11 +71,12 @@ class Step:
         transport: Transport,
         seed: int,
         scale: float,
-        frozen: bool,
+        checks: Checks,
         log: list[RoundLog],
         previous: StepRecord | None = None,
     ) -> None:
-        self.number, self.scale, self.frozen, self.log = number, scale, frozen, log
+        self.number, self.scale, self.log = number, scale, log
+        self.checks, self.frozen = checks, checks.frozen
         self.factor = scale  # that also clips the gradients of this rank
         self.record = StepRecord(number)
         self.inputs = Inputs({}, ())

@@ -7,7 +7,7 @@ from mpicomp.errors import RankFailedError
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.thread import Job, ProgressThread
 from mpicomp.mpi.transport import RoundLog
-from mpicomp.reducer.agreement import ExtraExchange
+from mpicomp.reducer.agreement import Checks
 from mpicomp.reducer.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Stream:
     """One step of a reducer whose buckets are laid out; see `mpicomp.Reducer.stream`."""
 
-    def __init__(self, reducer: "Reducer", thread: ProgressThread, scale: float, extra: ExtraExchange) -> None:
-        self._reducer, self._thread, self._extra = reducer, thread, extra
-        self._step = reducer.begin_step(scale, extra)
+    def __init__(self, reducer: "Reducer", thread: ProgressThread, scale: float, checks: Checks) -> None:
+        self._reducer, self._thread = reducer, thread
+        self._step = reducer.begin_step(scale, checks)
         self._jobs: list[Job[None]] = []
         self._submit(lambda log: reducer.choose(self._step, log))
         self._left = list(reducer.layout.buckets)
@@ -44,18 +44,18 @@ class Stream:
         self, gradients: Mapping[str, Any], lr: float | None = None, absent: Collection[str] = (), finite: bool = True
     ) -> dict[str, Any]:
         """Exchange the remaining buckets, wait for all, return the means; see `mpicomp.Reducer.reduce`. Collective."""
-        step, reducer, extra = self._step, self._reducer, self._extra
+        step, reducer = self._step, self._reducer
         timer = reducer.transport.timer
         begin, waited_s = timer(), 0.0
         try:
-            reducer.pass_gradients(step, gradients, absent, lr, extra)
+            reducer.pass_gradients(step, gradients, absent, lr)
             while self._left:
                 bucket = self._left.pop(0)
                 self._exchange(bucket, step.gradients_of(bucket))
             submitted = timer()
             self._thread.wait(self._jobs)
             waited_s = timer() - submitted
-            means: dict[str, Any] = reducer.transport.run(reducer.commit(step, finite, extra))
+            means: dict[str, Any] = reducer.transport.run(reducer.commit(step, finite))
             return means
         except RankFailedError as error:
             step.undo()

@@ -14,7 +14,7 @@ from mpicomp.mpi.rounds import Group, Rounds
 from mpicomp.policies import Policy
 from mpicomp.policies.schedule import with_warmup
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import ExtraExchange, GradientInput, run_collectively
+from mpicomp.reducer.agreement import Checks, GradientInput, run_collectively
 from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.stream import Stream
 from mpicomp.torch.checks import BROADCAST_ADVICE, COMPARE_EVERY, Fingerprint, check_same
@@ -91,7 +91,7 @@ class DDPState:
         buffer = bucket.buffer()
         gradients = self._gradients_in(bucket, buffer)
         if not self._gradients and self._thread is not None:
-            self._stream = self.reducer.stream(self._thread, extra=self._checks)
+            self._stream = self.reducer.stream(self._thread, checks=self._checks)
         # A future whose value is on a device has to know which one, so that torch's streams wait for it.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         self._waiting.append((future, buffer))
@@ -139,14 +139,14 @@ class DDPState:
         gradients, stream, waiting = self._gradients, self._stream, self._waiting
         self._gradients, self._stream, self._waiting = {}, None, []
         self._checks.gradients = gradients
-        means = self.reducer.reduce(gradients, extra=self._checks) if stream is None else stream.finish(gradients)
+        means = self.reducer.reduce(gradients, checks=self._checks) if stream is None else stream.finish(gradients)
         for name, gradient in gradients.items():
             gradient.copy_(means[name])
         for future, buffer in waiting:
             future.set_result(buffer)
 
 
-class _Comparison(ExtraExchange):
+class _Comparison(Checks):
     """Comparison of the ranks' parameters and batches, in the steps of a hook."""
 
     stale = True
@@ -161,9 +161,9 @@ class _Comparison(ExtraExchange):
         self.stale = False
         return given
 
-    def exchange(self) -> Rounds[bool]:
+    def finish(self, finite: bool) -> Rounds[bool]:
         yield from self._fingerprint.compare(self._parameters, self._group, self.gradients.values())
-        return True
+        return finite
 
 
 def _check(model: Any, allow_nccl: bool, ranks: int) -> None:

@@ -14,7 +14,7 @@ from mpicomp.mpi.rounds import Group, Rounds, from_one, gather_rows
 from mpicomp.mpi.thread import ProgressThread
 from mpicomp.mpi.transport import Value
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
+from mpicomp.reducer.agreement import Checks, GradientInput, Signature, agree
 from mpicomp.reducer.stream import Stream
 from mpicomp.torch.checks import (
     BROADCAST_ADVICE,
@@ -65,7 +65,7 @@ class BucketViews:
             parameter.grad = view.copy_(gradient.detach())
 
 
-class Gradients(ExtraExchange):
+class Gradients(Checks):
     """Averages parameters' gradients; ``averaged`` is True while ``.grad`` holds means. Collective, as is `average`."""
 
     def __init__(
@@ -85,7 +85,6 @@ class Gradients(ExtraExchange):
         self._parameters = {name: exchanged(parameter) for name, parameter in reversed(list(parameters.items()))}
         self._arrived: dict[str, None] = {}  # names in the order of backward, until ranks have agreed
         self._shards = ShardGroup(self._parameters.values())
-        self.has_shards = self._shards.exists
         self._known = {id(parameter) for parameter in parameters.values()}
         self._loss_scale = loss_scale
         self._settings = settings
@@ -115,6 +114,10 @@ class Gradients(ExtraExchange):
     def has_begun(self) -> bool:
         """Whether a part of this step's exchange has begun, during backward."""
         return self._overlap.has_begun
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._shards.exists
 
     @property
     def group(self) -> Group:
@@ -227,7 +230,7 @@ class Gradients(ExtraExchange):
         if loaded.any():
             yield from self.loaded_state.compare(loaded, self.group)
         self._overlap.handle_obstacles(obstacles, self.group)
-        if self.has_shards and self._agreed is None:
+        if self.is_sharded and self._agreed is None:
             yield from self._order_by_arrival()
         exchanged = self._exchanged()
         self._compared, self._agreed = True, list(exchanged)
@@ -244,15 +247,12 @@ class Gradients(ExtraExchange):
 
     # The exchange.
 
-    def exchange(self) -> Rounds[bool]:
+    def finish(self, finite: bool) -> Rounds[bool]:
         exchanged = self._exchanged()
         gradients = [] if self.frozen else [p.grad for p in exchanged.values() if p.grad is not None]
         advice = JOIN_ADVICE if self.join.has_empty_steps else DRIFT_ADVICE
         yield from self._fingerprint.compare(exchanged, self.group, gradients, advice)
         yield from self._settings.finish(self.group)
-        return True
-
-    def agree_finite(self, finite: bool) -> bool:
         return self._shards.agree_finite(finite)
 
     def restart(self) -> None:
@@ -301,7 +301,7 @@ class Gradients(ExtraExchange):
                 if not self._reducer.survives:
                     raise
         if means is None:
-            means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), extra=self)
+            means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), checks=self)
         if self.join.active.size != self.group.size:  # ranks were lost
             self.join.active = np.ones(self.group.size, bool)
         self._overlap.end_exchange()

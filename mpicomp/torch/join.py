@@ -54,7 +54,7 @@ class Join:
         """Let ranks run out of batches inside; not collective."""
         global _joined
         problem = None
-        if gradients.has_shards:
+        if gradients.is_sharded:
             problem = (
                 "the model is sharded, and torch would wait for the shards of a rank that has no batches left; give "
                 "all ranks equally many, as torch.utils.data.DistributedSampler does"

@@ -9,7 +9,7 @@ from mpicomp.arrays import ArraySpec
 from mpicomp.errors import ConfigurationError
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.reducer import Reducer
-from mpicomp.reducer.agreement import ExtraExchange, GradientInput, Signature, agree
+from mpicomp.reducer.agreement import Checks, GradientInput, Signature, agree
 from mpicomp.torch.checks import BROADCAST_ADVICE, Fingerprint, SettingsCheck, check_same, sample_of
 from mpicomp.torch.parameters import as_real
 from mpicomp.torch.shards import ShardGroup, exchanged, spec_of
@@ -18,7 +18,7 @@ from mpicomp.torch.states import to_arrays
 _WHO = "UpdateOptimizer"
 
 
-class SharedParameters(ExtraExchange):
+class SharedParameters(Checks):
     """Some parameters of a model, and their shared values, which are the same bits on all ranks.
 
     Each rank's parameters leave the shared values as its optimizer steps. An exchange moves the shared values by the
@@ -45,7 +45,6 @@ class SharedParameters(ExtraExchange):
         self._settings = settings
         self._parameters: dict[str, torch.Tensor] = {}
         self._shards = ShardGroup(map(exchanged, parameters.values()))
-        self.has_shards = self._shards.exists
         self._versions: dict[str, int] = {}
         self._compared = self._enabling_join = False
         self._scale = 1.0
@@ -89,7 +88,7 @@ class SharedParameters(ExtraExchange):
         self._settings |= {"join()": True}
         self._enabling_join = self.stale = True
         try:
-            yield from self.reducer.rounds(self.values, extra=self)
+            yield from self.reducer.rounds(self.values, checks=self)
         finally:
             self._enabling_join = False
 
@@ -129,14 +128,11 @@ class SharedParameters(ExtraExchange):
         self._compared = True
         return given
 
-    def exchange(self) -> Rounds[bool]:
+    def finish(self, finite: bool) -> Rounds[bool]:
         group = self.reducer.transport.group
         yield from self._fingerprint.compare(self.values, group, () if self.frozen else self._uncompared.values())
         self._uncompared = {}
         yield from self._settings_check.finish(group)
-        return True
-
-    def agree_finite(self, finite: bool) -> bool:
         return self._shards.agree_finite(finite)
 
     def is_finite(self, finite: bool) -> bool:
@@ -229,7 +225,7 @@ class SharedParameters(ExtraExchange):
         absent = list(changes) if self.idle else []
         self._shards.begin()
         try:
-            return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, extra=self))
+            return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, checks=self))
         except BaseException as error:
             self._restore()
             self._shards.fail(error)

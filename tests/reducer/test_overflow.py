@@ -9,7 +9,7 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.errors import NonFiniteError
 from mpicomp.mpi import LocalWorld
-from mpicomp.reducer.agreement import ExtraExchange
+from mpicomp.reducer.agreement import Checks
 
 
 def messages(ranks, gradients):
@@ -59,10 +59,10 @@ def test_clipped_gradients_stay_clipped_if_another_rank_is_stale():
         reducers = [mpicomp.Reducer(compressor, "allgather", comm=end) for end in world.transports]
         gradients = {"a": np.arange(8, dtype=np.float32), "b": np.full(4, 5, np.float32)}
         world.run([reducer.rounds(gradients) for reducer in reducers])
-        extra = ExtraExchange()
-        extra.stale = all_stale
+        checks = Checks()
+        checks.stale = all_stale
         absent = [(), ("b",)]
-        steps = [r.rounds(gradients, absent=names, extra=extra) for r, names in zip(reducers, absent, strict=True)]
+        steps = [r.rounds(gradients, absent=names, checks=checks) for r, names in zip(reducers, absent, strict=True)]
         means.append(world.run(steps))
     for here, there in zip(*means, strict=True):
         assert {name: mean.tolist() for name, mean in here.items()} == {n: mean.tolist() for n, mean in there.items()}
