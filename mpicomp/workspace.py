@@ -95,8 +95,8 @@ class Workspace:
         self.scratch = self._scratch.array
         """See `Scratch.array`; the arrays are valid until the exchange ends."""
         self._arrays: dict[tuple[str, Any, bool], Any] = {}
-        self.last_layout: Any = None
-        """Layout of the messages of the last exchange, prepared by the collective that is used again."""
+        self.prepared: dict[Any, Any] = {}
+        """Objects that a collective has made from these arrays for its next exchange; released with them."""
         self._part: tuple[Any, Any] = (None, None)  # an array, and the last part of it that was asked for
         self._objects: dict[Any, Any] = {}
 
@@ -133,7 +133,7 @@ class Workspace:
     def clear(self) -> None:
         """Release arrays, between exchanges, as another plan needs others."""
         self._arrays.clear()
-        self.last_layout, self._part = None, (None, None)
+        self.prepared, self._part = {}, (None, None)
         for made in self._objects.values():
             if isinstance(made, Workspace):
                 made.clear()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,74 +65,32 @@ _HARMLESS = (NONFINITE | STALE) << 8  # bits of a message's first word that do n
 class MessageLayout:
     """Places of the ranks' messages in the memory that is gathered; it serves all steps with the same counts."""
 
-    def __init__(
-        self, compressor: Sparsifier, group: Group, counts: list[int], context: Context, like: Accumulated
-    ) -> None:
-        self.compressor, self.group, self.counts = compressor, group, counts
-        self.is_fixed = False
+    def __init__(self, compressor: Sparsifier, counts: list[int], like: Accumulated, context: Context) -> None:
+        self.group, self.workspace = context.group, context.workspace
+        self.counts, self.numel, self.dtype = counts, like.numel, like.dtype
+        self.kept = sum(counts) / len(counts)
+        self.is_fixed = compressor.count(self.numel) is not None
         """Whether all ranks send the same number of elements at each step."""
-        self.numel, self.dtype = like.numel, like.dtype
-        self.kept = sum(counts) / group.size
-        self.wire = compressor.wire_for(counts[group.rank], self.numel)
-        formats = [compressor.wire_for(count, self.numel) for count in counts]
-        parts = [
-            sparse_parts(count, self.numel, self.dtype, wire.values, wire.indices)
-            for count, wire in zip(counts, formats, strict=True)
-        ]
-        sizes = [size for _, size in parts]
-        starts = list(accumulate(sizes, initial=0))
-        self.bounds = list(pairwise(starts))
-        self.message = context.workspace.array("allgather.message", sizes[group.rank], _BYTE)
-        self.received = context.workspace.array("allgather.messages", starts[-1], _BYTE)
+        self.wires = [compressor.wire_for(count, self.numel) for count in counts]
+        self.middles, sizes = [], []  # where indices begin in each message, and its bytes
+        for count, wire in zip(counts, self.wires, strict=True):
+            middle, size = sparse_parts(count, self.numel, self.dtype, wire.values, wire.indices)
+            self.middles.append(middle)
+            sizes.append(size)
+        self.bounds = list(pairwise(accumulate(sizes, initial=0)))
+        self.message = self.workspace.array("allgather.message", sizes[self.group.rank], _BYTE)
+        self.received = self.workspace.array("allgather.messages", sum(sizes), _BYTE)
         self.task = Round("allgatherv", sizes, _BYTE, send=self.message, recv=self.received)
-        self.is_plain = like.kernels is cpu and all(wire == _PLAIN for wire in formats)
-        """Whether values and indices of all messages are stored as they are, in memory of the host."""
-        if self.is_plain:
-            self._values_at = [start + HEADER_BYTES for start, _ in self.bounds]
-            self._indices_at = [start + middle for start, (middle, _) in zip(starts, parts, strict=False)]
-            self._all_indices = [
-                self.received[start : start + 4 * count].view(np.uint32)
-                for start, count in zip(self._indices_at, counts, strict=True)
-            ]
-            self._stored = self.dtype.name  # not made at every step
-            self.leads = [sparse_lead(count, self.dtype, wire) for count, wire in zip(counts, formats, strict=True)]
-            self._headers = struct.Struct("<" + "".join(f"Qdd{size - HEADER_BYTES}x" for size in sizes))
-            self.message.fill(0)
-            middle, count = parts[group.rank][0], counts[group.rank]
-            self._values = self.message[HEADER_BYTES : HEADER_BYTES + count * self.dtype.itemsize].view(self.dtype)
-            self._indices = self.message[middle : middle + 4 * count].view(np.uint32)
 
     def write(self, selection: Selection, flags: int, moments: cpu.Moments) -> None:
         """Fill this rank's message."""
-        if self.is_plain:
-            self._values[:] = selection.values
-            self._indices[:] = selection.indices
-            lead = self.leads[self.group.rank] | flags << 8
-            cpu.write_header(self.message, lead, moments.finite, moments.energy, selection.values, 0.0)
-            return
-        kept = selection.values if self.wire.values is None else kernels.energy(selection.values)
-        write_sparse(self.message, selection, self.numel, self.wire, flags, moments.energy, kept, moments.finite)
+        wire = self.wires[self.group.rank]
+        kept = selection.values if wire.values is None else kernels.energy(selection.values)
+        write_sparse(self.message, selection, self.numel, wire, flags, moments.energy, kept, moments.finite)
 
-    def read(self, received: NDArray[np.uint8]) -> tuple[int, float, float, list[SparseHeader] | None]:
-        """Return the flags of all messages together, the sums of energy and lost energy, and the headers.
-
-        None for the headers stands for messages that have the parts of this layout. Damage raises `MessageError`.
-        """
-        flags, energy, lost = 0, 0.0, 0.0
-        if self.is_plain:
-            fields = self._headers.unpack_from(received.data)
-            for lead, expected in zip(fields[::3], self.leads, strict=True):
-                different = lead ^ expected
-                if different & ~_HARMLESS:
-                    break
-                flags |= different
-            else:
-                for rank, indices in enumerate(self._all_indices):
-                    if not cpu.ascending_below(indices, self.numel):
-                        raise MessageError(f"from rank {rank}: message: indices do not ascend below {self.numel}")
-                return flags >> 8, sum(fields[1::3]), sum(fields[2::3]), None
-        headers: list[SparseHeader] = []
-        flags = 0
+    def read(self, received: NDArray[np.uint8]) -> tuple[int, float, float, MeanWriter]:
+        """Return the flags of all messages together, sums of energy and lost energy, and the mean; raise on damage."""
+        flags, energy, lost, headers = 0, 0.0, 0.0, list[SparseHeader]()
         try:
             for (start, stop), count in zip(self.bounds, self.counts, strict=True):
                 header = read_sparse_header(received[start:stop], self.numel, self.dtype, count, start)
@@ -140,10 +98,58 @@ class MessageLayout:
                 flags, energy, lost = flags | header.flags, energy + header.energy, lost + header.lost
         except MessageError as error:
             raise MessageError(f"from rank {len(headers)}: {error}") from error
-        return flags, energy, lost, headers
+        factor = 1 / len(headers)
+        write, answers = mean_of_messages(received, headers, factor, self.numel, self.dtype, self.workspace)
+        if not all(to_python(*answers)):
+            self._raise_first(received)
+        return flags, energy, lost, write
 
-    def write_mean(self, out: NDArray[np.floating]) -> None:
-        """Write the mean of messages that have the parts of this layout."""
+    def _raise_first(self, received: Any) -> NoReturn:
+        """Raise the error of the first message whose elements are wrong."""
+        for rank, (start, stop) in enumerate(self.bounds):
+            try:
+                read_sparse(received[start:stop], self.numel, self.dtype, self.workspace)
+            except MessageError as error:
+                raise MessageError(f"from rank {rank}: {error}") from error
+        raise AssertionError("all messages can be read one by one")
+
+
+class PlainLayout(MessageLayout):
+    """Messages whose values and indices are stored as they are, in memory of the host: all places are known."""
+
+    def __init__(self, compressor: Sparsifier, counts: list[int], like: Accumulated, context: Context) -> None:
+        super().__init__(compressor, counts, like, context)
+        self._values_at = [start + HEADER_BYTES for start, _ in self.bounds]
+        self._indices_at = [start + middle for (start, _), middle in zip(self.bounds, self.middles, strict=True)]
+        self._stored = self.dtype.name  # not made at every step
+        self._leads = [sparse_lead(count, self.dtype, _PLAIN) for count in counts]
+        self._headers = struct.Struct("<" + "".join(f"Qdd{size - HEADER_BYTES}x" for size in self.task.counts))
+        places = zip(self._indices_at, counts, strict=True)
+        self._indices = [self.received[start : start + 4 * count].view(np.uint32) for start, count in places]
+        message, rank = self.message, self.group.rank
+        middle, count = self.middles[rank], counts[rank]
+        message.fill(0)
+        self._own_values = message[HEADER_BYTES : HEADER_BYTES + count * self.dtype.itemsize].view(self.dtype)
+        self._own_indices = message[middle : middle + 4 * count].view(np.uint32)
+
+    def write(self, selection: Selection, flags: int, moments: cpu.Moments) -> None:
+        self._own_values[:] = selection.values
+        self._own_indices[:] = selection.indices
+        lead = self._leads[self.group.rank] | flags << 8
+        cpu.write_header(self.message, lead, moments.finite, moments.energy, selection.values, 0.0)
+
+    def read(self, received: NDArray[np.uint8]) -> tuple[int, float, float, MeanWriter]:
+        flags, fields = 0, self._headers.unpack_from(received.data)
+        for lead, expected in zip(fields[::3], self._leads, strict=True):
+            flags |= lead ^ expected
+        if flags & ~_HARMLESS:
+            return super().read(received)
+        for rank, indices in enumerate(self._indices):
+            if not cpu.ascending_below(indices, self.numel):
+                raise MessageError(f"from rank {rank}: message: indices do not ascend below {self.numel}")
+        return flags >> 8, sum(fields[1::3]), sum(fields[2::3]), self._write_mean
+
+    def _write_mean(self, out: NDArray[np.floating]) -> None:
         out.fill(0)
         where, factor = self.received, 1 / self.group.size
         cpu.sparse_add(where, self._values_at, where, self._indices_at, self.counts, self._stored, factor, out)
@@ -226,20 +232,22 @@ class Allgather(Scheme[Sparsifier]):
             selection = self.compressor.select(accumulated, context)
         else:
             selection, message = self._pack_and_count(uncounted, accumulated, context)
-        layout = workspace.last_layout
-        if (
-            layout is not None and (layout.compressor is not self.compressor or layout.group is not group
-            or layout.numel != numel or layout.dtype != accumulated.dtype)
-        ):  # fmt: skip
-            layout = None
+        layout: MessageLayout | None = None
+        if self in workspace.prepared:
+            layout = workspace.prepared[self]
+            if layout.group is not group or layout.numel != numel:
+                layout = None
         if layout is None or not layout.is_fixed:
-            counts, is_fixed = [selection.indices.size] * group.size, self.compressor.count(numel) is not None
-            if not is_fixed:
+            counts = [selection.indices.size] * group.size
+            if self.compressor.count(numel) is None:
                 counts = yield from gather_counts(self.id, counts[group.rank], numel, context)
             if layout is None or layout.counts != counts:
-                layout = MessageLayout(self.compressor, group, counts, context, accumulated)
-                layout.is_fixed, workspace.last_layout = is_fixed, layout
-        if layout.wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
+                plain = accumulated.kernels is cpu and all(
+                    self.compressor.wire_for(count, numel) == _PLAIN for count in counts
+                )
+                layout = (PlainLayout if plain else MessageLayout)(self.compressor, counts, accumulated, context)
+                workspace.prepared = {self: layout}
+        if layout.wires[group.rank].values is not None and np.may_share_memory(selection.values, accumulated.array()):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
         task = layout.task
         if message is None:
@@ -248,16 +256,11 @@ class Allgather(Scheme[Sparsifier]):
             task = replace(task, send=message)
         received = yield task
         try:
-            flags, energy, lost, headers = layout.read(received)
+            flags, energy, lost, write = layout.read(received)
         except MessageError as error:
             return failed_result(accumulated, MessageError(f"allgather: {error}"), False)
-        write = layout.write_mean
-        if headers is not None:
-            write, answers = mean_of_messages(received, headers, 1 / group.size, numel, layout.dtype, workspace)
-            if not all(to_python(*answers)):
-                return failed_result(accumulated, self._wrong(received, layout, workspace), False)
+        mean: NDArray[np.floating] | MeanWriter = write
         finite = True
-        mean: MeanWriter | NDArray[np.floating] = write
         if not far_from_largest(energy * group.size, accumulated.dtype):
             mean = workspace.array("mean", numel, accumulated.dtype)
             write(mean)
@@ -274,11 +277,11 @@ class Allgather(Scheme[Sparsifier]):
             return sparse_bytes(count, numel, dtype, compressor.wire_for(count, numel))
 
         longest = Wire(indices="plain" if compressor.indices == "auto" else compressor.indices)
-        room = capacity_bytes(found.indices.size, numel, dtype, longest)
-        message, moments = context.workspace.array("allgather.message", room, _BYTE), accumulated.device_moments
+        capacity = capacity_bytes(found.indices.size, numel, dtype, longest)
+        message, moments = context.workspace.array("allgather.message", capacity, _BYTE), accumulated.device_moments
         flags = STALE * accumulated.stale
         write_pairs(message, found, found.count, numel, compressor.indices, flags, moments.energy, moments.finite)
-        likely = min(room, size_of(min(numel, compressor.expected(numel) * 5 // 4)))
+        likely = min(capacity, size_of(min(numel, compressor.expected(numel) * 5 // 4)))
         device = current_device()
         head, [reached] = device.fetch_head(message, likely, found.reached)
         count = count_in(head)
@@ -287,15 +290,6 @@ class Allgather(Scheme[Sparsifier]):
         if size > likely:
             head, _ = device.fetch_head(message, size)
         return Selection(found.indices[:count], found.values[:count]), head[:size]
-
-    def _wrong(self, received: Any, layout: MessageLayout, workspace: Workspace) -> MessageError:
-        """Return the error of the first message whose indices are wrong."""
-        for rank, (start, stop) in enumerate(layout.bounds):
-            try:
-                read_sparse(received[start:stop], layout.numel, layout.dtype, workspace)
-            except MessageError as error:
-                return MessageError(f"allgather: from rank {rank}: {error}")
-        raise AssertionError("all messages can be read one by one")
 
 
 @register

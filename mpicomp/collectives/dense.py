@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,7 +35,7 @@ from mpicomp.compressors.wire import (
 )
 from mpicomp.errors import MessageError
 from mpicomp.gpu import to_python
-from mpicomp.mpi.rounds import Group, Round, parts_of
+from mpicomp.mpi.rounds import Group, Round, Rounds, parts_of
 from mpicomp.registry import register
 
 _BYTE = np.dtype(np.uint8)
@@ -100,7 +101,7 @@ class ScatterReduce(Scheme[Dense]):
         parts = parts_of(numel, group.size)
         known = {part: dense_bytes(part, dtype, self.compressor.wire) for part in set(parts)}
         counts = [known[part] for part in parts]
-        return [Round(operation, counts, np.dtype(np.uint8)) for operation in ("alltoallv", "allgatherv")]
+        return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
 
     def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
         wire, part = self.compressor.wire, max(parts_of(numel, group.size))
@@ -111,64 +112,39 @@ class ScatterReduce(Scheme[Dense]):
         return Memory(2 * whole + size + 2 * total + numel * dtype.itemsize, whole)
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
-        group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
-        wire = self.compressor.wire
-        workspace = context.workspace
+        numel, dtype, wire = accumulated.numel, accumulated.dtype, self.compressor.wire
+        workspace, ranks = context.workspace, context.group.size
         array = accumulated.array()
-        parts = parts_of(numel, group.size)
-        bounds = np.concatenate(([0], np.cumsum(parts)))
-        scatter, gather = self.rounds(numel, dtype, group)
-        places = np.concatenate(([0], np.cumsum(scatter.counts)))
         sent = array if wire is None else workspace.scratch("sent", numel, dtype)
+        owners = OwnerRounds(self, accumulated, context)
+        parts = zip(owners.spans, owners.outgoing, strict=True)
+        losses = [write_dense(array[span], wire, message, sent[span]) for span, message in parts]
+        incoming = yield from owners.scatter(losses)
 
-        outgoing = workspace.scratch("outgoing", places[-1], np.uint8)
-        left_out, moments = accumulated.lost, accumulated.device_moments
-        for rank in range(group.size):
-            part = slice(bounds[rank], bounds[rank + 1])
-            message = outgoing[places[rank] : places[rank + 1]]
-            lost = write_dense(array[part], wire, message, sent[part])
-            lost, flags = add_unless_zero(lost, left_out), STALE * accumulated.stale
-            write_dense_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
-            left_out = 0.0  # said once
-        size = scatter.counts[group.rank]
-        scatter.send = outgoing
-        scatter.recv = workspace.scratch("incoming", size * group.size, np.uint8)
-        incoming = (yield scatter).reshape(group.size, size)
-
-        flags, energy, lost, problem = read_sent(self.id, incoming, parts[group.rank])
-        mine = slice(bounds[group.rank], bounds[group.rank + 1])
-        total = workspace.scratch("total", parts[group.rank], dtype)
+        total = workspace.scratch("total", owners.counts[owners.rank], dtype)
         total[:] = 0
         for message in incoming:
             add_dense(message, wire, total)
-        finite = kernels.scale(total, 1 / group.size)
-
-        reply = workspace.scratch("reply", size, np.uint8)
+        finite, lost = kernels.scale(total, 1 / ranks), 0.0
         delivered = total if wire is None else workspace.scratch("delivered", total.size, dtype)
-        write_dense(total, wire, reply, delivered)
+        write_dense(total, wire, owners.reply, delivered)
         if wire is not None and total.size:
             # The second rounding was of the mean: it took its error from every rank's share of it.
-            lost += kernels.share_rounding(total, delivered, group.size, array[mine], sent[mine])
-        write_dense_header(reply, parts[group.rank], flags, energy, lost, finite)
-        gather.send = reply
-        # Answers in 16 bits hold the mean until it is written; others are read at once, and come to where what was sent
-        # is no longer needed.
-        gather.recv = outgoing if wire is None else workspace.array("replies", places[-1], np.uint8)
-        replies = yield gather
-
-        flags, energy, lost, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
+            lost = kernels.share_rounding(total, delivered, ranks, array[owners.span], sent[owners.span])
+        # Answers in 16 bits hold the mean until it is written; others are read at once.
+        problem = yield from owners.gather(lost, finite, is_kept=wire is not None)
         if problem is not None:
             return failed_result(accumulated, problem, stale=False)
 
         def write(out: NDArray[np.floating]) -> None:
-            for rank in range(group.size):
-                read_dense(replies[places[rank] : places[rank + 1]], wire, out[bounds[rank] : bounds[rank + 1]])
+            for span, message in zip(owners.spans, owners.replies, strict=True):
+                read_dense(message, wire, out[span])
 
         mean: NDArray[np.floating] | MeanWriter = write
         if wire is None:
             mean = accumulated.memory_of_mean(workspace)[:numel]
             write(mean)
-        return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
+        return Result.from_headers(mean, sent, float(numel), owners.flags, owners.energy, owners.lost)
 
 
 @register
@@ -222,7 +198,7 @@ class ParameterServer(Scheme[Dense]):
             mean[:] = 0
             for message in messages.reshape(group.size, size):
                 add_dense(message, wire, mean)
-            flags, energy, lost, problem = read_sent(self.id, messages.reshape(group.size, size), numel)
+            flags, energy, lost, problem = read_at_owner(self.id, messages.reshape(group.size, size), numel)
             finite = kernels.scale(mean, 1 / group.size)
             delivered = mean if wire is None else workspace.scratch("delivered", numel, dtype)
             write_dense(mean, wire, reply.send, delivered)
@@ -231,7 +207,7 @@ class ParameterServer(Scheme[Dense]):
                 lost += kernels.share_rounding(mean, delivered, group.size, array, sent)
             write_dense_header(reply.send, numel, flags, energy, lost, finite)
         answer = yield reply
-        flags, energy, lost, unread = read_answers(self.id, answer, [size], [numel], problem)
+        flags, energy, lost, unread = read_answers(self.id, [answer], [numel], problem)
         if unread is not None:
             return failed_result(accumulated, unread, stale=False)
         write = functools.partial(read_dense, answer, wire)
@@ -241,7 +217,7 @@ class ParameterServer(Scheme[Dense]):
         return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
 
 
-def read_sent(
+def read_at_owner(
     collective: str, messages: NDArray[np.uint8], count: int
 ) -> tuple[int, float, float, MessageError | None]:
     """Read the messages that an owner received; return flags for the answer, energy, lost energy, and the error."""
@@ -252,22 +228,74 @@ def read_sent(
 
 
 def read_answers(
-    collective: str,
-    messages: NDArray[np.uint8],
-    sizes: Sequence[int],
-    counts: Sequence[int],
-    problem: MessageError | None,
+    collective: str, messages: Sequence[NDArray[np.uint8]], counts: Sequence[int], problem: MessageError | None
 ) -> tuple[int, float, float, MessageError | None]:
-    """Read the answers of all owners; where some owner could not read what it was sent, raise on all ranks."""
-    flags, energy, lost, start = 0, 0.0, 0.0, 0
+    """Read the answers of all owners; raise on all ranks where some owner has a ``problem`` with what it was sent."""
+    flags, energy, lost = 0, 0.0, 0.0
     unread: MessageError | None = None
-    for rank, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+    for rank, (message, count) in enumerate(zip(messages, counts, strict=True)):
         try:
-            # All say the same energy
-            seen, energy, lost_part = read_dense_header(messages[start : start + size], count)
+            seen, energy, lost_part = read_dense_header(message, count)  # all have the same energy
             flags, lost = flags | seen, lost + lost_part
         except MessageError as error:
             unread = unread or MessageError(f"{collective}: from rank {rank}: {error}")
-        start += size
     check_undamaged(collective, flags, problem)
     return flags, energy, lost, unread
+
+
+class OwnerRounds:
+    """Two rounds among ranks of which each owns a part of the array: parts go to their owners, and means to all."""
+
+    replies: list[NDArray[np.uint8]]
+    """Of `gather`: the message of each owner."""
+
+    def __init__(self, scheme: Scheme[Any], accumulated: Accumulated, context: Context) -> None:
+        self._name, self._accumulated, self._workspace = scheme.id, accumulated, context.workspace
+        self._scatter, self._gather = scheme.rounds(accumulated.numel, accumulated.dtype, context.group)
+        self.rank = context.group.rank
+        self.counts = parts_of(accumulated.numel, context.group.size)
+        """Elements of each rank's part."""
+        self.spans = slices_of(self.counts)
+        self.span = self.spans[self.rank]
+        sizes = self._scatter.counts
+        self._places = slices_of(sizes)
+        self._whole = self._workspace.scratch("outgoing", sum(sizes), _BYTE)
+        self.outgoing = [self._whole[place] for place in self._places]
+        """The message to each owner, whose header `scatter` writes."""
+        self.reply = self._workspace.scratch("reply", sizes[self.rank], _BYTE)
+        """This owner's message to all, whose header `gather` writes."""
+        self.flags, self.energy, self.lost = 0, 0.0, 0.0
+        self._problem: MessageError | None = None
+
+    def scatter(self, losses: list[float]) -> Rounds[NDArray[np.uint8]]:
+        """Send messages, of which each has lost some energy; return those to this owner, one a row."""
+        accumulated, task = self._accumulated, self._scatter
+        moments, flags = accumulated.device_moments, STALE * accumulated.stale
+        losses[0] = add_unless_zero(losses[0], accumulated.lost)  # in one of the messages
+        for message, count, lost in zip(self.outgoing, self.counts, losses, strict=True):
+            write_dense_header(message, count, flags, moments.energy, lost, moments.finite)
+        task.send, ranks, size = self._whole, len(self.counts), self.reply.size
+        task.recv = self._workspace.scratch("incoming", size * ranks, _BYTE)
+        incoming: NDArray[np.uint8] = (yield task).reshape(ranks, size)
+        self.flags, self.energy, self.lost, self._problem = read_at_owner(self._name, incoming, self.counts[self.rank])
+        return incoming
+
+    def gather(self, lost: float, finite: bool, is_kept: bool) -> Rounds[MessageError | None]:
+        """Send this owner's message, which has lost some energy, to all; return the error of an unreadable answer.
+
+        Answers are kept until the step ends (``is_kept``) or take the place of the messages to owners.
+        """
+        task, name = self._gather, self._name
+        write_dense_header(self.reply, self.counts[self.rank], self.flags, self.energy, lost + self.lost, finite)
+        task.send, task.recv = self.reply, self._whole
+        if is_kept:
+            task.recv = self._workspace.array("replies", self._whole.size, _BYTE)
+        received = yield task
+        self.replies = [received[place] for place in self._places]
+        self.flags, self.energy, self.lost, problem = read_answers(name, self.replies, self.counts, self._problem)
+        return problem
+
+
+def slices_of(lengths: Sequence[int]) -> list[slice]:
+    """Return the places of parts that lie one behind the other."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]

@@ -1,7 +1,7 @@
 """Ok-Topk: a sparse reduce-scatter over regions of equal load, then an allgather of the largest sums."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
@@ -125,7 +125,7 @@ class _Step:
         self.workspace: Workspace = context.workspace
         self.numel = accumulated.numel
         self.dtype = accumulated.dtype
-        self.state = _remembered(context.memory, self.numel, self.group.size)
+        self.state = _state_of(context.memory, self.numel, self.group.size)
         self.flags = flags_of(accumulated)
         self.problem: MessageError | None = None
 
@@ -140,9 +140,9 @@ class _Step:
         sums = self._sum([message.selection for message in arrived])
         kernels.scale(sums.values, 1 / ranks)
         counts, threshold, num_chosen = yield from self._agree(sums, selection, target)
-        chosen, _ = _parted(sums, threshold, num_chosen, self.workspace, "sums")
+        chosen = _split(sums, threshold, num_chosen, self.workspace, "sums")
         energy, kept = self._energies(arrived, chosen) if wire is None else (0.0, 0.0)
-        error = None if wire is None else self._round(chosen, wire)
+        error = None if wire is None else self._round_means(chosen, wire)
         chosen.indices += np.uint32(regions[self.group.rank][0])
 
         even, spans, held = parts_of(sum(counts), ranks), regions, chosen
@@ -154,10 +154,10 @@ class _Step:
         delivered, owners_lost = yield from self._gather(held, counts, spans, energy, kept)
         check_undamaged("oktopk", self.flags, before)
 
-        sent = _common(selection, delivered.indices, self.workspace, "sent")
+        sent = _intersection(selection, delivered.indices, self.workspace, "sent")
         lost = sum(message.lost for message in arrived) + owners_lost
         if error is not None:
-            sent = _less(sent, Selection(chosen.indices, error), self.workspace, "sent.rounded")
+            sent = _difference(sent, Selection(chosen.indices, error), self.workspace, "sent.rounded")
             [change] = to_python(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
             lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan
             lost = float((yield from gather_rows(np.array(lost), self.group)).sum())
@@ -219,7 +219,7 @@ class _Step:
             return parts[0]
         half = len(parts) // 2
         first, second = self._sum(parts[:half], f"{name}.0"), self._sum(parts[half:], f"{name}.1")
-        return _added(first, second, self.workspace, name)
+        return _union(first, second, self.workspace, name)
 
     def _agree(self, sums: Selection, selection: Selection, target: int) -> Rounds[tuple[list[int], int, int]]:
         """Return the delivered sums of each owner, the magnitude bits that they reach, and this rank's number."""
@@ -227,7 +227,7 @@ class _Step:
         bits = 0 if state["threshold"] is None else kernels.magnitude_bits(state["threshold"], self.dtype)
         [reaching] = to_python(0 if state["threshold"] is None else kernels.count_reaching(sums.values, bits))
         renew = state["exchanges"] % _RENEW_REGIONS == 0
-        counts_here = [reaching, sums.indices.size, *(quantiles(selection.indices, ranks) if renew else ())]
+        counts_here = [reaching, sums.indices.size, *(_quantiles(selection.indices, ranks) if renew else ())]
         share = Round("allgatherv", [len(counts_here)] * ranks, _COUNT, send=np.array(counts_here, _COUNT))
         share.recv = self.workspace.host_array("counts", ranks * len(counts_here), _COUNT)
         answers = (yield share).reshape(ranks, len(counts_here))
@@ -238,7 +238,7 @@ class _Step:
         if renew:
             cuts = answers[:, 2:]
             check_counts("oktopk", cuts.reshape(-1), -1, self.numel)
-            state["bounds"] = sorted(mean_bounds(cuts, state["bounds"]))
+            state["bounds"] = sorted(_mean_bounds(cuts, state["bounds"]))
 
         reached, num_chosen = sum(counts), counts[rank]
         due = state["exchanges"] % _RENEW_THRESHOLD == 0
@@ -264,14 +264,14 @@ class _Step:
         """Return the energy of all messages to this owner, and that of their delivered elements."""
         energy, kept = 0.0, 0.0
         for message in arrived:
-            delivered = _common(message.selection, chosen.indices, self.workspace, "delivered")
+            delivered = _intersection(message.selection, chosen.indices, self.workspace, "delivered")
             sent_energy, kept_energy = to_python(
                 kernels.energy(message.selection.values), kernels.energy(delivered.values)
             )
             energy, kept = energy + sent_energy, kept + kept_energy
         return energy, kept
 
-    def _round(self, chosen: Selection, wire: str) -> NDArray[np.floating]:
+    def _round_means(self, chosen: Selection, wire: str) -> NDArray[np.floating]:
         """Round means to 16 bits, in place; return what that takes from their sums over ranks."""
         size = chosen.values.size
         rounded = self.workspace.scratch("rounded", size, self.dtype)
@@ -286,8 +286,8 @@ class _Step:
     def _share_out(self, chosen: Selection, counts: Sequence[int], even: Sequence[int]) -> Rounds[Selection]:
         """Move consecutive pieces of all ranks' elements so that each rank holds ``even`` of them; return its own."""
         ranks, rank, whole = self.group.size, self.group.rank, (0, self.numel)
-        going = overlaps(counts, even, rank)
-        coming = [overlaps(counts, even, source)[rank] for source in range(ranks)]
+        going = _overlaps(counts, even, rank)
+        coming = [_overlaps(counts, even, source)[rank] for source in range(ranks)]
         sizes, received = ([self._bytes(count, whole) for count in pieces] for pieces in (going, coming))
         outgoing = self.workspace.scratch("pieces.out", sum(sizes), _BYTE)
         for (start, stop), out in zip(pairwise([0, *accumulate(going)]), _cut(outgoing, sizes), strict=True):
@@ -295,7 +295,7 @@ class _Step:
         move = Round("alltoallv", sizes, _BYTE, send=outgoing, received=received)
         move.recv = self.workspace.scratch("pieces.in", sum(received), _BYTE)
         self._read((yield move), received, coming, [whole] * ranks, "pieces")
-        return _room(self.workspace, "pieces", even[rank], self.dtype)
+        return _capacity(self.workspace, "pieces", even[rank], self.dtype)
 
     def _gather(
         self, held: Selection, counts: Sequence[int], spans: Sequence[_Span], energy: float, kept: float
@@ -307,7 +307,7 @@ class _Step:
         gather = Round("allgatherv", sizes, _BYTE, send=message)
         gather.recv = self.workspace.scratch("messages", sum(sizes), _BYTE)
         messages = self._read((yield gather), sizes, counts, spans, "delivered.all")
-        everything = _room(self.workspace, "delivered.all", sum(counts), self.dtype)
+        everything = _capacity(self.workspace, "delivered.all", sum(counts), self.dtype)
         return everything, sum(part.lost for part in messages)
 
     def _bytes(self, count: int, span: _Span) -> int:
@@ -333,7 +333,7 @@ class _Step:
         name: str,
     ) -> list[Sparse]:
         """Read one message of each rank, one behind the other into an array of the workspace; note flags, errors."""
-        whole = _room(self.workspace, name, sum(counts), self.dtype)
+        whole = _capacity(self.workspace, name, sum(counts), self.dtype)
         messages = []
         bounds = pairwise([0, *accumulate(counts)])
         for rank, (message, span, (start, stop)) in enumerate(zip(_cut(received, sizes), spans, bounds, strict=True)):
@@ -341,7 +341,7 @@ class _Step:
                 sparse = read_sparse(message, span[1] - span[0], self.dtype, self.workspace, stop - start)
             except MessageError as error:
                 self.problem = self.problem or MessageError(f"oktopk: from rank {rank}: {error}")
-                sparse = Sparse(_room(self.workspace, name, 0, self.dtype), 0, 0.0, 0.0)
+                sparse = Sparse(_capacity(self.workspace, name, 0, self.dtype), 0, 0.0, 0.0)
             self.flags |= sparse.flags
             if sparse.selection.indices.size < stop - start:  # damaged, and nothing of it will be delivered
                 messages.append(sparse)
@@ -353,11 +353,12 @@ class _Step:
         return messages
 
 
-def _remembered(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any]:
+def _state_of(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any]:
     """Return the state learned for a bucket; an empty one where length or ranks have changed."""
     state = memory.get("oktopk")
     if state is None or (state["numel"], state["ranks"]) != (numel, ranks):
-        return {"numel": numel, "ranks": ranks, "exchanges": 0, "bounds": even_bounds(numel, ranks), "threshold": None}
+        bounds = list(accumulate(parts_of(numel, ranks), initial=0))  # regions of the same length
+        return {"numel": numel, "ranks": ranks, "exchanges": 0, "bounds": bounds, "threshold": None}
     return dict(state)
 
 
@@ -365,65 +366,49 @@ def _cut(array: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
     return [array[start:stop] for start, stop in pairwise([0, *accumulate(sizes)])]
 
 
-def _room(workspace: Workspace, name: str, size: int, dtype: np.dtype[Any]) -> Selection:
-    """Return room for a selection; it is the caller's until the same name is asked for again."""
+def _capacity(workspace: Workspace, name: str, size: int, dtype: np.dtype[Any]) -> Selection:
+    """Return memory for a selection; it is the caller's until the same name is asked for again."""
     make = workspace.array if name in _RESULTS else workspace.scratch
     return Selection(make(f"{name}.indices", size, np.uint32), make(f"{name}.values", size, dtype))
 
 
-def _added(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
-    """Return the union of two selections, the values of common indices added, in the room of a name."""
-    out = _room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
-    return _begin(
-        out, kernels.merge_add(first.indices, first.values, second.indices, second.values, out.indices, out.values)
-    )
+def _union(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
+    """Return all elements of two selections, the values of common indices added."""
+    out = _capacity(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
+    return _filled(out, kernels.merge_add, first.indices, first.values, second.indices, second.values)
 
 
-def _less(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
-    """Return the first selection minus the second one, zeros left out, in the workspace array of a name."""
-    out = _room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
-    return _begin(
-        out, kernels.merge_subtract(first.indices, first.values, second.indices, second.values, out.indices, out.values)
-    )
+def _difference(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
+    """Return the first selection minus the second one, zeros left out."""
+    out = _capacity(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
+    return _filled(out, kernels.merge_subtract, first.indices, first.values, second.indices, second.values)
 
 
-def _common(selection: Selection, indices: NDArray[np.uint32], workspace: Workspace, name: str) -> Selection:
-    """Return the part of a selection that is at some indices, in the room of a name."""
-    out = _room(workspace, name, min(selection.indices.size, indices.size), selection.values.dtype)
-    return _begin(out, kernels.intersect(selection.indices, selection.values, indices, out.indices, out.values))
+def _intersection(selection: Selection, indices: NDArray[np.uint32], workspace: Workspace, name: str) -> Selection:
+    """Return the part of a selection that is at some indices."""
+    out = _capacity(workspace, name, min(selection.indices.size, indices.size), selection.values.dtype)
+    return _filled(out, kernels.intersect, selection.indices, selection.values, indices)
 
 
-def _parted(
-    selection: Selection, threshold: int, count: int, workspace: Workspace, name: str
-) -> tuple[Selection, Selection]:
-    """Return the ``count`` largest elements and the others, in the rooms of two names; see `cpu.split_largest`."""
-    dtype = selection.values.dtype
-    kept = _room(workspace, f"{name}.kept", count, dtype)
-    left = _room(workspace, f"{name}.left", selection.indices.size - count, dtype)
-    kernels.split_largest(
-        selection.indices, selection.values, threshold, kept.indices, kept.values, left.indices, left.values
-    )
-    return kept, left
-
-
-def _begin(out: Selection, count: int) -> Selection:
-    [size] = to_python(count)
+def _filled(out: Selection, kernel: Callable[..., Any], *inputs: NDArray[Any]) -> Selection:
+    [size] = to_python(kernel(*inputs, out.indices, out.values))
     return Selection(out.indices[:size], out.values[:size])
 
 
-def even_bounds(numel: int, size: int) -> list[int]:
-    """Return the starts of regions of equal length, and the end of the last one.
+def _split(selection: Selection, threshold: int, count: int, workspace: Workspace, name: str) -> Selection:
+    """Return the ``count`` elements that reach a threshold; see `cpu.split_largest`."""
+    dtype = selection.values.dtype
+    kept = _capacity(workspace, f"{name}.kept", count, dtype)
+    left = _capacity(workspace, f"{name}.left", selection.indices.size - count, dtype)
+    outputs = kept.indices, kept.values, left.indices, left.values
+    kernels.split_largest(selection.indices, selection.values, threshold, *outputs)
+    return kept
 
-    >>> even_bounds(10, 4)
-    [0, 3, 6, 8, 10]
-    """
-    return [0, *accumulate(parts_of(numel, size))]
 
-
-def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
+def _quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
     """Return where a rank would cut between ``size`` regions: -1 everywhere if it has selected nothing.
 
-    >>> quantiles(np.array([1, 2, 3, 50], np.uint32), 2), quantiles(np.array([], np.uint32), 3)
+    >>> _quantiles(np.array([1, 2, 3, 50], np.uint32), 2), _quantiles(np.array([], np.uint32), 3)
     ([3], [-1, -1])
     """
     count = indices.size
@@ -433,10 +418,10 @@ def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
     return found
 
 
-def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
+def _mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
     """Return the boundaries that follow from all ranks' quantiles: their means, rounded down.
 
-    >>> mean_bounds(np.array([[3], [-1], [6]]), [0, 5, 10])
+    >>> _mean_bounds(np.array([[3], [-1], [6]]), [0, 5, 10])
     [0, 4, 10]
     """
     rows = [[int(cut) for cut in row] for row in cuts if -1 not in row]
@@ -445,10 +430,10 @@ def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
     return [before[0], *(sum(column) // len(rows) for column in zip(*rows, strict=True)), before[-1]]
 
 
-def overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[int]:
+def _overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[int]:
     """Return the number of a rank's elements that go to each when a list that ranks hold in pieces is cut again.
 
-    >>> [overlaps([6, 0, 3], [3, 3, 3], rank) for rank in range(3)]
+    >>> [_overlaps([6, 0, 3], [3, 3, 3], rank) for rank in range(3)]
     [[3, 3, 0], [0, 0, 0], [0, 0, 3]]
     """
     start = sum(counts[:rank])

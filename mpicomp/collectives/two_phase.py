@@ -1,24 +1,24 @@
 """Every rank owns a part of the array: ranks send it packed to the owner, and the mean comes back packed."""
 
 import math
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.dense import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Memory, Result, Scheme, add_unless_zero, failed_result
+from mpicomp.collectives.dense import OwnerRounds
+from mpicomp.collectives.scheme import Exchange, Memory, Result, Scheme, failed_result
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.kinds import CACHED_NUMEL, LARGEST_KEY, Quantiser, packers
-from mpicomp.compressors.wire import HEADER_BYTES, NONFINITE, STALE, write_dense_header
+from mpicomp.compressors.kinds import CACHED_NUMEL, LARGEST_KEY, Packer, Quantiser, packers
+from mpicomp.compressors.wire import HEADER_BYTES
 from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
 from mpicomp.mpi.rounds import Group, Round, parts_of
 from mpicomp.registry import register
+from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
 
@@ -59,87 +59,78 @@ class TwoPhase(Scheme[Quantiser]):
         return Memory((2 * group.size + 1) * size + 2 * piece * dtype.itemsize + sent, group.size * size)
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
-        group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
-        workspace = context.workspace
-        parts = parts_of(numel, group.size)
-        packed = packers(self.compressor, parts)
-        bounds = [0, *accumulate(parts)]
-        mine = slice(bounds[group.rank], bounds[group.rank + 1])
-        scatter, gather = self.rounds(numel, dtype, group)
-        places = [0, *accumulate(scatter.counts)]
+        numel, workspace = accumulated.numel, context.workspace
+        owners = OwnerRounds(self, accumulated, context)
+        packed = packers(self.compressor, owners.counts)
         in_place = all(packer.packs_in_place for packer in packed) and accumulated.overwrite("residual")
-        sent = None if in_place else workspace.scratch("sent", numel, dtype)
+        sent = None if in_place else workspace.scratch("sent", numel, accumulated.dtype)
+        keys = [context.key(False, rank) for rank in range(context.group.size)]
 
-        outgoing = workspace.scratch("outgoing", places[-1], _BYTE)
-        losses: list[float] = []
-        for rank in range(group.size):
-            part = slice(bounds[rank], bounds[rank + 1])
-            message = outgoing[places[rank] + HEADER_BYTES : places[rank + 1]]
-            if rank == group.rank:  # behind the header to itself stands nothing that is read
-                lost, own_part = 0.0, accumulated.part(part.start, part.stop)
+        losses = [0.0] * len(packed)
+        own_part = accumulated.memory[owners.span]
+        for rank, (span, message, packer) in enumerate(zip(owners.spans, owners.outgoing, packed, strict=True)):
+            out = message[HEADER_BYTES:]
+            if rank == owners.rank:  # behind the header to itself stands nothing that is read
+                accumulated.part(span.start, span.stop)
             elif sent is None:
-                lost = packed[rank].pack_in_place(accumulated, part.start, message, context.key(False, rank))
+                losses[rank] = packer.pack_in_place(accumulated, span.start, out, keys[rank])
             else:
-                array = accumulated.part(part.start, part.stop)
-                lost = packed[rank].pack(array, message, sent[part], context.key(False, rank))
-            losses.append(lost)
-        losses[0] = add_unless_zero(losses[0], accumulated.lost)  # said once
-        moments = accumulated.device_moments
-        for rank, lost in enumerate(losses):
-            message, flags = outgoing[places[rank] : places[rank + 1]], STALE * accumulated.stale
-            write_dense_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
-        size = scatter.counts[group.rank]
-        scatter.send = outgoing
-        scatter.recv = workspace.scratch("incoming", size * group.size, _BYTE)
-        incoming = (yield scatter).reshape(group.size, size)
+                losses[rank] = packer.pack(accumulated.part(span.start, span.stop), out, sent[span], keys[rank])
+        incoming = yield from owners.scatter(losses)
 
-        flags, energy, others_lost, problem = read_sent(self.id, incoming, parts[group.rank])
-        share = 1 / group.size
-        reply = workspace.scratch("reply", size, _BYTE)
+        own_sent = None
         if sent is not None:
-            sent[mine] = own_part
-        losses = []
-        key = context.key(False, group.rank)
-        for elements, packed_bytes, number, packer in packed[group.rank].pieces:
-            owned_piece = own_part[elements]
-            total = workspace.scratch("total", packer.numel, dtype)
-            np.multiply(owned_piece, dtype.type(share), out=total)
-            place = HEADER_BYTES + packed_bytes.start
-            for others in (incoming[: group.rank], incoming[group.rank + 1 :]):
-                packer.unpack_add_all(others, place, share, total)
-            delivered = workspace.scratch("delivered", total.size, dtype)
-            message = reply[place : HEADER_BYTES + packed_bytes.stop]
-            packer.pack(total, message, delivered, key + number & LARGEST_KEY)
-            # This packing was of the mean: it took its error from every rank's share of it.
-            chunk = CACHED_NUMEL if accumulated.kernels is cpu else max(1, total.size)
-            for start in range(0, total.size, chunk):
-                part = slice(start, start + chunk)
-                owned = owned_piece[part]
-                sent_part = owned.copy() if sent is None else sent[mine][elements][part]
-                losses.append(kernels.share_rounding(total[part], delivered[part], group.size, owned, sent_part))
-                if sent is None:
-                    with np.errstate(over="ignore", invalid="ignore"):
-                        np.subtract(owned, sent_part, out=owned)
-        lost = sum(to_python(*losses))
+            own_sent = sent[owners.span]
+            own_sent[:] = own_part
+        lost = self._average(packed[owners.rank], owners, incoming, own_part, own_sent, keys[owners.rank], workspace)
         finite = math.isfinite(lost)
         if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
             with np.errstate(over="ignore", invalid="ignore"):
-                finite = bool(np.isfinite(own_part if sent is None else own_part - sent[mine]).all())
-        flags |= NONFINITE * (not finite)
-        write_dense_header(reply, parts[group.rank], flags, energy, lost + others_lost)
-        gather.send = reply
-        gather.recv = workspace.array("replies", places[-1], _BYTE)
-        replies = yield gather
-
-        flags, energy, lost, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
+                finite = bool(np.isfinite(own_part if own_sent is None else own_part - own_sent).all())
+        problem = yield from owners.gather(lost, finite, is_kept=True)
         if problem is not None:
             return failed_result(accumulated, problem, stale=False)
 
         def write(out: NDArray[np.floating]) -> None:
-            for rank in range(group.size):
-                message = replies[places[rank] : places[rank + 1]]
-                packed[rank].unpack(message[HEADER_BYTES:], out[bounds[rank] : bounds[rank + 1]])
+            for span, message, packer in zip(owners.spans, owners.replies, packed, strict=True):
+                packer.unpack(message[HEADER_BYTES:], out[span])
 
-        if sent is None:
-            sent = accumulated.array()
-        return Result.from_headers(write, sent, float(numel), flags, energy, lost)
+        delivered = accumulated.array() if sent is None else sent
+        return Result.from_headers(write, delivered, float(numel), owners.flags, owners.energy, owners.lost)
+
+    def _average(
+        self,
+        packer: Packer,
+        owners: OwnerRounds,
+        incoming: NDArray[np.uint8],
+        own_part: NDArray[np.floating],
+        own_sent: NDArray[np.floating] | None,
+        key: int,
+        workspace: Workspace,
+    ) -> float:
+        """Pack the mean of an owner's part, take the error from what it has sent, and return the energy of that.
+
+        Without ``own_sent`` the residual takes the place of the part.
+        """
+        ranks, rank, dtype = len(owners.counts), owners.rank, own_part.dtype
+        share, losses = 1 / ranks, []
+        for elements, packed_bytes, number, quantiser in packer.pieces:
+            piece = own_part[elements]
+            total = workspace.scratch("total", quantiser.numel, dtype)
+            np.multiply(piece, dtype.type(share), out=total)
+            place = slice(HEADER_BYTES + packed_bytes.start, HEADER_BYTES + packed_bytes.stop)
+            for others in (incoming[:rank], incoming[rank + 1 :]):
+                quantiser.unpack_add_all(others, place.start, share, total)
+            delivered = workspace.scratch("delivered", total.size, dtype)
+            quantiser.pack(total, owners.reply[place], delivered, key + number & LARGEST_KEY)
+            # This packing was of the mean: it took its error from every rank's share of it.
+            chunk = CACHED_NUMEL if kernels.of(own_part) is cpu else max(1, total.size)
+            for start in range(0, total.size, chunk):
+                part = slice(start, start + chunk)
+                owned = piece[part]
+                sent = owned.copy() if own_sent is None else own_sent[elements][part]
+                losses.append(kernels.share_rounding(total[part], delivered[part], ranks, owned, sent))
+                if own_sent is None:
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        np.subtract(owned, sent, out=owned)
+        return float(sum(to_python(*losses)))

@@ -11,7 +11,6 @@ from schemes import Above
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.collectives.oktopk import overlaps
 from mpicomp.errors import NonFiniteError
 
 SELECT = {
@@ -107,18 +106,6 @@ def test_sums_in_one_region_are_shared_out(ranks, wire):
         np.testing.assert_allclose(result.mean, mean, rtol=1e-6 if wire is None else 2**-10, atol=0)
         if wire is None:
             np.testing.assert_array_equal(array - dense(result.sent, numel), residual)
-
-
-def test_overlaps_move_each_element_to_its_new_owner():
-    rng = np.random.default_rng(0)
-    for ranks in [1, 2, 3, 4, 5, 6] * 4:
-        counts = rng.integers(0, 5, ranks).tolist()
-        ends = sorted(rng.integers(0, sum(counts) + 1, ranks - 1).tolist())
-        targets = np.diff([0, *ends, sum(counts)]).tolist()
-        holders, owners = np.repeat(range(ranks), counts), np.repeat(range(ranks), targets)
-        for rank in range(ranks):
-            going = owners[holders == rank].tolist()
-            assert overlaps(counts, targets, rank) == [going.count(other) for other in range(ranks)]
 
 
 def test_sums_of_equal_magnitude_are_all_delivered():
