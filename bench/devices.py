@@ -5,7 +5,7 @@ from typing import Any
 
 from mpicomp.errors import ConfigurationError, LaunchError, MpicompError
 from mpicomp.gpu.cuda import CudaDevice
-from mpicomp.system import gpus
+from mpicomp.job import gpus
 
 Found = int | MpicompError  # the number of a rank's GPU, or the reason for which it has none
 

@@ -10,7 +10,7 @@ from pathlib import Path as _Path
 from typing import Any as _Any
 
 from mpicomp._version import __version__ as __version__
-from mpicomp.system import abort as _abort  # noqa: F401 (replaces sys.exit before a script looks it up)
+from mpicomp.job import abort as _abort  # noqa: F401 (replaces sys.exit before a script looks it up)
 
 _MODULES = {
     alias.name: statement.module

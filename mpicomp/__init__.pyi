@@ -24,6 +24,10 @@ from mpicomp.compressors import get_compressor as get_compressor
 from mpicomp.compressors import list_compressors as list_compressors
 from mpicomp.compressors.powersgd import PowerSGD as PowerSGD
 from mpicomp.errors import MpicompError as MpicompError
+from mpicomp.job.gpus import local_device as local_device
+from mpicomp.job.stop import STOPPED as STOPPED
+from mpicomp.job.stop import ask_to_stop as ask_to_stop
+from mpicomp.job.stop import stop_on_signals as stop_on_signals
 from mpicomp.policies import get_policy as get_policy
 from mpicomp.policies import list_policies as list_policies
 from mpicomp.reducer import BucketRecord as BucketRecord
@@ -31,9 +35,5 @@ from mpicomp.reducer import Reducer as Reducer
 from mpicomp.reducer import StepRecord as StepRecord
 from mpicomp.reducer.trace import trace as trace
 from mpicomp.registry import register as register
-from mpicomp.system.gpus import local_device as local_device
-from mpicomp.system.stopping import STOPPED as STOPPED
-from mpicomp.system.stopping import ask_to_stop as ask_to_stop
-from mpicomp.system.stopping import stop_on_signals as stop_on_signals
 
 def __getattr__(name: str) -> Any: ...  # the class of any other compressor

@@ -25,7 +25,7 @@ import pytest
 import run
 from sharing import ByFile, starts_processes
 
-from mpicomp.system import launcher
+from mpicomp.job import launcher
 
 for name, value in (run.ALONE | run.WAITING).items():  # for plain commands; MPI has not begun yet
     os.environ.setdefault(name, value)

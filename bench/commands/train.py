@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
     from mpicomp.cli.options import check_drawing, check_folder, check_writable
-    from mpicomp.system.stopping import stop_on_signals
+    from mpicomp.job.stop import stop_on_signals
 
     if arguments.checkpoints is not None:
         stop_on_signals()  # first: the imports below take seconds
@@ -166,8 +166,8 @@ def _train(
     from mpicomp.bench.train import Stopped, train_measured
 
     from mpicomp.errors import FileWriteError
+    from mpicomp.job.stop import STOPPED
     from mpicomp.reducer.agreement import agree, run_collectively
-    from mpicomp.system.stopping import STOPPED
 
     group = transport.group
     first = group.rank == 0

@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from mpicomp.errors import FileWriteError
-from mpicomp.system import say
+from mpicomp.job import say
 
 _FLUSH_S = 0.25  # seconds after which lines are written: a job that dies loses no more
 _MAX_LINES = 256  # lines that are kept until then

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 
 from mpicomp._version import __version__
-from mpicomp.system import abort, variables, whole_file
+from mpicomp.job import abort, variables, whole_file
 
 SCHEMA = 1
 

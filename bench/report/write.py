@@ -17,7 +17,7 @@ from mpicomp.bench.report.plots import STYLE, chosen, loss, phases, plans_in_wor
 from mpicomp.bench.report.runs import PHASES, Run, read_runs
 
 from mpicomp._version import __version__
-from mpicomp.system import whole_file
+from mpicomp.job import whole_file
 
 
 def write_report(paths: Sequence[str], output: str, folder: str | None = None) -> int:

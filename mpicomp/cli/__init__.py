@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mpicomp._version import __version__
-from mpicomp.system import abort, launcher, say
+from mpicomp.job import abort, launcher, say
 
 _BENCH = "mpicomp.bench.commands"
 COMMANDS = {

@@ -15,8 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report once, and return 1 if there is a problem."""
-    from mpicomp import doctor
-    from mpicomp.system import abort, launcher
+    from mpicomp.job import abort, doctor, launcher
 
     launch = launcher.detect()
     report = doctor.examine()

@@ -72,7 +72,7 @@ def add_device(parser: argparse.ArgumentParser, what: str) -> None:
 
 def writes_files() -> bool:
     """Return whether this process writes the files of a job: the first one that the launcher has started."""
-    from mpicomp.system import launcher
+    from mpicomp.job import launcher
 
     launch = launcher.detect()
     return launch is None or launch.rank == 0
@@ -90,7 +90,7 @@ def check_writable(command: str, *paths: str | None) -> None:
 
 def write_json(path: str, content: Any) -> None:
     """Write an object to a file as JSON."""
-    from mpicomp.system import whole_file
+    from mpicomp.job import whole_file
 
     with whole_file(path) as file:
         json.dump(content, file, indent=1)

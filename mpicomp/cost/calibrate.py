@@ -13,10 +13,10 @@ from mpicomp.cost.model import CostModel, scheme_key
 from mpicomp.cost.network_model import Network
 from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import HOST, Device
+from mpicomp.job import variables
 from mpicomp.mpi.clocks import compare_clocks
 from mpicomp.mpi.rounds import Group, Round, Rounds, from_one, gather_rows
 from mpicomp.mpi.transport import Transport
-from mpicomp.system import variables
 
 _cached: dict[tuple[str, tuple[int, ...], int], CostModel] = {}
 

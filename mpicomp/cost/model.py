@@ -15,8 +15,8 @@ from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.network_model import Network, sample_views
 from mpicomp.cost.plans import Candidates, Correction
 from mpicomp.errors import ConfigurationError
+from mpicomp.job import whole_file
 from mpicomp.mpi.rounds import Group
-from mpicomp.system import whole_file
 
 SCHEMA = 3
 

@@ -5,9 +5,9 @@ memory of the host, both ways; on the ``direct`` route MPI reads and writes the 
 neither: the arrays that they get behave as arrays of the host do.
 
 ``python -m mpicomp.gpu.routes`` passes MPI a pointer to GPU memory: one rank sends an array of a device to itself, and
-sums it. It exits with 0 where the numbers are right, 1 where they are wrong, and `mpicomp.system.cuda_aware.NO_GPU`
+sums it. It exits with 0 where the numbers are right, 1 where they are wrong, and `mpicomp.job.cuda_aware.NO_GPU`
 without a GPU or CuPy. A library that takes the pointer for one of the host ends the process, so
-`mpicomp.system.cuda_aware.probe` starts it as a child.
+`mpicomp.job.cuda_aware.probe` starts it as a child.
 """
 
 import sys
@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.gpu.device import HOST, Device
+from mpicomp.job.cuda_aware import NO_GPU
 from mpicomp.mpi.rounds import Pending, Returned, Round, Rounds, advance, gather_rows
 from mpicomp.mpi.transport import Transport, received
-from mpicomp.system.cuda_aware import NO_GPU
 
 Value = TypeVar("Value")
 

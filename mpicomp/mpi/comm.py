@@ -19,13 +19,13 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpicomp.errors import ClosedError, LaunchError, RankFailedError
+from mpicomp.job import abort, cuda_aware, launcher, variables
 from mpicomp.mpi import end
 from mpicomp.mpi.channel import Channel, StartedRound
 from mpicomp.mpi.failures import check_survives, failure_of, fault_tolerant
 from mpicomp.mpi.pool import ChannelSet, Pool, hosts_of_ranks, is_split, pool_of
 from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, Pending, Round
 from mpicomp.mpi.transport import Transport, received, wait
-from mpicomp.system import abort, cuda_aware, launcher, variables
 
 COUNT_LIMIT = 2**31 - 1  # largest count, displacement and number of bytes that is handed to MPI in one call
 

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpicomp.errors import ConfigurationError, LaunchError
+from mpicomp.job import abort
 from mpicomp.mpi.rounds import Group, Rounds
 from mpicomp.mpi.transport import Transport, Value, wait
-from mpicomp.system import abort
 
 _EXPECTED = "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD"
 

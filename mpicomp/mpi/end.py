@@ -19,12 +19,12 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomp.errors import RankFailedError
+from mpicomp.job import abort
 from mpicomp.mpi.failures import all_end, fault_tolerant
 from mpicomp.mpi.pool import Pool, pools
 from mpicomp.mpi.thread import leave_all
 from mpicomp.mpi.transport import SHORTEST_S, Naps
 from mpicomp.mpi.watchdog import lookout
-from mpicomp.system import abort
 
 _LAST_ROUNDS_S = 3.0  # seconds that rounds may take which nobody has waited for
 _LONGEST_NAP_S = 0.01  # seconds; others may compute for hours, and perhaps on this rank's core

@@ -19,8 +19,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomp.errors import ConfigurationError, RankFailedError
+from mpicomp.job import abort, say
 from mpicomp.mpi.transport import Naps
-from mpicomp.system import abort, say
 
 _DEAD = tuple(getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
 _HERE = 2  # a flag that shares no bit with that of Open MPI's own end, which is 1

@@ -18,12 +18,12 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError
+from mpicomp.job import say, variables
 from mpicomp.mpi.channel import Channel
 from mpicomp.mpi.failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
 from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, layout_groups
 from mpicomp.mpi.transport import wait
 from mpicomp.mpi.watchdog import STALL_END_S, STALL_S, Closing, StallWatchdog, lookout
-from mpicomp.system import say, variables
 
 _NAMES = (WORLD, HOST, ACROSS)
 _MEETING, _ALONE = -1, -2  # keys of channels that are none of a set's

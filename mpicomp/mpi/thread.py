@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mpicomp.errors import ClosedError, MpicompError
+from mpicomp.job import processors
 from mpicomp.mpi.rounds import Pending, Request, Returned, Round, Rounds, advance
 from mpicomp.mpi.transport import Naps, RoundLog, Transport
-from mpicomp.system import processors
 
 Value = TypeVar("Value")
 

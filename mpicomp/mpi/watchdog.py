@@ -36,8 +36,8 @@ from mpi4py import MPI
 
 from mpicomp.errors import RankFailedError
 from mpicomp.gpu.cuda import make_current
+from mpicomp.job import abort, processors, say
 from mpicomp.mpi.failures import completed, failure_of, fault_tolerant
-from mpicomp.system import abort, processors, say
 
 STALL_S = 60.0  # default of MPICOMP_STALL: seconds after which a rank that waits names those that are missing
 STALL_END_S = 1800.0  # default of MPICOMP_STALL_END: seconds after which the job ends; torch.distributed has as many

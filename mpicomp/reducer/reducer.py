@@ -23,6 +23,7 @@ from mpicomp.errors import (
 )
 from mpicomp.gpu import on_device
 from mpicomp.gpu.routes import choose_routes
+from mpicomp.job import stop
 from mpicomp.kernels.cpu.compile import check_compiler
 from mpicomp.mpi import Transport
 from mpicomp.mpi.connect import connect
@@ -47,7 +48,6 @@ from mpicomp.reducer.step import Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.setting_checks import to_number, to_whole
-from mpicomp.system import stopping
 
 _NONFINITE = ("raise", "skip", "pass")
 _ON_FAILURE = ("abort", "shrink")
@@ -361,7 +361,7 @@ class Reducer:
             or step.checks.stale
             or self.loaded is not None
             or self.must_check_ranks
-            or (not self.stop and stopping.asked())
+            or (not self.stop and stop.asked())
         )
         if layout.entry.clip is not None and not step.must_agree:
             step.factor = self._clipped(step)
@@ -581,8 +581,8 @@ class Reducer:
     def _absences(self, step: Step, names: list[str]) -> Rounds[list[str]]:
         names = sorted(names)
         flags = [name in step.inputs.absent and not step.checks.idle for name in names]
-        stop, *rows = (yield from self._share([stopping.asked(), *flags])).T
-        self.stop = self.stop or bool(stop.any())
+        asked, *rows = (yield from self._share([stop.asked(), *flags])).T
+        self.stop = self.stop or bool(asked.any())
         return [name for name, ranks in zip(names, rows, strict=True) if ranks.any()]
 
     def _share(self, flags: list[bool]) -> Rounds[NDArray[np.uint8]]:

@@ -13,6 +13,7 @@ import torch
 from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.job import abort, say
 from mpicomp.mpi.connect import connected
 from mpicomp.mpi.rounds import Group, Rounds, gather_rows
 from mpicomp.policies import Policy, get_policy
@@ -22,7 +23,6 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.training_reducer import TrainingReducer
 from mpicomp.setting_checks import check_flag, check_least
-from mpicomp.system import abort, say
 from mpicomp.torch.checks import COMPARE_EVERY, StepWatch, hook_gradients
 from mpicomp.torch.combined import CombinedOptimizer, optimizers_in
 from mpicomp.torch.parameters import (

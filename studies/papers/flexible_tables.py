@@ -25,10 +25,10 @@ from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor
 from mpicomp.cost import formulas
+from mpicomp.job import launcher
 from mpicomp.mpi import Transport
 from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.setting_checks import check_least
-from mpicomp.system import launcher
 
 _NAME = "flexible_tables"
 _KEY = ("table", "model", "gbps", "latency_ms", "ratio", "seed")

@@ -17,9 +17,9 @@ from mpicomp.bench.train import Checkpoints, Settings, Stopped, train_measured
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
+from mpicomp.job import stop
 from mpicomp.mpi.comm import MPITransport
 from mpicomp.policies import get_policy
-from mpicomp.system import stopping
 
 STEPS = 12
 UPDATES = {"sync_every": 3, "outer": {"lr": 0.7, "momentum": 0.9}}
@@ -32,19 +32,19 @@ class Asked(Digits):
 
     def batch(self, step, rank, ranks):
         if step == self.at and rank == ranks - 1:
-            stopping.ask_to_stop()
+            stop.ask_to_stop()
         return super().batch(step, rank, ranks)
 
 
 @pytest.fixture
 def shared_folder(comm, tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping, "_asked", False)
+    monkeypatch.setattr(stop, "_asked", False)
     return comm.bcast(tmp_path)
 
 
 def run(comm, folder, name, updates=None, at=None, every=100, steps=STEPS, seed=0, checkpoints=True):
     """Train; return what came of it, and the lines of rank 0."""
-    stopping._asked = False
+    stop._asked = False
     task = Asked(seed=seed)
     task.at = at
     path = folder / f"{name}.jsonl"

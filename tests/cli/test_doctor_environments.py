@@ -5,7 +5,7 @@ import os
 import subprocess
 
 import pytest
-from doctor.environments import make
+from job.environments import make
 
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 

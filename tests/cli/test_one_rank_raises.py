@@ -11,7 +11,7 @@ from mpicomp.cost import CostModel, Network
 
 SCRIPT = """
 import importlib, sys
-from mpicomp.system import launcher
+from mpicomp.job import launcher
 from mpicomp.cli import main
 
 place, call, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
@@ -44,7 +44,7 @@ TRAINING = ["bench", "training", "--task", "digits", "--steps", "4", "--blocks",
     [
         slow("mpicomp.bench.measure.exchanges:Runner.step", 5, COLLECTIVES),
         slow("mpicomp.cost.link_probe:_task", 3, ["doctor"]),
-        ("mpicomp.doctor.job:by_host", 1, ["doctor"]),
+        ("mpicomp.job.doctor.examination:by_host", 1, ["doctor"]),
         slow("mpicomp.bench.tasks.digits:Digits.loss", 5, TRAIN),
         slow("mpicomp.bench.train:probe", 1, TRAIN),
         slow("mpicomp.bench.tasks.digits:Digits.loss", 9, [*TRAINING, "--exchange", "ddp,topk"]),
@@ -59,7 +59,7 @@ def test_failed_rank_ends_the_job_with_its_traceback(mpiexec, ranks, place, call
 
 WORDS_OF_RANKS = """
 import sys
-from mpicomp.system import launcher
+from mpicomp.job import launcher
 from mpicomp.cli import main
 
 sys.exit(main([word.replace("RANK", str(launcher.detect().rank)) for word in sys.argv[1:]]))

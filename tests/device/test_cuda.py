@@ -8,8 +8,8 @@ import sys
 import pytest
 from device.kinds import has_gpu
 
-from mpicomp.system import cuda_aware as awareness
-from mpicomp.system.cuda_aware import Awareness, cuda_aware, probe
+from mpicomp.job import cuda_aware as awareness
+from mpicomp.job.cuda_aware import Awareness, cuda_aware, probe
 
 YES = Awareness(True, "a child process that gave it GPU memory got it back")
 NO = Awareness(False, "a child process that gave it GPU memory was ended by SIGSEGV")
@@ -158,6 +158,6 @@ def test_the_real_child_on_a_gpu():
 
 
 def test_it_starts_no_mpi():
-    code = "import sys, mpicomp.system.cuda_aware; assert not {'mpi4py', 'numpy'} & set(sys.modules)"
+    code = "import sys, mpicomp.job.cuda_aware; assert not {'mpi4py', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert awareness.PROBE == "mpicomp.gpu.routes"

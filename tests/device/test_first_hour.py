@@ -26,8 +26,8 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.gpu import HOST
 from mpicomp.gpu.routes import ROUTES, RouteTable
+from mpicomp.job import launcher
 from mpicomp.mpi import LocalWorld
-from mpicomp.system import launcher
 
 QUICK = os.environ.get("FIRST_HOUR") == "quick"
 

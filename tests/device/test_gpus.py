@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mpicomp.errors import LaunchError
-from mpicomp.system import gpus
+from mpicomp.job import gpus
 
 FOUR = "".join(f"GPU {index}: NVIDIA H200 (UUID: GPU-{index}{index}aa)\n" for index in range(4))
 PARTS = """\

@@ -13,8 +13,8 @@ from marks import slow
 import mpicomp
 from mpicomp.errors import NonFiniteError
 from mpicomp.gpu.cuda import CudaDevice
+from mpicomp.job import stop
 from mpicomp.mpi import LocalWorld
-from mpicomp.system import stopping
 
 SHAPES = {"first": (40, 25), "second": (7,), "third": (3, 5, 2)}
 # The sum stays; the mean is left in its place; the residual is; messages are decoded by all.
@@ -98,7 +98,7 @@ def test_undone_step_leaves_gradients_and_residuals(compressor, collective, nonf
 def test_stale_step_loses_nothing(compressor, collective, cupy, monkeypatch):
     """Buckets that were exchanged before one rank asks all of them to agree: gradients plus residuals are conserved."""
     ranks, answers = viewed(2, compressor, collective), []
-    monkeypatch.setattr(stopping, "asked", lambda: bool(answers) and answers.pop())
+    monkeypatch.setattr(stop, "asked", lambda: bool(answers) and answers.pop())
     for step in range(5):
         gradients = [gradients_of(rank, step, SHAPES) for rank in range(2)]
         brought = {name: sum(rank[name].astype(float) for rank in gradients) for name in SHAPES}

@@ -392,7 +392,7 @@ training.close()
 """
     first = """
 import mpi4py
-from mpicomp.system import launcher
+from mpicomp.job import launcher
 mpi4py.rc.thread_level = "serialized" if launcher.detect().rank == 1 else "multiple"
 """
     ended = job(3, body, first=first)

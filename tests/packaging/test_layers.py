@@ -19,7 +19,7 @@ LAYERS = [
     ["mpicomp.systems"],
     ["mpicomp.torch", "mpicomp.testing", "mpicomp.checkpoint", "mpicomp.bounded"],
     ["mpicomp.reducer"],
-    ["mpicomp.policies", "mpicomp.doctor"],
+    ["mpicomp.policies", "mpicomp.job.doctor"],
     ["mpicomp.cost"],
     ["mpicomp.collectives"],
     ["mpicomp.compressors", "mpicomp.gpu.routes"],
@@ -28,7 +28,7 @@ LAYERS = [
     ["mpicomp.gpu"],
     ["mpicomp.arrays", "mpicomp.registry"],
     ["mpicomp.plugins", "mpicomp.kernels"],
-    ["mpicomp.system", "mpicomp.setting_checks"],
+    ["mpicomp.job", "mpicomp.setting_checks"],
     ["mpicomp.errors", "mpicomp._version"],
 ]
 # Who may import what from outside, at whatever place in the file.
@@ -36,8 +36,8 @@ HOMES = {
     "mpi4py": (
         *(f"mpicomp/mpi/{name}.py" for name in ("comm", "channel", "pool", "watchdog", "failures", "end", "connect")),
         "mpicomp/gpu/routes.py",
-        "mpicomp/system/abort.py",
-        "mpicomp/doctor/",
+        "mpicomp/job/abort.py",
+        "mpicomp/job/doctor/",
     ),
     "torch": (
         "mpicomp/torch/",

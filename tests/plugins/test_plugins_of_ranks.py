@@ -20,7 +20,7 @@ SCRIPT = """
 import os, sys
 import numpy as np
 import mpicomp
-from mpicomp.system import launcher
+from mpicomp.job import launcher
 
 rank = launcher.detect().rank
 os.environ["MPICOMP_PLUGINS"] = sys.argv[1 + rank] if len(sys.argv) > 1 + rank else ""
@@ -36,7 +36,7 @@ except mpicomp.MpicompError as error:
 
 WORDS = """
 import sys
-from mpicomp.system import launcher
+from mpicomp.job import launcher
 from mpicomp.cli import main
 
 sys.exit(main([word.replace("RANK", str(launcher.detect().rank)) for word in sys.argv[1:]]))

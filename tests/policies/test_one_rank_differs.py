@@ -86,7 +86,7 @@ PROBES = [("0", None), (None, "0"), ("1", "0"), ("0", "1"), ("1", "nonsense"), (
     [(*probes, ("auto", "allgather")[number % 2]) for number, probes in enumerate(PROBES)],
 )
 def test_whether_to_probe_is_what_rank_0_says(comm, monkeypatch, collective, first, others):
-    from mpicomp.doctor.probes import measure
+    from mpicomp.job.doctor.probes import measure
 
     mine = first if comm.rank == 0 else others
     if mine is None:

@@ -9,7 +9,7 @@ from replicas import Pair, assert_equal, assert_replicas, batch, descent, distri
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
-from mpicomp.system import stopping
+from mpicomp.job import stop
 
 # The sum stays; the mean is left in its place; the residual is; messages are decoded by all.
 KINDS = [
@@ -124,7 +124,7 @@ def test_stale_step_loses_nothing(comm, monkeypatch, compressor, collective, ove
     optimizer = viewed(model, comm, compressor, collective, overlap=overlap)
     for step in range(stale_at + 2):
         if comm.rank == comm.size - 1 and step == stale_at:
-            monkeypatch.setattr(stopping, "asked", lambda: True)
+            monkeypatch.setattr(stop, "asked", lambda: True)
         twin = network()
         twin.load_state_dict(model.state_dict())
         square(twin, step, comm.rank).backward()

@@ -5,7 +5,7 @@ import shlex
 import sys
 
 import pytest
-from doctor.environments import make
+from job.environments import make
 
 DOCTOR = (sys.executable, "-m", "mpicomp", "doctor", "--json")
 

@@ -7,16 +7,16 @@ import threading
 
 import pytest
 
-from mpicomp import doctor
-from mpicomp.doctor import probes
-from mpicomp.doctor.probes import (
+from mpicomp.job import doctor
+from mpicomp.job.cuda_aware import files
+from mpicomp.job.doctor import probes
+from mpicomp.job.doctor.probes import (
     measure,
     missing_gpu_library,
     resolves,
     thread_count,
     visible_gpus,
 )
-from mpicomp.system.cuda_aware import files
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-aa11)
@@ -80,7 +80,7 @@ def test_missing_gpu_library_is_found_before_mpi_starts():
             def Init_thread(self):
                 raise SystemExit("the process ended")
 
-        from mpicomp.doctor import probes
+        from mpicomp.job.doctor import probes
 
         class Finder:
             def find_spec(self, name, path, target=None):

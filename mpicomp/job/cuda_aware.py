@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpicomp.system import variables
+from mpicomp.job import variables
 
 _OVERRIDE = "MPICOMP_CUDA_AWARE"
 _ADVICE = f"{_OVERRIDE}=1 overrules this"

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mpicomp.errors import MpicompError
-from mpicomp.system import launcher, say, variables
+from mpicomp.job import launcher, say, variables
 
 GRACE_S = 1.0  # seconds that a rank which leaves with an error waits for the others to do the same
 LAST_WORDS_S = 0.25  # seconds for the launcher to pass on what was printed: it drops the rest

@@ -3,8 +3,8 @@
 `mpicomp doctor` prints what `examine` returns.
 """
 
-from mpicomp.doctor.formatting import render
-from mpicomp.doctor.job import SCHEMA, examine
-from mpicomp.system.cuda_aware import cuda_aware, library
+from mpicomp.job.cuda_aware import cuda_aware, library
+from mpicomp.job.doctor.examination import SCHEMA, examine
+from mpicomp.job.doctor.formatting import render
 
 __all__ = ["SCHEMA", "cuda_aware", "examine", "library", "render"]

@@ -7,8 +7,8 @@ from marks import slow
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
-from mpicomp.system import variables
-from mpicomp.system.launcher import Launch, detect, singletons
+from mpicomp.job import variables
+from mpicomp.job.launcher import Launch, detect, singletons
 
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPENMPI = {

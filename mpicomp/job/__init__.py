@@ -1,4 +1,4 @@
-"""The surroundings of this process: its launcher, its end, its GPUs, its files."""
+"""The job that this process belongs to: its launcher, its signals, its end, its processors and GPUs."""
 
 import contextlib
 import os

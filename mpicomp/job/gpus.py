@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpicomp.errors import LaunchError
-from mpicomp.system import launcher
+from mpicomp.job import launcher
 
 _MASK = "CUDA_VISIBLE_DEVICES"
 NO_GPU_MASKS = ("", "-1", "NoDevFiles")  # how users and Slurm hide all GPUs

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from mpicomp.doctor import probes
-from mpicomp.doctor.health_checks import NOTES, PROBLEMS, Facts, mpi_wheels, run_checks
-from mpicomp.doctor.probes import Rank, by_host, describe_process, gather_ranks, packages, spans
-from mpicomp.doctor.transports import adapters, detect_transports, fork_safety
-from mpicomp.system import cuda_aware, launcher
-from mpicomp.system.gpus import Gpu
-from mpicomp.system.launcher import Problem
+from mpicomp.job import cuda_aware, launcher
+from mpicomp.job.doctor import probes
+from mpicomp.job.doctor.health_checks import NOTES, PROBLEMS, Facts, mpi_wheels, run_checks
+from mpicomp.job.doctor.probes import Rank, by_host, describe_process, gather_ranks, packages, spans
+from mpicomp.job.doctor.transports import adapters, detect_transports, fork_safety
+from mpicomp.job.gpus import Gpu
+from mpicomp.job.launcher import Problem
 
 SCHEMA = 1
 

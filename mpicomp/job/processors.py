@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from mpicomp.system import launcher, say
+from mpicomp.job import launcher, say
 
 _OPENMP = re.compile(r"/\S*lib(?:gomp|omp|iomp5)\b\S*\.so\S*")
 _warned = False

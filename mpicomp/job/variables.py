@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.system import say
+from mpicomp.job import say
 
 FLAGS = ("MPICOMP_ABORT", "MPICOMP_NAPS", "MPICOMP_CUDA_AWARE", "MPICOMP_PROBE")
 SECONDS = ("MPICOMP_STALL", "MPICOMP_STALL_END")

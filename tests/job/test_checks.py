@@ -3,13 +3,13 @@
 import pytest
 from golden import check_golden
 
-from mpicomp.doctor import health_checks as checks
-from mpicomp.doctor import render
-from mpicomp.doctor.health_checks import NOTES, PROBLEMS, Facts, run_checks
-from mpicomp.doctor.probes import Clocks, Rank, by_host, named
-from mpicomp.doctor.transports import ForkSafety, Transports
-from mpicomp.system.gpus import Gpu
-from mpicomp.system.launcher import Problem
+from mpicomp.job.doctor import health_checks as checks
+from mpicomp.job.doctor import render
+from mpicomp.job.doctor.health_checks import NOTES, PROBLEMS, Facts, run_checks
+from mpicomp.job.doctor.probes import Clocks, Rank, by_host, named
+from mpicomp.job.doctor.transports import ForkSafety, Transports
+from mpicomp.job.gpus import Gpu
+from mpicomp.job.launcher import Problem
 
 VERSIONS = ("mpi_version", "python_version", "mpicomp", "mpi4py", "numpy", "numba", "torch")
 

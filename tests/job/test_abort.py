@@ -9,7 +9,7 @@ from marks import slow
 PROGRAM = """
 import os, signal, sys, threading, time
 from mpi4py import MPI
-from mpicomp.system import abort
+from mpicomp.job import abort
 
 abort.install()
 abort.install()
@@ -157,7 +157,7 @@ def test_single_rank_is_left_alone(job):
 
 
 def test_import_does_not_initialize_mpi():
-    code = "import sys, mpicomp.system.abort as a; assert a.running() is None; assert 'mpi4py.MPI' not in sys.modules"
+    code = "import sys, mpicomp.job.abort as a; assert a.running() is None; assert 'mpi4py.MPI' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpicomp.doctor.transports import Transports, adapters, detect_transports, fork_safety
+from mpicomp.job.doctor.transports import Transports, adapters, detect_transports, fork_safety
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\nMPICH configure: --with-device=ch4:ucx,ofi"
 OFI = "MPICH Version:\t4.1\nMPICH Device:\tch4:ofi\n"

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpicomp.doctor.probes import Clocks, Rank, by_host, named, spans
-from mpicomp.doctor.transports import TCP, ForkSafety, Transports
-from mpicomp.system.launcher import Problem
-from mpicomp.system.processors import binds
+from mpicomp.job.doctor.probes import Clocks, Rank, by_host, named, spans
+from mpicomp.job.doctor.transports import TCP, ForkSafety, Transports
+from mpicomp.job.launcher import Problem
+from mpicomp.job.processors import binds
 
 # MVAPICH's variables have an alias each.
 _COMPRESSION = ("MPIR_CVAR_ENABLE_COMPRESSION", "MVP_ENABLE_COMPRESSION")
@@ -31,7 +31,7 @@ class Facts:
     """Facts about a job: input of the checks."""
 
     ranks: Sequence[Rank] = ()
-    launcher: str | None = None  # a name of `mpicomp.system.launcher.Launch`
+    launcher: str | None = None  # a name of `mpicomp.job.launcher.Launch`
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     wheels: Mapping[str, str] = field(default_factory=dict)  # MPI libraries installed as Python packages
     origin: str | None = None  # of the MPI library that is loaded
