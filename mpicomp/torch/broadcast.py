@@ -68,8 +68,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
     ----------
     optimizer : torch.optim.Optimizer
         A plain one, or one of mpicomp's, which also receives the number of steps. Residuals and the state of reducers
-        stay as they are; what not all ranks have loaded of them is left out, with a warning. Of a sharded model each
-        root has its shard's state, with ``comm=mpicomp.torch.replicas(model)``.
+        are not sent; a state that only some ranks have loaded is left out, with a warning. Of a sharded model each root
+        has its shard's state, with ``comm=mpicomp.torch.replicas(model)``.
     root : int
         The rank whose state is sent.
     comm : mpi4py.MPI.Comm, Transport or None
@@ -266,7 +266,7 @@ def _entries_of(model: Any, group: Group) -> list[tuple[str, Any]]:
 
 
 def _kind(name: str, entry: Any) -> str:
-    """Return what must be the same on all ranks beyond name and shape."""
+    """Return the properties besides name and shape that must be the same on all ranks."""
     if isinstance(entry, torch.nn.Module):
         return "extra state"
     if not isinstance(entry, torch.Tensor):
@@ -282,7 +282,7 @@ def _kind(name: str, entry: Any) -> str:
     elif entry.is_meta:
         problem = "is on the device 'meta' and has no values; call model.to_empty(device=...) first"
     elif entry.is_quantized:
-        problem = "is quantised; pass tensor.int_repr() and set scales on all ranks alike"
+        problem = "is quantised; pass tensor.int_repr(), and set the same scales on all ranks"
     if problem is not None:
         raise ConfigurationError(f"{_PARAMETERS}: '{name}' {problem}")
     kind = spec_of(name, entry).dtype
@@ -297,7 +297,7 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, parameter: Any, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of what ``torch.load`` reads by its defaults: a shard is its rank's tensor in a dict."""
+    """Return a copy that ``torch.load`` reads by its defaults: a shard becomes its rank's tensor in a dict."""
     if isinstance(value, torch.Tensor):
         if not is_sharded(value):
             return copied(value.detach())

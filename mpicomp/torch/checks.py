@@ -37,10 +37,10 @@ _MESSAGES = {
     "renormed": f". If it belongs to one: {MAX_NORM_ADVICE}",
     "batches": "the gradients of all {size} ranks were the same in the first steps, bit for bit, so all ranks draw the "
     "same batches and their number gains nothing; give each rank a share of the data, as by "
-    "torch.utils.data.DistributedSampler(dataset, ranks, rank), or seed what draws batches by the rank. Pass "
+    "torch.utils.data.DistributedSampler(dataset, ranks, rank), or seed the sampler by the rank. Pass "
     "same_batches=True if that is intended",
-    "rate": "a schedule has to follow from what all ranks share, such as the mean of their losses; after a state was "
-    "loaded on one rank call mpicomp.torch.broadcast_optimizer_state(optimizer)",
+    "rate": "a schedule has to follow from values that all ranks share, such as the mean of their losses; after a "
+    "state was loaded on one rank call mpicomp.torch.broadcast_optimizer_state(optimizer)",
     "state": "load the same file on all ranks, or call mpicomp.torch.broadcast_optimizer_state(optimizer)",
     "residuals": "all {size} ranks have loaded the residuals of one rank, which then count {size} times, and those of "
     "the others are lost; save and load a file of each rank, or delete state['mpicomp'] to start residuals at zero",

@@ -35,7 +35,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> 
     Returns
     -------
     float
-        The norm, in float64; NaN or infinite where gradients are, which are then left as they are.
+        The norm, in float64; NaN or infinite where gradients are, which are then not scaled.
 
     Raises
     ------

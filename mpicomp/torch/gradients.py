@@ -93,7 +93,7 @@ class Gradients(Checks):
         self._overlap = BackwardOverlap(reducer, _WHO, overlap)
         self._problem: MpicompError | None = None
         self._accumulating = False
-        # What all ranks have agreed on.
+        # Agreed on by all ranks:
         self._agreed: list[str] | None = None  # names of exchanged parameters
         self._compared = False  # whether values were compared, too
         self._frozen_with_gradient: set[str] = set()  # on some rank, in the last step
@@ -202,7 +202,7 @@ class Gradients(Checks):
         self._overlap.close()
         self._finalizer()
 
-    # What ranks agree on.
+    # Agreements of ranks.
 
     def agree(self, given: GradientInput) -> Rounds[GradientInput | None]:
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
@@ -291,7 +291,6 @@ class Gradients(Checks):
         return dense, absent
 
     def _exchange(self, dense: dict[str, torch.Tensor], lr: Any, absent: set[str]) -> dict[str, torch.Tensor]:
-        """Exchange the remaining buckets, and return all means."""
         means: dict[str, torch.Tensor] | None = None
         stream = self._overlap.end_backward(self._new_stream)
         if stream is not None:
@@ -328,7 +327,7 @@ class Gradients(Checks):
             if parameter.grad.data_ptr() != mean.data_ptr():
                 as_real(parameter.grad).copy_(mean)
             if overflowed:
-                parameter.grad.fill_(torch.inf)  # what a GradScaler looks for
+                parameter.grad.fill_(torch.inf)  # a GradScaler skips the step then
             elif factor != 1:
                 parameter.grad.mul_(factor)
 
@@ -341,7 +340,6 @@ class Gradients(Checks):
         return of_active / (1.0 if self._loss_scale is None else self._loss_scale())
 
     def _add_hooks(self) -> None:
-        """Add hooks to parameters that require a gradient by now."""
         new = {name: parameter for name, parameter in self._parameters.items() if name not in self._hooks}
         self._hooks |= hook_gradients(new, self._filled)
 

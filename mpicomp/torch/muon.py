@@ -150,13 +150,13 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
     comm: Any = None,
     **settings: Any,
 ) -> Any:
-    """Train with Muon on each rank, and exchange what it has changed in one bit an element every few steps.
+    """Train with Muon on each rank, and exchange its changes in one bit an element every few steps.
 
     Muon steps hidden matrices, among them convolutions, flattened to output channels and the rest. Embeddings, heads
     and parameters of one dimension are stepped by AdamW, those of one dimension without weight decay. One
-    `mpicomp.torch.UpdateOptimizer` is around both: it keeps what one bit leaves out and sends it later, and every rank
+    `mpicomp.torch.UpdateOptimizer` is around both: it keeps the rest that one bit leaves out for later, and every rank
     continues from the same bits after each exchange. Muon's updates are orthogonal, so all of their elements are of
-    about the same size, and a sign says nearly everything. Collective, as `UpdateOptimizer`.
+    about the same size, and a sign holds nearly all of it. Collective, as `UpdateOptimizer`.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
     Returns
     -------
     torch.optim.Optimizer
-        What `mpicomp.torch.UpdateOptimizer` returns for ``[Muon(...), AdamW(...)]``. Of a group that is added
+        The result of `mpicomp.torch.UpdateOptimizer` for ``[Muon(...), AdamW(...)]``. Of a group that is added
         later Muon takes ``{"params": ..., "optimizer": 0}``, and AdamW others.
 
     Raises
@@ -241,7 +241,7 @@ def muon_and_adamw(
         )
     if not chosen:
         raise ConfigurationError(
-            f"{_WHO}: none of {len(parameters)} parameters is a hidden matrix, which Muon is for; name some in "
+            f"{_WHO}: no parameter of {len(parameters)} is a hidden matrix, which Muon is for; name some in "
             "matrices, or wrap torch.optim.AdamW in mpicomp.torch.UpdateOptimizer"
         )
     of_muon = [parameter for name, parameter in parameters.items() if name in chosen]

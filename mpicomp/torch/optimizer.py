@@ -369,7 +369,7 @@ def _check_optimizer(optimizer: Any) -> None:
         if not optimizer._mpicomp_closed:
             raise ConfigurationError(f"{_WHO}: this optimizer is distributed already; close() it first")
     elif isinstance(optimizer, OptimizerProxy):
-        raise ConfigurationError(f"{_WHO}: {type(optimizer).__name__} exchanges by itself; use it as it is")
+        raise ConfigurationError(f"{_WHO}: {type(optimizer).__name__} exchanges by itself; use it without this wrapper")
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigurationError(
             f"{_WHO}: SparseAdam takes no dense gradients, and means are dense; use torch.optim.Adam, or "

@@ -17,9 +17,9 @@ from mpicomp.torch.parameters import as_real
 from mpicomp.torch.shards import LocalShard, whole_of
 
 _TRIAL_STEPS = 2  # steps that are exchanged after backward, to see whether the script allows an exchange during it
-_OBSTACLES = {  # reasons for which gradients cannot be exchanged during backward, and what would allow it
+_OBSTACLES = {  # reasons for which gradients cannot be exchanged during backward, and remedies
     1: (
-        "backward came to a gradient twice before step(), as with several losses or an accumulation",
+        "backward filled a gradient twice before step(), as with several losses or an accumulation",
         "put every backward but the last one into `with optimizer.accumulate():`",
     ),
     2: (
@@ -66,13 +66,13 @@ class BackwardOverlap:
         return bool(self._taken) and self.overlaps
 
     def take(self, name: str, parameter: torch.Tensor, new_stream: Callable[[ProgressThread], Stream | None]) -> None:
-        """Register a parameter's complete gradient; its bucket is exchanged as soon as it is complete, too."""
+        """Register a complete gradient; its bucket is exchanged once all of its gradients are complete."""
         if self._thread is None:
             return
         if name in self._taken:
             if self._wanted:
                 raise ConfigurationError(
-                    f"gradients: backward has come to '{name}' twice since the last step, and the exchange has begun "
+                    f"gradients: backward has filled '{name}' twice since the last step, and the exchange has begun "
                     "at the first time; put every backward but the last one into `with optimizer.accumulate():`, or "
                     "pass overlap=False"
                 )

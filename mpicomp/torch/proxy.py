@@ -35,7 +35,7 @@ class NotCopyable:
 
 
 class Exchange(ABC):
-    """What a wrapped optimizer exchanges around its steps, and the state that it adds to the optimizer's."""
+    """The exchange around a wrapped optimizer's steps, and the state that it adds to the optimizer's."""
 
     reducer: Reducer
 
@@ -78,7 +78,7 @@ class Exchange(ABC):
         """Note that gradients are cleared."""
 
     def progress(self) -> dict[str, Any]:
-        """Return what `mpicomp.torch.broadcast_optimizer_state` sends besides state and settings."""
+        """Return the values that `mpicomp.torch.broadcast_optimizer_state` sends besides state and settings."""
         return {}
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:  # noqa: B027
@@ -211,7 +211,7 @@ def check_not_nested(optimizer: torch.optim.Optimizer, subsystem: str, averages_
     for name, inner in vars(optimizer).items():
         if isinstance(inner, OptimizerProxy):
             raise ConfigurationError(
-                f"{subsystem}: the optimizer inside, optimizer.{name}, exchanges already; leave the outer one as it is"
+                f"{subsystem}: the optimizer inside, optimizer.{name}, exchanges already; do not wrap the outer one"
             )
         if isinstance(inner, torch.optim.Optimizer):
             kind = type(optimizer)

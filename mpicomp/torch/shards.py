@@ -1,4 +1,4 @@
-"""Models that `fully_shard` has cut: the ranks with the same shard, what they exchange, and decisions of all shards."""
+"""Models cut by `fully_shard`: ranks with the same shard, the tensors they exchange, and decisions of all shards."""
 
 import secrets
 import socket
@@ -137,7 +137,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """Return what this rank holds of a tensor, in the same memory."""
+    """Return this rank's part of a tensor, in the same memory."""
     return cast(torch.Tensor, tensor._local_tensor if is_sharded(tensor) else tensor)
 
 
@@ -147,12 +147,12 @@ def whole_of(parameter: Any) -> torch.Tensor:
 
 
 def exchanged(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what is exchanged of a parameter: its `LocalShard`, or the parameter itself."""
+    """Return the `LocalShard` of a sharded parameter, or the parameter itself."""
     return cast(torch.Tensor, LocalShard(parameter)) if is_sharded(parameter) else parameter
 
 
 def refusal_of(parameter: Any) -> tuple[str, str] | None:
-    """Return what keeps a sharded parameter from being exchanged, and advice; None where nothing does."""
+    """Return why a sharded parameter cannot be exchanged, and advice; None where it can."""
     placements, mesh = parameter.placements, parameter.device_mesh
     found = f"is a DTensor with placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}"
     if any(placement.is_replicate() for placement in placements):
@@ -162,7 +162,7 @@ def refusal_of(parameter: Any) -> tuple[str, str] | None:
         )
     if len(placements) != 1 or not placements[0].is_shard(0) or type(placements[0]).__name__ != "Shard":
         return found, (
-            "what is served is Shard(0) on a mesh of one dimension, as fully_shard() makes it without "
+            "only Shard(0) on a mesh of one dimension is supported, as fully_shard() makes it without "
             "shard_placement_fn; tensor parallelism is not"
         )
     return None
@@ -197,7 +197,7 @@ def check_shards(parameters: Mapping[str, torch.Tensor], settings: Mapping[str, 
 def make_for_replicas(
     make: Callable[[], Made], parameters: Callable[[Made], Mapping[str, Any]], transport: Transport, subsystem: str
 ) -> Made:
-    """Call `run_collectively`, and refuse ranks with different shards of what ``parameters`` finds in its result."""
+    """Call `run_collectively`, and refuse ranks with different shards of the ``parameters`` of its result."""
 
     def compared(made: Made) -> Signature:
         return Signature({}, [spec_of(name, p) for name, p in parameters(made).items() if is_sharded(p)])
@@ -209,7 +209,7 @@ def make_for_replicas(
 
 
 def spec_of(name: str, tensor: Any) -> ArraySpec:
-    """Return name, dtype and shape of what this rank exchanges of a tensor; with a dtype come rows of a shard."""
+    """Return name, dtype and shape of this rank's part of a tensor; the dtype names the rows of a shard."""
     held = exchanged(tensor)
     dtype = str(held.dtype).removeprefix("torch.")
     if isinstance(held, LocalShard):
@@ -351,7 +351,6 @@ def shard_mesh(shards: int | None = None, device_type: str = "cpu", comm: Any = 
 
 
 def _start_process_group(transport: Transport) -> None:
-    """Make the ranks of MPI torch's default process group."""
     group = transport.group
     host = "127.0.0.1" if group.hosts == 1 else socket.gethostname()
     store = None
@@ -365,7 +364,6 @@ def _start_process_group(transport: Transport) -> None:
 
 
 def _mesh_of(model_or_mesh: Any) -> Any:
-    """Return the mesh of one dimension that a model is sharded on."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ConfigurationError(
             f"{_WHO}: torch has no process group; call torch.distributed.init_process_group(), init_device_mesh() and "

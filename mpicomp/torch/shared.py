@@ -22,8 +22,8 @@ class SharedParameters(Checks):
     """Some parameters of a model, and their shared values, which are the same bits on all ranks.
 
     Each rank's parameters leave the shared values as its optimizer steps. An exchange moves the shared values by the
-    mean of all ranks' changes, or by what ``outer``, settings of a `torch.optim.SGD`, make of it, and the parameters
-    become equal to them again.
+    mean of all ranks' changes, which is the gradient of a `torch.optim.SGD` with settings ``outer``, if any; then the
+    parameters become equal to them again.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SharedParameters(Checks):
             return None
         if not self.frozen:
             yield from self._settings_check.compare(group)
-        advice = f"{BROADCAST_ADVICE}, and write to parameters between steps on all ranks alike"
+        advice = f"{BROADCAST_ADVICE}, and write the same to parameters on all ranks between steps"
         yield from check_same(self.values, group, _WHO, advice)
         self._compared = True
         return given
@@ -145,7 +145,7 @@ class SharedParameters(Checks):
         self._compared, self.stale = False, True
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """Return what is exchanged of the parameters that are shared."""
+        """Return the shared parameters, sharded ones as `LocalShard`."""
         return {name: self._parameters[name] for name in self.values}
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,7 +197,6 @@ class SharedParameters(Checks):
         self.reducer.close()
 
     def _share_trained(self) -> None:
-        """Share parameters that require a gradient by now."""
         for name, parameter in self._parameters.items():
             if (parameter.requires_grad or parameter.grad is not None) and name not in self.values:
                 real = as_real(parameter.detach())
@@ -232,7 +231,6 @@ class SharedParameters(Checks):
             raise
 
     def _move(self, means: Mapping[str, torch.Tensor], lr: Any) -> None:
-        """Move the shared values by the mean change, unless the step is skipped."""
         record = self.reducer.last_step
         if record is not None and record.skipped:
             return

@@ -9,7 +9,7 @@ import torch
 
 from mpicomp import arrays
 
-_COMPILED = "_orig_mod."  # what torch.compile puts in front of the names of a module's parameters
+_COMPILED = "_orig_mod."  # prefix that torch.compile adds to the names of a module's parameters
 _BASES = (bool, int, float, str)  # a subclass of one of these would be stored by the name of its class
 
 
@@ -28,7 +28,7 @@ def to_tensors(state: Any) -> Any:
 
 
 def to_arrays(state: Any) -> Any:
-    """Undo `to_tensors`; arrays stay as they are."""
+    """Undo `to_tensors`; arrays are unchanged."""
     return _converted(state, _to_numpy)
 
 

@@ -345,7 +345,6 @@ class _UpdateExchange(Exchange):
             self._steps, self.every = 0, self._interval.sync_every
 
     def _find_active(self, join: JoinProgress) -> Rounds[None]:
-        """Agree on the ranks that have had batches since the last exchange."""
         if not join.is_enabled:
             yield from self.shared.enable_join()
             join.is_enabled = True
@@ -456,8 +455,8 @@ def _check_arguments(
     chosen = None if compressor is None else get_compressor(compressor)
     if chosen is not None and chosen.entry.momentum:
         raise ConfigurationError(
-            f"{WHO}: {chosen!r} applies momentum to gradients, and what is exchanged here are changes of parameters, "
-            "which the optimizer's momentum is part of; set momentum=0 in it"
+            f"{WHO}: {chosen!r} applies momentum to gradients, and changes of parameters, which are exchanged here, "
+            "hold the optimizer's momentum already; set momentum=0 in it"
         )
     parameters = parameters_by_name(optimizer, pairs, WHO)
     check_shards(parameters, settings, WHO)

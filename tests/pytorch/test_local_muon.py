@@ -329,8 +329,8 @@ def test_exchange_takes_the_share_that_was_named(share):
 
 
 BAD = [
-    (lambda: nn.Linear(9, 7), {}, "none of 2 parameters is a hidden matrix, which Muon is for"),
-    (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), {}, "none of 3 parameters is a hidden matrix"),
+    (lambda: nn.Linear(9, 7), {}, "no parameter of 2 is a hidden matrix, which Muon is for"),
+    (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), {}, "no parameter of 3 is a hidden matrix"),
     (lambda: mlp(a=nn.Embedding(9, 4, sparse=True)), {}, "'a' has sparse=True, and AdamW takes dense gradients"),
     (nn.LazyLinear, {}, "parameter 'weight' has no shape yet"),
     (hidden, {"matrices": ["0.weight", "1.weight"]}, "matrices has '1.weight', which is not among the 6"),

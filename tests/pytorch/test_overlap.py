@@ -106,7 +106,7 @@ ERRORS = {
     "changed": r"was changed between backward\(\) and step\(\), .*synchronize\(\) first",
     "changed.*rank 1": r"was changed between backward\(\) and step\(\), .*synchronize\(\) first.*\(on rank 1\)",
     "clear": r"zero_grad\(\) came between backward\(\) and step",
-    "twice": r"backward has come to '4.\w+' twice .* `with optimizer.accumulate\(\)",
+    "twice": r"backward has filled '4.\w+' twice .* `with optimizer.accumulate\(\)",
 }
 
 
@@ -203,7 +203,7 @@ def backward(model, optimizer, rank):
     ("script", "seen", "first"),
     [
         (clip, "was changed between", 4),
-        (run_backward_twice, "to a gradient twice", 1),
+        (run_backward_twice, "filled a gradient twice", 1),
         (skip_a_batch, "zero_grad() came", 0),
         slow(skip_a_batch, "zero_grad() came", 4),
     ],

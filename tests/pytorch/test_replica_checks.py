@@ -259,7 +259,7 @@ def test_inner_optimizer_that_exchanges_is_refused():
     model = network()
     outer = TwoHalves(model.parameters(), lr=0.1)
     outer.inner = distribute(model, LocalWorld(1).transports[0], outer.inner, overlap=False)
-    with pytest.raises(ConfigurationError, match=r"optimizer.inner, exchanges already; leave the outer one as it is"):
+    with pytest.raises(ConfigurationError, match=r"optimizer.inner, exchanges already; do not wrap the outer one"):
         distribute(model, LocalWorld(1).transports[0], outer)
 
 

@@ -67,7 +67,7 @@ KINDS = {
     native: r"Replicate\(\).*mesh\['shard'\]: replicas are mpicomp's",
     replicated: r"Replicate\(\).*replicas are mpicomp's",
     copies: r"Replicate\(\).*replicas are mpicomp's",
-    by_columns: r"Shard\(dim=1\).*what is served is Shard\(0\)",
+    by_columns: r"Shard\(dim=1\).*only Shard\(0\)",
     in_parallel: r"on a mesh of shape \(2, 2\).*tensor parallelism is not",
     in_fsdp1: r"fully_shard\(\), whose shards are exchanged",
     in_fsdp1_by_names: r"the model is in FullyShardedDataParallel; shard the model by torch.*fully_shard\(\)",

@@ -34,7 +34,10 @@ def test_write_of_one_rank_is_refused_on_all():
     ranks.step(0)
     with torch.no_grad():
         ranks.models[2][0].bias.add_(1)
-    with pytest.raises(DisagreementError, match=r"parameter '0.bias' has other values on rank 2 .* on all ranks alike"):
+    with pytest.raises(
+        DisagreementError,
+        match=r"parameter '0.bias' has other values on rank 2 .* write the same to parameters on all ranks",
+    ):
         ranks.step(1)
 
 
