@@ -8,6 +8,7 @@ import pytest
 
 import mpicomp
 from mpicomp.collectives import fitting
+from mpicomp.testing import pairs
 
 
 @mpicomp.register
@@ -82,11 +83,6 @@ USERS = [
 ]
 OWN = REPRESENTATIVES + OTHERS
 UNBIASED = UNBIASED_REPRESENTATIVES + UNBIASED_OTHERS
-
-
-def pairs(compressors):
-    """Every compressor with every collective that carries its messages."""
-    return [(compressor, name) for compressor in compressors for name in fitting(compressor)]
 
 
 def in_turn(compressors):

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -51,6 +52,12 @@ def representatives() -> list[Compressor]:
             kind = candidate.message, *fitting(candidate), varies, getattr(candidate, "wire", None)
             found.setdefault(kind, candidate)
     return list(found.values())
+
+
+def pairs(compressors: Iterable[Compressor] | None = None) -> list[tuple[Compressor, str]]:
+    """Return every compressor, by default one of each kind, with every collective that carries its messages."""
+    chosen = representatives() if compressors is None else compressors
+    return [(compressor, name) for compressor in chosen for name in fitting(compressor)]
 
 
 def _narrow(compressor: Compressor) -> list[Compressor]:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from marks import once, slow
-from schemes import Above, pairs
+from schemes import Above
 from worlds import Ranks
 
 import mpicomp
@@ -14,6 +14,7 @@ from mpicomp.collectives import allgather, oktopk, variants
 from mpicomp.errors import DisagreementError, MessageError, NonFiniteError
 from mpicomp.mpi.rounds import observe
 from mpicomp.mpi.thread import ProgressThread
+from mpicomp.testing import pairs
 
 SHAPES = {"first": (14, 15), "second": (9, 7)}  # a bucket each
 CODE = {"ratio": 0.3, "encoder": (2,), "decoder": (2,), "passes": 1, "dense_steps": 0}

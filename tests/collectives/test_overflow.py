@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 from marks import once, slow
-from schemes import REPRESENTATIVES, UNBIASED_REPRESENTATIVES, Above, pairs
+from schemes import REPRESENTATIVES, UNBIASED_REPRESENTATIVES, Above
 from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import variants
 from mpicomp.errors import NonFiniteError
+from mpicomp.testing import pairs
 
 HUGE = 3e38
 LARGEST = float(np.finfo(np.float32).max)

@@ -41,7 +41,7 @@ if __name__ == "__main__":
 import numpy as np
 from faults.growth import CommunicatorCount, held_by_process, verdict
 from mpi4py import MPI
-from schemes import OWN, UNBIASED, USERS, pairs
+from schemes import OWN, UNBIASED, USERS
 
 import mpicomp
 from mpicomp.errors import MpicompError, NonFiniteError, UnknownNameError
@@ -50,6 +50,7 @@ from mpicomp.mpi.pool import _SETS_BEFORE_GC as MANY
 from mpicomp.mpi.pool import pools
 from mpicomp.mpi.thread import ProgressThread
 from mpicomp.mpi.transport import wait
+from mpicomp.testing import pairs
 
 PAIRS = pairs(OWN) + pairs(UNBIASED) + pairs(USERS)
 FIRST = [(*pair, True) for pair in PAIRS] + [(*pair, False) for pair in pairs(OWN)]  # whether with feedback

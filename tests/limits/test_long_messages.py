@@ -8,10 +8,11 @@ import pytest
 from limits.folded import FOLD, folded
 from limits.stored import store_long_arrays
 from marks import once
-from schemes import OWN, pairs
+from schemes import OWN
 
 import mpicomp
 from mpicomp.mpi.rounds import Round
+from mpicomp.testing import pairs
 
 GIB = 1 << 30
 LONG = 2**31 + 2**20 + 5  # elements of a byte

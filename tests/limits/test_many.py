@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from marks import once, slow
-from schemes import OWN, pairs
+from schemes import OWN
 from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import fitting
+from mpicomp.testing import pairs
 
 CASES = once(pairs(OWN), key=lambda case: tuple(fitting(case[0])))
 SOAK = Path(__file__).resolve().parents[1] / "faults" / "soak.py"

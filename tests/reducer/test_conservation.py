@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 from marks import slow
-from schemes import OTHERS, OWN, REPRESENTATIVES, everywhere, in_turn, pairs
+from schemes import OTHERS, OWN, REPRESENTATIVES, everywhere, in_turn
 from worlds import Ranks
 
 import mpicomp
+from mpicomp.testing import pairs
 
 SETTINGS = [(3, 200)]  # ranks, and bytes of a bucket
 MORE = [(2, 1), (4, 1 << 20)]

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 from marks import once
-from schemes import OWN, UNBIASED_REPRESENTATIVES, pairs
+from schemes import OWN, UNBIASED_REPRESENTATIVES
 from worlds import Ranks
 
 import mpicomp
 from mpicomp.errors import ArrayTypeError, DisagreementError, NonFiniteError
+from mpicomp.testing import pairs
 
 pytestmark = pytest.mark.mpi
 

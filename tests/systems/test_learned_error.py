@@ -17,7 +17,7 @@ def gradients_of(rng):
 
 
 def errors(world):
-    return [reducer.layout.buckets[0].memory["lgc"]["error"] for reducer in world.reducers]
+    return [reducer.state_dict()["memories"]["w"]["lgc"]["error"] for reducer in world.reducers]
 
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
