@@ -253,7 +253,6 @@ class Reducer:
         *,
         absent: Collection[str] = (),
         scale: float = 1.0,
-        finite: bool = True,
         checks: Checks = NO_CHECKS,
     ) -> dict[str, Any]:
         """Average gradients over the ranks.
@@ -273,8 +272,6 @@ class Reducer:
         scale : float
             Factor that gradients are multiplied by first, the same on all ranks: means and residuals are those of the
             scaled gradients.
-        finite : bool
-            False if another part of this step is not finite, on all ranks; treated as if a gradient were not.
         checks : Checks
             What ranks compare in this step besides gradients; see `mpicomp.reducer.agreement.Checks`.
 
@@ -293,7 +290,7 @@ class Reducer:
         ClosedError
             After `close`.
         """
-        rounds = self.rounds(gradients, lr, absent=absent, scale=scale, finite=finite, checks=checks)
+        rounds = self.rounds(gradients, lr, absent=absent, scale=scale, checks=checks)
         means: dict[str, Any] = self.transport.run(rounds)
         return means
 
@@ -304,7 +301,6 @@ class Reducer:
         *,
         absent: Collection[str] = (),
         scale: float = 1.0,
-        finite: bool = True,
         checks: Checks = NO_CHECKS,
     ) -> Rounds[Any]:
         """Do what `reduce` does as a generator of rounds, for ranks of a `mpicomp.mpi.LocalWorld`."""
@@ -325,7 +321,7 @@ class Reducer:
                         if self.layout.buckets:
                             yield from self.choose(step, step.log)
                             yield from self._exchange_all(step, begin)
-                        return (yield from self.commit(step, finite))
+                        return (yield from self.commit(step))
                     except RankFailedError:
                         step.undo()
                         raise
@@ -388,7 +384,7 @@ class Reducer:
         step.plans = self.plans if is_frozen else list(map(planner.plan, numbers))
         step.surveys = [None] * len(buckets) if step.frozen else list(map(planner.survey, numbers))
 
-    def commit(self, step: Step, finite: bool) -> Rounds[dict[str, Any]]:
+    def commit(self, step: Step) -> Rounds[dict[str, Any]]:
         """Keep the step or undo it, the same on all ranks, and return the means; none if it was ended. As rounds."""
         record, layout, transport = step.record, self.layout, self.transport
         stale = step.stale or not layout.buckets  # without buckets no message could have carried the flag
@@ -396,8 +392,9 @@ class Reducer:
             if not (yield from self._agree(step)):
                 return {}
             stale = step.stale
+        finite = True
         if step.checks is not NO_CHECKS or step.nonfinite:
-            finite = yield from self._finish_checks(step, finite)
+            finite = yield from self._finish_checks(step)
         unused: Collection[str] = ()
         if layout.conditional:
             flags = yield from self._share([name in step.inputs.absent for name in layout.conditional])
@@ -429,9 +426,9 @@ class Reducer:
             )
         return means
 
-    def _finish_checks(self, step: Step, finite: bool) -> Rounds[bool]:
+    def _finish_checks(self, step: Step) -> Rounds[bool]:
         try:
-            finite = yield from step.checks.finish(finite and not step.nonfinite)
+            finite = yield from step.checks.finish(not step.nonfinite)
         except MpicompError:
             step.undo()
             raise

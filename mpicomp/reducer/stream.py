@@ -41,7 +41,7 @@ class Stream:
             self._missing = {member.name for member in self._left[0].members} - self._arrays.keys()
 
     def finish(
-        self, gradients: Mapping[str, Any], lr: float | None = None, absent: Collection[str] = (), finite: bool = True
+        self, gradients: Mapping[str, Any], lr: float | None = None, absent: Collection[str] = ()
     ) -> dict[str, Any]:
         """Exchange the remaining buckets, wait for all, return the means; see `mpicomp.Reducer.reduce`. Collective."""
         step, reducer = self._step, self._reducer
@@ -55,7 +55,7 @@ class Stream:
             submitted = timer()
             self._thread.wait(self._jobs)
             waited_s = timer() - submitted
-            means: dict[str, Any] = reducer.transport.run(reducer.commit(step, finite))
+            means: dict[str, Any] = reducer.transport.run(reducer.commit(step))
             return means
         except RankFailedError as error:
             step.undo()

@@ -124,8 +124,6 @@ class DDPState:
     def _gradients_in(self, bucket: GradBucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of a bucket's buffer by name; ``bucket.gradients()`` has complex ones at other places."""
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-        if buffer.layout != torch.strided:
-            raise ConfigurationError(_no_sparse(names[0]))
         flat = as_real(buffer).reshape(-1)
         gradients, start = {}, 0
         for name, parameter in zip(names, bucket.parameters(), strict=True):
@@ -176,7 +174,11 @@ def _check(model: Any, allow_nccl: bool, ranks: int) -> None:
             check_kind(name, parameter, _WHO)
     for name, module in model.module.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            raise ConfigurationError(_no_sparse(name))
+            raise ConfigurationError(
+                f"{_WHO}: '{name or 'the model'}' has sparse gradients, which DistributedDataParallel's hooks cannot "
+                "exchange; make it with sparse=False, or use DistributedOptimizer in place of the wrapper, which makes "
+                "them dense"
+            )
     if "nccl" in distributed.get_backend(model.process_group) and not allow_nccl:
         raise ConfigurationError(
             f"{_WHO}: the process group is on NCCL, which can wait for MPI, and MPI for it, forever; use "
@@ -187,13 +189,6 @@ def _check(model: Any, allow_nccl: bool, ranks: int) -> None:
         raise ConfigurationError(
             f"{_WHO}: the process group has {group_ranks} ranks and MPI has {ranks}; start both with the same ones"
         )
-
-
-def _no_sparse(name: str) -> str:
-    return (
-        f"{_WHO}: '{name or 'the model'}' has sparse gradients, which DistributedDataParallel's hooks cannot exchange; "
-        "make it with sparse=False, or use DistributedOptimizer in place of the wrapper, which makes them dense"
-    )
 
 
 def ddp_comm_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

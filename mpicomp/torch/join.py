@@ -29,12 +29,16 @@ class Join:
 
     def __init__(self, size: int) -> None:
         self.settings: dict[str, Any] | None = None  # of the optimizer when its loop began; None outside of one
-        self.is_beginning = False  # while ranks agree that all have entered
         self.is_known = False  # whether ranks know in this step which of them have batches
         self.active = np.ones(size, bool)
         self.has_empty_steps = False  # whether some rank has made a step without a batch
-        self._has_begun = False
+        self._has_begun = False  # whether ranks have agreed that all have entered
         self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # means, and their versions
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether ranks have not agreed yet that all have entered."""
+        return self.settings is not None and not self._has_begun
 
     def note(self, means: Mapping[str, torch.Tensor]) -> None:
         """Note the gradients of parameters as means, before a script changes some."""
@@ -62,10 +66,7 @@ class Join:
         elif _joined is not None:
             problem = "one optimizer's join() at a time: a rank that has no batches left takes part in the steps of one"
         elif gradients.has_begun:
-            problem = (
-                "it began between backward() and step(), when the exchange had begun already; put the whole loop into "
-                "it"
-            )
+            problem = "it began after backward(), which had begun the exchange; put the whole loop into it"
         if problem is not None:
             raise ConfigurationError(f"join: {problem}")
         self.settings = gradients.settings()  # names after "join()", which an error so names first
@@ -87,11 +88,7 @@ class Join:
         if self.settings is None or self.is_known:
             return
         if not self._has_begun:
-            self.is_beginning = True
-            try:
-                gradients.exchange_zeros()  # ranks that have not entered are in a step
-            finally:
-                self.is_beginning = False
+            gradients.exchange_zeros()  # ranks that have not entered are in a step
             self._has_begun = True
         has_batch = gather_rows(np.uint8(not gradients.idle), gradients.group)
         self.active = gradients.run(has_batch, "join(): who has batches left").astype(bool)
