@@ -25,13 +25,13 @@ def layout_of(count: int, numel: int) -> tuple[int, int, int]:
 
 
 SQUARES_BLOCK = 256
-"""Elements of a few bits that share a base and a step; see `mpicomp.kernels.cpu.squares`."""
+"""Elements of a few bits that share a base and a step; see `mpicomp.kernels.cpu.quadratic_levels`."""
 
 
-def squares_bytes(count: int, bits: int) -> int:
+def quadratic_bytes(count: int, bits: int) -> int:
     """Return the bytes that ``count`` elements of 2, 4 or 8 bits take, with the scales of their blocks; 8 times some.
 
-    >>> squares_bytes(0, 4), squares_bytes(1, 4), squares_bytes(257, 2), 8 * squares_bytes(25_600, 4) / 25_600
+    >>> quadratic_bytes(0, 4), quadratic_bytes(1, 4), quadratic_bytes(257, 2), 8 * quadratic_bytes(25_600, 4) / 25_600
     (0, 16, 88, 4.25)
     """
     return code_bytes(count, bits) + 8 * -(-count // SQUARES_BLOCK)

@@ -31,10 +31,10 @@ _STUDY = "gpu_first_hour"
 _ROOT = Path(__file__).resolve().parents[1]
 _FILE = "tests/device/test_first_hour.py"
 _TOTAL_S = 600.0  # seconds for all checks
-_ENDING_S = 5.0  # seconds that a process has to end after SIGTERM
+_MAX_EXIT_S = 5.0  # seconds that a process has to end after SIGTERM
 NO_GPU = 3
 """Exit status where there is no GPU, or no CuPy to use it with."""
-_FOUND = 99  # exit status of compute-sanitizer after a finding
+_FINDING_STATUS = 99  # exit status of compute-sanitizer after a finding
 _FAULT = """
 import cupy, numpy
 cupy.cuda.set_allocator(None)
@@ -102,7 +102,7 @@ def _lines(check: Check, arguments: argparse.Namespace, scratch: Path, limit_s: 
         if sanitizer is None:
             return [(check.title, "", "not installed", None)]
         words = words if check.tests else [sys.executable, "-c", _FAULT]
-        words = [sanitizer, "--tool", check.tool, "--error-exitcode", str(_FOUND), *words]
+        words = [sanitizer, "--tool", check.tool, "--error-exitcode", str(_FINDING_STATUS), *words]
     file = scratch / "lines"
     settings = {"FIRST_HOUR": "quick" if arguments.quick else "", "FIRST_HOUR_LINES": str(file)}
     status, output = run_limited(words, settings, limit_s)
@@ -110,7 +110,7 @@ def _lines(check: Check, arguments: argparse.Namespace, scratch: Path, limit_s: 
         return [(check.title, "", f"no end after {limit_s:.0f} s", False)]
     if check.tool:
         summary = [line.strip("= ") for line in output.splitlines() if "SUMMARY" in line] or [last(output)]
-        expected = 0 if check.tests else _FOUND
+        expected = 0 if check.tests else _FINDING_STATUS
         wanted = "no error" if check.tests else "found"
         return [(check.title, wanted, f"{summary[-1]} (status {status})", status == expected)]
     if not check.tests:
@@ -140,7 +140,7 @@ def run_limited(words: Sequence[str], settings: dict[str, str], limit_s: float) 
         if status is None:
             process.terminate()  # a launcher then ends its ranks
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_ENDING_S)
+                process.wait(_MAX_EXIT_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

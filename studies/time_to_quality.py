@@ -30,7 +30,7 @@ _STUDY = "time_to_quality"
 _KEY = ("task", "network", "arm", "seed", "steps")
 _ONE_HOST = "one host"
 _DENSE = "dense"
-_LEAST_LOOKS = 20  # at held-out data, where the number of steps is given
+_MIN_LOOKS = 20  # at held-out data, where the number of steps is given
 _NETWORKS = "50mbit/1ms,200mbit/1ms,1gbit/0us,2.5gbit/0us"
 _PINNED = ("--compressor", "topk", "--ratio", "0.01", "--collective", "allgather")
 _TWICE = ("--compressor", "topk", "--ratio", "0.02", "--collective", "allgather")  # lgreco halves the bytes of that
@@ -101,7 +101,7 @@ Curve = Sequence[tuple[int, float]]
 def train(task: str, network: Network | None, arm: str, seed: int, steps: int | None, hosts: int) -> dict[str, Any]:
     """Train with one rank on each host of a lab, or on this host; return the qualities and the seconds of steps."""
     goal = GOALS[task]
-    every = goal.look_every if steps is None else min(goal.look_every, max(1, steps // _LEAST_LOOKS))
+    every = goal.look_every if steps is None else min(goal.look_every, max(1, steps // _MIN_LOOKS))
     steps = goal.steps if steps is None else steps
     words = ["train", "--task", task, "--seed", str(seed), "--no-verdict", "--evaluate-every", str(every)]
     words += [] if steps is None else ["--steps", str(steps)]

@@ -7,9 +7,17 @@ the largest magnitude and shows whether everything was finite.
 
 import typing
 
+from mpicomp.kernels.cpu.above_threshold import (
+    TailStatistics,
+    counts_above,
+    select_above,
+    select_listed,
+    tail_statistics,
+)
 from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.cpu.elementwise import energy, momentum, scale, share_rounding
 from mpicomp.kernels.cpu.grid import pack_grid, pack_range, unpack_grid, unpack_grid_add
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices
 from mpicomp.kernels.cpu.merge import count_reaching, intersect, merge_add, merge_subtract, norm_change, split_largest
@@ -21,6 +29,7 @@ from mpicomp.kernels.cpu.products import (
     conv_mix,
     conv_room,
 )
+from mpicomp.kernels.cpu.quadratic_levels import pack_quadratic, unpack_quadratic
 from mpicomp.kernels.cpu.scatter import Pieces, clear_at, concatenate, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
 from mpicomp.kernels.cpu.signs import (
@@ -32,10 +41,7 @@ from mpicomp.kernels.cpu.signs import (
     unpack_votes,
 )
 from mpicomp.kernels.cpu.spectrum import BINS, GROUP, edges, spectrum
-from mpicomp.kernels.cpu.squares import pack_squares, unpack_squares
-from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
-from mpicomp.kernels.cpu.tail import Tail, counts_above, select_above, select_listed, tail
-from mpicomp.kernels.sizes import index_bytes, squares_bytes
+from mpicomp.kernels.sizes import index_bytes, quadratic_bytes
 from mpicomp.kernels.sizes import public_names as _public_names
 
 if not typing.TYPE_CHECKING:  # for type checkers all imports are public

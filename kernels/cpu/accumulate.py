@@ -3,10 +3,10 @@
 import math
 
 import numpy as np
+from mpicomp.kernels.cpu.above_threshold import append_reaching
 from mpicomp.kernels.cpu.bits import MASKS, as_bits, infinity_of, mask_of
 from mpicomp.kernels.cpu.compile import Floats, Indices, cut, kernel, spread
-from mpicomp.kernels.cpu.moments import LEAST, MOST, Moments, _sums
-from mpicomp.kernels.cpu.tail import append_reaching
+from mpicomp.kernels.cpu.moments import MAX_ENERGY, MIN_ENERGY, Moments, _sums
 from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are swept again while they are in the first-level cache
@@ -126,7 +126,7 @@ def _accumulate(gradient, residual, factor, out, bits, mask, bound, base, index,
         part = out[block]
         sums_of_block = _add(gradient, residual, factor, block, part)
         sums = (sums_of_block[1], sums_of_block[2])
-        if sums_of_block[0] > 0 and not (LEAST < sums_of_block[2] < MOST):
+        if sums_of_block[0] > 0 and not (MIN_ENERGY < sums_of_block[2] < MAX_ENERGY):
             total_of_block, energy_of_block = _sums(part)
             sums = (total_of_block / factor, energy_of_block / factor / factor)
         nonzero += sums_of_block[0]

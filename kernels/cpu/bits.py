@@ -29,7 +29,7 @@ _FACTORS = (np.uint32(0x7FEB352D), np.uint32(0x846CA68B))
 
 # The same for 64 bits: splitmix64, Steele et al. 2014.
 _STEP, _MIXING = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_MOST = 0xFFFFFFFFFFFFFFFF
+_ALL_BITS = 0xFFFFFFFFFFFFFFFF
 
 
 def as_bits(array: Floats) -> NDArray[Any]:
@@ -69,9 +69,9 @@ def halves(key: int) -> tuple[np.uint32, np.uint32]:
     >>> [int(half) for half in halves(0)], [int(half) for half in halves(1)]
     ([2065550767, 3793791033], [2298633409, 2433363436])
     """
-    word = key + _STEP & _MOST
+    word = key + _STEP & _ALL_BITS
     for shift, factor in _MIXING:
-        word = (word ^ word >> shift) * factor & _MOST
+        word = (word ^ word >> shift) * factor & _ALL_BITS
     word ^= word >> 31
     return np.uint32(word & 0xFFFFFFFF), np.uint32(word >> 32)
 

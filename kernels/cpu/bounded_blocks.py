@@ -8,7 +8,7 @@ block whose byte is `RAW` has its elements uncoded: where one is beyond the limi
 where integers would be no shorter.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -58,7 +58,7 @@ def pack_bounded(array: Floats, step: float, limit: float, words: Words) -> int:
     A block with an element beyond ``-limit`` to ``limit`` is sent uncoded. ``limit / step`` has to leave four bits of
     the integers of an element's width free.
     """
-    return int(_pack(array, 1 / step, limit, words, *_views(words, array.dtype), *_scratch(array.dtype)))
+    return int(_pack(array, 1 / step, limit, _views(words, array.dtype), *_scratch(array.dtype)))
 
 
 def add_bounded(messages: Words, starts: NDArray[np.int64], count: int, step: float, divisor: int, out: Floats) -> int:
@@ -68,19 +68,24 @@ def add_bounded(messages: Words, starts: NDArray[np.int64], count: int, step: fl
     Integers are added as integers. A block that some rank has sent uncoded becomes the exact sum over ranks, divided
     by ``divisor``, uncoded too.
     """
-    words, scratch = out.view(np.uint64), _scratch(out.dtype)
-    sums = np.zeros_like(scratch[0])
-    sent = messages, *_views(messages, out.dtype), starts, count, step, divisor
-    return int(_add(*sent, words, *_views(words, out.dtype), *scratch, sums))
+    scratch = _scratch(out.dtype)
+    views, out_views = _views(messages, out.dtype), _views(out.view(np.uint64), out.dtype)
+    return int(_add(views, starts, count, step, divisor, out_views, *scratch, np.zeros_like(scratch[0])))
 
 
 def unpack_bounded(message: Words, factor: float, out: Floats) -> None:
     """Write a message's integers times ``factor``, and its uncoded elements unscaled."""
-    _unpack(message, *_views(message, out.dtype), factor, *_scratch(out.dtype), out)
+    _unpack(_views(message, out.dtype), factor, *_scratch(out.dtype), out)
 
 
-def _views(words: Words, dtype: np.dtype[Any]) -> tuple[NDArray[np.uint8], Floats]:
-    return words.view(np.uint8), words.view(dtype)
+class _Message(NamedTuple):
+    words: Words
+    heads: NDArray[np.uint8]
+    values: Floats
+
+
+def _views(words: Words, dtype: np.dtype[Any]) -> _Message:
+    return _Message(words, words.view(np.uint8), words.view(dtype))
 
 
 def _scratch(dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -156,8 +161,8 @@ def _decode(byte, words, place, folded, planes, ints):  # type: ignore[no-untype
 
 
 @kernel
-def _pack(array, inverse, limit, words, heads, values, ints, folded):  # type: ignore[no-untyped-def]
-    signed = ints.dtype.type
+def _pack(array, inverse, limit, message, ints, folded):  # type: ignore[no-untyped-def]
+    signed, (words, heads, values) = ints.dtype.type, message
     blocks = (array.size + BLOCK - 1) // BLOCK
     place, wide = (blocks + 7) // 8, BLOCK * array.itemsize // 8
     planes = np.empty(BLOCK, np.uint8)
@@ -187,9 +192,9 @@ def _pack(array, inverse, limit, words, heads, values, ints, folded):  # type: i
 
 
 @exact
-def _add(  # type: ignore[no-untyped-def]
-    words, heads, values, starts, count, step, divisor, out_words, out_heads, out_values, ints, folded, total
-):
+def _add(messages, starts, count, step, divisor, out, ints, folded, total):  # type: ignore[no-untyped-def]
+    words, heads, values = messages
+    out_words, out_heads, out_values = out
     ranks, blocks, itemsize = starts.size - 1, (count + BLOCK - 1) // BLOCK, out_values.itemsize
     place, wide, factor = (blocks + 7) // 8, BLOCK * itemsize // 8, step / divisor
     planes = np.empty(BLOCK, np.uint8)
@@ -260,7 +265,8 @@ def _exact_sum(numbers, divisor, parts):  # type: ignore[no-untyped-def]
 
 
 @exact
-def _unpack(words, heads, values, factor, ints, folded, out):  # type: ignore[no-untyped-def]
+def _unpack(message, factor, ints, folded, out):  # type: ignore[no-untyped-def]
+    words, heads, values = message
     blocks = (out.size + BLOCK - 1) // BLOCK
     place, wide = (blocks + 7) // 8, BLOCK * out.itemsize // 8
     planes = np.empty(BLOCK, np.uint8)

@@ -7,7 +7,7 @@ planes, see `mpicomp.kernels.cpu.bit_planes`. Buckets are multiples of 64 elemen
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpicomp.kernels.cpu.bit_planes import read_planes, write_planes
@@ -25,10 +25,10 @@ _BLOCK = 1024  # elements that are gone through again while they are in the firs
 _FRACTION = 23
 _ONE = 1 << _FRACTION
 _HALF = np.int32(_ONE // 2)
-_SPARE = np.uint32(32 - _FRACTION)
+_INTEGER_BITS = np.uint32(32 - _FRACTION)
 
 # The ends of a grid are computed as multiples of its step, which was rounded: they must not leave float32.
-_MOST = float(np.finfo(np.float32).max) * (1 - 2.0**-22)
+_MAX_END = float(np.finfo(np.float32).max) * (1 - 2.0**-22)
 
 
 def pack_grid(
@@ -91,8 +91,7 @@ def _packed(
 ) -> float:
     halves_of_key = None if key is None else halves(key)
     keys = array.view(_SIGNED[array.dtype])
-    flip = np.iinfo(keys.dtype).max
-    return float(_pack_grid(array, keys, flip, bucket, bits, euclidean, bases, steps, words, sent, halves_of_key))
+    return float(_pack_grid(array, keys, bucket, bits, euclidean, bases, steps, words, sent, halves_of_key))
 
 
 _SIGNED: dict[np.dtype[Any], np.dtype[Any]] = {
@@ -116,35 +115,35 @@ def _real(typingctx: Any, bits: Any) -> Any:
 
 
 @kernel
-def _symmetric(array, keys, flip, euclidean, points, start, stop):  # type: ignore[no-untyped-def]
+def _symmetric(array, keys, euclidean, points, start, stop):  # type: ignore[no-untyped-def]
     # NaN and infinity show in the largest magnitude; in float64 a sum of squares may leave the range without it.
     integer = keys.dtype.type
-    magnitudes, top = integer(flip), integer(0)
+    magnitudes, top = integer(np.iinfo(keys.dtype).max), integer(0)
     for i in range(start, stop):
         top = max(top, integer(keys[i] & magnitudes))
     largest = _real(top)
     if not np.isfinite(largest):
         return np.float32(np.nan)
     if not euclidean:
-        return np.float32(min(np.float64(largest), _MOST) / points)
+        return np.float32(min(np.float64(largest), _MAX_END) / points)
     energy = 0.0
     for i in range(start, stop):
         energy += np.float64(array[i]) * np.float64(array[i])
-    return np.float32(min(math.sqrt(energy), _MOST) / points)
+    return np.float32(min(math.sqrt(energy), _MAX_END) / points)
 
 
 @kernel
-def _extremes(keys, flip, start, stop):  # type: ignore[no-untyped-def]
+def _extremes(keys, start, stop):  # type: ignore[no-untyped-def]
     # Bits of floats order like the floats, with NaN at both ends, where all but the sign of a negative one's are turned
     # round. Integers are compared since comparisons that mind NaN do not vectorise.
     integer = keys.dtype.type
-    turn = integer(flip)
-    least, largest = turn, integer(~turn)
+    flipped = integer(np.iinfo(keys.dtype).max)
+    least, largest = flipped, integer(~flipped)
     for i in range(start, stop):
-        key = integer(keys[i] ^ turn) if keys[i] < 0 else keys[i]
+        key = integer(keys[i] ^ flipped) if keys[i] < 0 else keys[i]
         least, largest = min(least, key), max(largest, key)
-    least = integer(least ^ turn) if least < 0 else least
-    largest = integer(largest ^ turn) if largest < 0 else largest
+    least = integer(least ^ flipped) if least < 0 else least
+    largest = integer(largest ^ flipped) if largest < 0 else largest
     return _real(least), _real(largest)
 
 
@@ -161,7 +160,7 @@ def _between(array, least, largest, points):  # type: ignore[no-untyped-def]
     if not (np.isfinite(least) and np.isfinite(largest)):
         return np.float32(np.nan), np.float32(np.nan)
     base = _to_float32(least)
-    step = np.float32(min(np.float64(largest) - np.float64(base), _MOST) / points)
+    step = np.float32(min(np.float64(largest) - np.float64(base), _MAX_END) / points)
     if _inverse(array, step) == 0:
         return _to_float32(min(max(least, 0), largest)), np.float32(0)
     return base, step
@@ -177,7 +176,7 @@ def _code(array, start, stop, base, step, points, offset, key, codes, place):  #
         if key is None:
             fixed = np.int32(fixed + _HALF)
         else:
-            fixed = np.int32(fixed + np.int32(np.uint32(draw(i, key[0], key[1]) >> _SPARE)))
+            fixed = np.int32(fixed + np.int32(np.uint32(draw(i, key[0], key[1]) >> _INTEGER_BITS)))
         codes[i - start + place] = np.uint8(np.int32(np.int32(fixed >> _FRACTION) + offset))
 
 
@@ -206,22 +205,30 @@ def _write(codes, place, base, step, offset, out, start, stop, add):  # type: ig
 # ones soon after.
 
 
+class _Grid(NamedTuple):
+    steps: Singles
+    bucket: int
+    bits: int
+    points: np.int32
+    offset: np.int32
+
+
 @kernel
 def _block_of(bucket):  # type: ignore[no-untyped-def]
     return _BLOCK // bucket * bucket if bucket <= _BLOCK else _BLOCK
 
 
 @kernel
-def _pack(array, first, last, bucket, bits, points, offset, bases, steps, words, sent, key, codes):  # type: ignore[no-untyped-def]
-    number = array.dtype.type
+def _pack(array, first, last, bases, grid, words, sent, key, codes):  # type: ignore[no-untyped-def]
+    number, bucket, bits, steps = array.dtype.type, grid.bucket, grid.bits, grid.steps
     for which in range(first // bucket, (last - 1) // bucket + 1):
         start, stop = max(first, which * bucket), min(last, (which + 1) * bucket)
         if np.isfinite(steps[which]):
             base, step = number(0) if bases is None else number(bases[which]), number(steps[which])
             place = np.uintp(start - first)
-            _code(array, np.uintp(start), np.uintp(stop), base, step, points, offset, key, codes, place)
+            _code(array, np.uintp(start), np.uintp(stop), base, step, grid.points, grid.offset, key, codes, place)
         else:
-            codes[start - first : stop - first] = offset
+            codes[start - first : stop - first] = grid.offset
     groups = (last - first + LANES - 1) // LANES
     for i in range(last - first, groups * LANES):
         codes[i] = 0
@@ -229,15 +236,16 @@ def _pack(array, first, last, bucket, bits, points, offset, bases, steps, words,
     for which in range(first // bucket, (last - 1) // bucket + 1):
         start, stop = max(first, which * bucket), min(last, (which + 1) * bucket)
         base, step = number(0) if bases is None else number(bases[which]), number(steps[which])
-        _write(codes, np.uintp(start - first), base, step, offset, sent, np.uintp(start), np.uintp(stop), None)
+        _write(codes, np.uintp(start - first), base, step, grid.offset, sent, np.uintp(start), np.uintp(stop), None)
     return _lost(array, sent, np.uintp(first), np.uintp(last))
 
 
 @kernel
-def _pack_grid(array, keys, flip, bucket, bits, euclidean, bases, steps, words, sent, key):  # type: ignore[no-untyped-def]
+def _pack_grid(array, keys, bucket, bits, euclidean, bases, steps, words, sent, key):  # type: ignore[no-untyped-def]
     codes = np.empty(_BLOCK, np.uint8)
     offset = _offset_of(bases, bits)
     points = np.int32((1 << bits) - 1 if bases is not None else 2 * offset)
+    grid = _Grid(steps, bucket, bits, points, offset)
     block = _block_of(bucket)
     lost = 0.0
     for first in range(0, array.size, block):
@@ -245,11 +253,11 @@ def _pack_grid(array, keys, flip, bucket, bits, euclidean, bases, steps, words, 
         for which in range((first + bucket - 1) // bucket, (last - 1) // bucket + 1):  # that begin here
             start, stop = np.uintp(which * bucket), np.uintp(min((which + 1) * bucket, array.size))
             if bases is None:
-                steps[which] = _symmetric(array, keys, flip, euclidean, offset, start, stop)
+                steps[which] = _symmetric(array, keys, euclidean, offset, start, stop)
             else:
-                least, largest = _extremes(keys, flip, start, stop)
+                least, largest = _extremes(keys, start, stop)
                 bases[which], steps[which] = _between(array, least, largest, points)
-        lost += _pack(array, first, last, bucket, bits, points, offset, bases, steps, words, sent, key, codes)
+        lost += _pack(array, first, last, bases, grid, words, sent, key, codes)
     return lost
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from mpicomp.kernels.cpu.cast import widen
 from mpicomp.kernels.cpu.compile import Bytes, Floats
+from mpicomp.kernels.cpu.elementwise import energy as energy_of
 from mpicomp.kernels.cpu.scatter import add_ascending
-from mpicomp.kernels.cpu.sweep import energy as energy_of
 from numpy.typing import NDArray
 
 NONFINITE = 1 << 8  # the bit of the first word

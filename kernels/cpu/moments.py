@@ -7,8 +7,8 @@ from mpicomp.kernels.cpu.compile import Floats, cut, kernel, spread
 
 # Sums over a block are taken in the array's dtype; where the sum of squares leaves this range they are taken again
 # in float64, since squares may have vanished or overflowed.
-LEAST = 1e-25
-MOST = 1e30
+MIN_ENERGY = 1e-25
+MAX_ENERGY = 1e30
 
 _BLOCK = 1024  # elements that are summed in the array's dtype
 

@@ -87,13 +87,8 @@ def _select_largest(array, index, bits, mask, threshold, indices, values):  # ty
     for i in range(bits.size):
         if (bits[i] & mask) > threshold:
             ties -= 1
-    write_reaching(array, index, bits, mask, threshold, ties, 0, bits.size, 0, indices, values)
-
-
-@kernel
-def write_reaching(array, index, bits, mask, threshold, ties, start, stop, count, indices, values):  # type: ignore[no-untyped-def]
-    """Write the elements above a threshold and the first ``ties`` equal to it, from ``count`` on; return their end."""
-    for i in range(start, stop):
+    count = 0
+    for i in range(bits.size):
         magnitude = bits[i] & mask
         if magnitude >= threshold:
             if magnitude == threshold:
@@ -104,4 +99,3 @@ def write_reaching(array, index, bits, mask, threshold, ties, start, stop, count
             indices[count] = place
             values[count] = array[place]
             count += 1
-    return count

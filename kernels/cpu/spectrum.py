@@ -13,7 +13,7 @@ _COARSE = 20  # bits of a float32 left out of a bin of the result: eight of them
 GROUP = 256
 """Elements in a row that a strided sweep looks at: as few as are still swept fast, since rows of a matrix differ."""
 
-_SMALL = 1 << 18  # elements; fewer are binned one by one, in less time than fine bins are gathered
+_MIN_FINE_BINNED = 1 << 18  # elements; fewer are binned one by one, in less time than fine bins are gathered
 
 
 def edges() -> NDArray[np.float64]:
@@ -35,7 +35,7 @@ def spectrum(
     """
     counts[:] = 0
     energies[:] = 0
-    if array.size < _SMALL * stride:
+    if array.size < _MIN_FINE_BINNED * stride:
         _spectrum_small(array, stride, counts, energies)
         return
 

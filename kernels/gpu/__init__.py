@@ -11,21 +11,21 @@ device. Scratch of single functions comes from CuPy's memory pool, that of `topk
 
 import typing
 
-from mpicomp.kernels.cpu import BINS, GROUP, Moments, Tail, edges, mask_of
+from mpicomp.kernels.cpu import BINS, GROUP, Moments, TailStatistics, edges, mask_of
 from mpicomp.kernels.gpu.codes import (
     accumulate_signs,
     narrow,
     pack_grid,
+    pack_quadratic,
     pack_range,
     pack_signs,
     pack_signs_in_place,
-    pack_squares,
     pack_votes,
     unpack_grid,
     unpack_grid_add,
+    unpack_quadratic,
     unpack_signs,
     unpack_signs_add,
-    unpack_squares,
     unpack_votes,
     widen,
     widen_add,
@@ -70,11 +70,11 @@ from mpicomp.kernels.gpu.sweeps import (
     scale,
     share_rounding,
     spectrum,
-    tail,
+    tail_statistics,
 )  # fmt: skip
 from mpicomp.kernels.gpu.topk import Stats, topk
 from mpicomp.kernels.gpu.workspace import Workspace, spare_number
-from mpicomp.kernels.sizes import index_bytes, squares_bytes
+from mpicomp.kernels.sizes import index_bytes, quadratic_bytes
 from mpicomp.kernels.sizes import public_names as _public_names
 
 if not typing.TYPE_CHECKING:  # for type checkers all imports are public

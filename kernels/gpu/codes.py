@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.bits import halves
-from mpicomp.kernels.cpu.squares import check_places, split_of
+from mpicomp.kernels.cpu.quadratic_levels import check_places, split_of
 from mpicomp.kernels.gpu.compile import THREADS, launch, strides, sweeps, twin_of
 from mpicomp.kernels.gpu.message import step_of
 from mpicomp.kernels.gpu.scatter import Pieces
@@ -93,22 +93,22 @@ def unpack_signs_add(scales, words, block, factor, out, afresh=False):
 
 # Means are summed in another order than on the host: a base or a step, which travels with the codes, may differ in its
 # last bit.
-@twin_of(cpu.pack_squares)
-def pack_squares(array, bits, out, sent):
+@twin_of(cpu.pack_quadratic)
+def pack_quadratic(array, bits, out, sent):
     split = split_of(out.size, array.size, bits)
     blocks = strides(array.size)  # of threads, as many as a block of elements has
     partials = reuse(Partials, blocks, 1)
     launch(
-        "squares", "pack_squares", array.dtype, blocks,
+        "quadratic_levels", "pack_quadratic", array.dtype, blocks,
         array, array.size, bits, out, split // 4, out[split:], -(-array.size // SQUARES_BLOCK), sent, partials.memory,
     )  # fmt: skip
     return partials.total(0)
 
 
 # A memset and one launch: parts of equal length at equal distances are described by a few numbers, others by a table.
-@twin_of(cpu.unpack_squares)
-def unpack_squares(messages, starts, counts, bits, out):
-    check_places("unpack_squares", messages.size, starts, counts, bits, out.size)
+@twin_of(cpu.unpack_quadratic)
+def unpack_quadratic(messages, starts, counts, bits, out):
+    check_places("unpack_quadratic", messages.size, starts, counts, bits, out.size)
     places, lengths = step_of(starts), step_of(counts)
     table = 0
     if places is None or lengths is None or lengths[1] != 0:
@@ -116,7 +116,7 @@ def unpack_squares(messages, starts, counts, bits, out):
         places = lengths = 0, 0
     verdict = reuse(Verdict)
     launch(
-        "squares", "unpack_squares", out.dtype, strides(out.size),
+        "quadratic_levels", "unpack_quadratic", out.dtype, strides(out.size),
         messages, *places, lengths[0], table, bits, out, out.size, verdict.memory,
     )  # fmt: skip
     return verdict.good()

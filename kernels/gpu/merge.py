@@ -5,8 +5,18 @@ from typing import Any
 
 import numpy as np
 from mpicomp.kernels import cpu
-from mpicomp.kernels.gpu.compile import WARPS, launch, library, scalar_arg, strides, tiles, twin_of
-from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles
+from mpicomp.kernels.gpu.compile import WARPS, launch, library, scalar_arg, strides, twin_of
+from mpicomp.kernels.gpu.select import (
+    Field,
+    Listing,
+    Rule,
+    Source,
+    Target,
+    Tiles,
+    count_tiles,
+    counters_of_tiles,
+    tiles_of,
+)
 from mpicomp.kernels.gpu.workspace import Partials, reuse
 
 PART = 256  # places of two merged lists that a warp handles
@@ -38,8 +48,7 @@ def intersect(indices_a, values_a, indices_b, out_indices, out_values):
 
 @twin_of(cpu.count_reaching)
 def count_reaching(values, threshold):
-    *_, state = _count(values, threshold, Rule.REACH, 0)
-    return state.view(np.int64)[Field.END]
+    return _count(values, threshold, Rule.REACH, 0).state.view(np.int64)[Field.END]
 
 
 # The number of elements that reach the threshold is known on the device only: where it does not fit, nothing is raised,
@@ -49,10 +58,10 @@ def split_largest(indices, values, threshold, kept_indices, kept_values, left_in
     kept = kept_indices.size
     if left_indices.size != values.size - kept:
         raise ValueError(f"split_largest: {values.size} elements, not {kept} and {left_indices.size}")
-    number, of_tiles, before, state = _count(values, threshold, Rule.FILL, kept)
+    tiled = _count(values, threshold, Rule.FILL, kept)
     launch(
-        "merge", "split_tiles", values.dtype, -(-number // WARPS),
-        indices, values, values.size, number, of_tiles, before, state,
+        "merge", "split_tiles", values.dtype, -(-tiled.number // WARPS),
+        indices, values, *tiled,
         kept_indices, kept_values, kept, left_indices, left_values, left_indices.size,
     )  # fmt: skip
 
@@ -92,13 +101,7 @@ def _merge(
     return state.view(np.int64)[Field.END]
 
 
-def _count(values: Any, threshold: Any, rule: Rule, room: int) -> tuple[int, Any, Any, Any]:
-    number = tiles(values.size, values.dtype)
-    of_tiles, before = counters_of_tiles(number)
-    state = library().zeros(len(Field), np.uint64)
-    limit = scalar_arg(threshold, np.uint64)
-    count_tiles(
-        values, values.size, 0, 0, 0, 0, Source.ARRAY, (0, 0), limit, rule, (0, room), (0, 0),
-        number, of_tiles, before, state,
-    )  # fmt: skip
-    return number, of_tiles, before, state
+def _count(values: Any, threshold: Any, rule: Rule, room: int) -> Tiles:
+    tiled = tiles_of(values.size, values.dtype)
+    count_tiles(values, tiled, Listing(), Source.ARRAY, Target(scalar_arg(threshold, np.uint64), rule, (0, room)))
+    return tiled

@@ -1,18 +1,20 @@
 // Exact selection of the largest magnitudes, and ordered compaction of the elements that reach a threshold, from an
 // array or a list of candidates. The device decides which of the two.
 
-enum Source { ARRAY = 0, AS_STATE_SAYS = 1, LIST_IF_COMPLETE = 2, LIST = 3 };
+enum Source { ARRAY = 0, LIST_IF_USABLE = 1, LIST_IF_COMPLETE = 2, LIST = 3 };
 enum Rule { ABOVE = 0, REACH = 1, FILL = 2 };              // elements equal to the threshold: none, all, as many as fit
-enum Turn { ALWAYS = 0, UNLESS_EXACT = 1, IF_EXACT = 2 };  // condition on `exact` under which a launch does anything
+enum Condition { ALWAYS = 0, UNLESS_EXACT = 1, IF_EXACT = 2 };  // on `exact`, for a launch to do anything
 
-DEVICE bool idle(i64 turn, const State* state) { return turn != ALWAYS && (state->exact != 0) != (turn == IF_EXACT); }
+DEVICE bool idle(i64 condition, const State* state) {
+  return condition != ALWAYS && (state->exact != 0) != (condition == IF_EXACT);
+}
 
 // One digit of a radix selection. `first` marks the most significant one, where the source is decided.
 KERNEL histogram(
     const Word* array, i64 size, const Word* bits, i64 room, const u64* bound, const i64* rank, i64 rank_value,
-    i64 shift, i64 digit, i64 first, i64 turn, u64* counters, State* state) {
+    i64 shift, i64 digit, i64 first, i64 condition, u64* counters, State* state) {
   __shared__ u32 bins[DIGIT_BINS];
-  if (idle(turn, state)) return;
+  if (idle(condition, state)) return;
   const i64 k = scalar_arg(rank, rank_value);
   const u64 candidates = state->candidates;
   const bool usable =
@@ -66,12 +68,12 @@ DEVICE Segment segment_of(i64 tile, i64 size, const u64* starts, const u32* coun
 KERNEL count_tiles(
     const Word* array, i64 size, const Word* bits, i64 listable, const u64* starts, const u32* counts, i64 source,
     const u64* bound, i64 bound_value, const u64* threshold, i64 threshold_value, i64 rule, const i64* most,
-    i64 most_value, const i64* offset, i64 offset_value, i64 turn, i64 tiles, u64* of_tiles, u64* before,
+    i64 most_value, const i64* offset, i64 offset_value, i64 condition, i64 tiles, u64* of_tiles, u64* before,
     State* state) {
-  if (idle(turn, state)) return;
+  if (idle(condition, state)) return;
   const u64 room = (u64)scalar_arg(most, most_value);
   const u64 wanted = scalar_arg(threshold, threshold_value);
-  bool usable = source == LIST || (source == AS_STATE_SAYS && state->usable != 0);
+  bool usable = source == LIST || (source == LIST_IF_USABLE && state->usable != 0);
   if (source == LIST_IF_COMPLETE) {
     const u64 least = scalar_arg(bound, bound_value);
     usable = least != 0 && wanted >= least && state->candidates <= (u64)listable;
@@ -106,7 +108,7 @@ KERNEL count_tiles(
     const u64 above = total >> 32, equal = total & 0xffffffffu;
     u64 ties = rule == REACH ? equal : 0;
     if (rule == FILL && above < room) ties = smaller(equal, room - above);
-    if (turn == UNLESS_EXACT) state->exact = state->k != 0 && (above == 0 || above > room);
+    if (condition == UNLESS_EXACT) state->exact = state->k != 0 && (above == 0 || above > room);
     state->usable = usable;
     state->threshold = wanted;
     state->ties = ties;

@@ -1,7 +1,7 @@
 """Exact selection of the largest magnitudes; equal ones go to the lowest index."""
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpicomp.kernels import cpu
@@ -10,6 +10,7 @@ from mpicomp.kernels.gpu.compile import WARPS, launch, library, on_device, scala
 DIGIT = 11  # bits of a digit of the radix selection
 BLOCKS = 528  # of sweeps that often have little to do: 4 for each of an H200's multiprocessors keep its memory busy
 BINS = 1 << DIGIT
+_MARGIN = 0.8  # the first bound for candidates, as a fraction of the threshold of the step before
 
 
 class Field(IntEnum):
@@ -21,7 +22,7 @@ class Field(IntEnum):
 class Source(IntEnum):
     """Source of the elements to select."""
 
-    ARRAY, AS_STATE_SAYS, LIST_IF_COMPLETE, LIST = range(4)
+    ARRAY, LIST_IF_USABLE, LIST_IF_COMPLETE, LIST = range(4)
 
 
 class Rule(IntEnum):
@@ -30,10 +31,58 @@ class Rule(IntEnum):
     ABOVE, REACH, FILL = range(3)
 
 
-class Turn(IntEnum):
+class Condition(IntEnum):
     """Condition on `Field.EXACT` under which a launch does anything."""
 
     ALWAYS, UNLESS_EXACT, IF_EXACT = range(3)
+
+
+class Tiles(NamedTuple):
+    """Tiles of an array, their counters and the state, which `count_tiles` leaves for `write_tiles`."""
+
+    size: int  # elements
+    number: int
+    of_tiles: Any  # counters by tile
+    before: Any  # counters by block
+    state: Any
+
+
+class Listing(NamedTuple):
+    """Elements that a sweep has listed, tile by tile in the order in which tiles end."""
+
+    index: Any = 0
+    bits: Any = 0
+    starts: Any = 0  # of each tile
+    counts: Any = 0  # of each tile
+    room: int = 0
+
+
+class Target(NamedTuple):
+    """Elements to select."""
+
+    threshold: tuple[Any, int]  # magnitude bits
+    rule: Rule
+    room: tuple[Any, int]
+
+
+class Output(NamedTuple):
+    """Arrays that receive a selection; all but the first may be 0."""
+
+    indices: Any
+    values: Any = 0
+    magnitudes: Any = 0
+    count: Any = 0
+
+
+def tiles_of(size: int, dtype: Any) -> Tiles:
+    """Allocate the counters and the state of ``size`` elements' tiles."""
+    cupy, number = library(), tiles(size, dtype)
+    return Tiles(size, number, *counters_of_tiles(number), cupy.zeros(len(Field), np.uint64))
+
+
+def counters_of_tiles(number: int) -> tuple[Any, Any]:
+    """Allocate the counters of tiles: by tile, and by block."""
+    return library().empty(number, np.uint64), library().empty(max(1, -(-number // WARPS)), np.uint64)
 
 
 def digits(dtype: Any) -> list[tuple[int, int]]:
@@ -107,63 +156,47 @@ def compact(
     counted only. ``candidates`` are ascending indices and magnitude bits to select among. Return ``offset`` plus the
     number of elements.
     """
-    state = library().zeros(len(Field), np.uint64)
     index, bits = candidates or (0, 0)
-    size = candidates[0].size if candidates else array.size
-    number = tiles(size, array.dtype)
-    of_tiles, before = counters_of_tiles(number)
-    count_tiles(
-        array, size, bits, 0, 0, 0, Source.LIST if candidates else Source.ARRAY,
-        (0, 0), scalar_arg(threshold, np.uint64), rule, (0, indices.size), scalar_arg(offset, np.int64),
-        number, of_tiles, before, state,
-    )  # fmt: skip
-    write_tiles(
-        array, size, index, bits, 0, 0, number, of_tiles, before, state, base, indices,
-        values=values, magnitudes=magnitudes,
-    )  # fmt: skip
-    return state.view(np.int64)[Field.END]
-
-
-def counters_of_tiles(number: int) -> tuple[Any, Any]:
-    """Allocate the counters that `count_tiles` leaves for `write_tiles`: by tile, and by block."""
-    return library().empty(number, np.uint64), library().empty(max(1, -(-number // WARPS)), np.uint64)
+    tiled = tiles_of(candidates[0].size if candidates else array.size, array.dtype)
+    listing, source = Listing(index, bits), Source.LIST if candidates else Source.ARRAY
+    target = Target(scalar_arg(threshold, np.uint64), rule, (0, indices.size))
+    count_tiles(array, tiled, listing, source, target, offset=scalar_arg(offset, np.int64))
+    write_tiles(array, tiled, listing, Output(indices, values, magnitudes), base)
+    return tiled.state.view(np.int64)[Field.END]
 
 
 def count_tiles(
-    array: Any, size: int, bits: Any, listable: int, starts: Any, counts: Any, source: Source,
-    bound: tuple[Any, int], threshold: tuple[Any, int], rule: Rule, room: tuple[Any, int], offset: tuple[Any, int],
-    number: int, of_tiles: Any, before: Any, state: Any, turn: Turn = Turn.ALWAYS,
+    array: Any, tiled: Tiles, listing: Listing, source: Source, target: Target,
+    bound: tuple[Any, int] = (0, 0), offset: tuple[Any, int] = (0, 0), condition: Condition = Condition.ALWAYS,
 ) -> None:  # fmt: skip
     """Launch the kernel of that name, with a warp for every tile."""
     launch(
-        "select", "count_tiles", array.dtype, -(-number // WARPS),
-        array, size, bits, listable, starts, counts, int(source), *bound, *threshold, int(rule), *room, *offset,
-        int(turn), number, of_tiles, before, state,
+        "select", "count_tiles", array.dtype, -(-tiled.number // WARPS),
+        array, tiled.size, listing.bits, listing.room, listing.starts, listing.counts, int(source), *bound,
+        *target.threshold, int(target.rule), *target.room, *offset, int(condition), *tiled[1:],
     )  # fmt: skip
 
 
 def write_tiles(
-    array: Any, size: int, index: Any, bits: Any, starts: Any, counts: Any, number: int, of_tiles: Any, before: Any,
-    state: Any, base: int, indices: Any, values: Any = 0, magnitudes: Any = 0,
-    bound: Any = 0, following: Any = 0, listable: int = 0, margin: float = 0.0, count: Any = 0,
-) -> None:  # fmt: skip
-    """Launch the kernel of that name, with a warp for every tile."""
+    array: Any, tiled: Tiles, listing: Listing, output: Output, base: int = 0, bound: Any = 0, following: Any = 0
+) -> None:
+    """Launch the kernel of that name, with a warp for every tile; with a bound, ``following`` receives the next one."""
     launch(
-        "select", "write_tiles", array.dtype, -(-number // WARPS),
-        array, size, index, bits, starts, counts, number, of_tiles, before, state, base, indices.size,
-        indices, values, magnitudes, bound, following, listable, margin, count,
+        "select", "write_tiles", array.dtype, -(-tiled.number // WARPS),
+        array, tiled.size, *listing[:4], *tiled[1:], base, output.indices.size, *output[:3],
+        bound, following, listing.room, _MARGIN, output.count,
     )  # fmt: skip
 
 
 def radix(
     array: Any, bits: Any, room: int, bound: Any, k: tuple[Any, int], counters: Any, state: Any,
-    turn: Turn = Turn.ALWAYS,
+    condition: Condition = Condition.ALWAYS,
 ) -> None:  # fmt: skip
-    """Launch the passes of a radix selection, on listed candidates where they turn out to be enough."""
+    """Launch the passes of a radix selection, on listed candidates where they condition out to be enough."""
     for place, (shift, width) in enumerate(digits(array.dtype)):
         launch(
             "select", "histogram", array.dtype, min(BLOCKS, sweeps(array.size, array.dtype)),
-            array, array.size, bits, room, bound, *k, shift, width, int(place == 0), int(turn), counters, state,
+            array, array.size, bits, room, bound, *k, shift, width, int(place == 0), int(condition), counters, state,
         )  # fmt: skip
 
 

@@ -4,9 +4,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mpicomp.kernels.gpu.compile import launch, remaining, sweeps
-from mpicomp.kernels.gpu.select import BLOCKS, Field, Rule, Source, Turn, count_tiles, radix, write_tiles
+from mpicomp.kernels.gpu.select import (
+    BLOCKS,
+    Condition,
+    Field,
+    Output,
+    Rule,
+    Source,
+    Target,
+    count_tiles,
+    radix,
+    write_tiles,
+)
 from mpicomp.kernels.gpu.sweeps import accumulate_sweep
-from mpicomp.kernels.gpu.workspace import MARGIN, Fit, Workspace
+from mpicomp.kernels.gpu.workspace import Fit, Workspace
 
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 CORRECTIONS = 6  # thresholds that may follow those of the stages
@@ -48,9 +59,7 @@ def sidco(
     distribution: str,
     stages: int,
     bound: Any,
-    indices: Any,
-    values: Any,
-    count: Any,
+    selection: tuple[Any, Any, Any],
     workspace: Workspace,
     following: Any,
 ) -> Estimate:
@@ -58,9 +67,8 @@ def sidco(
 
     The rule is that of `mpicomp.SIDCo` with a fixed number of stages, at least 1; ``k`` elements are wanted.
     Distributions are "exponential", "gamma" and "pareto" in the first stage; later ones are exponential after
-    exponential, else generalized Pareto. ``bound`` and ``following`` are those of `topk`; ``indices`` and
-    ``values`` have room for ``4 k + 1024`` elements, or for all, and ``count`` receives the number of elements, as
-    int64.
+    exponential, else generalized Pareto. ``bound`` and ``following`` are those of `topk`; ``selection``
+    receives indices, values and their number, as int64, with room for ``4 k + 1024`` elements, or for all.
 
     There are ``stages + 13`` launches for float32 and three more for float64, of 2048 elements and more; one more for
     gamma. The device decides which of them do anything; the others end at once. Usually one sweep goes through memory,
@@ -68,6 +76,7 @@ def sidco(
     replace the estimate, four or seven more do. Results are valid until the next call with this workspace.
     """
     workspace.begin(gradient, out)
+    indices, values, count = selection
     w, dtype = workspace, workspace.dtype
     most = LIMIT * k + SLACK
     if distribution not in DISTRIBUTIONS:
@@ -82,9 +91,7 @@ def sidco(
     stride = max(1, w.numel // SAMPLE)
     sampled = remaining(w.numel, stride)
     blocks = min(BLOCKS, sweeps(sampled, dtype))
-    accumulate_sweep(
-        gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.moments
-    )
+    accumulate_sweep(gradient, residual, out, w.moments, w.listing, (bound, 0), w.state)
     with_logarithms = distribution == "gamma" and estimating
     if with_logarithms:
         launch("sweep", "logarithms", dtype, blocks, out, out.size, sampled, stride, w.sampled.memory)
@@ -99,22 +106,15 @@ def sidco(
             "sidco", "refine", dtype, blocks,
             out, out.size, sampled, stride, wanted, kind, w.sampled.memory, w.fit, w.state,
         )  # fmt: skip
-    counted = w.tiles, w.of_tiles, w.before, w.state
+    estimated = Target((w.estimated, 0), Rule.ABOVE, (0, most))
     count_tiles(
-        out, out.size, w.bits, w.room, w.starts, w.counts, Source.LIST_IF_COMPLETE, (bound, 0),
-        (w.estimated, 0), Rule.ABOVE, (0, most), (0, 0), *counted, Turn.UNLESS_EXACT,
-    )  # fmt: skip
+        out, w.tiled, w.listing, Source.LIST_IF_COMPLETE, estimated, (bound, 0), condition=Condition.UNLESS_EXACT
+    )
     rank = w.rank, 0
-    radix(out, w.bits, w.room, bound, rank, w.counters, w.state, Turn.IF_EXACT)
-    count_tiles(
-        out, out.size, w.bits, w.room, w.starts, w.counts, Source.AS_STATE_SAYS, (0, 0),
-        (w.threshold, 0), Rule.FILL, rank, (0, 0), *counted, Turn.IF_EXACT,
-    )  # fmt: skip
-    write_tiles(
-        out, out.size, w.index, w.bits, w.starts, w.counts, *counted, 0, indices,
-        values=values, bound=bound, following=following, listable=w.room, margin=MARGIN,
-        count=count,
-    )  # fmt: skip
+    radix(out, w.listing.bits, w.room, bound, rank, w.counters, w.state, Condition.IF_EXACT)
+    largest = Target((w.threshold, 0), Rule.FILL, rank)
+    count_tiles(out, w.tiled, w.listing, Source.LIST_IF_USABLE, largest, condition=Condition.IF_EXACT)
+    write_tiles(out, w.tiled, w.listing, Output(indices, values, count=count), bound=bound, following=following)
     threshold, reached, exact = w.fit[Fit.THRESHOLD], w.fit[Fit.REACHED], w.state[Field.EXACT]
     return Estimate(w.nonzero, w.total, w.energy, w.finite, threshold, reached, exact, w.listed, w.usable)
 

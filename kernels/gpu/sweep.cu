@@ -81,7 +81,7 @@ KERNEL logarithms(const Word* array, i64 size, i64 remaining, i64 stride, Partia
 }
 
 // Elements above a threshold. Columns of sums: count, excess, squared excess.
-KERNEL tail(
+KERNEL tail_statistics(
     const Word* array, i64 size, i64 remaining, i64 stride, const double* threshold, double threshold_value,
     Partials* partials) {
   double sum[3] = {};

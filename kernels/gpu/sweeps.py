@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.bits import infinity_of
-from mpicomp.kernels.gpu.compile import THREADS, launch, library, remaining, scalar_arg, sweeps, tiles, twin_of, word_of
-from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles, write_tiles
+from mpicomp.kernels.gpu.compile import THREADS, launch, library, remaining, scalar_arg, sweeps, twin_of, word_of
+from mpicomp.kernels.gpu.select import Field, Listing, Output, Rule, Source, Target, count_tiles, tiles_of, write_tiles
 from mpicomp.kernels.gpu.workspace import COLUMNS, Partials, reuse
 
 _PER_BLOCK = 64 * 1024  # elements that a block of `spectrum` counts
@@ -16,7 +16,7 @@ _AT_ONCE = 8  # thresholds of a launch
 @twin_of(cpu.accumulate)
 def accumulate(gradient, residual, out, threads=1, factor=1.0):
     partials = reuse(Partials, sweeps(out.size, out.dtype), COLUMNS, True)
-    accumulate_sweep(gradient, residual, out, (0, 0), 0, 0, 0, 0, 0, 0, partials, factor)
+    accumulate_sweep(gradient, residual, out, partials, Listing(), factor=factor)
     return _moments(partials)
 
 
@@ -24,31 +24,29 @@ def accumulate(gradient, residual, out, threads=1, factor=1.0):
 @twin_of(cpu.accumulate_candidates)
 def accumulate_candidates(gradient, residual, out, bound, base, index, bits, count, threads=1):
     cupy = library()
-    number, room = tiles(out.size, out.dtype), index.size
-    listed = cupy.empty(room, np.uint32), cupy.empty(room, word_of(out.dtype))
-    starts, counts = cupy.empty(number, np.uint64), cupy.empty(number, np.uint32)
-    of_tiles, before = counters_of_tiles(number)
-    state = cupy.zeros(len(Field), np.uint64)
+    room, tiled = index.size, tiles_of(out.size, out.dtype)
+    listing = Listing(
+        cupy.empty(room, np.uint32), cupy.empty(room, word_of(out.dtype)),
+        cupy.empty(tiled.number, np.uint64), cupy.empty(tiled.number, np.uint32), room,
+    )  # fmt: skip
     partials = reuse(Partials, sweeps(out.size, out.dtype), COLUMNS, True)
     least = scalar_arg(bound, np.uint64)
-    accumulate_sweep(gradient, residual, out, least, *listed, room, starts, counts, state, partials)
-    count_tiles(
-        out, out.size, listed[1], room, starts, counts, Source.LIST_IF_COMPLETE, least, least, Rule.REACH, (0, room),
-        scalar_arg(count, np.int64), number, of_tiles, before, state,
-    )  # fmt: skip
-    write_tiles(out, out.size, *listed, starts, counts, number, of_tiles, before, state, base, index, magnitudes=bits)
-    return state.view(np.int64)[Field.END], _moments(partials)
+    accumulate_sweep(gradient, residual, out, partials, listing, least, tiled.state)
+    target = Target(least, Rule.REACH, (0, room))
+    count_tiles(out, tiled, listing, Source.LIST_IF_COMPLETE, target, least, scalar_arg(count, np.int64))
+    write_tiles(out, tiled, listing, Output(index, magnitudes=bits), base)
+    return tiled.state.view(np.int64)[Field.END], _moments(partials)
 
 
 def accumulate_sweep(
-    gradient: Any, residual: Any, out: Any, bound: tuple[Any, int], index: Any, bits: Any, room: int,
-    starts: Any, counts: Any, state: Any, partials: Partials, factor: float = 1.0,
+    gradient: Any, residual: Any, out: Any, partials: Partials, listing: Listing,
+    bound: tuple[Any, int] = (0, 0), state: Any = 0, factor: float = 1.0,
 ) -> None:  # fmt: skip
     """Launch the kernel that computes the sum; a bound of 0 lists no candidates."""
     launch(
         "accumulate", "accumulate", out.dtype, sweeps(out.size, out.dtype),
         gradient, 0 if residual is None else residual, factor, out, out.size, *bound,
-        index, bits, room, starts, counts, state, partials.memory,
+        listing.index, listing.bits, listing.room, listing.starts, listing.counts, state, partials.memory,
     )  # fmt: skip
 
 
@@ -100,16 +98,16 @@ def logarithms(array, stride=1, threads=1):
     return partials.count(), partials.total(1), partials.total(2)
 
 
-@twin_of(cpu.tail)
-def tail(array, threshold, stride=1, threads=1):
+@twin_of(cpu.tail_statistics)
+def tail_statistics(array, threshold, stride=1, threads=1):
     sampled = remaining(array.size, stride)
     blocks = sweeps(sampled, array.dtype)
     partials = reuse(Partials, blocks, 3)
     launch(
-        "sweep", "tail", array.dtype, blocks,
+        "sweep", "tail_statistics", array.dtype, blocks,
         array, array.size, sampled, stride, *scalar_arg(threshold, np.float64), partials.memory,
     )  # fmt: skip
-    return cpu.Tail(partials.count(), partials.total(1), partials.total(2))
+    return cpu.TailStatistics(partials.count(), partials.total(1), partials.total(2))
 
 
 @twin_of(cpu.counts_above)

@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from mpicomp.kernels.gpu.select import Rule, Source, count_tiles, radix, write_tiles
+from mpicomp.kernels.gpu.select import Output, Rule, Source, Target, count_tiles, radix, write_tiles
 from mpicomp.kernels.gpu.sweeps import accumulate_sweep
-from mpicomp.kernels.gpu.workspace import MARGIN, Workspace
+from mpicomp.kernels.gpu.workspace import Workspace
 
 
 class Stats(NamedTuple):
@@ -48,19 +48,12 @@ def topk(
     call with this workspace.
     """
     workspace.begin(gradient, out)
-    w, number = workspace, workspace.tiles
+    w = workspace
     if not 1 <= indices.size <= w.numel:
         raise ValueError(f"topk: k must be from 1 to {w.numel}, got {indices.size}")
-    accumulate_sweep(
-        gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.moments
-    )
-    radix(out, w.bits, w.room, bound, (0, indices.size), w.counters, w.state)
-    count_tiles(
-        out, out.size, w.bits, w.room, w.starts, w.counts, Source.AS_STATE_SAYS, (0, 0),
-        (w.threshold, 0), Rule.FILL, (0, indices.size), (0, 0), number, w.of_tiles, w.before, w.state,
-    )  # fmt: skip
-    write_tiles(
-        out, out.size, w.index, w.bits, w.starts, w.counts, number, w.of_tiles, w.before, w.state, 0, indices,
-        values=values, bound=bound, following=following, listable=w.room, margin=MARGIN,
-    )  # fmt: skip
+    k = 0, indices.size
+    accumulate_sweep(gradient, residual, out, w.moments, w.listing, (bound, 0), w.state)
+    radix(out, w.listing.bits, w.room, bound, k, w.counters, w.state)
+    count_tiles(out, w.tiled, w.listing, Source.LIST_IF_USABLE, Target((w.threshold, 0), Rule.FILL, k))
+    write_tiles(out, w.tiled, w.listing, Output(indices, values), bound=bound, following=following)
     return Stats(w.nonzero, w.total, w.energy, w.finite, w.threshold[0], w.listed, w.usable)

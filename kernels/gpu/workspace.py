@@ -10,11 +10,10 @@ from enum import IntEnum
 from typing import Any, TypeVar
 
 import numpy as np
-from mpicomp.kernels.gpu.compile import library, sweeps, tiles, word_of
-from mpicomp.kernels.gpu.select import BINS, Field, counters_of_tiles
+from mpicomp.kernels.gpu.compile import library, sweeps, word_of
+from mpicomp.kernels.gpu.select import BINS, Field, Listing, tiles_of
 
 COLUMNS = 3  # sums of the sweep of error feedback, the first of them an integer
-MARGIN = 0.8  # the first bound for candidates, as a fraction of the threshold of the step before
 
 
 class Word(IntEnum):
@@ -23,7 +22,7 @@ class Word(IntEnum):
     TICKET, TOP, FINITE, TOTALS = range(4)
 
 
-_HELD = 3  # references to a free array: of its owner, of a loop, and of the counting function
+_FREE_REFERENCES = 3  # references to a free array: of its owner, of a loop, and of the counting function
 
 
 class Reused:
@@ -45,7 +44,7 @@ class Reused:
 
     def is_free(self) -> bool:
         """Return whether no result is referenced elsewhere, so that a launch may overwrite them."""
-        return all(sys.getrefcount(result) == _HELD for result in self.results.values())
+        return all(sys.getrefcount(result) == _FREE_REFERENCES for result in self.results.values())
 
 
 ReusedType = TypeVar("ReusedType", bound=Reused)
@@ -161,14 +160,13 @@ class Workspace:
         self.room = min(max(0, room), numel)
         self.dtype = np.dtype(dtype)
         self.blocks = sweeps(numel, self.dtype)
-        self.tiles = tiles(numel, self.dtype)
-        self.index = cupy.empty(self.room, np.uint32)
-        self.bits = cupy.empty(self.room, word_of(self.dtype))
-        self.counts = cupy.empty(self.tiles, np.uint32)
-        self.starts = cupy.empty(self.tiles, np.uint64)
-        self.of_tiles, self.before = counters_of_tiles(self.tiles)
+        self.tiled = tiles_of(numel, self.dtype)
+        self.state, number = self.tiled.state, self.tiled.number
+        self.listing = Listing(
+            cupy.empty(self.room, np.uint32), cupy.empty(self.room, word_of(self.dtype)),
+            cupy.empty(number, np.uint64), cupy.empty(number, np.uint32), self.room,
+        )  # fmt: skip
         self.counters = cupy.zeros(BINS, np.uint64)
-        self.state = cupy.zeros(len(Field), np.uint64)
         self.numbers = self.state.view(np.int64)
         self.moments = Partials(self.blocks, COLUMNS, top=True)
         self.sampled = Partials(self.blocks, 3)  # of sweeps over some groups, which have as many blocks at most

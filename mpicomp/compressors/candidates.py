@@ -54,15 +54,17 @@ class Candidates:
     def count(self, threshold: float) -> int:
         """Count the elements above a threshold."""
         if self._covers(threshold):
-            tail = self._kernels.tail(self._listed_values, threshold)
+            tail = self._kernels.tail_statistics(self._listed_values, threshold)
         else:
-            tail = self._kernels.tail(self.array, threshold, 1, self._threads)
+            tail = self._kernels.tail_statistics(self.array, threshold, 1, self._threads)
         [count] = to_python(tail.count)
         return int(count)
 
-    def tail(self, threshold: float, stride: int = 1) -> cpu.Tail:
+    def tail(self, threshold: float, stride: int = 1) -> cpu.TailStatistics:
         """Count the elements above a threshold, and sum their excess, in the array: a list would round differently."""
-        return cpu.Tail(*to_python(*self._kernels.tail(self.array, threshold, stride, self._threads)))
+        return cpu.TailStatistics(
+            *to_python(*self._kernels.tail_statistics(self.array, threshold, stride, self._threads))
+        )
 
     def logarithms(self, stride: int) -> tuple[int, float, float]:
         """Sum magnitudes and their logarithms; see `mpicomp.kernels.cpu.logarithms`."""

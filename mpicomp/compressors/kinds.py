@@ -56,7 +56,7 @@ class Sparsifier(Compressor):
     -----
     Selected values in few bits are from Qsparse-local-SGD, Basu et al. 2019, arXiv 1906.02367, and SparseLoCo, Sarfi et
     al. 2025, arXiv 2508.15706. Levels here are symmetric and spaced like squares: dense just above the threshold, where
-    most values are, see `mpicomp.kernels.cpu.squares`. No block of values loses more energy than it has.
+    most values are, see `mpicomp.kernels.cpu.quadratic_levels`. No block of values loses more energy than it has.
     """
 
     family: ClassVar[str] = "sparsifier"

@@ -122,7 +122,7 @@ class SIDCo(Estimator):
         sidco, scratch = accumulated.kernels.sidco, scratch_for(accumulated, context, k)
         made = accumulated.fused(
             lambda *arrays: sidco(
-                *arrays, k, self.distribution, stages, bound, indices, values, count, scratch, following
+                *arrays, k, self.distribution, stages, bound, (indices, values, count), scratch, following
             )
         )
 
@@ -228,7 +228,7 @@ def whole_threshold(
     return _exponential(mean, share)
 
 
-def excess_threshold(distribution: str, tail: cpu.Tail, threshold: float, share: float) -> float:
+def excess_threshold(distribution: str, tail: cpu.TailStatistics, threshold: float, share: float) -> float:
     """Fit the excess over a threshold, and return the one that a share of them exceeds; above 1 it is lower."""
     mean = tail.excess / tail.count
     variance = tail.squares / tail.count - mean * mean

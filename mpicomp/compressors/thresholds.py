@@ -336,7 +336,7 @@ class MSTopK(Sparsifier):
                 limit = search.accumulated.dtype.type(threshold)
                 excess = sum(search.magnitudes[rank] > limit for rank in {k, min(k + 1, search.numel)}) - 1
             elif pool is not None:
-                excess = kernels.tail(pool.values, threshold).count - k
+                excess = kernels.tail_statistics(pool.values, threshold).count - k
             else:
                 excess = search.count(threshold, k + 1) - k
                 if 0 < excess <= search.room - k and search.candidates.listed <= k:

@@ -14,7 +14,7 @@ offset  bytes  sparse message: some elements and their indices
 24      c x v  values, of v = 4, 8, 2 or 2 bytes; padded to 8 bytes. Of signs, where there are values: a bit each, in
                words of 8 bytes, set where one is negative; then their mean magnitude, float32, padded to 8 bytes as
                well. Of q8, q4 and q2: codes of 8, 4 or 2 bits, from the lowest bits of bytes on, padded to 8 bytes;
-               then for every 256 values a base and a step, float32, see `mpicomp.kernels.cpu.squares`
+               then for every 256 values a base and a step, float32, see `mpicomp.kernels.cpu.quadratic_levels`
 then    ..     indices, ascending: c x 4 bytes, unsigned and padded to 8 bytes; or their code, see
                `mpicomp.kernels.cpu.index_bytes`
 ======  =====  ===========================================================================================
@@ -45,7 +45,7 @@ NONFINITE = 1  # flag: some element was NaN or infinite
 STALE = 2  # flag: this rank asks all ranks to agree again
 DAMAGED = 4  # flag: this rank could not read a message
 
-BITS = {"q8": 8, "q4": 4, "q2": 2}  # bits of a value; see `mpicomp.kernels.cpu.squares`
+BITS = {"q8": 8, "q4": 4, "q2": 2}  # bits of a value; see `mpicomp.kernels.cpu.quadratic_levels`
 SHARING = ("signs", *BITS)
 """Formats whose values share a scale: they can neither be cut out of a message nor added in it."""
 VALUES = (None, "fp16", "bf16", *SHARING)
@@ -127,7 +127,7 @@ def value_bytes(count: int, dtype: np.dtype[Any], stored: str | None) -> int:
     [400, 200, 112, 64, 40, 20]
     """
     if stored in BITS:
-        return sizes.squares_bytes(count, BITS[stored])
+        return sizes.quadratic_bytes(count, BITS[stored])
     if stored == "signs":
         return 8 * -(-count // SIGNS) + 4 * (count > 0)
     return count * (2 if stored in ("fp16", "bf16") else dtype.itemsize)
@@ -192,7 +192,7 @@ def write_sparse(
         signs, magnitude = _signs_at(out, HEADER_BYTES, values.size)
         rounding = kernels.pack_signs(values, SIGNS * signs.size, magnitude, signs, values)
     elif wire.values in BITS:
-        rounding = kernels.pack_squares(values, BITS[wire.values], out[HEADER_BYTES:filled], values)
+        rounding = kernels.pack_quadratic(values, BITS[wire.values], out[HEADER_BYTES:filled], values)
     else:
         halves = _view(out, HEADER_BYTES, values.size, np.uint16)
         rounding = kernels.narrow(values, wire.values, halves)
@@ -263,7 +263,7 @@ def unpack_sharing(memory: NDArray[np.uint8], headers: Sequence[SparseHeader], o
     stored = headers[0].stored
     if stored in BITS:
         places, counts = [header.values_at for header in headers], [header.count for header in headers]
-        sound: bool = kernels.unpack_squares(memory, places, counts, BITS[stored], out)
+        sound: bool = kernels.unpack_quadratic(memory, places, counts, BITS[stored], out)
         return True if any(header.flags & NONFINITE for header in headers) else sound
     start = 0
     for header in headers:

@@ -5,7 +5,7 @@ Unlike the kernels for gradients it keeps the order of operations as written: al
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numba
 import numpy as np
@@ -59,31 +59,40 @@ def _project(covariance: Array, slope: Array, out: Array) -> float:
     return variance
 
 
+class Filter(NamedTuple):
+    """State of an extended Kalman filter of links and factors."""
+
+    unit: Array  # seconds of a unit of each term
+    link_of: Array  # the link of each term
+    state: Array
+    covariance: Array
+
+
+class Measurement(NamedTuple):
+    """A plan's measured seconds in rounds; see `Network.observe`."""
+
+    seconds: float
+    noise: float
+    relative_noise: float
+    plan_error: float
+    plan_variance: float
+    added_s: float
+
+
 @compiled
 def update(
-    coefficients: Array,
-    unit: Array,
-    link_of: Array,
-    state: Array,
-    covariance: Array,
-    seconds: float,
-    noise: float,
-    relative_noise: float,
-    plan_error: float,
-    plan_variance: float,
-    added_s: float,
-    suspected: int,
-    patience: int,
-    outlier_sd: float,
+    coefficients: Array, network: Filter, measured: Measurement, suspected: int, patience: int, outlier_sd: float,
     min_outlier: float,
-) -> tuple[float, float, float, int, bool]:
-    """Update an extended Kalman filter with a measurement, in place; see `Network.observe` for the numbers measured.
+) -> tuple[float, float, float, int, bool]:  # fmt: skip
+    """Update an extended Kalman filter with a measurement, in place.
 
     ``suspected`` counts the outliers just before, negative if they were too short: from ``patience`` of one sign on
     the links count as changed. A measurement is an outlier from ``outlier_sd`` standard deviations on, and from a
     difference of logarithms of ``min_outlier``. Return the innovation, the slope, the innovation's variance (infinite
     if nothing was learned), ``suspected`` for the next update, and whether the links count as changed.
     """
+    unit, link_of, state, covariance = network
+    seconds, noise, relative_noise, plan_error, plan_variance, added_s = measured
     terms = link_of.size
     links = state.size - terms
     predicted = 0.0
@@ -125,31 +134,36 @@ def update(
     return innovation, part, expected, 0, changed
 
 
+class Plans(NamedTuple):
+    """Plans of a bucket: their costs, and each one's rows of the tables of corrections."""
+
+    coefficients: Array
+    log_kernel_s: Array
+    speed_of: Array
+    kernel_of: Array
+    round_of: Array
+
+
+class Corrections(NamedTuple):
+    """Tables with a row for each correction: error, variance, and step of its last update."""
+
+    speeds: Array
+    kernels: Array
+    rounds: Array
+
+
 @compiled
 def predict(
-    coefficients: Array,
-    unit: Array,
-    factor_variance: Array,
-    log_kernel_s: Array,
-    speeds: Array,
-    kernels: Array,
-    rounds: Array,
-    speed_of: Array,
-    kernel_of: Array,
-    round_of: Array,
-    step: int,
-    ageing: float,
-    max_sd: float,
-    added_s: float,
-    out: Array,
-) -> None:
+    plans: Plans, corrections: Corrections, unit: Array, factor_variance: Array, step: int, ageing: float,
+    max_sd: float, added_s: float, out: Array,
+) -> None:  # fmt: skip
     """Predict plans: write kernel seconds, seconds in rounds and the standard deviation of the logarithm of their sum.
 
-    ``speeds``, ``kernels`` and ``rounds`` hold a row for each correction: error, variance, and step of its last
-    update; ``speed_of``, ``kernel_of`` and ``round_of`` are each plan's rows. ``ageing`` is the variance that a step
-    adds to a correction that it does not update, ``added_s`` what contention adds to every plan. ``out`` has shape (3,
-    plans).
+    ``ageing`` is the variance that a step adds to a correction that it does not update, ``added_s`` the seconds that
+    contention adds to every plan. ``out`` has shape (3, plans).
     """
+    coefficients, log_kernel_s, speed_of, kernel_of, round_of = plans
+    speeds, kernels, rounds = corrections
     for plan in range(coefficients.shape[0]):
         predicted, uncertain = 0.0, 0.0
         for term in range(unit.size):

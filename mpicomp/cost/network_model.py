@@ -130,11 +130,11 @@ class Network:
         innovation of the logarithm, its derivative by the plan's error (1 without contention), its expected variance,
         and whether the links count as changed.
         """
+        network = arithmetic.Filter(self.unit_seconds, self._link_of, self._state, self._covariance)
+        measured = arithmetic.Measurement(seconds, noise, relative_noise, plan_error, plan_variance, added_s)
         innovation, slope, variance, self._suspected, changed = arithmetic.update(
-            coefficients, self.unit_seconds, self._link_of, self._state, self._covariance, seconds, noise,
-            relative_noise, plan_error, plan_variance, added_s, self._suspected, self._patience, _OUTLIER_SD,
-            MIN_CHANGE_LOG,
-        )  # fmt: skip
+            coefficients, network, measured, self._suspected, self._patience, _OUTLIER_SD, MIN_CHANGE_LOG
+        )
         self._refresh()
         return innovation, slope, variance, changed
 

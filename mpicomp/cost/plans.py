@@ -124,17 +124,14 @@ class Candidates:
         rounds: Sequence[Correction],
     ) -> None:
         self._network = network
-        self._coefficients = coefficients
-        self._log_kernel_s = np.log(np.maximum(kernel_seconds, _MIN_KERNELS_S))
-        self._speeds, self._speed_of = _distinct(speeds)
-        self._kernels, self._kernel_of = _distinct(kernels)
-        self._rounds, self._round_of = _distinct(rounds)
+        self._corrections, rows = zip(*map(_distinct, (speeds, kernels, rounds)), strict=True)
+        log_kernel_s = np.log(np.maximum(kernel_seconds, _MIN_KERNELS_S))
+        self._plans = arithmetic.Plans(coefficients, log_kernel_s, *rows)
         self._step = 0
         self._contention = Contention()
-        self._tables = [
-            np.array([_row(correction, 0) for correction in part])
-            for part in (self._speeds, self._kernels, self._rounds)
-        ]
+        self._tables = arithmetic.Corrections(
+            *(np.array([_row(correction, 0) for correction in part]) for part in self._corrections)
+        )
         self._predicted = np.empty((3, len(rounds)))
         self._last_step = np.full(len(rounds), -1)  # step at which each plan was last measured
         self._refresh()
@@ -172,15 +169,15 @@ class Candidates:
 
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
         """Learn from a plan's seconds, the same on all ranks; return whether the network has changed."""
-        rows = int(self._speed_of[plan]), int(self._kernel_of[plan]), int(self._round_of[plan])
-        speed, kernels, rounds = self._speeds[rows[0]], self._kernels[rows[1]], self._rounds[rows[2]]
-        _, kernels_table, rounds_table = self._tables
+        coefficients, log_kernel_s, *rows_of = self._plans
+        rows = [int(of_plan[plan]) for of_plan in rows_of]
+        speed, kernels, rounds = (part[row] for part, row in zip(self._corrections, rows, strict=True))
         expected = self.prediction(plan)
         log_kernels_s = math.log(max(kernels_s, _MIN_KERNELS_S))
-        surprise = log_kernels_s - float(self._log_kernel_s[plan]) - speed.error - kernels.error
+        surprise = log_kernels_s - float(log_kernel_s[plan]) - speed.error - kernels.error
         if speed.runs:
             surprise = max(-_MAX_SURPRISE_LOG, min(_MAX_SURPRISE_LOG, surprise))
-        prior = kernels.variance + _AGEING_VARIANCE * (self._step - kernels_table[rows[1], 2])
+        prior = kernels.variance + _AGEING_VARIANCE * (self._step - self._tables.kernels[rows[1], 2])
         variance = speed.variance + prior + _NOISE_VARIANCE
         speed_drift = max(0.0, min(_SPEED_DRIFT_VARIANCE, _SPEED_MAX_VARIANCE - speed.variance))
         speed.update(speed.variance, surprise, variance, speed_drift)
@@ -191,9 +188,9 @@ class Candidates:
         longest_s = max(rounds_s, expected.rounds_s, _MIN_ROUNDS_FRACTION * seconds)
         noise = (_NOISE_VARIANCE * expected.seconds**2 + added_s**2) / expected.rounds_s**2
         relative_noise = (_NOISE_VARIANCE * seconds**2 + added_s**2) / longest_s**2
-        prior = rounds.variance + _AGEING_VARIANCE * (self._step - rounds_table[rows[2], 2])
+        prior = rounds.variance + _AGEING_VARIANCE * (self._step - self._tables.rounds[rows[2], 2])
         innovation, slope, variance, changed = self._network.observe(
-            self._coefficients[plan], rounds_s, noise, relative_noise, rounds.error, prior, added_s
+            coefficients[plan], rounds_s, noise, relative_noise, rounds.error, prior, added_s
         )
         rounds.update(prior, innovation, variance, _AGEING_VARIANCE, slope)
         self._contention.observe(plan, seconds)
@@ -204,13 +201,13 @@ class Candidates:
 
     def doubt(self, plan: int) -> None:
         """Learn the next measurements of a plan, far as they may be: its links have not changed."""
-        correction = self._rounds[int(self._round_of[plan])]
+        correction = self._corrections[2][int(self._plans.round_of[plan])]
         correction.variance = max(correction.variance, _DOUBTED_SD**2)
 
     def inflate_variance(self, inflated: set[int] | None = None) -> None:
         """Inflate corrections of rounds, once for all buckets (by ``inflated``), after links were measured again."""
         inflated = set() if inflated is None else inflated
-        for correction in self._rounds:
+        for correction in self._corrections[2]:
             if id(correction) not in inflated:
                 inflated.add(id(correction))
                 correction.variance += _CHANGED_SD**2
@@ -218,7 +215,7 @@ class Candidates:
 
     def refresh_corrections(self) -> None:
         """Read corrections that other buckets' candidates share and have updated."""
-        for table, part in zip(self._tables, (self._speeds, self._kernels, self._rounds), strict=True):
+        for table, part in zip(self._tables, self._corrections, strict=True):
             table[:, :2] = [(correction.error, correction.variance) for correction in part]
         self._refresh()
 
@@ -228,11 +225,9 @@ class Candidates:
         self._refresh()
 
     def _refresh(self) -> None:
-        speeds, kernels, rounds = self._tables
         arithmetic.predict(
-            self._coefficients, self._network.unit_seconds, self._network.factor_variance, self._log_kernel_s, speeds,
-            kernels, rounds, self._speed_of, self._kernel_of, self._round_of, self._step, _AGEING_VARIANCE, _MAX_SD,
-            self._contention.seconds, self._predicted,
+            self._plans, self._tables, self._network.unit_seconds, self._network.factor_variance, self._step,
+            _AGEING_VARIANCE, _MAX_SD, self._contention.seconds, self._predicted,
         )  # fmt: skip
 
 

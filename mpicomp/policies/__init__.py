@@ -1,7 +1,7 @@
 """Policies choose plans: which scheme each bucket uses in a step. One file each, one registry."""
 
-from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.auto import Auto
+from mpicomp.policies.measured_policy import Adaptive
 from mpicomp.policies.policy import POLICIES, BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings
 from mpicomp.policies.schedule import Schedule
 from mpicomp.policies.static import Static

@@ -16,8 +16,8 @@ from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.mpi.rounds import Group, Rounds
 from mpicomp.mpi.transport import Transport
-from mpicomp.policies.adaptive import MeasuredPolicy
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
+from mpicomp.policies.measured_policy import MeasuredPolicy
 from mpicomp.policies.plan_selector import SWITCH_MARGIN, PlanSelector, collectives_for
 from mpicomp.policies.plan_tradeoff import MIN_GAIN, PlanTradeoff
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of

@@ -10,13 +10,13 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
-from mpicomp.policies.adaptive import MeasuredPolicy, StepTimes
+from mpicomp.policies.measured_policy import MeasuredPolicy, StepTimes
 from mpicomp.policies.plan_selector import PlanSelector, collectives_for
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of, model_of
 from mpicomp.registry import register
 from mpicomp.setting_checks import is_number
 
-_STEPS = 1, 2, 5, 10, 20, 40  # their costs are in docs/updates.md
+_INTERVALS = 1, 2, 5, 10, 20, 40  # steps; their costs are in docs/updates.md
 _BITS = 1, 2, 4
 _STAY_RATIO = 1.2  # of the share that the last choice may take, so that noise in seconds changes nothing
 
@@ -118,7 +118,7 @@ class Interval(MeasuredPolicy):
         return {"sync_every": self.sync_every, "level": self._chosen[1]}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
-        choices = _STEPS if self.chooses_steps else (1,)
+        choices = _INTERVALS if self.chooses_steps else (1,)
         if state.get("sync_every") in choices and state.get("level") in range(len(self.levels()) + 1):
             self._chosen = int(state["sync_every"]), int(state["level"])
         super().load_state_dict(state, cost)
@@ -128,7 +128,7 @@ class Interval(MeasuredPolicy):
         step_s = self.step_times.compute_s
         if not step_s:
             return
-        choices = _STEPS if self.chooses_steps else (1,)
+        choices = _INTERVALS if self.chooses_steps else (1,)
         tables = [(table, self._selector.seconds(bucket)) for bucket, table in enumerate(self._selector.tables)]
         levels = range(tables[0][0].kept.size)
         exchange_s = [sum(float(seconds[table.of(level)].min()) for table, seconds in tables) for level in levels]

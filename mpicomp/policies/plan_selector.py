@@ -42,7 +42,7 @@ _MEDIAN_STEPS = 5  # intervals between steps whose median counts
 # bits through two-phase in buckets of the default length; of dense plans some need next to nothing.
 _MEMORY_SHARE, _MEMORY_BYTES = 0.5, 48 << 20
 _DENSE_SHARE, _DENSE_BYTES = 0.25, 8 << 20
-_TOO_SLOW_RATIO = 2.0  # of predicted seconds over the least: slower plans are not run to check the prediction
+_MAX_SLOWNESS_RATIO = 2.0  # of predicted seconds over the least: slower plans are not run to check the prediction
 
 
 @dataclass
@@ -253,7 +253,7 @@ class PlanSelector:
         if table.candidates is None:
             state.row, choice = int(among[0]), choice and _UNMEASURED
         elif last < 0 or last not in among:
-            state.row = table.candidates.choose(_TOO_SLOW_RATIO, among)[0]
+            state.row = table.candidates.choose(_MAX_SLOWNESS_RATIO, among)[0]
             choice = choice and f"least predicted seconds of {among.size} plans"
         elif state.known and among.size > 1:
             state.row, choice, is_exploration = choose_plan(table.candidates, among, last, self._explorations >= 1)
@@ -324,7 +324,7 @@ def choose_plan(
     candidates: Candidates, among: NDArray[np.int64], last: int, may_explore: bool
 ) -> tuple[int, str, bool]:
     """Return (plan, reason, is_exploration); the last plan is not explored, since its seconds were just learned."""
-    best, hopeful = candidates.choose(_TOO_SLOW_RATIO, among)
+    best, hopeful = candidates.choose(_MAX_SLOWNESS_RATIO, among)
     reason = f"least predicted seconds of {among.size} plans"
     if best != last:
         seconds = candidates.seconds()

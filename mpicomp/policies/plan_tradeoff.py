@@ -15,7 +15,7 @@ _MIN_PROGRESS = 1e-3  # fraction of a step that counts as left at least, so that
 _BUCKET_PENALTY_RATIO = 2.0  # of one bucket's penalty over the largest of all: layers need each other
 # Exponent of the progress of a step. With 1 the seconds to a quality would be least; but most trainings have a fixed
 # number of steps, and end behind dense by the loss.
-_CAUTION = 2.0
+_PROGRESS_EXPONENT = 2.0
 _PENALTY_SLACK = 1.1  # factor by which plans that run may exceed the largest penalty
 MIN_GAIN = 0.1  # fraction by which plans have to be better than safer ones: penalties are not exact
 _MIN_HARMLESS_GAIN = 0.03  # the same for plans of which next to no penalty is predicted
@@ -47,7 +47,7 @@ class PlanTradeoff:
 
     def cost(self, rows: Sequence[int]) -> float:
         """Return the cost that the best rows minimize: seconds of a step over the square of its progress."""
-        return float(self.seconds_of_step(rows) / max(1 - self.penalty(rows), _MIN_PROGRESS) ** _CAUTION)
+        return float(self.seconds_of_step(rows) / max(1 - self.penalty(rows), _MIN_PROGRESS) ** _PROGRESS_EXPONENT)
 
     def allows(self, rows: Sequence[int]) -> bool:
         """Return whether the penalty of rows is within the limit, with some slack."""
@@ -64,7 +64,7 @@ class PlanTradeoff:
         seconds = [of_bucket[kept] for of_bucket, kept in zip(self.seconds, rows, strict=True)]
         ends, choice_at = least_makespan(penalties, seconds, self.ready, self.limit, _PENALTY_BINS)
         totals = np.minimum(np.arange(ends.size) / _PENALTY_BINS, 1.0) * self.limit
-        costs = (self.compute_s + ends) / np.maximum(1 - totals, _MIN_PROGRESS) ** _CAUTION
+        costs = (self.compute_s + ends) / np.maximum(1 - totals, _MIN_PROGRESS) ** _PROGRESS_EXPONENT
         choice = choice_at(int(costs.argmin()))
         return [int(kept[setting]) for kept, setting in zip(rows, choice, strict=True)]
 

@@ -11,7 +11,7 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
-from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.measured_policy import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_has_ratio, ladder
 from mpicomp.policies.static import Static

@@ -10,7 +10,7 @@ from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
-from mpicomp.policies.adaptive import MeasuredPolicy
+from mpicomp.policies.measured_policy import MeasuredPolicy
 from mpicomp.policies.penalty_warning import PenaltyWarning
 from mpicomp.policies.plan_selector import PlanSelector, collectives_for
 from mpicomp.policies.policy import Plan, Shape, StepReport, UserSettings, feedback_of, model_of

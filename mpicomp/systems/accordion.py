@@ -20,7 +20,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
-from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.measured_policy import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_has_ratio, check_no_layers, check_ratios, ladder
 from mpicomp.policies.surveys import SpectrumSurvey, Survey

@@ -26,7 +26,7 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.mpi.rounds import Group, Rounds
 from mpicomp.mpi.transport import Transport
-from mpicomp.policies.adaptive import MeasuredPolicy
+from mpicomp.policies.measured_policy import MeasuredPolicy
 from mpicomp.policies.plan_selector import PlanSelector, PlanTable, collectives_for
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, default_compressor, lost_share
@@ -37,11 +37,11 @@ from mpicomp.setting_checks import check_choice, check_least, check_range
 __all__ = ["Flexible"]
 
 _WEIGHTS = (0.6, 0.4)  # weights of seconds and of 1 / gain
-_LED = ("star-topk", "var-topk")  # collectives in which one rank's indices are those of all
-_KINDS = ("allgather", *_LED)  # collectives that carry a sparsifier
+_LEADER_KINDS = ("star-topk", "var-topk")  # collectives in which one rank's indices are those of all
+_KINDS = ("allgather", *_LEADER_KINDS)  # collectives that carry a sparsifier
 _WINDOW = 5  # steps over which gains are averaged, or as many as there are ranks if that is more
 _STRIDE = 8  # a survey reads one group of elements in eight
-_LEAST_GAIN = 1e-9  # smallest gain that is divided by
+_MIN_GAIN = 1e-9  # smallest gain that is divided by
 
 # Of NSGA-II, as in the published code.
 _POPULATION = 40
@@ -243,7 +243,7 @@ class Flexible(MeasuredPolicy):
                 seconds[place] += self._selector.seconds(bucket)[self._rows[bucket][option]].min()
             if option.kind != "dense":
                 gains[place] = self._spectral[self._ratios.index(option.ratio)] * self._seen.get(option, 1.0)
-        return np.stack((seconds, 1 / np.maximum(gains, _LEAST_GAIN)), axis=1)
+        return np.stack((seconds, 1 / np.maximum(gains, _MIN_GAIN)), axis=1)
 
     @property
     def options(self) -> list[Option]:
@@ -309,11 +309,11 @@ class Flexible(MeasuredPolicy):
 
     def _note(self) -> bool:
         option = self._current
-        if option is None or option.kind not in _LED or self._ran < self._window:
+        if option is None or option.kind not in _LEADER_KINDS or self._ran < self._window:
             return False
         assert self._spectral is not None
-        spectral = max(float(self._spectral[self._ratios.index(option.ratio)]), _LEAST_GAIN)
-        before, now = self._seen.get(option, 1.0), min(max(self._gain / spectral, _LEAST_GAIN), 1.0)
+        spectral = max(float(self._spectral[self._ratios.index(option.ratio)]), _MIN_GAIN)
+        before, now = self._seen.get(option, 1.0), min(max(self._gain / spectral, _MIN_GAIN), 1.0)
         self._seen[option] = now
         return abs(now - before) >= self.gain_threshold * before
 

@@ -30,7 +30,7 @@ from mpicomp.cost import CostModel
 from mpicomp.gpu import Device, current_device, to_python
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
-from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.measured_policy import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey

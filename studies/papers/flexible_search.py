@@ -22,7 +22,7 @@ TRIAL_STEPS = 10  # of each candidate
 _WEIGHTS = (0.6, 0.6, 0.4)  # of both times and of 1 / gain: the code has one time at 0.6, the paper gives no weights
 _CHANGES = 5  # of the gain from step to step, whose mean counts: the window of the paper's code
 _BETWEEN = 4  # ratios that can run for each factor between two candidates
-_LEAST_GAIN = 1e-9  # smallest gain that is divided by
+_MIN_GAIN = 1e-9  # smallest gain that is divided by
 _ALL_BYTES = 1 << 62  # of a bucket that holds everything
 _COLLECTIVES = {"allgather": "allgather", "ring": "star-topk:ring", "tree": "star-topk:recursive-doubling"}
 
@@ -145,7 +145,7 @@ class Search:
             energy = sum(outcome.energy for outcome in outcomes)
             gain = sum(outcome.sent for outcome in outcomes) / energy if energy > 0 else 0.0
             work_s, rounds_s = (fmean(getattr(each, name) for each in outcomes) for name in ("work_s", "rounds_s"))
-            rows.append((work_s, rounds_s, 1 / max(gain, _LEAST_GAIN)))
+            rows.append((work_s, rounds_s, 1 / max(gain, _MIN_GAIN)))
         return np.array(rows)
 
     def choose(self) -> str:

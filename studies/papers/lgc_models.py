@@ -12,7 +12,7 @@ from mpicomp.mpi.rounds import Group
 from mpicomp.reducer.bucket import cut
 from mpicomp.reducer.layout import LARGE_BUCKET
 
-_STEPS = 40
+_NUM_STEPS = 40
 MODELS = {"ResNet-50": ((3, 4, 6, 3), 1000), "ResNet-101": ((3, 4, 23, 3), 10)}
 """Blocks and classes; the printed megabytes imply these classes."""
 PRINTED_MB = {
@@ -56,7 +56,7 @@ def step_bytes(model: str, config: Mapping[str, Any], collective: str, ranks: in
     """
     members = [ArraySpec(name, "float32", (size,)) for name, size in reversed(parameters(model))]
     whole = {member.name: member.numel for member in members}
-    sent = np.zeros((_STEPS, ranks))
+    sent = np.zeros((_NUM_STEPS, ranks))
     for bucket in cut(members, LARGE_BUCKET):
         names, sizes = [member.name for member in bucket], [member.numel for member in bucket]
         scheme = bind(get_compressor(config).bind(names, sizes, model=whole), collective)

@@ -218,7 +218,7 @@ class TwinKernels:
             if TOLERANCES[name] is not None:
                 np.testing.assert_allclose(array, expected, rtol=TOLERANCES[name], atol=1e-5 * (name[0] == "s"))
             return
-        if name == "pack_squares" and array.dtype == np.uint8:  # scales, of which some may be NaN
+        if name == "pack_quadratic" and array.dtype == np.uint8:  # scales, of which some may be NaN
             array, expected = array.view(np.float32).view(np.uint32), expected.view(np.float32).view(np.uint32)
             numbers = ~np.isnan(array.view(np.float32)) | ~np.isnan(expected.view(np.float32))
             array, expected = array[numbers], expected[numbers]
@@ -233,7 +233,7 @@ class TwinKernels:
 TOLERANCES = {"pack_signs": 1.2e-7, "share_rounding": 1e-5, "spectrum": None, "write_header": None}
 """Kernels whose sums, in another order, end up in arrays: relative difference, None where the test itself compares."""
 
-NUMBERS = {"tail": 1e-5, "accumulate": 1e-5, "accumulate_candidates": 1e-5}
+NUMBERS = {"tail_statistics": 1e-5, "accumulate": 1e-5, "accumulate_candidates": 1e-5}
 """Kernels whose numbers differ by more than 1e-9 between host and GPU, since they sum in another order."""
 
 COUNTING = {"merge_add", "merge_subtract", "intersect"}

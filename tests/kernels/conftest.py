@@ -8,7 +8,7 @@ __all__ = ["emulated", "gpu_kernels", "joining_place", "kernels", "place"]
 
 
 # Families whose float64 is tried in every run, on the host: what selections and their sums are made of.
-FLOAT64 = {"accumulate", "message_kernels", "moments", "scatter", "select", "sweep", "tail"}
+FLOAT64 = {"accumulate", "message_kernels", "moments", "scatter", "select", "elementwise", "above_threshold"}
 
 
 def pytest_generate_tests(metafunc):

@@ -232,7 +232,7 @@ def test_a_kernel_compiles_only_the_signatures_that_run(tmp_path):
         import numpy as np
         from mpicomp.kernels import cpu
         from mpicomp.kernels.cpu.accumulate import _add
-        from mpicomp.kernels.cpu.tail import append_reaching
+        from mpicomp.kernels.cpu.above_threshold import append_reaching
 
         x, index, bits = np.ones(3000, np.float32), np.empty(9, np.uint32), np.empty(9, np.uint32)
         cpu.accumulate_candidates(x, x, np.empty_like(x), 1, 0, index, bits, 0)
@@ -275,7 +275,7 @@ gradient, residual = np.ones(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
 before = running()
 for threads in (1, 3):
     cpu.accumulate(gradient, residual, np.empty_like(gradient), threads)
-    cpu.tail(gradient, 0.5, 1, threads)
+    cpu.tail_statistics(gradient, 0.5, 1, threads)
     cpu.kth_magnitude(gradient, 10)
     print(running() - before)
 """

@@ -201,7 +201,7 @@ def test_grids_of_all_kinds_of_numbers_have_the_hosts_bits(gpu_kernels, dtype, n
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("norm", ["max", "l2", "range"])
 @pytest.mark.parametrize("size", [1e-45, 1e-42, 1e-39, 1e-38, 1e-36])
-def test_grids_are_read_alike_where_subnormals_are_zero(place, dtype, norm, size):
+def test_grids_are_read_equally_where_subnormals_are_zero(place, dtype, norm, size):
     """CuPy has kernels treat them so. What is not sent stays with the sender, whatever receivers decode."""
     array = (size * np.random.default_rng(0).uniform(-1, 1, 512)).astype(dtype)
     words, sent, out = place.empty(4 * 8, np.uint64), place.empty(512, dtype), place.empty(512, dtype)

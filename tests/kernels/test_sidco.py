@@ -60,7 +60,7 @@ def step(place, gradient, residual, ratio, distribution, stages, bound, workspac
     before = int(bound.get()[0])
     emulator.launches.clear()
     with place.quiet():
-        estimate = gpu.sidco(*there, out, k, distribution, stages, bound, indices, values, count, workspace, bound)
+        estimate = gpu.sidco(*there, out, k, distribution, stages, bound, (indices, values, count), workspace, bound)
     if place.emulated:
         assert len(emulator.launches) == launches(gradient.size, dtype, distribution, stages)
     with np.errstate(all="ignore"):
@@ -195,17 +195,17 @@ def test_what_does_not_fit_is_refused(place):
     array, count = place.zeros(10, np.float32), place.zeros(1, np.int64)
     indices, values = place.zeros(10, np.uint32), place.zeros(10, np.float32)
     with pytest.raises(ValueError, match="exponential, gamma, pareto, got 'normal'"):
-        gpu.sidco(array, None, array, 1, "normal", 1, bound, indices, values, count, workspace, bound)
+        gpu.sidco(array, None, array, 1, "normal", 1, bound, (indices, values, count), workspace, bound)
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        gpu.sidco(array, None, array, 1, "pareto", 0, bound, indices, values, count, workspace, bound)
+        gpu.sidco(array, None, array, 1, "pareto", 0, bound, (indices, values, count), workspace, bound)
     other = place.zeros(10, np.float64)
     with pytest.raises(ValueError, match="10 elements of float32, got 10 of float64"):
-        gpu.sidco(other, None, other, 1, "pareto", 1, bound, indices, values, count, workspace, bound)
+        gpu.sidco(other, None, other, 1, "pareto", 1, bound, (indices, values, count), workspace, bound)
     for k in (0, 11):
         with pytest.raises(ValueError, match=f"k must be from 1 to 10, got {k}"):
-            gpu.sidco(array, None, array, k, "pareto", 1, bound, indices, values, count, workspace, bound)
+            gpu.sidco(array, None, array, k, "pareto", 1, bound, (indices, values, count), workspace, bound)
     with pytest.raises(ValueError, match="room for 10 elements, got 9"):
-        gpu.sidco(array, None, array, 1, "pareto", 1, bound, indices[:9], values[:9], count, workspace, bound)
+        gpu.sidco(array, None, array, 1, "pareto", 1, bound, (indices[:9], values[:9], count), workspace, bound)
 
 
 def test_inverse_of_the_gamma_distribution(place):

@@ -19,7 +19,7 @@ from mpicomp.kernels.gpu.compile import THREADS, code_of
 from mpicomp.kernels.gpu.merge import PART as MERGED
 from mpicomp.kernels.gpu.merge import Operation
 from mpicomp.kernels.gpu.scatter import KINDS as KINDS_OF_PIECES
-from mpicomp.kernels.gpu.select import DIGIT, Field, Rule, Source, Turn
+from mpicomp.kernels.gpu.select import DIGIT, Condition, Field, Rule, Source
 from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, sampled_of
 from mpicomp.kernels.gpu.workspace import Fit, Word
 
@@ -70,7 +70,7 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
     "source",
     [
         *(slow("products"), "grid", slow("message"), "scatter", slow("signs")),
-        slow("squares"),
+        slow("quadratic_levels"),
     ],
 )
 def test_what_ranks_decode_is_rounded_after_every_product(architectures, source, real, tmp_path):
@@ -103,7 +103,7 @@ def test_what_kernels_name_is_what_the_host_names():
     fields = re.search(r"struct Fit \{(.*?)\};", estimate, re.DOTALL).group(1)
     names = re.findall(r"(?:double|u64|i64) ([\w, ]+);", fields)
     assert ", ".join(names).upper().split(", ") == [field.name for field in Fit]
-    for enum in (Source, Rule, Turn):
+    for enum in (Source, Rule, Condition):
         body = re.search(rf"enum {enum.__name__} \{{ (.*?) \}}", select).group(1)
         assert body.split(", ") == [f"{member.name} = {member.value}" for member in enum]
     assert f"constexpr int THREADS = {THREADS};" in common

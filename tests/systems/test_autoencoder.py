@@ -89,7 +89,7 @@ def test_autoencoder_equals_the_network_of_torch(dtype, rtol, count):
     network = Network(code, ranks=3)
     values = np.random.default_rng(count).normal(size=count).astype(dtype)
     for step in range(6):
-        code.turn(step)
+        code.begin_step(step)
         shift = step % 4
         numbers = encoded(code, values)
         np.testing.assert_allclose(numbers, network.encode(values, shift), rtol=0, atol=20 * rtol)
@@ -205,7 +205,7 @@ def test_autoencoder_as_published_is_plain_descent(leader):
     optimizer = torch.optim.SGD(modules.parameters(), lr=0.05)
     for step in range(4):
         batch = rng.normal(size=(3, 5000)).astype(np.float32)  # more than a step looks at otherwise
-        code.turn(step)
+        code.begin_step(step)
         code.learn(batch, leader)
         values = torch.from_numpy(batch).double()[:, None]
         codes = [network.encoder(values[rank : rank + 1]) for rank in range(3)]
@@ -223,7 +223,7 @@ def test_autoencoder_as_published_is_plain_descent(leader):
     expected = torch.cat([parameter.detach().ravel() for parameter in modules.parameters()])
     np.testing.assert_allclose(code.weights(), expected.numpy(), rtol=0, atol=2e-5)
     values = rng.normal(size=50).astype(np.float32)
-    code.turn(3)
+    code.begin_step(3)
     np.testing.assert_allclose(encoded(code, values), network.encode(values), rtol=0, atol=1e-3)
 
 

@@ -14,7 +14,7 @@ import mpicomp
 from mpicomp.compressors.powersgd import Matrix
 from mpicomp.mpi import LocalWorld
 from mpicomp.policies import POLICIES
-from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.measured_policy import Adaptive
 from mpicomp.policies.surveys import SpectrumSurvey
 from mpicomp.systems.lgreco import LGreCo
 from mpicomp.systems.lgreco.layer_settings import RankSurvey

@@ -20,7 +20,7 @@ _STRETCH = 4096  # values that an optimizer step looks at
 _DECAY_MEAN = 0.9  # Adam's beta 1
 _DECAY_SQUARE = 0.999  # Adam's beta 2
 _TINY = 1e-8  # Adam's epsilon
-_HALVED = 100  # optimizer steps that halve the learning rate
+_HALVING_STEPS = 100  # optimizer steps that halve the learning rate
 
 Layer = tuple[tuple[int, ...], int]
 
@@ -60,8 +60,8 @@ class Autoencoder:
       was trained on: of noise it kept a hundredth, where a projection keeps a quarter, and residuals grew until they
       hid everything else.
     - An innovation is no channel of the last convolution: the scheme sends exact values there.
-    - Values move by one place at every step (see `turn`), the last ones to the front, so that the code does not leave
-      out the same ones always.
+    - Values move by one place at every step (see `begin_step`), the last ones to the front, so that the code does not
+      always leave out the same ones.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Autoencoder:
         """Return the number of numbers in the code of ``count`` values."""
         return _CHANNELS * (self._padded(count) // self._stride)
 
-    def turn(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Announce the step whose values come next, the same on all ranks, before its first `encode` or `decode`."""
         self._shift = 0 if self._published else step % self._stride
 
@@ -206,9 +206,9 @@ class Autoencoder:
         for weights, _ in encoder:
             weights[:] = random.standard_normal(weights.shape) / np.sqrt(prod(weights.shape[1:]))
         for weights, _ in itertools.chain(*decoders):
-            # An output of a transposed convolution sees one tap of each input or two
-            sees = 1.5 * weights.shape[0] if weights.ndim == 3 else weights.shape[1]
-            weights[:] = random.standard_normal(weights.shape) / np.sqrt(sees)
+            # An output of a transposed convolution has one tap of each input or two
+            inputs = 1.5 * weights.shape[0] if weights.ndim == 3 else weights.shape[1]
+            weights[:] = random.standard_normal(weights.shape) / np.sqrt(inputs)
 
     def _device_layers(self) -> Any:
         if self._on_device is None:
@@ -288,7 +288,7 @@ class Autoencoder:
         mean += (1 - _DECAY_MEAN) * (gradient - mean)
         square += (1 - _DECAY_SQUARE) * (gradient * gradient - square)
         mean_scale, square_scale = 1 - _DECAY_MEAN**self._steps, 1 - _DECAY_SQUARE**self._steps
-        rate = self._learning_rate / (1 + (self._steps - 1) / _HALVED)
+        rate = self._learning_rate / (1 + (self._steps - 1) / _HALVING_STEPS)
         self._weights -= (rate / mean_scale) * mean / (np.sqrt(square / square_scale) + _TINY)
 
     def _padded(self, count: int) -> int:

@@ -21,7 +21,7 @@ from mpicomp.systems.lgc.compressor import Selected, index_bytes
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
-_LIMIT = 100.0  # times a layer's scale: larger values are clipped to it before coding, so that no code overflows
+_MAX_SCALED = 100.0  # times a layer's scale: larger values are clipped to it before coding, so that no code overflows
 _WORD_SIGNS = 64
 
 
@@ -64,10 +64,10 @@ class Frame:
 
 
 def relative(values: NDArray[np.floating], divisors: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-    """Divide values by a frame's divisors, and clip the results to `_LIMIT`; infinity too, but not NaN."""
+    """Divide values by a frame's divisors, and clip the results to `_MAX_SCALED`; infinity too, but not NaN."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         np.divide(values, divisors, out=out)
-    np.clip(out, -_LIMIT, _LIMIT, out=out)
+    np.clip(out, -_MAX_SCALED, _MAX_SCALED, out=out)
 
 
 @dataclass(frozen=True)

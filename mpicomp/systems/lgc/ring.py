@@ -59,7 +59,7 @@ class CodeRing:
         relative(values, received.divisors, shares)
         end = length + received.values.size - count
         travels = workspace.array("code", end + TRAILER, dtype)
-        code.turn(context.step)
+        code.begin_step(context.step)
         code.encode(shares, travels[:length])
         travels[length : length + coded.start] = received.values[: coded.start]
         travels[length + coded.start : end] = received.values[coded.stop :]

@@ -54,7 +54,7 @@ class CodeServer:
         group, workspace, dtype = context.group, context.workspace, accumulated.dtype
         lead = self._lead(accumulated.numel, dtype)
         coded, count = lead.selected.coded, lead.selected.coded_count
-        self._code.turn(context.step)
+        self._code.begin_step(context.step)
         # 1. One rank, drawn at random, broadcasts its indices, the divisors of values, and the code of its values.
         received = yield from share_selection(lead, accumulated, context, self._code)
         common = received.code[: lead.code_bytes].view(dtype)

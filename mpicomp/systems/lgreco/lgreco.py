@@ -14,7 +14,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
 from mpicomp.policies import get_policy
-from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.measured_policy import Adaptive
 from mpicomp.policies.plan_tradeoff import least_total, total
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
 from mpicomp.policies.ratio_levels import at_ratio, ladder
@@ -25,7 +25,7 @@ from mpicomp.systems.lgreco.layer_settings import SumSurvey, Table, table_for
 
 _SURVEYED_STEPS = 10  # before an adjustment
 _RATIO_SPAN = 8.0  # factor from the uniform ratio to the smallest and the largest candidate
-_SPAN = 2.0  # the same for ranks and bits
+_SETTING_SPAN = 2.0  # the same for ranks and bits
 
 SurveyChoice = tuple[Survey | None, Survey | None]  # of the inner policy, and of this one
 
@@ -263,7 +263,11 @@ class LGreCo(Adaptive):
     def _span(self) -> float:
         if self.span is not None:
             return self.span
-        return _RATIO_SPAN if self.compressor.layer_setting == "ratio" else _SPAN * (1 if self._inner is None else 2)
+        return (
+            _RATIO_SPAN
+            if self.compressor.layer_setting == "ratio"
+            else _SETTING_SPAN * (1 if self._inner is None else 2)
+        )
 
     def _solve(self) -> None:
         self._solved = list(self._bases)

@@ -15,18 +15,18 @@ import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits
 from mpicomp.kernels.cpu.compile import Bytes, Floats, Singles, exact, kernel
 from mpicomp.kernels.cpu.grid import _real
-from mpicomp.kernels.sizes import SQUARES_BLOCK, code_bytes, squares_bytes
+from mpicomp.kernels.sizes import SQUARES_BLOCK, code_bytes, quadratic_bytes
 
 _LARGEST = float(np.finfo(np.float32).max)
-_MOST = _LARGEST * (1 - 2.0**-22)  # the last level is computed from a step that was rounded: it must not leave float32
-_LEAST = float(np.finfo(np.float32).tiny)  # there are devices for which smaller ones are zero
+_MAX_END = _LARGEST * (1 - 2.0**-22)  # the last level, computed from a rounded step, must not leave float32
+_MIN_NORMAL = float(np.finfo(np.float32).tiny)  # there are devices for which smaller ones are zero
 
 
-def pack_squares(array: Floats, bits: int, out: Bytes, sent: Floats) -> float:
+def pack_quadratic(array: Floats, bits: int, out: Bytes, sent: Floats) -> float:
     """Round each magnitude to the nearest level of its block, and return the squared L2 norm of ``array - sent``.
 
     Levels go from the smallest to the largest magnitude of the block. The first is then moved to the mean of the
-    elements that are nearest to it, and the last one likewise. A code has 2, 4 or 8 bits; ``out`` has `squares_bytes`
+    elements that are nearest to it, and the last one likewise. A code has 2, 4 or 8 bits; ``out`` has `quadratic_bytes`
     bytes, aligned to 8. Bases and steps are zero where they would be subnormal, and NaN where an element of the block
     is NaN or infinite; no level is beyond float32. ``sent`` receives the numbers that the receiver will see, and may be
     ``array``.
@@ -36,21 +36,21 @@ def pack_squares(array: Floats, bits: int, out: Bytes, sent: Floats) -> float:
     that is further away than this one.
     """
     codes, scales = _parts(out, array.size, bits)
-    return float(_pack_squares(array, as_bits(array), bits, codes, scales, sent))
+    return float(_pack_quadratic(array, as_bits(array), bits, codes, scales, sent))
 
 
-def unpack_squares(messages: Bytes, starts: Sequence[int], counts: Sequence[int], bits: int, out: Floats) -> bool:
-    """Read several results of `pack_squares` into ``out``, one after the other, with the same bits on every processor.
+def unpack_quadratic(messages: Bytes, starts: Sequence[int], counts: Sequence[int], bits: int, out: Floats) -> bool:
+    """Read several results of `pack_quadratic` into ``out``, in order, with the same bits on every processor.
 
     They start at ``starts``, bytes of ``messages`` and multiples of 8, and have ``counts`` elements. Return
     False where a base, a step or the last level of a block is no finite number, or one of the first two is negative:
     elements were not finite, or the message is damaged.
     """
-    check_places("unpack_squares", messages.size, starts, counts, bits, out.size)
+    check_places("unpack_quadratic", messages.size, starts, counts, bits, out.size)
     right, place = True, 0
     for start, count in zip(starts, counts, strict=True):
-        codes, scales = _parts(messages[start : start + squares_bytes(count, bits)], count, bits)
-        right = bool(_unpack_squares(codes, scales, bits, out[place : place + count])) and right
+        codes, scales = _parts(messages[start : start + quadratic_bytes(count, bits)], count, bits)
+        right = bool(_unpack_quadratic(codes, scales, bits, out[place : place + count])) and right
         place += count
     return right
 
@@ -60,14 +60,14 @@ def check_places(name: str, room: int, starts: Sequence[int], counts: Sequence[i
     if sum(counts) != size:
         raise ValueError(f"{name}: {sum(counts)} elements do not fill an array of {size}")
     for start, count in zip(starts, counts, strict=True):
-        if start < 0 or start % 8 or start + squares_bytes(count, bits) > room:
+        if start < 0 or start % 8 or start + quadratic_bytes(count, bits) > room:
             raise ValueError(f"{name}: {count} elements from byte {start} on are not in {room} bytes, aligned")
 
 
 def split_of(nbytes: int, count: int, bits: int) -> int:
     """Return the bytes before the scales; refuse memory of another length than ``count`` elements."""
-    if nbytes != squares_bytes(count, bits):
-        raise ValueError(f"squares: {count} elements take {squares_bytes(count, bits)} bytes, got {nbytes}")
+    if nbytes != quadratic_bytes(count, bits):
+        raise ValueError(f"quadratic levels: {count} elements take {quadratic_bytes(count, bits)} bytes, got {nbytes}")
     return code_bytes(count, bits)
 
 
@@ -107,7 +107,7 @@ def _means(wide, count, low_edge, high_edge):  # type: ignore[no-untyped-def]
 
 @exact
 def _single(value):  # type: ignore[no-untyped-def]
-    return np.float32(value) if value >= _LEAST else np.float32(0)
+    return np.float32(value) if value >= _MIN_NORMAL else np.float32(0)
 
 
 @exact
@@ -119,8 +119,8 @@ def _scales(wide, keys, count, last):  # type: ignore[no-untyped-def]
     reach = largest - least
     low_edge, high_edge = least + reach * (0.5 / squares), least + reach * (0.5 * (squares + before) / squares)
     first, end = _means(wide, count, low_edge, high_edge)
-    base = _single(min(first, _MOST))
-    return base, _single((min(end, _MOST) - np.float64(base)) / squares)
+    base = _single(min(first, _MAX_END))
+    return base, _single((min(end, _MAX_END) - np.float64(base)) / squares)
 
 
 @exact
@@ -174,7 +174,7 @@ def _unfold(packed, bits, codes):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _pack_squares(array, bits_of, bits, packed, scales, sent):  # type: ignore[no-untyped-def]
+def _pack_quadratic(array, bits_of, bits, packed, scales, sent):  # type: ignore[no-untyped-def]
     wide, codes = np.empty(SQUARES_BLOCK, np.float64), np.zeros(SQUARES_BLOCK, np.uint8)
     keys = wide.view(np.int64)
     last = (1 << (bits - 1)) - 1
@@ -203,7 +203,7 @@ def _sound(base, step, last):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _unpack_squares(packed, scales, bits, out):  # type: ignore[no-untyped-def]
+def _unpack_quadratic(packed, scales, bits, out):  # type: ignore[no-untyped-def]
     codes = np.empty(SQUARES_BLOCK, np.uint8)
     last = (1 << (bits - 1)) - 1
     length = SQUARES_BLOCK * bits // 8

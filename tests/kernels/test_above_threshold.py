@@ -33,7 +33,7 @@ def check(kernels, found, array, threshold):
 def test_tail_and_selection_above_a_threshold(kernels, dtype, threshold, scalar):
     for size in SIZES:
         array = laplace(size, dtype, threshold)
-        check(kernels, kernels.tail(array, scalar(threshold)), array, threshold)
+        check(kernels, kernels.tail_statistics(array, scalar(threshold)), array, threshold)
         expected = np.flatnonzero(np.abs(array) > dtype(threshold))
         for room in (size + 3, size // 2 + 3):  # what has no room is counted
             indices, values = np.full(room, 999, np.uint32), np.zeros(room, dtype)
@@ -52,7 +52,7 @@ def test_nonfinite_elements_are_above_every_threshold(kernels, dtype):
     indices, values = np.zeros(5, np.uint32), np.zeros(5, dtype)
     for threshold, above in ((1e308, 4 if dtype == np.float64 else 2), (float(np.finfo(dtype).max), 4)):
         assert kernels.select_above(array, threshold, 0, indices, values, 0) == above
-    assert kernels.tail(array, 2.0).count == 4
+    assert kernels.tail_statistics(array, 2.0).count == 4
 
 
 def test_selection_among_listed_candidates(kernels, dtype):
@@ -74,7 +74,7 @@ def test_tail_of_a_sample_takes_every_sth_group(kernels, dtype, shift, stride):
     kernels.shift = shift
     for size in (0, 1, 1023, 1024, 1025, 30_011):
         array = laplace(size, dtype)
-        check(kernels, kernels.tail(array, 1.3, stride), array[np.arange(size) // 1024 % stride == 0], 1.3)
+        check(kernels, kernels.tail_statistics(array, 1.3, stride), array[np.arange(size) // 1024 % stride == 0], 1.3)
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -93,5 +93,5 @@ def test_counts_above_several_thresholds(kernels, dtype, shift):
 def test_tail_of_several_threads_is_the_same(dtype, threads):
     array = laplace(300_001, dtype)
     for stride in (1, 3):
-        expected = cpu.tail(array, 1.3, stride)
-        np.testing.assert_allclose(cpu.tail(array, 1.3, stride, threads), expected, rtol=1e-6)
+        expected = cpu.tail_statistics(array, 1.3, stride)
+        np.testing.assert_allclose(cpu.tail_statistics(array, 1.3, stride, threads), expected, rtol=1e-6)

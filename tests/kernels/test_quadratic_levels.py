@@ -14,8 +14,8 @@ LARGEST = np.finfo(np.float32).max
 
 def pack(kernels, array, bits):
     # Rubbish first: all that is packed has to be written.
-    out, sent = np.full(cpu.squares_bytes(array.size, bits), 0xA5, np.uint8), np.full_like(array, np.nan)
-    lost = kernels.pack_squares(array, bits, out, sent)
+    out, sent = np.full(cpu.quadratic_bytes(array.size, bits), 0xA5, np.uint8), np.full_like(array, np.nan)
+    lost = kernels.pack_quadratic(array, bits, out, sent)
     return out, sent, lost
 
 
@@ -42,7 +42,7 @@ def energies(array, sent):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bits", BITS)
-def test_squares_are_packed_by_definition(kernels, dtype, bits, size):
+def test_quadratic_levels_are_packed_by_definition(kernels, dtype, bits, size):
     kernels.shift = size % 2
     array = np.random.default_rng(size).standard_t(3, size).astype(dtype)
     array += np.copysign(1, array)
@@ -63,7 +63,7 @@ def test_squares_are_packed_by_definition(kernels, dtype, bits, size):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("counts", [(), (0,), (1,), (600, 600, 600), (0, 1, 600, 256, 7), (9, 8, 7, 3000, 1)])
-def test_squares_of_several_messages_unpack_to_what_was_sent(kernels, dtype, bits, counts):
+def test_quadratic_levels_of_several_messages_unpack_to_what_was_sent(kernels, dtype, bits, counts):
     parts, starts, sent = [np.zeros(24, np.uint8)], [], [np.empty(0, dtype)]
     for count in counts:
         starts.append(sum(part.size for part in parts))
@@ -71,16 +71,16 @@ def test_squares_of_several_messages_unpack_to_what_was_sent(kernels, dtype, bit
         parts += [packed, np.zeros(24, np.uint8)]
         sent.append(seen)
     out, expected = np.full(sum(counts), np.nan, dtype), np.concatenate(sent)
-    assert kernels.unpack_squares(np.concatenate(parts), starts, counts, bits, out)
+    assert kernels.unpack_quadratic(np.concatenate(parts), starts, counts, bits, out)
     assert out.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_squares_in_place(kernels, dtype, bits):
+def test_quadratic_levels_in_place(kernels, dtype, bits):
     array = np.random.default_rng(0).laplace(size=700).astype(dtype)
     out, sent, lost = pack(kernels, array, bits)
     again = np.empty_like(out)
-    assert kernels.pack_squares(array, bits, again, array) == lost
+    assert kernels.pack_quadratic(array, bits, again, array) == lost
     assert (array.tobytes(), again.tobytes()) == (sent.tobytes(), out.tobytes())
 
 
@@ -123,7 +123,7 @@ def test_no_awkward_block_loses_more_than_it_has(kernels, dtype, name, bits):
     if name in ("zeros", "equal", "one element", "largest float32", "one that is not zero"):
         np.testing.assert_allclose(sent, array, rtol=3e-7)
     back = np.empty_like(array)
-    assert kernels.unpack_squares(out, [0], [array.size], bits, back)
+    assert kernels.unpack_quadratic(out, [0], [array.size], bits, back)
     assert back.tobytes() == sent.tobytes()
 
 
@@ -145,7 +145,7 @@ def test_no_block_loses_more_than_it_has(kernels, array, bits):
     assert np.isfinite(sent).all()
     assert all(lost <= energy for energy, lost in energies(array, sent))
     back = np.empty_like(array)
-    assert kernels.unpack_squares(out, [0], [array.size], bits, back)
+    assert kernels.unpack_quadratic(out, [0], [array.size], bits, back)
     assert back.tobytes() == sent.tobytes()
 
 
@@ -161,7 +161,7 @@ def test_nonfinite_elements_spoil_their_block(kernels, dtype, bits, bad):
     assert np.flatnonzero(~np.isfinite(sent)).tolist() == list(range(256, 512))
     assert np.isnan(lost)
     back = np.empty_like(array)
-    assert not kernels.unpack_squares(out, [0], [array.size], bits, back)
+    assert not kernels.unpack_quadratic(out, [0], [array.size], bits, back)
     np.testing.assert_array_equal(back, sent)
 
 
@@ -172,7 +172,7 @@ def test_scales_that_cannot_be_are_found(kernels, bits, scale):
     for place in (0, 1, 4, 5):
         out = sound.copy()
         scales_of(out, 700, bits).reshape(-1)[place] = scale
-        assert not kernels.unpack_squares(out, [0], [700], bits, np.empty(700, np.float32))
+        assert not kernels.unpack_quadratic(out, [0], [700], bits, np.empty(700, np.float32))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -180,7 +180,7 @@ def test_levels_beyond_float32_are_found(kernels, bits):
     out, _, _ = pack(kernels, np.ones(10, np.float32), bits)
     for base, step, sound in ((LARGEST, 0, True), (LARGEST / 2, LARGEST / 2, bits == 2), (LARGEST, LARGEST, False)):
         scales_of(out, 10, bits)[0] = base, step
-        assert kernels.unpack_squares(out, [0], [10], bits, np.empty(10, np.float32)) == sound
+        assert kernels.unpack_quadratic(out, [0], [10], bits, np.empty(10, np.float32)) == sound
 
 
 @pytest.mark.parametrize(("bits", "middle", "codes"), [(2, 1.0, 0b01_10_00), (4, 5.5, 0x7D0), (8, 5.5, 0x7FDA00)])
@@ -191,19 +191,19 @@ def test_bytes_of_squares_by_hand(kernels, bits, middle, codes):
     np.testing.assert_allclose(out[8:].view(np.float32), [1, 9 / (2 ** (bits - 1) - 1) ** 2], rtol=1e-6)
 
 
-def test_squares_refuse_arrays_that_do_not_fit(kernels):
+def test_quadratic_levels_refuse_arrays_that_do_not_fit(kernels):
     array, out = np.ones(9, np.float32), np.zeros(32, np.uint8)
     with pytest.raises(ValueError, match="9 elements take 16 bytes, got 32"):
-        kernels.pack_squares(array, 4, out, array)
+        kernels.pack_quadratic(array, 4, out, array)
     with pytest.raises(ValueError, match="9 elements do not fill an array of 8"):
-        kernels.unpack_squares(out, [0], [9], 4, array[:8])
+        kernels.unpack_quadratic(out, [0], [9], 4, array[:8])
     for start in (-8, 4, 24):
         with pytest.raises(ValueError, match=f"9 elements from byte {start} on are not in 32 bytes, aligned"):
-            kernels.unpack_squares(out, [start], [9], 4, array)
+            kernels.unpack_quadratic(out, [start], [9], 4, array)
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_squares_of_all_kinds_of_numbers_have_the_hosts_bits(gpu_kernels, dtype, bits):
+def test_quadratic_levels_of_all_kinds_of_numbers_have_the_hosts_bits(gpu_kernels, dtype, bits):
     """The fixture compares them."""
     for size in (0, 1, 255, 1000, 5000):
         pack(gpu_kernels, made(size, dtype), bits)
@@ -214,15 +214,15 @@ def test_squares_of_all_kinds_of_numbers_have_the_hosts_bits(gpu_kernels, dtype,
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", [1e-45, 1e-42, 1e-39, 1e-38, 1e-36])
-def test_squares_are_read_alike_where_subnormals_are_zero(place, dtype, bits, size):
+def test_quadratic_levels_are_read_equally_where_subnormals_are_zero(place, dtype, bits, size):
     """CuPy has kernels treat them so. Hosts decode the same from the message: no scale is subnormal."""
     array = (size * np.random.default_rng(0).uniform(-1, 1, 512)).astype(dtype)
-    message, sent = place.empty(cpu.squares_bytes(512, bits), np.uint8), place.empty(512, dtype)
+    message, sent = place.empty(cpu.quadratic_bytes(512, bits), np.uint8), place.empty(512, dtype)
     out, on_host = place.empty(512, dtype), np.empty(512, dtype)
     with place.flushing():
-        gpu.pack_squares(place.put(array), bits, message, sent)
-        gpu.unpack_squares(message, [0], [512], bits, out)
-    assert cpu.unpack_squares(message.get(), [0], [512], bits, on_host)
+        gpu.pack_quadratic(place.put(array), bits, message, sent)
+        gpu.unpack_quadratic(message, [0], [512], bits, out)
+    assert cpu.unpack_quadratic(message.get(), [0], [512], bits, on_host)
     np.testing.assert_array_equal(sent.get(), on_host)
     np.testing.assert_array_equal(out.get(), on_host)
     assert np.abs(array - on_host).max() <= np.abs(array).max()

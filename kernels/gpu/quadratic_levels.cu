@@ -27,7 +27,7 @@ DEVICE Scales measure(double value, Word magnitude, bool inside, int last) {
   return {base, single((smaller(end, LARGEST_LEVEL) - (double)base) / squares)};
 }
 
-KERNEL pack_squares(
+KERNEL pack_quadratic(
     const Word* array, i64 size, i64 bits, u32* words, i64 length, Scales* scales, i64 blocks, Word* sent,
     Partials* partials) {
   __shared__ u8 codes[BLOCK];
@@ -66,7 +66,7 @@ KERNEL pack_squares(
 }
 
 // The packed parts are equally long and at even distances, or a table has the start and length of each.
-KERNEL unpack_squares(
+KERNEL unpack_quadratic(
     const u8* messages, i64 first, i64 distance, i64 count, const i64* table, i64 bits, Word* out, i64 size,
     Verdict* verdict) {
   const int last = (1 << (bits - 1)) - 1;

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, magnitude_bits, mask_of
 from mpicomp.kernels.cpu.compile import Floats, Indices, kernel, spread
-from mpicomp.kernels.cpu.moments import LEAST, MOST, strided
+from mpicomp.kernels.cpu.moments import MAX_ENERGY, MIN_ENERGY, strided
 from mpicomp.kernels.cpu.simd import LANES, at_least, first_one
 from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are summed in the array's dtype
 
 
-class Tail(NamedTuple):
+class TailStatistics(NamedTuple):
     """The elements whose magnitudes exceed a threshold."""
 
     count: int  # type: ignore[assignment]  # hides the tuple method of that name
@@ -22,7 +22,7 @@ class Tail(NamedTuple):
     squares: float  # sum of ``(|x| - threshold)**2`` over them
 
 
-def tail(array: Floats, threshold: float, stride: int = 1, threads: int = 1) -> Tail:
+def tail_statistics(array: Floats, threshold: float, stride: int = 1, threads: int = 1) -> TailStatistics:
     """Count the elements above a threshold and sum their excess, in one sweep that writes nothing.
 
     The threshold is rounded to the dtype of ``array``; magnitudes equal to it are not above it. With a stride s every
@@ -31,12 +31,14 @@ def tail(array: Floats, threshold: float, stride: int = 1, threads: int = 1) -> 
     with np.errstate(over="ignore"):  # beyond the largest number stands infinity
         limit = np.float64(threshold).astype(array.dtype)
     parts = spread(lambda part: _tail(array[part], limit, stride), strided(array.size, stride, threads))
-    return Tail(sum(int(part[0]) for part in parts), sum(part[1] for part in parts), sum(part[2] for part in parts))
+    return TailStatistics(
+        sum(int(part[0]) for part in parts), sum(part[1] for part in parts), sum(part[2] for part in parts)
+    )
 
 
 def counts_above(array: Floats, thresholds: Sequence[float], threads: int = 1) -> list[int]:
     """Count the elements above each of several thresholds; a device takes one sweep for a few and does not wait."""
-    return [tail(array, threshold, 1, threads).count for threshold in thresholds]
+    return [tail_statistics(array, threshold, 1, threads).count for threshold in thresholds]
 
 
 def select_above(array: Floats, threshold: float, base: int, indices: Indices, values: Floats, count: int) -> int:
@@ -93,7 +95,7 @@ def _tail(array, threshold, stride):  # type: ignore[no-untyped-def]
             square += over * over
         count += above
         sums = (np.float64(excess), np.float64(square))
-        if above > 0 and not (LEAST < sums[1] < MOST):
+        if above > 0 and not (MIN_ENERGY < sums[1] < MAX_ENERGY):
             sums = _excess(block, threshold)
         total += sums[0]
         squares += sums[1]
