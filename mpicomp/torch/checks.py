@@ -126,7 +126,7 @@ class SettingsCheck:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was compared, and the message of a step that a death has ended, which never comes."""
+        """Forget the last comparison, and the message of a step that a death has ended, which never arrives."""
         self._compared = b""  # the digest that all ranks had last
         self._watched_steps = 0
         self._message: Pending | None = None

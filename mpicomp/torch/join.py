@@ -21,7 +21,7 @@ JOIN_ADVICE = (
     "register_step_post_hook, which runs on all ranks"
 )
 
-_joined: "Join | None" = None  # of the optimizer of this process whose ranks may run out of batches now
+_joined: "Join | None" = None  # the one in whose loop this process is
 
 
 class Join:
@@ -69,7 +69,7 @@ class Join:
             problem = "it began after backward(), which had begun the exchange; put the whole loop into it"
         if problem is not None:
             raise ConfigurationError(f"join: {problem}")
-        self.settings = gradients.settings()  # names after "join()", which an error so names first
+        self.settings = gradients.settings()  # compared after "join()", so that an error names that first
         self._has_begun = self.is_known = self.has_empty_steps = False
         _joined = self
         try:
@@ -82,8 +82,8 @@ class Join:
         """Find out which ranks have batches in this step. Collective where some may have none."""
         if _joined is not None and _joined is not self and gradients.group.size > 1:
             raise ConfigurationError(
-                "join: another optimizer than the one that joins is exchanged inside of it, where ranks that have no "
-                "batches left do not take part; one optimizer a loop can be served"
+                "join: another optimizer than the one that joins steps inside of it, and ranks without batches take no "
+                "part in its exchange; use one optimizer in the loop"
             )
         if self.settings is None or self.is_known:
             return

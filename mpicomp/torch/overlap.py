@@ -147,7 +147,7 @@ class BackwardOverlap:
         if group.rank == 0:
             warn_user(
                 f"{self._subsystem}: gradients are exchanged in step() from now on, not during backward: {seen} "
-                f"(seen on rank {rank}). What would allow it: {advice}. Pass overlap=False if that is intended; "
+                f"(seen on rank {rank}). To allow it, {advice}. Pass overlap=False if that is intended; "
                 "overlap=True refuses it",
             )
 

@@ -220,7 +220,7 @@ def check_not_nested(optimizer: torch.optim.Optimizer, subsystem: str, averages_
             if averages_gradients and hasattr(kind, "clip_and_accumulate"):  # as opacus' DPOptimizer has
                 raise ConfigurationError(
                     f"{subsystem}: step() of {kind.__name__} computes .grad from gradients of samples, after the outer "
-                    f"one has averaged what it replaces; {inside}"
+                    f"one has averaged the present .grad; {inside}"
                 )
             warn_user(
                 f"{subsystem}: {kind.__name__} holds another optimizer, optimizer.{name}. step() of the outer one "

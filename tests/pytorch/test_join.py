@@ -325,6 +325,18 @@ def test_nested_contexts_are_refused():
     assert steps_of(first) == steps_of(second) == 1
 
 
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_loop_that_begins_after_backward_is_refused(comm):
+    model = network()
+    optimizer = distribute(model, comm, overlap=True)
+    train(model, optimizer, range(2), comm.rank)
+    square(model, 2, comm.rank).backward()
+    with pytest.raises(ConfigurationError, match="join: it began after backward"), optimizer.join():
+        pytest.fail("entered")
+    optimizer.step()
+    assert_replicas(model, comm)
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_another_optimizer_in_the_loop_is_refused(comm):
     one, two = network(), network(1)
