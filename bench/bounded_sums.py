@@ -116,7 +116,7 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     medians = {name: float(np.median(seconds)) for name, seconds in samples.items()}
     most_sent = float(facts[:, 2].max())
     return {
-        "numel": field.size, "relative": error, "error": bound, "ranks": group.size, "hosts": transport.hosts(),
+        "numel": field.size, "relative": error, "error": bound, "ranks": group.size, "hosts": transport.group.hosts,
         **medians, "samples": len(samples["median_s"]), "wire_bytes": most_sent,
         "wire_less": dense_ring_bytes(field.size, group.size) / most_sent if most_sent else None,
         "over_ring": medians["ring_s"] / medians["median_s"],

@@ -99,7 +99,7 @@ class _Bench:
         self.model = model
         self.say = say
         self.device = device
-        self.ranks, self.hosts = transport.group.size, transport.hosts()
+        self.ranks, self.hosts = transport.group.size, transport.group.hosts
         self.residuals = Residuals(transport.group.rank)
         self.compiled: list[Plan] = []
 

@@ -40,7 +40,7 @@ def process_group(transport: Transport) -> Iterator[None]:
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise ConfigurationError("gloo: this PyTorch was built without it; leave out what sums by it")
     group = transport.group
-    one_host = transport.hosts() == 1
+    one_host = transport.group.hosts == 1
     with _interface("lo" if one_host else None):
         host = address()
         is_unknown = host is None or (host.startswith("127.") and not one_host)

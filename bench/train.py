@@ -317,7 +317,7 @@ class _Recording:
             ratio=getattr(compressor, "ratio", 1.0),
             collective=collective,
             ranks=transport.group.size,
-            hosts=transport.hosts(),
+            hosts=transport.group.hosts,
             parameters=parameters,
             median_step_s=float(np.median(timed_rows[:, 0])),
             phases_s=medians(timed_rows),

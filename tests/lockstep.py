@@ -8,7 +8,7 @@ from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.wire import Selection
 from mpicomp.mpi import LocalWorld
-from mpicomp.mpi.rounds import Round, observe
+from mpicomp.mpi.rounds import Returned, Round, advance, observe
 from mpicomp.testing import mean_of
 
 
@@ -85,3 +85,11 @@ def gradients(ranks, numel, dtype, seed=0):
     scales = [1e-3 if rank % 3 == 1 else 1.0 for rank in range(ranks)]
     rng = np.random.default_rng(seed)
     return [(scale * rng.standard_t(3, numel)).astype(dtype) for scale in scales]
+
+
+def drive(exchange, answer):
+    """Run one rank's generator of rounds, with a function's reply to each; return its value."""
+    request = advance(exchange)
+    while not isinstance(request, Returned):
+        request = advance(exchange, answer(request))
+    return request.value

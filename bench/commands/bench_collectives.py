@@ -214,7 +214,7 @@ class _Printer:
         self.arguments = arguments
         self.device = device
         self.first = transport.group.rank == 0
-        hosts, ranks = transport.hosts(), transport.group.size
+        hosts, ranks = transport.group.hosts, transport.group.size
         self.job = results.job_environment(ranks, hosts, transport.group.sharing)
         self.where = f"{count(ranks, 'rank')} on {count(hosts, 'host')}"
 

@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure import results
     from mpicomp.bench.training import Settings, rows_of, train_in_turn, trainers
 
-    group, hosts = transport.group, transport.hosts()
+    group, hosts = transport.group, transport.group.hosts
     name = "cpu" if arguments.device == "cpu" else devices.torch_name(device)
     job = results.job_environment(group.size, hosts, group.sharing)
 

@@ -81,7 +81,7 @@ def environment(threads: int, device: str, job: Mapping[str, Any] | None = None)
 
 def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
     """Return the environment that the seconds of an MPI job depend on, as this rank sees it. Not collective."""
-    mpi = abort.running()
+    mpi = abort.communicator_alive()
     vendor, version = ("none", ()) if mpi is None else mpi.get_vendor()
     cores = len(os.sched_getaffinity(0))
     # In a lab every host takes the machine's cores for its own, and only the lab knows better.

@@ -74,10 +74,10 @@ def _parse_on_one(parse: Callable[[], argparse.Namespace], rank: int) -> argpars
 
 
 def _report(error: Exception) -> None:
-    mpi = abort.running()
+    mpi = abort.communicator_alive()
     text = " ".join(str(error).split("\n")) or type(error).__name__
     size, rank = (1, 0) if mpi is None else (mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank())
-    notes = {} if size == 1 else abort.meet(text.encode(errors="replace"))
+    notes = {} if size == 1 else abort.timed_barrier(text.encode(errors="replace"))
     if size > 1 and (len(notes) < size or len(set(notes.values())) > 1):
         say(f"rank {rank} of {size}: {text}")
     elif rank == 0:
@@ -88,7 +88,7 @@ def _end_job_with(launch: launcher.Launch | None) -> None:
     """End the job with this rank, which is about to exit with an error: before MPI_Init others would wait for it."""
     mpi = sys.modules.get("mpi4py.MPI")
     is_finalized = mpi is not None and mpi.Is_finalized()
-    if abort.running() is not None or (launch is not None and launch.size > 1 and not is_finalized):
+    if abort.communicator_alive() is not None or (launch is not None and launch.size > 1 and not is_finalized):
         with contextlib.suppress(ImportError, RuntimeError):  # no mpi4py, or no MPI library: no rank waits
             abort.install()
 

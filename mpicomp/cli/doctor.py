@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     launch = launcher.detect()
     report = doctor.examine()
-    mpi = abort.running()
+    mpi = abort.communicator_alive()
     connected = mpi is not None and mpi.COMM_WORLD.Get_size() > 1
     # Processes that do not find each other are all rank 0; then the launcher's rank decides who prints.
     alone = 0 if launch is None else launch.rank

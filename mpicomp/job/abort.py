@@ -41,7 +41,7 @@ _STATUS: Any = SystemExit.__dict__["code"]  # where a SystemExit keeps it
 _TAG = 32749  # below the 32767 that every MPI must allow
 
 _installed_in: int | None = None  # the process that installed the hooks; a forked child is another one
-_met: bool | None = None  # whether all the ranks have said that they leave; None if nobody asked
+_all_leave: bool | None = None  # whether all ranks have announced that they leave; None before a barrier
 _pending: list[Any] = []  # requests, and buffers that MPI may still read
 
 leaves_alone = False  # whether this rank leaves with an error while others go on
@@ -51,8 +51,8 @@ ranks_died = False  # whether a rank of this job has died and this one has gone 
 status = 0  # exit status of this process; known when the interpreter begins to exit
 
 
-def running() -> Any:
-    """Return ``mpi4py.MPI`` if MPI runs in this process, else None; it is looked up, not imported."""
+def communicator_alive() -> Any:
+    """Return ``mpi4py.MPI`` if it is initialized and not finalized, else None; it is looked up, not imported."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
@@ -68,7 +68,7 @@ def install() -> bool:
         return True
     import mpi4py.MPI  # noqa: F401  (this initialises MPI, unless the program has said that it will do so)
 
-    mpi = running()
+    mpi = communicator_alive()
     if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
         return False
     _installed_in = os.getpid()
@@ -90,7 +90,7 @@ def crash_at_once() -> None:
 
 def end_job(status: int) -> None:
     """End every rank of the job with this status; without MPI running, return."""
-    mpi = running()
+    mpi = communicator_alive()
     if mpi is None:
         return
     for stream in (sys.stdout, sys.stderr):
@@ -112,18 +112,18 @@ def end_job(status: int) -> None:
     os._exit(status)
 
 
-def meet(
+def timed_barrier(
     note: bytes = b"", limit_s: float = GRACE_S, enough: Callable[[dict[int, bytes]], bool] = lambda notes: False
 ) -> dict[int, bytes]:
     """Announce that this rank leaves with an error; return the notes of those that do the same soon. Not collective."""
-    global _met
-    mpi = running()
+    global _all_leave
+    mpi = communicator_alive()
     if mpi is None:
         return {}
     comm = mpi.COMM_WORLD
     size, rank = comm.Get_size(), comm.Get_rank()
     notes = {rank: note}
-    _met = False
+    _all_leave = False
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE and threading.active_count() > 1:
         return notes
     for peer in range(size):
@@ -140,7 +140,7 @@ def meet(
             return notes
         else:
             time.sleep(0.001)
-    _met = len(notes) == size
+    _all_leave = len(notes) == size
     return notes
 
 
@@ -151,11 +151,11 @@ def wanted() -> bool:
 
 def _here() -> bool:
     """Return whether this process installed the hooks and MPI is running. A forked child must not call MPI."""
-    return _installed_in == os.getpid() and running() is not None
+    return _installed_in == os.getpid() and communicator_alive() is not None
 
 
 def _announce(text: str) -> None:
-    comm = running().COMM_WORLD
+    comm = communicator_alive().COMM_WORLD
     with contextlib.suppress(Exception):
         say(f"rank {comm.Get_rank()} of {comm.Get_size()}: {text}")
 
@@ -167,11 +167,11 @@ def _hook_main(previous: Callable[..., Any]) -> None:
             return
         try:
             first = _first_with(kind, value)
-            if first == running().COMM_WORLD.Get_rank():
+            if first == communicator_alive().COMM_WORLD.Get_rank():
                 _announce("uncaught exception, ending the job")
                 previous(kind, value, traceback)
                 if issubclass(kind, MpicompError):
-                    meet(_digest(kind, value))  # the others compare theirs with it before the job ends
+                    timed_barrier(_digest(kind, value))  # the others compare theirs with it before the job ends
             else:
                 _announce(f"the same {kind.__name__} as on rank {first}, ending the job")
         finally:
@@ -182,11 +182,11 @@ def _hook_main(previous: Callable[..., Any]) -> None:
 
 def _first_with(kind: type[BaseException], value: BaseException) -> int:
     """Return the first rank that ends with the same error of mpicomp's, as far as that is known soon."""
-    rank: int = running().COMM_WORLD.Get_rank()
+    rank: int = communicator_alive().COMM_WORLD.Get_rank()
     if rank == 0 or not issubclass(kind, MpicompError):
         return rank
     mine = _digest(kind, value)
-    notes = meet(mine, enough=lambda notes: notes.get(0) == mine)
+    notes = timed_barrier(mine, enough=lambda notes: notes.get(0) == mine)
     return min(other for other, note in notes.items() if note == mine)
 
 
@@ -243,12 +243,12 @@ def _leave(code: Any) -> None:
     """Prepare the end of the job if this rank leaves with an error; called as the interpreter begins to exit."""
     global status, leaves_alone
     status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1
-    if status == 0 or _met or not _here():
+    if status == 0 or _all_leave or not _here():
         return
-    mpi = running()
+    mpi = communicator_alive()
     everyone = False
     try:
-        everyone = _met is None and not ranks_died and len(meet()) == mpi.COMM_WORLD.Get_size()
+        everyone = _all_leave is None and not ranks_died and len(timed_barrier()) == mpi.COMM_WORLD.Get_size()
         if not everyone:
             leaves_alone = True
             _announce(f"left with status {status} while other ranks go on, ending the job")

@@ -12,21 +12,22 @@ from mpi4py import MPI
 from mpicomp.errors import RankFailedError
 from mpicomp.mpi.failures import completed, failure_of, fault_tolerant, kept
 from mpicomp.mpi.rounds import Pending, Round
-from mpicomp.mpi.transport import Naps, wait
+from mpicomp.mpi.transport import Backoff, wait
 
 SEGMENT = 1 << 19
 """Bytes of one message between two ranks: longer arrays go in several, so that the first can be worked on."""
 
-# Segments under way at a time: all of them at once would share the link and all come last.
+# Segments under way at a time: all of them at once would share the link, and all arrive last.
 _RECEIVES = 8  # segments received at a time
 _SENDS = 4  # segments sent at a time
-# While more are to come than are under way nobody waits for the next one: to ask for it more often takes the core from
-# the ranks that it is shared with, and gained nothing at 100 Mbit/s, at 1 Gbit/s and in shared memory.
-_EAGER = 20  # rests that only yield the core after one has come
-_LONGEST_S = 1e-3  # seconds up to which naps double
+# While more are to come than are under way no caller waits for the next one: to test for it more often takes the core
+# from the ranks that share it, and gained nothing at 100 Mbit/s, at 1 Gbit/s and in shared memory.
+_EAGER = 20  # rests that only yield the core after one has arrived
+_LONGEST_S = 1e-3  # seconds up to which sleeps double
 _TAGS = 1 << 15  # number of tags in use: every MPI has at least as many
 
 _Segment = tuple[int, slice]  # the other rank, and the part of the array
+_CollectiveCalls = list[tuple[str, tuple[Any, ...]]]  # names and arguments
 _Some = Callable[[list[MPI.Request]], list[int] | None]
 
 
@@ -37,8 +38,8 @@ class StartedRound(Pending):
         self.task = task
         self.some: _Some = MPI.Request.Testsome
         self.number = 0  # number of the round on its channel, from 1
-        # Rounds under way on its channel, this one among them: a test of one of them moves all on. Empty where it is
-        # alone: a reference to itself would keep its arrays until Python looks for cycles.
+        # Rounds under way on its channel, this one among them: a test of one advances all. Empty where it is alone: a
+        # reference to itself would keep its arrays until Python looks for cycles.
         self.under_way: Collection[StartedRound] = ()
 
     def test(self) -> bool:
@@ -50,10 +51,10 @@ class StartedRound(Pending):
         except MPI.Exception as error:
             raise failure_of(error) from None
 
-    def finish(self, naps: bool, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait until it is done: with naps (see `Naps`), or inside MPI, which is faster and keeps the core busy."""
-        if naps:
-            near, far = Naps(meanwhile=meanwhile), Naps(_EAGER, meanwhile, _LONGEST_S)
+    def finish(self, sleeps: bool, on_wait: Callable[[], None] | None = None) -> None:
+        """Wait until it is done: asleep (see `Backoff`), or inside MPI, which is faster and keeps the core busy."""
+        if sleeps:
+            near, far = Backoff(on_wait=on_wait), Backoff(_EAGER, on_wait, _LONGEST_S)
             before = None
             while not self.test():
                 left = sum(started.left for started in self.under_way or (self,))
@@ -63,7 +64,7 @@ class StartedRound(Pending):
                     before = left
                 rests.rest()
             return
-        # MPI waits for one round alone, and others have to be moved on.
+        # MPI waits for one round alone, and the others have to advance.
         try:
             while not (self.test() if len(self.under_way) > 1 else self._advance(MPI.Request.Waitsome)):
                 pass
@@ -92,49 +93,52 @@ class Channel:
         self._survives = fault_tolerant()
         self._under_way: dict[StartedRound, None] = {}  # their arrays are MPI's, even if callers have dropped them
 
-    def perform(self, task: Round, naps: bool, meanwhile: Callable[[], None] | None = None) -> None:
-        """Run a round; see `StartedRound.finish` for the others. Collective."""
+    def perform(self, task: Round, sleeps: bool, on_wait: Callable[[], None] | None = None) -> None:
+        """Run a round; see `StartedRound.finish` for the other parameters. Collective."""
         self.begun += 1
         try:
-            calls = self._calls(task)
+            made = task.calls_made
+            if made is not None and made[0] is self and made[1] is task.send and made[2] is task.recv:
+                calls = made[3]
+            else:
+                calls = self._calls(task)
+                if task.operation != "bcast":  # whose root copies its array each time
+                    task.calls_made = self, task.send, task.recv, calls
             if calls is None:
-                started = self._exchange(task)
+                started = self._send_messages(task)
                 try:
-                    started.finish(naps, meanwhile)
+                    started.finish(sleeps, on_wait)
                 except RankFailedError:
                     kept.append(started)
                     raise
                 return
             for name, arguments in calls:
-                if naps:
-                    self._nap_through(getattr(self.comm, f"I{name.lower()}")(*arguments), task, meanwhile)
+                if sleeps:
+                    self._wait_asleep(getattr(self.comm, f"I{name.lower()}")(*arguments), task, on_wait)
                 else:
                     getattr(self.comm, name)(*arguments)
         except MPI.Exception as error:
             raise failure_of(error) from None
 
-    def _nap_through(self, request: MPI.Request, task: Round, meanwhile: Callable[[], None] | None) -> None:
-        """Wait for a collective call with naps."""
+    def _wait_asleep(self, request: MPI.Request, task: Round, on_wait: Callable[[], None] | None) -> None:
         try:
-            wait(functools.partial(self._is_complete, request) if self._survives else request.Test, meanwhile)
+            wait((lambda: bool(completed(self.comm, [request]))) if self._survives else request.Test, on_wait)
         except (MPI.Exception, RankFailedError):
             kept.append((request, task))
             raise
 
     def start(self, task: Round) -> StartedRound:
         """Begin a round. Collective."""
+        self.begun += 1
         try:
-            return self._start(task)
+            calls = self._calls(task)
+            if calls is None:
+                started: StartedRound = self._send_messages(task)
+            else:
+                requests = [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls]
+                started = _Calls(task, requests)
         except MPI.Exception as error:
             raise failure_of(error) from None
-
-    def _start(self, task: Round) -> StartedRound:
-        self.begun += 1
-        calls = self._calls(task)
-        if calls is None:
-            started: StartedRound = self._exchange(task)
-        else:
-            started = _Calls(task, [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls])
         if self._survives:
             started.some = functools.partial(completed, self.comm)
         started.number = self.begun
@@ -142,21 +146,18 @@ class Channel:
         self._under_way[started] = None
         return started
 
-    def _is_complete(self, request: MPI.Request) -> bool:
-        return bool(completed(self.comm, [request]))
-
-    def done(self, started: StartedRound) -> None:
-        """Note that somebody has waited for a round."""
+    def forget(self, started: StartedRound) -> None:
+        """Release a round that a caller has waited for."""
         self._under_way.pop(started, None)
 
     def progress(self) -> bool:
-        """Move on the rounds that nobody waits for, and return whether none is left."""
+        """Advance the rounds that no caller waits for; return whether none is left."""
         for started in list(self._under_way):
             if started.test():
-                self.done(started)
+                self.forget(started)
         return not self._under_way
 
-    def _exchange(self, task: Round) -> StartedRound:
+    def _send_messages(self, task: Round) -> StartedRound:
         messages = [started for started in self._under_way if isinstance(started, _Messages)]
         ahead = messages[-1] if messages else None
         made = _Messages(task, self.comm, self.begun % _TAGS, *self._messages(task), ahead)
@@ -164,52 +165,35 @@ class Channel:
             made.some = functools.partial(completed, self.comm)
         return made
 
-    def _calls(self, task: Round) -> list[tuple[str, tuple[Any, ...]]] | None:
-        """Return names and arguments of collective calls, the same calls on all ranks; None where there is none."""
+    def _calls(self, task: Round) -> _CollectiveCalls | None:
+        """Return names and arguments of collective calls, the same calls on all ranks; None where messages serve."""
         # If a rank dies, Open MPI's calls free messages that then fail, and end the job.
         if self._survives and task.operation != "allreduce":
             return None
-        send, recv, counts, root = task.send, task.recv, task.counts, task.root
-        nbytes = sum(counts) * task.dtype.itemsize
-        fits = nbytes <= self._limit
-        if fits and task.operation == "allreduce":
-            assert send is not None
-            assert recv is not None
-            if send.size == recv.size == counts[0] > 0:
-                return [("Allreduce", (MPI.IN_PLACE if send is recv else send, recv))]
-        equal = min(counts) == max(counts)
-        if fits and equal and task.operation == "allgatherv":
-            return [("Allgather", (send, recv))]
-        rank, size = self.comm.rank, self.comm.size
+        send: Any = task.send
+        recv: Any = task.recv
+        counts, root = task.counts, task.root
+        fits = sum(counts) * task.dtype.itemsize <= self._limit  # no displacement may pass the limit either
         match task.operation:
+            case "allreduce" if fits and send.size == recv.size == counts[0] > 0:
+                return [("Allreduce", (MPI.IN_PLACE if send is recv else send, recv))]
             case "allreduce":
-                assert send is not None
-                assert recv is not None
                 parts = self._cuts(task, 0, counts[0])
                 return [("Allreduce", (MPI.IN_PLACE if send is recv else send[part], recv[part])) for part in parts]
             case "bcast":
-                assert recv is not None
-                if rank == root:
+                if self.comm.rank == root:
                     recv[:] = send
                 return [("Bcast", (recv[part], root)) for part in self._cuts(task, 0, counts[0])]
+            case "allgatherv" if fits and min(counts) == max(counts):
+                return [("Allgather", (send, recv))]
             case "allgatherv" if fits:
                 return [("Allgatherv", (send, [recv, counts]))]
-            case "allgatherv":
-                # No displacement may pass the limit either, so every rank's part goes out by itself.
-                assert recv is not None
-                bounds = _bounds(counts)
-                recv[bounds[rank] : bounds[rank + 1]] = send
-                return [
-                    ("Bcast", (recv[part], other))
-                    for other in range(size)
-                    for part in self._cuts(task, bounds[other], bounds[other + 1])
-                ]
+            case "gatherv" if fits and min(counts) == max(counts):
+                return [("Gather", (send, recv if self.comm.rank == root else None, root))]
             case "gatherv" if fits:
-                whole = recv if rank == root else None
-                if equal:
-                    return [("Gather", (send, whole, root))]
-                return [("Gatherv", (send, None if whole is None else [whole, counts], root))]
+                return [("Gatherv", (send, [recv, counts] if self.comm.rank == root else None, root))]
             case "alltoallv" if task.received is None:
+                rank, size = self.comm.rank, self.comm.size
                 # The same on every rank, as the branch must be.
                 if max(sum(counts), max(counts) * size) * task.dtype.itemsize <= self._limit:
                     return [("Alltoallv", ([send, counts], [recv, [counts[rank]] * size]))]
@@ -314,14 +298,9 @@ class _Messages(StartedRound):
     def left(self) -> int:
         return len(self._requests) + len(self._incoming) + len(self._outgoing)
 
-    @property
-    def posted(self) -> bool:
-        """Whether all segments were handed to MPI."""
-        return not self._incoming and not self._outgoing
-
     def _post(self) -> None:
         """Keep as many segments under way as there may be."""
-        if self._ahead is not None and not self._ahead.posted:
+        if self._ahead is not None and (self._ahead._incoming or self._ahead._outgoing):
             return
         self._ahead = None
         send, recv = self.task.send, self.task.recv
@@ -349,7 +328,7 @@ class _Messages(StartedRound):
                 if part is not None:
                     self._receives -= 1
                     arrived.append(part)
-            self._post()  # before the work, so that the link is not idle meanwhile
+            self._post()  # before the work, so that the link is not idle during it
             if self.task.arrived is not None:
                 for part in reversed(arrived):
                     self.task.arrived(part.start, part.stop)

@@ -22,8 +22,9 @@ from mpicomp.errors import ClosedError, LaunchError, RankFailedError
 from mpicomp.job import abort, cuda_aware, launcher, variables
 from mpicomp.mpi import end
 from mpicomp.mpi.channel import Channel, StartedRound
+from mpicomp.mpi.channel_sets import ChannelSet
 from mpicomp.mpi.failures import check_survives, failure_of, fault_tolerant
-from mpicomp.mpi.pool import ChannelSet, Pool, hosts_of_ranks, is_split, pool_of
+from mpicomp.mpi.pool import Pool, hosts_of_ranks, is_split, pool_of
 from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, Pending, Round
 from mpicomp.mpi.transport import Transport, received, wait
 
@@ -45,7 +46,7 @@ class MPITransport(Transport):
 
     An MPI call that waits keeps its core busy. If ranks have a core each that is the fastest way to wait; if
     they share cores it takes them from the ranks that still compute, so there rounds are started without blocking and
-    tested with naps in between.
+    tested with sleeps in between.
 
     Messages are cut so that no count exceeds ``count_limit``. ``layout`` replaces the measured host of each rank, for
     tests. If a launcher started several processes that are all rank 0 of 1, ``comm=None`` is a `LaunchError`.
@@ -62,27 +63,26 @@ class MPITransport(Transport):
         self._connect(MPI.COMM_WORLD if comm is None else comm, layout)
 
     def _connect(self, found: MPI.Comm, layout: Sequence[int] | None) -> None:
-        """Begin on a communicator. Collective over it."""
         pool = pool_of(found, layout, self._limit)
         front, back = pool.acquire(found, 2)
         if found.rank == 0:
             variables.report_unknown()
         cores = cores_of_a_rank(found, hosts_of_ranks(found) if layout is not None else pool.hosts)
-        naps = takes_naps(found, cores) or pool.thread_level < MPI.THREAD_MULTIPLE or fault_tolerant()
-        self._open(pool, front, back, naps)
+        sleeps = sleeps_while_waiting(found, cores) or pool.thread_level < MPI.THREAD_MULTIPLE or fault_tolerant()
+        self._open(pool, front, back, sleeps)
         self.cores = cores
         self.group = self._with_sums(pool.group)
 
-    def _open(self, pool: Pool, front: ChannelSet, back: ChannelSet, naps: bool) -> None:
+    def _open(self, pool: Pool, front: ChannelSet, back: ChannelSet, sleeps: bool) -> None:
         """Use channels, which return to the pool when this is closed or collected; ``back`` for the background."""
         self._pool = pool
         self._front = front.channels
         self._back = back.channels
-        self._naps = naps
-        self._watch = pool.watch
-        # Without a thread that finds out who is missing, each wait has to do it.
+        self._sleeps = sleeps
+        self._watchdog = pool.watchdog
+        # Without a thread that polls the watchdog, each wait has to do it.
         threaded = pool.thread_level == MPI.THREAD_MULTIPLE and not fault_tolerant()
-        self._meanwhile = None if threaded or pool.watch is None else pool.watch.tick
+        self._on_wait = None if threaded or pool.watchdog is None else pool.watchdog.poll_if_due
         self._refusal: str | None = None
         self._sets = list(dict.fromkeys((front, back)))
         self._finalizer = weakref.finalize(self, pool.release, self._sets, dropped=True)
@@ -93,64 +93,52 @@ class MPITransport(Transport):
         version = MPI.Get_library_version()
         return cuda_aware.cuda_aware(MPI.get_vendor()[0], cuda_aware.library(), version=version).value
 
-    def subgroup(self, count: int) -> "MPITransport | None":
-        whole = self._front[WORLD].comm
-        part = whole.Split(0 if whole.rank < count else MPI.UNDEFINED, whole.rank)
-        if part == MPI.COMM_NULL:
-            return None
-        some = MPITransport(part, self._limit)  # on communicators that the pool keeps
-        part.Free()
-        return some
-
     def start(self, task: Round) -> Pending:
         channel = self._channel(task)
         started = channel.start(task)
-        if self._watch is not None and not task.background:
-            self._watch.begin(started, channel, started.number, task.operation, self.user)
+        if self._watchdog is not None and not task.background:
+            self._watchdog.begin(started, channel, started.number, task.operation, self.user)
         return started
 
     def wait(self, pending: Pending) -> NDArray[Any]:
         assert isinstance(pending, StartedRound)
-        channel = self._channel(pending.task)
-        if self._watch is not None and pending.task.background:
-            self._watch.begin(pending, channel, pending.number, pending.task.operation, self.user)
+        channel, watchdog = self._channel(pending.task), self._watchdog
+        if watchdog is not None and pending.task.background:
+            watchdog.begin(pending, channel, pending.number, pending.task.operation, self.user)
         try:
-            pending.finish(self._naps, self._meanwhile)
+            pending.finish(self._sleeps, self._on_wait)
         finally:
-            if self._watch is not None:
-                self._watch.end(pending)
-        channel.done(pending)
+            if watchdog is not None:
+                watchdog.end(pending)
+        channel.forget(pending)
         return received(pending.task)
 
     def perform(self, task: Round) -> NDArray[Any]:
         if self._refusal is not None or self._pool.over or self._pool.abandoned:
             self._refuse()
-        channel, watch = (self._back if task.background else self._front)[task.group], self._watch
-        if watch is not None:
-            watch.begin(self, channel, channel.begun + 1, task.operation, self.user)
+        channel, watchdog = (self._back if task.background else self._front)[task.group], self._watchdog
+        if watchdog is not None:
+            watchdog.begin(self, channel, channel.begun + 1, task.operation, self.user)
         try:
-            channel.perform(task, self._naps, self._meanwhile)
+            channel.perform(task, self._sleeps, self._on_wait)
         finally:
-            if watch is not None:
-                watch.end(self)
+            if watchdog is not None:
+                watchdog.end(self)
         return received(task) if task.recv is None else task.recv
 
-    def channels(self, count: int) -> list[Transport]:
-        made: list[Transport] = []
-        for channel_set in self._pool.acquire(self._front[WORLD].comm, count):
-            channel = MPITransport.__new__(MPITransport)
-            # A channel never blocks, so that what it begins in one order may be under way together.
-            channel._open(self._pool, channel_set, channel_set, self._naps)
-            channel.group, channel.cores = self.group, self.cores
-            made.append(channel)
+    def channel(self) -> Transport:
+        [channel_set] = self._pool.acquire(self._front[WORLD].comm, 1)
+        made = MPITransport.__new__(MPITransport)
+        made._open(self._pool, channel_set, channel_set, self._sleeps)
+        made.group, made.cores = self.group, self.cores
         return made
 
     def set_activity(self, text: str, *values: object) -> None:
-        if self._watch is not None:
-            self._watch.activity = text, values
+        if self._watchdog is not None:
+            self._watchdog.activity = text, values
 
     def enter(self) -> int:
-        number = self._front[WORLD].begun  # all ranks come here after the same round
+        number = self._front[WORLD].begun  # all ranks are here after the same round
         for channel_set in self._sets:
             channel_set.users.add(number)
             channel_set.last_user = number
@@ -175,9 +163,9 @@ class MPITransport(Transport):
                 f"mpi: {type(error).__name__} broke off an exchange on this rank while others go on with it, so that "
                 "nothing more can be exchanged; let the error end the program"
             )
-            if self._watch is not None:
+            if self._watchdog is not None:
                 channels = [channel for channel_set in self._sets for channel in channel_set.channels.values()]
-                self._watch.abort_exchange(channels, "".join(traceback.format_exception(error)))
+                self._watchdog.abort_exchange(channels, "".join(traceback.format_exception(error)))
 
     def check_survives(self, subsystem: str) -> None:
         check_survives(subsystem)
@@ -193,7 +181,7 @@ class MPITransport(Transport):
         except MPI.Exception as error:
             if not isinstance(failure_of(error), RankFailedError):
                 raise
-            return False  # MPI says so to all of them
+            return False  # on all ranks
 
     def shrink(self) -> list[int]:
         before, offset, generation = self._front[WORLD].comm, self.offset, self.generation
@@ -209,7 +197,7 @@ class MPITransport(Transport):
         except MPI.Exception as error:
             if not isinstance(failure_of(error), RankFailedError):
                 raise
-            # The others may be in a call on a communicator that this rank has not got, so that it cannot call them off.
+            # The others may be in a call on a communicator that this rank does not have, so that it cannot revoke it.
             raise LaunchError(
                 "mpi: another rank has died while those that are left became a group without the first one; the job "
                 "ends: start it again from its last checkpoint"
@@ -220,14 +208,13 @@ class MPITransport(Transport):
     @contextlib.contextmanager
     def _inside_mpi(self) -> Iterator[None]:
         """Note that this rank waits inside of MPI."""
-        if self._watch is None:
-            yield
-            return
-        self._watch.inside_mpi = True
+        if self._watchdog is not None:
+            self._watchdog.inside_mpi = True
         try:
             yield
         finally:
-            self._watch.inside_mpi = False
+            if self._watchdog is not None:
+                self._watchdog.inside_mpi = False
 
     def close(self) -> None:
         if self._finalizer.detach() is not None:
@@ -240,15 +227,14 @@ class MPITransport(Transport):
         return (self._back if task.background else self._front)[task.group]
 
     def _refuse(self) -> NoReturn:
-        """Raise the reason for which no round can begin."""
         if self._refusal is not None or self._pool.over:
-            raise ClosedError(self._refusal or "mpi: MPI has come to its end on this rank; nothing can be exchanged")
+            raise ClosedError(self._refusal or "mpi: MPI is finalized on this rank; nothing can be exchanged")
         raise RankFailedError("mpi: a rank has died")
 
     def _with_sums(self, group: Group) -> Group:
         """Return the group, with whether its sums are identical, the same for all groups of a name. Collective."""
         names = (WORLD, HOST, ACROSS) if is_split(group) else (WORLD,)
-        mine = [n not in self._front or sums_are_identical(self._front[n].comm, self._naps) for n in names]
+        mine = [n not in self._front or sums_are_identical(self._front[n].comm, self._sleeps) for n in names]
         everyones = np.empty(len(names), np.int32)
         wait(self._front[WORLD].comm.Iallreduce(np.array(mine, np.int32), everyones, MPI.MIN).Test)
         identical = dict(zip(names, everyones.astype(bool).tolist(), strict=True))
@@ -292,8 +278,8 @@ def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
     )
 
 
-def takes_naps(comm: MPI.Comm, cores: float) -> bool:
-    """Return whether ranks that wait share their cores, or what ``MPICOMP_NAPS=0/1`` says. Collective."""
+def sleeps_while_waiting(comm: MPI.Comm, cores: float) -> bool:
+    """Return whether ranks that wait share their cores, or the value of ``MPICOMP_NAPS``. Collective."""
     wanted = variables.flag_or_none("MPICOMP_NAPS")
     mine = cores < 1 if wanted is None else wanted
     everyones = np.empty(1, np.int32)
@@ -301,7 +287,7 @@ def takes_naps(comm: MPI.Comm, cores: float) -> bool:
     return bool(everyones[0])
 
 
-def sums_are_identical(comm: MPI.Comm, naps: bool) -> bool:
+def sums_are_identical(comm: MPI.Comm, sleeps: bool) -> bool:
     """Sum numbers for which the order matters, with calls in use here, and compare the bits. Collective."""
     if comm.size <= 2:
         return True  # a + b is b + a
@@ -312,7 +298,7 @@ def sums_are_identical(comm: MPI.Comm, naps: bool) -> bool:
         for place, send in ((0, numbers[:size]), (1, MPI.IN_PLACE)):
             sums[place] = numbers[:size]
             wait(comm.Iallreduce(send, sums[place]).Test)
-            if not naps:
+            if not sleeps:
                 sums[place + 2] = numbers[:size]
                 comm.Allreduce(send, sums[place + 2])
         digests.append(hashlib.blake2b(sums.tobytes(), digest_size=8).digest())

@@ -28,13 +28,11 @@ def connect(comm: Any = None) -> Transport:
     # A call of MPI would end this process without a message.
     if not MPI.Is_initialized():
         raise LaunchError(
-            "mpi: MPI has not begun in this process, since mpi4py.rc.initialize is False; call MPI.Init_thread() "
-            "first, or leave that setting out"
+            "mpi: MPI is not initialized, since mpi4py.rc.initialize is False; call MPI.Init_thread() first, or "
+            "leave that setting out"
         )
     if MPI.Is_finalized():
-        raise LaunchError(
-            "mpi: MPI has come to its end in this process and cannot begin again; do this before MPI.Finalize()"
-        )
+        raise LaunchError("mpi: MPI is finalized and cannot be initialized again; do this before MPI.Finalize()")
     abort.install()  # for a program that has called MPI_Init itself, after the import
     if comm is not None:
         _check_comm(comm)

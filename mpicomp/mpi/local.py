@@ -54,8 +54,8 @@ class LocalTransport(Transport):
         perform_together([task])
         return _Done(task)
 
-    def channels(self, count: int) -> list[Transport]:
-        return [LocalTransport(self.group, self.members, self.network) for _ in range(count)]
+    def channel(self) -> Transport:
+        return LocalTransport(self.group, self.members, self.network)
 
     def wait(self, pending: Pending) -> NDArray[Any]:
         return received(pending.task)

@@ -1,9 +1,9 @@
-"""Communicators of the same ranks, handed out, taken back without waiting for anybody, and handed out again.
+"""Communicators of the same ranks, handed out, taken back without waiting for a rank, and handed out again.
 
 MPI frees a communicator when all of its ranks ask for it together. Nothing may wait for that while an exception is on
-its way out, and what is dropped without a word is collected at another time on every rank. So nothing is freed: what
-this rank gets back it offers when the ranks next make a transport, which they do together, and what all of them offer
-in the same state is handed out again.
+its way out, and a transport that is not closed is collected at another time on every rank. So nothing is freed: a rank
+offers the sets that it got back when the ranks next make a transport, which they do together, and those that all offer
+in the same state are handed out again.
 """
 
 import gc
@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from mpi4py import MPI
@@ -20,38 +19,18 @@ from numpy.typing import NDArray
 from mpicomp.errors import ConfigurationError
 from mpicomp.job import say, variables
 from mpicomp.mpi.channel import Channel
+from mpicomp.mpi.channel_sets import NAMES, ChannelSet, Closings
 from mpicomp.mpi.failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
 from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, layout_groups
 from mpicomp.mpi.transport import wait
-from mpicomp.mpi.watchdog import STALL_END_S, STALL_S, Closing, StallWatchdog, lookout
+from mpicomp.mpi.watchdog import STALL_END_S, STALL_S, Watchdog
+from mpicomp.mpi.watcher import watcher
 
-_NAMES = (WORLD, HOST, ACROSS)
-_MEETING, _ALONE = -1, -2  # keys of channels that are none of a set's
+_OFFERS, _ALONE = -1, -2  # keys of channels outside of sets
 _RANK_NUMBERS = 5  # numbers of a rank before its offers
 _MAX_OFFERS = 32  # sets of channels that a rank offers at a time
 _SETS_BEFORE_GC = 48  # sets in use, after which garbage is collected first: MPICH has communicators for some 350
-_SET_NUMBERS = 1 + len(_NAMES)  # numbers in an offer: which, and the rounds begun on its channels
-
-
-@dataclass(eq=False)
-class ChannelSet:
-    """A channel for each group that this rank is in; groups of the same ranks share one."""
-
-    number: int  # the same on all ranks
-    channels: dict[str, Channel]  # by the group's name
-    free: bool = False  # whether its owner has returned it
-    users: set[int] = field(default_factory=set)  # what uses it now, by numbers that are the same on all ranks
-    last_user: int = 0  # the highest of those numbers so far; 0 where there was none
-    generation: int = 0  # times that it was handed out
-
-    @property
-    def begun(self) -> list[int]:
-        """Rounds begun on each channel, which its ranks have to have in common before it is used again."""
-        return [self.channels[name].begun if name in self.channels else 0 for name in _NAMES]
-
-    def progress(self) -> bool:
-        """Advance the rounds under way; return whether none is left."""
-        return False not in [channel.progress() for channel in self.channels.values()]
+_SET_NUMBERS = 1 + len(NAMES)  # numbers in an offer: which, and the rounds begun on its channels
 
 
 class Pool:
@@ -63,42 +42,52 @@ class Pool:
         self.thread_level = MPI.Query_thread()
         self.over = False  # this rank has left, so that nothing can be begun any more
         self.abandoned = False  # one of these ranks has died, so that nothing works any more
-        self.watch = None if comm.size == 1 else StallWatchdog(comm.Dup(), names, self)
         self._everyones_members = [layout_groups(self.hosts, rank)[1] for rank in range(comm.size)]
         self._limit = limit
         self._sets: dict[int, ChannelSet] = {}
-        self._closings: dict[tuple[int, int, int], Closing] = {}  # by the other rank, its set and that one's user
+        self._closings = Closings(self._sets)
         self._next = 0
-        self._meeting = Channel(MPI.COMM_NULL, limit, _MEETING, range(comm.size))
+        self._offers = Channel(MPI.COMM_NULL, limit, _OFFERS, range(comm.size))
         self._lock = threading.Lock()
-        self._dropped = self._said = False
-        if self.watch is not None:
-            self.watch.add([self._meeting])
-            lookout.add(self.watch)
-        self.deaths = self._watch_processes(comm, names) if fault_tolerant() and comm.size > 1 else None
+        self._dropped = self._has_warned = False
+        self.watchdog = self._deaths = None
+        if comm.size > 1:
+            self.watchdog = Watchdog(comm.Dup(), names, self._closings)
+            self.watchdog.add([self._offers])
+            # Open MPI's agreement breaks if another thread moves messages meanwhile.
+            if fault_tolerant():
+                self._deaths = self._watch_processes(comm, names, self.watchdog)
+                watcher.add(self._deaths)
+            elif self.thread_level == MPI.THREAD_MULTIPLE:
+                watcher.add(self.watchdog)
 
     def acquire(self, comm: MPI.Comm, count: int) -> list[ChannelSet]:
-        """Return sets of channels that nobody else uses, the same on all ranks. Collective over ``comm``."""
+        """Return unused sets of channels, the same on all ranks. Collective over ``comm``."""
         offered = self._offer()
-        everyones = self._meet(comm, offered)
-        offers = everyones[:, _RANK_NUMBERS:].reshape(comm.size, _MAX_OFFERS, _SET_NUMBERS)
-        stall_s, end_s = (everyones[0, [0, 3]] / 1e6).tolist()
-        wrong = int(everyones[:, 4].max())
-        taken = (
-            [self._sets[number] for number in self._common(offers)[:count]] if min(stall_s, end_s) >= 0 > wrong else []
-        )
+        rows = self._gather_offers(comm, offered)
+        stall_s, end_s = (rows[0, [0, 3]] / 1e6).tolist()
+        wrong = int(rows[:, 4].max())
+        taken: list[ChannelSet] = []
+        if min(stall_s, end_s) >= 0 > wrong:
+            offers = rows[:, _RANK_NUMBERS:].reshape(comm.size, _MAX_OFFERS, _SET_NUMBERS)
+            taken = [self._sets[number] for number in self._common(offers)[:count]]
         for channel_set in offered:
             channel_set.free = channel_set not in taken
         _check_variables(stall_s, end_s, wrong)
-        if self.watch is not None:
-            self.watch.seconds, self.watch.end_s = stall_s, end_s
-        self.thread_level = int(everyones[:, 1].min())
-        self._next = int(everyones[:, 2].max())
+        if self.watchdog is not None:
+            self.watchdog.stall_s, self.watchdog.end_s = stall_s, end_s
+        self.thread_level = int(rows[:, 1].min())
+        self._next = int(rows[:, 2].max())
         while len(taken) < count:
             taken.append(self._make(comm.Dup()))
         for channel_set in taken:
             channel_set.generation += 1
-        self._say_once(comm.rank)
+        if self._dropped and not self._has_warned and comm.rank == 0:
+            self._has_warned = True
+            say(
+                "reducers or transports were dropped without close(); their communicators are used again as "
+                "soon as every rank has collected them. Call close() where one is needed no longer"
+            )
         return taken
 
     def release(self, sets: Iterable[ChannelSet], dropped: bool = False) -> None:
@@ -106,8 +95,8 @@ class Pool:
         self._dropped |= dropped
         sets = list(sets)
         for back in sets:
-            if self.watch is not None:
-                self.watch.forget(back.channels.values())
+            if self.watchdog is not None:
+                self.watchdog.forget(back.channels.values())
             back.users.clear()
         self._announce(sets, 0, dropped)
         for back in sets:
@@ -122,37 +111,11 @@ class Pool:
 
     def _announce(self, sets: Sequence[ChannelSet], user: int, dropped: bool = False) -> None:
         """Tell the ranks that may still wait for this one that it begins no more rounds there, or none for a user."""
-        if self.watch is None or self.over or self.abandoned:
+        if self.watchdog is None or self.over or self.abandoned:
             return
         for channel_set in sets:
-            for rank, number, of_user in list(self._closings):
-                if number == channel_set.number and of_user and user in (0, of_user):
-                    self._closings.pop((rank, number, of_user), None)  # nothing waits for that user here any more
-        closings = [Closing(used.number, used.generation, user, *used.begun) for used in sets]
-        self.watch.close(closings, dropped)
-
-    def record_closing(self, rank: int, closing: Closing) -> None:
-        """Keep a rank's notice, which may come before this rank has made the set or begun its next use."""
-        known = self._sets.get(closing.set_number)
-        if known is not None and known.generation >= closing.generation:
-            retired = 0 < closing.user <= known.last_user and closing.user not in known.users
-            if retired or known.generation > closing.generation:
-                return
-        self._closings[rank, closing.set_number, closing.user] = closing
-
-    def closed_by(self, key: int, number: int, user: int) -> set[int]:
-        """Return the ranks that will not begin this round of a channel and a user."""
-        set_number, place = divmod(key, len(_NAMES))
-        known = self._sets.get(set_number)
-        return {
-            rank
-            for (rank, of_set, of_user), closing in list(self._closings.items())
-            if known is not None
-            and of_set == set_number
-            and of_user in (0, user)
-            and closing.generation == known.generation
-            and closing.begun[place] < number
-        }
+            self._closings.forget(channel_set.number, user)
+        self.watchdog.announce([channel_set.closing(user) for channel_set in sets], dropped)
 
     def revoke(self) -> None:
         """Have everything that ranks are in, or begin, on these communicators end with an error; not collective."""
@@ -161,35 +124,32 @@ class Pool:
                 channel.comm.Revoke()
 
     def abandon(self) -> None:
-        """Give these ranks up, one of which has died: nobody waits for them at the end."""
+        """Give these ranks up, one of which has died: no rank waits for them at the end."""
         self.abandoned = True
-        if self.deaths is not None:
-            self.deaths.stop()
         kept.append(self)
         for key, pool in list(pools.items()):
             if pool is self:
                 del pools[key]
-        if self.watch is not None:
-            lookout.drop(self.watch)
+        for watched in (self._deaths, self.watchdog):
+            watcher.drop(watched)
 
     def progress(self) -> bool:
-        """Move on everything that is under way and return whether nothing is."""
+        """Advance the rounds under way; return whether none is left."""
         return False not in [channel_set.progress() for channel_set in list(self._sets.values())]
 
-    def _watch_processes(self, comm: MPI.Comm, names: Sequence[int]) -> UnreportedDeaths:
+    def _watch_processes(self, comm: MPI.Comm, names: Sequence[int], watchdog: Watchdog) -> UnreportedDeaths:
         """Watch the processes of the other ranks on this rank's host. Collective."""
         mine = np.array(running_process(os.getpid()), np.int64)
-        everyones = np.empty((comm.size, mine.size), np.int64)
-        wait(comm.Iallgather(mine, everyones).Test)
+        rows = np.empty((comm.size, mine.size), np.int64)
+        wait(comm.Iallgather(mine, rows).Test)
         here = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[comm.rank] and rank != comm.rank]
-        peers = {names[rank]: Process(*everyones[rank].tolist()) for rank in here}
-        watch = self.watch
-        return UnreportedDeaths(names[comm.rank], peers, lambda: watch is not None and watch.waits)
+        peers = {names[rank]: Process(*rows[rank].tolist()) for rank in here}
+        return UnreportedDeaths(names[comm.rank], peers, lambda: watchdog.waits)
 
     def _offer(self) -> list[ChannelSet]:
-        """Return the channels that this rank knows to be free; nobody else offers them meanwhile."""
+        """Return the sets that this rank knows to be free; no other thread offers them meanwhile."""
         if sum(not channel_set.free for channel_set in self._sets.values()) > _SETS_BEFORE_GC:
-            gc.collect()  # what had them may be garbage that nobody has looked at yet
+            gc.collect()  # their owners may be garbage that was not collected yet
         with self._lock:
             free = [channel_set for channel_set in self._sets.values() if channel_set.free and channel_set.progress()]
             offered = free[:_MAX_OFFERS]
@@ -197,8 +157,8 @@ class Pool:
                 channel_set.free = False
         return offered
 
-    def _meet(self, comm: MPI.Comm, offered: Sequence[ChannelSet]) -> NDArray[np.int64]:
-        """Exchange the ranks' offers before channels are handed out, a row for each."""
+    def _gather_offers(self, comm: MPI.Comm, offered: Sequence[ChannelSet]) -> NDArray[np.int64]:
+        """Exchange limits, thread levels and offers, a row for each rank."""
         mine = np.full(_RANK_NUMBERS + _MAX_OFFERS * _SET_NUMBERS, -1, np.int64)
         limits_s = variables.seconds("MPICOMP_STALL", STALL_S), variables.seconds("MPICOMP_STALL_END", STALL_END_S)
         stall, end = (round(seconds * 1e6) for seconds in limits_s)
@@ -206,26 +166,27 @@ class Pool:
         for position, channel_set in enumerate(offered):
             start = _RANK_NUMBERS + position * _SET_NUMBERS
             mine[start : start + _SET_NUMBERS] = channel_set.number, *channel_set.begun
-        everyones = np.empty((comm.size, mine.size), np.int64)
-        self._meeting.begun += 1
-        watch = self.watch
-        if watch is not None:
-            watch.begin(self._meeting, self._meeting, self._meeting.begun, "making of a transport")
+        rows = np.empty((comm.size, mine.size), np.int64)
+        self._offers.begun += 1
+        watchdog = self.watchdog
+        if watchdog is None:
+            wait(comm.Iallgather(mine, rows).Test)
+            return rows
+        watchdog.begin(self._offers, self._offers, self._offers.begun, "making of a transport")
         try:
-            wait(comm.Iallgather(mine, everyones).Test, None if watch is None else watch.tick)
+            wait(comm.Iallgather(mine, rows).Test, watchdog.poll_if_due)
         finally:
-            if watch is not None:
-                watch.end(self._meeting)
-        return everyones
+            watchdog.end(self._offers)
+        return rows
 
     def _common(self, offers: NDArray[np.int64]) -> list[int]:
-        """Return the numbers that all ranks offer, with as many rounds begun on a channel as its other ranks have."""
+        """Return the sets that all ranks offer, with equal numbers of rounds begun among the ranks of a channel."""
         of_rank = [{int(row[0]): row[1:].tolist() for row in offer if row[0] >= 0} for offer in offers]
         return [
             number
             for number in sorted(set.intersection(*map(set, of_rank)))
             if all(
-                of_rank[rank][number][_NAMES.index(name)] == of_rank[ranks[0]][number][_NAMES.index(name)]
+                of_rank[rank][number][NAMES.index(name)] == of_rank[ranks[0]][number][NAMES.index(name)]
                 for rank, members in enumerate(self._everyones_members)
                 for name, ranks in members.items()
             )
@@ -235,30 +196,22 @@ class Pool:
         """Make another set on a communicator that nothing else uses. Collective."""
         number = self._next
         self._next += 1
-        whole = Channel(world, self._limit, number * len(_NAMES), self.members[WORLD])
+        whole = Channel(world, self._limit, number * len(NAMES), self.members[WORLD])
         channels = {WORLD: whole}
         if is_split(self.group):
-            for place, name in enumerate(_NAMES[1:], 1):
+            for place, name in enumerate(NAMES[1:], 1):
                 members = self.members.get(name)
                 comm = world.Split(MPI.UNDEFINED if members is None else members[0], world.rank)
                 if members is not None:
-                    channels[name] = Channel(comm, self._limit, number * len(_NAMES) + place, members)
+                    channels[name] = Channel(comm, self._limit, number * len(NAMES) + place, members)
         else:
             alone = Channel(MPI.COMM_SELF, self._limit, _ALONE, [self.group.rank])
             one = self.group.hosts == 1
             channels |= {HOST: whole if one else alone, ACROSS: alone if one else whole}
-        if self.watch is not None:
-            self.watch.add(channels.values())
+        if self.watchdog is not None:
+            self.watchdog.add(channels.values())
         made = self._sets[number] = ChannelSet(number, channels)
         return made
-
-    def _say_once(self, rank: int) -> None:
-        if self._dropped and not self._said and rank == 0:
-            self._said = True
-            say(
-                "reducers or transports were dropped without close(); their communicators are used again as "
-                "soon as every rank has collected them. Call close() where one is needed no longer"
-            )
 
 
 def is_split(group: Group) -> bool:
@@ -269,46 +222,41 @@ def is_split(group: Group) -> bool:
 _Ranks = tuple[tuple[int, ...], tuple[int, ...] | None, int]
 
 pools: dict[_Ranks | Pool, Pool] = {}
-"""All of this process; those of ranks that are not in MPI.COMM_WORLD go by themselves."""
+"""All pools of this process; one with ranks outside of MPI.COMM_WORLD is its own key."""
 
 
 def pool_of(comm: MPI.Comm, layout: Sequence[int] | None, limit: int) -> Pool:
     """Return the pool of a communicator's ranks; see `Pool` for the others. Collective over ``comm``."""
-    names = _world_ranks(comm)
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    names = tuple(group.Translate_ranks(None, world))
+    group.Free()
+    world.Free()
     key = (names, None if layout is None else tuple(layout), limit)
     known = MPI.UNDEFINED not in names
     if known and key in pools:
         return pools[key]
-    _gather_all(comm)
+    _barrier(comm)
     made = Pool(comm, names if known else range(comm.size), layout, limit)
     pools[key if known else made] = made
     return made
 
 
-def _gather_all(comm: MPI.Comm) -> None:
-    """Wait until all ranks have come for the first time, and say after a while that some have not."""
-    began, said = time.monotonic(), False
+def _barrier(comm: MPI.Comm) -> None:
+    """Wait until all ranks are here for the first time, and warn after a while that some are missing."""
+    began, has_warned = time.monotonic(), False
     seconds = variables.seconds("MPICOMP_STALL", STALL_S) or float("inf")
 
-    def meanwhile() -> None:
-        nonlocal said
-        if not said and time.monotonic() - began > (seconds if seconds > 0 else STALL_S):
-            said = True
+    def warn_after_a_while() -> None:
+        nonlocal has_warned
+        if not has_warned and time.monotonic() - began > (seconds if seconds > 0 else STALL_S):
+            has_warned = True
             say(
                 f"rank {MPI.COMM_WORLD.rank} has waited for {time.monotonic() - began:.0f} s for the other "
                 "ranks to make a reducer or a transport, too; all ranks of its communicator have to. MPICOMP_STALL=0 "
                 "turns this off"
             )
 
-    wait(comm.Ibarrier().Test, meanwhile)
-
-
-def _world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    names = tuple(group.Translate_ranks(None, world))
-    group.Free()
-    world.Free()
-    return names
+    wait(comm.Ibarrier().Test, warn_after_a_while)
 
 
 def hosts_of_ranks(comm: MPI.Comm) -> list[int]:

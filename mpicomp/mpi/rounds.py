@@ -3,7 +3,7 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -159,6 +159,8 @@ class Round:
     arrived: Callable[[int, int], None] | None = None
     background: bool = False
     once: bool = False
+    calls_made: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    """MPI's calls, kept by the transport for a round that is yielded again with the same arrays and counts."""
 
     def sent_bytes(self, group: Group) -> int:
         """Return the payload in bytes that this rank sends; ``group`` is the round's."""
@@ -261,30 +263,6 @@ def advance(exchange: Rounds[Value], reply: Any = None) -> Request | Returned[Va
         return exchange.throw(reply) if isinstance(reply, RankFailedError) else exchange.send(reply)
     except StopIteration as stop:
         return Returned(stop.value)
-
-
-def drive(exchange: Rounds[Value], answer: Callable[[Request], Any]) -> Value:
-    """Run a generator of rounds to its end and return its value.
-
-    ``answer`` runs a round and returns the reply: what was received, or a `Pending` for a round in the background.
-
-    >>> import numpy as np
-    >>> from mpicomp.mpi.rounds import Round
-    >>> def total(number):
-    ...     received = yield Round("allreduce", (1,), np.dtype("f8"), send=np.array([number]), recv=np.empty(1))
-    ...     return received.tolist()
-    >>> drive(total(2.0), lambda task: 3 * task.send)  # as among three ranks
-    [6.0]
-    """
-    request = advance(exchange)
-    while not isinstance(request, Returned):
-        reply: Any
-        try:
-            reply = answer(request)
-        except RankFailedError as error:
-            reply = error
-        request = advance(exchange, reply)
-    return request.value
 
 
 def observe(

@@ -1,4 +1,4 @@
-"""The base class of transports, the log of rounds that each of them keeps, and waiting with naps."""
+"""The base class of transports, the log of rounds that each of them keeps, and how a rank waits."""
 
 import math
 import os
@@ -31,12 +31,10 @@ class RoundLog:
 
     @property
     def operation(self) -> str:
-        """The operation."""
         return self.task.operation
 
     @property
     def seconds(self) -> float:
-        """Seconds that it took on this rank."""
         return self.end - self.begin
 
     @property
@@ -60,10 +58,9 @@ class Transport(ABC):
     """Runs rounds for one rank of a group."""
 
     group: Group
-    generation: int = 0  # how often ranks have died and the group has become that of the others
-    family: str | None = None
-    """Names transports for which the same holds: what was measured through one is known of others. None: of itself."""
-    concurrent: bool = True  # whether the ranks run side by side, so that one may wait for the others wherever it is
+    generation: int = 0  # how often ranks have died and the others have become the group
+    family: str | None = None  # transports of one family share measured costs; None: this one shares with no other
+    concurrent: bool = True  # whether ranks run side by side, so that one may wait for the others anywhere
     probes: bool = True  # whether time passes in rounds, so that it can be measured
     times_kernels: bool = True
     """Whether time passes between rounds on its clock: on that of a simulated network kernels take none."""
@@ -79,17 +76,12 @@ class Transport(ABC):
     def start(self, task: Round) -> Pending:
         """Begin a round. Collective over its group."""
 
-    def channels(self, count: int) -> "list[Transport]":
-        """Return other transports of the same ranks, for rounds at the same time as this one's.
+    def channel(self) -> "Transport":
+        """Return another transport of the same ranks, whose rounds have no order among this one's.
 
-        Collective over the group, as is each start of a round on one of them, in one order on all ranks. Between
-        channels there is no order. The caller closes them.
+        Collective over the group. The caller closes it.
         """
         raise MpicompError(f"transport: {type(self).__name__} does not run several rounds at once")
-
-    def subgroup(self, count: int) -> "Transport | None":
-        """Return a transport of the first ranks; None on the others. Collective. The caller closes it."""
-        raise MpicompError(f"transport: {type(self).__name__} does not run rounds of some ranks")
 
     def check_threads(self, alone: bool) -> None:  # noqa: B027, a transport may not mind
         """Raise `LaunchError` where no thread may run rounds; ``alone``: no other thread runs any at the same time."""
@@ -152,21 +144,17 @@ class Transport(ABC):
         """Note the purpose of the rounds, ``text % values``, for messages about ranks that wait."""
 
     def enter(self) -> int:
-        """Return a number for what runs rounds here from now on, the same on all ranks; see `retire`."""
+        """Return the number of a new user of this transport, the same on all ranks; see `retire`."""
         return 0
 
     def retire(self, user: int) -> None:  # noqa: B027, ranks of one process do not wait for each other
         """Note that a user runs no more rounds on this rank; not collective."""
 
-    def hosts(self) -> int:
-        """Return the number of hosts that the ranks are on."""
-        return self.group.hosts
-
     def abort_exchange(self, error: BaseException) -> None:  # noqa: B027, a transport may be one rank's alone
         """Begin no more rounds, as this rank alone failed in the middle of some: others wait, so the job ends."""
 
     def check_survives(self, subsystem: str) -> None:
-        """Raise `ConfigurationError`, with what to do, where they cannot."""
+        """Raise `ConfigurationError` where the other ranks cannot outlive one that dies."""
         raise ConfigurationError(
             f"{subsystem}: on_failure='shrink' needs ranks that are processes, and {type(self).__name__} has none"
         )
@@ -175,7 +163,7 @@ class Transport(ABC):
         """Have every round that ranks are in, or begin, end with `RankFailedError`; not collective."""
 
     def agree(self, flag: bool) -> bool:
-        """Return whether all ranks say so, the same on all that are left; False where one has died. Collective."""
+        """Return whether all ranks pass True, the same on all that are left; False where one has died. Collective."""
         raise MpicompError(f"transport: {type(self).__name__} has no ranks that die")
 
     def shrink(self) -> list[int]:
@@ -191,40 +179,37 @@ def received(task: Round) -> NDArray[Any]:
     return np.empty(0, task.dtype) if task.recv is None else task.recv
 
 
-SHORTEST_S = 50e-6  # seconds of the first nap
-LONGEST_S = 200e-6  # seconds up to which naps double
+SHORTEST_S = 50e-6  # seconds of the first sleep
+LONGEST_S = 200e-6  # seconds up to which sleeps double
 
 
-class Naps:
-    """Rests between tests of whether something is done: first the core is yielded to others, then naps grow."""
+class Backoff:
+    """Rests between tests of whether something is done: the core is yielded at first, then sleeps grow."""
 
-    def __init__(
-        self, eager: int = 200, meanwhile: Callable[[], None] | None = None, longest: float = LONGEST_S
-    ) -> None:
-        self._eager = eager
-        self._meanwhile = meanwhile
+    def __init__(self, eager: int = 200, on_wait: Callable[[], None] | None = None, longest: float = LONGEST_S) -> None:
+        self._eager = eager  # rests that only yield the core
+        self._on_wait = on_wait
         self._longest = longest
         self.reset()
 
     def reset(self) -> None:
-        """Be eager again: something was done."""
+        """Start again: something was done."""
         self._left = self._eager
-        self._nap = SHORTEST_S
+        self._sleep_s = SHORTEST_S
 
     def rest(self) -> None:
-        """Yield the core at first, sleep later."""
         if self._left:
             self._left -= 1
             os.sched_yield()
         else:
-            if self._meanwhile is not None:
-                self._meanwhile()
-            time.sleep(self._nap)
-            self._nap = min(2 * self._nap, self._longest)
+            if self._on_wait is not None:
+                self._on_wait()
+            time.sleep(self._sleep_s)
+            self._sleep_s = min(2 * self._sleep_s, self._longest)
 
 
-def wait(done: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
-    """Test until something is done, with naps in between."""
-    naps = Naps(meanwhile=meanwhile)
+def wait(done: Callable[[], bool], on_wait: Callable[[], None] | None = None) -> None:
+    """Test until something is done, with rests in between."""
+    backoff = Backoff(on_wait=on_wait)
     while not done():
-        naps.rest()
+        backoff.rest()

@@ -606,7 +606,7 @@ class Reducer:
             self._on_failure(list(self.lost_ranks), transport.group.size)
 
     def stream(self, thread: ProgressThread, scale: float = 1.0, checks: Checks = NO_CHECKS) -> Stream | None:
-        """Begin a step whose arrays are passed one by one, and exchanged meanwhile by a thread with one channel.
+        """Begin a step whose arrays are passed one by one, and exchanged by a thread meanwhile.
 
         None if all arrays have to be there first, the same on all ranks: at the first step, and if gradients are
         clipped by the norm of all of them. Collective, as rounds are: between this and `Stream.finish` nothing else of

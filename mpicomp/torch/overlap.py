@@ -206,7 +206,7 @@ def start_overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[Progres
     is_able, is_useful = (bool(column.all()) for column in rows[:, :2].T)
     is_open = bool(rows[:, 2].any())
     if is_able and is_useful:
-        return ProgressThread(transport, channels=1).start(), is_open
+        return ProgressThread(transport).start(), is_open
     if is_useful and group.rank == 0:
         warn_user(f"gradients are exchanged after backward, not during it: {problem}")
     return None, is_open

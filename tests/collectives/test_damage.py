@@ -315,7 +315,7 @@ def test_damage_over_mpi_is_one_error_on_all_ranks(comm, monkeypatch, bucket, ov
         return  # nobody is sent anything
     twin = new_world([0] * comm.size, mpicomp.TopK(ratio=0.05), "oktopk")
     reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.05), "oktopk", bucket_bytes=300, comm=comm)
-    with ProgressThread(reducer.transport, channels=1) if overlap else nullcontext() as thread:
+    with ProgressThread(reducer.transport) if overlap else nullcontext() as thread:
         for step in range(2):
             twin.reduce(gradients(comm.size, step))
             reduce_with(reducer, thread, gradients(comm.size, step)[comm.rank])

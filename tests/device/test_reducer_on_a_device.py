@@ -125,7 +125,7 @@ def test_each_array_is_handed_over_in_the_stream_that_makes_it(cupy):
     reducer = Ranks(1, mpicomp.TopK(ratio=1.0), bucket_bytes=80).reducers[0]
     streams = {name: cupy.driver.stream() for name in "abc"}
     reducer.reduce({name: cupy.asarray(np.zeros(20, np.float32)) for name in streams})
-    with ProgressThread(reducer.transport, channels=1) as thread:
+    with ProgressThread(reducer.transport) as thread:
         for step in range(3):
             begun, given = reducer.stream(thread), {}
             for place, (name, stream) in enumerate(streams.items()):

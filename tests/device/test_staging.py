@@ -75,7 +75,7 @@ def test_gradients_are_copied_by_the_thread_that_passes_them(copying):
     gradients = {name: on_gpu(np.full(10, 7, np.float32)) for name in "ab"}
     reducer.reduce(gradients)
     copying.clear()
-    with ProgressThread(reducer.transport, channels=1) as thread:
+    with ProgressThread(reducer.transport) as thread:
         stream = reducer.stream(thread)
         for name, gradient in gradients.items():
             stream.put(name, gradient)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from lockstep import drive
 
 import mpicomp
 from mpicomp import kernels
@@ -44,7 +45,7 @@ from mpicomp.cost.network_model import Network
 from mpicomp.errors import DisagreementError, MpicompError
 from mpicomp.gpu.device import activated
 from mpicomp.mpi import LocalWorld
-from mpicomp.mpi.rounds import Returned, Round, advance, drive, observe
+from mpicomp.mpi.rounds import Returned, Round, advance, observe
 from mpicomp.policies import POLICIES
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.reducer.agreement import Signature, agree

@@ -178,7 +178,7 @@ class Episode:
             comm = self._transport = MPITransport(self.comm, self.limit, self.layout)
         self.reducer = mpicomp.Reducer(**self.settings, comm=comm)
         if self.overlap:
-            self.thread = ProgressThread(self.reducer.transport, channels=1).start()
+            self.thread = ProgressThread(self.reducer.transport).start()
 
     def _close(self):
         if self.thread is not None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from faults import fuzz
 from faults.messages import decoders, exchanges
+from lockstep import drive
 from marks import slow
 from mpicomp.kernels import cpu
 
@@ -17,7 +18,7 @@ from mpicomp.collectives import Context, bind
 from mpicomp.collectives.scheme import check_counts
 from mpicomp.errors import MessageError
 from mpicomp.mpi import LocalWorld
-from mpicomp.mpi.rounds import Group, drive
+from mpicomp.mpi.rounds import Group
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.testing import mean_of
 from mpicomp.testing.examples import accumulated

@@ -362,7 +362,7 @@ def test_foreign_error_in_an_exchange_ends_the_job(job, body, said):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [slow("plain", "MPI has come to its end on this rank"), slow("overlap", "submit nothing after stop")],
+    [slow("plain", "MPI is finalized on this rank"), slow("overlap", "submit nothing after stop")],
 )
 def test_step_after_finalize_is_a_closed_error(job, kind, said):
     body = """

@@ -77,7 +77,7 @@ for step in range(first, last):
         if when == 0 and name == victim:
             die()
     mean = reducer.reduce({"w": draw(step, name, (50, 40))})["w"].copy()
-    lost = reducer.last_step.lost_ranks
+    lost = list(reducer.last_step.lost_ranks)
     assert lost == ([victim] if victim >= 0 and step == last // 2 else []), (step, lost)
     assert reducer.last_step.step == step
 outcome = {"mean": mean, "residual": reducer.residual("w"), "calls": calls, "left": reducer.transport.group.size}

@@ -160,7 +160,7 @@ import threading, time
 import numpy as np
 from mpicomp.mpi.thread import ProgressThread
 reducer = mpicomp.Reducer("dense")
-thread = ProgressThread(reducer.transport, channels=1).start()
+thread = ProgressThread(reducer.transport).start()
 reducer.reduce({{"w": np.ones(4)}})
 deadline = time.monotonic() + 5
 while any(os.sched_getaffinity(thread.native_id) != had for thread in threading.enumerate()[1:]):

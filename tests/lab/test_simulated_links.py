@@ -29,7 +29,7 @@ def slowest(comm, run):
 
 
 def test_every_rank_is_on_a_host_of_its_own(comm, links):
-    assert links.hosts() == comm.size
+    assert links.group.hosts == comm.size
 
 
 def test_allreduce_takes_the_seconds_of_a_ring(comm, links):

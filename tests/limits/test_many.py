@@ -70,7 +70,7 @@ def test_thousand_buckets_over_mpi_are_reduced(comm, overlap):
     from mpicomp.mpi.thread import ProgressThread
 
     reducer = mpicomp.Reducer("topk", "star-topk:ring", bucket_bytes=1, comm=comm)
-    thread = ProgressThread(reducer.transport, channels=1).start() if overlap else None
+    thread = ProgressThread(reducer.transport).start() if overlap else None
     left = 0.0
     for step in range(3):
         everyones = draw(step, comm.size, 1000)

@@ -50,7 +50,7 @@ def test_ranks_know_their_groups(transports, comm):
         group = transport.group
         on_my_host = layout.count(layout[comm.rank])
         assert (group.rank, group.size, group.hosts) == (comm.rank, comm.size, len(set(layout)))
-        assert transport.hosts() == len(set(layout))
+        assert transport.group.hosts == len(set(layout))
         assert group.part("host").size == on_my_host
         everyones = comm.allgather(tuple(None if p is None else p.identical_sums for p in map(group.part, NAMES)))
         assert all(len({flags[place] for flags in everyones} - {None}) == 1 for place in range(3))

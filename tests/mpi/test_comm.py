@@ -1,4 +1,4 @@
-"""What ranks find out about each other at the start, the log of rounds, and transports of some of them."""
+"""What ranks find out about each other at the start, and the log of rounds."""
 
 import os
 
@@ -52,17 +52,6 @@ def test_log_has_an_entry_for_each_round(transport):
     assert entry.wire_bytes == pytest.approx(2 * (ranks - 1) / ranks * 400)
 
 
-def test_subgroup_exchanges_among_its_ranks(transport, comm):
-    for count in range(1, comm.size + 1):
-        some = transport.subgroup(count)
-        assert (some is None) == (comm.rank >= count)
-        if some is not None:
-            assert (some.group.rank, some.group.size) == (comm.rank, count)
-            send, recv = np.ones(3), np.empty(3)
-            assert some.perform(Round("allreduce", (3,), recv.dtype, send=send, recv=recv)).tolist() == [count] * 3
-            some.close()
-
-
 @pytest.fixture
 def one_core():
     """Let this rank run on one of its cores only; give a function that says which."""
@@ -110,12 +99,12 @@ def test_ranks_on_hosts_of_their_own_share_no_cores(comm, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("setting", "cores", "naps"), [(None, 0.5, True), (None, 1.0, False), ("0", 0.5, False), ("1", 2.0, True)]
+    ("setting", "cores", "sleeps"), [(None, 0.5, True), (None, 1.0, False), ("0", 0.5, False), ("1", 2.0, True)]
 )
-def test_ranks_that_share_a_core_take_naps(comm, monkeypatch, setting, cores, naps):
-    from mpicomp.mpi.comm import takes_naps
+def test_ranks_that_share_a_core_sleep(comm, monkeypatch, setting, cores, sleeps):
+    from mpicomp.mpi.comm import sleeps_while_waiting
 
     monkeypatch.delenv("MPICOMP_NAPS", raising=False)
     if setting is not None:
         monkeypatch.setenv("MPICOMP_NAPS", setting)
-    assert takes_naps(comm, cores) is naps
+    assert sleeps_while_waiting(comm, cores) is sleeps

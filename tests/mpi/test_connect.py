@@ -133,8 +133,8 @@ if MPI.Is_initialized() and not MPI.Is_finalized():
 @pytest.mark.parametrize(
     ("initialize", "before", "says"),
     [
-        (False, "", "mpi: MPI has not begun in this process"),
-        (True, "MPI.Finalize()", "mpi: MPI has come to its end in this process"),
+        (False, "", "mpi: MPI is not initialized"),
+        (True, "MPI.Finalize()", "mpi: MPI is finalized and cannot be initialized again"),
         (False, "MPI.Init_thread()", "made"),
     ],
     ids=["not begun", "over", "begun by the program"],

@@ -1,4 +1,4 @@
-"""Generators at once, in a world of one rank and on a transport whose rounds are done when the test says so."""
+"""Generators in a thread, in a world of one rank and on a transport whose rounds are done when the test says so."""
 
 import gc
 import threading
@@ -9,7 +9,7 @@ import pytest
 from mpicomp.errors import ClosedError, MpicompError
 from mpicomp.mpi import LocalWorld, Transport
 from mpicomp.mpi.rounds import Group, Pending, Round
-from mpicomp.mpi.thread import ProgressThread, RoundScheduler
+from mpicomp.mpi.thread import ProgressThread
 
 
 class Held(Pending):
@@ -28,11 +28,9 @@ class Slow(Transport):
         super().__init__()
         self.group = Group(0, 1)
         self.started = []
-        self.ends = []
 
-    def channels(self, count):
-        self.ends = [Slow() for _ in range(count)]
-        return self.ends
+    def channel(self):
+        return self
 
     def start(self, task):
         self.started.append(Held(task))
@@ -73,67 +71,34 @@ def alone():
     return LocalWorld(1).transports[0]
 
 
-@pytest.mark.parametrize("channels", [1, 2, 5])
-def test_results_come_in_the_order_of_the_generators(alone, channels):
-    scheduler = RoundScheduler(alone, channels)
-    exchanges = [ask(float(number), rounds=7 - number) for number in range(6)]
-    assert scheduler.run([*exchanges, in_the_background(8.0)]) == [[float(n)] for n in range(6)] + [[9.0, 8.0]]
-    assert scheduler.run([]) == []
-
-
 def test_each_generator_has_a_log(alone):
-    scheduler = RoundScheduler(LocalWorld(1).transports[0], 2)
-    jobs = [scheduler.submit(ask(1.0, rounds=3)), scheduler.submit(ask(1.0, rounds=5))]
-    jobs.append(scheduler.submit(in_the_background(1.0)))
-    scheduler.run([])
-    assert [len([entry for entry in job.log if entry.sends]) for job in jobs] == [3, 5, 2]
-    assert [len([entry for entry in job.log if not entry.sends]) for job in jobs] == [0, 0, 1]  # waits for the last one
+    with ProgressThread(alone) as thread:
+        jobs = [thread.submit(exchange) for exchange in (ask(1.0, rounds=3), in_the_background(8.0))]
+    assert [job.result() for job in jobs] == [[1.0], [9.0, 8.0]]
+    assert [len([entry for entry in job.log if entry.sends]) for job in jobs] == [3, 2]
+    assert [len([entry for entry in job.log if not entry.sends]) for job in jobs] == [0, 1]  # waits for the last one
     assert all(entry.operation == "allreduce" and entry.seconds >= 0 for job in jobs for entry in job.log)
 
 
-def test_failing_generator_leaves_others_running(alone):
-    scheduler = RoundScheduler(alone, 2)
-    jobs = [scheduler.submit(exchange) for exchange in (fails(2), ask(1.0, 5), ask(2.0), ask(3.0))]
-    with pytest.raises(ValueError, match="here"):
-        scheduler.run([fails(1), ask(4.0)])
-    assert scheduler.idle
-    with pytest.raises(ValueError, match="here"):
-        jobs[0].result()
-    assert [job.result() for job in jobs[1:]] == [[1.0], [2.0], [3.0]]
-
-
-def test_channels_wait_for_nobody_and_keep_their_order():
+def test_rounds_begin_in_the_order_of_the_jobs():
     transport = Slow()
-    scheduler = RoundScheduler(transport, 2)
-    jobs = [scheduler.submit(ask(float(number), rounds=2)) for number in range(4)]
-    even, odd = transport.ends
-
-    def numbers(end):
-        return [held.task.send[0] for held in end.started]
-
-    assert scheduler.poll()
-    assert not scheduler.poll()
-    assert (numbers(even), numbers(odd)) == ([0.0], [1.0])
-    for _ in range(2):  # the odd channel goes on to its end, the even one stays
-        odd.started[-1].done = True
-        assert scheduler.poll()
-    assert jobs[1].done()
-    assert scheduler.poll()
-    assert (numbers(even), numbers(odd)) == ([0.0], [1.0, 1.0, 3.0])
-    assert not jobs[0].done()
-    assert not jobs[0].cancel()
-    while not scheduler.idle:
-        for end in transport.ends:
-            for held in end.started:
+    with ProgressThread(transport) as thread:
+        jobs = [thread.submit(ask(float(number), rounds=2)) for number in range(3)]
+        assert not jobs[0].cancel()
+        while not jobs[-1].done():
+            begun = len(transport.started)
+            done = [job.done() for job in reversed(jobs)]  # in this order, since the thread does not stop meanwhile
+            assert done == sorted(done)
+            assert [held.done for held in transport.started[: begun - 1]] == [True] * max(begun - 1, 0)
+            for held in transport.started[:begun]:
                 held.done = True
-        scheduler.poll()
-    assert (numbers(even), numbers(odd)) == ([0.0, 0.0, 2.0, 2.0], [1.0, 1.0, 3.0, 3.0])
-    assert [job.result() for job in jobs] == [[0.0], [1.0], [2.0], [3.0]]
+    assert [held.task.send[0] for held in transport.started] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    assert [job.result() for job in jobs] == [[0.0], [1.0], [2.0]]
 
 
 def test_thread_runs_generators_and_ends(alone):
     before = threading.active_count()
-    thread = ProgressThread(alone, 2)
+    thread = ProgressThread(alone)
     with pytest.raises(MpicompError, match="call start"):
         thread.submit(ask(1.0))
     thread.start()
@@ -153,7 +118,7 @@ def test_thread_runs_generators_and_ends(alone):
 
 
 def test_end_of_a_block_waits_for_submitted_jobs(alone):
-    with ProgressThread(alone, 2) as thread:
+    with ProgressThread(alone) as thread:
         jobs = [thread.submit(ask(float(number), rounds=50)) for number in range(3)]
     assert [job.result(timeout=0) for job in jobs] == [[0.0], [1.0], [2.0]]
 
@@ -189,12 +154,6 @@ def test_failure_in_a_block_does_not_wait_for_jobs():
         block()
     with pytest.raises(ClosedError, match="before this was done"):
         jobs[0].result(timeout=0)
-
-
-def test_rounds_of_several_ranks_in_one_process_go_together():
-    scheduler = RoundScheduler(LocalWorld(2).transports[0])
-    with pytest.raises(MpicompError, match=r"use LocalWorld\.run"):
-        scheduler.run([ask(1.0)])
 
 
 LEVELS = """

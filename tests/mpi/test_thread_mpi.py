@@ -1,4 +1,4 @@
-"""Generators at once over MPI, on ranks that go at different speeds."""
+"""Generators in a thread while others run over MPI, on ranks that go at different speeds."""
 
 import time
 
@@ -45,24 +45,11 @@ def programs(layout, rank):
     return [unsteady(program, [rank, place], asked_for[place]) for place, program in enumerate(made)], asked_for
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_scheduler_gives_the_results_of_single_runs(transports, comm, channels):
-    from mpicomp.mpi.thread import RoundScheduler
-
-    for layout, transport in transports:
-        scheduler = RoundScheduler(transport, channels)
-        looked = scheduler.run(programs(layout, comm.rank)[0])
-        assert looked[0] > 0
-        assert looked == [transport.run(program) for program in programs(layout, comm.rank)[0]]
-        scheduler.close()
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_thread_runs_generators_during_other_rounds(transports, comm, channels):
+def test_thread_runs_generators_during_other_rounds(transports, comm):
     from mpicomp.mpi.thread import ProgressThread
 
     for layout, transport in transports:
-        with ProgressThread(transport, channels) as thread:
+        with ProgressThread(transport) as thread:
             made, asked_for = programs(layout, comm.rank)
             jobs = [thread.submit(program) for program in made]
             value = transport.run(at_once(layout, comm.rank, dtypes=[np.float32]))

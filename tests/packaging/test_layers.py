@@ -34,7 +34,10 @@ LAYERS = [
 # Who may import what from outside, at whatever place in the file.
 HOMES = {
     "mpi4py": (
-        *(f"mpicomp/mpi/{name}.py" for name in ("comm", "channel", "pool", "watchdog", "failures", "end", "connect")),
+        *(
+            f"mpicomp/mpi/{name}.py"
+            for name in ("comm", "channel", "pool", "watchdog", "mailbox", "failures", "end", "connect")
+        ),
         "mpicomp/gpu/routes.py",
         "mpicomp/job/abort.py",
         "mpicomp/job/doctor/",
