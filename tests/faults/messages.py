@@ -478,7 +478,7 @@ def _learned_code(rng, fence):
         rooms[0][:], rooms[1][:] = np.split(message, [weights.nbytes])
         with activated(fence), np.errstate(all="ignore"):
             code.use(rooms[0].view(np.float32))
-            code.turn(int(rooms[0][0]))
+            code.begin_step(int(rooms[0][0]))
             coded = rooms[1].view(dtype)
             for worker in range(ranks):
                 code.decode(coded, outs[0], worker)
