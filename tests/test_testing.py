@@ -290,7 +290,7 @@ def turns(registry):
     [
         ("reasons", "ranks_have_the_same_plans", "plans differ at step 0"),
         ("forgets", "it_goes_on_after_a_checkpoint", "takes the place of"),
-        ("keeps an array", "it_goes_on_after_a_checkpoint", "state_dict must hold what JSON can"),
+        ("keeps an array", "it_goes_on_after_a_checkpoint", "state_dict must hold JSON's types"),
         ("waits", "a_step_does_not_wait", "in 20 of 20 steps ranks waited"),
     ],
 )

@@ -118,7 +118,7 @@ class Table(Reused):
         return self.result(_all, dtype)
 
 
-def spare_number() -> Any:
+def reused_number() -> Any:
     """Return an array of one uint64, not cleared, whose memory is used again once it is free."""
     return reuse(Table, 1).all(np.uint64)
 

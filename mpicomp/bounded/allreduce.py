@@ -46,10 +46,10 @@ def allreduce(
     Collective over ``comm``. With a compressor elements that are not sent are lost. To average arrays in every step use
     a `Reducer`, which keeps unsent elements, its buffers and its communicator.
 
-    With ``error`` every element of the result differs from the exact one by at most so much: ranks add integers on a
-    shared grid, in packed blocks (see docs/collectives.md). Blocks of much larger numbers are sent as they are. For
+    With ``error`` every element of the result differs from the exact one by at most that: ranks add integers on a
+    shared grid, in packed blocks (see docs/collectives.md). Blocks of much larger numbers are sent uncoded. For
     results above about 8 million times ``error`` in float32, 1e15 times in float64, the dtype has no closer numbers:
-    there one spacing of its numbers is added. NaN and infinity come out as in any sum.
+    there one spacing of its numbers is added. NaN and infinity are as in any sum.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ Let ``e`` be the bound of the mean, or that of the sum divided by the ranks. The
    with ``|x|`` are less than ``e / 32``.
 5. So each rank adds less than ``e`` to the error of the sum, and the mean is within ``e``.
 
-A block with a larger number is sent as it is, and its sum over the ranks is exact until it is rounded. Then 5 holds up
+A block with a larger number is sent uncoded, and its sum over the ranks is exact until it is rounded. Then 5 holds up
 to ``2**23 e`` and ``2**50 e``; beyond, the dtype has no closer numbers, and the last rounding can add one spacing of
 them to ``e``.
 """
@@ -27,14 +27,14 @@ from mpicomp.mpi.rounds import Group, Round, Rounds, gather_rows, parts_of
 
 _WORD = np.dtype(np.uint64)
 _NAME = "allreduce with a bound"
-_DAMAGED = -1  # in place of the length of a sum: its owner could not read what it was sent
+_DAMAGED = -1  # in place of the length of a sum: its owner could not parse a message
 _USED = 31 / 32  # share of the bound for the rounding to the grid
 _REACH = {4: 2.0**18, 8: 2.0**44}  # largest numbers that become integers, over e, by the bytes of an element
 _SPARE_BITS = 5  # of integers that hold sums: a sign, differences of differences, and signs folded in
 
 
 class Grid(NamedTuple):
-    """The grid of an array: its step, the largest magnitude that is rounded to it, and what a sum is divided by."""
+    """The grid of an array: its step, the largest magnitude that is rounded to it, and the divisor of a sum."""
 
     step: float
     limit: float
@@ -104,7 +104,6 @@ def bounded_sum(array: NDArray[np.floating], out: NDArray[np.floating], grid: Gr
 def _unreadable(
     messages: NDArray[np.uint64], starts: NDArray[np.int64], counts: list[int], itemsize: int
 ) -> MessageError | None:
-    """Return the error of the first message that is not what its length says."""
     from mpicomp.kernels.cpu.bounded_blocks import check_bounded
 
     for rank, (count, (start, stop)) in enumerate(zip(counts, pairwise(starts), strict=True)):

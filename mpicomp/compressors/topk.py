@@ -157,7 +157,7 @@ def bounds_for(accumulated: Accumulated, context: Context, name: str) -> tuple[A
     """
     found = context.memory.get(name)
     bound = current_device().zeros(1, np.uint64) if found is None else current_device().to_device(found)
-    following = context.memory[name] = accumulated.kernels.spare_number()
+    following = context.memory[name] = accumulated.kernels.reused_number()
     return bound, following
 
 

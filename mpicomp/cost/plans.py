@@ -27,7 +27,9 @@ _MAX_SURPRISE_LOG = 0.5  # kernel seconds that differ by more count as this much
 _MIN_S = 1e-6  # shorter times are not resolved
 _MIN_KERNELS_S = 1e-7
 _CHANGED_SD = 0.1  # standard deviation that a change of the network adds
-_DOUBTED_SD = 0.6  # of a plan whose seconds were outliers on unchanged links: a tenth or ten times is no outlier then
+_OUTLIER_PLAN_SD = (
+    0.6  # of a plan whose seconds were outliers on unchanged links: a tenth or ten times is no outlier then
+)
 
 _RECENT_PAIRS = 32  # pairs of measurements that count
 _MIN_PAIRS = 3  # from which on contention is estimated
@@ -199,10 +201,10 @@ class Candidates:
         self._last_step[plan] = self._step
         return changed
 
-    def doubt(self, plan: int) -> None:
-        """Learn the next measurements of a plan, far as they may be: its links have not changed."""
+    def widen(self, plan: int) -> None:
+        """Raise a plan's variance after outliers on unchanged links, so that the next measurements are learned."""
         correction = self._corrections[2][int(self._plans.round_of[plan])]
-        correction.variance = max(correction.variance, _DOUBTED_SD**2)
+        correction.variance = max(correction.variance, _OUTLIER_PLAN_SD**2)
 
     def inflate_variance(self, inflated: set[int] | None = None) -> None:
         """Inflate corrections of rounds, once for all buckets (by ``inflated``), after links were measured again."""

@@ -228,7 +228,7 @@ class CudaDevice(Device):
         with self.active():
             for part in parts:
                 if part.out is not None:
-                    narrow(part.of(mean), part.described.dtype, part.out)
+                    narrow(part.cut(mean), part.described.dtype, part.out)
         streams = streams_of(part.like for part in parts)
         if streams:
             self._mark.record(self.stream)
@@ -297,13 +297,13 @@ class CudaDevice(Device):
         for part in parts:
             like, found = part.like, device_array(part.like)
             if found is None:
-                yield self.to_host(part.of(mean)).reshape(like.shape)
+                yield self.to_host(part.cut(mean)).reshape(like.shape)
             elif part.out is not None:
                 yield as_kind_of(like, part.out.view(found.dtype).reshape(found.shape))
             else:
                 if type(like) not in wholes:
                     wholes[type(like)] = as_kind_of(like, mean)
-                yield part.of(wholes[type(like)]).reshape(found.shape)
+                yield part.cut(wholes[type(like)]).reshape(found.shape)
 
     def _view(self, array: Any, found: DeviceArray) -> Any:
         if isinstance(array, self._cupy.ndarray):

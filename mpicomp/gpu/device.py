@@ -24,7 +24,7 @@ class MeanPart(NamedTuple):
     out: Any
     """Array of uint16, shape (numel,), for 16-bit results; None for others."""
 
-    def of(self, mean: Any) -> Any:
+    def cut(self, mean: Any) -> Any:
         """Return the part."""
         return mean[self.start : self.start + self.described.numel]
 

@@ -105,7 +105,7 @@ class Interval(MeasuredPolicy):
 
     def plan(self, bucket: int) -> Plan:
         table = self._selector.tables[bucket]
-        return self._selector.plan(bucket, table.of(self._chosen[1]), self._reason)
+        return self._selector.plan(bucket, table.rows_of(self._chosen[1]), self._reason)
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         if self._selector.measured:
@@ -131,7 +131,7 @@ class Interval(MeasuredPolicy):
         choices = _INTERVALS if self.chooses_steps else (1,)
         tables = [(table, self._selector.seconds(bucket)) for bucket, table in enumerate(self._selector.tables)]
         levels = range(tables[0][0].kept.size)
-        exchange_s = [sum(float(seconds[table.of(level)].min()) for table, seconds in tables) for level in levels]
+        exchange_s = [sum(float(seconds[table.rows_of(level)].min()) for table, seconds in tables) for level in levels]
         fits = [
             (steps, level)
             for steps in choices

@@ -151,8 +151,8 @@ class Adaptive(MeasuredPolicy):
     def plan(self, bucket: int) -> Plan:
         compressor, reason = self.choose(bucket)
         table = self._selector.tables[bucket]
-        among = table.of(table.dense)
+        among = table.rows_of(table.dense)
         if compressor is not None:
-            rows = table.of(table.level(compressor))
+            rows = table.rows_of(table.level(compressor))
             among = np.concatenate((rows, among)) if self.may_be_dense and not self._pinned else rows
         return self._selector.plan(bucket, among, reason, compressor)

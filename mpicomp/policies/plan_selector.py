@@ -74,7 +74,7 @@ class PlanTable:
         """The last level, which is dense in a ladder of several."""
         return self.kept.size - 1
 
-    def of(self, *levels: int) -> NDArray[np.int64]:
+    def rows_of(self, *levels: int) -> NDArray[np.int64]:
         """Return the rows of some levels."""
         return np.flatnonzero(np.isin(self.levels, levels))
 
@@ -216,7 +216,7 @@ class PlanSelector:
         for table, state in zip(self.tables, self._states, strict=True):
             if table.candidates is not None:
                 if are_plans_wrong:
-                    table.candidates.doubt(state.row)
+                    table.candidates.widen(state.row)
                 table.candidates.inflate_variance(inflated)
         for state in self._states:
             state.known = state.must_choose = True

@@ -69,7 +69,7 @@ class Bucket:
                 f"reduce: '{self.members[0].name}' must have fewer than 2**32 elements, got {self.numel}; split it"
             )
         self._accumulated = self.device.zeros(self.numel + TRAILER, self.dtype)
-        self._sum: Accumulated | None = None  # of the step under way; it says what its memory holds
+        self._sum: Accumulated | None = None  # of the step under way, with the content of its memory
         self._residual = self.device.zeros(self.numel + TRAILER if self.feedback else 0, self.dtype)
         self._residual_is_zero = True  # known to be, so that it need not be added, and its memory not be touched
         self._parts = {id(flat): flat[: self.numel] for flat in (self._accumulated, self._residual)}

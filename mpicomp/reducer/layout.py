@@ -217,7 +217,7 @@ class Layout:
             MeanPart(start, member, gradients[member.name], self.delivered.get(member.name)) for member, start in parts
         ]
         if device is HOST:
-            means = [from_host(part.of(mean), part.described, part.like, part.out) for part in wanted]
+            means = [from_host(part.cut(mean), part.described, part.like, part.out) for part in wanted]
         else:
             means = device.unflatten(mean, wanted)
         return {part.described.name: array for part, array in zip(wanted, means, strict=True)}

@@ -273,7 +273,7 @@ class Reducer:
             Factor that gradients are multiplied by first, the same on all ranks: means and residuals are those of the
             scaled gradients.
         checks : Checks
-            What ranks compare in this step besides gradients; see `mpicomp.reducer.agreement.Checks`.
+            Comparisons of ranks in this step besides gradients; see `mpicomp.reducer.agreement.Checks`.
 
         Returns
         -------

@@ -42,7 +42,7 @@ class Step:
     scale : float
         Factor of the gradients.
     checks : Checks
-        What the caller checks in this step; where they are frozen, plans are those of the step before.
+        The caller's checks of this step; where they are frozen, plans are those of the step before.
     log : list of RoundLog
         Written by the transport; rounds that no bucket has taken are overhead of the step.
     previous : StepRecord, optional

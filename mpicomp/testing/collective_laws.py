@@ -17,7 +17,7 @@ from mpicomp.testing.examples import DTYPES, Array, mean_of, norm2, representati
 _RANKS = (1, 2, 3, 4, 5)  # 3 and 5 catch code that works for powers of two only
 _LENGTHS = (1, 2, 7, 1001)
 _HOSTS = (0, 0, 1, 1, 1)  # the host of each rank, for groups of ranks
-_STEPS = 2  # a collective may differ in its first step
+_NUM_STEPS = 2  # a collective may differ in its first step
 
 
 @dataclass
@@ -73,7 +73,7 @@ def check_bytes_are_those_of_rounds(cls: type[Scheme[Any]]) -> None:
     """Check that `exchange` runs the operations and bytes of `rounds`, unless they depend on values."""
     for where, outcome in _exchanges(cls):
         if not outcome.scheme.by_value:
-            check_bytes(where, outcome, _STEPS - 1)
+            check_bytes(where, outcome, _NUM_STEPS - 1)
 
 
 def check_bytes(where: str, outcome: Outcome, step: int) -> None:
@@ -135,7 +135,7 @@ def _exchanges(cls: type[Scheme[Any]]) -> Iterator[tuple[str, Outcome]]:
     for compressor, (ranks, identical, hosts) in itertools.product(_carried(cls), worlds):
         for dtype, numel in itertools.product(DTYPES, _LENGTHS):
             memories: list[dict[str, Any]] = [{} for _ in range(ranks)]
-            for step in range(_STEPS):
+            for step in range(_NUM_STEPS):
                 arrays = _gradients(ranks, numel, dtype, step)
                 world = LocalWorld(ranks, identical, hosts)
                 outcome = _exchange(compressor, cls.id, arrays, world, memories=memories, step=step)

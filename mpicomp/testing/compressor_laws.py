@@ -68,7 +68,9 @@ def check_configuration(compressor: Compressor) -> None:
     assert fitting(compressor), f"no collective carries {compressor.message!r} messages"
     assert compressor.wire_bytes_per_element(4) > 0, "bytes on the wire must be positive"
     assert isinstance(compressor.feedback, bool), "feedback must be True or False"
-    assert not compressor.feedback or compressor.contractive, "what does not contract cannot declare feedback"
+    assert not compressor.feedback or compressor.contractive, (
+        "a compressor that does not contract cannot declare feedback"
+    )
 
 
 def check_selection(compressor: Sparsifier) -> None:
@@ -110,7 +112,7 @@ def check_input_is_left_alone(compressor: Sparsifier) -> None:
 
 
 def check_message(compressor: Sparsifier) -> None:
-    """Check that messages are parsed to what was written, and that lost energy is that of the elements left out."""
+    """Check that messages are parsed to the values written, and that lost energy is that of the elements left out."""
     for array in _arrays():
         selection = compressor.select(accumulated(array), Context())
         indices = selection.indices.copy()

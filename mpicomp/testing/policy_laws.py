@@ -14,7 +14,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.testing.examples import PRECISION, Array, make_reducers
 
 _RANKS = (1, 2, 3)
-_STEPS = 30
+_NUM_STEPS = 30
 _HALFWAY = 13  # steps before a checkpoint: no multiple of the intervals of policies
 _SHAPES = {"conv": (20, 30), "bias": (17,), "fc": (60, 40)}
 _BUCKET_BYTES = 4096  # several buckets
@@ -36,7 +36,7 @@ def check_ranks_have_the_same_plans(policy: Policy) -> None:
     """Check that all ranks run the same plans for the same reasons, and get the same bits."""
     for ranks in _RANKS:
         reducers, world = _begin(policy, ranks)
-        for step in range(_STEPS):
+        for step in range(_NUM_STEPS):
             means = _reduce(world, reducers, step)
             plans = [_plans(reducer) for reducer in reducers]
             assert all(plan == plans[0] for plan in plans), f"plans differ at step {step} of {ranks} ranks: {plans}"
@@ -50,7 +50,7 @@ def check_nothing_is_lost(policy: Policy) -> None:
         if not reducers[0].feedback:
             continue
         before = {name: np.zeros(shape) for name, shape in _SHAPES.items()}
-        for step in range(_STEPS):
+        for step in range(_NUM_STEPS):
             means = _reduce(world, reducers, step)
             for name in _SHAPES:
                 entered = before[name] + sum(_gradient(step, rank)[name].astype(np.float64) for rank in range(ranks))
@@ -75,9 +75,9 @@ def check_it_goes_on_after_a_checkpoint(policy: Policy) -> None:
             try:
                 state["policy"] = json.loads(json.dumps(state["policy"], allow_nan=False))
             except (TypeError, ValueError) as error:
-                raise AssertionError(f"state_dict must hold what JSON can: {error}") from error
+                raise AssertionError(f"state_dict must hold JSON's types: {error}") from error
             reducer.load_state_dict(state)
-        for step in range(_HALFWAY, _STEPS):
+        for step in range(_HALFWAY, _NUM_STEPS):
             means, again = _reduce(world, reducers, step), _reduce(other_world, resumed, step)
             plans = [_plans(reducer) for reducer in resumed]
             assert all(plan == plans[0] for plan in plans), f"resumed ranks differ at step {step}: {plans}"
@@ -92,7 +92,7 @@ def check_a_step_does_not_wait(policy: Policy) -> None:
     """Check that policies add no round that ranks wait for, except in first steps and after changes."""
     reducers, world = _begin(policy, 2)
     late = 0
-    for step in range(_STEPS):
+    for step in range(_NUM_STEPS):
         asked: list[Request] = []
         first, *others = [reducer.rounds(_gradient(step, rank), 0.1) for rank, reducer in enumerate(reducers)]
         world.run([observe(first, before=asked.append), *others])
@@ -100,7 +100,9 @@ def check_a_step_does_not_wait(policy: Policy) -> None:
         assert record is not None
         waited = sum(isinstance(task, Round) and not task.background for task in asked)
         late += step >= _FIRST_STEPS and waited > sum(len(bucket.rounds) for bucket in record.buckets)
-    assert late <= _MOST_LATE_STEPS, f"in {late} of {_STEPS - _FIRST_STEPS} steps ranks waited for rounds of no plan"
+    assert late <= _MOST_LATE_STEPS, (
+        f"in {late} of {_NUM_STEPS - _FIRST_STEPS} steps ranks waited for rounds of no plan"
+    )
 
 
 LAWS: list[Callable[[Any], None]] = [

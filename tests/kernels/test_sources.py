@@ -155,7 +155,7 @@ def test_names_are_those_of_the_cpu():
         "collect",
         "compile_ahead",
         "sidco",
-        "spare_number",
+        "reused_number",
         "table_of",
         "topk",
         "write_pairs",

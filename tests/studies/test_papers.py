@@ -78,7 +78,7 @@ def test_schedule_has_the_network_of_each_epoch():
 )
 def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch):
     monkeypatch.setitem(lgc_models.MODELS, "small", ((1,), 10))
-    monkeypatch.setattr(lgc_models, "_STEPS", 3)
+    monkeypatch.setattr(lgc_models, "_NUM_STEPS", 3)
     ranks, phases = 2, {} if config["id"] == "topk" else {"dense_steps": 1, "training_steps": 2}
     config = mpicomp.get_compressor(config | phases).get_config()
     world, rng = LocalWorld(ranks), np.random.default_rng(0)

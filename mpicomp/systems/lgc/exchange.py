@@ -185,7 +185,7 @@ class Learned(Scheme[LGC]):
         """Learn from all ranks' values, shape (ranks, count); return the error before that. On the trainer only."""
         leader = leader_of(context)
         divisors = np.empty_like(everyones[0])
-        Frame(selected, self.compressor.signs).of(everyones[leader], divisors)
+        Frame(selected, self.compressor.signs).divisors(everyones[leader], divisors)
         values = np.empty_like(everyones)
         for rank_values, out in zip(everyones, values, strict=True):
             relative(rank_values, divisors, out)

@@ -57,7 +57,7 @@ class Frame:
             else:
                 out[layer] = scale
 
-    def of(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
+    def divisors(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
         """Write the divisors as if a rank with these values were the leader."""
         words = np.empty(self.num_words, np.uint64)
         self.unpack(self.pack(values, words), words, out)
