@@ -18,11 +18,7 @@ class Tree(Scheme[mpicomp.Dense]):
     id: ClassVar[str] = "tree"
     paper: ClassVar[str] = "Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521"
     messages: ClassVar[str] = "dense"
-
-    @classmethod
-    def supports(cls, compressor: type[mpicomp.Compressor] | mpicomp.Compressor) -> bool:
-        """Carry full numbers only: 16-bit ones would be rounded at every step."""
-        return super().supports(compressor) and getattr(compressor, "wire", None) is None
+    sums_on_the_way: ClassVar[bool] = True  # 16-bit numbers would be rounded at every step
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Return the shapes of what `exchange` yields, which follow from the number of elements and of ranks."""

@@ -1,12 +1,13 @@
 """AR-Topk: one rank's indices for all, those of the rank whose turn it is or of the one that has most to send."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange, Memory, Result, Scheme, check_counts, failed_result, mean_at
+from mpicomp.collectives.scheme import Exchange, Memory, Scheme, check_counts, failed_result, mean_at
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
@@ -196,15 +197,8 @@ def exchange_at(
         return failed_result(accumulated, problem, result.stale)
     assert not isinstance(result.sent, Selection)
     values[:] = result.sent  # which may be scratch; often it is these values
-    return Result(
-        mean=mean_at(indices, result.mean_array(part, context.workspace, "mean of positions")),
-        sent=Selection(indices, values),
-        energy=result.energy,
-        gain=result.gain,
-        kept=float(indices.size),
-        nonfinite=result.nonfinite,
-        stale=result.stale,
-    )
+    mean = mean_at(indices, result.mean_array(part, context.workspace, "mean of positions"))
+    return replace(result, mean=mean, sent=Selection(indices, values), kept=float(indices.size))
 
 
 def _lost(array: NDArray[np.floating], indices: NDArray[np.uint32], sent: NDArray[np.floating], energy: float) -> float:

@@ -37,6 +37,7 @@ from mpicomp.errors import MessageError
 from mpicomp.gpu import to_python
 from mpicomp.mpi.rounds import Group, Round, Rounds, parts_of
 from mpicomp.registry import register
+from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
 _SERVER = 0  # rank
@@ -113,8 +114,7 @@ class ScatterReduce(Scheme[Dense]):
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         numel, dtype, wire = accumulated.numel, accumulated.dtype, self.compressor.wire
-        workspace, ranks = context.workspace, context.group.size
-        array = accumulated.array()
+        workspace, array = context.workspace, accumulated.array()
         sent = array if wire is None else workspace.scratch("sent", numel, dtype)
         owners = OwnerRounds(self, accumulated, context)
         parts = zip(owners.spans, owners.outgoing, strict=True)
@@ -122,15 +122,9 @@ class ScatterReduce(Scheme[Dense]):
         incoming = yield from owners.scatter(losses)
 
         total = workspace.scratch("total", owners.counts[owners.rank], dtype)
-        total[:] = 0
-        for message in incoming:
-            add_dense(message, wire, total)
-        finite, lost = kernels.scale(total, 1 / ranks), 0.0
-        delivered = total if wire is None else workspace.scratch("delivered", total.size, dtype)
-        write_dense(total, wire, owners.reply, delivered)
-        if wire is not None and total.size:
-            # The second rounding was of the mean: it took its error from every rank's share of it.
-            lost = kernels.share_rounding(total, delivered, ranks, array[owners.span], sent[owners.span])
+        finite, lost = average_at_owner(
+            wire, incoming, total, owners.reply, array[owners.span], sent[owners.span], workspace
+        )
         # Answers in 16 bits hold the mean until it is written; others are read at once.
         problem = yield from owners.gather(lost, finite, is_kept=wire is not None)
         if problem is not None:
@@ -195,17 +189,10 @@ class ParameterServer(Scheme[Dense]):
         problem: MessageError | None = None
         if group.rank == _SERVER:
             reply.send = workspace.scratch("answer", size, _BYTE)
-            mean[:] = 0
-            for message in messages.reshape(group.size, size):
-                add_dense(message, wire, mean)
-            flags, energy, lost, problem = read_at_owner(self.id, messages.reshape(group.size, size), numel)
-            finite = kernels.scale(mean, 1 / group.size)
-            delivered = mean if wire is None else workspace.scratch("delivered", numel, dtype)
-            write_dense(mean, wire, reply.send, delivered)
-            if wire is not None:
-                # The second rounding was of the mean: it took its error from every rank's share of it.
-                lost += kernels.share_rounding(mean, delivered, group.size, array, sent)
-            write_dense_header(reply.send, numel, flags, energy, lost, finite)
+            messages = messages.reshape(group.size, size)
+            finite, lost = average_at_owner(wire, messages, mean, reply.send, array, sent, workspace)
+            flags, energy, lost_before, problem = read_at_owner(self.id, messages, numel)
+            write_dense_header(reply.send, numel, flags, energy, lost_before + lost, finite)
         answer = yield reply
         flags, energy, lost, unread = read_answers(self.id, [answer], [numel], problem)
         if unread is not None:
@@ -215,6 +202,29 @@ class ParameterServer(Scheme[Dense]):
             return Result.from_headers(write, sent, float(numel), flags, energy, lost)
         write(mean)
         return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
+
+
+def average_at_owner(
+    wire: str | None,
+    messages: NDArray[np.uint8],
+    total: NDArray[np.floating],
+    reply: NDArray[np.uint8],
+    array: NDArray[np.floating],
+    sent: NDArray[np.floating],
+    workspace: Workspace,
+) -> tuple[bool, float]:
+    """Write the mean of messages to ``total`` and ``reply``; return whether it is finite, and the energy lost."""
+    total[:] = 0
+    for message in messages:
+        add_dense(message, wire, total)
+    ranks = len(messages)
+    finite: bool = kernels.scale(total, 1 / ranks)
+    delivered = total if wire is None else workspace.scratch("delivered", total.size, total.dtype)
+    write_dense(total, wire, reply, delivered)
+    if wire is None or not total.size:
+        return finite, 0.0
+    # The second rounding was of the mean: it took its error from every rank's share of it.
+    return finite, kernels.share_rounding(total, delivered, ranks, array, sent)
 
 
 def read_at_owner(

@@ -312,13 +312,5 @@ def _joined(
         problem = MessageError(f"hierarchical: inside the host: kept elements must be from 0 to {numel}, got {kept}")
     if alone > 0 and problem is None:
         problem = MessageError("hierarchical: the owner of a slice on this rank's host was sent a damaged message")
-    return Result(
-        mean=mean,
-        sent=sent,
-        energy=energy,
-        gain=gain_of(lost, energy),
-        kept=kept,
-        nonfinite=nonfinite > 0,
-        stale=stale > 0,
-        problem=problem,
-    )
+    gain = gain_of(lost, energy)
+    return Result(mean, sent, energy, gain, kept, nonfinite > 0, stale > 0, problem=problem)

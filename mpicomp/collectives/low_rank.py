@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -95,16 +96,8 @@ class LowRank(Scheme[PowerSGD]):
         for whole, values in zip((mean, sent), sums.delivered_rest, strict=True):
             for part, packed in self._rest:
                 whole[part] = values[packed]
-        iterations = self.compressor.iterations
-        return Result(
-            mean=mean,
-            sent=sent,
-            energy=second.energy,
-            gain=second.gain,
-            kept=float(sums.rest.size + iterations * (self._left_size + self._right_size)),
-            nonfinite=sums.nonfinite,
-            stale=sums.stale,
-        )
+        kept = float(sums.rest.size + self.compressor.iterations * (self._left_size + self._right_size))
+        return replace(second, mean=mean, sent=sent, kept=kept, nonfinite=sums.nonfinite, stale=sums.stale)
 
     def _factor_step(self, matrices: Stacks, ps: Stacks, qs: Stacks, sums: "_FactorSums") -> Rounds[Stacks]:
         """Run one power iteration, algorithm 1 of the paper, and return the orthonormal P of each stack."""

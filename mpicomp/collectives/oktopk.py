@@ -17,7 +17,6 @@ from mpicomp.collectives.scheme import (
     check_counts,
     check_undamaged,
     failed_result,
-    flags_of,
     mean_at,
 )
 from mpicomp.compressors.accumulated import Accumulated
@@ -25,6 +24,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire import (
     DAMAGED,
+    NONFINITE,
+    STALE,
     Selection,
     Sparse,
     read_sparse,
@@ -126,7 +127,7 @@ class _Step:
         self.numel = accumulated.numel
         self.dtype = accumulated.dtype
         self.state = _state_of(context.memory, self.numel, self.group.size)
-        self.flags = flags_of(accumulated)
+        self.flags = NONFINITE * (not accumulated.finite) | STALE * accumulated.stale
         self.problem: MessageError | None = None
 
     def run(self) -> Exchange:

@@ -163,6 +163,8 @@ class Scheme(ABC, Generic[CompressorType]):
     scales, as they do in a `mpicomp.Sparsifier` with ``wire="signs"``, ``"q8"``, ``"q4"`` or ``"q2"``.
     """
 
+    sums_on_the_way: ClassVar[bool] = False
+    """Whether several ranks sum a part one after the other: 16-bit wires are refused, which would round every time."""
     may_drop_selected: bool = False
     """Whether it delivers less than all that every rank's compressor has selected."""
     overwrites: ClassVar[bool] = False
@@ -178,7 +180,8 @@ class Scheme(ABC, Generic[CompressorType]):
         """Return whether a compressor's messages fit; asked of a class, whether they do for some of its parameters."""
         if compressor.shares_positions:
             return False  # their values are carried as an array, see `bind`
-        if not cls.needs_whole_message and getattr(compressor, "wire", None) in SHARING:
+        wire = getattr(compressor, "wire", None)
+        if (wire in SHARING and not cls.needs_whole_message) or (wire is not None and cls.sums_on_the_way):
             return False
         if cls.messages == "own":
             return issubclass(compressor if isinstance(compressor, type) else type(compressor), cls.owner)
@@ -225,11 +228,6 @@ class Scheme(ABC, Generic[CompressorType]):
         """
 
 
-def flags_of(accumulated: Accumulated) -> int:
-    """Return the flags that this rank puts into a header."""
-    return NONFINITE * (not accumulated.finite) | STALE * accumulated.stale
-
-
 def add_unless_zero(number: float, more: float) -> float:
     """Return the sum of a number that may be known on a device only, and one that often is 0."""
     return number + more if more != 0 else number
@@ -237,16 +235,8 @@ def add_unless_zero(number: float, more: float) -> float:
 
 def failed_result(accumulated: Accumulated, problem: MessageError, stale: bool) -> Result:
     """Return the result of an exchange in which this rank could not read a message."""
-    return Result(
-        mean=current_device().zeros(accumulated.numel, accumulated.dtype),
-        sent=accumulated.array(),
-        energy=accumulated.energy,
-        gain=math.nan,
-        kept=0.0,
-        nonfinite=False,
-        stale=stale,
-        problem=problem,
-    )
+    mean = current_device().zeros(accumulated.numel, accumulated.dtype)
+    return Result(mean, accumulated.array(), accumulated.energy, math.nan, 0.0, False, stale, problem=problem)
 
 
 def check_undamaged(collective: str, flags: int, problem: MessageError | None) -> None:

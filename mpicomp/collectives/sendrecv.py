@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
+from mpicomp.collectives.dense import slices_of
 from mpicomp.collectives.scheme import Exchange, Memory, Result, Scheme
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
-from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.gpu import to_python
@@ -37,20 +37,16 @@ class Ring(Scheme[Dense]):
     when the first half is accumulated, and the rest is accumulated when it is added; so the numbers behind the array,
     which are not known before that, do not travel with it but are gathered while the means go round.
 
-    Where the array may be overwritten, the mean is made in it, and only a part that arrives needs memory.
-
-    16-bit wires are refused: they would round at every step.
+    Where the array may be overwritten, the mean is made in it, and only a part that arrives needs memory. 16-bit wires
+    are refused: they would round at every step.
     """
 
     id: ClassVar[str] = "ring"
     precedence: ClassVar[int] = 8
     paper: ClassVar[str] = "Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002; segments summed as they arrive"
     messages: ClassVar[str] = "dense"
+    sums_on_the_way: ClassVar[bool] = True
     overwrites: ClassVar[bool] = True
-
-    @classmethod
-    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
-        return super().supports(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         # Equal shapes are one object: of thousands of ranks there are some ten thousand.
@@ -140,18 +136,13 @@ def _lengths(numel: int, halved: bool, size: int) -> list[tuple[int, ...]]:
 
 def _spans(numel: int, halved: bool, group: Group) -> list[tuple[slice, slice]]:
     """Return what a rank sends and receives, exchange by exchange; it sends next what it has received."""
-    size = group.size
-    pieces: list[list[slice]] = []
-    stop = 0
-    for part in _lengths(numel, halved, size):
-        pieces.append([])
-        for length in part:
-            pieces[-1].append(slice(stop, stop + length))
-            stop += length
+    size, lengths = group.size, _lengths(numel, halved, group.size)
+    spans = iter(slices_of([length for part in lengths for length in part]))
+    pieces = [[next(spans) for _ in part] for part in lengths]
     return [
-        spans
+        span
         for place in range(2 * (size - 1))
-        for spans in zip(pieces[(group.rank - place) % size], pieces[(group.rank - place - 1) % size], strict=True)
+        for span in zip(pieces[(group.rank - place) % size], pieces[(group.rank - place - 1) % size], strict=True)
     ]
 
 
@@ -163,9 +154,7 @@ class RecursiveDoubling(Scheme[Dense]):
     of two, those beyond the largest one give their arrays to partners first and get the mean at the end.
 
     All ranks hold the same bits: the two sums of an exchange have the same two terms, and both sides of each
-    term's group held the same bits before.
-
-    16-bit wires are refused: they would round at every step.
+    term's group held the same bits before. 16-bit wires are refused: they would round at every step.
     """
 
     id: ClassVar[str] = "recursive-doubling"
@@ -174,11 +163,8 @@ class RecursiveDoubling(Scheme[Dense]):
         "Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521; segments summed as they arrive"
     )
     messages: ClassVar[str] = "dense"
+    sums_on_the_way: ClassVar[bool] = True
     overwrites: ClassVar[bool] = True
-
-    @classmethod
-    def supports(cls, compressor: type[Compressor] | Compressor) -> bool:
-        return super().supports(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         whole = numel + TRAILER

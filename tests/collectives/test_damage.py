@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from marks import once, slow
+from marks import once
 from schemes import Above
 from worlds import Ranks
 
@@ -35,7 +35,6 @@ BARE = {"star-topk", "var-topk", "learned"}
 """Collectives that also send what has no header: indices, energies and codes."""
 HEADERLESS = {"ring", "recursive-doubling", "low-rank"}
 """Collectives that send numbers alone."""
-LAYOUTS = [[0, 0, 1, 1], [0, 1, 1]]
 ONE_HOST = [0, 0, 0]
 
 
@@ -151,26 +150,77 @@ def headed(compressor, collective):
     return collective not in BARE | HEADERLESS and not wide
 
 
+def between_hosts(task):
+    return task.group == "across" and has_header(task)
+
+
+def led(task):
+    return task.operation == "bcast" and task.dtype in (np.uint8, np.uint32)
+
+
+def coded(task):
+    return task.operation == "allgatherv"
+
+
+def innovation(message):
+    [place, *_] = np.flatnonzero((message[:-3] == 2) & (message[1:-2] == 0) & (message[2:-1] == 1))
+    message[place] = 99  # the version in the header that stands behind values
+
+
 PAIRS = pairs(COMPRESSORS)
+HEADED = [pair for pair in PAIRS if headed(*pair)]
+SLICED = [(kind, name) for kind in COMPRESSORS for name in variants(kind) if name.startswith("hierarchical:")]
+SLICED = [pair for pair in SLICED if BARE.isdisjoint(pair[1].split(":")) and headed(pair[0], pair[1].split(":")[1])]
+SELECTIONS = [mpicomp.TopK(ratio=0.05), mpicomp.TopK(ratio=0.4, indices="elias-fano", wire="bf16"), Above(limit=1.5)]
+LED = [(entry, name) for entry in SELECTIONS for name in ("star-topk", "var-topk", "star-topk:scatter-reduce")]
+LED += [
+    (mpicomp.LGC(**CODE, training_steps=steps, instance=instance), f"learned:{inner}")
+    for steps in (1, 20)  # the steps that are damaged are in a code, or learn one
+    for instance in ("ring", "server")
+    for inner in ("allreduce", "ring")
+]
+SERVER = mpicomp.LGC(**CODE, training_steps=1, instance="server")
+
+
+def cases(name, layout, pairs, ranks, of_interest, damages):
+    """Return cases of which a part may be slow, as the pairs may be."""
+    made = [pair if hasattr(pair, "marks") else pytest.param(*pair) for pair in pairs]
+    return [
+        pytest.param(layout, *pair.values, rank, of_interest, damages, marks=pair.marks, id=f"{name}-{pair.values[1]}")
+        for pair in made
+        for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "compressor", "collective", "rank", "of_interest", "damages"),
+    [
+        *cases("version", ONE_HOST, once(HEADED), [2], has_header, [version]),
+        *cases("count", ONE_HOST, once(HEADED), [2], has_header, [count]),
+        *cases("flags", ONE_HOST, once(HEADED), [0], has_header, [flags]),
+        *cases("each", [0] * 5, [(SELECTIONS[0], "oktopk")], range(5), has_header, [version, count, nonsense]),
+        *cases(
+            "rounded",
+            [0] * 5,
+            [(Above(limit=1.5, wire="bf16"), "oktopk")],
+            range(5),
+            has_header,
+            [version, count, nonsense],
+        ),
+        *cases("hosts", [0, 0, 1, 1], once(SLICED), [0, 2], between_hosts, [version, count]),
+        *cases("uneven hosts", [0, 1, 1], once(SLICED), [0, 1], between_hosts, [version, count]),
+        *cases("indices", ONE_HOST, LED, [1], led, [nonsense]),
+        *cases("innovation", ONE_HOST, [(SERVER, "learned")], [1], coded, [innovation]),
+    ],
+)
+def test_damaged_message_is_one_error_on_all_ranks(layout, compressor, collective, rank, of_interest, damages):
+    check(layout, compressor, collective, rank, of_interest, damages)
 
 
 @pytest.mark.parametrize(("compressor", "collective"), once(pair for pair in PAIRS if not headed(*pair)), ids=str)
 def test_headerless_collective_sends_no_header(compressor, collective):
     _, rounds = step_of(begun(ONE_HOST, compressor, collective), gradients(3, 2), 0)
     assert collective in BARE or not any(map(has_header, rounds))
-
-
-@pytest.mark.parametrize("rank", [slow(0), 2])
-@pytest.mark.parametrize(("compressor", "collective"), once(pair for pair in PAIRS if headed(*pair)), ids=str)
-def test_damaged_header_is_one_error_on_all_ranks(compressor, collective, rank):
-    for damage in (version, count, flags):
-        check(ONE_HOST, compressor, collective, rank, has_header, [damage])
-
-
-@pytest.mark.parametrize("compressor", [mpicomp.TopK(ratio=0.05), Above(limit=1.5, wire="bf16")], ids=str)
-def test_each_damaged_message_is_an_error(compressor):
-    for rank in range(5):
-        check([0] * 5, compressor, "oktopk", rank, has_header, [version, count, nonsense])
 
 
 def test_damaged_pieces_that_are_shared_out_are_an_error():
@@ -195,55 +245,6 @@ def test_damaged_pieces_that_are_shared_out_are_an_error():
             "oktopk: from rank 0: message: version must be 2, got 66; run one mpicomp on all ranks (on rank 1)"
         }
         assert kept(world) == before
-
-
-def between_hosts(task):
-    return task.group == "across" and has_header(task)
-
-
-HIERARCHIES = [
-    (compressor, name)
-    for compressor in COMPRESSORS
-    for name in variants(compressor)
-    if name.startswith("hierarchical:") and BARE.isdisjoint(name.split(":"))
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("compressor", "collective"), once(HIERARCHIES), ids=str)
-def test_damaged_message_between_hosts_is_an_error(compressor, collective, layout):
-    _, rounds = step_of(begun(layout, compressor, collective), gradients(len(layout), 2), 0)
-    if any(map(between_hosts, rounds)):
-        for rank in (0, 2) if layout == [0, 0, 1, 1] else (0, 1):
-            check(layout, compressor, collective, rank, between_hosts, [version, count])
-
-
-def led(task):
-    return task.operation == "bcast" and task.dtype in (np.uint8, np.uint32)
-
-
-SELECTIONS = [mpicomp.TopK(ratio=0.05), mpicomp.TopK(ratio=0.4, indices="elias-fano", wire="bf16"), Above(limit=1.5)]
-LED = [(entry, name) for entry in SELECTIONS for name in ("star-topk", "var-topk", "star-topk:scatter-reduce")]
-LED += [
-    (mpicomp.LGC(**CODE, training_steps=steps, instance=instance), f"learned:{inner}")
-    for steps in (1, 20)  # the steps that are damaged are in a code, or learn one
-    for instance in ("ring", "server")
-    for inner in ("allreduce", "ring")
-]
-
-
-@pytest.mark.parametrize(("compressor", "collective"), LED, ids=str)
-def test_damaged_indices_of_the_leader_are_an_error(compressor, collective):
-    check(ONE_HOST, compressor, collective, 1, led, [nonsense])
-
-
-def test_damaged_innovation_of_a_learned_code_is_an_error():
-    def innovation(message):
-        [place, *_] = np.flatnonzero((message[:-3] == 2) & (message[1:-2] == 0) & (message[2:-1] == 1))
-        message[place] = 99  # the version in the header that stands behind values
-
-    compressor = mpicomp.LGC(**CODE, training_steps=1, instance="server")
-    check(ONE_HOST, compressor, "learned", 1, lambda task: task.operation == "allgatherv", [innovation])
 
 
 @pytest.mark.parametrize("collective", ["allgather", "oktopk"])

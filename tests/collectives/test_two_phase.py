@@ -46,8 +46,8 @@ def test_two_phase_sends_two_bits_an_element(numel, ranks):
             ("alltoallv", counts),
             ("allgatherv", counts),
         ]
-        own = counts[group.rank]
-        assert [task.sent_bytes(group) for task in tasks] == [sum(counts) - own, own]
+        size = counts[group.rank]
+        assert [task.sent_bytes(group) for task in tasks] == [sum(counts) - size, size]
         assert numel < 10_000 or sum(task.wire_bytes(group) for task in tasks) / numel < 1.05 * 2 / 8
 
 
@@ -56,9 +56,9 @@ def test_bytes_that_a_rank_receives_hardly_grow_with_ranks():
 
     def received(collective, ranks):
         tasks, _ = tasks_of(collective, 3_000_000, ranks)[0]
-        own = [task.counts[0] for task in tasks]
-        parts = (ranks - 1) * own[0] if collective == "two-phase" else 0
-        return parts + sum(tasks[-1].counts) - own[-1]
+        size = tasks[0].counts[0]
+        parts = (ranks - 1) * size if collective == "two-phase" else 0
+        return parts + sum(tasks[-1].counts) - size
 
     assert received("two-phase", 64) < 2.2 * received("two-phase", 2)
     assert received("packed-allgather", 64) == 63 * received("packed-allgather", 2)
