@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("mpicomp", "kernels", "bench", "studies", "docs", "slurm", "tests")
+SOURCE = ("mpicomp/", "kernels/", "bench/", "studies/")
 SUFFIXES = (".py", ".pyi", ".md", ".cu", ".cuh", ".sh", ".sbatch")
 FILES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -24,21 +25,36 @@ WORDS = {
     r"\b(?:over)?hear[sd]?\b": "receive",
     r"\bfor own in\b|\bown(?:\.\w|\[| = )": "the name of what it is",
 }
-ANY_WORD = re.compile("|".join(WORDS))
 NAMES = {"own", "apart", "together"}
 """No names in code: as words of a sentence they are fine."""
 ANY_NAME = re.compile(rf"\b(?:{'|'.join(NAMES)})\b")
 EXCEPTIONS = ("tests/packaging/test_words.py",)
+# Words in comments, docstrings and messages of the source, each with what is written instead.
+SENTENCES = {
+    r"\bat last\b": "in the end, then",
+    r"\balike\b": "equal, the same",
+    r"\bnone of\b": "not of, no",
+    r"\bso (?:many|long|much)\b": "the name of the number",
+    r"\b(?:nobody|somebody)\b": "no rank, another rank, the reader",
+    r"\b(?:goes?|went|going) on\b": "continue",
+    r"\b(?:comes?|came|coming) (?:to|out|back)\b": "the verb that is meant",
+    r"\bas (?:it|they) (?:is|are|was|were)\b": "unchanged, uncoded",
+    r"\b(?:says|said|saying)\b": "warn, print, announce, name",
+    r"\b(?:of|in|by|with|for|from|and|than|return|write|read|keep|has|hold)s? what\b(?! (?:to|kind)\b)": "a noun",
+    r"^\W*What\b": "a noun",
+}
+UNREVISED = ("bench", *(f"mpicomp/{name}" for name in ("cli", "collectives", "compressors", "job", "mpi")))
+"""Folders whose sentences do not follow the rule yet."""
 
 
-def banned_words(text):
+def banned_words(text, words):
     """Return the lines of a text with a banned word, each with what is written instead."""
-    if not ANY_WORD.search(text):
+    if not re.search("|".join(words), text, re.MULTILINE):
         return []
     return [
         f"{number}: {match[0]!r}: {better}"
         for number, line in enumerate(text.splitlines(), 1)
-        for pattern, better in WORDS.items()
+        for pattern, better in words.items()
         if (match := re.search(pattern, line))
     ]
 
@@ -60,6 +76,16 @@ def test_files_have_no_banned_words():
     for path in FILES:
         name = str(path.relative_to(ROOT))
         if not name.startswith(EXCEPTIONS) and "_build" not in path.parts:
-            lines = banned_words(path.read_text()) + (banned_names(path) if path.suffix == ".py" else [])
+            lines = banned_words(path.read_text(), WORDS) + (banned_names(path) if path.suffix == ".py" else [])
             found += [f"{name}:{line}" for line in lines]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.quick
+def test_sentences_of_the_source_are_plain():
+    found = []
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        if name.startswith(SOURCE) and not name.startswith(UNREVISED):
+            found += [f"{name}:{line}" for line in banned_words(path.read_text(), SENTENCES)]
     assert not found, "\n".join(found)
