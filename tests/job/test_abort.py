@@ -41,7 +41,6 @@ def one_fails(statement):
     return f"if rank == 1:\n    {statement}\nwait()\n"
 
 
-IN_AN_ALLREDUCE = "import numpy as np\nif rank == 1:\n    fail()\ncomm.Allreduce(np.ones(9), np.ones(9))\n"
 IN_A_THREAD = "if rank == 1:\n    threading.Timer(0.3, fail).start()\nelse:\n    time.sleep(30)\nwait()\n"
 WRONG = "ValueError: what went wrong"
 LEFT = "rank 1 of 3: left with status {} while other ranks go on"
@@ -51,10 +50,7 @@ LEFT = "rank 1 of 3: left with status {} while other ranks go on"
     ("body", "status", "said"),
     [
         (one_fails("fail()"), 1, ["rank 1 of 3: uncaught exception, ending the job", WRONG]),
-        slow(IN_AN_ALLREDUCE, 1, ["rank 1 of 3", WRONG]),
         (IN_A_THREAD, 1, ["rank 1 of 3: uncaught exception in thread", WRONG]),
-        slow(one_fails("thread = threading.Thread(target=fail); thread.start(); thread.join()"), 1, [WRONG]),
-        slow(one_fails("sys.exit(3)"), 3, [LEFT.format(3)]),
         slow(one_fails("sys.exit('gone wrong')"), 1, [LEFT.format(1), "gone wrong"]),
         slow(one_fails("exit(4)"), 4, [LEFT.format(4)]),
         (one_fails("import argparse; argparse.ArgumentParser().error('wrong')"), 2, [LEFT.format(2)]),
@@ -65,7 +61,6 @@ LEFT = "rank 1 of 3: left with status {} while other ranks go on"
         ),
         slow(one_fails("threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(3)"), 3, []),
         (one_fails("os.kill(os.getpid(), signal.SIGKILL)"), None, []),
-        slow(one_fails("os._exit(5)"), None, []),
     ],
 )
 def test_rank_that_fails_ends_the_job(job, body, status, said):
@@ -127,12 +122,11 @@ OPTED_OUT = "assert not abort.install() and sys.excepthook is sys.__excepthook__
     [
         ("print('passed', flush=True)\nsys.exit(0)\n", 0, 3, {}),
         ("print('passed', flush=True)\nsys.exit(3)\n", 3, 3, {}),
-        slow("if rank == 1:\n    sys.exit(0)\ntime.sleep(1.5)\nprint('passed', flush=True)\n", 0, 2, {}),
         (CAUGHT, 0, 3, {}),
         (FORKED, 0, 3, {}),
         (OPTED_OUT, 0, 3, {"MPICOMP_ABORT": "0"}),
     ],
-    ids=["all leave", "all leave with a status", "one leaves early", "caught", "a forked child", "opted out"],
+    ids=["all leave", "all leave with a status", "caught", "a forked child", "opted out"],
 )
 def test_job_whose_ranks_end_well_is_left_alone(job, body, status, passed, env):
     ended = job(body, env=env)

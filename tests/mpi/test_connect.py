@@ -11,9 +11,8 @@ from mpicomp.mpi import LocalWorld
 
 
 def doors(tmp_path):
-    """Everything that takes ``comm=``, as calls of it."""
+    """Return a call of each function that takes ``comm=``."""
     torch = pytest.importorskip("torch")
-
     model = torch.nn.Linear(2, 2)
 
     def wrapped(wrap):
