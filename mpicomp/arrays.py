@@ -92,7 +92,7 @@ def describe(arrays: Mapping[str, Any]) -> list[ArraySpec]:
 
 
 def check_not_masked(subject: str, array: Any) -> None:
-    """Refuse a masked array: what is masked on one rank would count on others."""
+    """Refuse a masked array: an element masked on one rank would count on others."""
     if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         raise ArrayTypeError(
             f"{subject} is a masked array, whose mask would be lost; pass array.filled(0), and average the mask, as an "

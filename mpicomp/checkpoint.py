@@ -116,7 +116,7 @@ def load_checkpoint(folder: Folder, comm: Any = None, rows: Rows | None = None) 
 
 
 def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds[Any]:
-    """Do what `save_checkpoint` does as a generator of rounds, for ranks that live in one process."""
+    """Run `save_checkpoint` as a generator of rounds, for ranks that live in one process."""
 
     def prepare() -> tuple[Path, str, list[tuple[_Leaf, Any]], Signature]:
         path = _path(folder, "save_checkpoint")
@@ -140,8 +140,8 @@ def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds[A
     path, tree, arrays, _ = prepared
     started = problem = None
     if group.rank == 0:
-        what = f"save_checkpoint: cannot write below '{path}'"
-        started, problem = _attempt(lambda: [_begin(path), secrets.randbits(62)], what)
+        failure = f"save_checkpoint: cannot write below '{path}'"
+        started, problem = _attempt(lambda: [_begin(path), secrets.randbits(62)], failure)
     number, token = yield from _from_rank_0(started or [0, 0], problem, group)
     part = path / f"{_name(number)}.part"
     try:
@@ -165,7 +165,7 @@ def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds[A
 
 
 def load_rounds(folder: Folder, group: Group, rows: Rows | None = None) -> Rounds[Any]:
-    """Do what `load_checkpoint` does as a generator of rounds, for ranks that live in one process."""
+    """Run `load_checkpoint` as a generator of rounds, for ranks that live in one process."""
     path, problem = _attempt(lambda: _path(folder, "load_checkpoint"), "load_checkpoint: folder cannot be used")
     held = (rows or {}).items()
     specs = [ArraySpec(name, f"rows {first} to {end}", (length,)) for name, (first, end, length) in held]
@@ -192,7 +192,7 @@ def _path(folder: Any, subsystem: str) -> Path:
     return Path(folder)
 
 
-def _attempt(work: Callable[[], Value], what: str) -> tuple[Value | None, MpicompError | None]:
+def _attempt(work: Callable[[], Value], failure: str) -> tuple[Value | None, MpicompError | None]:
     """Return the result of ``work`` and None, or None and an error that can be raised on all ranks."""
     try:
         return work(), None
@@ -200,7 +200,7 @@ def _attempt(work: Callable[[], Value], what: str) -> tuple[Value | None, Mpicom
         return None, error
     except Exception as error:  # whatever it is, the other ranks have to raise it, too
         text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        return None, CheckpointError(f"{what}: {text}")
+        return None, CheckpointError(f"{failure}: {text}")
 
 
 def _from_rank_0(numbers: Sequence[int], problem: MpicompError | None, group: Group) -> Rounds[list[int]]:
@@ -310,7 +310,7 @@ def _encode(value: Any, path: str, arrays: list[tuple[_Leaf, Any]]) -> Any:
     leaf = _leaf(value, path)
     if leaf is None:
         raise CheckpointError(
-            f"save_checkpoint: {path} is a {_type_name(value)} and cannot be stored; what can are dicts, lists, "
+            f"save_checkpoint: {path} is a {_type_name(value)} and cannot be stored; a state consists of dicts, lists, "
             "tuples, None, bool, int, float, str, NumPy numbers and arrays of them, and dense torch tensors"
         )
     arrays.append((leaf, value))
@@ -318,7 +318,6 @@ def _encode(value: Any, path: str, arrays: list[tuple[_Leaf, Any]]) -> Any:
 
 
 def _leaf(value: Any, path: str) -> _Leaf | None:
-    """Return the description of an array; None for another object, or an array that cannot be stored."""
     if type(value) is np.ndarray or isinstance(value, np.generic):
         dtype = value.dtype
         if dtype.kind not in _KINDS:
@@ -428,10 +427,10 @@ class _RankFile:
         array = (stored if stored.dtype == dtype else stored.view(dtype)).reshape(leaf.shape)
         return array[()] if leaf.kind == "scalar" else array
 
-    def _error(self, what: str) -> CheckpointError:
+    def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(
-            f"load_checkpoint: '{self.path}' {what}; where an older checkpoint was kept, moving this folder away loads "
-            "that one"
+            f"load_checkpoint: '{self.path}' {problem}; where an older checkpoint was kept, moving this folder away "
+            "loads that one"
         )
 
 
@@ -452,7 +451,7 @@ class _Redistribution:
     """Reads the part of a checkpoint's files that belongs to a rank of ``group``, which holds ``rows``, if any.
 
     Arrays of sharded parameters are concatenated by name and row, each from the ranks that held its rows, one in every
-    replica. What replicas do not share, `STATES`, is averaged over them by `weights`; the rest is that of one replica.
+    replica. `STATES`, which replicas do not share, are averaged by `weights`; the rest is that of one replica.
     """
 
     def __init__(self, folder: Path, header: _Header, rows: Rows | None, group: Group) -> None:

@@ -55,7 +55,7 @@ class SharedModel:
         return [(tensor, tensor.detach().clone()) for tensor in tensors], states
 
     def restore(self, copied: Any) -> None:
-        """Restore what `copy` returned; several times if need be."""
+        """Restore a result of `copy`, once or several times."""
         tensors, states = copied
         for tensor, values in tensors:
             tensor.detach().copy_(values)
@@ -108,8 +108,10 @@ class Rows:
 
 def add_rows(parser: argparse.ArgumentParser) -> None:
     """Declare the file of rows, and the time after which no more are measured."""
-    parser.add_argument("--rows", metavar="F.jsonl", help="append every row to F; what is there is not measured again")
-    parser.add_argument("--limit", type=float, default=90.0, metavar="M", help="minutes; what is begun is ended (90)")
+    parser.add_argument("--rows", metavar="F.jsonl", help="append every row to F; rows in it are not measured again")
+    parser.add_argument(
+        "--limit", type=float, default=90.0, metavar="M", help="minutes, after which no row begins (90)"
+    )
     parser.set_defaults(alone=True)
 
 
@@ -125,7 +127,7 @@ def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows
 
 
 def print_late(rows: Rows) -> int:
-    """Print what was not measured; return the status of the study, 1 where there is such."""
+    """Print the rows that were not measured; return the status of the study, 1 where there are such."""
     if rows.late:
         print(f"\nnot measured, since the time was over or it failed: {'; '.join(rows.late)}")
     return int(bool(rows.late))

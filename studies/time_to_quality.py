@@ -138,7 +138,7 @@ def steps_to(curve: Curve, target: float, lower: bool) -> float | None:
     """Return the first step at which a curve reaches a target; None where it does not.
 
     The curve is smoothed, made monotone (the best so far), and linear between measurements. Its first measurement is
-    returned where that is good enough: what was before is not known. Values that are not finite are the worst.
+    returned where that is good enough: earlier ones are not known. Values that are not finite are the worst.
 
     >>> steps_to([(10, 4.0), (20, 3.0), (30, 2.0)], 2.5, lower=True)
     25.0
@@ -242,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train what is not there yet, and print a table; 1 where a training failed."""
+    """Train missing rows, and print a table; 1 where a training failed."""
     arms = list(dict.fromkeys([_DENSE, *read_list(arguments.arms)]))
     tasks, seeds = read_list(arguments.tasks), [int(word) for word in read_list(arguments.seeds)]
     for option, names, known in (("--arms", arms, [*PLANS, *POLICIES]), ("--tasks", tasks, list(GOALS))):

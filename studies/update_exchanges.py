@@ -229,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train what is not there yet, and print a table."""
+    """Train missing rows, and print a table."""
     arms = read_list(arguments.arms)
     for arm in arms:
         if arm not in ARMS:

@@ -187,7 +187,7 @@ def array_is_written_to(result, rank):
         (other_bits, "nothing_is_lost", "means differ"),
         (
             lambda result, rank: setattr(result, "sent", result.sent / 2),
-            "nothing_is_lost", "what ranks sent is off the mean times ranks by",
+            "nothing_is_lost", "the sum of the sent parts is off the mean times ranks by",
         ),
         (array_is_written_to, "nothing_is_lost", "arrays sum to something else than before|gain is 1.0, not"),
         (lambda result, rank: setattr(result, "gain", 0.5), "nothing_is_lost", "gain is 0.5, not 1"),

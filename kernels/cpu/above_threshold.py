@@ -60,7 +60,7 @@ def select_listed(
     indices: Indices,
     values: Floats,
 ) -> int:
-    """Do what `select_above` does among the candidates that `accumulate_candidates` listed; return their number.
+    """Select as `select_above` among the candidates that `accumulate_candidates` listed; return their number.
 
     The threshold is at least the bound of the list. There is room for all candidates.
     """

@@ -45,7 +45,7 @@ def accumulate_candidates(
     count: int,
     threads: int = 1,
 ) -> tuple[int, Moments]:
-    """Do what `accumulate` does and list the elements whose magnitude bits reach ``bound``, in the same sweep.
+    """Accumulate as `accumulate`, and list the elements whose magnitude bits reach ``bound``, in the same sweep.
 
     Their positions plus ``base`` and their magnitude bits are appended to ``index`` and ``bits`` from ``count`` on.
     Return the number of candidates so far, which is above ``index.size`` where some were not stored, and the moments of
@@ -119,7 +119,7 @@ def _top(bits, mask):  # type: ignore[no-untyped-def]
 
 @kernel
 def _accumulate(gradient, residual, factor, out, bits, mask, bound, base, index, found):  # type: ignore[no-untyped-def]
-    count, nonzero = np.int64(0), 0  # of one type from the start: what is called with a literal is compiled once more
+    count, nonzero = np.int64(0), 0  # of one type from the start: a literal argument would compile a function again
     total, energy = 0.0, 0.0
     for start in range(0, out.size, _BLOCK):
         block = slice(start, min(start + _BLOCK, out.size))

@@ -89,7 +89,6 @@ def _views(words: Words, dtype: np.dtype[Any]) -> _Message:
 
 
 def _scratch(dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return room for a block's integers after the two before them, and for differences with their signs folded in."""
     return np.zeros(BLOCK + 2, f"i{dtype.itemsize}"), np.empty((3, BLOCK), f"u{dtype.itemsize}")
 
 

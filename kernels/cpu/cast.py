@@ -1,7 +1,7 @@
-"""16-bit wires: rounding to nearest even, saturating, with the rounding error at hand.
+"""16-bit wires: rounding to nearest even, saturating, and their rounding errors.
 
 A finite value beyond the largest 16-bit number becomes that number, so that error feedback can send the
-rest later; infinity and NaN stay what they are.
+rest later; infinity and NaN are unchanged.
 """
 
 import numpy as np

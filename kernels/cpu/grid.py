@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 _BLOCK = 1024  # elements that are gone through again while they are in the first-level cache
 
 # Places on the grid are numbers with this many bits after the point: with 8 before it they fill an int32. A float32
-# has no more of them between 1 and 2, so nothing is lost but what lies below the last one.
+# has no more of them between 1 and 2, so nothing is lost but the part below the last one.
 _FRACTION = 23
 _ONE = 1 << _FRACTION
 _HALF = np.int32(_ONE // 2)
@@ -74,7 +74,7 @@ def unpack_grid(bases: Singles | None, steps: Singles, words: Words, bucket: int
 def unpack_grid_add(
     bases: Singles | None, steps: Singles, words: Words, bucket: int, bits: int, factor: float, out: Floats
 ) -> None:
-    """Add ``factor`` times what was packed; it multiplies bases and steps in float64, before they are rounded."""
+    """Add ``factor`` times the packed array; it multiplies bases and steps in float64, before they are rounded."""
     _unpack_grid(bases, steps, words, bucket, bits, factor, out)
 
 

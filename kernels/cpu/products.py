@@ -7,7 +7,7 @@ no sum changes its order.
 
 from mpicomp.kernels.cpu.compile import Floats, Singles, exact
 
-_TILE = 512  # places that are worked on at a time: what they need of all channels stays in the cache
+_TILE = 512  # places at a time, whose values of all channels stay in the cache
 
 
 def conv_room(inputs: int) -> int:

@@ -24,7 +24,7 @@ def pack_signs(array: Floats, block: int, scales: Singles, words: Words, sent: F
 
 
 def pack_signs_in_place(array: Floats, block: int, scales: Singles, words: Words) -> float:
-    """Do what `pack_signs` does, and leave ``array - sent`` in the array, bit for bit."""
+    """Pack as `pack_signs`, and leave ``array - sent`` in the array, bit for bit."""
     return float(_pack_signs(array, as_bits(array), block, scales, words, None, array))
 
 
@@ -36,7 +36,7 @@ def unpack_signs(scales: Singles, words: Words, block: int, out: Floats) -> None
 def unpack_signs_add(
     scales: Singles, words: Words, block: int, factor: float, out: Floats, afresh: bool = False
 ) -> None:
-    """Add ``factor`` times what `pack_signs` has packed into each row of scales and words, in the order of rows.
+    """Add ``factor`` times the array that each row of scales and words has from `pack_signs`, in the order of rows.
 
     It multiplies scales in float64, before they are rounded. ``out`` is swept over once, whatever the number of rows;
     with ``afresh`` they are added to zeros.

@@ -1,4 +1,4 @@
-// Error feedback: gradient plus residual, in the sweep that also computes what a selection or an estimate needs.
+// Error feedback: gradient plus residual, in the sweep that also computes the numbers of a selection or an estimate.
 
 // Appends a tile's candidates to the list: in their order, at a place that one addition of thread 0 reserves. The place
 // and number of a tile's candidates are kept in starts and counts; a candidate without room is only counted. `turn`

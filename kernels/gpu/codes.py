@@ -55,7 +55,7 @@ def pack_signs_in_place(array, block, scales, words):
 def accumulate_signs(
     gradient: Any, factor: float, residual: Any, out: Any, block: int, scales: Any, words: Any
 ) -> SignStats:
-    """Pack ``factor * gradient + residual``, and leave in ``out`` what the message lacks of it, in one launch.
+    """Pack ``factor * gradient + residual``, and leave in ``out`` the rest that the message lacks, in one launch.
 
     The gradient is an array, or a table of `Pieces` that fill one. Message and rest have the bits of
     `pack_signs_in_place`.

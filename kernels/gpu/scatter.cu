@@ -42,7 +42,7 @@ KERNEL scatter_unordered(
     const u32* indices, const Real* values, i64 count, const double* factor, double factor_value, Real* out, i64 size,
     const Check* flags) {
   __shared__ u32 where[THREADS];
-  __shared__ Real what[THREADS];
+  __shared__ Real part[THREADS];
   if (flags->outside || !flags->unordered) return;
   const Real by = (Real)scalar_arg(factor, factor_value);
   const i64 each = (size + gridDim.x - 1) / gridDim.x;
@@ -55,11 +55,11 @@ KERNEL scatter_unordered(
     const u64 place = block_scan(mine, total);
     if (mine) {
       where[place] = index;
-      what[place] = values[j];
+      part[place] = values[j];
     }
     __syncthreads();
     for (u64 p = 0; p < total; ++p)
-      if (where[p] % THREADS == threadIdx.x) out[where[p]] += product(by, what[p]);
+      if (where[p] % THREADS == threadIdx.x) out[where[p]] += product(by, part[p]);
   }
 }
 

@@ -44,7 +44,7 @@ class Estimate(NamedTuple):
     """Share of the wanted elements that the stages without corrections have reached; NaN where nothing was estimated.
     A caller that adapts the number of stages reads it when the step is over anyway."""
     exact: Any
-    """1 where exactly the k largest were selected, 0 where what exceeds the threshold was."""
+    """1 where exactly the k largest were selected, 0 where the elements above the threshold were."""
     candidates: Any
     """Elements that reached the bound; 0 without a bound."""
     hit: Any

@@ -181,7 +181,7 @@ class Workspace:
         self.listed, self.usable = self.numbers[Field.LISTED], self.numbers[Field.USABLE]
 
     def begin(self, gradient: Any, out: Any) -> None:
-        """Refuse arrays that this workspace was not made for, and forget what a call left that an exception ended."""
+        """Refuse arrays that this workspace was not made for, and clear the rest of a call that an exception ended."""
         for array in (gradient, out):
             if array.size != self.numel or array.dtype != self.dtype:
                 raise ValueError(

@@ -121,7 +121,7 @@ def bounded_rounds(
     group: Group,
     relative: bool = False,
 ) -> Rounds[NDArray[Any]]:
-    """Do what `allreduce` with a bound does as a generator of rounds."""
+    """Run `allreduce` with a bound as a generator of rounds."""
     signature: Signature | None = None
     problem: MpicompError | None = None
     try:
@@ -151,7 +151,6 @@ def bounded_rounds(
 
 
 def _range_of(array: NDArray[np.floating]) -> float:
-    """Return the largest less the smallest finite number; 0 if there is none."""
     if not array.size:
         return 0.0
     low, high = float(array.min()), float(array.max())
@@ -172,7 +171,6 @@ def _absolute(share: float, whole: float, least: float) -> float:
 
 
 def _check_bound(array: Any, compressor: Any, error: Any, op: str, relative: bool) -> float:
-    """Return the bound, or raise for any wrong argument but ``out``."""
     check_choice("allreduce", "op", op, ("mean", "sum"))
     if error is None:
         raise ConfigurationError("allreduce: op='sum', out and relative need error=, the bound of the result, got None")

@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Array = NDArray[Any]
 
 _MAX_INNOVATION_SD = 3.0  # standard deviations by which a single measurement counts as off at most
-_MIN_SHARE = 0.02  # measured over predicted seconds; what is less counts as this much
+_MIN_SHARE = 0.02  # measured over predicted seconds; a smaller ratio counts as this
 
 
 def compiled(function: Function) -> Function:

@@ -109,8 +109,8 @@ def measure_kernels(
 def compilation_order(schemes: Sequence[Scheme[Any]], group: Group) -> list[Scheme[Any]]:
     """Return the order in which this rank runs schemes for the first time, so that a host's ranks share compilation.
 
-    Each pair of ranks has a part of the list, of which one starts at the beginning and one at the end. What others have
-    compiled is loaded, so all ranks end at about the same time, and none compiles while another one measures.
+    Each pair of ranks has a part of the list, of which one starts at the beginning and one at the end. The others'
+    results are loaded, so all ranks end at about the same time, and none compiles while another one measures.
     """
     host = group.layout[group.rank]
     ranks = [rank for rank, other in enumerate(group.layout) if other == host]

@@ -51,7 +51,7 @@ def allgather(ranks: int, nbytes: float) -> Terms:
 
 
 def terms(task: Round, group: Group) -> Terms:
-    """Return the cost of a round on one of its ranks; the round costs what its slowest rank does.
+    """Return the cost of a round on one of its ranks; the round costs as much as on its slowest rank.
 
     A library is assumed to use the best algorithm for large arrays; the measured factor of each operation corrects
     that. Latencies of background rounds are hidden. With several ranks on a host the bytes are those on the host's
@@ -89,14 +89,12 @@ def slowest(costs: Iterable[Terms]) -> Terms:
 
 
 def _remote_share(group: Group) -> float:
-    """Return the share of a rank's peers that are on other hosts; 1 on a single host."""
     if group.hosts in (1, group.size):
         return 1.0
     return (group.size - group.sharing) / (group.size - 1)
 
 
 def _senders_per_link(task: Round, group: Group) -> int:
-    """Return the number of ranks of a host that send through its link at the same time; 1 on a single host."""
     if group.hosts == 1:
         return 1
     if group.name == ACROSS or task.operation == "alltoallv":

@@ -48,7 +48,7 @@ _MIN_SIGNAL = 1e-4  # some thousand elements in some dozen surveys resolve no le
 class ElementSurvey:
     """Follows some elements of a bucket: running means of squares, and of products of two successive gradients.
 
-    These are of different batches, so what they have in common on one rank is signal, even if ranks have data of
+    These are of different batches, so their common part on one rank is signal, even if ranks have data of
     different kinds. Two surveys in a row are needed for a product. Elements are classed by their scale, the root of
     their mean square, relative to that of all: gradients become smaller as training proceeds. Messages and
     residuals of quantizers are measured by packing runs of neighbours, each quantizer with a separate residual.
@@ -150,7 +150,6 @@ def _gather(
 def _by_class(
     squares: NDArray[np.float32], mean: float, arrays: Sequence[NDArray[np.floating] | None]
 ) -> list[NDArray[Any]]:
-    """Return the sums of arrays over the elements of each class, or their numbers for None; zeros have no class."""
     # The exponent of a float32 is its logarithm, rounded down.
     exponents = ((squares / mean).view(np.int32) >> 23) - 127
     classes = np.clip(exponents + (_CLASSES - _TOP_LOG2), 0, _CLASSES - 1)

@@ -13,7 +13,7 @@ from mpicomp.policies.policy import BucketOutcome, Shape, StepReport
 from mpicomp.policies.ratio_levels import suggested_compressors
 
 _MAX_PENALTY = 0.1  # share of steps by which training may fall behind without a warning
-_SHORT_STEPS = 300  # of a short training, at whose end what waits is a share of them
+_SHORT_STEPS = 300  # of a short training, at whose end residuals are a share of them
 
 _log = logging.getLogger("mpicomp.watch")
 

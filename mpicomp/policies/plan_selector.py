@@ -162,7 +162,7 @@ class PlanSelector:
         self, ladders: Sequence[Sequence[tuple[Compressor, Sequence[str]]]], shapes: Sequence[Shape],
         transport: Transport, num_optional: int = 0,
     ) -> Rounds[None]:  # fmt: skip
-        """Build the tables of new buckets, from the level that keeps least; measure what is not known. As rounds.
+        """Build the tables of new buckets, from the level that keeps least; measure unknown costs. As rounds.
 
         The first ``num_optional`` levels are left out where all of their plans need much memory.
         """
@@ -371,7 +371,7 @@ def _fitting(
 ) -> tuple[list[Scheme[Any]], list[int]]:
     """Return the schemes that need little memory, and their bytes in this bucket.
 
-    Where none does, the one that needs least, unless the result ``may_be_empty``. What is held is counted as if all
+    Where none does, the one that needs least, unless the result ``may_be_empty``. Held arrays are counted as if all
     buckets ran the same scheme.
     """
     needed, everywhere = [], []

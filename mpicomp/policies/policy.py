@@ -260,7 +260,7 @@ def feedback_of(compressor: Compressor, feedback: bool | None) -> bool:
     if chosen and not compressor.contractive:
         form = compressor.contractive_variant
         raise ConfigurationError(
-            f"{compressor.id}: {compressor!r} is not contractive, so what it keeps back would grow from step to step; "
+            f"{compressor.id}: {compressor!r} is not contractive, so its residual would grow from step to step; "
             "leave feedback out" + (f", or use {form!r}" if form is not None else "")
         )
     if not chosen and compressor.entry.momentum:

@@ -141,7 +141,6 @@ class Spectra:
 
 
 def _lost(counts: NDArray[np.float64], energies: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the energy of all but the ``kept`` largest elements; in a bin all count as equal."""
     counts_above = np.concatenate(([0.0], np.cumsum(counts[::-1])))
     energy_above = np.concatenate(([0.0], np.cumsum(energies[::-1])))
     lost: NDArray[np.float64] = np.maximum(energy_above[-1] - np.interp(kept, counts_above, energy_above), 0.0)

@@ -211,7 +211,7 @@ class Checks:
         yield
 
     def restart(self) -> None:
-        """Forget what this rank has counted and begun: at a death ranks leave a step at different places."""
+        """Forget this rank's counts and rounds: at a death ranks leave a step at different places."""
 
 
 NO_CHECKS = Checks()

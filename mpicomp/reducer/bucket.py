@@ -112,7 +112,6 @@ class Bucket:
         return accumulated
 
     def _pieces_of(self, gradients: Sequence[Any]) -> list[tuple[int, Any]]:
-        """Return gradients on the device of the bucket, with their offsets; those in place on a GPU as one array."""
         memory = self._accumulated
         if self.device is HOST:
             gradients = self._without_means(gradients)

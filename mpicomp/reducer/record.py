@@ -276,7 +276,7 @@ class StepRecord:
         return wire_bytes(self.overhead)
 
     def release_buffers(self) -> None:
-        """Drop all arrays: what its plans needed is released before others run."""
+        """Drop all arrays: memory of its plans is released before others run."""
         for done in self.exchanges:
             done.release_buffers()
             done.result.mean = done.result.sent = _NOTHING

@@ -303,7 +303,7 @@ class Reducer:
         scale: float = 1.0,
         checks: Checks = NO_CHECKS,
     ) -> Rounds[Any]:
-        """Do what `reduce` does as a generator of rounds, for ranks of a `mpicomp.mpi.LocalWorld`."""
+        """Run `reduce` as a generator of rounds, for ranks of a `mpicomp.mpi.LocalWorld`."""
         if self._closed:
             raise self._closed_error()
         transport = self.transport
@@ -502,9 +502,7 @@ class Reducer:
         assert inputs.members is not None
         absent = yield from self._absences(step, [member.name for member in inputs.members])
         record.agreed = True
-        if (
-            inputs.buckets is not None
-        ):  # if only `absent` differs, buckets stay, and with them what policies have learned
+        if inputs.buckets is not None:  # if only `absent` differs, buckets stay, and with them the state of policies
             yield from self._lay_out(step)
         names = {member.name for member in inputs.members}
         conditional = dict.fromkeys([*layout.conditional, *sorted(absent)])

@@ -179,7 +179,7 @@ class trace:  # noqa: N801, it reads as a verb: with mpicomp.trace(...)
             transport.run(self._merge(1 + drift))
             complete = True
         except RankFailedError:
-            warnings.warn(f"trace: a rank has died; what each rank did is in '{self._path}.rank-N'", stacklevel=2)
+            warnings.warn(f"trace: a rank has died; each rank's events are in '{self._path}.rank-N'", stacklevel=2)
         finally:
             self._leave(remove=complete)
 
@@ -338,7 +338,9 @@ class trace:  # noqa: N801, it reads as a verb: with mpicomp.trace(...)
 
 def _lines(file: IO[bytes], clock: float) -> Iterator[bytes]:
     while lines := file.readlines(_BLOCK_BYTES):
-        lines = [line for line in lines if line.endswith(b",\n")]  # neither its head, nor what a full disk cut short
+        lines = [
+            line for line in lines if line.endswith(b",\n")
+        ]  # neither its head, nor a line that a full disk cut short
         if clock != 1:
             for place, line in enumerate(lines):
                 if line.startswith(b'{"ts":'):

@@ -40,7 +40,7 @@ def check_registered(cls: type[Scheme[Any]]) -> None:
 
 
 def check_nothing_is_lost(cls: type[Scheme[Any]]) -> None:
-    """Check that all ranks get the same bits, ranks times mean sum up what was sent, and a gain is right."""
+    """Check that all ranks get the same bits, ranks times mean is the sum of the sent parts, and a gain is right."""
     for where, outcome in _exchanges(cls):
         check_sums(where, outcome)
 
@@ -58,7 +58,7 @@ def check_sums(where: str, outcome: Outcome) -> None:
     sent = [_dense(result.sent, numel) for result in outcome.results]
     room = 4 * ranks * float(np.finfo(dtype).eps) * float(np.abs(outcome.before).sum(axis=0).max())
     lost = np.abs(np.sum(sent, axis=0) - ranks * means[0].astype(np.float64)).max()
-    assert lost <= room, f"what ranks sent is off the mean times ranks by {lost:.3g}: {where}"
+    assert lost <= room, f"the sum of the sent parts is off the mean times ranks by {lost:.3g}: {where}"
     moved = np.abs(np.sum(outcome.after, axis=0, dtype=np.float64) - np.sum(outcome.before, axis=0)).max()
     assert moved <= room, f"the ranks' arrays sum to something else than before, by {moved:.3g}: {where}"
     energy = sum(map(norm2, outcome.after))

@@ -1,4 +1,4 @@
-"""Arrays, compressors and ranks in one process that laws are checked with; no list names what is registered."""
+"""Arrays, compressors and ranks in one process that laws are checked with; no list names registered classes."""
 
 import contextlib
 import math
@@ -61,7 +61,6 @@ def pairs(compressors: Iterable[Compressor] | None = None) -> list[tuple[Compres
 
 
 def _narrow(compressor: Compressor) -> list[Compressor]:
-    """Return the compressor's forms with values in 16 bits, and in few bits that share scales."""
     found = []
     for wire in ("bf16", "q4"):
         with contextlib.suppress(ConfigurationError):

@@ -13,7 +13,7 @@ SCHEDULES: dict[str, list[tuple[int, float, float]]] = {
     "C1": [(12, _NEAR, 25), (12, _NEAR, 1), (12, _FAR, 1), (14, _FAR, 25)],
     "C2": [(12, _NEAR, 25), (8, 25, 13), (8, _FAR, 1), (8, 25, 13), (14, _NEAR, 25)],
 }
-"""Phases: epochs, milliseconds and Gbit/s; what is moderate is not printed, and here between the two."""
+"""Phases: epochs, milliseconds and Gbit/s; moderate ones are not printed, and here between the two."""
 _COMPUTE_S = 0.01  # a dense step of the paper's ResNet-18, less the ring's formula
 
 

@@ -59,7 +59,7 @@ RATIOS = (0.1, 0.01, 0.001)
 
 @dataclass(frozen=True)
 class Cell:
-    """A place in the table: what is sent over which of the paper's networks."""
+    """A place in the table: a model's gradients on one of the paper's networks."""
 
     table: str  # "VI"
     model: str

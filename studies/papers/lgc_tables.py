@@ -92,7 +92,7 @@ def _show_trained(rows: Sequence[Mapping[str, Any]]) -> None:
         "paper: ResNet-50 (2) and ResNet-101 (4) on CIFAR10, ResNet-50 on ImageNet (8); here resnet20 on 5,000 images "
         "of MNIST, where a code stands for some 270 values",
         "fewer: bytes of dense over those that rank 0 hands to the transport in a step, in the last third of them, "
-        "when codes travel; of top-k: over those of top-k. The paper does not count what a server sends back",
+        "when codes travel; of top-k: over those of top-k. The paper does not count a server's answers",
         "wire: KB that leave rank 0 in such a step; once: MB that leave it once",
         "code's error: when it has learned, as a share of the energy that it codes, of all ranks' mean with the ring",
         "means over seeds, of accuracy with the range; of dense, of top-k: of the same seeds",

@@ -68,7 +68,7 @@ class Study:
         return parser
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Measure what is not there yet, and print the tables. Lists among the arguments are split first."""
+        """Measure missing rows, and print the tables. Lists among the arguments are split first."""
         for name, least in (("steps", self.least_steps), ("ranks", self.least_ranks)):
             if isinstance(getattr(self, name), int) and getattr(self, name):
                 check_least(self.name, f"--{name}", getattr(arguments, name), least)
@@ -103,7 +103,7 @@ class Arm:
     collective: str = "auto"
     policy: Mapping[str, Any] | None = None
     warmup: int = 0  # dense steps that come first
-    search: Mapping[str, Any] | None = None  # settings of `flexible_search.Search`, which names what is exchanged
+    search: Mapping[str, Any] | None = None  # settings of `flexible_search.Search`, which names the exchanges
     buffers: bool = True  # a trial's end puts back the model's buffers, too
 
 
@@ -201,7 +201,7 @@ class _Training:
             memories = [bucket.memory.get("lgc", {}) for bucket in self.reducers[0].layout.buckets]
             self.code_errors += [memory["error"] for memory in memories if memory.get("error") is not None]
         if is_trial:
-            shared.optimizer.step()  # the rate stays what it is
+            shared.optimizer.step()  # the rate is constant
         else:
             shared.updater.update()
             self.done += 1
@@ -211,7 +211,7 @@ class _Training:
         self.lines.append(line)
 
     def search(self, settings: Mapping[str, Any]) -> None:
-        """Train by the published search, which names what is exchanged in each step."""
+        """Train by the published search, which names the exchange of each step."""
         assert self.simulated is not None
         link = self.simulated.link
         nbytes = 4 * sum(parameter.numel() for parameter in self.shared.parameters.values())

@@ -200,8 +200,7 @@ class Learned(Scheme[LGC]):
             if context.group.rank == _TRAINER:
                 if memory.learned is None:
                     raise MpicompError(
-                        f"learned: rank {_TRAINER} has lost what it learned; each rank has to load the state that it "
-                        "saved"
+                        f"learned: rank {_TRAINER} has lost its code; each rank has to load the state that it saved"
                     )
                 code.load(memory.learned)
                 task.send = code.weights()

@@ -179,7 +179,7 @@ class LGreCo(Adaptive):
         yield from super().start(shapes, transport)
 
     def levels(self) -> list[Compressor]:
-        # A compressor with ranks is predicted to take what it does at the uniform rank
+        # A compressor with ranks is predicted to take as long as at the uniform rank
         if self.compressor.layer_setting != "ratio":
             return [self.compressor]
         ratio = self.compressor.get_config()["ratio"]
