@@ -213,14 +213,14 @@ def _value_from_root(value: Any, parameter: torch.Tensor, root: int, group: Grou
     return _loaded(bytes(received), lambda data, place: restore(data, place if place == "cpu" else device))
 
 
-def _check_sendable(value: Any, subsystem: str, what: str, advice: str) -> None:
+def _check_sendable(value: Any, subsystem: str, noun: str, advice: str) -> None:
     """Refuse a value that could not be read without running code."""
     try:
         _loaded(_saved(value))
     except Exception as error:
         text = str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"{subsystem}: {what} must consist of tensors, numbers, strings, dicts and lists, and cannot be sent "
+            f"{subsystem}: {noun} must consist of tensors, numbers, strings, dicts and lists, and cannot be sent "
             f"({type(error).__name__}: {text:.80}); {advice}"
         ) from None
 

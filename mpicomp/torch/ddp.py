@@ -109,7 +109,7 @@ class DDPState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank, or ``reducer.state_dict()``. Not collective."""
+        """Load a result of `state_dict` on this rank, or ``reducer.state_dict()``. Not collective."""
         self.reducer.load_state_dict(to_arrays(state_dict))
 
     def close(self) -> None:

@@ -316,7 +316,7 @@ def _cached_closure(value: Any) -> Callable[[], Any]:
         if not values:
             raise ConfigurationError(
                 f"{_WHO}: the optimizer calls its closure several times in a step; use mpicomp.torch.UpdateOptimizer, "
-                "which serves it and exchanges what its steps have changed"
+                "which serves it and exchanges the changes of its steps"
             )
         return values.pop()
 
@@ -378,7 +378,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
             f"{_WHO}: LBFGS asks for gradients many times in a step; use mpicomp.torch.UpdateOptimizer, which serves "
-            "it and exchanges what its steps have changed"
+            "it and exchanges the changes of its steps"
         )
 
 

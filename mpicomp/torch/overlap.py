@@ -142,7 +142,7 @@ class BackwardOverlap:
         if not obstacles.any():
             return
         self.obstacle, self._wanted, self._trial_steps = 0, False, 0
-        rank = int(obstacles.argmax())  # of the largest reason: what several ranks saw may differ
+        rank = int(obstacles.argmax())  # of the largest reason: those of several ranks may differ
         seen, advice = _OBSTACLES[int(obstacles[rank])]
         if group.rank == 0:
             warn_user(

@@ -75,7 +75,7 @@ class LocalShard:
 
 
 class ShardGroup:
-    """The ranks with the shards of one replica, if any, which decide together what concerns the whole model."""
+    """The ranks with the shards of one replica, if any, which decide together about the whole model."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         meshes = [parameter.whole.device_mesh for parameter in parameters if isinstance(parameter, LocalShard)]

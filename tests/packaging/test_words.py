@@ -40,8 +40,7 @@ SENTENCES = {
     r"\b(?:comes?|came|coming) (?:to|out|back)\b": "the verb that is meant",
     r"\bas (?:it|they) (?:is|are|was|were)\b": "unchanged, uncoded",
     r"\b(?:says|said|saying)\b": "warn, print, announce, name",
-    r"\b(?:of|in|by|with|for|from|and|than|return|write|read|keep|has|hold)s? what\b(?! (?:to|kind)\b)": "a noun",
-    r"^\W*What\b": "a noun",
+    r"\b[Ww]hat\b(?! to\b)": "a noun",
 }
 UNREVISED = ("bench", *(f"mpicomp/{name}" for name in ("cli", "collectives", "compressors", "job", "mpi")))
 """Folders whose sentences do not follow the rule yet."""
