@@ -1,7 +1,7 @@
 """Collectives: each turns the ranks' messages into the same mean on every rank. One file each, no MPI."""
 
 from mpicomp.collectives.binding import bind, collective_class, fitting, list_collectives, variants
-from mpicomp.collectives.scheme import COLLECTIVES, Exchange, Result, Scheme, gain_of, is_finite
+from mpicomp.collectives.scheme import COLLECTIVES, Exchange, Result, Scheme, gain_of
 from mpicomp.compressors.context import Context
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "collective_class",
     "fitting",
     "gain_of",
-    "is_finite",
     "list_collectives",
     "variants",
 ]

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from mpicomp.collectives.scheme import (
     add_unless_zero,
     check_undamaged,
     failed_result,
+    slices_of,
 )
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
@@ -304,8 +304,3 @@ class OwnerRounds:
         self.replies = [received[place] for place in self._places]
         self.flags, self.energy, self.lost, problem = read_answers(name, self.replies, self.counts, self._problem)
         return problem
-
-
-def slices_of(lengths: Sequence[int]) -> list[slice]:
-    """Return the places of parts that lie one behind the other."""
-    return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]

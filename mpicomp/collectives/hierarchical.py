@@ -20,6 +20,7 @@ from mpicomp.collectives.scheme import (
     failed_result,
     far_from_largest,
     gain_of,
+    slices_of,
 )
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.base_compressor import Compressor
@@ -135,12 +136,9 @@ class Hierarchical(Scheme[Compressor]):
     def _exchange(self, accumulated: Accumulated, context: Context, host: Group, across: Group | None) -> Exchange:
         group, workspace = context.group, context.workspace
         numel, dtype = accumulated.numel, accumulated.dtype
-        slices = _slices(numel, group)
-        owner = host.rank < len(slices)
-        last = host.rank == len(slices) - 1
-        owned_slice = slice(0, 0)
-        if owner:
-            owned_slice = slice(sum(slices[: host.rank]), sum(slices[: host.rank + 1]))
+        slices, overwrites = _slices(numel, group), accumulated.may_be_overwritten
+        owner, last = host.rank < len(slices), host.rank == len(slices) - 1
+        owned_slice = slices_of(slices)[host.rank] if owner else slice(0, 0)
         owned = owned_slice.stop - owned_slice.start
 
         scatter, *_, report_round, gather = self.rounds(numel, dtype, group, context.step)
@@ -154,29 +152,27 @@ class Hierarchical(Scheme[Compressor]):
         sent: NDArray[np.floating] | Selection = accumulated.array()
         if self._sparse:
             sent = Selection(workspace.array("none", 0, np.uint32), mean)
-        # The mean takes the place of the sum; what is kept back of it is in this rank's slice alone.
-        overwrites, unsent = accumulated.may_be_overwritten, None
         if owner and self._exchanged(owned):
             assert across is not None
             part = self._part(accumulated, incoming, owned_slice, group.hosts, workspace)
             result, damaged = yield from self._between_hosts(part, context, across)
             report, problem = self._report(result, damaged, last), result.problem
             mean = result.mean_array(part, workspace)
-            exact = not self._sparse and np.may_share_memory(result.sent, part.array())
-            if overwrites and not exact:
-                unsent = workspace.array("unsent", owned, dtype)
-                unsent[:] = part.array()
-                _subtract(result.sent, unsent)
             if self._sparse and isinstance(result.sent, Selection):
                 indices = workspace.array("indices", result.sent.indices.size, np.uint32)
                 np.add(result.sent.indices, np.uint32(owned_slice.start), out=indices)
                 sent = Selection(indices, result.sent.values)
-            elif not (overwrites or exact):
-                left = part.array()
-                sent = workspace.scratch("sent", numel, dtype)
-                sent[:] = accumulated.array()
-                _subtract(result.sent, left)
-                _subtract(left, sent[owned_slice])
+            sent_all = not self._sparse and np.may_share_memory(result.sent, part.array())
+            if not sent_all and (overwrites or not self._sparse):
+                unsent = workspace.array("unsent", owned, dtype)
+                unsent[:] = part.array()
+                _subtract(result.sent, unsent)
+                if overwrites:  # it is in this rank's slice alone
+                    accumulated.unsent = owned_slice.start, unsent
+                else:
+                    sent = workspace.scratch("sent", numel, dtype)
+                    sent[:] = accumulated.array()
+                    _subtract(unsent, sent[owned_slice])
         if self._sparse and not overwrites:
             array = accumulated.array()
             array[: owned_slice.start] = 0
@@ -187,8 +183,6 @@ class Hierarchical(Scheme[Compressor]):
         reports = yield report_round
         gather.send = mean
         gather.recv = accumulated.memory_of_mean(workspace)[:numel]
-        if unsent is not None:
-            accumulated.unsent = owned_slice.start, unsent
         return _joined(reports, (yield gather), sent, problem, numel)
 
     @property

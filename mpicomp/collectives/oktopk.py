@@ -18,6 +18,7 @@ from mpicomp.collectives.scheme import (
     check_undamaged,
     failed_result,
     mean_at,
+    slices_of,
 )
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
@@ -291,8 +292,8 @@ class _Step:
         coming = [_overlaps(counts, even, source)[rank] for source in range(ranks)]
         sizes, received = ([self._bytes(count, whole) for count in pieces] for pieces in (going, coming))
         outgoing = self.workspace.scratch("pieces.out", sum(sizes), _BYTE)
-        for (start, stop), out in zip(pairwise([0, *accumulate(going)]), _cut(outgoing, sizes), strict=True):
-            self._write(Selection(chosen.indices[start:stop], chosen.values[start:stop]), whole, out, 0.0, 0.0)
+        for span, out in zip(slices_of(going), _cut(outgoing, sizes), strict=True):
+            self._write(Selection(chosen.indices[span], chosen.values[span]), whole, out, 0.0, 0.0)
         move = Round("alltoallv", sizes, _BYTE, send=outgoing, received=received)
         move.recv = self.workspace.scratch("pieces.in", sum(received), _BYTE)
         self._read((yield move), received, coming, [whole] * ranks, "pieces")
@@ -364,7 +365,7 @@ def _state_of(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any]:
 
 
 def _cut(array: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
-    return [array[start:stop] for start, stop in pairwise([0, *accumulate(sizes)])]
+    return [array[span] for span in slices_of(sizes)]
 
 
 def _capacity(workspace: Workspace, name: str, size: int, dtype: np.dtype[Any]) -> Selection:

@@ -3,8 +3,9 @@
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -306,6 +307,11 @@ def gain_of(lost: float, energy: float) -> float:
     if energy == 0 or lost == 0:
         return 1.0
     return 1 - float(lost) / float(energy)
+
+
+def slices_of(lengths: Sequence[int]) -> list[slice]:
+    """Return the places of parts that lie one behind the other."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
 COLLECTIVES: Registry[Scheme[Any]] = Registry("collective", ["mpicomp.collectives", "mpicomp.systems"])

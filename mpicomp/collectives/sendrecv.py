@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.dense import slices_of
-from mpicomp.collectives.scheme import Exchange, Memory, Result, Scheme
+from mpicomp.collectives.scheme import Exchange, Memory, Result, Scheme, slices_of
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense

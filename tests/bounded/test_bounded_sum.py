@@ -23,14 +23,22 @@ SURE = {4: 2**23, 8: 2**50}
 """Numbers up to so many times the bound have numbers of their dtype close enough."""
 
 
+def run(calls, observed=lambda rank, rounds: rounds):
+    """Return what each rank's call with its arguments returns."""
+    world = LocalWorld(len(calls))
+    given = {"array": ONES, "compressor": None, "error": 0.1, "op": "mean", "out": None}
+    ends = enumerate(zip(calls, world.transports, strict=True))
+    return world.run([observed(rank, bounded_rounds(**given | call, group=end.group)) for rank, (call, end) in ends])
+
+
 def reduce(arrays, error, op="mean", outs=None, relative=False):
     """Return the result, which has the same bits on all ranks."""
-    world = LocalWorld(len(arrays))
-    outs = outs or [None] * len(arrays)
-    ends = zip(arrays, outs, world.transports, strict=True)
-    results = world.run([bounded_rounds(array, None, error, op, out, end.group, relative) for array, out, end in ends])
+    pairs = zip(arrays, outs or [None] * len(arrays), strict=True)
+    results = run(
+        [{"array": array, "error": error, "op": op, "out": out, "relative": relative} for array, out in pairs]
+    )
     assert {(result.tobytes(), result.dtype, result.shape) for result in results} == {
-        (results[0].tobytes(), arrays[0].dtype, np.shape(arrays[0]))
+        (results[0].tobytes(), arrays[0].dtype.newbyteorder("="), np.shape(arrays[0]))
     }
     return results[0]
 
@@ -66,49 +74,39 @@ def check(arrays, error, op="mean", relative=False):
         assert abs(Fraction(found) - exact) <= allowed, (values, found, float(exact))
 
 
+def with_infinities(rng, limits, rank):
+    array = rng.normal(size=150)
+    array[rng.integers(0, 150, 4)] = [np.inf, -np.inf, np.inf, -np.inf]
+    array[7] = {1: np.inf, 2: -np.inf}.get(rank, 1)
+    return array
+
+
+def huge_and_tiny(rng, limits, rank):
+    place = np.arange(150)
+    return np.where(place % 2, np.where(place % 4 == 1, -1, 1) * (limits.max / 3), limits.tiny)
+
+
+HOSTILE = {
+    "constant": lambda rng, limits, rank: np.full(130, 0.7),
+    "zeros": lambda rng, limits, rank: np.zeros(130),
+    "negative zeros": lambda rng, limits, rank: np.full(70, -0.0),
+    "subnormal": lambda rng, limits, rank: limits.smallest_subnormal * rng.integers(-9, 9, 100),
+    "huge and tiny": huge_and_tiny,
+    "largest": lambda rng, limits, rank: np.full(65, limits.max) * (1 if rank % 3 else -1),
+    "nan": lambda rng, limits, rank: np.where(rng.random(150) < 0.01, np.nan, rng.normal(size=150)),
+    "infinite": with_infinities,
+    "walk": lambda rng, limits, rank: np.cumsum(rng.normal(size=150)),
+    "outliers": lambda rng, limits, rank: rng.normal(size=150) * 10.0 ** (12 * (rng.random(150) < 0.02)),
+    "rank of large": lambda rng, limits, rank: rng.normal(size=100) * (1e7 if rank == 1 else 1),
+    "one": lambda rng, limits, rank: np.array([rank - 0.3]),
+    "empty": lambda rng, limits, rank: np.empty(0),
+    "scalar": lambda rng, limits, rank: np.array(rank + 0.1),
+}
+RANGED = [name for name in HOSTILE if name not in ("subnormal", "largest", "constant")]
+
+
 def hostile(name, dtype, rank):
-    rng = np.random.default_rng([rank, len(name)])
-    limits = np.finfo(dtype)
-    match name:
-        case "constant":
-            return np.full(130, 0.7, dtype)
-        case "zeros":
-            return np.zeros(130, dtype)
-        case "negative zeros":
-            return np.full(70, -0.0, dtype)
-        case "subnormal":
-            return (limits.smallest_subnormal * rng.integers(-9, 9, 100)).astype(dtype)
-        case "huge and tiny":
-            array = np.full(150, limits.max / 3, dtype)
-            array[::2] = limits.tiny
-            array[1::4] *= -1
-            return array
-        case "largest":
-            return np.full(65, limits.max, dtype) * (1 if rank % 3 else -1)
-        case "nan":
-            return np.where(rng.random(150) < 0.01, np.nan, rng.normal(size=150)).astype(dtype)
-        case "infinite":
-            array = rng.normal(size=150).astype(dtype)
-            array[rng.integers(0, 150, 4)] = [np.inf, -np.inf, np.inf, -np.inf]
-            array[7] = np.inf if rank == 1 else -np.inf if rank == 2 else 1
-            return array
-        case "walk":
-            return np.cumsum(rng.normal(size=150)).astype(dtype)
-        case "outliers":
-            return (rng.normal(size=150) * 10.0 ** (12 * (rng.random(150) < 0.02))).astype(dtype)
-        case "rank of large":
-            return (rng.normal(size=100) * (1e7 if rank == 1 else 1)).astype(dtype)
-        case "one":
-            return np.array([rank - 0.3], dtype)
-        case "empty":
-            return np.empty(0, dtype)
-    return np.array(rank + 0.1, dtype)
-
-
-HOSTILE = [
-    *("constant", "zeros", "negative zeros", "subnormal", "huge and tiny", "largest", "nan", "infinite", "walk"),
-    *("outliers", "rank of large", "one", "empty", "scalar"),
-]
+    return np.asarray(HOSTILE[name](np.random.default_rng([rank, len(name)]), np.finfo(dtype), rank)).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -121,7 +119,7 @@ def test_sum_of_hostile_arrays_is_within_its_bound(name, dtype):
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in ("subnormal", "largest", "constant")])
+@pytest.mark.parametrize("name", RANGED)
 def test_relative_bound_is_a_share_of_the_mean_range(name, op):
     for ranks in (1, 2, 3, 4):
         arrays = [hostile(name, np.float32, rank) for rank in range(ranks)]
@@ -214,7 +212,7 @@ def slow_reader(message, count, factor, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name", [*HOSTILE[:-1], "wide"])
+@pytest.mark.parametrize("name", [*(name for name in HOSTILE if name != "scalar"), "wide"])
 def test_message_is_the_nearest_points_of_the_grid(name, dtype):
     array = hostile(name, dtype, 1) if name != "wide" else np.float64(2.0 ** np.arange(-90, 60) / 3).astype(dtype)
     for error in (0.01, 1e-5):
@@ -269,17 +267,9 @@ def test_smooth_fields_take_few_bits_and_noise_no_more_than_its_own():
     ],
 )
 def test_shapes_and_kinds_come_out_as_they_went_in(make):
-    arrays = [make() * (rank + 1) for rank in range(3)]
-    arrays = [array.astype(make().dtype) for array in arrays]
+    arrays = [(make() * (rank + 1)).astype(make().dtype) for rank in range(3)]
     before = [array.tobytes() for array in arrays]
-    native = arrays[0].dtype.newbyteorder("=")
-    world = LocalWorld(3)
-    ends = list(zip(arrays, world.transports, strict=True))
-    results = world.run([bounded_rounds(array, None, 0.01, "mean", None, end.group) for array, end in ends])
-    for result in results:
-        assert (result.dtype, result.shape) == (native, arrays[0].shape)
-        assert result.tobytes() == results[0].tobytes()
-    difference = results[0] - np.asarray(make()) * 2
+    difference = reduce(arrays, 0.01) - np.asarray(make()) * 2
     assert max(np.abs(difference.real).max(initial=0), np.abs(difference.imag).max(initial=0)) <= 0.01
     assert [array.tobytes() for array in arrays] == before
 
@@ -321,12 +311,8 @@ def test_single_rank_returns_its_numbers_exactly():
     ],
 )
 def test_wrong_argument_of_one_rank_is_an_error_of_all(settings, error, text):
-    world = LocalWorld(3)
-    given = {"array": ONES, "compressor": None, "error": 0.1, "op": "mean", "out": None}
-    calls = [given | (settings if rank == 1 else {}) for rank in range(3)]
-    rounds = [bounded_rounds(**call, group=end.group) for call, end in zip(calls, world.transports, strict=True)]
     with pytest.raises(error, match=text) as raised:
-        world.run(rounds)
+        run([{}, settings, {}])
     assert "3 of 3 ranks raised" in raised.value.__notes__
     assert "rank 1" in str(raised.value)
 
@@ -342,13 +328,14 @@ def test_wrong_argument_of_one_rank_is_an_error_of_all(settings, error, text):
     ],
 )
 def test_ranks_that_differ_get_one_error_before_data_moves(other, text):
-    world = LocalWorld(3)
-    given = {"array": ONES, "compressor": None, "error": 0.1, "op": "mean", "out": None}
-    calls = [given | (other if rank == 2 else {}) for rank in range(3)]
-    rounds = [bounded_rounds(**call, group=end.group) for call, end in zip(calls, world.transports, strict=True)]
+    operations = set()
+
+    def noting(rank, rounds):
+        return observe(rounds, before=lambda task: operations.add(task.operation))
+
     with pytest.raises(DisagreementError, match=f"allreduce: .*{text}"):
-        world.run(rounds)
-    assert {log.operation for log in world.transports[0].log} == {"allgatherv"}
+        run([{}, {}, other], noting)
+    assert operations == {"allgatherv"}
 
 
 def damaged_run(damage, operation):
@@ -358,20 +345,14 @@ def damaged_run(damage, operation):
         if task.operation == operation and task.dtype == np.uint64:
             damage(task.recv)
 
-    def outcome(rounds):
+    def outcome(rank, rounds):
         try:
-            return (yield from rounds)
+            return (yield from observe(rounds, after=after if rank == 1 else None))
         except MessageError as error:
             return error
 
-    world = LocalWorld(3)
     arrays = [np.random.default_rng(rank).normal(size=1000).astype(np.float32) for rank in range(3)]
-    rounds = [
-        bounded_rounds(array, None, 0.01, "mean", None, end.group)
-        for array, end in zip(arrays, world.transports, strict=True)
-    ]
-    rounds[1] = observe(rounds[1], after=after)
-    return world.run([outcome(one) for one in rounds])
+    return run([{"array": array, "error": 0.01} for array in arrays], outcome)
 
 
 def set_first_byte(value):
