@@ -60,7 +60,7 @@ class StartedRound(Pending):
                 left = sum(started.left for started in self.under_way or (self,))
                 rests = far if left > _RECEIVES + _SENDS else near
                 if left != before:
-                    rests.reset()  # what comes next begins with a handshake, which must not be slept through
+                    rests.reset()  # the next message begins with a handshake, which must not be slept through
                     before = left
                 rests.rest()
             return
@@ -202,46 +202,36 @@ class Channel:
     def _messages(self, task: Round) -> tuple[Iterator[_Segment], Iterator[_Segment]]:
         """Return the receives and the sends, in an order in which every message meets its counterpart."""
         rank, size, counts = self.comm.rank, self.comm.size, task.counts
+        send: Any = task.send
+        recv: Any = task.recv
+        # At any time every rank sends to one and receives from one.
+        behind = [(rank - shift) % size for shift in range(1, size)]
+        ahead = [(rank + shift) % size for shift in range(1, size)]
         incoming: list[tuple[int, int, int]] = []  # the other rank, start, stop
         outgoing: list[tuple[int, int, int]] = []
         match task.operation:
-            case "allgatherv":
-                assert task.recv is not None
+            case "allgatherv" | "gatherv":
                 bounds = _bounds(counts)
-                task.recv[bounds[rank] : bounds[rank + 1]] = task.send
-                for shift in range(1, size):
-                    other = (rank - shift) % size
-                    incoming.append((other, bounds[other], bounds[other + 1]))
-                    outgoing.append(((rank + shift) % size, 0, counts[rank]))
+                gathers = task.operation == "allgatherv" or rank == task.root
+                if gathers:
+                    recv[bounds[rank] : bounds[rank + 1]] = send
+                    incoming = [(other, bounds[other], bounds[other + 1]) for other in behind]
+                receivers = ahead if task.operation == "allgatherv" else [] if gathers else [task.root]
+                outgoing = [(other, 0, counts[rank]) for other in receivers]
             case "bcast" if rank == task.root:
-                assert task.recv is not None
-                task.recv[:] = task.send
-                outgoing += [(other, 0, counts[0]) for other in range(size) if other != rank]
+                recv[:] = send
+                outgoing = [(other, 0, counts[0]) for other in ahead]
             case "bcast":
-                incoming.append((task.root, 0, counts[0]))
+                incoming = [(task.root, 0, counts[0])]
             case "sendrecv":
                 to, source = task.peers
-                if source is not None:
-                    incoming.append((source, 0, counts[1]))
-                if to is not None:
-                    outgoing.append((to, 0, counts[0]))
-            case "gatherv":
-                bounds = _bounds(counts)
-                if rank == task.root:
-                    assert task.recv is not None
-                    task.recv[bounds[rank] : bounds[rank + 1]] = task.send
-                    incoming += [(other, bounds[other], bounds[other + 1]) for other in range(size) if other != rank]
-                else:
-                    outgoing.append((task.root, 0, counts[rank]))
+                incoming = [] if source is None else [(source, 0, counts[1])]
+                outgoing = [] if to is None else [(to, 0, counts[0])]
             case "alltoallv":
-                assert task.send is not None
-                assert task.recv is not None
                 out, into = _bounds(counts), _bounds(task.received or [counts[rank]] * size)
-                task.recv[into[rank] : into[rank + 1]] = task.send[out[rank] : out[rank + 1]]
-                for shift in range(1, size):  # at any time every rank sends to one and receives from one
-                    to, source = (rank + shift) % size, (rank - shift) % size
-                    incoming.append((source, into[source], into[source + 1]))
-                    outgoing.append((to, out[to], out[to + 1]))
+                recv[into[rank] : into[rank + 1]] = send[out[rank] : out[rank + 1]]
+                incoming = [(other, into[other], into[other + 1]) for other in behind]
+                outgoing = [(other, out[other], out[other + 1]) for other in ahead]
         return self._segments(task, incoming), self._segments(task, outgoing)
 
     def _segments(self, task: Round, spans: Sequence[tuple[int, int, int]]) -> Iterator[_Segment]:
@@ -290,7 +280,7 @@ class _Messages(StartedRound):
         self._incoming = deque(incoming)
         self._outgoing = deque(outgoing)
         self._requests: list[MPI.Request] = []
-        self._parts: list[slice | None] = []  # of each request: what it receives, None where it sends
+        self._parts: list[slice | None] = []  # that each request receives; None if it sends
         self._receives = 0
         self._post()
 

@@ -82,7 +82,7 @@ class MPITransport(Transport):
         self._watchdog = pool.watchdog
         # Without a thread that polls the watchdog, each wait has to do it.
         threaded = pool.thread_level == MPI.THREAD_MULTIPLE and not fault_tolerant()
-        self._on_wait = None if threaded or pool.watchdog is None else pool.watchdog.poll_if_due
+        self._on_wait = None if threaded else pool.watchdog.poll_if_due
         self._refusal: str | None = None
         self._sets = list(dict.fromkeys((front, back)))
         self._finalizer = weakref.finalize(self, pool.release, self._sets, dropped=True)
@@ -96,34 +96,31 @@ class MPITransport(Transport):
     def start(self, task: Round) -> Pending:
         channel = self._channel(task)
         started = channel.start(task)
-        if self._watchdog is not None and not task.background:
+        if not task.background:
             self._watchdog.begin(started, channel, started.number, task.operation, self.user)
         return started
 
     def wait(self, pending: Pending) -> NDArray[Any]:
         assert isinstance(pending, StartedRound)
-        channel, watchdog = self._channel(pending.task), self._watchdog
-        if watchdog is not None and pending.task.background:
-            watchdog.begin(pending, channel, pending.number, pending.task.operation, self.user)
+        channel = self._channel(pending.task)
+        if pending.task.background:
+            self._watchdog.begin(pending, channel, pending.number, pending.task.operation, self.user)
         try:
             pending.finish(self._sleeps, self._on_wait)
         finally:
-            if watchdog is not None:
-                watchdog.end(pending)
+            self._watchdog.end(pending)
         channel.forget(pending)
         return received(pending.task)
 
     def perform(self, task: Round) -> NDArray[Any]:
         if self._refusal is not None or self._pool.over or self._pool.abandoned:
             self._refuse()
-        channel, watchdog = (self._back if task.background else self._front)[task.group], self._watchdog
-        if watchdog is not None:
-            watchdog.begin(self, channel, channel.begun + 1, task.operation, self.user)
+        channel = (self._back if task.background else self._front)[task.group]
+        self._watchdog.begin(self, channel, channel.begun + 1, task.operation, self.user)
         try:
             channel.perform(task, self._sleeps, self._on_wait)
         finally:
-            if watchdog is not None:
-                watchdog.end(self)
+            self._watchdog.end(self)
         return received(task) if task.recv is None else task.recv
 
     def channel(self) -> Transport:
@@ -134,8 +131,7 @@ class MPITransport(Transport):
         return made
 
     def set_activity(self, text: str, *values: object) -> None:
-        if self._watchdog is not None:
-            self._watchdog.activity = text, values
+        self._watchdog.activity = text, values
 
     def enter(self) -> int:
         number = self._front[WORLD].begun  # all ranks are here after the same round
@@ -160,12 +156,11 @@ class MPITransport(Transport):
     def abort_exchange(self, error: BaseException) -> None:
         if self._refusal is None and self.group.size > 1:
             self._refusal = (
-                f"mpi: {type(error).__name__} broke off an exchange on this rank while others go on with it, so that "
+                f"mpi: {type(error).__name__} broke off an exchange on this rank while others wait in it, so that "
                 "nothing more can be exchanged; let the error end the program"
             )
-            if self._watchdog is not None:
-                channels = [channel for channel_set in self._sets for channel in channel_set.channels.values()]
-                self._watchdog.abort_exchange(channels, "".join(traceback.format_exception(error)))
+            channels = [channel for channel_set in self._sets for channel in channel_set.channels.values()]
+            self._watchdog.abort_exchange(channels, "".join(traceback.format_exception(error)))
 
     def check_survives(self, subsystem: str) -> None:
         check_survives(subsystem)
@@ -207,14 +202,11 @@ class MPITransport(Transport):
 
     @contextlib.contextmanager
     def _inside_mpi(self) -> Iterator[None]:
-        """Note that this rank waits inside of MPI."""
-        if self._watchdog is not None:
-            self._watchdog.inside_mpi = True
+        self._watchdog.inside_mpi = True
         try:
             yield
         finally:
-            if self._watchdog is not None:
-                self._watchdog.inside_mpi = False
+            self._watchdog.inside_mpi = False
 
     def close(self) -> None:
         if self._finalizer.detach() is not None:

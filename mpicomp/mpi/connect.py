@@ -13,7 +13,7 @@ _EXPECTED = "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD
 
 
 def connect(comm: Any = None) -> Transport:
-    """Return a new transport of a communicator; a transport is returned as it is. Collective over ``comm``.
+    """Return a new transport of a communicator; a transport is returned unchanged. Collective over ``comm``.
 
     Call it before any check that may fail on one rank alone: from then on a rank that fails ends the job. Another
     ``comm`` is a `ConfigurationError`, before anything is sent; a call before MPI_Init or after MPI_Finalize is a
@@ -65,7 +65,7 @@ def split(comm: Any, color: int, key: int) -> Any:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD if comm is None else comm
-    wait(comm.Ibarrier().Test)  # Split keeps a core busy until all ranks have come
+    wait(comm.Ibarrier().Test)  # Split keeps a core busy until all ranks are here
     return comm.Split(color, key)
 
 

@@ -50,7 +50,7 @@ def leave() -> None:
     with contextlib.suppress(RankFailedError):
         while False in [pool.progress() for pool in mine] and time.monotonic() < deadline:
             backoff.rest()
-    watchdogs = [pool.watchdog for pool in mine if pool.watchdog is not None]
+    watchdogs = [pool.watchdog for pool in mine]
     for watchdog in watchdogs:
         watchdog.leave()
     backoff = Backoff(eager=0, longest=_MAX_SLEEP_S)

@@ -1,4 +1,4 @@
-"""Ranks that die, where MPI lets the others go on: Open MPI with its fault tolerance (ULFM) turned on.
+"""Ranks that die while MPI lets the others continue: Open MPI with its fault tolerance (ULFM) turned on.
 
 Bland et al. 2013, doi:10.1177/1094342013488238.
 
@@ -23,7 +23,7 @@ from mpicomp.mpi.transport import Backoff
 
 _DEAD = tuple(getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
 _HERE = 2  # a flag that shares no bit with that of Open MPI's own end, which is 1
-_ENABLED = "OMPI_MCA_mpi_ft_enable"  # what --with-ft ulfm sets
+_ENABLED = "OMPI_MCA_mpi_ft_enable"  # --with-ft ulfm sets it
 GRACE_S = 30.0  # an agreement after a reported death takes less, also with many ranks a core
 _START_FIELD = 19  # of /proc/PID/stat, counted after the command's closing bracket: clock ticks from boot to its start
 HOW = (
@@ -37,13 +37,13 @@ kept: list[Any] = []
 
 
 def fault_tolerant() -> bool:
-    """Return whether the ranks that are left can go on without one that dies."""
+    """Return whether the other ranks can continue without one that dies."""
     enabled = os.environ.get(_ENABLED, "").lower() in ("1", "true", "yes", "enabled")
     return MPI.get_vendor()[0] == "Open MPI" and enabled and hasattr(MPI.Comm, "Shrink")
 
 
 def check_survives(subsystem: str) -> None:
-    """Raise `ConfigurationError` if MPI cannot go on without dead ranks."""
+    """Raise `ConfigurationError` if MPI cannot continue without dead ranks."""
     if not fault_tolerant():
         name, version = MPI.get_vendor()
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """N ranks inside one process, in lockstep and without MPI: for tests, simulation and learning.
 
-Each rank is a generator of rounds. All of them are taken to their next round; where all ranks of a group have come to
-the same one it is carried out on their arrays, and on they go. Sums are in rank order.
+Each rank is a generator of rounds. All of them advance to their next round; when all ranks of a group are at the same
+one, it runs on their arrays. Sums are in rank order.
 """
 
 from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ from mpicomp.mpi.failures import Process, UnreportedDeaths, fault_tolerant, kept
 from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, layout_groups
 from mpicomp.mpi.transport import wait
 from mpicomp.mpi.watchdog import STALL_END_S, STALL_S, Watchdog
-from mpicomp.mpi.watcher import watcher
+from mpicomp.mpi.watcher import Watched, watcher
 
 _OFFERS, _ALONE = -1, -2  # keys of channels outside of sets
 _RANK_NUMBERS = 5  # numbers of a rank before its offers
@@ -50,16 +50,16 @@ class Pool:
         self._offers = Channel(MPI.COMM_NULL, limit, _OFFERS, range(comm.size))
         self._lock = threading.Lock()
         self._dropped = self._has_warned = False
-        self.watchdog = self._deaths = None
-        if comm.size > 1:
-            self.watchdog = Watchdog(comm.Dup(), names, self._closings)
-            self.watchdog.add([self._offers])
-            # Open MPI's agreement breaks if another thread moves messages meanwhile.
-            if fault_tolerant():
-                self._deaths = self._watch_processes(comm, names, self.watchdog)
-                watcher.add(self._deaths)
-            elif self.thread_level == MPI.THREAD_MULTIPLE:
-                watcher.add(self.watchdog)
+        self.watchdog = Watchdog(comm.Dup(), names, self._closings)
+        self.watchdog.add([self._offers])
+        self._watched: Watched | None = None
+        # Open MPI's agreement breaks if another thread moves messages at the same time.
+        if comm.size > 1 and fault_tolerant():
+            self._watched = self._watch_processes(comm, names)
+        elif comm.size > 1 and self.thread_level == MPI.THREAD_MULTIPLE:
+            self._watched = self.watchdog
+        if self._watched is not None:
+            watcher.add(self._watched)
 
     def acquire(self, comm: MPI.Comm, count: int) -> list[ChannelSet]:
         """Return unused sets of channels, the same on all ranks. Collective over ``comm``."""
@@ -74,8 +74,7 @@ class Pool:
         for channel_set in offered:
             channel_set.free = channel_set not in taken
         _check_variables(stall_s, end_s, wrong)
-        if self.watchdog is not None:
-            self.watchdog.stall_s, self.watchdog.end_s = stall_s, end_s
+        self.watchdog.stall_s, self.watchdog.end_s = stall_s, end_s
         self.thread_level = int(rows[:, 1].min())
         self._next = int(rows[:, 2].max())
         while len(taken) < count:
@@ -95,8 +94,7 @@ class Pool:
         self._dropped |= dropped
         sets = list(sets)
         for back in sets:
-            if self.watchdog is not None:
-                self.watchdog.forget(back.channels.values())
+            self.watchdog.forget(back.channels.values())
             back.users.clear()
         self._announce(sets, 0, dropped)
         for back in sets:
@@ -111,7 +109,7 @@ class Pool:
 
     def _announce(self, sets: Sequence[ChannelSet], user: int, dropped: bool = False) -> None:
         """Tell the ranks that may still wait for this one that it begins no more rounds there, or none for a user."""
-        if self.watchdog is None or self.over or self.abandoned:
+        if self.over or self.abandoned:
             return
         for channel_set in sets:
             self._closings.forget(channel_set.number, user)
@@ -130,24 +128,24 @@ class Pool:
         for key, pool in list(pools.items()):
             if pool is self:
                 del pools[key]
-        for watched in (self._deaths, self.watchdog):
-            watcher.drop(watched)
+        watcher.drop(self._watched)
 
     def progress(self) -> bool:
         """Advance the rounds under way; return whether none is left."""
         return False not in [channel_set.progress() for channel_set in list(self._sets.values())]
 
-    def _watch_processes(self, comm: MPI.Comm, names: Sequence[int], watchdog: Watchdog) -> UnreportedDeaths:
+    def _watch_processes(self, comm: MPI.Comm, names: Sequence[int]) -> UnreportedDeaths:
         """Watch the processes of the other ranks on this rank's host. Collective."""
         mine = np.array(running_process(os.getpid()), np.int64)
         rows = np.empty((comm.size, mine.size), np.int64)
         wait(comm.Iallgather(mine, rows).Test)
         here = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[comm.rank] and rank != comm.rank]
         peers = {names[rank]: Process(*rows[rank].tolist()) for rank in here}
+        watchdog = self.watchdog
         return UnreportedDeaths(names[comm.rank], peers, lambda: watchdog.waits)
 
     def _offer(self) -> list[ChannelSet]:
-        """Return the sets that this rank knows to be free; no other thread offers them meanwhile."""
+        """Return the sets that this rank knows to be free, and no longer free while they are offered."""
         if sum(not channel_set.free for channel_set in self._sets.values()) > _SETS_BEFORE_GC:
             gc.collect()  # their owners may be garbage that was not collected yet
         with self._lock:
@@ -168,15 +166,11 @@ class Pool:
             mine[start : start + _SET_NUMBERS] = channel_set.number, *channel_set.begun
         rows = np.empty((comm.size, mine.size), np.int64)
         self._offers.begun += 1
-        watchdog = self.watchdog
-        if watchdog is None:
-            wait(comm.Iallgather(mine, rows).Test)
-            return rows
-        watchdog.begin(self._offers, self._offers, self._offers.begun, "making of a transport")
+        self.watchdog.begin(self._offers, self._offers, self._offers.begun, "making of a transport")
         try:
-            wait(comm.Iallgather(mine, rows).Test, watchdog.poll_if_due)
+            wait(comm.Iallgather(mine, rows).Test, self.watchdog.poll_if_due)
         finally:
-            watchdog.end(self._offers)
+            self.watchdog.end(self._offers)
         return rows
 
     def _common(self, offers: NDArray[np.int64]) -> list[int]:
@@ -208,8 +202,7 @@ class Pool:
             alone = Channel(MPI.COMM_SELF, self._limit, _ALONE, [self.group.rank])
             one = self.group.hosts == 1
             channels |= {HOST: whole if one else alone, ACROSS: alone if one else whole}
-        if self.watchdog is not None:
-            self.watchdog.add(channels.values())
+        self.watchdog.add(channels.values())
         made = self._sets[number] = ChannelSet(number, channels)
         return made
 

@@ -97,7 +97,7 @@ class ProgressThread:
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        # If this rank alone has failed, the thread waits for rounds that never come.
+        # If this rank alone has failed, the thread waits for rounds that never end.
         if kind is None:
             self._driver.finish()
         self.stop()

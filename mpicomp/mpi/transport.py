@@ -121,7 +121,7 @@ class Transport(ABC):
                         reply = self.start(task)
                     else:
                         reply = self.perform(task)
-                except RankFailedError as error:  # the generator may go on with those that are left
+                except RankFailedError as error:  # the generator may continue with the other ranks
                     advance, reply = exchange.throw, error
                     continue
                 if self.log is not None:
@@ -171,7 +171,7 @@ class Transport(ABC):
         raise MpicompError(f"transport: {type(self).__name__} has no ranks that die")
 
     def close(self) -> None:  # noqa: B027, a transport may hold nothing
-        """Release the transport's resources. It waits for nobody; a second call does nothing."""
+        """Release the transport's resources. It waits for no rank; a second call does nothing."""
 
 
 def received(task: Round) -> NDArray[Any]:

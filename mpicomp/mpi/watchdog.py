@@ -77,13 +77,13 @@ class Wait(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A rank's answer: its state in the round that it was asked about, and what it does in all others."""
+    """A rank's answer: its state in the round that it was asked about, and its position in all others."""
 
     state: int
     key: int  # channel of the round that it has waited in for longest
     number: int  # round of that channel; 0 while it waits for nothing
     begun: int  # rounds that it has begun on all channels
-    interrupted: int  # whether Ctrl-C has come and its main thread has not acted on it
+    interrupted: int  # whether its main thread has not yet acted on Ctrl-C
 
 
 class Verdict(NamedTuple):
@@ -159,18 +159,18 @@ class Watchdog:
         """Answer questions about these."""
         self._channels |= {channel.key: channel for channel in channels}
 
-    def begin(self, what: Any, channel: Channel, number: int, operation: str, user: int = 0) -> None:
+    def begin(self, waiter: Any, channel: Channel, number: int, operation: str, user: int = 0) -> None:
         """Note the start of a wait for a round of a channel."""
         if len(channel.members) > 1:
-            self._waits[what] = Wait(time.monotonic(), channel, number, operation, user)
+            self._waits[waiter] = Wait(time.monotonic(), channel, number, operation, user)
 
-    def end(self, what: Any) -> None:
+    def end(self, waiter: Any) -> None:
         """Note the end of a wait."""
-        self._waits.pop(what, None)
+        self._waits.pop(waiter, None)
 
     def forget(self, channels: Collection[Channel]) -> None:
         """Drop all waits on these channels."""
-        self._waits = {what: wait for what, wait in dict(self._waits).items() if wait.channel not in channels}
+        self._waits = {waiter: wait for waiter, wait in dict(self._waits).items() if wait.channel not in channels}
 
     def abort_exchange(self, channels: Iterable[Channel], why: str) -> None:
         """Begin no more rounds on these channels: the job ends when a rank asks for one."""
@@ -318,7 +318,7 @@ class Watchdog:
         if inquiry.asked_on_interrupt and not acts and watcher.interrupted_s() > _INTERRUPT_END_S:
             who = self._ranks(closed, "has", "have") + " closed it" if closed else self._missing(inquiry)
             return Verdict(who, "Ctrl-C, on which no rank could act inside MPI", abort.INTERRUPTED)
-        # Not at once: the error for which a rank has closed it may end the job, and says more.
+        # Not at once: the error for which a rank has closed it may end the job, and explains more.
         if closed and waited_s > _ASK_AT * self.stall_s > 0:
             return Verdict(
                 f"{self._ranks(closed, 'has', 'have')} closed what this exchange belongs to",

@@ -33,7 +33,9 @@ class Watcher:
         self._thread: threading.Thread | None = None
         self._pipe: tuple[int, int] | None = None  # a byte wakes the thread: a signal's number, or 0
         self._stopping = False
-        self._interrupt: tuple[float, tuple[int, int]] | None = None  # when Ctrl-C came, and where the main thread was
+        self._interrupt: tuple[float, tuple[int, int]] | None = (
+            None  # time of Ctrl-C, and the main thread's instruction
+        )
 
     def add(self, watched: Watched) -> None:
         self._watched.append(watched)

@@ -37,13 +37,12 @@ def held_by_process(opened):
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    watchdogs = sum(pool.watchdog is not None for pool in pools.values())
     known = [channels for pool in pools.values() for channels in pool._sets.values()]
     return {
         "rss_kib": int(status["VmRSS"].split()[0]),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
-        "communicators": opened.made - opened.freed - watchdogs - len(known),  # without those that pools keep
+        "communicators": opened.made - opened.freed - len(pools) - len(known),  # without those that pools keep
         "sets_in_use": sum(not channels.free for channels in known),
         "rounds_under_way": sum(not channels.progress() for channels in known),
     }
