@@ -121,10 +121,12 @@ def _at_priority(nice: int) -> list[str]:
     """Return the words to put before a command so that the niceness of the lab counts for it.
 
     Launchers start a session for each rank, and where the kernel groups by session (sched_autogroup), niceness only
-    counts inside one: without this, ``nice -n -15 mpicomp lab run`` changes nothing on a busy machine.
+    counts inside one: without this, ``nice -n -15 mpicomp lab run`` changes nothing on a busy machine. A command in the
+    caller's session does not change the priority of everything else there.
     """
     more = nice - os.nice(0)
     line = ["nice", "-n", str(more)] if more else []
     if nice == 0 or not os.path.exists("/proc/self/autogroup"):
         return line
-    return [*line, "/bin/sh", "-c", f'echo {nice} 2>&- >/proc/self/autogroup; exec "$@"', "sh"]
+    leads = '[ "$(cut -d" " -f6 /proc/$$/stat)" = $$ ]'  # the session that it is in
+    return [*line, "/bin/sh", "-c", f'{leads} && echo {nice} 2>&- >/proc/self/autogroup; exec "$@"', "sh"]

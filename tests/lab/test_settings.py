@@ -127,13 +127,17 @@ SETTINGS = make_settings(2, 2, "1gbit", "0us", ["program", "an argument"])
 
 
 @pytest.mark.parametrize("nice", [3, 13])
-def test_niceness_keeps_the_command_as_it_is(nice, monkeypatch):
+def test_niceness_keeps_the_command_and_the_session_unchanged(nice, monkeypatch):
+    group = Path("/proc/self/autogroup")
+    before = group.read_text() if group.exists() else ""
     monkeypatch.setattr(os, "nice", lambda increment: 3)
     monkeypatch.setattr(os.path, "exists", lambda path: True)
     line = launch.command_line("mpich", Path("/bin/mpiexec"), "/agent", SETTINGS, nice)
     wrapped = [*line[line.index("4") + 1 : -2], "printf", "%s|", "a  b", "c"]
     done = subprocess.run(wrapped, capture_output=True, text=True, check=True)
     assert done.stdout == "a  b|c|"
+    monkeypatch.undo()
+    assert (group.read_text() if group.exists() else "") == before
 
 
 def test_environment_holds_mpi_to_eth0():
