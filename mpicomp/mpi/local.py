@@ -14,7 +14,7 @@ from mpicomp.errors import MpicompError
 from mpicomp.mpi.rounds import Group, Pending, Returned, Round, Rounds, advance, layout_groups, parts_of
 from mpicomp.mpi.transport import Transport, Value, received
 
-Network = Callable[[Round, Group], float]  # gives the seconds that a round takes a group
+Network = Callable[[Round, Group], float]  # returns the seconds that a round takes a group
 
 
 class _Done(Pending):
@@ -74,8 +74,8 @@ class LocalWorld:
     hosts : int or sequence of int
         On how many hosts they are, the first ranks on the first; or the host of each rank, by number.
     network : callable, optional
-        Gives the seconds that a round, the first argument, takes a group, the second one: the ranks' clocks then show
-        these and nothing else.
+        Returns the seconds that a round, the first argument, takes a group, the second one: the ranks' clocks then
+        show these and nothing else.
 
     Examples
     --------
@@ -150,14 +150,12 @@ class LocalWorld:
         return values  # type: ignore[return-value]
 
     def _perform_met(self, asked: dict[int, Round]) -> dict[int, Any]:
-        """Carry out the rounds in which all ranks of a group have met; return the answers by rank."""
+        """Run the rounds in which all ranks of a group have met; return the replies by rank."""
         replies: dict[int, Any] = {}
+        members_of = {rank: self.transports[rank].members[task.group] for rank, task in asked.items()}
         for rank in sorted(asked):
-            task = asked.get(rank)
-            if task is None:
-                continue
-            members = self._members(rank, task)
-            if any(other not in asked or self._members(other, asked[other]) != members for other in members):
+            members = members_of[rank]
+            if any(other not in asked or members_of[other] != members for other in members):
                 continue
             tasks = [asked.pop(other) for other in members]
             perform_together(tasks)
@@ -166,11 +164,8 @@ class LocalWorld:
                 replies[other] = _Done(task, end) if task.background else received(task)
         return replies
 
-    def _members(self, rank: int, task: Round) -> tuple[int, ...]:
-        return self.transports[rank].members[task.group]
-
     def _pass_time(self, members: Sequence[int], task: Round) -> float:
-        """Let the seconds of a round pass, in the background those of the links alone; return when it ends."""
+        """Add the seconds of a round to the clocks, in the background to the links' alone; return when it ends."""
         ends = [self.transports[rank] for rank in members]
         network, group = ends[0].network, ends[0].group.part(task.group)
         if network is None:
@@ -189,7 +184,7 @@ class LocalWorld:
 
 
 def perform_together(tasks: Sequence[Round]) -> None:
-    """Carry out one round for all ranks of a group: fill their ``recv`` arrays."""
+    """Run one round for all ranks of a group: fill their ``recv`` arrays."""
     first = tasks[0]
     for rank, task in enumerate(tasks):
         if _shared(task) != _shared(first):
@@ -235,14 +230,14 @@ def perform_together(tasks: Sequence[Round]) -> None:
 
 
 def _shared(task: Round) -> tuple[Any, ...]:
-    """Return the values that have to be the same on all ranks of a round's group."""
+    """Return the values that must be the same on all ranks of a round's group."""
     common = (task.operation, task.dtype, task.root, task.background, task.group)
     differ = task.operation == "sendrecv" or task.received is not None
     return common if differ else (*common, tuple(task.counts))
 
 
 def _sent_to(rank: int, tasks: Sequence[Round]) -> NDArray[Any] | None:
-    """Return the array that a rank receives in a ``sendrecv``, after a look at whether both sides mean the same."""
+    """Return the array that a rank receives in a ``sendrecv``, or raise if its peers disagree."""
     source = tasks[rank].peers[1]
     for other, task in enumerate(tasks):
         if (task.peers[0] == rank) != (other == source):

@@ -52,50 +52,37 @@ def test_log_has_an_entry_for_each_round(transport):
     assert entry.wire_bytes == pytest.approx(2 * (ranks - 1) / ranks * 400)
 
 
-@pytest.fixture
-def one_core():
-    """Let this rank run on one of its cores only; give a function that says which."""
-    before = os.sched_getaffinity(0)
-
-    def choose(place):
-        core = sorted(before)[place % len(before)]
-        os.sched_setaffinity(0, {core})
-        return core
-
-    yield choose
-    os.sched_setaffinity(0, before)
-
-
 @pytest.mark.parametrize("hosts", ["one", "each its own", "two"])
-def test_cores_shared_by_ranks_of_a_host_count_once(comm, hosts, one_core):
+def test_cores_shared_by_ranks_of_a_host_count_once(comm, hosts):
     from mpicomp.mpi.comm import cores_of_a_rank
 
     layout = {"one": [0] * comm.size, "each its own": list(range(comm.size)), "two": [r % 2 for r in range(comm.size)]}
-    bound = comm.allgather(one_core(comm.rank))
+    before = os.sched_getaffinity(0)
+    core = sorted(before)[comm.rank % len(before)]
+    bound = comm.allgather(core)
     expected = min(
         len({core for core, other in zip(bound, layout[hosts], strict=True) if other == host})
         / layout[hosts].count(host)
         for host in layout[hosts]
     )
-    assert cores_of_a_rank(comm, layout[hosts]) == expected
+    os.sched_setaffinity(0, {core})
+    try:
+        assert cores_of_a_rank(comm, layout[hosts]) == expected
+    finally:
+        os.sched_setaffinity(0, before)
 
 
-def test_ranks_that_may_run_anywhere_share_all_cores(comm):
+def test_ranks_that_may_run_anywhere_share_all_cores_of_their_host(comm, monkeypatch):
     from mpicomp.mpi.comm import cores_of_a_rank
 
-    expected = len(os.sched_getaffinity(0)) / comm.size
-    assert cores_of_a_rank(comm, [0] * comm.size) == expected
+    cores = len(os.sched_getaffinity(0))
+    assert cores_of_a_rank(comm, [0] * comm.size) == cores / comm.size
     some = comm.Split(comm.rank % 2, comm.rank)  # whose ranks share the cores with the others
-    assert cores_of_a_rank(some, [0] * some.size) == expected
+    assert cores_of_a_rank(some, [0] * some.size) == cores / comm.size
     some.Free()
-
-
-def test_ranks_on_hosts_of_their_own_share_no_cores(comm, monkeypatch):
-    from mpicomp.mpi.comm import cores_of_a_rank
-
     for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.setenv(name, "1")
-    assert cores_of_a_rank(comm, list(range(comm.size))) == len(os.sched_getaffinity(0))
+    assert cores_of_a_rank(comm, list(range(comm.size))) == cores
 
 
 @pytest.mark.parametrize(
