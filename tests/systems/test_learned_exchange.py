@@ -34,7 +34,7 @@ class Halves:
     def length(self, count):
         return -(-count // 2)
 
-    def turn(self, step):
+    def begin_step(self, step):
         pass
 
     def encode(self, values, out):
