@@ -1,23 +1,12 @@
 """One exchange among ranks inside one process."""
 
-from typing import NamedTuple
-
 import numpy as np
 
-from mpicomp.collectives import Context, Scheme, bind
-from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
+from mpicomp.collectives import bind
 from mpicomp.compressors.wire import Selection
 from mpicomp.mpi import LocalWorld
-from mpicomp.mpi.rounds import Returned, Round, advance, observe
-from mpicomp.testing import mean_of
-
-
-class Outcome(NamedTuple):
-    results: list
-    transports: list
-    scheme: Scheme
-    accumulated: list  # every rank's array as the exchange leaves it, which is what `sent` is a share of
-    holds: list  # what it is then
+from mpicomp.mpi.rounds import Returned, Round, advance
+from mpicomp.testing import accumulated, exchange, mean_of
 
 
 def run(
@@ -35,32 +24,18 @@ def run(
 ):
     """Exchange one array a rank; what arrives in segments does so in segments of that length, the last one first."""
     world = LocalWorld(len(arrays), identical_sums, hosts)
-    scheme = bind(compressor, collective)
-    exchanges, accumulated = [], []
-    for rank, array in enumerate(arrays):
-        buffer = np.full(array.size + TRAILER, np.nan, array.dtype)
-        residual = None if residuals is None else residuals[rank]
-        accumulated.append(Accumulated(buffer, residual, [Piece(0, array)], stale=rank in stale))
-        accumulated[-1].may_be_overwritten = in_place
-        memory = {} if memories is None else memories[rank]
-        context = Context(group=world.transports[rank].group, step=step, memory=memory)
-        exchange = scheme.exchange(accumulated[-1], context)
-        exchanges.append(exchange if segment is None else in_segments(exchange, segment))
-    results = world.run(exchanges)
-    for result, array in zip(results, arrays, strict=True):
-        result.mean = mean_of(result, array)
-    after, holds = [whole.array() for whole in accumulated], [whole.holds for whole in accumulated]
-    return Outcome(results, world.transports, scheme, after, holds)
-
-
-def in_segments(exchange, segment):
-    """Let what arrives do so in segments."""
+    inputs = [accumulated(array, None if residuals is None else residuals[rank]) for rank, array in enumerate(arrays)]
+    for rank, one in enumerate(inputs):
+        one.stale, one.may_be_overwritten = rank in stale, in_place
 
     def cut(task):
-        if isinstance(task, Round) and task.arrived is not None:
+        if segment is not None and isinstance(task, Round) and task.arrived is not None:
             task.arrived = _cut(task.arrived, segment)
 
-    return observe(exchange, before=cut)
+    outcome = exchange(bind(compressor, collective), arrays, world, inputs, memories, step, cut)
+    for result, array in zip(outcome.results, arrays, strict=True):
+        result.mean = mean_of(result, array)
+    return outcome
 
 
 def _cut(arrived, segment):

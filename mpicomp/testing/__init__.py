@@ -20,9 +20,10 @@ from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.testing import collective_laws, compressor_laws, policy_laws
+from mpicomp.testing.collective_laws import exchange
 from mpicomp.testing.examples import accumulated, awkward, example, mean_of, pairs
 
-__all__ = ["Check", "accumulated", "awkward", "checks", "example", "mean_of", "pairs"]
+__all__ = ["Check", "accumulated", "awkward", "checks", "example", "exchange", "mean_of", "pairs"]
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,16 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpicomp.collectives import Context, Result, Scheme, bind, collective_class, fitting
 from mpicomp.compressors import Compressor, Selection, Sparsifier
-from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
+from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.mpi import LocalWorld, Transport
-from mpicomp.testing.examples import DTYPES, Array, mean_of, norm2, representatives
+from mpicomp.mpi.rounds import observe
+from mpicomp.testing.examples import DTYPES, Array, accumulated, mean_of, norm2, representatives
 
 _RANKS = (1, 2, 3, 4, 5)  # 3 and 5 catch code that works for powers of two only
 _LENGTHS = (1, 2, 7, 1001)
@@ -20,15 +20,41 @@ _HOSTS = (0, 0, 1, 1, 1)  # the host of each rank, for groups of ranks
 _NUM_STEPS = 2  # a collective may differ in its first step
 
 
-@dataclass
-class Outcome:
-    """One exchange: results and transports of all ranks, and their arrays before it and after."""
+class Outcome(NamedTuple):
+    """One exchange: results and transports of all ranks, their arrays before it, and what they exchanged."""
 
-    scheme: Scheme[Any]
-    transports: Sequence[Transport]
     results: list[Result]
+    transports: Sequence[Transport]
+    scheme: Scheme[Any]
     before: list[Array]
-    after: list[Array]
+    inputs: list[Accumulated]
+
+    @property
+    def after(self) -> list[Array]:
+        """The ranks' arrays as the exchange leaves them, of which `Result.sent` is a share."""
+        return [one.array() for one in self.inputs]
+
+
+def exchange(
+    scheme: Scheme[Any],
+    arrays: Sequence[Array],
+    world: LocalWorld,
+    inputs: list[Accumulated] | None = None,
+    memories: Sequence[dict[str, Any]] | None = None,
+    step: int = 0,
+    before: Callable[[Any], None] | None = None,
+) -> Outcome:
+    """Exchange one array a rank, or its ``inputs`` instead; ``before`` sees every round before it runs."""
+    inputs = inputs or [accumulated(array) for array in arrays]
+    memories = memories or [{} for _ in arrays]
+    copies = [array.copy() for array in arrays]
+    contexts = [
+        Context(group=end.group, step=step, memory=memory)
+        for end, memory in zip(world.transports, memories, strict=True)
+    ]
+    exchanges = [scheme.exchange(one, context) for one, context in zip(inputs, contexts, strict=True)]
+    results = world.run([observe(rounds, before=before) for rounds in exchanges])
+    return Outcome(results, world.transports, scheme, copies, inputs)
 
 
 def check_registered(cls: type[Scheme[Any]]) -> None:
@@ -100,7 +126,7 @@ def check_one_bad_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
         for culprit, bad in itertools.product(range(ranks), (np.nan, np.inf, -np.inf)):
             arrays = _gradients(ranks, 50, DTYPES[0])
             arrays[culprit][33] = bad
-            for result in _exchange(compressor, cls.id, arrays, LocalWorld(ranks)).results:
+            for result in exchange(bind(compressor, cls.id), arrays, LocalWorld(ranks)).results:
                 where = f"{compressor!r}, {ranks} ranks"
                 assert result.nonfinite, f"{bad} on rank {culprit} is not seen by all: {where}"
 
@@ -109,8 +135,10 @@ def check_one_stale_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
     """Check that a rank's request for a new agreement reaches all ranks, and is not taken for a bad number."""
     for compressor, ranks in itertools.product(_carried(cls), (1, 2, 3, 4)):
         for culprit in range(ranks):
-            outcome = _exchange(compressor, cls.id, _gradients(ranks, 50, DTYPES[0]), LocalWorld(ranks), culprit)
-            for result in outcome.results:
+            arrays = _gradients(ranks, 50, DTYPES[0])
+            inputs = [accumulated(array) for array in arrays]
+            inputs[culprit].stale = True
+            for result in exchange(bind(compressor, cls.id), arrays, LocalWorld(ranks), inputs).results:
                 where = f"{compressor!r}, {ranks} ranks"
                 assert result.stale, f"rank {culprit} is stale, and not all know it: {where}"
                 assert not result.nonfinite, f"rank {culprit} is stale, and taken for not finite: {where}"
@@ -138,29 +166,8 @@ def _exchanges(cls: type[Scheme[Any]]) -> Iterator[tuple[str, Outcome]]:
             for step in range(_NUM_STEPS):
                 arrays = _gradients(ranks, numel, dtype, step)
                 world = LocalWorld(ranks, identical, hosts)
-                outcome = _exchange(compressor, cls.id, arrays, world, memories=memories, step=step)
+                outcome = exchange(bind(compressor, cls.id), arrays, world, memories=memories, step=step)
             yield f"{compressor!r}, {ranks} ranks, hosts {hosts}, {numel} {dtype.name}", outcome
-
-
-def _exchange(
-    compressor: Compressor,
-    collective: str,
-    arrays: list[Array],
-    world: LocalWorld,
-    stale: int | None = None,
-    memories: Sequence[dict[str, Any]] | None = None,
-    step: int = 0,
-) -> Outcome:
-    scheme = bind(compressor, collective)
-    accumulated, exchanges = [], []
-    for rank, (array, end) in enumerate(zip(arrays, world.transports, strict=True)):
-        buffer = np.full(array.size + TRAILER, np.nan, array.dtype)
-        accumulated.append(Accumulated(buffer, None, [Piece(0, array)], stale=rank == stale))
-        memory = {} if memories is None else memories[rank]
-        exchanges.append(scheme.exchange(accumulated[-1], Context(group=end.group, step=step, memory=memory)))
-    before = [array.copy() for array in arrays]
-    results = world.run(exchanges)
-    return Outcome(scheme, world.transports, results, before, [state.array() for state in accumulated])
 
 
 def _gradients(ranks: int, numel: int, dtype: np.dtype[Any], step: int = 0) -> list[Array]:

@@ -60,7 +60,7 @@ def test_segments_in_any_order_give_the_same_bits(ranks, collective, dtype, name
     for segment in (None, 1, 3, 7, 1000):
         for stale in ([], [0], [ranks - 1]):
             outcome = run(mpicomp.Dense(), name, arrays, segment=segment, stale=stale)
-            for result, after, array in zip(outcome.results, outcome.accumulated, arrays, strict=True):
+            for result, after, array in zip(outcome.results, outcome.after, arrays, strict=True):
                 assert result.mean.tobytes() == expected.tobytes()
                 assert after.tobytes() == array.tobytes()
                 assert result.energy == outcome.results[0].energy == pytest.approx(energy, rel=1e-5)

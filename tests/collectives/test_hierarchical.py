@@ -43,7 +43,7 @@ def test_hierarchical_loses_nothing(compressor, layout):
 def test_dense_arrays_are_unchanged_and_sent_whole(layout, inner):
     arrays = gradients(len(layout), 101, np.float32)
     outcome = run(mpicomp.Dense(), f"hierarchical:{inner}", arrays, hosts=layout)
-    for result, array in zip(outcome.results, outcome.accumulated, strict=True):
+    for result, array in zip(outcome.results, outcome.after, strict=True):
         np.testing.assert_allclose(result.mean, np.mean(np.float64(arrays), axis=0), rtol=1e-5, atol=1e-6)
         assert result.sent is array or result.sent.base is array.base
         assert (result.gain, result.kept) == (1.0, 101.0)
@@ -74,7 +74,7 @@ def test_one_host_is_dense_whatever_the_compressor():
     expected = run(mpicomp.Dense(), "scatter-reduce", arrays).results[0].mean
     for compressor in (mpicomp.TopK(ratio=0.1), Above(limit=1e30), mpicomp.Dense(wire="bf16")):
         outcome = run(compressor, "hierarchical", arrays, hosts=1)
-        for result, array in zip(outcome.results, outcome.accumulated, strict=True):
+        for result, array in zip(outcome.results, outcome.after, strict=True):
             assert result.mean.tobytes() == expected.tobytes()
             assert result.sent.base is array.base
             assert result.kept == 50

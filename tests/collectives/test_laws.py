@@ -9,7 +9,7 @@ from schemes import Above
 import mpicomp
 from mpicomp.collectives import variants
 from mpicomp.testing import pairs
-from mpicomp.testing.collective_laws import Outcome, check_bytes, check_sums
+from mpicomp.testing.collective_laws import check_bytes, check_sums
 
 LEARNED = {"ratio": 0.3, "encoder": (2,), "decoder": (2,), "passes": 1, "dense_steps": 0, "training_steps": 3}
 KINDS = [
@@ -54,12 +54,12 @@ DTYPES = pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])  # the
 def check_laws(compressor, collective, ranks, dtype, **settings):
     for numel in (1, 2, 7, 1001):
         arrays = gradients(ranks, numel, dtype, seed=numel)
-        results, transports, scheme, after, _ = run(compressor, collective, arrays, step=numel, **settings)
-        check_sums(f"{numel} elements", Outcome(scheme, transports, results, arrays, after))
-        assert np.isnan(results[0].gain) == (compressor.id in UNTOLD)
+        outcome = run(compressor, collective, arrays, step=numel, **settings)
+        check_sums(f"{numel} elements", outcome)
+        assert np.isnan(outcome.results[0].gain) == (compressor.id in UNTOLD)
         moves = compressor.message == "sparse" and not compressor.shares_positions  # arrays, inside a host
         if not (moves and collective.startswith("hierarchical")):
-            np.testing.assert_array_equal(after, arrays)
+            np.testing.assert_array_equal(outcome.after, arrays)
 
 
 def check_flags(compressor, collective, ranks, **settings):
@@ -79,8 +79,7 @@ def check_second_bytes(compressor, collective, ranks, **settings):
     arrays, memories = gradients(ranks, 1001, np.float32), [{} for _ in range(ranks)]
     for _ in range(2):
         outcome = run(compressor, collective, arrays, step=2, memories=memories, **settings)
-    results, transports, scheme, after, _ = outcome
-    check_bytes(collective, Outcome(scheme, transports, results, arrays, after), step=2)
+    check_bytes(collective, outcome, step=2)
 
 
 @ON_CASE

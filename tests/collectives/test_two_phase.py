@@ -97,9 +97,9 @@ def test_residual_in_place_is_that_of_what_was_sent(collective, compressor, rank
     arrays, residuals = gradients(ranks, numel, np.float32), gradients(ranks, numel, np.float32, seed=1)
     outcome = run(compressor, collective, arrays, residuals=residuals)
     in_place = run(compressor, collective, arrays, residuals=residuals, in_place=True)
-    assert set(in_place.holds) == {"residual" if compressor.packs_in_place else "sum"}
+    assert {one.holds for one in in_place.inputs} == {"residual" if compressor.packs_in_place else "sum"}
     for expected, result, whole, left in zip(
-        outcome.results, in_place.results, outcome.accumulated, in_place.accumulated, strict=True
+        outcome.results, in_place.results, outcome.after, in_place.after, strict=True
     ):
         assert result.mean.tobytes() == expected.mean.tobytes()
         if compressor.packs_in_place:
